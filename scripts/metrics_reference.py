@@ -16,8 +16,8 @@ from services.core.groups.vocabulary import Group, GroupPhase, Member
 from services.core.quota.limits import Limit
 from services.core.report import EngineReport, Load
 from services.core.scheduler.state import SchedulerState
-from services.core.scheduler.vocabulary import Group as ServingGroup
 from services.core.scheduler.vocabulary import GroupJoined
+from services.core.scheduler.vocabulary import ServingGroup as ServingGroup
 from services.gateway.bounds.line import Line
 from services.gateway.records.metrics import Metrics
 from services.memmgr.change_count import ChangeCount

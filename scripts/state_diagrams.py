@@ -4,7 +4,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from enum import Enum
 
-from services.core.groups import coordinator
+from services.core.groups import attempt, coordinator
 from services.core.planner import sequence
 
 INTRODUCTION = """\
@@ -43,6 +43,19 @@ MACHINES = (
             coordinator.ChangePhase.LEFT: "Its KV moves for too long, and it is followed no more.",
             coordinator.ChangePhase.FAILED: "It was refused or aborted,"
             " or a member has not changed over in time.",
+        },
+    ),
+    Machine(
+        "An attempt to change groups",
+        "services/core/groups/attempt.py",
+        attempt.TRANSITIONS,
+        attempt.AttemptPhase.MARKING,
+        {
+            attempt.AttemptPhase.MARKING: "The records of the groups get the attempt's id.",
+            attempt.AttemptPhase.PREPARING: "The members get ready, and serve as before.",
+            attempt.AttemptPhase.COMMITTING: "All members are ready, and the commit is written.",
+            attempt.AttemptPhase.COMMITTED: "The new groups are in force.",
+            attempt.AttemptPhase.ABORTED: "Everything is as it was; the marks are removed.",
         },
     ),
     Machine(

@@ -1,7 +1,7 @@
-"""A worker's reports on the wire: one codec, and one notion of what a valid report is.
+"""Reports on the wire: one codec, and one notion of what a valid report is.
 
-A field has the same name in `services.core.report` and in its message; so a new one needs nothing
-here. What a message does not have keeps its default.
+A field has the same name in core and in its message; so a new one needs nothing here. What a
+message does not have keeps its default.
 """
 
 import math
@@ -12,11 +12,12 @@ from typing import Any, Generic, TypeVar, cast
 
 from google.protobuf.message import Message
 
+from services.core.demand import ModelDemand
 from services.core.report import Load, LoadReport, MemoryReport
 from tideserve.common.v1 import load_pb2
 from tideserve.memmgr.v1 import memmgr_pb2
 
-R = TypeVar("R", LoadReport, MemoryReport)
+R = TypeVar("R")
 M = TypeVar("M", bound=Message)
 
 
@@ -54,14 +55,12 @@ class _Codec(Generic[R, M]):
         """A valid report.
 
         Raises:
-            InvalidReport: if a number is negative or not finite, or a name is missing.
+            InvalidReport: if a number is negative or not finite.
         """
         report = self.report(message)
         for name, value in self.values(report).items():
             if isinstance(value, int | float) and not 0 <= value < math.inf:
                 raise InvalidReport(f"{name} is {value}, but must be 0 or more")
-        if not report.worker_id or not report.incarnation:
-            raise InvalidReport("worker_id and incarnation must be set")
         return report
 
 
@@ -103,6 +102,7 @@ def _row(read: Callable[[Message], Iterable[Any]]) -> Callable[[Message], tuple[
 
 _LOAD = _Codec(LoadReport, load_pb2.WorkerLoad)
 _MEMORY = _Codec(MemoryReport, memmgr_pb2.WorkerMemory)
+_DEMAND = _Codec(ModelDemand, memmgr_pb2.ModelDemand)
 
 
 def load_message(report: LoadReport) -> load_pb2.WorkerLoad:
@@ -117,6 +117,7 @@ def to_load_report(message: load_pb2.WorkerLoad) -> LoadReport:
         InvalidReport: if it cannot be.
     """
     report = _LOAD.valid(message)
+    _check_names(report)
     if report.load.kv_blocks_total:  # 0 if not told
         _check_blocks(report.load)
     return report
@@ -134,6 +135,7 @@ def to_memory_report(message: memmgr_pb2.WorkerMemory) -> MemoryReport:
         InvalidReport: if it cannot be.
     """
     report = _MEMORY.valid(message)
+    _check_names(report)
     _check_blocks(report.engine.load)
     return report
 
@@ -146,6 +148,27 @@ def shown_memory(message: memmgr_pb2.WorkerMemory) -> MemoryReport:
 def memory_values(report: MemoryReport) -> dict[str, Any]:
     """All that is told of a worker's memory, by the names in memmgr.proto."""
     return _MEMORY.values(report)
+
+
+def demand_message(demand: ModelDemand) -> memmgr_pb2.ModelDemand:
+    """A model's demand on the wire."""
+    return _DEMAND.message(demand)
+
+
+def to_model_demand(message: memmgr_pb2.ModelDemand) -> ModelDemand:
+    """A model's demand.
+
+    Raises:
+        InvalidReport: if a number cannot be, or no model is named.
+    """
+    if not message.model:
+        raise InvalidReport("every demand must name its model")
+    return _DEMAND.valid(message)
+
+
+def _check_names(report: LoadReport | MemoryReport) -> None:
+    if not report.worker_id or not report.incarnation:
+        raise InvalidReport("worker_id and incarnation must be set")
 
 
 def _check_blocks(load: Load) -> None:

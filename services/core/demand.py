@@ -1,6 +1,6 @@
 """Demand that waits at the scheduler, as the memory manager learns it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,3 +18,9 @@ class ModelDemand:
     refused: int = 0
     refused_tokens: int = 0
     arriving_tokens_per_s: float = 0.0
+
+    def plus(self, other: "ModelDemand") -> "ModelDemand":
+        """What both report together of one model."""
+        assert self.model == other.model
+        names = [one.name for one in fields(self) if one.name != "model"]
+        return replace(self, **{name: getattr(self, name) + getattr(other, name) for name in names})

@@ -45,7 +45,7 @@ from services.gateway.serving.choice_runner import ChoiceRunner
 from services.gateway.serving.prepare import Preparer
 from services.gateway.serving.running import RunningRequests
 from services.gateway.serving.servicer import internal_server
-from services.gateway.serving.serving import Serving
+from services.gateway.serving.serving import RequestServing
 from services.gateway.structure.checker import GrammarChecker
 from services.gateway.text.tokenizer import TextPool
 from tideserve.common.v1 import record_pb2
@@ -153,7 +153,7 @@ class _Gateway:
         )
         self._metrics.ready.set_function(self._probe.ready)
         self._metrics.groups_serving.set_function(lambda: self._probe.look().groups_serving)
-        serving = Serving(
+        serving = RequestServing(
             preparer=Preparer(
                 model,
                 self._pool,

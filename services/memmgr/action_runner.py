@@ -12,7 +12,7 @@ from services.core.audit.facts import ChangePlanned
 from services.core.audit.record import FACT
 from services.core.groups.coordinator import ChangePhase, ChangeStepped
 from services.core.groups.vocabulary import Group, Targets
-from services.core.overload.action_plan import Change, Plan
+from services.core.overload.action_plan import ActionPlan, Change
 from services.core.overload.actions import ActionState
 from services.core.overload.worker_facts import WorkerFacts
 from services.memmgr.change_trace import ChangeCause, decided
@@ -70,7 +70,7 @@ class ActionRunner:
         spoken = self._memory.fresh(now_s)
         self._state.see({one: memory.incarnation for one, memory in spoken.items()}, now_s)
 
-    def act(self, logged: LoggedDecision) -> Plan | None:
+    def act(self, logged: LoggedDecision) -> ActionPlan | None:
         """Begin the changes of a decision; `logged` learns their outcome. None: another leads."""
         decision, driver = logged.decision, self._driver
         if self._tasks is None or not driver.leads:

@@ -20,7 +20,7 @@ ROOT = ""
 
 
 @dataclass(frozen=True, slots=True)
-class Cluster:
+class ClusterRecords:
     """Everything at one revision."""
 
     revision: int
@@ -36,12 +36,12 @@ class ClusterStore:
         self._leader = leader
         self._reader = RecordReader()
 
-    async def follow(self) -> AsyncIterator[Cluster]:
+    async def follow(self) -> AsyncIterator[ClusterRecords]:
         """All records now and after every change, for ever; nothing while etcd is away."""
         async for snapshot in self._store.follow_prefix(ROOT):
             yield self._read(snapshot)
 
-    async def list_until_answered(self) -> Cluster:
+    async def list_until_answered(self) -> ClusterRecords:
         """All records; waits until etcd answers."""
         return self._read(await self._snapshot_until_answered())
 
@@ -82,8 +82,8 @@ class ClusterStore:
             except StoreError:
                 await asyncio.sleep(RETRY_S)
 
-    def _read(self, snapshot: StoreSnapshot) -> Cluster:
-        return Cluster(snapshot.revision, self._reader.read(snapshot.entries))
+    def _read(self, snapshot: StoreSnapshot) -> ClusterRecords:
+        return ClusterRecords(snapshot.revision, self._reader.read(snapshot.entries))
 
 
 def _deletes(command: Transact) -> list[str]:

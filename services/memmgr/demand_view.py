@@ -41,7 +41,7 @@ class DemandView:
         for demands in self._latest.values():
             for one in demands:
                 other = found.get(one.model)
-                found[one.model] = one if other is None else _sum(one, other)
+                found[one.model] = one if other is None else one.plus(other)
         return tuple(found.values())
 
 
@@ -54,14 +54,3 @@ class DemandStream:
     def report(self, demands: Demands) -> None:
         """Take a report."""
         self._view.put(self, demands)
-
-
-def _sum(one: ModelDemand, other: ModelDemand) -> ModelDemand:
-    return ModelDemand(
-        one.model,
-        one.queued + other.queued,
-        one.queued_tokens + other.queued_tokens,
-        one.refused + other.refused,
-        one.refused_tokens + other.refused_tokens,
-        one.arriving_tokens_per_s + other.arriving_tokens_per_s,
-    )

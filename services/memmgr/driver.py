@@ -40,7 +40,7 @@ from services.core.groups.vocabulary import (
 from services.core.overload.worker_facts import WorkerFacts
 from services.memmgr.change_count import LAST_PHASES, ChangeCount
 from services.memmgr.change_trace import ChangeCause, ChangeTrace, restoration
-from services.memmgr.cluster_store import Cluster, ClusterStore
+from services.memmgr.cluster_store import ClusterRecords, ClusterStore
 from services.memmgr.member_client import MemberClient
 from services.memmgr.worker_memory import MemoryView
 from services.memmgr.worker_place import WorkerPlace
@@ -51,7 +51,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
-class _Asked:
+class _WaitedChange:
     """A change that somebody waits for, since `began_s`."""
 
     began_s: float
@@ -83,7 +83,7 @@ class Driver:
         self._places: dict[str, WorkerPlace] = {}
         # One task per outstanding transaction, call or look; the state keeps those few.
         self._tasks: asyncio.TaskGroup | None = None
-        self._asked: dict[str, _Asked] = {}  # by change
+        self._asked: dict[str, _WaitedChange] = {}  # by change
         # Facts of the registered workers, by id.
         self.facts: dict[str, WorkerFacts] = {}
         self.changes = ChangeCount()
@@ -138,7 +138,7 @@ class Driver:
 
         The coordinator ends every change by a deadline. An `urgent` one is not queued.
         """
-        change_id, asked = uuid.uuid4().hex, _Asked(monotonic_s())
+        change_id, asked = uuid.uuid4().hex, _WaitedChange(monotonic_s())
         self._asked[change_id] = asked
         traceparent = ""
         if self._tracer is not None:
@@ -169,9 +169,9 @@ class Driver:
     def _look(self, command: LookAtMembers) -> None:
         members = []
         for worker_id in command.worker_ids:
-            epoch = self._memory.epoch_of(worker_id)
-            standing = self._memory.standing_of(worker_id, epoch)
-            settled = standing is not None and standing.settled_s is not None
+            heard = self._memory.heard(worker_id)
+            epoch = heard.epoch if heard is not None else 0
+            settled = heard is not None and heard.settled_s is not None
             members.append(MemberSeen(worker_id, epoch, settled))
         self._apply(MembersSeen(monotonic_s(), command.change_id, tuple(members)))
 
@@ -196,7 +196,7 @@ class Driver:
             await asyncio.sleep(TICK_S)
             self._apply(TimePassed(monotonic_s()))
 
-    def _take(self, cluster: Cluster) -> None:
+    def _take(self, cluster: ClusterRecords) -> None:
         listing = cluster.listing
         if cluster.revision >= self._state.records.revision:
             self._places = listing.places

@@ -11,7 +11,7 @@ from services.common.push import wait_set
 from services.core.audit.facts import MemoryDecided
 from services.core.audit.record import FACT
 from services.core.groups.vocabulary import Group
-from services.core.overload.action_plan import Plan
+from services.core.overload.action_plan import ActionPlan
 from services.core.overload.events import (
     Action,
     Cause,
@@ -68,7 +68,7 @@ class OverloadWatch:
         demand: DemandView,
         groups: Callable[[], Iterable[Group]],
         facts: Callable[[], Mapping[str, WorkerFacts]],
-        act: Callable[[LoggedDecision], Plan | None],
+        act: Callable[[LoggedDecision], ActionPlan | None],
         event_log: EventLog | None = None,
     ) -> None:
         """`groups`: those that serve.
@@ -116,7 +116,7 @@ class OverloadWatch:
         for decision in self._monitor.handle(event):
             logged = self._keep(decision)
             plan = self._act(logged) if decision.action is not Action.EXHAUSTED else None
-            if plan is not None and decision.action is Action.MERGE and not decision.group_ids:
+            if plan is not None and plan.short_tokens is not None:
                 self._apply(MergesPlanned(event.now_s, decision.model, plan.short_tokens))
 
     def _keep(self, decision: Decision) -> LoggedDecision:

@@ -3,20 +3,15 @@
 Protobuf is seen here and in `translate_record` only.
 """
 
-import math
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, fields
+from dataclasses import asdict
 
 from services.common.records import to_group_record
-from services.common.report import InvalidReport, memory_message
+from services.common.report import InvalidReport, memory_message, to_model_demand
 from services.core.demand import ModelDemand
 from services.core.groups.coordinator import ChangePhase, ChangeStepped
 from services.core.groups.fence import PrepareAsked
-from services.core.groups.vocabulary import (
-    AbortMember,
-    Group,
-    Member,
-)
+from services.core.groups.vocabulary import AbortMember, Group, Member
 from services.core.overload.events import Action, Cause
 from services.core.report import MemoryReport
 from services.memmgr.overload_watch import LoggedDecision
@@ -103,24 +98,8 @@ def to_demands(report: memmgr_pb2.ReportDemandRequest) -> tuple[ModelDemand, ...
     """
     if len(report.demands) > MODELS_MAX:
         raise InvalidReport(f"{len(report.demands)} models, but at most {MODELS_MAX} are taken")
-    demands = tuple(
-        ModelDemand(
-            model=demand.model,
-            queued=demand.queued,
-            queued_tokens=demand.queued_tokens,
-            refused=demand.refused,
-            refused_tokens=demand.refused_tokens,
-            arriving_tokens_per_s=demand.arriving_tokens_per_s,
-        )
-        for demand in report.demands
-    )
-    for demand in demands:
-        for item in fields(demand):
-            number = getattr(demand, item.name)
-            if item.name != "model" and not 0 <= number < math.inf:
-                raise InvalidReport(f"{item.name} is {number}, but must be 0 or more")
-    names = {demand.model for demand in demands}
-    if len(names) < len(demands) or "" in names:
+    demands = tuple(map(to_model_demand, report.demands))
+    if len({demand.model for demand in demands}) < len(demands):
         raise InvalidReport("every demand must name another model")
     return demands
 

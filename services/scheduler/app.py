@@ -18,12 +18,12 @@ from services.core.scheduler.dispatch import SCORES
 from services.core.scheduler.state import SchedulerState
 from services.scheduler.config import SchedulerConfig
 from services.scheduler.demand_reporter import DemandReporter
-from services.scheduler.driver import Driver
+from services.scheduler.driver import SchedulerDriver
+from services.scheduler.leadership import NAME, Leadership
 from services.scheduler.load_view import LoadView
 from services.scheduler.metrics import SchedulerCollector
 from services.scheduler.servicer import SchedulerServicer
 from services.scheduler.shortfall_watch import ShortfallWatch
-from services.scheduler.standing import NAME, Standing
 from tideserve.common.v1 import record_pb2
 from tideserve.scheduler.v1 import scheduler_pb2_grpc
 
@@ -53,7 +53,7 @@ async def _serve(config: SchedulerConfig, store: Store, stop: asyncio.Event) -> 
     # A group that joins may empty a full queue into one gateway's outbox, behind its tickets.
     outbox_limit = 2 * config.queue_limit + 1024
     event_log = open_event_log(config)
-    driver = Driver(state, outbox_limit, config.gateway_grace_s, event_log)
+    driver = SchedulerDriver(state, outbox_limit, config.gateway_grace_s, event_log)
     view = LoadView(store, driver.apply)
     transport = transport_of(config)
     server = Server(
@@ -66,13 +66,13 @@ async def _serve(config: SchedulerConfig, store: Store, stop: asyncio.Event) -> 
     scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server(
         SchedulerServicer(driver), server.services
     )
-    standing = Standing(store, uuid.uuid4().hex)
+    leadership = Leadership(store, uuid.uuid4().hex)
     metrics = service_registry(NAME, config, store.calls)
-    metrics.register(SchedulerCollector(lambda: driver.snapshot, lambda: standing.leads))
+    metrics.register(SchedulerCollector(lambda: driver.snapshot, lambda: leadership.leads))
     async with metrics_exposed(metrics, config.host, config.metrics_port):
         await server.start()
         try:
-            await _run(config, store, driver, view, server, standing, transport, stop)
+            await _run(config, store, driver, view, server, leadership, transport, stop)
         finally:
             await server.stop(STOP_GRACE_S)
 
@@ -105,14 +105,14 @@ def open_event_log(config: SchedulerConfig) -> EventLog | None:
 async def _run(
     config: SchedulerConfig,
     store: Store,
-    driver: Driver,
+    driver: SchedulerDriver,
     view: LoadView,
     server: Server,
-    standing: Standing,
+    leadership: Leadership,
     transport: Transport,
     stop: asyncio.Event,
 ) -> None:
-    incarnation, services = standing.incarnation, standing.services
+    incarnation, services = leadership.incarnation, leadership.services
     address = await advertised(config, config.host, server.port)
     record = record_pb2.ServiceRecord(
         name=NAME, incarnation=incarnation, address=address, pid=os.getpid()

@@ -19,7 +19,7 @@ TICK_S = 0.1
 log = logging.getLogger(__name__)
 
 
-class Outbox:
+class GatewayOutbox:
     """Commands on their way to one gateway; bounded, and closed for good once it overflows."""
 
     def __init__(self, stream_id: int, limit: int) -> None:
@@ -60,7 +60,7 @@ class Outbox:
         return commands
 
 
-class Driver:
+class SchedulerDriver:
     """Owns the state. All methods run on the event loop's thread."""
 
     def __init__(
@@ -74,7 +74,7 @@ class Driver:
         self._event_log = event_log
         self._outbox_limit = outbox_limit
         self._gateway_grace_s = gateway_grace_s
-        self._outboxes: dict[int, Outbox] = {}
+        self._outboxes: dict[int, GatewayOutbox] = {}
         self._gone: deque[tuple[float, int]] = deque()
         self._next_stream_id = 1
         self._draining = False
@@ -111,9 +111,9 @@ class Driver:
         return self._state.demands(monotonic_s())
 
     @contextmanager
-    def gateway_stream(self) -> Iterator[Outbox]:
+    def gateway_stream(self) -> Iterator[GatewayOutbox]:
         """A new gateway's outbox. After its end its requests are kept for the grace time."""
-        outbox = Outbox(self._next_stream_id, self._outbox_limit)
+        outbox = GatewayOutbox(self._next_stream_id, self._outbox_limit)
         self._next_stream_id += 1
         self._outboxes[outbox.stream_id] = outbox
         if self._draining:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from services.common.clock import monotonic_s
 from services.common.etcd import Store
 from services.common.membership import GROUPS, WORKERS, Directory
-from services.core.scheduler.vocabulary import Group, GroupJoined, GroupLeft
+from services.core.scheduler.vocabulary import GroupJoined, GroupLeft, ServingGroup
 from services.scheduler.translate import to_group
 from tideserve.common.v1 import record_pb2
 
@@ -21,7 +21,7 @@ class LoadView:
         self._apply = apply
         self._groups = Directory(store, GROUPS, record_pb2.GroupRecord, self._refresh)
         self._workers = Directory(store, WORKERS, record_pb2.WorkerRecord, self._refresh)
-        self._serving: dict[str, Group] = {}
+        self._serving: dict[str, ServingGroup] = {}
 
     @property
     def loaded(self) -> bool:
@@ -38,7 +38,7 @@ class LoadView:
         if not self.loaded:
             return
         workers = {record.worker_id: record for record in self._workers.records.values()}
-        serving: dict[str, Group] = {}
+        serving: dict[str, ServingGroup] = {}
         for record in self._groups.records.values():
             group = to_group(record, workers)
             if group is not None:

@@ -12,7 +12,7 @@ from services.common.frames import TAKES_MANY, packed, takes_many, unpacked
 from services.common.report import InvalidReport
 from services.common.timeouts import timeout
 from services.core.scheduler.vocabulary import LoadLost, LoadReported
-from services.scheduler.driver import Driver, Outbox
+from services.scheduler.driver import GatewayOutbox, SchedulerDriver
 from services.scheduler.translate import (
     to_admit_event,
     to_frame,
@@ -35,7 +35,7 @@ ReportLoadContext = grpc.aio.ServicerContext[
 class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     """Turns frames into events and commands into frames."""
 
-    def __init__(self, driver: Driver) -> None:
+    def __init__(self, driver: SchedulerDriver) -> None:
         self._driver = driver
 
     # Not a generator as the stubs want it: only explicit writes can have a deadline.
@@ -81,7 +81,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         return scheduler_pb2.ReportLoadResponse()
 
     async def _read(
-        self, request_iterator: AsyncIterator[scheduler_pb2.AdmitRequest], outbox: Outbox
+        self, request_iterator: AsyncIterator[scheduler_pb2.AdmitRequest], outbox: GatewayOutbox
     ) -> None:
         async for message in request_iterator:
             for frame in unpacked(message):
@@ -100,7 +100,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         else:
             self._driver.apply(event)
 
-    async def _write(self, outbox: Outbox, context: AdmitContext) -> None:
+    async def _write(self, outbox: GatewayOutbox, context: AdmitContext) -> None:
         """The stream's only writer, until the outbox is closed and empty.
 
         Raises:

@@ -4,18 +4,18 @@ from collections.abc import Iterable
 
 from services.common import records
 from services.common.promise import to_service
-from services.common.report import to_load_report
+from services.common.report import demand_message, to_load_report
 from services.core.ask import FailedAssignment, RefusalReason
 from services.core.demand import ModelDemand
 from services.core.groups.vocabulary import GroupPhase
 from services.core.scheduler.vocabulary import (
     Asked,
     Command,
-    Group,
     LoadReported,
     SendAssignment,
     SendRefusal,
     SendTicket,
+    ServingGroup,
     Snapshot,
     Withdrawn,
 )
@@ -81,19 +81,7 @@ def to_load_event(load: load_pb2.WorkerLoad, now_s: float, passed_on: bool = Fal
 
 def to_demand_report(demands: Iterable[ModelDemand]) -> memmgr_pb2.ReportDemandRequest:
     """The report of the demand that waits here."""
-    return memmgr_pb2.ReportDemandRequest(
-        demands=[
-            memmgr_pb2.ModelDemand(
-                model=demand.model,
-                queued=demand.queued,
-                queued_tokens=demand.queued_tokens,
-                refused=demand.refused,
-                refused_tokens=demand.refused_tokens,
-                arriving_tokens_per_s=demand.arriving_tokens_per_s,
-            )
-            for demand in demands
-        ]
-    )
+    return memmgr_pb2.ReportDemandRequest(demands=map(demand_message, demands))
 
 
 def to_shortfalls(answer: memmgr_pb2.WatchShortfallsResponse) -> dict[str, int]:
@@ -103,7 +91,7 @@ def to_shortfalls(answer: memmgr_pb2.WatchShortfallsResponse) -> dict[str, int]:
 
 def to_group(
     record: record_pb2.GroupRecord, workers: dict[str, record_pb2.WorkerRecord]
-) -> Group | None:
+) -> ServingGroup | None:
     """The group as dispatch sees it, or None if it does not serve.
 
     It serves while it is stable and all members are registered under the recorded incarnations
@@ -122,7 +110,7 @@ def to_group(
             return None
         members.append(worker)
     leader = members[0]
-    return Group(
+    return ServingGroup(
         group_id=group.group_id,
         epoch=group.epoch,
         worker_id=leader.worker_id,

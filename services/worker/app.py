@@ -1,4 +1,4 @@
-"""Runs a worker's servicer process: its port, its store, its engine; then `Serving`."""
+"""Runs a worker's servicer process: its port, its store, its engine; then `EngineServing`."""
 
 import asyncio
 import logging
@@ -18,12 +18,12 @@ from services.worker.engine_client import EngineClient
 from services.worker.identity import settled, worker_record
 from services.worker.ipc import EngineReady
 from services.worker.metrics import WorkerCollector
-from services.worker.serving import Serving
+from services.worker.serving import EngineServing
 
 log = logging.getLogger(__name__)
 
 
-class Worker:
+class ServicerProcess:
     """The servicer process of one worker."""
 
     def __init__(self, config: WorkerConfig) -> None:
@@ -41,7 +41,7 @@ class Worker:
             ["tideserve.worker.v1.WorkerService", "tideserve.worker.v1.MemberService"],
             transport=self._transport,
         )
-        self._serving: Serving | None = None  # while the model is loaded
+        self._serving: EngineServing | None = None  # while the model is loaded
 
     async def serve(self, stop: asyncio.Event) -> None:
         """Run until `stop`, then let running requests finish within the drain time."""
@@ -75,7 +75,7 @@ class Worker:
     async def _serve(self, facts: EngineReady, address: str, stop: asyncio.Event) -> None:
         config, engine = self._config, self._engine
         record = worker_record(config, self._incarnation, self._code_digest, address, facts)
-        serving = self._serving = Serving(
+        serving = self._serving = EngineServing(
             config,
             record,
             engine,
@@ -104,4 +104,4 @@ class Worker:
 async def serve(config: WorkerConfig, stop: asyncio.Event) -> None:
     """Run a worker until `stop` is set."""
     with settled(config) as whole:
-        await Worker(whole).serve(stop)
+        await ServicerProcess(whole).serve(stop)

@@ -24,7 +24,7 @@ Ending = FinishReason | RefuseRequest | MovedRequest
 
 
 @dataclass(slots=True)
-class Arrival:
+class UnreadOutput:
     """An adopted request without a reader: all its output, and how it ended here if it has.
 
     `times` come with the ending, where they are known. `logprobs` are the rows of the last
@@ -63,7 +63,7 @@ class Arrivals(Generic[R]):
 
     timeout_s: float = ATTACH_TIMEOUT_S
     # All three are in the order in which they expire.
-    _arrived: dict[str, Arrival] = field(default_factory=dict)
+    _arrived: dict[str, UnreadOutput] = field(default_factory=dict)
     _expected: dict[str, Expected[R]] = field(default_factory=dict)
     _aborted: dict[str, float] = field(default_factory=dict)
 
@@ -84,7 +84,7 @@ class Arrivals(Generic[R]):
         if self._aborted.pop(adopted.request_id, None) is not None:
             return False
         self._arrived.pop(adopted.request_id, None)
-        self._arrived[adopted.request_id] = Arrival(
+        self._arrived[adopted.request_id] = UnreadOutput(
             list(adopted.emitted_ids),
             now_s + self.timeout_s,
             logprobs=[adopted.logprobs] if adopted.logprobs is not None else [],
@@ -109,7 +109,7 @@ class Arrivals(Generic[R]):
         self._expected[expected.request_id] = expected
         return True
 
-    def match(self, request_id: str) -> tuple[Arrival, Expected[R]] | None:
+    def match(self, request_id: str) -> tuple[UnreadOutput, Expected[R]] | None:
         """The request and its reader, which are then forgotten; None while one is missing."""
         if request_id not in self._arrived or request_id not in self._expected:
             return None
@@ -139,14 +139,14 @@ class Arrivals(Generic[R]):
             arrival.times = times
         return True
 
-    def abort(self, request_id: str, now_s: float) -> Arrival | None:
+    def abort(self, request_id: str, now_s: float) -> UnreadOutput | None:
         """Forget a request and return it; if it has not come, remember that it was aborted."""
         arrival = self.forget(request_id)
         if arrival is None:
             self._remember(request_id, now_s)
         return arrival
 
-    def forget(self, request_id: str) -> Arrival | None:
+    def forget(self, request_id: str) -> UnreadOutput | None:
         """Forget all about an id; returns the request if it had come."""
         self._expected.pop(request_id, None)
         self._aborted.pop(request_id, None)

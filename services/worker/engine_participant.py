@@ -84,7 +84,7 @@ class EngineParticipant:
         self._prepared = None
         await self._engine.abort_preparation(attempt)
 
-    async def commit(self, group: Group, attempt: str, superseded: str) -> None:
+    async def commit(self, group: Group, attempt: str | None, superseded: str | None) -> None:
         """See Participant. The engine keeps what the new layers need of `superseded`."""
         prepared, self._prepared = self._prepared, None
         if group.phase is GroupPhase.DEGRADED:

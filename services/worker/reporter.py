@@ -22,7 +22,7 @@ LOAD_PAUSE_S, LOAD_INTERVAL_S = 0.005, 0.5
 MEMORY_PAUSE_S, MEMORY_INTERVAL_S = 0.1, 1.0
 
 
-class Reporter:
+class ReportSender:
     """Reports of this worker to the control plane. The loss of that never stops the worker."""
 
     def __init__(

@@ -14,12 +14,12 @@ import grpc.aio
 from services.common.clock import monotonic_s
 from services.common.frames import TAKES_MANY, unpacked
 from services.common.timeouts import timeout
-from services.worker.arrivals import Arrival, Arrivals, Expected
+from services.worker.arrivals import Arrivals, Expected, UnreadOutput
 from services.worker.engine_client import EngineClient
 from services.worker.group_view import Place
 from services.worker.ipc import AdoptedRequest, EngineReady, MovedRequest, Progress, RequestTimes
 from services.worker.link import Context, Link
-from services.worker.start_frame import InvalidRequest, to_request
+from services.worker.start_frame import InvalidStart, to_request
 from services.worker.translate import failure, to_event, to_moved, to_refusal, to_replay
 from tideserve.common.v1 import load_pb2
 from tideserve.worker.v1 import worker_pb2 as pb
@@ -239,10 +239,10 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             return
         try:
             if start.request_id in self._links:
-                raise InvalidRequest("a request with this id is running already")
+                raise InvalidStart("a request with this id is running already")
             facts = self._facts
             request = to_request(start, facts.vocab_size, facts.max_model_len, monotonic_s())
-        except InvalidRequest as error:
+        except InvalidStart as error:
             self._refuse(start, link, pb.FINISH_REASON_INVALID, str(error))
             return
         earlier = self._arrivals.forget(start.request_id)
@@ -290,7 +290,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             self._note_activity()
             await self._discard(request_id, arrival, link)
 
-    async def _discard(self, request_id: str, arrival: Arrival | None, link: Link) -> None:
+    async def _discard(self, request_id: str, arrival: UnreadOutput | None, link: Link) -> None:
         """Give up a kept request; `link` learns where it went, to pass the abort on."""
         if arrival is None:
             return

@@ -17,13 +17,13 @@ from services.worker.group_view import GroupView, Place
 from services.worker.identity import claim
 from services.worker.ipc import EngineReady, Progress
 from services.worker.member.servicer import MemberServicer
-from services.worker.reporter import Reporter
+from services.worker.reporter import ReportSender
 from services.worker.servicer import WorkerServicer
 from tideserve.common.v1 import record_pb2
 from tideserve.worker.v1 import worker_pb2_grpc
 
 
-class Serving:
+class EngineServing:
     """Serves with an engine that is ready, until it is asked to leave."""
 
     def __init__(
@@ -46,7 +46,7 @@ class Serving:
         self._parted = False
         self._groups = GroupView(store, name, incarnation, self._note_groups)
         self._services = Directory(store, SERVICES, record_pb2.ServiceRecord)
-        self._reporter = Reporter(
+        self._reporter = ReportSender(
             name, incarnation, facts, self._services, engine, self._epoch, pids, dial
         )
         self._requests = WorkerServicer(

@@ -36,7 +36,7 @@ _GRAMMARS = {
 }
 
 
-class InvalidRequest(ValueError):
+class InvalidStart(ValueError):
     """A field of a start is outside its range; one sentence says which."""
 
 
@@ -44,7 +44,7 @@ def to_request(start: pb.Start, vocab_size: int, max_model_len: int, now_s: floa
     """The request in a start frame; a gateway of an earlier version leaves many fields out.
 
     Raises:
-        InvalidRequest: if any field is outside its range; the engine never sees such a value.
+        InvalidStart: if any field is outside its range; the engine never sees such a value.
     """
     prompt = tuple(start.prompt_ids)
     _require(
@@ -192,4 +192,4 @@ def _require_ids(name: str, ids: Collection[int], vocab_size: int) -> None:
 
 def _require(holds: bool, message: str) -> None:
     if not holds:
-        raise InvalidRequest(message)
+        raise InvalidStart(message)

@@ -5,7 +5,7 @@ from itertools import pairwise
 from services.core.logprobs import LogprobRows, joined
 from services.core.planner.events import EmitToken, RefuseRequest
 from services.core.request import FinishReason
-from services.worker.arrivals import Arrival
+from services.worker.arrivals import UnreadOutput
 from services.worker.ipc import MovedRequest, RequestTimes
 from tideserve.worker.v1 import worker_pb2 as pb
 
@@ -54,7 +54,7 @@ def to_moved(
     )
 
 
-def to_replay(request_id: str, arrival: Arrival, from_index: int) -> list[pb.RequestEvent]:
+def to_replay(request_id: str, arrival: UnreadOutput, from_index: int) -> list[pb.RequestEvent]:
     """The answer to an Attach: all tokens so far, and the ending if the request has one.
 
     Log probabilities of the oldest tokens may be missing: those then have an event of their own.
@@ -73,7 +73,7 @@ def to_replay(request_id: str, arrival: Arrival, from_index: int) -> list[pb.Req
             return events
 
 
-def _to_replayed(request_id: str, arrival: Arrival, from_index: int) -> list[pb.RequestEvent]:
+def _to_replayed(request_id: str, arrival: UnreadOutput, from_index: int) -> list[pb.RequestEvent]:
     """The tokens from `from_index` on: at least one event, perhaps without any."""
     known = joined(arrival.logprobs) if arrival.logprobs else None
     end = len(arrival.token_ids)

@@ -123,7 +123,9 @@ async def test_what_comes_slowly_ends(case: Case) -> None:
 async def test_an_answer_may_take_longer_whatever_its_client_sends_after_it(case: Case) -> None:
     worker = case.cluster.workers[0]
     worker.pause_at = 1
-    async with connection(case, completion(), b"\r\n") as (reader, _):
+    # Its body comes in many parts, which count for themselves.
+    large = completion(blanks=16 * INCOMPLETE_BYTES_MAX)
+    async with connection(case, large, b"\r\n") as (reader, _):
         await eventually(lambda: len(worker.active) == 1)
         await asyncio.sleep(3 * HEADER_TIMEOUT_S)
         worker.go.set()
@@ -187,7 +189,9 @@ async def test_who_offers_another_protocol_is_answered_in_this_one(case: Case) -
             assert await status(reader) == 200
     many = sized.replace(b"\r\n", b"\r\n" + b"x: y\r\n" * HEADERS_MAX, 1)
     async with connection(case, many) as (reader, _):
-        assert (await until_end(reader)).startswith(b"HTTP/1.1 431 ")
+        answer = await until_end(reader)
+    assert answer.startswith(b"HTTP/1.1 431 ")
+    assert answer.count(b"HTTP/1.1 ") == 1, "its body was taken for a request"
 
 
 async def test_few_more_headers_are_kept_than_the_front_door_lets_in(
@@ -206,6 +210,7 @@ async def test_few_more_headers_are_kept_than_the_front_door_lets_in(
         async with connection(case, LIVE[:-2] + lines + b"\r\n" + LIVE) as (reader, _):
             assert [await status(reader) for _ in range(2)] == [431, 200]
 
-    (count, _), _, (_, size), _ = seen
+    (count, _), (next_count, _), (_, size), (last_count, _) = seen
     assert count == HEADERS_MAX + 1
+    assert (next_count, last_count) == (1, 1), "those of the request before do not count"
     assert HEADER_BYTES_MAX < size <= HEADER_BYTES_MAX + 1001

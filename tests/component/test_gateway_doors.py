@@ -14,7 +14,7 @@ import pytest
 from services.common.etcd import Store
 from services.gateway.grpc.errors import reason_of
 from services.gateway.serving.output import LOGPROB_MIN
-from services.gateway.vocabulary.errors import InvalidRequest
+from services.gateway.vocabulary.errors import BadRequest
 from tests.support import fake_cluster
 from tests.support.bad_inputs import CHAT, COMPLETION, CONTEXT, VOCABULARY, bad_inputs
 from tests.support.gateway import TIMEOUT_S, Case, gateway_case, text_ids
@@ -67,7 +67,7 @@ async def over_http(case: Case, endpoint: str, body: dict[str, Any], stream: boo
     got = await case.http.post(PATHS[endpoint], content=content, headers=headers)
     if got.status_code != 200:
         error = got.json()["error"]
-        reason = reason_of(InvalidRequest("", code=error["code"]))
+        reason = reason_of(BadRequest("", code=error["code"]))
         return Answer(error=(got.status_code, reason, error["param"], error["message"]))
     if not stream:
         return _http_answer([got.json()])

@@ -297,9 +297,14 @@ def ucx_network() -> EngineNetwork:
 
 
 SCENARIOS = range(int(os.environ.get("TIDESERVE_SCENARIOS", "500")))
+QUICK = 200
+"""Of the scenarios: those that are not left to `make test-slow`."""
 
 
-@pytest.mark.parametrize("seed", SCENARIOS)
+@pytest.mark.parametrize(
+    "seed",
+    [*SCENARIOS[:QUICK], *(pytest.param(one, marks=pytest.mark.slow) for one in SCENARIOS[QUICK:])],
+)
 def test_every_interleaving_gives_the_tokens_of_an_undisturbed_run(
     config: RunnerConfig, oracle: Oracle, seed: int
 ) -> None:

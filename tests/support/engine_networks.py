@@ -9,10 +9,10 @@ from services.common.clock import monotonic_s
 from services.worker.engine.pipeline.frames import KINDS
 from services.worker.engine.transfer.frame import FrameCodec
 from services.worker.engine.transfer.lane import Identity, Lane
-from services.worker.engine.transfer.local_lane import LocalNetwork
 from services.worker.engine.transfer.pieces import BULK_KINDS
 from services.worker.engine.transfer.ucx_config import UcxLaneConfig
 from services.worker.engine.transfer.ucx_lane import UcxLane
+from tests.support.local_lane import LocalNetwork
 
 TURN_S = 0.01
 REST_S = 0.002

@@ -345,6 +345,7 @@ class FakeMemmgr(memmgr_pb2_grpc.MemmgrServiceServicer):
             )
             group_id = f"group-{worker.worker_id}"
             group = response.groups.add(group_id=group_id, epoch=worker.epoch, model="m")
+            group.phase = record_pb2.GROUP_PHASE_STABLE
             group.members.add(worker_id=worker.worker_id)
         return response
 

@@ -1,15 +1,27 @@
 """A cluster in which the real group protocol runs and everything else goes wrong.
 
-Real: the coordinators' `GroupState`, the members' `MemberState`. Modelled: a store with compare and
-swap, engines that hold layers, a network that loses, delays and repeats. Two coordinators, of which
-one may be a zombie; workers crash, lose their leases and start anew. After every step I1-I4 hold;
-once the faults stop, all groups become stable (I9).
+Real: the coordinators' `CoordinatorState`, the members' `MemberState`. Modelled: a store with
+compare and swap, engines that hold layers, a network that loses, delays and repeats. Two
+coordinators, of which one may be a zombie; workers crash, lose their leases and start anew. After
+every step I1-I4 hold; once the faults stop, all groups become stable (I9), and no change is
+followed any more.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from random import Random
 
+from services.core.groups.coordinator import (
+    ChangeAsked,
+    ChangePhase,
+    ChangeStepped,
+    CoordinatorConfig,
+    CoordinatorState,
+    Event,
+    LookAtMembers,
+    MemberSeen,
+    MembersSeen,
+)
 from services.core.groups.fence import (
     AbortAsked,
     AbortPreparation,
@@ -26,14 +38,11 @@ from services.core.groups.vocabulary import (
     AbortMember,
     ClusterListed,
     Command,
-    Event,
     Group,
     GroupPhase,
     LeadershipChanged,
     MemberAnswered,
     PrepareMembers,
-    ReconfigurationCommitted,
-    Reconfigure,
     StoredAssignment,
     StoredGroup,
     Targets,
@@ -42,6 +51,7 @@ from services.core.groups.vocabulary import (
     TransactionFinished,
     Worker,
 )
+from services.core.groups.vocabulary import Event as GroupEvent
 from services.core.ids import group_id_of
 
 LAYERS = 4
@@ -86,7 +96,7 @@ class NamelessMember(MemberState):
 class CarelessState(GroupState):
     """Counts an acknowledgement for whatever attempt runs."""
 
-    def handle(self, event: Event) -> list[Command]:
+    def handle(self, event: GroupEvent) -> list[Command]:
         if isinstance(event, MemberAnswered):
             running = [one for one in self.attempts if event.worker_id in one.workers]
             event = replace(event, attempt=running[0].attempt_id) if running else event
@@ -236,7 +246,7 @@ class Process:
         mine = next(one for one in action.group.members if one.worker_id == self.name)
         if mine.incarnation != self.incarnation:
             raise Violated(f"I4: {self.name} acts for incarnation {mine.incarnation}")
-        self.held |= self.staged.get(action.attempt or action.superseded, set())
+        self.held |= self.staged.get(action.attempt or action.superseded or "", set())
         self.staged.clear()
         self.ready.clear()
         layers = frozenset(range(mine.first_layer, mine.end_layer))
@@ -262,16 +272,20 @@ class World:
     def __post_init__(self) -> None:
         self.rng = Random(self.seed)
         self.store = FakeStore(self.removed)
-        kind = CarelessState if "attempt" in self.removed else GroupState
         config = ProtocolConfig(
             prepare_timeout_s=6.0, backoff_s=0.2, backoff_max_s=1.0, gone_after_s=0.1
         )
-        self.states = [kind(config), kind(config)]
+        bounds = CoordinatorConfig(config, running_max=2, attempt_margin_s=4.0)
+        self.states = [CoordinatorState(bounds), CoordinatorState(bounds)]
+        if "attempt" in self.removed:
+            for state in self.states:
+                state._groups = CarelessState(config)
         self.tokens = [self.store.elect(), 0]
         self.processes: dict[str, Process] = {}
         self.crashed = False
         self.mail: list[tuple[int, str, object]] = []
         self.transactions: list[tuple[int, Transact, bool]] = []
+        self.looks: list[tuple[int, LookAtMembers]] = []
         self.listings: list[ClusterListed] = []
         self.incarnations = 0
         self.requests = 0
@@ -290,7 +304,7 @@ class World:
             + [self._observe] * 4
             + [self._prepare] * 3
             + [self._ask] * 2
-            + [self._notice, self._lease]
+            + [self._notice, self._lease, self._look]
         )
         self.rng.choice(actions)()
         if self.rng.random() < 0.005:
@@ -316,12 +330,16 @@ class World:
                 self._transact(faulty=False)
             for process in self.processes.values():
                 self._see(process, tuple(self.store.groups.values()))
+            for _ in range(len(self.looks)):
+                self._look(faulty=False)
             while self.mail:
                 self._deliver(faulty=False)
                 for process in self.processes.values():
                     self._fetch(process, from_disk=True)
             self.check()
         self._check_stable()
+        if self.looks and not self.removed:
+            raise Violated(f"I9: {self.looks} are not over")
 
     def check(self) -> None:
         """Raise Violated unless I1 and I2 hold, and no state contradicts itself."""
@@ -362,8 +380,10 @@ class World:
                 case AbortMember():
                     asked = AbortAsked(command.token, command.attempt, command.incarnation)
                     self.mail.append((which, command.worker_id, asked))
-                case ReconfigurationCommitted():
-                    self.committed += 1
+                case LookAtMembers():
+                    self.looks.append((which, command))
+                case ChangeStepped():
+                    self.committed += command.phase is ChangePhase.COMMITTED
         if not self.removed:
             self.states[which].check_invariants()
 
@@ -372,6 +392,20 @@ class World:
         late = self.rng.random() < 0.3
         listed = self.rng.choice(self.listings) if late else self.listings[-1]
         self._feed(self.rng.randrange(2), replace(listed, now_s=self.now_s))
+
+    def _look(self, faulty: bool = True) -> None:
+        """A coordinator learns what members serve, or nothing of some of them."""
+        if not self.looks:
+            return
+        at = self.rng.randrange(len(self.looks)) if faulty else 0
+        which, command = self.looks.pop(at)
+        known = [self.processes[name] for name in command.worker_ids if name in self.processes]
+        seen = tuple(
+            MemberSeen(one.name, one.state.epoch, not faulty or self.rng.random() < 0.7)
+            for one in known
+            if not faulty or self.rng.random() < 0.9
+        )
+        self._feed(which, MembersSeen(self.now_s, command.change_id, seen))
 
     def _pass_time(self) -> None:
         self.now_s += self.rng.random() * 0.6
@@ -394,7 +428,7 @@ class World:
         request_id = f"r{self.requests}"
         leads = self.tokens.index(self.store.token)
         which = leads if self.rng.random() < 0.8 else 1 - leads
-        self._feed(which, Reconfigure(self.now_s, request_id, self._some_targets()))
+        self._feed(which, ChangeAsked(self.now_s, request_id, self._some_targets()))
 
     def _some_targets(self) -> Targets:
         live = [one.group.members for one in self.store.groups.values() if one.group.members]

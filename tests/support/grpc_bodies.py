@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from services.gateway.grpc import translate
-from services.gateway.vocabulary.errors import InvalidRequest
+from services.gateway.vocabulary.errors import BadRequest
 from tideserve.client.request import chat_messages, tool_of
 from tideserve.common.v1 import service_pb2
 from tideserve.gateway.v1 import gateway_pb2 as pb
@@ -14,7 +14,7 @@ Request = pb.ChatRequest | pb.CompleteRequest
 
 _MODES = {"auto": 1, "none": 2, "required": 3}
 _SAMPLING = frozenset(pb.Sampling.DESCRIPTOR.fields_by_name) - {"logprobs", "top_logprobs"}
-_WRONG = (TypeError, ValueError, KeyError, AttributeError, InvalidRequest)
+_WRONG = (TypeError, ValueError, KeyError, AttributeError, BadRequest)
 
 
 def said(endpoint: str, body: Mapping[str, Any]) -> Request | None:

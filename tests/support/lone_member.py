@@ -13,9 +13,9 @@ from services.worker.engine.pipeline.stage_runner import StageRunner
 from services.worker.engine.transfer.frame import FrameCodec
 from services.worker.engine.transfer.gate import ActivationGate
 from services.worker.engine.transfer.lane import Identity
-from services.worker.engine.transfer.local_lane import LocalNetwork
 from services.worker.engine.transfer.mover import Mover, MoverConfig
 from services.worker.engine.transfer.pieces import BULK_KINDS
+from tests.support.local_lane import LocalNetwork
 
 
 def lone_member(state: PlannerState, runner: ModelRunner) -> Member:

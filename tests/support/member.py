@@ -62,8 +62,8 @@ class FakeEngine:
         self.staged.pop(attempt, None)
         self.aborted.append(attempt)
 
-    async def commit(self, group: Group, attempt: str, superseded: str) -> None:
-        self.held |= self.staged.get(attempt or superseded, set())
+    async def commit(self, group: Group, attempt: str | None, superseded: str | None) -> None:
+        self.held |= self.staged.get(attempt or superseded or "", set())
         self.staged.clear()
         if group.phase is GroupPhase.STABLE:
             self.held &= self._layers(group)

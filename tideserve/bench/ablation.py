@@ -8,7 +8,7 @@ EFFECTS = (
     *("ttft_p99_s", "tpot_p50_s", "bubble_share", "bubble_share_arriving"),
     "throughput_tokens_per_s",
 )
-"""Figures of a round whose change is told."""
+"""The figures of a round whose changes are reported."""
 OWN_TIME = "unpaced"
 
 

@@ -25,7 +25,7 @@ LATE_S = 0.010
 """A request sent later than this after it was due counts as late."""
 LEAD_S = 0.25
 LAST_SEND_FACTOR = 1.25
-"""A closed loop sends nothing new when less time is left than the slowest so far took, times this.
+"""A closed loop sends nothing new when less time is left than this times the longest duration.
 """
 REFUSALS = (429, 503)
 UNFINISHED = "not finished within the time of the round"
@@ -50,8 +50,8 @@ class Job(msgspec.Struct, frozen=True):
 class LoadClient:
     """Sends one job's requests, round-robin over its servers.
 
-    In a closed loop clients are dealt, and each keeps its server: were requests dealt, one that
-    ends early would now and then send the next to a server that is busy beside one that is idle.
+    In a closed loop each client keeps its server. If requests were dealt instead, the successor of
+    a request that ends early might go to a busy server while another one is idle.
     """
 
     def __init__(self, job: Job, say: Callable[[str], None] | None = None) -> None:
@@ -64,7 +64,7 @@ class LoadClient:
         self.records: list[SentRequest] = []
 
     async def run(self) -> None:
-        """Send everything; what has not ended at the deadline is cancelled and has failed."""
+        """Send all requests; those that run at the deadline are cancelled and count as failed."""
         loop = self._open_loop() if self._job.concurrency is None else self._closed_loop()
         progress = [asyncio.create_task(self._tell(say)) for say in (self._say,) if say]
         try:

@@ -1,4 +1,4 @@
-"""Runs the load generator beside this process and reads what it noted."""
+"""Runs the load generator in another process and reads its records."""
 
 import os
 import subprocess
@@ -14,7 +14,7 @@ from tideserve.bench.errors import SystemUnavailable
 from tideserve.bench.record import SentRequest
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-# Beyond the job's own deadline: start of the interpreter and writing the result.
+# Time beyond the job's own deadline, to start the interpreter and to write the result.
 GRACE_S = 60.0
 
 

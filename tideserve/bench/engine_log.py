@@ -1,7 +1,7 @@
-"""What the workers' event logs tell: when a request reached the engine, what planning cost.
+"""Reads from the workers' event logs when a request reached the engine and what planning cost.
 
-The decisions are replayed through the same code of core, and timed: planning on this machine
-without the rest of an iteration around it.
+The decisions are replayed through the same code of core and timed: the time is that of planning
+alone, without the rest of an iteration.
 """
 
 from collections.abc import Iterable
@@ -80,7 +80,7 @@ def _replay(path: Path, times: EngineTimes) -> None:
                 times.iterations.append(Iteration(now_s, now_s - idle_until_s, planning_s))
                 planning_s, idle_until_s = 0.0, now_s
             case Planned(microbatch=None):
-                # A look at an empty queue is no part of an iteration.
+                # A plan for an empty queue is no part of an iteration.
                 planning_s = 0.0
 
 

@@ -26,7 +26,7 @@ class StreamFailed(Exception):
 
 
 class StreamedAnswer:
-    """What has come of one request so far."""
+    """The response to one request so far."""
 
     def __init__(self) -> None:
         self.status = 0
@@ -65,7 +65,7 @@ class StreamedAnswer:
         if "error" in event:
             self.error = str(event["error"])[:500]
         for choice in event.get("choices") or ():
-            # A token may have no text of its own, such as one of several that make a character.
+            # A token may have no text of its own, such as one of several tokens of one character.
             if "text" in choice:
                 self.token_times_s.append(now_s)
         if usage := event.get("usage"):
@@ -208,7 +208,7 @@ class OpenAIServer:
                     HttpConnection, self._host, self._port, ssl=self._secure or None
                 )
         except TimeoutError as error:
-            # Not to be taken for a request that was not finished in time.
+            # This is distinguished from a request that was not finished in time.
             raise StreamFailed(f"no connection within {CONNECT_TIMEOUT_S:g} s") from error
         return made
 

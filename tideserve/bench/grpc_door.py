@@ -1,7 +1,6 @@
 """One streamed completion through our gRPC door, the counterpart of `event_stream`.
 
-A call of gRPC's is made with the stubs' messages and nothing around them, so that what is measured
-at the other end is not held up here.
+Calls use the stubs directly, so that this side does not hold up what is measured at the other.
 """
 
 from collections.abc import Callable
@@ -21,7 +20,7 @@ SCHEME = "grpc"
 STATUS = {grpc.StatusCode.RESOURCE_EXHAUSTED: 429, grpc.StatusCode.UNAVAILABLE: 503}
 """Refusals, in the words of HTTP."""
 DETAILS = "grpc-status-details-bin"
-"""Only a gateway sends them; who does not answer at all is UNAVAILABLE, too."""
+"""Only a gateway sends them; a server that does not answer at all is UNAVAILABLE, too."""
 
 
 class GrpcDoor:

@@ -1,4 +1,4 @@
-"""Made-up arrivals, written in one line, as a trace whose lengths are drawn from a real one."""
+"""Made-up arrivals from a pattern in one line, as a trace with the lengths of a real one."""
 
 import math
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from tideserve.sim.workload import Phase, phased_times
 GAMMA, PHASES = "gamma:", "phases:"
 FORMATS = f"{GAMMA}RATE,CV,SECONDS or {PHASES}SECONDS@RATE,SECONDS@RATE,…"
 CV_MIN, CV_MAX = 0.01, 100.0
-"""Gaps of other coefficients of variation are not told apart from 0, or nearly all are 0."""
+"""Below this range all gaps are nearly equal; above it nearly all gaps are 0."""
 REQUESTS_MAX = 100_000
 
 

@@ -16,7 +16,7 @@ from tideserve.bench.stats import latencies
 # Distinguishable without colour vision (Okabe and Ito's palette).
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 SHARED = "0.4"
-"""Of a capacity that several systems have."""
+"""The colour of a capacity that several systems share."""
 LATENCIES = (
     ("ttft_s", "TTFT"),
     ("tpot_s", "time per output token"),
@@ -26,12 +26,12 @@ CLOSE = 0.05
 DECADE = 10
 Rounds = Mapping[str, Sequence[Round]]
 Colours = Mapping[str, str]
-"""By system, the same in all panels."""
+"""Colours by system, the same in all panels."""
 
 
 def draw(title: str, cases: Mapping[str, Rounds], path: Path) -> None:
-    """Write one picture with a row of panels for each case. The first round stands for all in
-    the panels over time; the distributions pool all rounds. The path's suffix is the format.
+    """Write one picture with a row of panels for each case. Panels over time show the first round;
+    the distributions pool all rounds. The path's suffix is the format.
     """
     matplotlib.use("Agg")
     rows = 2 * len(cases)
@@ -82,7 +82,7 @@ def _draw_demand(axes: Any, case: str, rounds: Rounds, colours: Colours) -> None
             )
         elif first.capacity_tokens:
             capacities.setdefault(first.capacity_tokens, []).append(name)
-    # An ample capacity far above everything would press the curves flat.
+    # An ample capacity far above the demand would flatten the curves.
     top = 1.15 * max((one.get_ydata().max() for one in axes.get_lines()), default=1)
     above = []
     for capacity, owners in _merged(capacities).items():

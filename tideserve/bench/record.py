@@ -1,4 +1,4 @@
-"""What the client noted about each request. Times are seconds on the machine's monotonic clock."""
+"""The client's record of each request. Times are seconds on the machine's monotonic clock."""
 
 from enum import StrEnum
 
@@ -35,12 +35,12 @@ class SentRequest(msgspec.Struct, frozen=True):
 
     @property
     def ttft_s(self) -> float:
-        """From when it was due to the first token: a late send is the system's wait, too."""
+        """From the due time to the first token: a late send counts as waiting for the system."""
         return self.token_times_s[0] - self.due_s
 
     @property
     def e2e_s(self) -> float:
-        """From when it was due to the last token."""
+        """From the due time to the last token."""
         return self.token_times_s[-1] - self.due_s
 
     @property
@@ -62,7 +62,7 @@ class SentRequest(msgspec.Struct, frozen=True):
 
 
 class Round(msgspec.Struct, frozen=True):
-    """All requests of one measured round of one system, with what the server counted meanwhile."""
+    """All requests of one measured round of one system, and the server's counts of that time."""
 
     records: tuple[SentRequest, ...]
     preemptions: int | None = None
@@ -71,11 +71,11 @@ class Round(msgspec.Struct, frozen=True):
     """(seconds on the monotonic clock, tokens of KV cache) where merges change it."""
     busy_s: float | None = None
     bubble_s: float | None = None
-    """What all stages of pipelines spent in running microbatches, and in bubbles."""
+    """Seconds that all stages of pipelines spent in microbatches, and in bubbles."""
     prefill_s: float | None = None
     prefill_predicted_s: float | None = None
     decode_s: float | None = None
     decode_predicted_s: float | None = None
-    """What iterations of all workers took, and what their cost model predicted."""
+    """Seconds that iterations of all workers took, and that their cost model predicted."""
     pipeline_samples: tuple[tuple[float, float, float], ...] = ()
     """(seconds on the monotonic clock, busy_s, bubble_s so far) as the server reported it."""

@@ -15,11 +15,11 @@ LATENCIES: Mapping[str, Callable[[SentRequest], float | None]] = {
     "normalized_latency_s": lambda record: record.normalized_s,
 }
 REPORT_S = 1.0
-"""Workers report what they have counted after so long at the latest."""
+"""Seconds after which workers report their counters at the latest."""
 PHASES = ("prefill", "decode")
 RATIO_METRICS = ("ttft_s", "tpot_s", "e2e_s", "normalized_latency_s")
 COMPARED_FROM = {"p99.9": 1000}
-"""Requests from which on a percentile is compared: of fewer it is the largest, which is chance."""
+"""Requests from which a percentile is compared: of fewer it is the maximum, which is chance."""
 
 Figures = dict[str, Any]
 Number = TypeVar("Number", int, float)
@@ -44,7 +44,7 @@ def percentiles(values: Sequence[float]) -> dict[str, float | None]:
 
 
 def distribution(values: Sequence[float]) -> dict[str, float | None]:
-    """All of `PERCENTILES`, and `max`: what the slowest one had to bear."""
+    """All of `PERCENTILES`, and `max`: the slowest one."""
     return percentiles(values) | {"max": max(values, default=None)}
 
 
@@ -76,7 +76,7 @@ def throughput(rounds: Sequence[Sequence[SentRequest]]) -> float | None:
 def attainment(
     records: Sequence[SentRequest], target: LatencyTarget, best_p50_s: float | None
 ) -> float | None:
-    """Share of all sent requests that met the target: what was refused or failed did not."""
+    """Share of all sent requests that met the target: refused and failed ones did not."""
     if not records or (target.relative and best_p50_s is None):
         return None
     limit_s = target.limit * best_p50_s if target.relative and best_p50_s else target.limit
@@ -124,7 +124,7 @@ def figures(
 
 
 def cost_scale(rounds: Sequence[Round], phase: str) -> float | None:
-    """How many times as long as predicted iterations of a phase took; None if that is unknown."""
+    """Measured over predicted time of the iterations of a phase; None if that is unknown."""
     measured_s = sum(getattr(one, f"{phase}_s") or 0.0 for one in rounds)
     predicted_s = sum(getattr(one, f"{phase}_predicted_s") or 0.0 for one in rounds)
     return measured_s / predicted_s if measured_s and predicted_s else None
@@ -139,7 +139,8 @@ def bubble_share(rounds: Sequence[Round]) -> float | None:
 
 
 def bubble_share_arriving(rounds: Sequence[Round]) -> float | None:
-    """The same while requests arrive: the last answers cannot fill a pipeline, whoever plans it.
+    """The same while requests arrive: the last answers cannot fill a pipeline, however they are
+    planned.
 
     None where there was no pipeline then, or nothing was sampled.
     """
@@ -236,7 +237,7 @@ def _ratio(one: Figures, other: Figures) -> dict[str, float]:
     key = "throughput_tokens_per_s"
     if one[key] is not None and other[key]:
         found[key] = one[key] / other[key]
-    # A stall of the machine makes the pooled P99 of a hundred requests; it is in one round only.
+    # A stall of the machine sets the pooled P99 of a hundred requests, but is in one round only.
     middle, other_middle = (_middle_round(figures, "ttft_p99_s") for figures in (one, other))
     if middle is not None and other_middle:
         found["ttft_s.p99.median_round"] = middle / other_middle

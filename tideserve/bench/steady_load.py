@@ -60,7 +60,7 @@ class Tally:
 
     @property
     def ended(self) -> int:
-        """All that are over, one way or another."""
+        """All requests that have ended, in whichever way."""
         good = self.completed + self.hung_up + self.refused
         return good + self.lost + self.duplicated + self.stuck
 
@@ -141,7 +141,7 @@ class SteadyLoad:
     async def _judge(
         self, number: int, wanted: int, answer: StreamedAnswer, failure: BaseException | None
     ) -> None:
-        """Count a request that has ended. Raises what nobody expects of a stream."""
+        """Count a request that has ended. Raises errors that a stream must not give."""
         tally, got = self.tally, answer.output_tokens
         if failure is not None and not isinstance(failure, StreamFailed | OSError):
             raise failure

@@ -47,7 +47,7 @@ class Trace:
 
     @property
     def skipped(self) -> str:
-        """What was skipped, for people; empty if nothing was."""
+        """A sentence about the skipped rows; empty if there are none."""
         if not self.skipped_lines:
             return ""
         named = ", ".join(str(line) for line in self.skipped_lines[:LINES_NAMED_MAX])
@@ -200,7 +200,7 @@ def _mooncake(fields: Any) -> TraceRow:
 
 
 def _checked(arrival_s: float, prompt: str | int, output: str | int) -> TraceRow:
-    """A row; one without output is a request that failed, so there is nothing to replay."""
+    """A row of the trace. A row without output is a failed request and cannot be replayed."""
     row = TraceRow(arrival_s, int(prompt), int(output))
     if not math.isfinite(arrival_s) or row.prompt_tokens < 1 or row.output_tokens < 1:
         raise ValueError

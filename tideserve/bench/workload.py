@@ -1,12 +1,12 @@
-"""The requests that are sent: when, which prompt, how many tokens out. Made from a seed."""
+"""The requests of a load: arrival, prompt, number of output tokens. They are made from a seed."""
 
 from dataclasses import dataclass, replace
 from random import Random
 
 from tideserve.bench.traces import PREFIX_BLOCK_TOKENS, Trace, TraceRow
 
-# Ordinary pieces of text in every vocabulary that is served, also the tiny model's: above the
-# special tokens and bytes.
+# Ordinary pieces of text in every vocabulary, that of the tiny model too: above the special tokens
+# and bytes.
 TOKEN_ID_MIN = 300
 TOKEN_ID_MAX = 2_000
 DEFAULT_CLASS = "standard"
@@ -37,7 +37,7 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class LengthScale:
-    """How a trace's lengths become ours: times a factor, then clipped to a range of tokens."""
+    """Scale of a trace's lengths: a factor, then a range of tokens to which they are clipped."""
 
     prompt: float = 1.0
     output: float = 1.0
@@ -91,12 +91,13 @@ def fixed(
 
 
 def with_lead_in(workload: Workload, concurrency: int) -> Workload:
-    """A request per client goes before all others, the first the shortest, the last as it was.
+    """Before all others goes one request per client: the first is the shortest, the last has full
+    length.
 
     Requests of equal length that begin at once end at once, and so do all that follow: waves of
     prompts, whose first tokens tell how long a wave takes. With a lead-in, one ends after another.
-    Tokens that it still gets while others are measured count for nothing: throughput is somewhat
-    less than that of a loop without end, for every system alike.
+    Tokens of the lead-in do not count, even while others are measured: throughput is a little below
+    that of an endless loop, for every system alike.
     """
     model = workload.requests[:concurrency]
     lead_in = tuple(

@@ -18,12 +18,12 @@ from services.core.scheduler.state import SchedulerState
 from services.core.scheduler.vocabulary import (
     Asked,
     Event,
-    Group,
     GroupJoined,
     GroupLeft,
     LoadReported,
     SendAssignment,
     SendRefusal,
+    ServingGroup,
     ShortfallsTold,
     Ticked,
 )
@@ -235,7 +235,7 @@ class Cluster:
 
     def _join(self, group_id: str, epoch: int, leader: str) -> None:
         spec = self._spec
-        group = Group(
+        group = ServingGroup(
             group_id=group_id,
             epoch=epoch,
             worker_id=leader,

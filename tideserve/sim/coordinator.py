@@ -153,7 +153,7 @@ class Coordinator:
         plan = self._actions.begin(
             decision, self.stable_groups, self._facts, self._reports(), decision.now_s
         )
-        if decision.action is Action.MERGE and not decision.group_ids:
+        if plan.short_tokens is not None:
             planned = MergesPlanned(decision.now_s, decision.model, plan.short_tokens)
             self._world.log.decisions += self.monitor.handle(planned)
         if not plan.changes:

@@ -21,7 +21,7 @@ from services.core.request import Request
 from tideserve.sim.delays import Delays
 from tideserve.sim.engine import Action, Simulation
 from tideserve.sim.pipeline import shape_of
-from tideserve.sim.reporter import Reporter
+from tideserve.sim.reporter import LoadSender
 from tideserve.sim.time_model import TimeModel
 
 FILLER = -1
@@ -102,7 +102,9 @@ class Instance:
     ) -> None:
         self.name = name
         self.state = PlannerState(config)
-        self.reporter = Reporter(name, simulation, delays, listener.note_report, self.state.load())
+        self.reporter = LoadSender(
+            name, simulation, delays, listener.note_report, self.state.load()
+        )
         self.iterations = 0
         self.iterations_fast_forwarded = 0
         self.member: GroupMember | None = None

@@ -10,7 +10,7 @@ from tideserve.sim.engine import Simulation
 Report = Callable[[LoadReport], None]
 
 
-class Reporter:
+class LoadSender:
     """The reports of one worker; `load` and `epoch` are what it would report now."""
 
     def __init__(

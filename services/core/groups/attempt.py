@@ -21,7 +21,23 @@ class AttemptPhase(StrEnum):
     MARKING = "marking"
     """The sources' records get the attempt's id, so that nobody else changes them."""
     PREPARING = "preparing"
+    """The members get ready."""
     COMMITTING = "committing"
+    """All members are ready, and the commit is written."""
+    COMMITTED = "committed"
+    ABORTED = "aborted"
+
+
+TRANSITIONS = {
+    (AttemptPhase.MARKING, AttemptPhase.PREPARING),
+    (AttemptPhase.PREPARING, AttemptPhase.COMMITTING),
+    (AttemptPhase.COMMITTING, AttemptPhase.COMMITTED),
+    (AttemptPhase.MARKING, AttemptPhase.ABORTED),
+    (AttemptPhase.PREPARING, AttemptPhase.ABORTED),
+    (AttemptPhase.COMMITTING, AttemptPhase.ABORTED),
+}
+"""What is not listed cannot happen. A coordinator that loses its leadership aborts its attempts: if
+a commit is applied all the same, the next coordinator finds it in the records."""
 
 
 @dataclass(slots=True)
@@ -50,6 +66,11 @@ class Attempt:
     def epoch(self) -> int:
         """The epoch that a commit gives."""
         return self.targets[0].epoch
+
+    def move(self, phase: AttemptPhase) -> None:
+        """Go to `phase`."""
+        assert (self.phase, phase) in TRANSITIONS, f"an attempt went from {self.phase} to {phase}"
+        self.phase = phase
 
     def mark(self, transaction_id: int, revisions: dict[str, int]) -> Transact:
         """Write the attempt's id into the sources' records, which are at `revisions`."""

@@ -31,9 +31,6 @@ from services.core.groups.records import Records
 from services.core.groups.state import GroupState, ProtocolConfig
 from services.core.groups.vocabulary import (
     AbortMember,
-    ClusterListed,
-    LeadershipChanged,
-    MemberAnswered,
     PrepareMembers,
     ReconfigurationCommitted,
     ReconfigurationFailed,
@@ -41,8 +38,8 @@ from services.core.groups.vocabulary import (
     Targets,
     TimePassed,
     Transact,
-    TransactionFinished,
 )
+from services.core.groups.vocabulary import Event as GroupEvent
 
 
 class ChangePhase(StrEnum):
@@ -92,11 +89,6 @@ class CoordinatorConfig:
     attempt_margin_s: float = 30.0
     change_over_timeout_s: float = 30.0
 
-    @property
-    def attempt_max_s(self) -> float:
-        """Longer than any attempt takes while etcd answers."""
-        return self.protocol.prepare_timeout_s + self.attempt_margin_s
-
 
 @dataclass(frozen=True, slots=True)
 class ChangeAsked:
@@ -130,15 +122,8 @@ class MembersSeen:
     members: tuple[MemberSeen, ...]
 
 
-Event = (
-    ClusterListed
-    | LeadershipChanged
-    | MemberAnswered
-    | TransactionFinished
-    | TimePassed
-    | ChangeAsked
-    | MembersSeen
-)
+Event = GroupEvent | ChangeAsked | MembersSeen
+"""`ChangeAsked` takes the place of the protocol's `Reconfigure`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,8 +259,7 @@ class CoordinatorState:
 
     def _begin(self, change: _Change, now_s: float) -> list[Command]:
         """Ask for an attempt."""
-        change.move(ChangePhase.PREPARING)
-        change.deadline_s = now_s + self.config.attempt_max_s
+        self._prepare(change, now_s)
         asked = Reconfigure(now_s, change.change_id, change.targets, change.traceparent)
         commands = self._advance(asked)
         if change.phase is ChangePhase.PREPARING:
@@ -283,17 +267,12 @@ class CoordinatorState:
             commands.append(ChangeStepped(change.change_id, change.phase, text))
         return commands
 
-    def _advance(
-        self,
-        event: (
-            ClusterListed
-            | LeadershipChanged
-            | Reconfigure
-            | MemberAnswered
-            | TransactionFinished
-            | TimePassed
-        ),
-    ) -> list[Command]:
+    def _prepare(self, change: _Change, now_s: float) -> None:
+        change.move(ChangePhase.PREPARING)
+        protocol = self.config.protocol
+        change.deadline_s = now_s + protocol.prepare_timeout_s + self.config.attempt_margin_s
+
+    def _advance(self, event: GroupEvent) -> list[Command]:
         """Feed the group protocol; follow what it says of changes."""
         commands: list[Command] = []
         for command in self._groups.handle(event):
@@ -314,8 +293,7 @@ class CoordinatorState:
             for target in command.targets
         )
         change = _Change(command.attempt, targets, urgent=True, traceparent="")
-        change.move(ChangePhase.PREPARING)
-        change.deadline_s = now_s + self.config.attempt_max_s
+        self._prepare(change, now_s)
         self._changes[change.change_id] = change
 
     def _end_attempt(
@@ -332,7 +310,7 @@ class CoordinatorState:
         if ended.busy and now_s <= change.blocked_until_s:
             change.move(ChangePhase.BLOCKED)
             return [change.look(self.config.look_s)]
-        return self._fail(change, ended.reason)
+        return self._end(change, ChangePhase.FAILED, ended.reason)
 
     def _fail_overdue(self, now_s: float) -> list[Command]:
         reason = "etcd does not answer; `tideserve status` tells later"
@@ -340,11 +318,8 @@ class CoordinatorState:
             command
             for change in list(self._changes.values())
             if change.phase is ChangePhase.PREPARING and now_s > change.deadline_s
-            for command in self._fail(change, reason)
+            for command in self._end(change, ChangePhase.FAILED, reason)
         ]
-
-    def _fail(self, change: _Change, reason: str) -> list[Command]:
-        return self._end(change, ChangePhase.FAILED, reason)
 
     def _end(self, change: _Change, phase: ChangePhase, message: str) -> list[Command]:
         del self._changes[change.change_id]
@@ -367,7 +342,7 @@ class CoordinatorState:
 
     def _await_epoch(self, change: _Change, seen: MembersSeen) -> list[Command]:
         """Wait until the members report the epoch, or a later one."""
-        late = _missing(change, [one.worker_id for one in seen.members if _serves(one, change)])
+        late = _late(change, seen.members)
         if not late:
             change.deadline_s = seen.now_s + self.config.change_over_timeout_s
             stable = change.step(ChangePhase.STABLE, f"all members serve epoch {change.epoch}")
@@ -378,11 +353,10 @@ class CoordinatorState:
             f"epoch {change.epoch} is committed, but {', '.join(late)} did not change over within "
             f"{self.config.change_over_timeout_s:g} s; see `tideserve logs`"
         )
-        return self._fail(change, reason)
+        return self._end(change, ChangePhase.FAILED, reason)
 
     def _await_settled(self, change: _Change, seen: MembersSeen) -> list[Command]:
-        settled = [one.worker_id for one in seen.members if one.settled and _serves(one, change)]
-        late = _missing(change, settled)
+        late = _late(change, [one for one in seen.members if one.settled])
         if not late:
             return self._end(change, ChangePhase.SETTLED, "all members have settled")
         if seen.now_s <= change.deadline_s:
@@ -390,12 +364,11 @@ class CoordinatorState:
         return self._end(change, ChangePhase.LEFT, f"{', '.join(late)} have not settled yet")
 
 
-def _serves(member: MemberSeen, change: _Change) -> bool:
-    return change.epoch is not None and member.epoch >= change.epoch
-
-
-def _missing(change: _Change, names: Sequence[str]) -> list[str]:
-    return [name for name in change.worker_ids if name not in names]
+def _late(change: _Change, members: Sequence[MemberSeen]) -> list[str]:
+    """The workers of a committed change that are not among `members` with its epoch."""
+    assert change.epoch is not None
+    there = [one.worker_id for one in members if one.epoch >= change.epoch]
+    return [name for name in change.worker_ids if name not in there]
 
 
 def _getting_ready(targets: Targets) -> str:

@@ -91,7 +91,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Apply:
-    """Serve the committed configuration `group`; `attempt` has prepared it, "" if none has.
+    """Serve the committed configuration `group`; `attempt` has prepared it, None if none has.
 
     `superseded` was being prepared for another configuration, which may have been committed without
     this member seeing it. Of the layers that it has fetched, keep those of `group` and free the
@@ -99,8 +99,8 @@ class Apply:
     """
 
     group: Group
-    attempt: str = ""
-    superseded: str = ""
+    attempt: str | None = None
+    superseded: str | None = None
 
 
 @dataclass(slots=True)
@@ -110,7 +110,7 @@ class MemberState:
     worker_id: str
     incarnation: str
     token: int = 0
-    group_id: str = ""
+    group_id: str | None = None
     epoch: int = 0
     preparing: PrepareAsked | None = None
     _revision: int = 0
@@ -155,7 +155,7 @@ class MemberState:
             newest = max(newer, key=lambda one: one.group.epoch)
             self._note_revision(newest)
             return self._apply(newest.group)
-        mine = listed.get(self.group_id)
+        mine = listed.get(self.group_id) if self.group_id is not None else None
         if mine is None:
             return []
         preparing = self.preparing

@@ -15,11 +15,7 @@ from services.core.ids import group_id_of
 
 
 def settle(
-    records: Records,
-    broken_id: str | None,
-    names: Iterable[str],
-    transaction_id: int,
-    token: int,
+    records: Records, broken_id: str | None, names: Iterable[str], transaction_id: int, token: int
 ) -> Transact | None:
     """The transaction that gives each registered worker among `names` a group of its own.
 

@@ -1,4 +1,4 @@
-"""How the parts of a model are called, and which of them a stage of a pipeline needs."""
+"""The names of the parameter slabs of a model, and which of them a stage needs."""
 
 EMBEDDING = "model.embed_tokens"
 NORM = "model.norm"
@@ -15,7 +15,7 @@ def stage_slabs(
 ) -> list[str]:
     """Slabs that run layers `first_layer .. end_layer - 1`, in the order of execution.
 
-    The first stage embeds; the last applies the final norm and the head, and a tied head is the
+    The first stage embeds; the last stage applies the final norm and the head. A tied head uses the
     embedding.
     """
     last = end_layer == num_layers

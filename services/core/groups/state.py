@@ -126,6 +126,8 @@ class GroupState:
             return []
         self.token = token
         ended = list(self._attempts.values())
+        for attempt in ended:
+            attempt.move(AttemptPhase.ABORTED)
         self._attempts.clear()
         self._committing.clear()
         reason = "the memory manager has lost its leadership; ask the next one"
@@ -169,7 +171,7 @@ class GroupState:
         attempt.ready.add(answer.worker_id)
         if attempt.ready != attempt.workers.keys():
             return []
-        attempt.phase = AttemptPhase.COMMITTING
+        attempt.move(AttemptPhase.COMMITTING)
         transaction = self._track(attempt.commit(self._next_transaction()))
         self._committing[transaction.transaction_id] = attempt.attempt_id
         return [transaction]
@@ -189,10 +191,11 @@ class GroupState:
     def _advance(self, attempt: Attempt, revision: int) -> list[Command]:
         """The attempt's transaction was committed."""
         if attempt.phase is AttemptPhase.MARKING:
-            attempt.phase = AttemptPhase.PREPARING
+            attempt.move(AttemptPhase.PREPARING)
             attempt.marked_revision = revision
             attempt.deadline_s = self._now_s + self.config.prepare_timeout_s
             return [attempt.prepare(self.config.prepare_timeout_s)]
+        attempt.move(AttemptPhase.COMMITTED)
         del self._attempts[attempt.attempt_id]
         self._backoff.succeeded(attempt.workers)
         return [ReconfigurationCommitted(attempt.request_id, attempt.epoch)]
@@ -241,6 +244,7 @@ class GroupState:
 
     def _abort(self, attempt: Attempt, reason: str) -> list[Command]:
         """Forget the attempt; its marks are then nobody's, and are removed as such."""
+        attempt.move(AttemptPhase.ABORTED)
         del self._attempts[attempt.attempt_id]
         self._backoff.failed(
             attempt.workers, self._now_s, self.config.backoff_s, self.config.backoff_max_s

@@ -38,14 +38,15 @@ class Change:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class ActionPlan:
     """The changes that carry out a decision. Without any, `reason` is one sentence that says why.
 
-    `short_tokens` of KV are still missing after all merges that are possible.
+    `short_tokens` of KV are still missing after all merges that are possible; None where the
+    decision was not about all groups of the model.
     """
 
     changes: tuple[Change, ...]
-    short_tokens: int = 0
+    short_tokens: int | None = None
     reason: str = ""
 
 

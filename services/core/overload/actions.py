@@ -11,7 +11,14 @@ from dataclasses import dataclass, field
 
 from services.core.groups.backoff import Backoff
 from services.core.groups.vocabulary import Group
-from services.core.overload.action_plan import Change, NoPlan, Plan, merges, merges_of_full, splits
+from services.core.overload.action_plan import (
+    ActionPlan,
+    Change,
+    NoPlan,
+    merges,
+    merges_of_full,
+    splits,
+)
 from services.core.overload.events import Action, Decision
 from services.core.overload.worker_facts import WorkerFacts
 from services.core.report import EngineReport
@@ -53,24 +60,25 @@ class ActionState:
         facts: Mapping[str, WorkerFacts],
         reports: Mapping[str, EngineReport],
         now_s: float,
-    ) -> Plan:
+    ) -> ActionPlan:
         """The changes that carry out a decision to merge or split; call `ended` for each."""
         model = decision.model
         groups = [one for one in stable_groups if one.model == model and self._is_free(one, now_s)]
         coming = sum(tokens for name, tokens in self._gains.values() if name == model)
-        needed = decision.needed_tokens - coming if decision.action is Action.MERGE else 0
+        missing = decision.needed_tokens - coming
+        for_all = decision.action is Action.MERGE and not decision.group_ids
         try:
             if decision.action is Action.SPLIT:
                 changes = splits([one for one in groups if one.group_id in decision.group_ids])
             else:
                 changes = self._merges(decision, coming, groups, facts, reports, now_s)
         except NoPlan as error:
-            return Plan((), max(0, needed), str(error))
+            return ActionPlan((), max(0, missing) if for_all else None, str(error))
         for change in changes:
             self._changing.update(change.group_ids)
             self._gains[change.group_ids] = model, change.gain_tokens
-        gained = sum(change.gain_tokens for change in changes)
-        return Plan(tuple(changes), max(0, needed - gained))
+        missing -= sum(change.gain_tokens for change in changes)
+        return ActionPlan(tuple(changes), max(0, missing) if for_all else None)
 
     def ended(self, change: Change, is_stable: bool, now_s: float) -> None:
         """A change is over: all members serve it, or it has failed."""

@@ -51,7 +51,7 @@ class Exceeded:
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class LimitStanding:
     """What is left of a limit a minute at this gateway, and the time until all of that is back."""
 
     maximum: int

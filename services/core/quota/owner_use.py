@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 
 from services.core.quota.demand import Wish
-from services.core.quota.limits import Exceeded, Limit, QuotaLimits, Standing
+from services.core.quota.limits import Exceeded, Limit, LimitStanding, QuotaLimits
 from services.core.quota.shared_rate import SharedRate
 
 REQUESTS_BURST_MIN = 5
@@ -95,7 +95,7 @@ class OwnerUse:
             used = reserved.prompt_tokens + output_tokens if served else 0
             self.tokens.put(reserved.tokens - used, per_minute, now_s)
 
-    def standings(self, now_s: float) -> dict[Limit, Standing]:
+    def standings(self, now_s: float) -> dict[Limit, LimitStanding]:
         """What is left of the limits a minute."""
         limits = self.limits
         rows = (
@@ -103,7 +103,7 @@ class OwnerUse:
             (Limit.TOKENS, self.tokens, limits.tokens_per_minute),
         )
         return {
-            limit: Standing(
+            limit: LimitStanding(
                 per_minute,
                 self._remaining(rate, per_minute, now_s),
                 rate.reset_s(per_minute, now_s),

@@ -5,7 +5,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from services.core.ask import RefusalReason
-from services.core.scheduler.group_table import GroupTable
+from services.core.scheduler.group_table import GroupTable, ModelGroups
 from services.core.scheduler.queue import Waiting, WaitQueue
 from services.core.scheduler.rate import RATE_WINDOW_S, DispatchRate, retry_after_s
 from services.core.scheduler.vocabulary import Asked
@@ -20,7 +20,7 @@ _FOR_WANT_OF_ROOM = (RefusalReason.QUEUE_FULL, RefusalReason.EXPIRED)
 
 
 @dataclass(frozen=True, slots=True)
-class Refused:
+class NotAdmitted:
     """A refusal without its address: the reason and one sentence of cause and remedy.
 
     `retry_after_s` is None if a retry is pointless, or if the queue says when it is sensible.
@@ -51,43 +51,42 @@ class Admission:
     queue_deadline_s: float
     shortfalls: dict[str, int] = field(default_factory=dict)
 
-    def refusal(self, ask: Asked, arrival_s: float, returns: int) -> Refused | None:
-        """Why a new request may not wait; None if it may. `returns`: as in Waiting."""
-        refused = check_model(ask.model, self.groups.models, self.groups.served_before)
-        refused = refused or self._check_size(ask)
+    def refusal(
+        self, ask: Asked, model: ModelGroups | None, arrival_s: float, returns: int
+    ) -> NotAdmitted | None:
+        """Why a new request for `model` may not wait; None if it may. `returns`: as in Waiting."""
+        if model is None:
+            refused = check_model(ask.model, self.groups.models, self.groups.served_before)
+        else:
+            refused = check_size(ask.prompt_tokens, ask.max_tokens, model.index.tokens_max)
         if refused is not None:
             return refused
         if ask.now_s - arrival_s >= self.queue_deadline_s:
-            return self.expired()
+            return self._expired()
         if len(self.queue) >= self.queue_limit and not returns:
-            return Refused(
+            return NotAdmitted(
                 RefusalReason.QUEUE_FULL,
                 f"all {self.queue_limit} places in the queue are taken; retry later",
             )
-        return self._too_late(ask, arrival_s)
+        return self._too_late(ask, model, arrival_s)
 
-    def late(self, model: str, now_s: float) -> Waiting | None:
-        """The longest-waiting request of a model if its deadline is over, else None."""
-        oldest = self.queue.oldest(model)
-        if oldest is None or now_s - oldest.arrival_s < self.queue_deadline_s:
-            return None
-        return oldest
+    def refusal_in_line(self, name: str, now_s: float) -> tuple[Waiting, NotAdmitted] | None:
+        """A request that waits for the model `name` and must not any longer, and why.
 
-    def expired(self) -> Refused:
-        """The refusal of a request that is `late`."""
-        return Refused(
-            RefusalReason.EXPIRED,
-            f"no worker had room within {self.queue_deadline_s:g} s; retry later",
-        )
-
-    def refusal_of_head(self, model: str) -> tuple[Waiting, Refused] | None:
-        """The first request in the line of a model if no group can ever hold it, and why.
-
-        It may have been asked before any group of its model was known.
+        That is the longest-waiting one if its deadline is over, else the first of the line if no
+        group can hold it: it may have been asked before any group of its model was known.
         """
-        head = self.queue.head(model)
-        refused = self._check_size(head.ask) if head is not None else None
-        return (head, refused) if head is not None and refused is not None else None
+        oldest = self.queue.oldest(name)
+        if oldest is None:
+            return None
+        if now_s - oldest.arrival_s >= self.queue_deadline_s:
+            return oldest, self._expired()
+        model, head = self.groups.of_model(name), self.queue.head(name)
+        if model is None or head is None:
+            return None
+        ask, longest = head.ask, model.index.tokens_max
+        refused = check_size(ask.prompt_tokens, ask.max_tokens, longest)
+        return (head, refused) if refused is not None else None
 
     def retry_after_s(self, ask: Asked, now_s: float) -> float:
         """When the line of its model, or the full queue of all models, will have moved on."""
@@ -99,12 +98,13 @@ class Admission:
             rate_per_s = model.meter.dispatched.per_s(now_s)
         return retry_after_s(ask.request_id, queued, rate_per_s)
 
-    def _too_late(self, ask: Asked, arrival_s: float) -> Refused | None:
+    def _too_late(
+        self, ask: Asked, model: ModelGroups | None, arrival_s: float
+    ) -> NotAdmitted | None:
         """Refuses a newcomer that would expire, where no merge can make room.
 
         A request that had a place before is not refused now.
         """
-        model = self.groups.of_model(ask.model)
         if model is None or ask.failed is not None or not self.shortfalls.get(ask.model):
             return None
         left_s = arrival_s + self.queue_deadline_s - ask.now_s
@@ -114,13 +114,14 @@ class Admission:
             return None
         return check_wait(self.queue.wanted(ask.model)[0], rate_per_s, left_s)
 
-    def _check_size(self, ask: Asked) -> Refused | None:
-        model = self.groups.of_model(ask.model)
-        longest = model.index.tokens_max if model is not None else None
-        return check_size(ask.prompt_tokens, ask.max_tokens, longest)
+    def _expired(self) -> NotAdmitted:
+        return NotAdmitted(
+            RefusalReason.EXPIRED,
+            f"no worker had room within {self.queue_deadline_s:g} s; retry later",
+        )
 
 
-def check_fields(ask: Asked) -> Refused | None:
+def check_fields(ask: Asked) -> NotAdmitted | None:
     """Refuses an ask whose fields no correct gateway sends."""
     if not 1 <= len(ask.request_id) <= NAME_LENGTH_MAX:
         cause = f"request_id must have 1 to {NAME_LENGTH_MAX} characters"
@@ -138,12 +139,12 @@ def check_fields(ask: Asked) -> Refused | None:
         cause = fault
     else:
         return None
-    return Refused(RefusalReason.INVALID, f"invalid request: {cause}")
+    return NotAdmitted(RefusalReason.INVALID, f"invalid request: {cause}")
 
 
 def check_model(
     model: str, known_models: Collection[str], served_before: Collection[str]
-) -> Refused | None:
+) -> NotAdmitted | None:
     """Refuses a model that no group serves, unless no group serves any model yet.
 
     A model that was `served_before` may come back: a retry is then sensible.
@@ -151,25 +152,25 @@ def check_model(
     if not known_models or model in known_models:
         return None
     if model in served_before:
-        return Refused(
+        return NotAdmitted(
             RefusalReason.UNKNOWN_MODEL,
             "the workers that serve this model are away; send the request again shortly",
             AWAY_RETRY_S,
         )
-    return Refused(
+    return NotAdmitted(
         RefusalReason.UNKNOWN_MODEL,
         f"no worker serves this model; choose one of: {', '.join(sorted(known_models))}",
     )
 
 
-def check_size(prompt_tokens: int, max_tokens: int, longest: int | None) -> Refused | None:
+def check_size(prompt_tokens: int, max_tokens: int, longest: int | None) -> NotAdmitted | None:
     """Refuses more than `longest`, the most tokens that some group of the model holds.
 
     None says that no group is known, and refuses nothing.
     """
     if longest is None or prompt_tokens + max_tokens <= longest:
         return None
-    return Refused(
+    return NotAdmitted(
         RefusalReason.TOO_LARGE,
         f"the prompt has {prompt_tokens} tokens and up to {max_tokens} more were asked for, "
         f"but the longest sequence that a worker can hold is {longest} tokens; "
@@ -177,7 +178,7 @@ def check_size(prompt_tokens: int, max_tokens: int, longest: int | None) -> Refu
     )
 
 
-def check_wait(queued: int, rate_per_s: float, left_s: float) -> Refused | None:
+def check_wait(queued: int, rate_per_s: float, left_s: float) -> NotAdmitted | None:
     """Refuses a request whose place would come too late, of a model that all merges leave short.
 
     `queued` requests are before it, `rate_per_s` is the line's pace, and its deadline is in
@@ -185,7 +186,7 @@ def check_wait(queued: int, rate_per_s: float, left_s: float) -> Refused | None:
     """
     if queued <= WAVE_MARGIN * rate_per_s * left_s:
         return None
-    return Refused(
+    return NotAdmitted(
         RefusalReason.QUEUE_FULL,
         f"{queued} requests wait already, more than twice what all workers together start within"
         f" {left_s:g} s at their recent pace; retry later",

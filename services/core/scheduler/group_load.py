@@ -5,7 +5,7 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 
 from services.core.report import LoadReport
-from services.core.scheduler.vocabulary import Group, LoadReported
+from services.core.scheduler.vocabulary import LoadReported, ServingGroup
 
 REPORT_FRESH_S = 3.0
 RESERVATION_S = 5.0
@@ -27,7 +27,7 @@ class GroupLoad:
     for each request that runs: who took them would make another one lose its K/V soon.
     """
 
-    group: Group
+    group: ServingGroup
     growth_blocks: int = GROWTH_BLOCKS
     _report: LoadReport | None = None
     _reserved: OrderedDict[str, _Reservation] = field(default_factory=OrderedDict)  # by lapse

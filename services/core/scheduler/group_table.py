@@ -7,7 +7,7 @@ from services.core.scheduler.demand import DemandMeter
 from services.core.scheduler.dispatch import ScoreFunction
 from services.core.scheduler.group_index import GroupIndex
 from services.core.scheduler.group_load import GroupLoad
-from services.core.scheduler.vocabulary import Group, LoadLost, LoadReported
+from services.core.scheduler.vocabulary import LoadLost, LoadReported, ServingGroup
 from services.core.steadiness import Attention, Steadiness
 
 MODELS_REMEMBERED_MAX = 1_000
@@ -58,7 +58,7 @@ class GroupTable:
         load = self._loads.get(group_id)
         return load if load is not None and load.group.epoch == epoch else None
 
-    def join(self, group: Group, now_s: float) -> None:
+    def join(self, group: ServingGroup, now_s: float) -> None:
         """A group serves, maybe in another configuration than before."""
         known = self._loads.get(group.group_id)
         if known is not None and known.group == group:

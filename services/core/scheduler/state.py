@@ -14,7 +14,7 @@ from services.core.demand import ModelDemand
 from services.core.line_order import LineOrder, by_arrival
 from services.core.overtaking import OVERTAKEN_MAX, next_to_start, start
 from services.core.request import admission_blocks
-from services.core.scheduler.admission import Admission, Refused, check_fields
+from services.core.scheduler.admission import Admission, NotAdmitted, check_fields
 from services.core.scheduler.bookkeeping import Assigned, Assignments, Totals
 from services.core.scheduler.dispatch import ScoreFunction, kv_share
 from services.core.scheduler.group_load import GROWTH_BLOCKS, GroupLoad
@@ -26,7 +26,6 @@ from services.core.scheduler.vocabulary import (
     Command,
     Event,
     GatewayGone,
-    Group,
     GroupJoined,
     GroupLeft,
     LoadLost,
@@ -34,6 +33,7 @@ from services.core.scheduler.vocabulary import (
     SendAssignment,
     SendRefusal,
     SendTicket,
+    ServingGroup,
     ShortfallsTold,
     Snapshot,
     Ticked,
@@ -179,7 +179,7 @@ class SchedulerState:
         """Let a request wait, or refuse it; then serve the line."""
         model = self._groups.of_model(ask.model)
         start_tokens = _start_tokens(ask, model)
-        refused = self._admission.refusal(ask, arrival_s, returns)
+        refused = self._admission.refusal(ask, model, arrival_s, returns)
         if model is not None and not returns and (refused is None or refused.for_want_of_room):
             model.meter.arrived.add(start_tokens, ask.now_s)
         if refused is not None:
@@ -242,13 +242,11 @@ class SchedulerState:
     def _refuse_waiting(self, model: str, now_s: float) -> list[Command]:
         """Refuse requests that are late, and the first of the line while no group can hold it."""
         commands: list[Command] = []
-        while (late := self._admission.late(model, now_s)) is not None:
-            commands.append(self._end(late, self._admission.expired(), now_s))
-        while (hopeless := self._admission.refusal_of_head(model)) is not None:
+        while (hopeless := self._admission.refusal_in_line(model, now_s)) is not None:
             commands.append(self._end(*hopeless, now_s))
         return commands
 
-    def _end(self, waiting: Waiting, refused: Refused, now_s: float) -> SendRefusal:
+    def _end(self, waiting: Waiting, refused: NotAdmitted, now_s: float) -> SendRefusal:
         """Take a request out of the queue and refuse it."""
         ask = waiting.ask
         self._queue.remove(ask.request_id)
@@ -276,7 +274,7 @@ class SchedulerState:
         return self._assignment(waiting.stream_id, ask.request_id, group, waiting.returns)
 
     def _assignment(
-        self, stream_id: int, request_id: str, group: Group, returns: int
+        self, stream_id: int, request_id: str, group: ServingGroup, returns: int
     ) -> SendAssignment:
         model = self._groups.of_model(group.model)
         elsewhere = model is not None and len(model.index.loads) > 1
@@ -296,7 +294,9 @@ class SchedulerState:
         if assigned is not None:
             self._groups.release(assigned.group_id, request_id)
 
-    def _refusal(self, ask: Asked, stream_id: int, refused: Refused, now_s: float) -> SendRefusal:
+    def _refusal(
+        self, ask: Asked, stream_id: int, refused: NotAdmitted, now_s: float
+    ) -> SendRefusal:
         self._totals.refused[refused.reason] += 1
         wait_s = refused.retry_after_s
         if refused.for_want_of_room:

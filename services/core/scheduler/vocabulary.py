@@ -7,7 +7,7 @@ from services.core.report import LoadReport
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class ServingGroup:
     """Workers that serve together at one epoch, as far as dispatch needs to know.
 
     `worker_id`, `incarnation` and `address` are the leader's. `capacity_blocks` counts the KV
@@ -56,7 +56,7 @@ class GroupJoined:
     """A group serves, or serves in another configuration than before."""
 
     now_s: float
-    group: Group
+    group: ServingGroup
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ import msgspec
 
 from services.common.clock import monotonic_s
 from services.common.push import wait_set
-from services.gateway.vocabulary.errors import Unavailable
+from services.gateway.vocabulary.errors import ServiceUnavailable
 
 PERIOD_S = 0.25
 # So much of a large cluster's state is made and sent in a second, however many workers it has.
@@ -59,10 +59,10 @@ class Feed:
         """The feed of one viewer, as server-sent events, while the context lasts.
 
         Raises:
-            Unavailable: if there are too many, or the gateway stops.
+            ServiceUnavailable: if there are too many, or the gateway stops.
         """
         if self._closed or len(self._viewers) >= VIEWERS_MAX:
-            raise Unavailable(
+            raise ServiceUnavailable(
                 "this gateway is shutting down; open the page of another"
                 if self._closed
                 else f"{VIEWERS_MAX} viewers watch already; close a page and try again",

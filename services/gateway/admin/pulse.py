@@ -2,7 +2,7 @@
 
 from collections import deque
 
-from services.gateway.records.metrics import Totals
+from services.gateway.records.metrics import EndpointTotals
 
 WINDOW_S = 2.0
 
@@ -14,9 +14,9 @@ class Pulse:
     """
 
     def __init__(self) -> None:
-        self._looks: deque[tuple[float, Totals]] = deque(maxlen=64)
+        self._looks: deque[tuple[float, EndpointTotals]] = deque(maxlen=64)
 
-    def note(self, now_s: float, totals: Totals) -> None:
+    def note(self, now_s: float, totals: EndpointTotals) -> None:
         """What the counters show at `now_s`."""
         self._looks.append((now_s, totals))
         while len(self._looks) > 2 and now_s - self._looks[1][0] >= WINDOW_S:
@@ -36,8 +36,8 @@ class Pulse:
         count = last.first_tokens - first.first_tokens
         return (last.first_tokens_s - first.first_tokens_s) / count if count else None
 
-    def _ends(self) -> tuple[tuple[float, Totals], tuple[float, Totals]]:
-        nothing = (0.0, Totals(0, 0, 0.0))
+    def _ends(self) -> tuple[tuple[float, EndpointTotals], tuple[float, EndpointTotals]]:
+        nothing = (0.0, EndpointTotals(0, 0, 0.0))
         if not self._looks:
             return nothing, nothing
         return self._looks[0], self._looks[-1]

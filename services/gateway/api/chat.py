@@ -23,7 +23,7 @@ from services.gateway.api.template_fields import (
 )
 from services.gateway.api.tools import Choice, Tools
 from services.gateway.tools.tool import CallMode, Tool
-from services.gateway.vocabulary.errors import InvalidRequest
+from services.gateway.vocabulary.errors import BadRequest
 
 
 class ChatRequest(GenerationRequest):
@@ -74,16 +74,16 @@ class ChatRequest(GenerationRequest):
     def _check_chat(self) -> Self:
         old, new = self.max_tokens, self.max_completion_tokens
         if old is not None and new is not None and old != new:
-            raise InvalidRequest(
+            raise BadRequest(
                 "'max_tokens' and 'max_completion_tokens' differ; send one of them",
                 param="max_tokens",
             )
         if self.top_logprobs and not self.logprobs:
-            raise InvalidRequest(
+            raise BadRequest(
                 "'top_logprobs' needs 'logprobs': true; send both", param="top_logprobs"
             )
         if self.continue_final_message and self.add_generation_prompt is not False:
-            raise InvalidRequest(
+            raise BadRequest(
                 "'continue_final_message' needs 'add_generation_prompt': false; send both",
                 param="continue_final_message",
             )
@@ -96,10 +96,10 @@ class ChatRequest(GenerationRequest):
         if choice is None or choice.mode is CallMode.NONE:
             return
         if not self.tools and choice.mode is CallMode.REQUIRED:
-            raise InvalidRequest("'tool_choice' needs 'tools'; send some", param="tool_choice")
+            raise BadRequest("'tool_choice' needs 'tools'; send some", param="tool_choice")
         absent = (choice.names or frozenset()) - {tool.name for tool in self.tools}
         if absent:
-            raise InvalidRequest(
+            raise BadRequest(
                 f"'tool_choice' names '{min(absent)}', which is none of the 'tools'; send it, too",
                 param="tool_choice",
             )
@@ -146,7 +146,7 @@ def parse_chat(data: Mapping[str, Any], *, refuse_unknown: bool = False) -> Chat
     """A chat request; unknown fields are refused, or noted in its warnings.
 
     Raises:
-        InvalidRequest: if a field is wrong.
+        BadRequest: if a field is wrong.
     """
     return chat_of(data, UnknownFields(refuse_unknown))
 

@@ -14,7 +14,7 @@ from services.gateway.api.generation import (
 )
 from services.gateway.api.parameters import COMPLETION, UnknownFields, known_fields
 from services.gateway.api.prompts import Prompts
-from services.gateway.vocabulary.errors import InvalidRequest
+from services.gateway.vocabulary.errors import BadRequest
 
 COMPLETION_TOKENS = 16
 """Output tokens of a completion that does not say how many."""
@@ -38,11 +38,11 @@ class CompletionRequest(GenerationRequest):
     @model_validator(mode="after")
     def _check_completion(self) -> Self:
         if self.max_tokens == 0 and not self.echo:
-            raise InvalidRequest(
+            raise BadRequest(
                 "'max_tokens' 0 needs 'echo': true; ask for one token or more", param="max_tokens"
             )
         if len(self.prompt) * self.choices > CHOICES_MAX:
-            raise InvalidRequest(
+            raise BadRequest(
                 f"'n' {self.choices} of {len(self.prompt)} prompts makes more than {CHOICES_MAX}"
                 " choices; send several requests",
                 param="n",

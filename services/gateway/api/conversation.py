@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from services.gateway.api.parameters import UnknownFields
 from services.gateway.api.prompts import Content
-from services.gateway.vocabulary.errors import InvalidRequest, Unsupported
+from services.gateway.vocabulary.errors import BadRequest, NotSupported
 
 PARAM = "messages"
 MESSAGES_MAX = 4096
@@ -77,7 +77,7 @@ class Message(BaseModel):
 
 
 def check_count(messages: Sequence[Any]) -> None:
-    """Raise InvalidRequest if they are too many; before anybody looks at them."""
+    """Raise BadRequest if they are too many; before anybody looks at them."""
     if len(messages) > MESSAGES_MAX:
         raise _wrong(
             f"there are {len(messages)} messages, but {MESSAGES_MAX} are the most; send fewer"
@@ -92,7 +92,7 @@ def plain_message(message: Any, unknown: UnknownFields) -> Any:
     for name, value in message.items():
         if name in _UNSUPPORTED:
             if value not in (None, [], ""):
-                raise Unsupported(
+                raise NotSupported(
                     f"'{name}' in a message is not supported yet; leave it out", param=PARAM
                 )
         elif name in Message.model_fields:
@@ -100,14 +100,14 @@ def plain_message(message: Any, unknown: UnknownFields) -> Any:
         elif name not in _HARMLESS:
             unknown.meet(name, PARAM, Message.model_fields)
     if kept.get("role") == "function":
-        raise Unsupported(
+        raise NotSupported(
             "messages of role 'function' are not supported; use role 'tool'", param=PARAM
         )
     return kept
 
 
 def check_conversation(messages: Sequence[Message]) -> None:
-    """Raise InvalidRequest if a message does not fit its role or those before it."""
+    """Raise BadRequest if a message does not fit its role or those before it."""
     called: set[str] = set()
     for message in messages:
         if message.role == "tool":
@@ -131,8 +131,8 @@ def _check_answer(message: Message, called: set[str]) -> None:
         )
 
 
-def _wrong(message: str) -> InvalidRequest:
-    return InvalidRequest(message, param=PARAM)
+def _wrong(message: str) -> BadRequest:
+    return BadRequest(message, param=PARAM)
 
 
 def template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:

@@ -17,7 +17,7 @@ from services.gateway.api.parameters import (
     UnknownFields,
     known_fields,
 )
-from services.gateway.vocabulary.errors import GatewayError, InvalidRequest
+from services.gateway.vocabulary.errors import BadRequest, GatewayError
 
 _QUOTED_NAME = re.compile(r"'([a-z_]+)'")
 _QUOTED_PLACE = re.compile(r"'([a-z_]+)(?:\.[^' ]*)?'")
@@ -47,7 +47,7 @@ class Vocabulary:
         """Its own fields, and those of the chat; without what asks for nothing.
 
         Raises:
-            InvalidRequest: see `known_fields`.
+            BadRequest: see `known_fields`.
         """
         known = known_fields(data, self.own | self.passed_on, self.policy, unknown)
         own = {name: value for name, value in known.items() if name in self.own}
@@ -57,11 +57,11 @@ class Vocabulary:
         """The chat that a body stands for; errors are told by the names that the client used.
 
         Raises:
-            InvalidRequest: if a field is wrong.
+            BadRequest: if a field is wrong.
         """
         try:
             return chat_of(fields, unknown)
-        except InvalidRequest as error:
+        except BadRequest as error:
             # Where inside of a field it is wrong is left out: the dialect has other places.
             message = _QUOTED_PLACE.sub(self._exchanged, error.message)
             param = error.param and self.names.get(error.param.partition(".")[0], error.param)

@@ -30,7 +30,7 @@ from services.gateway.api.structures import (
 )
 from services.gateway.api.validation import Strict, validated
 from services.gateway.structure.asked import Structure
-from services.gateway.vocabulary.errors import InvalidRequest, Unsupported
+from services.gateway.vocabulary.errors import BadRequest, NotSupported
 
 N_MAX = 16
 """Most choices of one prompt."""
@@ -205,33 +205,33 @@ class GenerationRequest(Strict):
     @model_validator(mode="after")
     def _check_together(self) -> Self:
         if self.stream_options is not None and not self.stream:
-            raise InvalidRequest(
+            raise BadRequest(
                 "'stream_options' needs 'stream': true; leave one or the other",
                 param="stream_options",
             )
         if self.best_of is not None and self.best_of != self.choices:
-            raise Unsupported(
+            raise NotSupported(
                 f"'best_of' {self.best_of} differs from 'n' {self.choices}; leave it out",
                 param="best_of",
             )
         if self.stream and self.prompt_logprobs is not None:
-            raise InvalidRequest(
+            raise BadRequest(
                 "'prompt_logprobs' are not told in a stream; leave one or the other",
                 param="prompt_logprobs",
             )
         if self.truncate_prompt_tokens == 0:
-            raise InvalidRequest(
+            raise BadRequest(
                 "'truncate_prompt_tokens' 0 leaves no prompt; give the tokens to keep, or -1",
                 param="truncate_prompt_tokens",
             )
         if len(self._structures()) > 1:
             names = " and ".join(f"'{one.param}'" for one in self._structures())
-            raise InvalidRequest(
+            raise BadRequest(
                 f"{names} ask for a form each; send one of them", param=self._structures()[1].param
             )
         limit = self.output_limit()
         if limit is not None and self.min_tokens is not None and self.min_tokens > limit:
-            raise InvalidRequest(
+            raise BadRequest(
                 f"'min_tokens' {self.min_tokens} is above 'max_tokens' {limit}; lower it",
                 param="min_tokens",
             )
@@ -286,7 +286,7 @@ R = TypeVar("R", bound=GenerationRequest)
 
 
 def validated_generation(kind: type[R], fields: dict[str, Any], unknown: UnknownFields) -> R:
-    """A request with the warnings of `unknown`; raises InvalidRequest if a field is wrong."""
+    """A request with the warnings of `unknown`; raises BadRequest if a field is wrong."""
     if isinstance(options := fields.get("stream_options"), dict):
         known = StreamOptions.model_fields
         fields["stream_options"] = unknown.keep(options, known, "stream_options")

@@ -8,7 +8,7 @@ import json
 import re
 from typing import Any, NoReturn
 
-from services.gateway.vocabulary.errors import InvalidRequest
+from services.gateway.vocabulary.errors import BadRequest
 
 VALUES_MAX = 2**20 + 2**16
 """Values of one text: as many token ids as a request may name, and the rest."""
@@ -27,36 +27,34 @@ def parse_object(
     `what` and `param` name it in errors.
 
     Raises:
-        InvalidRequest: if it is anything else than one object.
+        BadRequest: if it is anything else than one object.
     """
     try:
         decoded = text if isinstance(text, str) else text.decode("utf-8")
         if _has_many(decoded):
-            raise InvalidRequest(
+            raise BadRequest(
                 f"{what} has more than {VALUES_MAX} values, or {PARTS_MAX} objects, lists and"
                 " strings; send less at once",
                 param=param,
             )
         data = json.loads(decoded, object_pairs_hook=_unique, parse_constant=_no_constant)
     except UnicodeDecodeError:
-        raise InvalidRequest(
-            f"{what} is not valid UTF-8; encode it as UTF-8", param=param
-        ) from None
+        raise BadRequest(f"{what} is not valid UTF-8; encode it as UTF-8", param=param) from None
     except json.JSONDecodeError as error:
-        raise InvalidRequest(
+        raise BadRequest(
             f"{what} is not valid JSON: {error.msg} at line {error.lineno} column {error.colno};"
             " correct it there",
             param=param,
         ) from None
     except ValueError:
         # Integers of thousands of digits; Python refuses to convert them.
-        raise InvalidRequest(
+        raise BadRequest(
             f"{what} holds a number that is too long; shorten it", param=param
         ) from None
     except RecursionError:
-        raise InvalidRequest(f"{what} is nested too deeply; flatten it", param=param) from None
+        raise BadRequest(f"{what} is nested too deeply; flatten it", param=param) from None
     if not isinstance(data, dict):
-        raise InvalidRequest(
+        raise BadRequest(
             f"{what} must be one JSON object; put the parameters into {{ }}", param=param
         )
     return data
@@ -97,10 +95,10 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         seen: set[str] = set()
         for key, _ in pairs:
             if key in seen:
-                raise InvalidRequest(f"the key {key[:64]!a} stands twice in one object", param=None)
+                raise BadRequest(f"the key {key[:64]!a} stands twice in one object", param=None)
             seen.add(key)
     return data
 
 
 def _no_constant(name: str) -> NoReturn:
-    raise InvalidRequest(f"{name} is not JSON; send a finite number")
+    raise BadRequest(f"{name} is not JSON; send a finite number")

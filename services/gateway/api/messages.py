@@ -9,9 +9,9 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from services.gateway.api.chat import ChatRequest
 from services.gateway.api.conversation import MESSAGES_MAX
 from services.gateway.api.dialect import Vocabulary
-from services.gateway.api.parameters import CHAT, Policy, Refused, UnknownFields
+from services.gateway.api.parameters import CHAT, Policy, RefusedField, UnknownFields
 from services.gateway.api.validation import Strict, validated
-from services.gateway.vocabulary.errors import InvalidRequest, Unsupported
+from services.gateway.vocabulary.errors import BadRequest, NotSupported
 
 Chat = dict[str, Any]
 THREAD = "thread"
@@ -49,7 +49,7 @@ class Text(_Block):
     text: str
 
 
-class Thinking(_Block):
+class ThinkingBlock(_Block):
     """What the model thought in an earlier turn."""
 
     type: Literal["thinking"]
@@ -77,7 +77,7 @@ def _blocks(value: Any) -> Any:
     for block in blocks if isinstance(blocks, list) else ():
         kind = block.get("type") if isinstance(block, dict) else None
         if isinstance(kind, str) and kind in _UNSERVED_BLOCKS:
-            raise Unsupported(
+            raise NotSupported(
                 f"blocks of type '{kind}' are not supported yet; send text", param="messages"
             )
     return blocks
@@ -95,7 +95,7 @@ class ToolResult(_Block):
 
 
 Block = Annotated[
-    Text | Thinking | RedactedThinking | ToolUse | ToolResult, Field(discriminator="type")
+    Text | ThinkingBlock | RedactedThinking | ToolUse | ToolResult, Field(discriminator="type")
 ]
 Blocks = Annotated[list[Block], BeforeValidator(_blocks)]
 
@@ -107,7 +107,7 @@ class MessageParam(_Block):
     content: Blocks
 
 
-class Tool(_Block):
+class MessagesTool(_Block):
     """A tool of the client."""
 
     type: Literal["custom"] | None = None
@@ -117,7 +117,7 @@ class Tool(_Block):
     strict: bool | None = None
 
 
-class ToolChoice(_Block):
+class MessagesToolChoice(_Block):
     """Whether tools are called, and which."""
 
     type: Literal["auto", "any", "none", "tool"]
@@ -149,7 +149,7 @@ def _tools(value: Any) -> Any:
     for tool in value if isinstance(value, list) else ():
         kind = tool.get("type") if isinstance(tool, dict) else None
         if isinstance(kind, str) and kind != "custom":
-            raise Unsupported(
+            raise NotSupported(
                 f"tools of type {kind[:64]!a} run on no server here; declare them with a name and"
                 " an 'input_schema', and run them yourself",
                 param="tools",
@@ -163,8 +163,8 @@ class CountTokensRequest(Strict):
     model: str
     messages: Annotated[list[MessageParam], Field(min_length=1, max_length=MESSAGES_MAX)]
     system: Texts | None = Field(None, description="The text before the first message.")
-    tools: Annotated[list[Tool], BeforeValidator(_tools)] | None = None
-    tool_choice: ToolChoice | None = None
+    tools: Annotated[list[MessagesTool], BeforeValidator(_tools)] | None = None
+    tool_choice: MessagesToolChoice | None = None
     thinking: ThinkingConfig | None = Field(
         None, description="For models that can do without: disabled or not. Budgets are ignored."
     )
@@ -220,9 +220,9 @@ VOCABULARY = Vocabulary(
         },
         refused={
             **CHAT.refused,
-            "container": Refused("no code is run"),
-            "mcp_servers": Refused("tools run at the client", ([],)),
-            THREAD: Refused("nothing is stored; send all messages"),
+            "container": RefusedField("no code is run"),
+            "mcp_servers": RefusedField("tools run at the client", ([],)),
+            THREAD: RefusedField("nothing is stored; send all messages"),
         },
     ),
     names={
@@ -311,7 +311,7 @@ def _assistant_message(message: MessageParam) -> Chat:
         match block:
             case Text():
                 told["content"] += block.text
-            case Thinking():
+            case ThinkingBlock():
                 told["reasoning"] = told.get("reasoning", "") + block.thinking
             case ToolUse():
                 function = {"name": block.name, "arguments": json.dumps(block.input)}
@@ -324,7 +324,7 @@ def _assistant_message(message: MessageParam) -> Chat:
 
 def _text(block: Block, role: str) -> Text:
     if not isinstance(block, Text):
-        raise InvalidRequest(
+        raise BadRequest(
             f"blocks of type '{block.type}' stand in no message of role '{role}'; move it",
             param="messages",
         )
@@ -335,7 +335,7 @@ def _joined(texts: Iterable[Text]) -> str:
     return "".join(block.text for block in texts)
 
 
-def _function(tool: Tool) -> Chat:
+def _function(tool: MessagesTool) -> Chat:
     function: Chat = {"name": tool.name, "parameters": tool.input_schema}
     if tool.description is not None:
         function["description"] = tool.description
@@ -344,7 +344,7 @@ def _function(tool: Tool) -> Chat:
     return {"type": "function", "function": function}
 
 
-def _tool_choice(choice: ToolChoice) -> Chat:
+def _tool_choice(choice: MessagesToolChoice) -> Chat:
     fields: Chat = {}
     if choice.disable_parallel_tool_use:
         fields["parallel_tool_calls"] = False

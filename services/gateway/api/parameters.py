@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Any
 
-from services.gateway.vocabulary.errors import InvalidRequest, Unsupported
+from services.gateway.vocabulary.errors import BadRequest, NotSupported
 
 UNKNOWN_PARAMETER = "unknown_parameter"
 NAMES_TOLD = 8
@@ -19,7 +19,7 @@ _PLAIN = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ01234567
 
 
 @dataclass(frozen=True, slots=True)
-class Refused:
+class RefusedField:
     """A known field that is not served. Of its values, null and the `neutral` ones ask for nothing.
 
     `note`: why, or what to use instead; for people.
@@ -38,7 +38,7 @@ class Policy:
     """
 
     ignored: Mapping[str, str] = field(default_factory=dict)
-    refused: Mapping[str, Refused] = field(default_factory=dict)
+    refused: Mapping[str, RefusedField] = field(default_factory=dict)
     limits: tuple[str, ...] = ()
 
 
@@ -61,36 +61,36 @@ _IGNORED = {
     "vllm_xargs": "for extensions of another server",
 }
 _REFUSED = {
-    "length_penalty": Refused("no beam search", (1, 1.0)),
-    "logits_processors": Refused("no code of clients is run", ([],)),
-    "logprob_token_ids": Refused("use top_logprobs", ([],)),
-    "prompt_embeds": Refused("prompts are text or token ids"),
-    "repetition_detection": Refused("use the penalties"),
-    "thinking_token_budget": Refused("use max_tokens"),
-    "use_beam_search": Refused("no beam search", (False,)),
+    "length_penalty": RefusedField("no beam search", (1, 1.0)),
+    "logits_processors": RefusedField("no code of clients is run", ([],)),
+    "logprob_token_ids": RefusedField("use top_logprobs", ([],)),
+    "prompt_embeds": RefusedField("prompts are text or token ids"),
+    "repetition_detection": RefusedField("use the penalties"),
+    "thinking_token_budget": RefusedField("use max_tokens"),
+    "use_beam_search": RefusedField("no beam search", (False,)),
 }
 CHAT = Policy(
     limits=("max_completion_tokens", "max_tokens"),
     ignored=_IGNORED | {"media_io_kwargs": "there are no images"},
     refused=_REFUSED
     | {
-        "audio": Refused("text only"),
-        "chat_template": Refused("the template is the model's"),
-        "documents": Refused("put them into a message", ([],)),
-        "echo": Refused("use /v1/completions", (False,)),
-        "function_call": Refused("use tool_choice", ("none",)),
-        "functions": Refused("use tools", ([],)),
-        "modalities": Refused("text only", (["text"],)),
-        "moderation": Refused("there is none"),
-        "prediction": Refused("there is no speculation by clients"),
-        "verbosity": Refused("say it in a message", ("medium",)),
-        "web_search_options": Refused("there is no search"),
+        "audio": RefusedField("text only"),
+        "chat_template": RefusedField("the template is the model's"),
+        "documents": RefusedField("put them into a message", ([],)),
+        "echo": RefusedField("use /v1/completions", (False,)),
+        "function_call": RefusedField("use tool_choice", ("none",)),
+        "functions": RefusedField("use tools", ([],)),
+        "modalities": RefusedField("text only", (["text"],)),
+        "moderation": RefusedField("there is none"),
+        "prediction": RefusedField("there is no speculation by clients"),
+        "verbosity": RefusedField("say it in a message", ("medium",)),
+        "web_search_options": RefusedField("there is no search"),
     },
 )
 COMPLETION = Policy(
     limits=("max_tokens",),
     ignored=_IGNORED,
-    refused=_REFUSED | {"suffix": Refused("no filling in between texts", ("",))},
+    refused=_REFUSED | {"suffix": RefusedField("no filling in between texts", ("",))},
 )
 
 
@@ -106,11 +106,11 @@ class UnknownFields:
         """`name` is unknown in the object `inside`, which has the fields `known`.
 
         Raises:
-            InvalidRequest: where unknown fields are refused.
+            BadRequest: where unknown fields are refused.
         """
         if self._refuse:
             where = f" in '{inside}'" if inside else ""
-            raise InvalidRequest(
+            raise BadRequest(
                 f"unknown parameter '{shown(name)}'{where}{_meant(name, known)};"
                 " correct its name or leave it out",
                 param=inside or shown(name),
@@ -145,8 +145,8 @@ def known_fields(
     """`data` without the fields that ask for nothing here.
 
     Raises:
-        Unsupported: if a field asks for something that is not served.
-        InvalidRequest: if a field is unknown and that is refused, or it is another dialect's limit.
+        NotSupported: if a field asks for something that is not served.
+        BadRequest: if a field is unknown and that is refused, or it is another dialect's limit.
     """
     kept = {}
     for name, value in data.items():
@@ -154,7 +154,7 @@ def known_fields(
             kept[name] = value
         elif (refused := policy.refused.get(name)) is not None:
             if value is not None and not any(_same(value, none) for none in refused.neutral):
-                raise Unsupported(
+                raise NotSupported(
                     f"'{name}' with this value is not supported ({refused.note}); leave it out",
                     param=name,
                 )
@@ -171,7 +171,7 @@ def _check_limit(name: str, data: Mapping[str, Any], policy: Policy) -> None:
     """
     missing = all(data.get(limit) is None for limit in policy.limits)
     if name in LIMITS and policy.limits and missing and data[name] is not None:
-        raise InvalidRequest(
+        raise BadRequest(
             f"'{name}' is '{policy.limits[0]}' here; use that name",
             param=name,
             code=UNKNOWN_PARAMETER,

@@ -5,7 +5,7 @@ from typing import Annotated, Any
 from pydantic import PlainValidator, WithJsonSchema
 
 from services.gateway.api.fields import is_text, refusal, token_ids
-from services.gateway.vocabulary.errors import Unsupported
+from services.gateway.vocabulary.errors import NotSupported
 
 PROMPTS_MAX = 64
 
@@ -51,7 +51,7 @@ def _parse_content(value: Any) -> str:
     for part in parts:
         kind = part.get("type") if isinstance(part, dict) else None
         if isinstance(kind, str) and kind in _PARTS_UNSUPPORTED:
-            raise Unsupported(
+            raise NotSupported(
                 f"message parts of type '{kind}' are not supported yet; send text",
                 param="messages",
             )

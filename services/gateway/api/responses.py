@@ -10,9 +10,9 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from services.gateway.api.chat import ChatRequest
 from services.gateway.api.conversation import MESSAGES_MAX
 from services.gateway.api.dialect import Vocabulary
-from services.gateway.api.parameters import CHAT, Policy, Refused, UnknownFields
+from services.gateway.api.parameters import CHAT, Policy, RefusedField, UnknownFields
 from services.gateway.api.validation import Strict, validated
-from services.gateway.vocabulary.errors import InvalidRequest, Unsupported
+from services.gateway.vocabulary.errors import BadRequest, NotSupported
 
 Chat = dict[str, Any]
 PATH = "/v1/responses"
@@ -20,20 +20,20 @@ LOGPROBS = "message.output_text.logprobs"
 _ITEMS = frozenset({"message", "reasoning", "function_call", "function_call_output"})
 
 
-class _Part(BaseModel):
+class _InputPart(BaseModel):
     """A part of the input; what else clients send back in it is not looked at."""
 
     model_config = ConfigDict(strict=True, extra="ignore", frozen=True, allow_inf_nan=False)
 
 
-class TextPart(_Part):
+class TextPart(_InputPart):
     """Text, whoever said it."""
 
     type: Literal["input_text", "output_text", "text", "reasoning_text", "summary_text"]
     text: str
 
 
-class RefusalPart(_Part):
+class RefusalPart(_InputPart):
     """What a model said in the place of an answer."""
 
     type: Literal["refusal"]
@@ -51,7 +51,7 @@ def _parts(value: Any) -> Any:
     for part in parts if isinstance(parts, list) else ():
         kind = part.get("type") if isinstance(part, dict) else None
         if isinstance(kind, str) and kind in ("input_image", "input_file", "input_audio"):
-            raise Unsupported(
+            raise NotSupported(
                 f"parts of type '{kind}' are not supported yet; send text", param="input"
             )
     return parts
@@ -61,7 +61,7 @@ Part = Annotated[TextPart | RefusalPart, Field(discriminator="type")]
 Parts = Annotated[list[Part], BeforeValidator(_parts)]
 
 
-class MessageItem(_Part):
+class MessageItem(_InputPart):
     """A message."""
 
     type: Literal["message"]
@@ -69,7 +69,7 @@ class MessageItem(_Part):
     content: Parts
 
 
-class ReasoningItem(_Part):
+class ReasoningItem(_InputPart):
     """What the model thought in an earlier turn."""
 
     type: Literal["reasoning"]
@@ -77,7 +77,7 @@ class ReasoningItem(_Part):
     content: Parts | None = None
 
 
-class CallItem(_Part):
+class CallItem(_InputPart):
     """The model called a function."""
 
     type: Literal["function_call"]
@@ -86,7 +86,7 @@ class CallItem(_Part):
     arguments: str
 
 
-class OutputItem(_Part):
+class OutputItem(_InputPart):
     """What a function answered."""
 
     type: Literal["function_call_output"]
@@ -108,12 +108,12 @@ def _typed(item: Any) -> Any:
     if kind is None:
         return {**item, "type": "message"}
     if kind == "item_reference":
-        raise Unsupported(
+        raise NotSupported(
             "nothing is stored that 'item_reference' could name; send the item itself",
             param="input",
         )
     if isinstance(kind, str) and kind not in _ITEMS:
-        raise Unsupported(
+        raise NotSupported(
             f"input items of type {kind[:64]!a} are not supported; send messages, and functions"
             " with their outputs",
             param="input",
@@ -124,14 +124,14 @@ def _typed(item: Any) -> Any:
 Item = Annotated[MessageItem | ReasoningItem | CallItem | OutputItem, Field(discriminator="type")]
 
 
-class TextConfig(_Part):
+class TextConfig(_InputPart):
     """The form of the text."""
 
     format: dict[str, Any] | None = None
     verbosity: str | None = None
 
 
-class ReasoningConfig(_Part):
+class ReasoningConfig(_InputPart):
     """How much the model thinks before it answers."""
 
     effort: str | None = None
@@ -193,10 +193,10 @@ VOCABULARY = Vocabulary(
         },
         refused={
             **CHAT.refused,
-            "background": Refused("a response comes with its request", (False,)),
-            "conversation": Refused("nothing is stored; send all of it as input"),
-            "previous_response_id": Refused("nothing is stored; send all of it as input"),
-            "prompt": Refused("no templates are stored"),
+            "background": RefusedField("a response comes with its request", (False,)),
+            "conversation": RefusedField("nothing is stored; send all of it as input"),
+            "previous_response_id": RefusedField("nothing is stored; send all of it as input"),
+            "prompt": RefusedField("no templates are stored"),
         },
     ),
     names={
@@ -224,7 +224,7 @@ VOCABULARY = Vocabulary(
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class PreparedResponse:
     """`chat` is what is generated; `repeated` are fields of the body that the response repeats.
 
     What may be long is written already, `size_bytes` in all: its objects would take much more.
@@ -236,21 +236,21 @@ class Asked:
 
 
 def _written(value: Any, param: str) -> msgspec.Raw:
-    """A field as the response repeats it; raises InvalidRequest if it cannot."""
+    """A field as the response repeats it; raises BadRequest if it cannot."""
     try:
         return msgspec.Raw(msgspec.json.encode(value))
     except UnicodeEncodeError:
-        raise InvalidRequest(
+        raise BadRequest(
             f"'{param}' holds a lone surrogate, which is no character; send valid Unicode",
             param=param,
         ) from None
 
 
-def parse_responses(data: Mapping[str, Any], *, refuse_unknown: bool = False) -> Asked:
+def parse_responses(data: Mapping[str, Any], *, refuse_unknown: bool = False) -> PreparedResponse:
     """What a body of /v1/responses asks for.
 
     Raises:
-        InvalidRequest: if a field is wrong.
+        BadRequest: if a field is wrong.
     """
     unknown = UnknownFields(refuse_unknown)
     own, rest = VOCABULARY.split(data, unknown)
@@ -273,7 +273,7 @@ def parse_responses(data: Mapping[str, Any], *, refuse_unknown: bool = False) ->
         **written,
     }
     chat = VOCABULARY.chat(rest | body.chat(), unknown)
-    return Asked(repeated, sum(map(len, map(bytes, written.values()))), chat)
+    return PreparedResponse(repeated, sum(map(len, map(bytes, written.values()))), chat)
 
 
 def _chat_messages(instructions: str | None, items: Iterable[Item]) -> list[Chat]:

@@ -12,7 +12,7 @@ from services.gateway.api.fields import TokenId
 from services.gateway.api.generation import GenerationRequest
 from services.gateway.api.parameters import Policy, UnknownFields, known_fields
 from services.gateway.api.validation import validated
-from services.gateway.vocabulary.errors import InvalidRequest
+from services.gateway.vocabulary.errors import BadRequest
 
 TEXT_TOKENS_MAX = 2**17
 """Most tokens that are turned into text at once."""
@@ -51,7 +51,7 @@ class DetokenizeRequest(_Strict):
     tokens: Annotated[list[TokenId], Field(max_length=TEXT_TOKENS_MAX, fail_fast=True)]
 
 
-class Asked(Protocol):
+class ReadBody(Protocol):
     """A body that has been read."""
 
     @property
@@ -83,7 +83,7 @@ def parse_tokenize(
     """The body of /tokenize; it is for the model `served` if it names none.
 
     Raises:
-        InvalidRequest: if a field is wrong.
+        BadRequest: if a field is wrong.
     """
     unknown = UnknownFields(refuse_unknown)
     names = (*TokenizeRequest.model_fields, *_CHAT_FIELDS)
@@ -91,7 +91,7 @@ def parse_tokenize(
     own = {name: fields[name] for name in fields if name in TokenizeRequest.model_fields}
     asked = validated(TokenizeRequest, own)
     if (asked.prompt is None) == (asked.messages is None):
-        raise InvalidRequest("send either 'prompt' or 'messages', and not both", param="prompt")
+        raise BadRequest("send either 'prompt' or 'messages', and not both", param="prompt")
     shared = {"model": asked.model or served, "add_special_tokens": asked.add_special_tokens}
     if asked.prompt is not None:
         body: GenerationRequest = parse_completion(shared | {"prompt": asked.prompt})
@@ -107,7 +107,7 @@ def parse_detokenize(
     """The body of /detokenize; it is for the model `served` if it names none.
 
     Raises:
-        InvalidRequest: if a field is wrong.
+        BadRequest: if a field is wrong.
     """
     unknown = UnknownFields(refuse_unknown)
     fields = known_fields(data, DetokenizeRequest.model_fields, Policy(), unknown)

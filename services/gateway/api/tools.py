@@ -9,7 +9,7 @@ from pydantic import PlainValidator, WithJsonSchema
 from services.gateway.api.fields import is_text, refusal
 from services.gateway.structure.schema import check_schema
 from services.gateway.tools.tool import CallMode, Tool, ToolChoice
-from services.gateway.vocabulary.errors import Unsupported
+from services.gateway.vocabulary.errors import NotSupported
 
 TOOLS_MAX = 128
 NAME_PATTERN = r"^[A-Za-z0-9_-]{1,64}$"
@@ -34,7 +34,7 @@ def _parse_tools(value: Any) -> tuple[Tool, ...]:
 def _parse_tool(value: Any) -> Tool:
     kind = value.get("type") if isinstance(value, Mapping) else None
     if isinstance(kind, str) and kind != "function":
-        raise Unsupported(
+        raise NotSupported(
             f"tools of type {kind[:64]!a} are not supported yet; declare functions, and run them"
             " yourself",
             param="tools",

@@ -7,7 +7,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_core import ErrorDetails
 
 from services.gateway.api.parameters import shown
-from services.gateway.vocabulary.errors import InvalidRequest
+from services.gateway.vocabulary.errors import BadRequest
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -19,13 +19,13 @@ class Strict(BaseModel):
 
 
 def validated(kind: type[M], fields: Mapping[str, Any]) -> M:
-    """An object of the model `kind`; raises InvalidRequest that names the first wrong field."""
+    """An object of the model `kind`; raises BadRequest that names the first wrong field."""
     try:
         return kind.model_validate(fields)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         where = shown(".".join(str(part)[:64] for part in first["loc"])) or None
-        raise InvalidRequest(f"'{where}'{_complaint(first, where)}", param=where) from None
+        raise BadRequest(f"'{where}'{_complaint(first, where)}", param=where) from None
 
 
 def _complaint(error: ErrorDetails, where: str | None) -> str:

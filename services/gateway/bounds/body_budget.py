@@ -86,7 +86,7 @@ class BodyLease:
         self._held_bytes = held_bytes
 
 
-class Handover(Generic[T]):
+class TakenOnce(Generic[T]):
     """What was parsed of a body, on its way to the code that needs it last.
 
     Its objects may take dozens of times the bytes that a lease counts, so whoever passes them on

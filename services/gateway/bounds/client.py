@@ -17,7 +17,7 @@ class ClientGone(Exception):
     """The client hung up, or takes nothing any more."""
 
 
-class Client(Generic[M]):
+class WatchedClient(Generic[M]):
     """One client, to whom `send` sends messages of type M and waits until there is room."""
 
     def __init__(self, send: Callable[[M], Awaitable[None]], stall_s: float) -> None:

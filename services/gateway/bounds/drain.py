@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from services.common.timeouts import timeout
 from services.gateway.bounds.interruption import Interruption
 from services.gateway.bounds.turnover import Turnover
-from services.gateway.vocabulary.errors import Draining, QueueFull
+from services.gateway.vocabulary.errors import QueueFull, ShuttingDown
 
 
 class Drain:
@@ -41,11 +41,11 @@ class Drain:
         """Count one request in, and out at the end.
 
         Raises:
-            Draining: if the gateway is shutting down.
+            ShuttingDown: if the gateway is shutting down.
             QueueFull: if the gateway has as many requests as it takes.
         """
         if self.draining:
-            raise Draining("this gateway is shutting down; send the request again shortly")
+            raise ShuttingDown("this gateway is shutting down; send the request again shortly")
         if self.inflight >= self._inflight_max:
             raise QueueFull(
                 f"the gateway has {self.inflight} requests already; try again later",
@@ -95,5 +95,5 @@ class Drain:
                 await self._empty.wait()
 
 
-def _shut_down() -> Draining:
-    return Draining("the gateway was shut down before the request ended; send it again")
+def _shut_down() -> ShuttingDown:
+    return ShuttingDown("the gateway was shut down before the request ended; send it again")

@@ -17,13 +17,13 @@ from services.gateway.cluster import translate
 from services.gateway.cluster.outbox import Outbox
 from services.gateway.cluster.stream import StreamBroken, cause, write_all
 from services.gateway.vocabulary.errors import (
+    BadRequest,
     ContextExceeded,
     Expired,
     GatewayError,
-    InvalidRequest,
-    ModelNotFound,
+    NoSuchModel,
     QueueFull,
-    Unavailable,
+    ServiceUnavailable,
 )
 from services.gateway.vocabulary.message import Heartbeat, SchedulerMessage, Ticket
 from tideserve.common.v1 import load_pb2
@@ -82,8 +82,8 @@ class AdmissionClient:
         """Wait for a place; being cancelled withdraws the ask.
 
         Raises:
-            GatewayError: the scheduler's refusal, or Unavailable when no living scheduler has
-                known the request for `admit_timeout_s`.
+            GatewayError: the scheduler's refusal, or ServiceUnavailable when no living scheduler
+                has known the request for `admit_timeout_s`.
         """
         now_s = monotonic_s()
         answer: asyncio.Future[Assignment] = asyncio.get_running_loop().create_future()
@@ -122,7 +122,9 @@ class AdmissionClient:
                     pending.known_s = self._heard_s
                 if now_s - pending.known_s > self._admit_timeout_s:
                     pending.answer.set_exception(
-                        Unavailable("the scheduler cannot be reached; send the request again soon")
+                        ServiceUnavailable(
+                            "the scheduler cannot be reached; send the request again soon"
+                        )
                     )
                 elif not pending.ticketed and now_s - pending.sent_s > pending.patience_s:
                     pending.patience_s *= 2
@@ -235,12 +237,12 @@ def refusal_error(refusal: Refusal) -> GatewayError:
         case RefusalReason.TOO_LARGE:
             return ContextExceeded(message)
         case RefusalReason.INVALID:
-            return InvalidRequest(message)
+            return BadRequest(message)
         case RefusalReason.QUEUE_FULL:
             return QueueFull(message, retry_after_s=retry_after_s or 1.0)
         case RefusalReason.EXPIRED:
             return Expired(message, retry_after_s=retry_after_s or 1.0)
         case RefusalReason.UNKNOWN_MODEL if retry_after_s is None:
-            return ModelNotFound(message, param="model")
+            return NoSuchModel(message, param="model")
         case _:
-            return Unavailable(message, retry_after_s=retry_after_s or 1.0)
+            return ServiceUnavailable(message, retry_after_s=retry_after_s or 1.0)

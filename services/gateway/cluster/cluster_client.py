@@ -12,7 +12,7 @@ from services.common.timeouts import timeout
 from services.gateway.cluster import translate
 from services.gateway.cluster.cluster_rows import cluster_rows
 from services.gateway.cluster.cluster_view import ClusterView
-from services.gateway.vocabulary.message import ClusterState, ProcessState
+from services.gateway.vocabulary.message import ClusterStatus, ProcessState
 from tideserve.common.v1 import process_pb2, process_pb2_grpc
 from tideserve.memmgr.v1 import memmgr_pb2, memmgr_pb2_grpc
 
@@ -30,7 +30,7 @@ class ClusterClient:
         self._dial = dial
         self._store = store
 
-    async def cluster(self) -> ClusterState | None:
+    async def cluster(self) -> ClusterStatus | None:
         """Workers' memory and the groups, or None if the memory manager does not answer."""
         address = self._view.address_of("memmgr")
         if address is None:
@@ -62,10 +62,10 @@ class ClusterClient:
         except (StoreError, TimeoutError):
             return {"version": None}
 
-    def rows(self, cluster: ClusterState | None) -> dict[str, Any]:
+    def rows(self, cluster: ClusterStatus | None) -> dict[str, Any]:
         """Workers, groups and decisions; None is a memory manager that does not answer."""
         records = {worker.worker_id: worker for worker in self._view.workers()}
-        rows = cluster_rows(cluster or ClusterState((), ()), records)
+        rows = cluster_rows(cluster or ClusterStatus((), ()), records)
         return rows if cluster is not None else rows | {"errors": [SILENT]}
 
     async def services(self) -> list[dict[str, Any]]:

@@ -4,20 +4,22 @@ from collections.abc import Mapping
 from typing import Any
 
 from services.common.report import memory_values
+from services.core.groups.vocabulary import Group, GroupPhase
 from services.core.report import MemoryReport
 from services.gateway.cluster import translate
-from services.gateway.vocabulary.message import ClusterState, GroupState
+from services.gateway.vocabulary.message import ClusterStatus
 from tideserve.common.v1 import record_pb2
 
 
 def cluster_rows(
-    cluster: ClusterState, records: Mapping[str, record_pb2.WorkerRecord]
+    cluster: ClusterStatus, records: Mapping[str, record_pb2.WorkerRecord]
 ) -> dict[str, Any]:
     """Workers, groups, decisions and shortfalls; `records`: registrations by worker id."""
     held = {
-        name: end - first
+        member.worker_id: member.end_layer - member.first_layer
         for group in cluster.groups
-        for name, (first, end) in zip(group.members, group.layers, strict=False)
+        if _has_layers(group)
+        for member in group.members
     }
     return {
         "workers": [
@@ -48,13 +50,19 @@ def _worker(
     } | translate.worker_facts(record)
 
 
-def _group(group: GroupState) -> dict[str, Any]:
+def _has_layers(group: Group) -> bool:
+    """Whether its record says which layers the members have."""
+    return all(member.end_layer > member.first_layer for member in group.members)
+
+
+def _group(group: Group) -> dict[str, Any]:
+    layers = [[member.first_layer, member.end_layer] for member in group.members]
     return {
         "id": group.group_id,
         "epoch": group.epoch,
         "model": group.model,
-        "members": list(group.members),
-        "layers": [list(layers) for layers in group.layers],
-        "changing": group.changing,
-        "degraded": group.degraded,
+        "members": [member.worker_id for member in group.members],
+        "layers": layers if _has_layers(group) else [],
+        "changing": bool(group.attempt),
+        "degraded": group.phase is GroupPhase.DEGRADED,
     }

@@ -5,6 +5,8 @@ from collections.abc import Callable
 
 from services.common.etcd import Store
 from services.common.membership import GROUPS, SERVICES, WORKERS, Directory
+from services.common.records import to_group
+from services.core.groups.vocabulary import Group, GroupPhase
 from tideserve.common.v1 import record_pb2
 
 
@@ -56,22 +58,22 @@ class ClusterView:
         """Registered workers of the model whose incarnation is a member of a stable group."""
         members = {
             (member.worker_id, member.incarnation)
-            for group in self._groups.records.values()
-            if group.phase == record_pb2.GROUP_PHASE_STABLE
+            for group in self._stable_groups()
             for member in group.members
         }
         return sum((w.worker_id, w.incarnation) in members for w in self._model_workers())
 
     def serving_groups(self) -> int:
         """Stable groups of the model: fewer than workers while some of them serve together."""
-        return sum(
-            group.phase == record_pb2.GROUP_PHASE_STABLE and group.model == self._model
-            for group in self._groups.records.values()
-        )
+        return sum(group.model == self._model for group in self._stable_groups())
 
     def registered_workers(self) -> int:
         """Registered workers of the model."""
         return len(self._model_workers())
+
+    def _stable_groups(self) -> list[Group]:
+        groups = map(to_group, self._groups.records.values())
+        return [one for one in groups if one is not None and one.phase is GroupPhase.STABLE]
 
     def _model_workers(self) -> list[record_pb2.WorkerRecord]:
         return [w for w in self._workers.records.values() if w.model == self._model]

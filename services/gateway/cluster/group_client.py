@@ -7,7 +7,7 @@ import grpc.aio
 from services.common.grpc_client import Dial
 from services.gateway.cluster import translate
 from services.gateway.cluster.cluster_view import ClusterView
-from services.gateway.vocabulary.errors import GatewayError, InvalidRequest, Unavailable
+from services.gateway.vocabulary.errors import BadRequest, GatewayError, ServiceUnavailable
 from services.gateway.vocabulary.message import GroupStep
 from tideserve.memmgr.v1 import memmgr_pb2, memmgr_pb2_grpc
 
@@ -52,7 +52,7 @@ class GroupClient:
     def _address(self) -> str:
         address = self._view.address_of("memmgr")
         if address is None:
-            raise Unavailable(
+            raise ServiceUnavailable(
                 "no memory manager leads, so groups cannot change; try again in a few seconds",
                 retry_after_s=RETRY_AFTER_S,
             )
@@ -61,8 +61,8 @@ class GroupClient:
 
 def _to_gateway_error(error: grpc.aio.AioRpcError) -> GatewayError:
     if error.code() is grpc.StatusCode.INVALID_ARGUMENT:
-        return InvalidRequest(error.details() or "the groups cannot be changed so")
-    return Unavailable(
+        return BadRequest(error.details() or "the groups cannot be changed so")
+    return ServiceUnavailable(
         f"the memory manager does not do it ({error.details() or error.code().name}); try again in"
         " a few seconds",
         retry_after_s=RETRY_AFTER_S,

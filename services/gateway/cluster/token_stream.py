@@ -6,9 +6,9 @@ from services.core.request import Request
 from services.gateway.cluster.journal import Journal
 from services.gateway.records.request_record import ChoiceRecord
 from services.gateway.vocabulary.errors import (
+    BadRequest,
     EngineFailed,
     GatewayError,
-    InvalidRequest,
     QueueFull,
     WorkerLost,
 )
@@ -136,7 +136,7 @@ class TokenStream:
             case Finish.RETURNED:
                 raise EngineFailed("the worker gave up a request that had begun; try again")
             case Finish.INVALID:
-                raise InvalidRequest(journal.message or "the worker refuses the request")
+                raise BadRequest(journal.message or "the worker refuses the request")
             case Finish.OVERLOADED:
                 raise QueueFull(journal.message or "the worker is full; try again")
             case Finish.ERROR:

@@ -6,12 +6,11 @@ from google.protobuf.descriptor import EnumDescriptor
 
 from services.common.address import host_of
 from services.common.promise import service_message
-from services.common.records import paced_of
+from services.common.records import paced_of, to_group
 from services.common.report import shown_memory
 from services.core.ask import Ask, Assignment, Refusal, RefusalReason
 from services.gateway.vocabulary.message import (
-    ClusterState,
-    GroupState,
+    ClusterStatus,
     GroupStep,
     Heartbeat,
     ProcessState,
@@ -97,11 +96,11 @@ def process_state(answer: process_pb2.GetProcessResponse) -> ProcessState:
     return ProcessState(answer.name, tuple(answer.pids), answer.rss_bytes, answer.ready)
 
 
-def cluster_state(answer: memmgr_pb2.GetClusterResponse) -> ClusterState:
+def cluster_state(answer: memmgr_pb2.GetClusterResponse) -> ClusterStatus:
     """The cluster as the memory manager sees it."""
-    return ClusterState(
+    return ClusterStatus(
         workers=tuple(map(shown_memory, answer.workers)),
-        groups=tuple(map(_group_state, answer.groups)),
+        groups=tuple(group for one in answer.groups if (group := to_group(one)) is not None),
         decisions=tuple(map(_decision, answer.decisions)),
         shortfalls={one.model: one.tokens for one in answer.shortfalls},
     )
@@ -129,21 +128,6 @@ def worker_facts(record: record_pb2.WorkerRecord | None) -> dict[str, Any]:
         if told
         else None,
     }
-
-
-def _group_state(record: record_pb2.GroupRecord) -> GroupState:
-    members = tuple(member.worker_id for member in record.members)
-    layers = tuple((member.first_layer, member.end_layer) for member in record.members)
-    told = all(end > first for first, end in layers)
-    return GroupState(
-        record.group_id,
-        record.epoch,
-        members,
-        record.model,
-        layers if told else (),
-        changing=bool(record.attempt),
-        degraded=record.phase == record_pb2.GROUP_PHASE_DEGRADED,
-    )
 
 
 def _decision(message: memmgr_pb2.Decision) -> dict[str, Any]:

@@ -19,8 +19,8 @@ from services.core.request import Request
 from services.gateway.cluster import translate_worker
 from services.gateway.cluster.token_stream import TokenStream
 from services.gateway.cluster.worker_link import WorkerLink
-from services.gateway.records.request_record import ChoiceRecord, Move, Stay
-from services.gateway.vocabulary.errors import Draining, WorkerLost
+from services.gateway.records.request_record import ChoiceRecord, RequestMove, Stay
+from services.gateway.vocabulary.errors import ShuttingDown, WorkerLost
 from services.gateway.vocabulary.message import Moved
 from tideserve.common.v1 import load_pb2
 from tideserve.worker.v1 import worker_pb2
@@ -84,7 +84,7 @@ class WorkerClient:
                 await asyncio.get_running_loop().create_future()
         finally:
             for carried in self._carried.values():
-                carried.stream.fail(Draining("the gateway is shutting down; send it again"))
+                carried.stream.fail(ShuttingDown("the gateway is shutting down; send it again"))
 
     @contextlib.asynccontextmanager
     async def open(
@@ -217,5 +217,5 @@ def _record_move(record: ChoiceRecord, moved: Moved) -> None:
         if change
         else None
     )
-    record.moves.append(Move(now_s, left.worker_id, moved, link))
+    record.moves.append(RequestMove(now_s, left.worker_id, moved, link))
     record.stays.append(Stay(moved.worker_id, moved.group_id, moved.epoch, now_s))

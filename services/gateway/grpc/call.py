@@ -10,12 +10,12 @@ import grpc.aio
 from google.protobuf.message import DecodeError, Message
 
 from services.gateway.bounds.body_budget import BODY_BYTES_PER_ITEM, BodyLease
-from services.gateway.bounds.client import Client
+from services.gateway.bounds.client import WatchedClient
 from services.gateway.grpc.lobby import Lobby, address_of
 from services.gateway.keys.principal import Principal
 from services.gateway.records.request_record import RequestRecord
 from services.gateway.text.tokenizer import TextPool
-from services.gateway.vocabulary.errors import BodyTimeout, BodyTooLarge, InvalidRequest
+from services.gateway.vocabulary.errors import BadRequest, BodyTimeout, BodyTooLarge
 
 MESSAGE_TIMEOUT_S = 5.0
 """How long a call's message may take; clients send it with the call itself."""
@@ -52,7 +52,7 @@ class Call:
         self._context = context
         self.record = record
         record.address = address_of(context.peer())
-        self.client: Client[Message] = Client(self._write, stall_s)
+        self.client: WatchedClient[Message] = WatchedClient(self._write, stall_s)
         self.identify = identify
         self.lobby = lobby
         self.guest = record.guest
@@ -99,13 +99,13 @@ class Call:
         Raises:
             BodyTimeout: if it does not come in time.
             QueueFull: if its client has many such calls.
-            InvalidRequest: if it has none.
+            BadRequest: if it has none.
         """
         await self._unread.enter_async_context(self.lobby.waiting(self.guest))
         data = await self.read(MESSAGE_TIMEOUT_S)
         await self._unread.aclose()
         if data is None:
-            raise InvalidRequest("the call has no message; send one")
+            raise BadRequest("the call has no message; send one")
         return data
 
     async def close(self) -> None:
@@ -176,11 +176,11 @@ async def parsed(data: bytes, parse: Callable[[bytes], T], lease: BodyLease, poo
 
 
 def decoded(kind: type[M], data: bytes) -> M:
-    """The message in `data`. Raises InvalidRequest."""
+    """The message in `data`. Raises BadRequest."""
     try:
         return kind.FromString(data)
     except DecodeError:
-        raise InvalidRequest(
+        raise BadRequest(
             f"the message is no {kind.DESCRIPTOR.full_name}; use the stubs of this server's"
             " contract",
             code="undecodable",

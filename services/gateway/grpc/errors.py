@@ -25,29 +25,29 @@ MESSAGE_BYTES_MAX = 1024
 
 TABLE: dict[type[GatewayError], grpc.StatusCode] = {
     GatewayError: grpc.StatusCode.INTERNAL,
-    errors.InvalidRequest: grpc.StatusCode.INVALID_ARGUMENT,
+    errors.BadRequest: grpc.StatusCode.INVALID_ARGUMENT,
     errors.ContextExceeded: grpc.StatusCode.INVALID_ARGUMENT,
-    errors.Unsupported: grpc.StatusCode.INVALID_ARGUMENT,
+    errors.NotSupported: grpc.StatusCode.INVALID_ARGUMENT,
     errors.Unauthorized: grpc.StatusCode.UNAUTHENTICATED,
     errors.Forbidden: grpc.StatusCode.PERMISSION_DENIED,
     # A method, or a whole feature, that is not served.
-    errors.NotFound: grpc.StatusCode.UNIMPLEMENTED,
+    errors.NoSuchRoute: grpc.StatusCode.UNIMPLEMENTED,
     errors.MethodNotAllowed: grpc.StatusCode.UNIMPLEMENTED,
-    errors.ModelNotFound: grpc.StatusCode.NOT_FOUND,
+    errors.NoSuchModel: grpc.StatusCode.NOT_FOUND,
     errors.DuplicateRequest: grpc.StatusCode.ALREADY_EXISTS,
     errors.BodyTimeout: grpc.StatusCode.DEADLINE_EXCEEDED,
     # What gRPC itself answers to messages and metadata over its limits.
     errors.BodyTooLarge: grpc.StatusCode.RESOURCE_EXHAUSTED,
     errors.HeadersTooLarge: grpc.StatusCode.RESOURCE_EXHAUSTED,
-    errors.QuotaExceeded: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    errors.OverQuota: grpc.StatusCode.RESOURCE_EXHAUSTED,
     errors.UriTooLong: grpc.StatusCode.INVALID_ARGUMENT,
     errors.UnsupportedMediaType: grpc.StatusCode.INVALID_ARGUMENT,
-    errors.Cancelled: grpc.StatusCode.CANCELLED,
+    errors.CancelledByClient: grpc.StatusCode.CANCELLED,
     errors.EngineFailed: grpc.StatusCode.INTERNAL,
-    errors.Unavailable: grpc.StatusCode.UNAVAILABLE,
+    errors.ServiceUnavailable: grpc.StatusCode.UNAVAILABLE,
     errors.QueueFull: grpc.StatusCode.UNAVAILABLE,
     errors.WorkerLost: grpc.StatusCode.UNAVAILABLE,
-    errors.Draining: grpc.StatusCode.UNAVAILABLE,
+    errors.ShuttingDown: grpc.StatusCode.UNAVAILABLE,
     errors.Expired: grpc.StatusCode.DEADLINE_EXCEEDED,
     errors.ClientDeadline: grpc.StatusCode.DEADLINE_EXCEEDED,
 }
@@ -60,7 +60,7 @@ def reason_of(error: GatewayError) -> str:
     """Why, in one word for machines: the code of the HTTP API in capitals."""
     if error.code is not None:
         return error.code.upper()
-    return "INVALID_REQUEST" if isinstance(error, errors.InvalidRequest) else "INTERNAL"
+    return "INVALID_REQUEST" if isinstance(error, errors.BadRequest) else "INTERNAL"
 
 
 def status_of(
@@ -97,7 +97,7 @@ def _details(error: GatewayError, code: grpc.StatusCode, message: str) -> Iterab
         yield error_details_pb2.BadRequest(field_violations=[violation])
     if code is grpc.StatusCode.NOT_FOUND:
         yield error_details_pb2.ResourceInfo(resource_type=error.param or "", description=message)
-    if isinstance(error, errors.QuotaExceeded):
+    if isinstance(error, errors.OverQuota):
         subject = f"owner:{error.owner}"
         quota = error_details_pb2.QuotaFailure.Violation(subject=subject, description=message)
         yield error_details_pb2.QuotaFailure(violations=[quota])

@@ -9,21 +9,21 @@ from services.gateway.api.chat import chat_of
 from services.gateway.api.completion import completion_of
 from services.gateway.api.generation import GenerationRequest
 from services.gateway.api.parameters import UnknownFields
-from services.gateway.api.tokens import Asked, Detokenize
-from services.gateway.bounds.body_budget import Handover
+from services.gateway.api.tokens import Detokenize, ReadBody
+from services.gateway.bounds.body_budget import TakenOnce
 from services.gateway.grpc import translate
 from services.gateway.grpc.call import Call, parsed
 from services.gateway.grpc.interceptors import Method
 from services.gateway.grpc.unknown import decoded_known
-from services.gateway.grpc.writers import ChatWriter, CompletionWriter, StreamWriter
+from services.gateway.grpc.writers import ChatWriter, CompletionWriter, MessageStreamWriter
 from services.gateway.model.served_model import ServedModel
 from services.gateway.serving.canceller import Canceller
-from services.gateway.serving.serving import Serving, Writer
+from services.gateway.serving.serving import RequestServing, Writer
 from services.gateway.text.tokenizer import TextPool
-from services.gateway.vocabulary.errors import InvalidRequest
+from services.gateway.vocabulary.errors import BadRequest
 from tideserve.gateway.v1 import gateway_pb2 as pb
 
-A = TypeVar("A", bound=Asked)
+A = TypeVar("A", bound=ReadBody)
 Parse = Callable[[bytes, UnknownFields], A]
 """Turns a call's message into a body; notes its unknown fields."""
 SERVICE = pb.DESCRIPTOR.services_by_name["GatewayService"]
@@ -33,7 +33,7 @@ class GatewayService:
     """Each method has the name and the messages that the contract gives it."""
 
     def __init__(
-        self, model: ServedModel, serving: Serving, canceller: Canceller, pool: TextPool
+        self, model: ServedModel, serving: RequestServing, canceller: Canceller, pool: TextPool
     ) -> None:
         self._model = model
         self._serving = serving
@@ -58,7 +58,7 @@ class GatewayService:
         await self._generate(
             call,
             _stream_chat_body,
-            StreamWriter(call, self._texts, pb.StreamChatResponse, self._pool),
+            MessageStreamWriter(call, self._texts, pb.StreamChatResponse, self._pool),
         )
 
     async def Complete(self, call: Call) -> None:
@@ -69,7 +69,7 @@ class GatewayService:
 
     async def StreamComplete(self, call: Call) -> None:
         """See gateway.proto."""
-        writer = StreamWriter(call, self._texts, pb.StreamCompleteResponse, self._pool)
+        writer = MessageStreamWriter(call, self._texts, pb.StreamCompleteResponse, self._pool)
         await self._generate(call, _stream_completion_body, writer)
 
     async def Tokenize(self, call: Call) -> None:
@@ -107,7 +107,7 @@ class GatewayService:
         """See gateway.proto."""
         request = await call.read_small(pb.CancelRequest)
         if not request.request_id:
-            raise InvalidRequest("'request_id' is missing; name a request", param="request_id")
+            raise BadRequest("'request_id' is missing; name a request", param="request_id")
         owner = call.record.principal.owner
         found = await self._canceller.cancel(owner, request.request_id)
         await call.client.send(pb.CancelResponse(found=found))
@@ -129,7 +129,7 @@ class GatewayService:
         serving = self._serving
         data = await call.message()
         with serving.entered(call.record) as lease:
-            body = Handover(await parsed(data, self._with_unknown(parse), lease, self._pool))
+            body = TakenOnce(await parsed(data, self._with_unknown(parse), lease, self._pool))
             del data
             await serving.respond(
                 body, call.record, lease, writer, call.client, timeout_s=call.remaining_s
@@ -144,7 +144,7 @@ def _tokenize_body(data: bytes, unknown: UnknownFields) -> GenerationRequest:
 def _detokenize_body(data: bytes, unknown: UnknownFields) -> Detokenize:
     request = decoded_known(pb.DetokenizeRequest, data, unknown)
     if not request.token_ids:
-        raise InvalidRequest("'token_ids' is empty; send some", param="token_ids")
+        raise BadRequest("'token_ids' is empty; send some", param="token_ids")
     return Detokenize(request.model, request.token_ids, unknown.warnings)
 
 

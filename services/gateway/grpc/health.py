@@ -16,9 +16,9 @@ from services.gateway.grpc.call import MESSAGE_TIMEOUT_S, Call, decoded
 from services.gateway.grpc.interceptors import Method
 from services.gateway.grpc.lobby import Lobby
 from services.gateway.vocabulary.errors import (
+    BadRequest,
     BodyTooLarge,
-    InvalidRequest,
-    ModelNotFound,
+    NoSuchModel,
     QueueFull,
 )
 
@@ -53,7 +53,7 @@ class _Probes:
         statuses = self._health.statuses()
         if name not in statuses:
             known = ", ".join(sorted(filter(None, statuses)))
-            raise ModelNotFound(
+            raise NoSuchModel(
                 f"{name[:64]!a} is not served here; ask for {known}",
                 param="service",
                 code="service_not_found",
@@ -84,7 +84,7 @@ class _Probes:
         async with self._lobby.waiting(call.guest):
             data = await call.read(MESSAGE_TIMEOUT_S)
         if data is None:
-            raise InvalidRequest("the call has no message; send one")
+            raise BadRequest("the call has no message; send one")
         if len(data) > BYTES_MAX:
             raise BodyTooLarge(f"the message is larger than {BYTES_MAX} bytes; shorten it")
         return decoded(kind, data)

@@ -28,7 +28,7 @@ from services.gateway.records.metrics import Metrics
 from services.gateway.records.reception import Reception
 from services.gateway.records.request_record import HUNG_UP, RequestRecord
 from services.gateway.serving.service_policy import PROMISE_HEADERS
-from services.gateway.vocabulary.errors import GatewayError, NotFound
+from services.gateway.vocabulary.errors import GatewayError, NoSuchRoute
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ class Method:
     open: bool = False
 
 
-class FrontDoor(grpc.aio.ServerInterceptor):
+class GrpcFrontDoor(grpc.aio.ServerInterceptor):
     """Answers all calls."""
 
     def __init__(
@@ -93,7 +93,7 @@ class FrontDoor(grpc.aio.ServerInterceptor):
         try:
             record.principal = identify()
             if method is None:
-                raise NotFound("there is no such method; see the contracts or the reflection")
+                raise NoSuchRoute("there is no such method; see the contracts or the reflection")
         except GatewayError as error:
             return error
         return None

@@ -13,7 +13,7 @@ from services.common.version import installed_version
 from services.gateway.api.completion import completion_of
 from services.gateway.api.generation import GenerationRequest
 from services.gateway.api.parameters import UnknownFields
-from services.gateway.bounds.body_budget import Handover
+from services.gateway.bounds.body_budget import TakenOnce
 from services.gateway.bounds.interruption import Interruption
 from services.gateway.cluster.readiness import ReadinessProbe
 from services.gateway.grpc import kserve_translate as translate
@@ -26,14 +26,14 @@ from services.gateway.keys.principal import Principal
 from services.gateway.model.served_model import ServedModel
 from services.gateway.records.reception import Reception
 from services.gateway.records.request_record import RequestRecord
-from services.gateway.serving.output import Outputs, Piece, Usage
+from services.gateway.serving.output import OutputPiece, Outputs, Usage
 from services.gateway.serving.prepared import PreparedRequest
-from services.gateway.serving.serving import Serving
+from services.gateway.serving.serving import RequestServing
 from services.gateway.text.tokenizer import TextPool
 from services.gateway.vocabulary.errors import (
+    BadRequest,
     BodyTimeout,
     GatewayError,
-    InvalidRequest,
     Unauthorized,
     first_gateway_error,
     no_such_model,
@@ -53,7 +53,7 @@ class KserveService:
     def __init__(
         self,
         model: ServedModel,
-        serving: Serving,
+        serving: RequestServing,
         pool: TextPool,
         probe: ReadinessProbe,
         reception: Reception,
@@ -145,11 +145,11 @@ class KserveService:
             inference, body = await parsed(data, self._parse, lease, self._pool)
             del data
             if inference.stream:
-                raise InvalidRequest(
+                raise BadRequest(
                     "a stream needs ModelStreamInfer; call that, or send 'stream' false",
                     param="stream",
                 )
-            writer = _WholeWriter(inference, call.client.send)
+            writer = _InferenceWriter(inference, call.client.send)
             await serving.respond(
                 body,
                 call.record,
@@ -196,7 +196,7 @@ class KserveService:
             except Unauthorized as error:
                 refusal = error
                 break
-            task = tasks.create_task(self._answer(call, principal, _Asked(data)))
+            task = tasks.create_task(self._answer(call, principal, _StreamedMessage(data)))
             # Nor may they be held here: whoever answers has them.
             del data, reading
             running.add(task)
@@ -212,7 +212,7 @@ class KserveService:
     async def _drained(self) -> None:
         await self._serving.drain.began.wait()
 
-    async def _answer(self, call: Call, principal: Principal, asked: "_Asked") -> None:
+    async def _answer(self, call: Call, principal: Principal, asked: "_StreamedMessage") -> None:
         """Answer one request of a stream, which is told like a call of its own."""
         record = self._reception.open(call.record.path, call.record.given_id)
         record.principal, record.promise = principal, call.record.promise
@@ -230,12 +230,12 @@ class KserveService:
             finally:
                 self._reception.close(record, record.path)
 
-    async def _infer(self, call: Call, record: RequestRecord, asked: "_Asked") -> None:
+    async def _infer(self, call: Call, record: RequestRecord, asked: "_StreamedMessage") -> None:
         serving = self._serving
         with serving.entered(record) as lease:
             inference, body = await parsed(asked.data, self._parse, lease, self._pool)
             asked.parsed(inference)
-            make = _StreamWriter if inference.stream else _WholeWriter
+            make = _StreamWriter if inference.stream else _InferenceWriter
 
             async def send(answer: pb.ModelInferResponse) -> None:
                 await call.client.send(pb.ModelStreamInferResponse(infer_response=answer))
@@ -255,11 +255,11 @@ class KserveService:
             self._serving.metrics.stream_failed(error.code or "error")
         await call.client.send(translate.error_response(status.message, request_id))
 
-    def _parse(self, data: bytes) -> tuple[Inference, Handover[GenerationRequest]]:
+    def _parse(self, data: bytes) -> tuple[Inference, TakenOnce[GenerationRequest]]:
         unknown = UnknownFields(self._serving.refuse_unknown)
         request = decoded_known(pb.ModelInferRequest, data, unknown)
         inference, fields = translate.inference_of(request)
-        return inference, Handover(completion_of(fields, unknown))
+        return inference, TakenOnce(completion_of(fields, unknown))
 
     def _check(self, name: str, version: str, call: Call) -> None:
         """Raise GatewayError unless that is a model that the caller may use."""
@@ -271,7 +271,7 @@ class KserveService:
         return self._model.allowed_names(call.record.principal)
 
 
-class _Asked:
+class _StreamedMessage:
     """A message of a stream, until it is parsed."""
 
     def __init__(self, data: bytes) -> None:
@@ -288,7 +288,7 @@ class _Asked:
         if self._id is None:
             try:
                 self._id = decoded(pb.ModelInferRequest, self.data).id[: translate.ID_CHARS_MAX]
-            except InvalidRequest:
+            except BadRequest:
                 self._id = ""
         return self._id
 
@@ -319,7 +319,7 @@ async def _next(
 Send = Callable[[pb.ModelInferResponse], Awaitable[None]]
 
 
-class _WholeWriter:
+class _InferenceWriter:
     """A response that is sent when all choices have ended."""
 
     def __init__(self, inference: Inference, send: Send, final: bool | None = None) -> None:
@@ -332,7 +332,7 @@ class _WholeWriter:
         """See Writer."""
         self._outputs = Outputs(len(prepared.choices))
 
-    async def piece(self, index: int, piece: Piece) -> None:
+    async def piece(self, index: int, piece: OutputPiece) -> None:
         """See Writer."""
         self._outputs.add(index, piece)
 
@@ -353,7 +353,7 @@ class _StreamWriter:
     def begin(self, prepared: PreparedRequest) -> None:
         """See Writer."""
 
-    async def piece(self, index: int, piece: Piece) -> None:
+    async def piece(self, index: int, piece: OutputPiece) -> None:
         """See Writer."""
         reason = piece.finish_reason
         if piece.text or reason is not None:

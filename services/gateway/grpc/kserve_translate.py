@@ -12,7 +12,7 @@ from typing import Any
 
 from services.gateway.api.completion import CompletionRequest
 from services.gateway.api.json_object import parse_object
-from services.gateway.vocabulary.errors import InvalidRequest, ModelNotFound
+from services.gateway.vocabulary.errors import BadRequest, NoSuchModel
 from tideserve.kserve.v2 import inference_pb2 as pb
 
 Fields = dict[str, Any]
@@ -76,17 +76,17 @@ def inference_of(request: pb.ModelInferRequest) -> tuple[Inference, Fields]:
     """What a request asks, and a body of completions that asks it. Raises GatewayError."""
     check_version(request.model_version)
     if len(request.id) > ID_CHARS_MAX:
-        raise InvalidRequest(
+        raise BadRequest(
             f"'id' has more than {ID_CHARS_MAX} characters; choose a shorter one", param="id"
         )
     values = _inputs(request)
     text = values.get("text_input")
     if text is None:
-        raise InvalidRequest("the input 'text_input' is missing; send it", param="text_input")
+        raise BadRequest("the input 'text_input' is missing; send it", param="text_input")
     stream = bool(values.get("stream") or values.get("streaming"))
     fields = _sampling(values.get("sampling_parameters"), request.parameters)
     if stream and fields.get("n") not in (None, 1):
-        raise InvalidRequest("'n' must be 1 in a stream; leave one or the other", param="n")
+        raise BadRequest("'n' must be 1 in a stream; leave one or the other", param="n")
     fields |= {"model": request.model_name, "prompt": text}
     if stream:
         fields["stream"] = True
@@ -103,7 +103,7 @@ def inference_of(request: pb.ModelInferRequest) -> tuple[Inference, Fields]:
 def check_version(version: str) -> None:
     """Raise GatewayError unless there is such a version of each model."""
     if version not in ("", VERSION):
-        raise ModelNotFound(
+        raise NoSuchModel(
             f"there is no version {version[:64]!a}, only '{VERSION}'; leave it out",
             param="model_version",
             code="version_not_found",
@@ -114,7 +114,7 @@ def _includes_prompt(values: Mapping[str, Any], stream: bool) -> bool:
     """As Triton's backend does: whole answers begin with the prompt unless they must not."""
     excluded = values.get("exclude_input_in_output")
     if stream and excluded is False:
-        raise InvalidRequest(
+        raise BadRequest(
             "'exclude_input_in_output' false is not possible in a stream; leave one or the other",
             param="exclude_input_in_output",
         )
@@ -127,7 +127,7 @@ def _outputs(request: pb.ModelInferRequest) -> tuple[str, ...]:
     wanted = tuple(output.name for output in request.outputs)
     for name in wanted:
         if name not in OUTPUTS:
-            raise InvalidRequest(
+            raise BadRequest(
                 f"there is no output {name[:64]!a}; ask for {' or '.join(OUTPUTS)}",
                 param="outputs",
             )
@@ -138,7 +138,7 @@ def _inputs(request: pb.ModelInferRequest) -> Fields:
     """The value of each input."""
     raw = request.raw_input_contents
     if raw and len(raw) != len(request.inputs):
-        raise InvalidRequest(
+        raise BadRequest(
             f"{len(raw)} raw contents do not fit {len(request.inputs)} inputs; send one for each",
             param="raw_input_contents",
         )
@@ -146,7 +146,7 @@ def _inputs(request: pb.ModelInferRequest) -> Fields:
     for index, tensor in enumerate(request.inputs):
         name = tensor.name
         if name not in INPUTS or name in values:
-            raise InvalidRequest(
+            raise BadRequest(
                 f"the input {name[:64]!a} is unknown or there twice; the inputs are"
                 f" {', '.join(INPUTS)}",
                 param="inputs",
@@ -160,9 +160,9 @@ def _inputs(request: pb.ModelInferRequest) -> Fields:
 def _check_form(tensor: pb.ModelInferRequest.InferInputTensor) -> None:
     name, kind = tensor.name, INPUTS[tensor.name]
     if tensor.datatype != kind:
-        raise InvalidRequest(f"'{name}' must be a tensor of {kind}; correct it", param=name)
+        raise BadRequest(f"'{name}' must be a tensor of {kind}; correct it", param=name)
     if not tensor.shape or any(size != 1 for size in tensor.shape):
-        raise InvalidRequest(f"'{name}' must have one element; use the shape [1]", param=name)
+        raise BadRequest(f"'{name}' must have one element; use the shape [1]", param=name)
 
 
 def _read_bytes(tensor: pb.ModelInferRequest.InferInputTensor, raw: bytes | None) -> str:
@@ -173,11 +173,11 @@ def _read_bytes(tensor: pb.ModelInferRequest.InferInputTensor, raw: bytes | None
         size = struct.unpack_from("<I", raw)[0] if len(raw) >= 4 else -1
         elements = [raw[4:]] if size == len(raw) - 4 else []
     if len(elements) != 1:
-        raise InvalidRequest(f"'{tensor.name}' must hold one element", param=tensor.name)
+        raise BadRequest(f"'{tensor.name}' must hold one element", param=tensor.name)
     try:
         return elements[0].decode()
     except UnicodeDecodeError:
-        raise InvalidRequest(
+        raise BadRequest(
             f"'{tensor.name}' is not valid UTF-8; encode it as UTF-8", param=tensor.name
         ) from None
 
@@ -185,7 +185,7 @@ def _read_bytes(tensor: pb.ModelInferRequest.InferInputTensor, raw: bytes | None
 def _read_bool(tensor: pb.ModelInferRequest.InferInputTensor, raw: bytes | None) -> bool:
     values = list(tensor.contents.bool_contents) if raw is None else [bool(byte) for byte in raw]
     if len(values) != 1:
-        raise InvalidRequest(f"'{tensor.name}' must hold one element", param=tensor.name)
+        raise BadRequest(f"'{tensor.name}' must hold one element", param=tensor.name)
     return values[0]
 
 
@@ -199,14 +199,14 @@ def _sampling(text: str | None, parameters: Mapping[str, pb.InferParameter]) -> 
     if text is not None:
         given |= parse_object(text, "'sampling_parameters'", "sampling_parameters")
     for name in given.keys() & _ENDPOINT:
-        raise InvalidRequest(f"'{name}' is no sampling parameter; send it as an input", param=name)
+        raise BadRequest(f"'{name}' is no sampling parameter; send it as an input", param=name)
     return {name: _typed(name, value) for name, value in given.items()}
 
 
 def _value(name: str, parameter: pb.InferParameter) -> Any:
     kind = parameter.WhichOneof("parameter_choice")
     if kind is None:
-        raise InvalidRequest(
+        raise BadRequest(
             f"the parameter {name[:64]!a} says nothing; set one of its kinds", param="parameters"
         )
     return getattr(parameter, kind)

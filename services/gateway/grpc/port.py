@@ -12,12 +12,12 @@ from services.common.tls import CertificateFiles, CertificateSource
 from services.gateway.cluster.readiness import ReadinessProbe
 from services.gateway.grpc.health import SERVICE as HEALTH
 from services.gateway.grpc.health import health_methods
-from services.gateway.grpc.interceptors import FrontDoor, Method
+from services.gateway.grpc.interceptors import GrpcFrontDoor, Method
 from services.gateway.grpc.reflection import reflection_methods
 from services.gateway.grpc.server import PublicServer
 from services.gateway.keys.key_ring import KeyRing
 from services.gateway.records.reception import Reception
-from services.gateway.serving.serving import Serving
+from services.gateway.serving.serving import RequestServing
 
 # What ends with the gateway's drain has that long to tell its clients.
 GRACE_S = 2.0
@@ -38,7 +38,7 @@ class GrpcPort:
     def __init__(
         self,
         parts: Sequence[Offer],
-        serving: Serving,
+        serving: RequestServing,
         probe: ReadinessProbe,
         keys: KeyRing,
         reception: Reception,
@@ -58,7 +58,7 @@ class GrpcPort:
         self._server = PublicServer(
             host,
             port,
-            FrontDoor(methods, keys, reception, serving.metrics, serving.client_stall_s),
+            GrpcFrontDoor(methods, keys, reception, serving.metrics, serving.client_stall_s),
             longest_call_s=serving.request_timeout_s,
             tls=tls,
         )

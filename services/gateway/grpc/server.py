@@ -8,7 +8,7 @@ from services.common.grpc_client import MESSAGE_BYTES_MAX as ANSWER_BYTES_MAX
 from services.common.tls import CertificateSource
 from services.common.transport import server_credentials
 from services.gateway.bounds.body_budget import BODY_BYTES_MAX
-from services.gateway.grpc.interceptors import FrontDoor
+from services.gateway.grpc.interceptors import GrpcFrontDoor
 
 METADATA_BYTES_MAX = 16 * 2**10
 CONNECTION_AGE_S = 600
@@ -49,7 +49,7 @@ class PublicServer:
         self,
         host: str,
         port: int,
-        door: FrontDoor,
+        door: GrpcFrontDoor,
         longest_call_s: float,
         tls: CertificateSource | None = None,
     ) -> None:

@@ -14,7 +14,7 @@ from services.gateway.api.json_object import parse_object
 from services.gateway.serving.output import TokenNote, finite
 from services.gateway.text.token_text import TokenTexts
 from services.gateway.vocabulary.delta import Delta, Said
-from services.gateway.vocabulary.errors import InvalidRequest
+from services.gateway.vocabulary.errors import BadRequest
 from tideserve.common.v1 import service_pb2
 from tideserve.gateway.v1 import gateway_pb2 as pb
 
@@ -63,7 +63,7 @@ _STRUCTURES = {"regex": "regex", "lark": "grammar"}
 
 
 def chat_fields(request: pb.ChatRequest) -> Fields:
-    """The body that says the same over HTTP. Raises InvalidRequest."""
+    """The body that says the same over HTTP. Raises BadRequest."""
     fields = _common(request)
     fields["messages"] = _messages(request.messages)
     sampling = request.sampling
@@ -76,7 +76,7 @@ def chat_fields(request: pb.ChatRequest) -> Fields:
 
 
 def completion_fields(request: pb.CompleteRequest) -> Fields:
-    """The body that says the same over HTTP. Raises InvalidRequest."""
+    """The body that says the same over HTTP. Raises BadRequest."""
     fields = _common(request)
     prompts = [_prompt(prompt) for prompt in request.prompts]
     # One alone is the same as a list of one, and errors then name the field without an index.
@@ -85,14 +85,12 @@ def completion_fields(request: pb.CompleteRequest) -> Fields:
     if sampling.logprobs:
         fields["logprobs"] = sampling.top_logprobs
     elif sampling.top_logprobs:
-        raise InvalidRequest(
-            "'top_logprobs' needs 'logprobs'; set both or none", param="top_logprobs"
-        )
+        raise BadRequest("'top_logprobs' needs 'logprobs'; set both or none", param="top_logprobs")
     return fields | _given(request, ("echo",))
 
 
 def tokenize_fields(request: pb.TokenizeRequest) -> Fields:
-    """The body of a chat or a completion with that prompt. Raises InvalidRequest."""
+    """The body of a chat or a completion with that prompt. Raises BadRequest."""
     fields: Fields = {"model": request.model}
     match request.WhichOneof("input"):
         case "text":
@@ -218,7 +216,7 @@ def _tool_choice(choice: pb.ToolChoice) -> Any:
             return {"type": "function", "function": {"name": choice.name}}
         case "mode":
             if choice.mode not in _MODES:
-                raise InvalidRequest(
+                raise BadRequest(
                     f"'tool_choice' has the unknown mode {choice.mode}; use auto, none or required",
                     param="tool_choice",
                 )
@@ -247,7 +245,7 @@ def _given(message: Message, names: Iterable[str]) -> Fields:
 
 
 def _unset(param: str, forms: str) -> NoReturn:
-    raise InvalidRequest(f"'{param}' is there but says nothing; set {forms}", param=param)
+    raise BadRequest(f"'{param}' is there but says nothing; set {forms}", param=param)
 
 
 def finish_reason(reason: str | None) -> "pb.FinishReason.ValueType":

@@ -22,7 +22,7 @@ def decoded_known(kind: type[M], data: bytes, unknown: UnknownFields) -> M:
     """The message in `data`, without fields that nobody knows; `unknown` learns their numbers.
 
     Raises:
-        InvalidRequest: if it is no such message, or has such fields and they are refused.
+        BadRequest: if it is no such message, or has such fields and they are refused.
     """
     message = decoded(kind, data)
     message.DiscardUnknownFields()

@@ -10,7 +10,14 @@ from google.protobuf.message import Message
 from services.gateway.grpc import translate
 from services.gateway.grpc.call import Call
 from services.gateway.records.request_record import RequestRecord
-from services.gateway.serving.output import Output, Outputs, Piece, Usage, numbers_in, with_top
+from services.gateway.serving.output import (
+    Output,
+    OutputPiece,
+    Outputs,
+    Usage,
+    numbers_in,
+    with_top,
+)
 from services.gateway.serving.prepared import PreparedChoice, PreparedRequest
 from services.gateway.text.token_text import TokenTexts
 from services.gateway.text.tokenizer import TextPool
@@ -33,7 +40,7 @@ class _WholeWriter:
         self._choices = prepared.choices
         self._outputs = Outputs(len(prepared.choices))
 
-    async def piece(self, index: int, piece: Piece) -> None:
+    async def piece(self, index: int, piece: OutputPiece) -> None:
         """See Writer."""
         self._outputs.add(index, piece)
 
@@ -99,7 +106,7 @@ class CompletionWriter(_WholeWriter):
 StreamResponse = type[pb.StreamChatResponse] | type[pb.StreamCompleteResponse]
 
 
-class StreamWriter:
+class MessageStreamWriter:
     """The messages of a stream; choices may take turns.
 
     The ending of the choice that ends last waits for the counts, which follow at once.
@@ -123,7 +130,7 @@ class StreamWriter:
         self._running = len(prepared.choices)
         self._sent = [0] * self._running
 
-    async def piece(self, index: int, piece: Piece) -> None:
+    async def piece(self, index: int, piece: OutputPiece) -> None:
         """See Writer."""
         if piece.prompt_logprobs:
             size = numbers_in(piece.prompt_logprobs)
@@ -137,7 +144,7 @@ class StreamWriter:
         else:
             await self._send(message)
 
-    def _message(self, index: int, piece: Piece) -> Any:
+    def _message(self, index: int, piece: OutputPiece) -> Any:
         return self._kind(
             index=index,
             first_index=self._sent[index],

@@ -19,11 +19,11 @@ from services.gateway.http.messages_error import SCHEMA
 from services.gateway.http.response import GenerationResponse
 from services.gateway.http.tokens import AnsweredResponse, Content
 from services.gateway.records.request_record import record_of
-from services.gateway.serving.serving import Serving
+from services.gateway.serving.serving import RequestServing
 from services.gateway.text.tokenizer import TextPool
 
 
-def router(serving: Serving, pool: TextPool) -> APIRouter:
+def router(serving: RequestServing, pool: TextPool) -> APIRouter:
     """The routes."""
     routes = APIRouter(prefix="/v1/messages")
     strict = serving.refuse_unknown

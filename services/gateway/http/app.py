@@ -11,19 +11,19 @@ from services.gateway.http import anthropic, openai, operations, requests, respo
 from services.gateway.http.cors import with_cors
 from services.gateway.http.direct import Direct
 from services.gateway.http.errors import add_handlers
-from services.gateway.http.front_door import FrontDoor
+from services.gateway.http.front_door import HttpFrontDoor
 from services.gateway.http.parting import Parting
 from services.gateway.keys.key_ring import KeyRing
 from services.gateway.model.served_model import ServedModel
 from services.gateway.records.reception import Reception
 from services.gateway.serving.canceller import Canceller
-from services.gateway.serving.serving import Serving
+from services.gateway.serving.serving import RequestServing
 from services.gateway.text.tokenizer import TextPool
 
 
 def build(
     model: ServedModel,
-    serving: Serving,
+    serving: RequestServing,
     canceller: Canceller,
     pool: TextPool,
     probe: ReadinessProbe,
@@ -51,5 +51,5 @@ def build(
     )
     for router in routers:
         app.include_router(router)
-    door = FrontDoor(Direct(app, routers), keys, reception)
+    door = HttpFrontDoor(Direct(app, routers), keys, reception)
     return Parting(with_cors(door, cors_origins), serving.drain)

@@ -7,7 +7,7 @@ import msgspec
 from starlette.types import Message, Receive
 
 from services.gateway.api.generation import GenerationRequest
-from services.gateway.bounds.client import Client, ClientGone
+from services.gateway.bounds.client import ClientGone, WatchedClient
 from services.gateway.bounds.interruption import Interruption
 from services.gateway.serving.serving import Writer
 from services.gateway.vocabulary.errors import GatewayError
@@ -38,19 +38,19 @@ class Dialect(Protocol):
     def parse(self, data: dict[str, Any]) -> GenerationRequest:
         """What the JSON object in the body asks for; raises GatewayError."""
 
-    def whole(self, client: Client[Message], body: GenerationRequest) -> Writer:
+    def whole(self, client: WatchedClient[Message], body: GenerationRequest) -> Writer:
         """Writes the response to `body`, which asks for no stream."""
 
-    def stream(self, client: Client[Message], body: GenerationRequest) -> StreamWriter:
+    def stream(self, client: WatchedClient[Message], body: GenerationRequest) -> StreamWriter:
         """Writes the response to `body`, which asks for a stream."""
 
 
-async def send_json(client: Client[Message], data: dict[str, Any]) -> None:
+async def send_json(client: WatchedClient[Message], data: dict[str, Any]) -> None:
     """Send a whole response."""
     await send_body(client, msgspec.json.encode(data))
 
 
-async def send_body(client: Client[Message], body: bytes) -> None:
+async def send_body(client: WatchedClient[Message], body: bytes) -> None:
     """Send a whole response that is written, and wait until its client has taken a long one.
 
     A server takes whatever it is given at once, and would hold it with nobody counting that.
@@ -76,7 +76,7 @@ async def hang_up(receive: Receive) -> None:
     raise ClientGone
 
 
-async def send_watched(client: Client[Message], receive: Receive, body: bytes) -> None:
+async def send_watched(client: WatchedClient[Message], receive: Receive, body: bytes) -> None:
     """`send_body` to a client that nobody watches. Raises ClientGone if it takes nothing."""
     try:
         async with asyncio.TaskGroup() as tasks:

@@ -14,7 +14,7 @@ from services.gateway.api.responses import PATH as RESPONSES_PATH
 from services.gateway.api.responses import VOCABULARY as RESPONSES
 from services.gateway.http import messages_error
 from services.gateway.records.request_record import record_of
-from services.gateway.vocabulary.errors import GatewayError, MethodNotAllowed, NotFound
+from services.gateway.vocabulary.errors import GatewayError, MethodNotAllowed, NoSuchRoute
 
 
 def error_response(
@@ -63,7 +63,7 @@ async def _http_error(request: Request, error: Exception) -> Response:
         message = f"{request.method} is not possible here; see the API reference"
         return _response(request, MethodNotAllowed(message), error.headers)
     if error.status_code == 404:
-        return _response(request, NotFound("there is no such route; see /openapi.json"))
+        return _response(request, NoSuchRoute("there is no such route; see /openapi.json"))
     return _response(request, GatewayError("the request failed"), error.headers)
 
 

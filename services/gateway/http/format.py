@@ -8,7 +8,7 @@ from services.gateway.api.chat import ChatRequest
 from services.gateway.api.completion import CompletionRequest
 from services.gateway.api.generation import GenerationRequest
 from services.gateway.http.logprobs import LogprobFormat
-from services.gateway.serving.output import Output, Piece, Usage, with_top
+from services.gateway.serving.output import Output, OutputPiece, Usage, with_top
 from services.gateway.serving.prepared import PreparedChoice, PreparedRequest
 from services.gateway.text.token_text import TokenTexts
 from services.gateway.vocabulary.delta import Delta, Said, ToolCallDelta
@@ -57,10 +57,10 @@ class Format(Protocol):
     def opening(self, index: int, choice: PreparedChoice) -> dict[str, Any] | None:
         """The choice of the first event, if the endpoint begins with one of its own."""
 
-    def tells(self, piece: Piece) -> bool:
+    def tells(self, piece: OutputPiece) -> bool:
         """Whether an event of a piece that ends nothing has something for the client."""
 
-    def chunk(self, index: int, piece: Piece) -> dict[str, Any]:
+    def chunk(self, index: int, piece: OutputPiece) -> dict[str, Any]:
         """The choice of an event with new text, an ending or both."""
 
     def whole(self, index: int, choice: PreparedChoice, output: Output) -> dict[str, Any]:
@@ -91,7 +91,7 @@ class ChatFormat:
         delta = {"role": "assistant", "content": ""}
         return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
-    def tells(self, piece: Piece) -> bool:
+    def tells(self, piece: OutputPiece) -> bool:
         """All but tokens around a call, or those of which the text comes later.
 
         Hidden reasoning may take minutes: empty events show that the answer goes on.
@@ -104,7 +104,7 @@ class ChatFormat:
         wanted = self._wants_logprobs or self._wants_ids or self._hides_reasoning
         return wanted and bool(piece.token_ids)
 
-    def chunk(self, index: int, piece: Piece) -> dict[str, Any]:
+    def chunk(self, index: int, piece: OutputPiece) -> dict[str, Any]:
         """See Format."""
         # A piece without parts needs no object for them: this is done for every token.
         finish = piece.finish_reason if piece.delta is None else piece.delta.finish_reason
@@ -145,7 +145,7 @@ class ChatFormat:
         return fields
 
 
-def _plain_delta(piece: Piece) -> dict[str, Any]:
+def _plain_delta(piece: OutputPiece) -> dict[str, Any]:
     """What a piece that is content alone adds to the message."""
     return {} if piece.finish_reason is not None and not piece.text else {"content": piece.text}
 
@@ -216,13 +216,13 @@ class CompletionFormat:
         if not self._wants_ids:
             return None
         ids = choice.request.prompt_ids
-        return self._choice(index, Piece("")) | {"prompt_token_ids": ids, "token_ids": []}
+        return self._choice(index, OutputPiece("")) | {"prompt_token_ids": ids, "token_ids": []}
 
-    def tells(self, piece: Piece) -> bool:
+    def tells(self, piece: OutputPiece) -> bool:
         """Also tokens of which the text comes later: clients see that the answer goes on."""
         return bool(piece.text or piece.token_ids)
 
-    def chunk(self, index: int, piece: Piece) -> dict[str, Any]:
+    def chunk(self, index: int, piece: OutputPiece) -> dict[str, Any]:
         """See Format."""
         choice = self._choice(index, piece)
         if self._wants_logprobs:
@@ -231,7 +231,7 @@ class CompletionFormat:
             choice["token_ids"] = piece.token_ids
         return choice
 
-    def _choice(self, index: int, piece: Piece) -> dict[str, Any]:
+    def _choice(self, index: int, piece: OutputPiece) -> dict[str, Any]:
         finish = piece.finish_reason
         choice: dict[str, Any] = {
             "index": index,
@@ -264,7 +264,7 @@ class CompletionFormat:
         """Nothing: each choice has its own prompt."""
         return {}
 
-    def _told(self, output: Piece | Output) -> dict[str, Any]:
+    def _told(self, output: OutputPiece | Output) -> dict[str, Any]:
         prompt = with_top(output.prompt_logprobs, self._top) if self._echo else ()
         return self._logprobs.completion((*prompt, *output.logprobs))
 

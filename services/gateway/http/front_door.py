@@ -27,7 +27,7 @@ OPERATORS_ROUTES = frozenset({"/metrics"})
 log = logging.getLogger(__name__)
 
 
-class FrontDoor:
+class HttpFrontDoor:
     """ASGI middleware around the whole application."""
 
     def __init__(self, app: ASGIApp, keys: KeyRing, reception: Reception) -> None:

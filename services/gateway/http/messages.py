@@ -8,11 +8,11 @@ import msgspec
 from starlette.types import Message
 
 from services.gateway.api.generation import GenerationRequest
-from services.gateway.bounds.client import Client
+from services.gateway.bounds.client import WatchedClient
 from services.gateway.http.dialect import StreamWriter, send_json
 from services.gateway.http.messages_error import error_body
 from services.gateway.http.sse import EventChannel, typed_event
-from services.gateway.serving.output import Piece, Usage
+from services.gateway.serving.output import OutputPiece, Usage
 from services.gateway.serving.prepared import PreparedRequest
 from services.gateway.serving.serving import Writer
 from services.gateway.vocabulary.delta import TOOL_CALLS, ToolCallDelta
@@ -40,22 +40,22 @@ class MessagesDialect:
         self.parse = parse
         self.kept_bytes = 0
 
-    def whole(self, client: Client[Message], body: GenerationRequest) -> Writer:
+    def whole(self, client: WatchedClient[Message], body: GenerationRequest) -> Writer:
         """See Dialect."""
         return WholeMessage(client)
 
-    def stream(self, client: Client[Message], body: GenerationRequest) -> StreamWriter:
+    def stream(self, client: WatchedClient[Message], body: GenerationRequest) -> StreamWriter:
         """See Dialect."""
         return MessageStream(client)
 
 
-class Answer:
+class MessageAnswer:
     """The message so far, and the events that tell how it grows. Pure."""
 
     def __init__(self, prepared: PreparedRequest) -> None:
         self._prepared = prepared
-        self._blocks: list[_Block] = []
-        self._open: _Block | None = None
+        self._blocks: list[_WrittenBlock] = []
+        self._open: _WrittenBlock | None = None
         self._stop_reason: str | None = None
         self._stop_sequence: str | None = None
 
@@ -63,7 +63,7 @@ class Answer:
         """The first event."""
         return {"type": "message_start", "message": self.message(0)}
 
-    def push(self, piece: Piece) -> list[Event]:
+    def push(self, piece: OutputPiece) -> list[Event]:
         """The events of new output."""
         said, events = piece.said, list[Event]()
         if said.reasoning:
@@ -104,7 +104,7 @@ class Answer:
     def _grow(self, kind: str, text: str) -> list[Event]:
         events = []
         if self._open is None or self._open.kind != kind:
-            events += self._start(_Block(len(self._blocks), kind, _EMPTY[kind]))
+            events += self._start(_WrittenBlock(len(self._blocks), kind, _EMPTY[kind]))
         assert self._open is not None
         return [*events, self._open.grow(text)]
 
@@ -112,13 +112,13 @@ class Answer:
         events = []
         if delta.id:
             fields = {"type": "tool_use", "id": delta.id, "name": delta.name, "input": {}}
-            events += self._start(_Block(len(self._blocks), "tool_use", fields))
+            events += self._start(_WrittenBlock(len(self._blocks), "tool_use", fields))
         assert self._open is not None, "a call goes on until it has ended"
         if delta.arguments:
             events.append(self._open.grow(delta.arguments))
         return events + (self._close() if delta.ended else [])
 
-    def _start(self, block: "_Block") -> list[Event]:
+    def _start(self, block: "_WrittenBlock") -> list[Event]:
         events = self._close()
         self._blocks.append(block)
         self._open = block
@@ -139,7 +139,7 @@ class Answer:
         }
 
 
-class _Block:
+class _WrittenBlock:
     """One block of a message: `empty` and the text, or the JSON, that came since."""
 
     def __init__(self, index: int, kind: str, empty: dict[str, Any]) -> None:
@@ -185,14 +185,14 @@ def _input(arguments: str) -> msgspec.Raw | dict[str, str]:
 class WholeMessage:
     """Sends a message when it is complete."""
 
-    def __init__(self, client: Client[Message]) -> None:
+    def __init__(self, client: WatchedClient[Message]) -> None:
         self._client = client
 
     def begin(self, prepared: PreparedRequest) -> None:
         """See Writer."""
-        self._answer = Answer(prepared)
+        self._answer = MessageAnswer(prepared)
 
-    async def piece(self, index: int, piece: Piece) -> None:
+    async def piece(self, index: int, piece: OutputPiece) -> None:
         """See Writer."""
         self._answer.push(piece)
 
@@ -205,15 +205,15 @@ class WholeMessage:
 class MessageStream:
     """Sends a message in events; the first output starts the response."""
 
-    def __init__(self, client: Client[Message]) -> None:
+    def __init__(self, client: WatchedClient[Message]) -> None:
         self._client = client
         self._channel = EventChannel(client)
 
     def begin(self, prepared: PreparedRequest) -> None:
         """See Writer."""
-        self._answer = Answer(prepared)
+        self._answer = MessageAnswer(prepared)
 
-    async def piece(self, index: int, piece: Piece) -> None:
+    async def piece(self, index: int, piece: OutputPiece) -> None:
         """See Writer."""
         events = [] if self._client.started else [self._answer.begin()]
         events += self._answer.push(piece)

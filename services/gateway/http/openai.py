@@ -17,12 +17,12 @@ from services.gateway.http.openai_dialect import OpenAIDialect
 from services.gateway.http.response import GenerationResponse
 from services.gateway.model.served_model import ServedModel
 from services.gateway.records.request_record import record_of
-from services.gateway.serving.serving import Serving
+from services.gateway.serving.serving import RequestServing
 from services.gateway.text.tokenizer import TextPool
-from services.gateway.vocabulary.errors import ModelNotFound, Unsupported
+from services.gateway.vocabulary.errors import NoSuchModel, NotSupported
 
 
-def router(model: ServedModel, serving: Serving, pool: TextPool) -> APIRouter:
+def router(model: ServedModel, serving: RequestServing, pool: TextPool) -> APIRouter:
     """The routes."""
     routes = APIRouter(prefix="/v1")
     created = unix_s()
@@ -58,7 +58,7 @@ def router(model: ServedModel, serving: Serving, pool: TextPool) -> APIRouter:
     async def get_model(request: Request, model_id: str) -> Response:
         """One model, if the key allows it."""
         if model_id not in allowed(request):
-            raise ModelNotFound(
+            raise NoSuchModel(
                 f"the model {model_id[:128]!a} does not exist for this key; see /v1/models",
                 param="model",
             )
@@ -87,7 +87,7 @@ def router(model: ServedModel, serving: Serving, pool: TextPool) -> APIRouter:
     @routes.post("/embeddings", response_class=JSONResponse)
     async def embeddings() -> Response:
         """No worker makes embeddings so far, whatever the model."""
-        raise Unsupported(
+        raise NotSupported(
             f"the model '{model.name}' does not make embeddings here; ask a server of an"
             " embedding model",
             param="model",

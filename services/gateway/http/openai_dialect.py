@@ -8,11 +8,11 @@ import msgspec
 from starlette.types import Message
 
 from services.gateway.api.generation import GenerationRequest
-from services.gateway.bounds.client import Client
+from services.gateway.bounds.client import WatchedClient
 from services.gateway.http.dialect import StreamWriter, send_body
 from services.gateway.http.format import Format, envelope_of, tier_of, whole_body
 from services.gateway.http.sse import EventStream
-from services.gateway.serving.output import Outputs, Piece, Usage, numbers_in
+from services.gateway.serving.output import OutputPiece, Outputs, Usage, numbers_in
 from services.gateway.serving.prepared import PreparedRequest
 from services.gateway.serving.serving import Writer
 from services.gateway.text.tokenizer import TextPool
@@ -39,11 +39,11 @@ class OpenAIDialect(Generic[B]):
         """See Dialect."""
         return self._parse(data)
 
-    def whole(self, client: Client[Message], body: GenerationRequest) -> Writer:
+    def whole(self, client: WatchedClient[Message], body: GenerationRequest) -> Writer:
         """See Dialect."""
         return WholeWriter(client, self._layout(cast(B, body)), body, self._pool)
 
-    def stream(self, client: Client[Message], body: GenerationRequest) -> StreamWriter:
+    def stream(self, client: WatchedClient[Message], body: GenerationRequest) -> StreamWriter:
         """See Dialect."""
         return EventStream(client, self._layout(cast(B, body)), body, self._pool)
 
@@ -52,7 +52,11 @@ class WholeWriter:
     """A response that is sent when all choices have ended."""
 
     def __init__(
-        self, client: Client[Message], layout: Format, body: GenerationRequest, pool: TextPool
+        self,
+        client: WatchedClient[Message],
+        layout: Format,
+        body: GenerationRequest,
+        pool: TextPool,
     ) -> None:
         self._client = client
         self._layout = layout
@@ -64,7 +68,7 @@ class WholeWriter:
         self._prepared = prepared
         self._outputs = Outputs(len(prepared.choices))
 
-    async def piece(self, index: int, piece: Piece) -> None:
+    async def piece(self, index: int, piece: OutputPiece) -> None:
         """See Writer."""
         self._outputs.add(index, piece)
 

@@ -5,14 +5,14 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from services.gateway.api.generation import GenerationRequest
-from services.gateway.bounds.body_budget import BodyLease, Handover
-from services.gateway.bounds.client import Client, ClientGone
+from services.gateway.bounds.body_budget import BodyLease, TakenOnce
+from services.gateway.bounds.client import ClientGone, WatchedClient
 from services.gateway.http.dialect import Dialect, hang_up
 from services.gateway.http.errors import error_response
 from services.gateway.http.json_body import read_body
 from services.gateway.records.request_record import RequestRecord, record_of
 from services.gateway.serving.service_policy import PROMISE_HEADERS
-from services.gateway.serving.serving import Serving
+from services.gateway.serving.serving import RequestServing
 from services.gateway.text.tokenizer import TextPool
 from services.gateway.vocabulary.errors import GatewayError
 
@@ -29,7 +29,7 @@ class GenerationResponse(Response):
 
     def __init__(
         self,
-        serving: Serving,
+        serving: RequestServing,
         pool: TextPool,
         request: Request,
         dialect: Dialect,
@@ -45,10 +45,10 @@ class GenerationResponse(Response):
         """Serve the request; errors become the response, or the end of the stream."""
         serving, record = self._serving, record_of(scope)
         record.promise = _promise(scope)
-        client = Client(send, serving.client_stall_s)
+        client = WatchedClient(send, serving.client_stall_s)
         try:
             with serving.entered(record) as lease:
-                body = Handover(
+                body = TakenOnce(
                     await read_body(self._request, lease, self._pool, self._dialect.parse)
                 )
                 lease.keep(self._dialect.kept_bytes)
@@ -62,10 +62,10 @@ class GenerationResponse(Response):
 
     async def _respond(
         self,
-        body: Handover[GenerationRequest],
+        body: TakenOnce[GenerationRequest],
         record: RequestRecord,
         lease: BodyLease,
-        client: Client[Message],
+        client: WatchedClient[Message],
         receive: Receive,
     ) -> None:
         """Serve the request; raises GatewayError if it fails before the response has begun."""

@@ -5,7 +5,7 @@ from abc import ABC, abstractmethod
 from typing import Any
 
 from services.gateway.http.logprobs import LogprobFormat
-from services.gateway.serving.output import Piece, ToldCount
+from services.gateway.serving.output import OutputPiece, ToldCount
 from services.gateway.vocabulary.delta import ToolCallDelta
 
 Event = dict[str, Any]
@@ -24,7 +24,7 @@ class Items:
         self._notes: list[JsonObject] = []
         self._told = ToldCount("top_logprobs")
 
-    def push(self, piece: Piece) -> list[Event]:
+    def push(self, piece: OutputPiece) -> list[Event]:
         """The events of new output."""
         said, events = piece.said, list[Event]()
         if self._logprobs is not None:

@@ -8,13 +8,13 @@ from starlette.types import Message
 from services.common.clock import unix_s
 from services.gateway.api.chat import ChatRequest
 from services.gateway.api.generation import GenerationRequest
-from services.gateway.api.responses import VOCABULARY, Asked
-from services.gateway.bounds.client import Client
+from services.gateway.api.responses import VOCABULARY, PreparedResponse
+from services.gateway.bounds.client import WatchedClient
 from services.gateway.http.dialect import StreamWriter, send_json
 from services.gateway.http.logprobs import LogprobFormat
 from services.gateway.http.response_items import Items
 from services.gateway.http.sse import EventChannel, typed_event
-from services.gateway.serving.output import Piece, Usage
+from services.gateway.serving.output import OutputPiece, Usage
 from services.gateway.serving.prepared import PreparedRequest
 from services.gateway.serving.serving import Writer
 from services.gateway.text.token_text import TokenTexts
@@ -26,7 +26,9 @@ Event = dict[str, Any]
 class ResponsesDialect:
     """/v1/responses."""
 
-    def __init__(self, parse: Callable[[dict[str, Any]], Asked], texts: TokenTexts) -> None:
+    def __init__(
+        self, parse: Callable[[dict[str, Any]], PreparedResponse], texts: TokenTexts
+    ) -> None:
         self.kept_bytes = 0
         self._parse = parse
         self._logprobs = LogprobFormat(texts, by_id=False)
@@ -37,22 +39,22 @@ class ResponsesDialect:
         self._repeated, self.kept_bytes = asked.repeated, asked.size_bytes
         return asked.chat
 
-    def whole(self, client: Client[Message], body: GenerationRequest) -> Writer:
+    def whole(self, client: WatchedClient[Message], body: GenerationRequest) -> Writer:
         """See Dialect."""
-        return WholeResponse(client, Answer(self._repeated, body, self._logprobs))
+        return WholeResponse(client, ResponseAnswer(self._repeated, body, self._logprobs))
 
-    def stream(self, client: Client[Message], body: GenerationRequest) -> StreamWriter:
+    def stream(self, client: WatchedClient[Message], body: GenerationRequest) -> StreamWriter:
         """See Dialect."""
-        return ResponseStream(client, Answer(self._repeated, body, self._logprobs))
+        return ResponseStream(client, ResponseAnswer(self._repeated, body, self._logprobs))
 
 
-class Answer:
+class ResponseAnswer:
     """The response so far, and the events that tell how it grows."""
 
     def __init__(
         self, repeated: Mapping[str, Any], chat: GenerationRequest, logprobs: LogprobFormat
     ) -> None:
-        """`repeated`: see Asked."""
+        """`repeated`: see PreparedResponse."""
         assert isinstance(chat, ChatRequest), "each body stands for a chat"
         self._repeated = {
             **repeated,
@@ -72,7 +74,7 @@ class Answer:
         kinds = ("response.created", "response.in_progress")
         return self._numbered([{"type": kind, "response": self._in_progress()} for kind in kinds])
 
-    def push(self, piece: Piece) -> list[Event]:
+    def push(self, piece: OutputPiece) -> list[Event]:
         """The events of new output."""
         self._cut = piece.said.finish_reason == "length"
         return self._numbered(self._items.push(piece))
@@ -150,7 +152,7 @@ def _failure(error: GatewayError) -> str:
 class WholeResponse:
     """Sends a response when it is complete."""
 
-    def __init__(self, client: Client[Message], answer: Answer) -> None:
+    def __init__(self, client: WatchedClient[Message], answer: ResponseAnswer) -> None:
         self._client = client
         self._answer = answer
 
@@ -158,7 +160,7 @@ class WholeResponse:
         """See Writer."""
         self._answer.prepare(prepared)
 
-    async def piece(self, index: int, piece: Piece) -> None:
+    async def piece(self, index: int, piece: OutputPiece) -> None:
         """See Writer."""
         self._answer.push(piece)
 
@@ -170,7 +172,7 @@ class WholeResponse:
 class ResponseStream:
     """Sends a response in events; the first output starts it."""
 
-    def __init__(self, client: Client[Message], answer: Answer) -> None:
+    def __init__(self, client: WatchedClient[Message], answer: ResponseAnswer) -> None:
         self._client = client
         self._channel = EventChannel(client)
         self._answer = answer
@@ -179,7 +181,7 @@ class ResponseStream:
         """See Writer."""
         self._answer.prepare(prepared)
 
-    async def piece(self, index: int, piece: Piece) -> None:
+    async def piece(self, index: int, piece: OutputPiece) -> None:
         """See Writer."""
         events = [] if self._client.started else self._answer.begin()
         events += self._answer.push(piece)

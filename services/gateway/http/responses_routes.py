@@ -10,12 +10,12 @@ from services.gateway.http.description import takes
 from services.gateway.http.response import GenerationResponse
 from services.gateway.http.responses import ResponsesDialect
 from services.gateway.model.served_model import ServedModel
-from services.gateway.serving.serving import Serving
+from services.gateway.serving.serving import RequestServing
 from services.gateway.text.tokenizer import TextPool
-from services.gateway.vocabulary.errors import NotFound
+from services.gateway.vocabulary.errors import NoSuchRoute
 
 
-def router(model: ServedModel, serving: Serving, pool: TextPool) -> APIRouter:
+def router(model: ServedModel, serving: RequestServing, pool: TextPool) -> APIRouter:
     """The routes."""
     routes = APIRouter(prefix=PATH)
     parse = partial(parse_responses, refuse_unknown=serving.refuse_unknown)
@@ -34,6 +34,6 @@ def router(model: ServedModel, serving: Serving, pool: TextPool) -> APIRouter:
     @routes.delete("/{response_id}", response_class=JSONResponse)
     async def stored_response(response_id: str) -> Response:
         """No response is stored."""
-        raise NotFound("no response is stored; keep what /v1/responses answers")
+        raise NoSuchRoute("no response is stored; keep what /v1/responses answers")
 
     return routes

@@ -10,9 +10,9 @@ from starlette.types import Message
 
 from services.common.timeouts import timeout
 from services.gateway.api.generation import GenerationRequest
-from services.gateway.bounds.client import Client
+from services.gateway.bounds.client import WatchedClient
 from services.gateway.http.format import Format, envelope_of, tier_of, usage_body
-from services.gateway.serving.output import Piece, Usage, numbers_in
+from services.gateway.serving.output import OutputPiece, Usage, numbers_in
 from services.gateway.serving.prepared import PreparedRequest
 from services.gateway.text.tokenizer import TextPool
 from services.gateway.vocabulary.errors import GatewayError
@@ -38,7 +38,7 @@ def typed_event(data: dict[str, Any]) -> bytes:
 class EventChannel:
     """Sends events one after the other; the first ones start the response."""
 
-    def __init__(self, client: Client[Message]) -> None:
+    def __init__(self, client: WatchedClient[Message]) -> None:
         self._client = client
         self._turn = asyncio.Lock()
 
@@ -64,7 +64,11 @@ class EventStream:
     """The events of one streamed response of the OpenAI API; choices may take turns."""
 
     def __init__(
-        self, client: Client[Message], layout: Format, body: GenerationRequest, pool: TextPool
+        self,
+        client: WatchedClient[Message],
+        layout: Format,
+        body: GenerationRequest,
+        pool: TextPool,
     ) -> None:
         self._pool = pool
         self._channel = EventChannel(client)
@@ -81,7 +85,7 @@ class EventStream:
         # Output tokens of each choice.
         self._counts = [0] * len(prepared.choices)
 
-    async def piece(self, index: int, piece: Piece) -> None:
+    async def piece(self, index: int, piece: OutputPiece) -> None:
         """Send new output of a choice; the first one starts the response."""
         data = b"" if index in self._opened else self._open(index)
         self._counts[index] += len(piece.token_ids)
@@ -92,11 +96,11 @@ class EventStream:
         if data:
             await self._channel.send(data)
 
-    def _has_event(self, piece: Piece) -> bool:
+    def _has_event(self, piece: OutputPiece) -> bool:
         counted = self._continuous_usage and bool(piece.token_ids)
         return piece.finish_reason is not None or counted or self._layout.tells(piece)
 
-    def _written(self, index: int, piece: Piece) -> bytes:
+    def _written(self, index: int, piece: OutputPiece) -> bytes:
         return event(self._chunk(self._layout.chunk(index, piece)))
 
     def _open(self, index: int) -> bytes:

@@ -11,29 +11,29 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from services.gateway.api.tokens import (
-    Asked,
     Detokenize,
     DetokenizeRequest,
+    ReadBody,
     Tokenize,
     TokenizeRequest,
     parse_detokenize,
     parse_tokenize,
 )
 from services.gateway.bounds.body_budget import BODY_BYTES_PER_ITEM
-from services.gateway.bounds.client import Client, ClientGone
+from services.gateway.bounds.client import ClientGone, WatchedClient
 from services.gateway.http.description import takes
 from services.gateway.http.dialect import send_watched
 from services.gateway.http.json_body import read_body
 from services.gateway.model.served_model import ServedModel
 from services.gateway.records.request_record import record_of
-from services.gateway.serving.serving import Serving
+from services.gateway.serving.serving import RequestServing
 from services.gateway.text.tokenizer import TextPool
 
-T = TypeVar("T", bound=Asked)
+T = TypeVar("T", bound=ReadBody)
 Content = Callable[[], dict[str, Any]]
 
 
-def router(model: ServedModel, serving: Serving, pool: TextPool) -> APIRouter:
+def router(model: ServedModel, serving: RequestServing, pool: TextPool) -> APIRouter:
     """The routes."""
     routes = APIRouter()
     strict = serving.refuse_unknown
@@ -80,7 +80,7 @@ class AnsweredResponse(Response, Generic[T]):
 
     def __init__(
         self,
-        serving: Serving,
+        serving: RequestServing,
         pool: TextPool,
         request: Request,
         parse: Callable[[dict[str, Any]], T],
@@ -97,7 +97,7 @@ class AnsweredResponse(Response, Generic[T]):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve the request. Raises GatewayError before anything is sent."""
         record = record_of(scope)
-        client = Client(send, self._serving.client_stall_s)
+        client = WatchedClient(send, self._serving.client_stall_s)
         try:
             with self._serving.entered(record) as lease:
                 asked = await read_body(self._request, lease, self._pool, self._parse)

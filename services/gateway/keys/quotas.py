@@ -14,15 +14,15 @@ from services.gateway.vocabulary.errors import (
     ClientDeadline,
     EngineFailed,
     Expired,
-    QuotaExceeded,
-    Unavailable,
+    OverQuota,
+    ServiceUnavailable,
 )
 
 Headers = tuple[tuple[str, str], ...]
 
 # Failures that are not the sender's doing: it does not pay for them. It does for work that it had
 # done and did not wait for.
-_OURS = (Unavailable, Expired, EngineFailed)
+_OURS = (ServiceUnavailable, Expired, EngineFailed)
 
 
 class Quotas:
@@ -42,7 +42,7 @@ class Quotas:
         """Count a request in, and out at the end; None for one without limits.
 
         Raises:
-            QuotaExceeded: if its owner has used what it may.
+            OverQuota: if its owner has used what it may.
         """
         use = self._use(principal)
         if use is None:
@@ -75,7 +75,7 @@ class Quotas:
     def reserve(
         self, owner: str, use: OwnerUse, prompt_tokens: int, outputs_max: Iterable[int]
     ) -> Reservation:
-        """Take tokens for a request. Raises QuotaExceeded."""
+        """Take tokens for a request. Raises OverQuota."""
         reserved = use.reserve(prompt_tokens, tuple(outputs_max), self._now_s())
         if isinstance(reserved, Exceeded):
             self._check(owner, reserved)
@@ -97,7 +97,7 @@ class Quotas:
     def _check(self, owner: str, exceeded: Exceeded | None) -> None:
         if exceeded is not None:
             self._metrics.refused(owner, exceeded.limit)
-            raise QuotaExceeded(
+            raise OverQuota(
                 _told(owner, exceeded),
                 owner=owner,
                 limit=exceeded.limit,
@@ -121,7 +121,7 @@ class QuotaLease:
         """Take the tokens of a prompt, and of outputs that may have so many.
 
         Raises:
-            QuotaExceeded: if the owner has not so many left.
+            OverQuota: if the owner has not so many left.
         """
         self._reserved = self._quotas.reserve(self._owner, self._use, prompt_tokens, outputs_max)
 

@@ -28,7 +28,7 @@ from services.gateway.tools.output_grammar import (
 )
 from services.gateway.tools.prompt import flattened, with_tools
 from services.gateway.tools.tool import CallMode, Tool
-from services.gateway.vocabulary.errors import Unsupported
+from services.gateway.vocabulary.errors import NotSupported
 
 PARAM = "tools"
 
@@ -60,7 +60,7 @@ class ChatModel:
         )
 
     def prompt(self, body: ChatRequest) -> str:
-        """The text of the prompt; raises InvalidRequest if the template refuses it."""
+        """The text of the prompt; raises BadRequest if the template refuses it."""
         messages = template_messages(body.messages)
         tools = self._told_tools(body)
         if not self._takes_tools:
@@ -99,7 +99,7 @@ class ChatModel:
         """What holds for the whole output, if `answer` does for the answer.
 
         Raises:
-            InvalidRequest: if the tools make no grammar.
+            BadRequest: if the tools make no grammar.
         """
         mode = body.call_mode
         if mode is CallMode.NONE:
@@ -124,7 +124,7 @@ class ChatModel:
         if body.call_mode is CallMode.NONE:
             return ()
         if self.tool_format is ToolFormat.NONE:
-            raise Unsupported(
+            raise NotSupported(
                 "the model's chat template has no form of tool calls that is known here; leave"
                 " 'tools' out, or set 'tool_format' of the gateway",
                 param=PARAM,

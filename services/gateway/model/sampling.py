@@ -15,7 +15,7 @@ from services.core.request import (
 )
 from services.gateway.api.generation import CHOICE_IDS_MAX, GenerationRequest
 from services.gateway.text.tokenizer import Tokenizer
-from services.gateway.vocabulary.errors import InvalidRequest
+from services.gateway.vocabulary.errors import BadRequest
 
 SEED_BITS = 63
 TEMPERATURE = 1.0
@@ -43,7 +43,7 @@ PLAIN_DEFAULTS = SamplingDefaults()
 
 
 def check_ids(body: GenerationRequest, vocab_size: int) -> None:
-    """Raise InvalidRequest if a field names a token that the model does not have."""
+    """Raise BadRequest if a field names a token that the model does not have."""
     named = {
         "stop_token_ids": body.stop_token_ids or (),
         "allowed_token_ids": body.allowed_token_ids or (),
@@ -51,11 +51,11 @@ def check_ids(body: GenerationRequest, vocab_size: int) -> None:
     }
     for name, ids in named.items():
         if ids and max(ids) >= vocab_size:
-            raise InvalidRequest(
+            raise BadRequest(
                 f"'{name}' must be below the vocabulary's size {vocab_size}", param=name
             )
     if body.top_k is not None and body.top_k > vocab_size:
-        raise InvalidRequest(
+        raise BadRequest(
             f"'top_k' must be at most the vocabulary's size {vocab_size}", param="top_k"
         )
 
@@ -82,7 +82,7 @@ def sampling_of(
 
 
 def check_choices(prompt_tokens: int, prompts: int, n: int, sampling: Sampling, where: str) -> None:
-    """Raise InvalidRequest if `n` choices of each prompt name too many tokens together.
+    """Raise BadRequest if `n` choices of each prompt name too many tokens together.
 
     `prompt_tokens` are those of all prompts, which stand in the field `where`.
     """
@@ -95,7 +95,7 @@ def check_choices(prompt_tokens: int, prompts: int, n: int, sampling: Sampling, 
     if ids > CHOICE_IDS_MAX:
         named[where] = prompt_tokens // prompts
         param = max(named, key=lambda name: named[name])
-        raise InvalidRequest(
+        raise BadRequest(
             f"{n * prompts} choices name {ids} tokens in their prompts, 'logit_bias', 'bad_words'"
             f" and 'allowed_token_ids' together, but {CHOICE_IDS_MAX} are the most; ask for fewer"
             " choices, or send several requests",
@@ -115,7 +115,7 @@ def bad_word_ids(words: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[int,
     """Token ids of each word, with a blank before it and without.
 
     Raises:
-        InvalidRequest: if they are too many.
+        BadRequest: if they are too many.
     """
     found: dict[tuple[int, ...], None] = {}
     for word in words:
@@ -125,7 +125,7 @@ def bad_word_ids(words: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[int,
             if ids:
                 found[ids] = None
     if len(found) > BAD_WORDS_MAX or sum(map(len, found)) > BAD_WORD_TOKENS_MAX:
-        raise InvalidRequest(
+        raise BadRequest(
             f"'bad_words' make {len(found)} sequences of {sum(map(len, found))} tokens, but"
             f" {BAD_WORDS_MAX} of {BAD_WORD_TOKENS_MAX} are the most; send fewer or shorter ones",
             param="bad_words",
@@ -137,13 +137,13 @@ def logprob_options(body: GenerationRequest, echo: bool, prompt_tokens: int) -> 
     """Which log probabilities the worker tells; `prompt_tokens` are those of all choices.
 
     Raises:
-        InvalidRequest: if they are too many.
+        BadRequest: if they are too many.
     """
     output = body.output_logprobs
     wanted = [top for top in (body.prompt_logprobs, output if echo else None) if top is not None]
     prompt = max(wanted, default=None)
     if prompt is not None and prompt_tokens * (1 + prompt) > PROMPT_LOGPROBS_MAX:
-        raise InvalidRequest(
+        raise BadRequest(
             f"log probabilities of {prompt_tokens} prompt tokens (of all choices) with {prompt}"
             f" beside each are more than {PROMPT_LOGPROBS_MAX} numbers; ask for fewer, or send"
             " shorter prompts",

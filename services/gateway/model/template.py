@@ -13,7 +13,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from services.common.clock import unix_s
 from services.common.errors import ConfigError
-from services.gateway.vocabulary.errors import InvalidRequest
+from services.gateway.vocabulary.errors import BadRequest
 
 
 class ChatTemplate:
@@ -55,7 +55,7 @@ class ChatTemplate:
         `variables`: what else the template is told; the names must be those that clients may set.
 
         Raises:
-            InvalidRequest: if the template refuses these messages.
+            BadRequest: if the template refuses these messages.
         """
         # As transformers has it: what there is none of is none, not undefined.
         told = {
@@ -75,7 +75,7 @@ class ChatTemplate:
             *(jinja2.TemplateError, TypeError, ValueError, LookupError),
             *(AttributeError, ArithmeticError, RecursionError),
         ) as error:
-            raise InvalidRequest(
+            raise BadRequest(
                 f"the model's chat template refuses these messages: {error}", param="messages"
             ) from error
 
@@ -87,7 +87,7 @@ def _unfinished(text: str, last: str) -> str:
         at = text.rfind(said)
         if said and at >= 0:
             return text[: at + len(said)]
-    raise InvalidRequest(
+    raise BadRequest(
         "the last message is empty, or the template changes it, so it cannot be continued; send"
         " 'continue_final_message': false",
         param="continue_final_message",

@@ -10,23 +10,23 @@ from services.common import vllm_names
 from services.gateway.bounds.line import Line
 from services.gateway.keys.quota_metrics import QuotaMetrics
 from services.gateway.vocabulary.errors import (
-    Draining,
     Expired,
     GatewayError,
     QueueFull,
-    Unavailable,
+    ServiceUnavailable,
+    ShuttingDown,
 )
 
 _DURATION_BUCKETS = (0.01, 0.05, 0.1, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 FINISHED_REASONS = ("stop", "length", "abort", "error")
 # Of a request that could have been served at another time.
-REFUSALS: tuple[type[GatewayError], ...] = (QueueFull, Unavailable, Expired, Draining)
+REFUSALS: tuple[type[GatewayError], ...] = (QueueFull, ServiceUnavailable, Expired, ShuttingDown)
 # No request has more tokens; the buckets of counts end here.
 TOKENS_MAX = 1_000_000
 
 
 @dataclass(frozen=True, slots=True)
-class Totals:
+class EndpointTotals:
     """Output tokens, first tokens among them, and the seconds that those took together."""
 
     output_tokens: int
@@ -165,12 +165,12 @@ class Metrics:
         """Count a stream that goes over to another worker."""
         self._moved_streams.inc()
 
-    def totals(self) -> Totals:
+    def totals(self) -> EndpointTotals:
         """What has been counted so far, for rates."""
         (waits,) = self.requests.ttft.collect()
         sums = {sample.name.rpartition("_")[2]: sample.value for sample in waits.samples}
         (tokens,) = self.requests.output_tokens.collect()
-        return Totals(int(tokens.samples[0].value), int(sums["count"]), sums["sum"])
+        return EndpointTotals(int(tokens.samples[0].value), int(sums["count"]), sums["sum"])
 
     def render(self) -> bytes:
         """Everything in Prometheus' text form."""

@@ -59,7 +59,7 @@ class Stay:
 
 
 @dataclass(frozen=True, slots=True)
-class Move:
+class RequestMove:
     """A request went over from one worker to another; `link` is the change that moved it."""
 
     at_s: float
@@ -74,7 +74,7 @@ class ChoiceRecord:
 
     queued_s: list[tuple[float, float]] = field(default_factory=list)
     stays: list[Stay] = field(default_factory=list)
-    moves: list[Move] = field(default_factory=list)
+    moves: list[RequestMove] = field(default_factory=list)
 
     @property
     def queue_s(self) -> float:

@@ -9,7 +9,7 @@ from services.gateway.bounds.line import Line
 from services.gateway.cluster.cluster_view import ClusterView
 from services.gateway.records.request_record import GATEWAY_DIGITS, gateway_of
 from services.gateway.serving.running import RunningRequests
-from services.gateway.vocabulary.errors import QueueFull, Unavailable
+from services.gateway.vocabulary.errors import QueueFull, ServiceUnavailable
 from tideserve.gateway.v1 import peer_pb2, peer_pb2_grpc
 
 FORWARD_TIMEOUT_S = 5.0
@@ -39,7 +39,7 @@ class Canceller:
 
         Raises:
             QueueFull: if its owner cancels too many elsewhere.
-            Unavailable: if none was found, and a gateway that may have one does not answer.
+            ServiceUnavailable: if none was found, and a gateway that may have one does not answer.
         """
         found = self._running.cancel(owner, request_id)
         named = gateway_of(request_id)
@@ -60,7 +60,9 @@ class Canceller:
             )
         found = found or True in answers
         if not found and None in answers:
-            raise Unavailable("a gateway that may have the request does not answer; try again")
+            raise ServiceUnavailable(
+                "a gateway that may have the request does not answer; try again"
+            )
         return found
 
     async def _forward(self, address: str, owner: str, request_id: str) -> bool | None:

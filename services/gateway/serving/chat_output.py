@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from services.core.request import FinishReason
 from services.gateway.model.chat_form import ChatForm
-from services.gateway.serving.output import Piece
+from services.gateway.serving.output import OutputPiece
 from services.gateway.tools.event import (
     CallArguments,
     CallBegin,
@@ -40,7 +40,7 @@ class ChatOutput:
             self._calls = tool_parser(form.tool_format, form.names)
         self._called = False
 
-    def push(self, piece: Piece) -> list[Piece]:
+    def push(self, piece: OutputPiece) -> list[OutputPiece]:
         """The piece with what it says: several if one delta cannot tell the order of that.
 
         The first of several has the tokens, the last one the ending.
@@ -57,8 +57,8 @@ class ChatOutput:
         if len(said) == 1:
             return [replace(piece, delta=said[0])]
         first = replace(piece, delta=said[0], finish_reason=None, stop_reason=None)
-        ending = Piece("", (), piece.finish_reason, piece.stop_reason, delta=said[-1])
-        return [first, *(Piece("", delta=delta) for delta in said[1:-1]), ending]
+        ending = OutputPiece("", (), piece.finish_reason, piece.stop_reason, delta=said[-1])
+        return [first, *(OutputPiece("", delta=delta) for delta in said[1:-1]), ending]
 
     def _read(self, text: str) -> list[Event]:
         if not text:

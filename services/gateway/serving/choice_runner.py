@@ -15,11 +15,11 @@ from services.gateway.records.metrics import Metrics
 from services.gateway.records.request_record import ChoiceRecord
 from services.gateway.records.stream_record import StreamRecord
 from services.gateway.serving.chat_output import ChatOutput
-from services.gateway.serving.output import OutputText, Piece
+from services.gateway.serving.output import OutputPiece, OutputText
 from services.gateway.serving.prepared import PreparedChoice
 from services.gateway.serving.request_meter import RequestMeter, measured
 from services.gateway.text.tokenizer import TextPool, Tokenizer
-from services.gateway.vocabulary.errors import Unavailable, WorkerLost
+from services.gateway.vocabulary.errors import ServiceUnavailable, WorkerLost
 
 # Groups change seldom: more stale assignments than this in a row mean that something is wrong.
 STALE_MAX = 10
@@ -50,7 +50,7 @@ class ChoiceRunner:
 
     async def run(
         self, choice: PreparedChoice, record: ChoiceRecord, arrived_s: float
-    ) -> AsyncGenerator[Piece, None]:
+    ) -> AsyncGenerator[OutputPiece, None]:
         """The output of `choice`, piece by piece; the last piece has a finish reason.
 
         Closing the generator early withdraws or aborts the request, wherever it is. `record`
@@ -95,7 +95,9 @@ class ChoiceRunner:
                 # Under the same id, so that the request keeps its place in the line.
                 failed = FailedAssignment(place.group_id, place.epoch, returned)
                 ask = replace(ask, failed=failed)
-            raise Unavailable("the workers' groups keep changing; send the request again shortly")
+            raise ServiceUnavailable(
+                "the workers' groups keep changing; send the request again shortly"
+            )
 
     async def _admit(self, ask: Ask, began_s: float, record: ChoiceRecord) -> Assignment:
         asked_s = monotonic_s()
@@ -110,7 +112,7 @@ class ChoiceRunner:
         place: Assignment,
         record: ChoiceRecord,
         meter: RequestMeter,
-    ) -> AsyncGenerator[Piece, None]:
+    ) -> AsyncGenerator[OutputPiece, None]:
         output = self._output(choice)
         chat = None if choice.chat is None else ChatOutput(choice.chat)
         async with self._workers.open(choice.request, place, record) as stream:

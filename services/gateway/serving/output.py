@@ -8,7 +8,7 @@ from services.gateway.serving.prepared import PreparedChoice
 from services.gateway.text.detokenizer import Detokenizer
 from services.gateway.text.stop_text import StopText
 from services.gateway.vocabulary.delta import Delta, Said
-from services.gateway.vocabulary.errors import InvalidRequest
+from services.gateway.vocabulary.errors import BadRequest
 from services.gateway.vocabulary.message import Finish, Fresh
 
 # JSON has no infinity; servers of this kind send this instead, and so does every door.
@@ -69,7 +69,7 @@ def with_top(notes: Sequence[TokenNote], top: int | None) -> Sequence[TokenNote]
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class OutputPiece:
     """New output of a choice.
 
     `text` may be empty, and belongs to tokens of this piece and earlier ones. `logprobs` are those
@@ -106,7 +106,7 @@ class Output:
     stop_reason: int | str | None = None
     said: Said = field(default_factory=Said)
 
-    def add(self, piece: Piece) -> None:
+    def add(self, piece: OutputPiece) -> None:
         """Append the next piece."""
         self.texts.append(piece.text)
         self.said.add(piece.said)
@@ -134,10 +134,10 @@ class ToldCount:
         self._count = 0
 
     def add(self, notes: Sequence[TokenNote]) -> None:
-        """Count more; raises InvalidRequest if they are too many."""
+        """Count more; raises BadRequest if they are too many."""
         self._count += numbers_in(notes)
         if self._count > OUTPUT_LOGPROBS_MAX:
-            raise InvalidRequest(
+            raise BadRequest(
                 f"the output has more than {OUTPUT_LOGPROBS_MAX} log probabilities, the most that"
                 " are kept for a whole answer; ask for fewer beside each token or for fewer tokens,"
                 " or stream a chat or completion, which keeps none",
@@ -152,8 +152,8 @@ class Outputs:
         self.all = [Output() for _ in range(choices)]
         self._told = ToldCount("logprobs")
 
-    def add(self, index: int, piece: Piece) -> None:
-        """Append the next piece of a choice; raises InvalidRequest if too much would be kept."""
+    def add(self, index: int, piece: OutputPiece) -> None:
+        """Append the next piece of a choice; raises BadRequest if too much would be kept."""
         if piece.logprobs:
             self._told.add(piece.logprobs)
         self.all[index].add(piece)
@@ -177,21 +177,21 @@ class OutputText:
         self._noted = choice.request.logprobs.output is not None
         self._chars = len(choice.echo)
 
-    def push(self, fresh: Fresh) -> Piece:
+    def push(self, fresh: Fresh) -> OutputPiece:
         """The text of new tokens. The piece has a finish reason when the output ends here.
 
         `finish` STOP means that the last token is a stop token, which is counted but not shown
         unless the client wants to see what stopped the output.
         """
         if self._choice.prompt_only:
-            return self._opened(fresh, Piece("", (), FinishReason.LENGTH))
+            return self._opened(fresh, OutputPiece("", (), FinishReason.LENGTH))
         piece = self._output(fresh)
         if self._begun:
             return piece
         self._begun = True
         return self._opened(fresh, piece)
 
-    def _output(self, fresh: Fresh) -> Piece:
+    def _output(self, fresh: Fresh) -> OutputPiece:
         token_ids, finish = fresh.token_ids, fresh.finish
         hidden = finish is Finish.STOP and not self._choice.include_stop
         shown = token_ids[:-1] if hidden else token_ids
@@ -228,7 +228,7 @@ class OutputText:
         count: int,
         reason: FinishReason | None = None,
         stop_reason: int | str | None = None,
-    ) -> Piece:
+    ) -> OutputPiece:
         """The piece of the first `count` tokens."""
         token_ids = tuple(fresh.token_ids[:count])
         notes: tuple[TokenNote, ...] = ()
@@ -236,14 +236,14 @@ class OutputText:
             # A worker of an earlier version tells none.
             told = zip(token_ids, offsets, fresh.logprobs, strict=False)
             notes = tuple(TokenNote(*one) for one in told)
-        return Piece(text, token_ids, reason, stop_reason, logprobs=notes)
+        return OutputPiece(text, token_ids, reason, stop_reason, logprobs=notes)
 
-    def _opened(self, fresh: Fresh, piece: Piece) -> Piece:
+    def _opened(self, fresh: Fresh, piece: OutputPiece) -> OutputPiece:
         """The first piece, with what is told of the prompt."""
         echo, notes = self._choice.echo, self._prompt_notes(fresh.prompt_logprobs)
         if not echo and not notes:
             return piece
-        return Piece(
+        return OutputPiece(
             echo + piece.text,
             piece.token_ids,
             piece.finish_reason,

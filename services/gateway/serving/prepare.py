@@ -28,7 +28,7 @@ from services.gateway.serving.service_policy import service_of, warnings_of
 from services.gateway.structure.checker import GrammarChecker
 from services.gateway.text.tokenizer import INLINE_SIZE, TextPool
 from services.gateway.tools.format import Thinking
-from services.gateway.vocabulary.errors import ContextExceeded, InvalidRequest, no_such_model
+from services.gateway.vocabulary.errors import BadRequest, ContextExceeded, no_such_model
 
 # A prompt that will be cut may have so many times the tokens of the context before.
 TRUNCATED_CONTEXTS = 4
@@ -110,13 +110,13 @@ class Preparer:
         """
         self._check_model(model, record)
         if len(token_ids) > TEXT_TOKENS_MAX:
-            raise InvalidRequest(
+            raise BadRequest(
                 f"there are {len(token_ids)} tokens, but {TEXT_TOKENS_MAX} are the most; send fewer"
                 " at once",
                 param="tokens",
             )
         if token_ids and not 0 <= min(token_ids) <= max(token_ids) < self._model.vocab_size:
-            raise InvalidRequest(
+            raise BadRequest(
                 f"token ids must be below the vocabulary's size {self._model.vocab_size}",
                 param="tokens",
             )
@@ -167,7 +167,7 @@ class Preparer:
     def _chat_ids(self, body: ChatRequest, tokens_max: int) -> tuple[int, ...]:
         chat = self._model.chat
         if chat is None:
-            raise InvalidRequest("the model has no chat template; use /v1/completions")
+            raise BadRequest("the model has no chat template; use /v1/completions")
         text = chat.prompt(body)
         # The template writes the special tokens itself.
         special = body.add_special_tokens is True
@@ -180,7 +180,7 @@ class Preparer:
             special = body.add_special_tokens is not False
             return tuple(self._model.tokenizer.encode(prompt, special, tokens_max))
         if max(prompt) >= self._model.vocab_size:
-            raise InvalidRequest(
+            raise BadRequest(
                 f"token ids must be below the vocabulary's size {self._model.vocab_size}",
                 param="prompt",
             )
@@ -273,10 +273,10 @@ class Preparer:
     def _limits(
         self, body: GenerationRequest, prompt_tokens: int, stop_ids: frozenset[int]
     ) -> Limits:
-        """The limits that fit into the context; raises InvalidRequest where they do not."""
+        """The limits that fit into the context; raises BadRequest where they do not."""
         context = self.max_model_len()
         if prompt_tokens == 0:
-            raise InvalidRequest("the prompt has no tokens; send some text", param="prompt")
+            raise BadRequest("the prompt has no tokens; send some text", param="prompt")
         where = "messages" if isinstance(body, ChatRequest) else "prompt"
         wanted = body.output_limit() or 1
         if prompt_tokens + wanted > context:
@@ -293,7 +293,7 @@ class Preparer:
             max_tokens = min(default, context - prompt_tokens)
         min_tokens = body.min_tokens or 0
         if min_tokens > max_tokens:
-            raise InvalidRequest(
+            raise BadRequest(
                 f"'min_tokens' {min_tokens} is above the {max_tokens} tokens that it may have;"
                 " lower it or raise 'max_tokens'",
                 param="min_tokens",

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from services.common.clock import monotonic_s
 from services.gateway.bounds.interruption import Interruption
 from services.gateway.records.request_record import RequestRecord
-from services.gateway.vocabulary.errors import Cancelled, DuplicateRequest
+from services.gateway.vocabulary.errors import CancelledByClient, DuplicateRequest
 
 REMEMBERED_MAX = 100_000
 REMEMBER_S = 600.0
@@ -64,7 +64,7 @@ class RunningRequests:
         found = self._running.get((owner, request_id), ())
         for interruption in found:
             interruption.interrupt(
-                Cancelled("the request was cancelled; send it again for another answer")
+                CancelledByClient("the request was cancelled; send it again for another answer")
             )
         return bool(found)
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 from services.core.service import Service, ServiceClass
 from services.gateway.api.generation import TARGET_MS_MAX, GenerationRequest
-from services.gateway.vocabulary.errors import InvalidRequest
+from services.gateway.vocabulary.errors import BadRequest
 
 TTFT_HEADER = "x-slo-ttft-ms"
 TPOT_HEADER = "x-slo-tpot-ms"
@@ -21,14 +21,14 @@ def service_of(body: GenerationRequest, headers: Mapping[str, str], tenant: str 
     """The promise of a request; `headers` by the names of `HEADERS`.
 
     Raises:
-        InvalidRequest: if two places name different classes, or a target is none.
+        BadRequest: if two places name different classes, or a target is none.
     """
     service_class = _class(body, headers)
     slo = body.slo
     ttft_ms = _target(headers, TTFT_HEADER) or (slo.ttft_ms if slo is not None else None)
     tpot_ms = _target(headers, TPOT_HEADER) or (slo.tpot_ms if slo is not None else None)
     if service_class is ServiceClass.BATCH and (ttft_ms is not None or tpot_ms is not None):
-        raise InvalidRequest(
+        raise BadRequest(
             "requests of class 'batch' have no targets; leave 'slo' or the class out", param="slo"
         )
     return Service(
@@ -69,13 +69,13 @@ def _class(body: GenerationRequest, headers: Mapping[str, str]) -> ServiceClass:
         try:
             named[OBJECTIVE_HEADER] = ServiceClass(told)
         except ValueError:
-            raise InvalidRequest(
+            raise BadRequest(
                 f"'{OBJECTIVE_HEADER}' must be one of {', '.join(ServiceClass)}; correct it",
                 param=OBJECTIVE_HEADER,
             ) from None
     if len(set(named.values())) > 1:
         said = " and ".join(f"'{name}' class '{value}'" for name, value in named.items())
-        raise InvalidRequest(f"{said} differ; name one class", param=next(iter(named)))
+        raise BadRequest(f"{said} differ; name one class", param=next(iter(named)))
     return next(iter(named.values()), ServiceClass.STANDARD)
 
 
@@ -87,7 +87,7 @@ def _target(headers: Mapping[str, str], name: str) -> float | None:
     except ValueError:
         number = math.nan
     if not 1 <= number <= TARGET_MS_MAX:
-        raise InvalidRequest(
+        raise BadRequest(
             f"'{name}' must be a number of milliseconds from 1 to {TARGET_MS_MAX}; correct it",
             param=name,
         )

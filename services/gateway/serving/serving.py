@@ -1,10 +1,10 @@
 """How every door serves a request: read, prepare, generate, write, in this order.
 
 Theory of operation. A door (HTTP, gRPC) turns what came into a body of `services.gateway.api`, and
-gives a `Writer` of its own form. `Serving.entered` counts the request from before its body is read;
-`Serving.respond` prepares it, has the cluster generate, and hands every piece to the writer. It
-ends early when the client goes away, stalls or cancels, when time is up, or when the gateway must
-end; then generation is withdrawn or aborted, wherever it is.
+gives a `Writer` of its own form. `RequestServing.entered` counts the request from before its body
+is read; `RequestServing.respond` prepares it, has the cluster generate, and hands every piece to
+the writer. A request ends early when its client goes away, stalls or cancels, when time is up, or
+when the gateway must end; then generation is withdrawn or aborted, wherever it is.
 """
 
 import asyncio
@@ -16,14 +16,14 @@ from typing import Any, Protocol
 
 from services.common.clock import monotonic_s
 from services.gateway.api.generation import GenerationRequest
-from services.gateway.bounds.body_budget import BodyBudget, BodyLease, Handover
-from services.gateway.bounds.client import Client, ClientGone
+from services.gateway.bounds.body_budget import BodyBudget, BodyLease, TakenOnce
+from services.gateway.bounds.client import ClientGone, WatchedClient
 from services.gateway.bounds.drain import Drain
 from services.gateway.bounds.interruption import Interruption
 from services.gateway.records.metrics import Metrics
 from services.gateway.records.request_record import RequestRecord
 from services.gateway.serving.choice_runner import ChoiceRunner
-from services.gateway.serving.output import Piece, Usage
+from services.gateway.serving.output import OutputPiece, Usage
 from services.gateway.serving.prepare import Preparer
 from services.gateway.serving.prepared import PreparedChoice, PreparedRequest
 from services.gateway.serving.running import RunningRequests
@@ -41,7 +41,7 @@ class Writer(Protocol):
     def begin(self, prepared: PreparedRequest) -> None:
         """Learn what is answered; nothing is sent yet."""
 
-    async def piece(self, index: int, piece: Piece) -> None:
+    async def piece(self, index: int, piece: OutputPiece) -> None:
         """Take new output of choice `index`; the choices may take turns."""
 
     async def finish(self, usage: Usage) -> None:
@@ -49,7 +49,7 @@ class Writer(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Serving:
+class RequestServing:
     """What every door needs to serve requests; times in seconds.
 
     `refuse_unknown`: whether unknown fields are errors, for those who parse bodies.
@@ -85,11 +85,11 @@ class Serving:
 
     async def respond(
         self,
-        body: Handover[GenerationRequest],
+        body: TakenOnce[GenerationRequest],
         record: RequestRecord,
         lease: BodyLease,
         writer: Writer,
-        client: Client[Any] | None = None,
+        client: WatchedClient[Any] | None = None,
         *,
         hang_up: Coroutine[Any, Any, None] | None = None,
         timeout_s: float = math.inf,
@@ -136,7 +136,7 @@ class Serving:
 
     async def _answer(
         self,
-        body: Handover[GenerationRequest],
+        body: TakenOnce[GenerationRequest],
         record: RequestRecord,
         lease: BodyLease,
         writer: Writer,
@@ -175,12 +175,12 @@ class Serving:
 
 
 def _watched(
-    client: Client[Any] | None, interruption: Interruption
+    client: WatchedClient[Any] | None, interruption: Interruption
 ) -> contextlib.AbstractContextManager[None]:
     return contextlib.nullcontext() if client is None else client.watched(interruption)
 
 
-def _note_piece(record: RequestRecord, piece: Piece) -> None:
+def _note_piece(record: RequestRecord, piece: OutputPiece) -> None:
     record.output_tokens += len(piece.token_ids)
     if record.quota is not None:
         record.quota.output_tokens = record.output_tokens

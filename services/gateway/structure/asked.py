@@ -7,7 +7,7 @@ from typing import Any
 
 from services.core.request import Grammar, GrammarKind
 from services.gateway.structure.schema import ANY_OBJECT, check_size, schema_text
-from services.gateway.vocabulary.errors import InvalidRequest, Unsupported
+from services.gateway.vocabulary.errors import BadRequest, NotSupported
 
 CHOICES_MAX = 1000
 """Most texts that one may be chosen from."""
@@ -28,7 +28,7 @@ def response_format_structure(value: Any) -> Structure | None:
     enforced is an error.
 
     Raises:
-        InvalidRequest: if it asks for nothing that is known.
+        BadRequest: if it asks for nothing that is known.
     """
     param = "response_format"
     if value is None:
@@ -42,8 +42,8 @@ def response_format_structure(value: Any) -> Structure | None:
         case "json_schema":
             return _json_schema(value.get("json_schema"), param)
         case "structural_tag":
-            raise Unsupported("'structural_tag' is not supported yet; use 'tools'", param=param)
-    raise InvalidRequest(
+            raise NotSupported("'structural_tag' is not supported yet; use 'tools'", param=param)
+    raise BadRequest(
         f"'{param}' must be an object whose type is 'text', 'json_object' or 'json_schema'",
         param=param,
     )
@@ -53,38 +53,38 @@ def structured_outputs_structure(value: Any) -> Structure | None:
     """What vLLM's `structured_outputs` asks for: exactly one form, or None for null.
 
     Raises:
-        InvalidRequest: if it asks for no form, several or unknown ones.
+        BadRequest: if it asks for no form, several or unknown ones.
     """
     param = "structured_outputs"
     if value is None:
         return None
     if not isinstance(value, Mapping):
-        raise InvalidRequest(f"'{param}' must be an object; see the documentation", param=param)
+        raise BadRequest(f"'{param}' must be an object; see the documentation", param=param)
     asked = {key: item for key, item in value.items() if item is not None and item is not False}
     if len(asked) != 1 or not asked.keys() <= _FORMS.keys():
         forms = ", ".join(f"'{form}'" for form in _FORMS)
-        raise InvalidRequest(f"'{param}' must name exactly one of {forms}", param=param)
+        raise BadRequest(f"'{param}' must name exactly one of {forms}", param=param)
     form, item = asked.popitem()
     return _FORMS[form](item, f"{param}.{form}")
 
 
 def guided_structure(form: str, value: Any) -> Structure | None:
-    """What vLLM's older field `guided_<form>` asks for; None for null. Raises InvalidRequest."""
+    """What vLLM's older field `guided_<form>` asks for; None for null. Raises BadRequest."""
     return None if value is None else _FORMS[form](value, f"guided_{form}")
 
 
 def _json_schema(value: Any, param: str) -> Structure:
     if not isinstance(value, Mapping) or not isinstance(value.get("name", ""), str):
-        raise InvalidRequest(
+        raise BadRequest(
             f"'{param}.json_schema' must be an object with a 'name' and a 'schema'", param=param
         )
     strict, schema = value.get("strict"), value.get("schema")
     if strict is not None and not isinstance(strict, bool):
-        raise InvalidRequest(f"'{param}.json_schema.strict' must be true or false", param=param)
+        raise BadRequest(f"'{param}.json_schema.strict' must be true or false", param=param)
     if schema is None:
         return _schema(ANY_OBJECT, param)
     if not isinstance(schema, Mapping):
-        raise InvalidRequest(f"'{param}.json_schema.schema' must be an object", param=param)
+        raise BadRequest(f"'{param}.json_schema.schema' must be an object", param=param)
     return _schema(schema, param, lenient=not strict)
 
 
@@ -103,19 +103,19 @@ def _json_form(value: Any, param: str) -> Structure:
         except (ValueError, RecursionError):
             schema = None
     if not isinstance(schema, Mapping):
-        raise InvalidRequest(f"'{param}' must be a JSON schema: an object", param=param)
+        raise BadRequest(f"'{param}' must be a JSON schema: an object", param=param)
     return _schema(schema, param)
 
 
 def _object_form(value: Any, param: str) -> Structure:
     if value is not True:
-        raise InvalidRequest(f"'{param}' must be true or false", param=param)
+        raise BadRequest(f"'{param}' must be true or false", param=param)
     return _schema(ANY_OBJECT, param)
 
 
 def _text(value: Any, param: str) -> str:
     if not isinstance(value, str) or not value:
-        raise InvalidRequest(f"'{param}' must be a nonempty string", param=param)
+        raise BadRequest(f"'{param}' must be a nonempty string", param=param)
     check_size(value, param)
     return value
 
@@ -131,9 +131,9 @@ def _grammar_form(value: Any, param: str) -> Structure:
 
 def _choice_form(value: Any, param: str) -> Structure:
     if not isinstance(value, Sequence) or isinstance(value, str) or not value:
-        raise InvalidRequest(f"'{param}' must be a nonempty list of strings", param=param)
+        raise BadRequest(f"'{param}' must be a nonempty list of strings", param=param)
     if len(value) > CHOICES_MAX:
-        raise InvalidRequest(
+        raise BadRequest(
             f"'{param}' has {len(value)} texts, but {CHOICES_MAX} are the most; use fewer",
             param=param,
         )

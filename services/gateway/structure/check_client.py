@@ -12,7 +12,7 @@ from typing import Any
 from services.common.child import Child
 from services.core.request import Grammar
 from services.gateway.structure.check_process import LENGTH, framed
-from services.gateway.vocabulary.errors import Unavailable
+from services.gateway.vocabulary.errors import ServiceUnavailable
 
 log = logging.getLogger(__name__)
 
@@ -22,12 +22,12 @@ STUCK_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class RunningCheck:
     """A check that the process makes."""
 
     number: int
     answer: asyncio.Future[dict[str, Any]]
-    """What the process says; Unavailable if it ends before."""
+    """What the process says; ServiceUnavailable if it ends before."""
 
 
 class CheckClient:
@@ -51,13 +51,13 @@ class CheckClient:
 
     @classmethod
     async def start(cls, greeting: bytes) -> "CheckClient":
-        """A process that has been told the special tokens. Raises Unavailable."""
+        """A process that has been told the special tokens. Raises ServiceUnavailable."""
         try:
             process = Child(
                 (sys.executable, "-m", _MODULE), output=True, new_session=True, quiet=True
             )
         except OSError as error:
-            raise Unavailable(
+            raise ServiceUnavailable(
                 f"no process to check grammars can be started ({error.strerror}); try again"
             ) from error
         loop, read = asyncio.get_running_loop(), asyncio.StreamReader()
@@ -70,15 +70,15 @@ class CheckClient:
         """Whether it may still answer."""
         return not self._listening.done()
 
-    def ask(self, grammar: Grammar) -> Asked:
+    def ask(self, grammar: Grammar) -> RunningCheck:
         """Have a grammar checked."""
-        asked = Asked(next(self._numbers), asyncio.get_running_loop().create_future())
+        asked = RunningCheck(next(self._numbers), asyncio.get_running_loop().create_future())
         self._asked[asked.number] = asked.answer
         # Few ask at once, and grammars are bounded: nobody needs to wait for the pipe.
         self._send(framed({"number": asked.number, "kind": grammar.kind, "text": grammar.text}))
         return asked
 
-    def cancel(self, asked: Asked) -> None:
+    def cancel(self, asked: RunningCheck) -> None:
         """End a check that nobody waits for any more; its answer comes soon, whatever it is."""
         if not asked.answer.done():
             self._send(framed({"cancel": asked.number}))
@@ -114,5 +114,5 @@ class CheckClient:
         error = f"the process that checks grammars ended with code {code}; try again"
         for asked in self._asked.values():
             if not asked.done():
-                asked.set_exception(Unavailable(error))
+                asked.set_exception(ServiceUnavailable(error))
                 asked.exception()  # whoever asked may have gone, and then nobody else takes it

@@ -18,7 +18,7 @@ from services.gateway.structure.asked import Structure
 from services.gateway.structure.check_client import CheckClient
 from services.gateway.structure.check_process import framed
 from services.gateway.structure.turns import Turn, Turns
-from services.gateway.vocabulary.errors import InvalidRequest, QueueFull, Unavailable
+from services.gateway.vocabulary.errors import BadRequest, QueueFull, ServiceUnavailable
 
 CHECKS_MAX = 8
 """That run at once; they share what the machine has to spare."""
@@ -39,7 +39,7 @@ _ANY, _NOBODY = Grammar(GrammarKind.REGEX, "a"), ""
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class GrammarVerdict:
     """What is known of a grammar: why it cannot be used, or what to use in place of its text."""
 
     error: str | None
@@ -64,7 +64,7 @@ class GrammarChecker:
         self._client: CheckClient | None = None
         self._starting = asyncio.Lock()
         self._turns = Turns(CHECKS_MAX, GUEST_CHECKS_MAX, WAITING_MAX)
-        self._verdicts: OrderedDict[bytes, Verdict] = OrderedDict()
+        self._verdicts: OrderedDict[bytes, GrammarVerdict] = OrderedDict()
 
     async def run(self, delay_s: float = START_DELAY_S) -> None:
         """Start the process in `delay_s`, so that no request waits for that; try a few times."""
@@ -72,7 +72,7 @@ class GrammarChecker:
             await asyncio.sleep(delay_s)
             try:
                 await self._verdict(_ANY, _NOBODY)
-            except (QueueFull, Unavailable) as error:
+            except (QueueFull, ServiceUnavailable) as error:
                 log.warning("%s", error.message)
             else:
                 return
@@ -81,12 +81,12 @@ class GrammarChecker:
         """The grammar of `structure`, which `guest` wants, once it is known to be usable.
 
         Raises:
-            InvalidRequest: if it is not, or costs too much.
-            Unavailable: if it could not be checked now.
+            BadRequest: if it is not, or costs too much.
+            ServiceUnavailable: if it could not be checked now.
         """
         verdict = await self._verdict(structure.grammar, guest)
         if verdict.error is not None:
-            raise InvalidRequest(
+            raise BadRequest(
                 f"'{structure.param}' cannot be followed: {verdict.error}; correct or simplify it",
                 param=structure.param,
             )
@@ -98,7 +98,7 @@ class GrammarChecker:
         if self._client is not None:
             await self._client.close()
 
-    async def _verdict(self, grammar: Grammar, guest: str) -> Verdict:
+    async def _verdict(self, grammar: Grammar, guest: str) -> GrammarVerdict:
         key = hashlib.sha256(f"{grammar.kind}\0{grammar.text}".encode()).digest()
         if (known := self._known(key)) is not None:
             return known
@@ -115,13 +115,13 @@ class GrammarChecker:
             self._verdicts.popitem(last=False)
         return verdict
 
-    def _known(self, key: bytes) -> Verdict | None:
+    def _known(self, key: bytes) -> GrammarVerdict | None:
         verdict = self._verdicts.get(key)
         if verdict is not None:
             self._verdicts.move_to_end(key)
         return verdict
 
-    async def _ask(self, grammar: Grammar, turn: Turn) -> Verdict:
+    async def _ask(self, grammar: Grammar, turn: Turn) -> GrammarVerdict:
         client = await self._started()
         asked = client.ask(grammar)
         turn.work = asked.answer
@@ -138,18 +138,18 @@ class GrammarChecker:
             return self._client
 
 
-def _verdict_of(answer: Mapping[str, Any]) -> Verdict:
-    """Raises Unavailable if the check ended by what is no fault of the grammar's."""
+def _verdict_of(answer: Mapping[str, Any]) -> GrammarVerdict:
+    """Raises ServiceUnavailable if the check ended by what is no fault of the grammar's."""
     code = answer.get("ended")
     if code == -signal.SIGPROF:
-        return Verdict("it takes too long to compile")
+        return GrammarVerdict("it takes too long to compile")
     if code in (-signal.SIGABRT, -signal.SIGSEGV):
-        return Verdict("it takes too much memory to compile")
+        return GrammarVerdict("it takes too much memory to compile")
     if code is not None:
-        raise Unavailable(f"the check of the grammar ended with code {code}; try again")
+        raise ServiceUnavailable(f"the check of the grammar ended with code {code}; try again")
     if answer["error"] is not None:
-        return Verdict(_reason(answer["error"]))
-    return Verdict(None, answer["text"], tuple(map(_note, answer["ignored"])))
+        return GrammarVerdict(_reason(answer["error"]))
+    return GrammarVerdict(None, answer["text"], tuple(map(_note, answer["ignored"])))
 
 
 def _note(text: str) -> str:

@@ -6,7 +6,7 @@ from typing import Any
 
 from services.core.request import GRAMMAR_BYTES_MAX
 from services.gateway.structure.closed import close_objects
-from services.gateway.vocabulary.errors import InvalidRequest
+from services.gateway.vocabulary.errors import BadRequest
 
 SCHEMA_DEPTH_MAX = 64
 """Most objects and lists inside each other."""
@@ -28,12 +28,12 @@ def schema_text(schema: Mapping[str, Any], param: str, lenient: bool = False) ->
     client wrote itself hold instead of ours.
 
     Raises:
-        InvalidRequest: if the schema is over a limit or refers to another document.
+        BadRequest: if the schema is over a limit or refers to another document.
     """
     check_schema(schema, param)
     options = schema.get(_OPTIONS, _COMPACT | {"lenient": lenient})
     if not isinstance(options, Mapping):
-        raise InvalidRequest(
+        raise BadRequest(
             f"'{_OPTIONS}' in the schema of '{param}' must be an object; leave it out", param=param
         )
     return _narrowed(json_text({**schema, _OPTIONS: options}, param))
@@ -49,7 +49,7 @@ def _narrowed(text: str) -> str:
 
 
 def json_text(value: Any, param: str) -> str:
-    """Compact JSON that fits into a grammar; raises InvalidRequest."""
+    """Compact JSON that fits into a grammar; raises BadRequest."""
     text = _compact_json(value)
     check_size(text, param)
     return text
@@ -60,23 +60,23 @@ def _compact_json(value: Any) -> str:
 
 
 def check_size(text: str, param: str) -> None:
-    """Raises InvalidRequest if `text` is too long for a grammar or has no UTF-8 form."""
+    """Raises BadRequest if `text` is too long for a grammar or has no UTF-8 form."""
     try:
         size_bytes = len(text.encode())
     except UnicodeEncodeError:
-        raise InvalidRequest(
+        raise BadRequest(
             f"'{param}' holds a lone surrogate, which is no character; send valid Unicode",
             param=param,
         ) from None
     if size_bytes > GRAMMAR_BYTES_MAX:
-        raise InvalidRequest(
+        raise BadRequest(
             f"'{param}' has {size_bytes} bytes, but {GRAMMAR_BYTES_MAX} are the most; shorten it",
             param=param,
         )
 
 
 def check_schema(schema: Mapping[str, Any], param: str) -> None:
-    """Raise InvalidRequest if a schema is over a limit or refers to another document.
+    """Raise BadRequest if a schema is over a limit or refers to another document.
 
     Walks through it without recursion, which deep ones would exhaust.
     """
@@ -87,7 +87,7 @@ def check_schema(schema: Mapping[str, Any], param: str) -> None:
         if not isinstance(node, (dict, list)):
             continue
         if depth > SCHEMA_DEPTH_MAX:
-            raise InvalidRequest(
+            raise BadRequest(
                 f"the schema of '{param}' is nested deeper than {SCHEMA_DEPTH_MAX}; flatten it",
                 param=param,
             )
@@ -98,7 +98,7 @@ def check_schema(schema: Mapping[str, Any], param: str) -> None:
             enum_values += _enum_values(node)
             _check_reference(node, param)
         if enum_values > ENUM_VALUES_MAX:
-            raise InvalidRequest(
+            raise BadRequest(
                 f"the schema of '{param}' has more than {ENUM_VALUES_MAX} values in 'enum'; "
                 "use a pattern or fewer values",
                 param=param,
@@ -117,7 +117,7 @@ def _check_reference(node: Mapping[str, Any], param: str) -> None:
     for key in ("$ref", "$dynamicRef"):
         reference = node.get(key)
         if isinstance(reference, str) and not reference.startswith("#"):
-            raise InvalidRequest(
+            raise BadRequest(
                 f"the schema of '{param}' refers to {reference[:64]!a}, and nothing is fetched; "
                 "put what is meant into '$defs' and refer to '#/$defs/…'",
                 param=param,

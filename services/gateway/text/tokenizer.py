@@ -13,7 +13,7 @@ from tokenizers import Tokenizer as Backend
 from services.common.errors import ConfigError
 from services.gateway.text.detokenizer import Detokenizer
 from services.gateway.text.token_text import TokenTexts
-from services.gateway.vocabulary.errors import ContextExceeded, InvalidRequest
+from services.gateway.vocabulary.errors import BadRequest, ContextExceeded
 
 T = TypeVar("T")
 
@@ -95,13 +95,13 @@ class Tokenizer:
         `param` is the field that errors name.
 
         Raises:
-            InvalidRequest: if the text has no UTF-8 form.
+            BadRequest: if the text has no UTF-8 form.
             ContextExceeded: if it certainly has more than `tokens_max` tokens; this is cheap.
         """
         try:
             size_bytes = len(text.encode())
         except UnicodeEncodeError:
-            raise InvalidRequest(
+            raise BadRequest(
                 f"'{param}' holds a lone surrogate, which is no character; send valid Unicode",
                 param=param,
             ) from None

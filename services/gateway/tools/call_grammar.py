@@ -9,7 +9,7 @@ from services.gateway.structure.schema import schema_text
 from services.gateway.tools import hermes, mistral
 from services.gateway.tools.format import ToolFormat
 from services.gateway.tools.tool import NO_PARAMETERS, Tool
-from services.gateway.vocabulary.errors import InvalidRequest
+from services.gateway.vocabulary.errors import BadRequest
 
 PARAM = "tools"
 _ARGUMENTS_KEYS = {ToolFormat.LLAMA3_JSON: "parameters"}
@@ -31,7 +31,7 @@ def call_rules(
 ) -> Rules:
     """One call of one of `tools`, or with `parallel` one or more.
 
-    `named`: Mistral's newer form. Raises InvalidRequest if a schema is over a limit.
+    `named`: Mistral's newer form. Raises BadRequest if a schema is over a limit.
     """
     arguments = [_arguments(tool) for tool in tools]
     if form is ToolFormat.MISTRAL and named:
@@ -78,7 +78,7 @@ def _arguments(tool: Tool) -> str:
     schema = NO_PARAMETERS if tool.parameters is None else tool.parameters
     kind = schema.get("type", "object")
     if kind != "object":
-        raise InvalidRequest(
+        raise BadRequest(
             f"the parameters of the tool '{tool.name}' must be a schema of type 'object'",
             param=PARAM,
         )

@@ -12,7 +12,7 @@ ARGUMENTS_KEYS = frozenset({"arguments", "parameters"})
 EMPTY = "{}"
 
 
-class _Expect(Enum):
+class _ExpectInCall(Enum):
     OPEN = auto()
     KEY_OR_END = auto()
     KEY = auto()
@@ -33,7 +33,7 @@ class CallObject:
         """`keys`: other keys that the object may have; None for any."""
         self._names = names
         self._keys = keys
-        self._expect = _Expect.OPEN
+        self._expect = _ExpectInCall.OPEN
         self._key = ""
         self._value = JsonValue()
         # Of the key or value that is being read.
@@ -54,9 +54,9 @@ class CallObject:
     def push(self, char: str) -> Step:
         """Take the next character; see Step, of which PAST does not occur."""
         match self._expect:
-            case _Expect.VALUE:
+            case _ExpectInCall.VALUE:
                 return self._more_of_value(char)
-            case _Expect.KEY | _Expect.KEY_OR_END if self._text or char == '"':
+            case _ExpectInCall.KEY | _ExpectInCall.KEY_OR_END if self._text or char == '"':
                 return self._more_of_key(char)
         if char in BLANKS:
             return Step.MORE
@@ -64,13 +64,13 @@ class CallObject:
 
     def _mark(self, char: str) -> Step:
         match self._expect, char:
-            case _Expect.OPEN, "{":
-                self._expect = _Expect.KEY_OR_END
-            case _Expect.COLON, ":":
-                self._expect, self._value = _Expect.VALUE, JsonValue()
-            case _Expect.COMMA_OR_END, ",":
-                self._expect = _Expect.KEY
-            case ((_Expect.COMMA_OR_END | _Expect.KEY_OR_END), "}"):
+            case _ExpectInCall.OPEN, "{":
+                self._expect = _ExpectInCall.KEY_OR_END
+            case _ExpectInCall.COLON, ":":
+                self._expect, self._value = _ExpectInCall.VALUE, JsonValue()
+            case _ExpectInCall.COMMA_OR_END, ",":
+                self._expect = _ExpectInCall.KEY
+            case ((_ExpectInCall.COMMA_OR_END | _ExpectInCall.KEY_OR_END), "}"):
                 return self._close()
             case _:
                 return Step.WRONG
@@ -94,7 +94,7 @@ class CallObject:
         if step is not Step.LAST:
             return step
         self._key = json.loads(self._take_text())
-        self._expect = _Expect.COLON
+        self._expect = _ExpectInCall.COLON
         return Step.MORE if self._allowed(self._key) else Step.WRONG
 
     def _allowed(self, key: str) -> bool:
@@ -117,7 +117,7 @@ class CallObject:
             return step
         if self._key == NAME_KEY and not self._named():
             return Step.WRONG
-        self._expect = _Expect.COMMA_OR_END
+        self._expect = _ExpectInCall.COMMA_OR_END
         return self.push(char) if step is Step.PAST else Step.MORE
 
     def _more_of_arguments(self, char: str, step: Step) -> Step:
@@ -129,7 +129,7 @@ class CallObject:
             self._arguments = []
         self._arguments.append(self._value.text)
         if step is Step.LAST:
-            self._expect = _Expect.COMMA_OR_END
+            self._expect = _ExpectInCall.COMMA_OR_END
         return Step.MORE
 
     def _named(self) -> bool:

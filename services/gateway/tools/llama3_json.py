@@ -14,7 +14,7 @@ SEPARATOR = ";"
 _OTHER_KEYS = frozenset({"type", "id"})
 
 
-class _Mode(Enum):
+class _ListMode(Enum):
     LEAD = auto()
     CALL = auto()
     BETWEEN = auto()
@@ -30,7 +30,7 @@ class Llama3JsonCalls:
     def __init__(self, names: Container[str]) -> None:
         """`names`: of the tools that may be called."""
         self._names = names
-        self._mode = _Mode.LEAD
+        self._mode = _ListMode.LEAD
         self._held = HeldText()
         # What stands before a call that has not begun.
         self._lead = ""
@@ -48,22 +48,22 @@ class Llama3JsonCalls:
         """See Parser."""
         events: list[Event] = []
         rest = self._held.take()
-        if self._mode is _Mode.CALL:
+        if self._mode is _ListMode.CALL:
             self._break(events)
-        elif self._mode is not _Mode.BETWEEN:
+        elif self._mode is not _ListMode.BETWEEN:
             _content(rest, events)
         return events
 
     def _advance(self, events: list[Event]) -> bool:
         """Read some text; False if it needs more."""
         match self._mode:
-            case _Mode.LEAD:
+            case _ListMode.LEAD:
                 return self._before()
-            case _Mode.CALL:
+            case _ListMode.CALL:
                 return self._in_call(events)
-            case _Mode.BETWEEN:
+            case _ListMode.BETWEEN:
                 return self._between()
-            case _Mode.TEXT:
+            case _ListMode.TEXT:
                 _content(self._held.take(), events)
                 return False
 
@@ -75,9 +75,9 @@ class Llama3JsonCalls:
             return False
         if tagged or held.text[held.at] == "{":
             self._lead = held.take_blanks() + (TAG if tagged else "")
-            self._mode = _Mode.CALL
+            self._mode = _ListMode.CALL
         else:
-            self._mode = _Mode.TEXT
+            self._mode = _ListMode.TEXT
         return True
 
     def _in_call(self, events: list[Event]) -> bool:
@@ -87,9 +87,9 @@ class Llama3JsonCalls:
             self._lead = ""
         if step is Step.WRONG:
             self._break(events)
-            self._mode = _Mode.TEXT
+            self._mode = _ListMode.TEXT
         elif step is Step.LAST:
-            self._mode = _Mode.BETWEEN
+            self._mode = _ListMode.BETWEEN
         return step is not Step.MORE
 
     def _break(self, events: list[Event]) -> None:
@@ -104,10 +104,10 @@ class Llama3JsonCalls:
             return False
         if separated:
             self._lead = self._held.take_blanks() + SEPARATOR
-            self._mode = _Mode.CALL
+            self._mode = _ListMode.CALL
             self._call = CallList(self._names, self._call.index, _OTHER_KEYS)
         else:
-            self._mode = _Mode.TEXT
+            self._mode = _ListMode.TEXT
         return True
 
 

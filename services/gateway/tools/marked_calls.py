@@ -32,7 +32,7 @@ class Body(Protocol):
         """The text is over or goes wrong here: a call that has begun ends."""
 
 
-class _Mode(Enum):
+class _MarkMode(Enum):
     TEXT = auto()
     BODY = auto()
     CLOSE = auto()
@@ -49,7 +49,7 @@ class MarkedCalls:
         self._opening = opening
         self._closing = closing
         self._new_body = body
-        self._mode = _Mode.TEXT
+        self._mode = _MarkMode.TEXT
         self._held = HeldText()
         self._body = body(0)
         # The mark and the blanks before it, until a call has begun after it.
@@ -70,20 +70,20 @@ class MarkedCalls:
         events: list[Event] = []
         rest = self._held.take()
         match self._mode:
-            case _Mode.BODY:
+            case _MarkMode.BODY:
                 self._break(events)
-            case _Mode.TEXT if not (self._after_call and not rest.strip()):
+            case _MarkMode.TEXT if not (self._after_call and not rest.strip()):
                 self._content(rest, events)
         return events
 
     def _advance(self, events: list[Event]) -> bool:
         """Read some text; False if it needs more."""
         match self._mode:
-            case _Mode.TEXT:
+            case _MarkMode.TEXT:
                 return self._text(events)
-            case _Mode.BODY:
+            case _MarkMode.BODY:
                 return self._calls(events)
-            case _Mode.CLOSE:
+            case _MarkMode.CLOSE:
                 return self._close()
 
     def _text(self, events: list[Event]) -> bool:
@@ -92,7 +92,7 @@ class MarkedCalls:
         if not marked:
             return False
         self._lead = self._held.take_blanks() + self._opening
-        self._body, self._mode = self._new_body(self._body.index), _Mode.BODY
+        self._body, self._mode = self._new_body(self._body.index), _MarkMode.BODY
         return True
 
     def _calls(self, events: list[Event]) -> bool:
@@ -102,9 +102,9 @@ class MarkedCalls:
             self._lead, self._after_call = "", True
         if step is Step.WRONG:
             self._break(events)
-            self._mode = _Mode.TEXT
+            self._mode = _MarkMode.TEXT
         elif step is Step.LAST:
-            self._mode = _Mode.CLOSE if self._closing else _Mode.TEXT
+            self._mode = _MarkMode.CLOSE if self._closing else _MarkMode.TEXT
         return step is not Step.MORE
 
     def _break(self, events: list[Event]) -> None:
@@ -119,7 +119,7 @@ class MarkedCalls:
             return False
         if closed:
             self._held.take_blanks()
-        self._mode = _Mode.TEXT
+        self._mode = _MarkMode.TEXT
         return True
 
     def _content(self, text: str, events: list[Event]) -> None:

@@ -36,7 +36,7 @@ def output_grammar(
     """One of `alternatives`, after reasoning if there may or must be some.
 
     Raises:
-        InvalidRequest: if that makes a grammar that is too long.
+        BadRequest: if that makes a grammar that is too long.
     """
     answer = " | ".join(f"answer_{index}" for index in range(len(alternatives)))
     lines = [f"start: {_lead(thinking, mark)}({answer})"]

@@ -1,27 +1,27 @@
 """Errors of clients' requests, and their HTTP status.
 
 GatewayError
-├── InvalidRequest          400  the request itself is wrong
+├── BadRequest              400  the request itself is wrong
 │   ├── ContextExceeded     400  prompt and output do not fit into the model's context
-│   └── Unsupported         400  a known OpenAI parameter that is not served yet
+│   └── NotSupported        400  a known OpenAI parameter that is not served yet
 ├── Unauthorized            401  no key or a wrong one
 ├── Forbidden               403  not with this key, or not from there
-├── NotFound                404  no such route
-├── ModelNotFound           404  no such model
+├── NoSuchRoute             404  no such route
+├── NoSuchModel             404  no such model
 ├── MethodNotAllowed        405
 ├── BodyTimeout             408  the body did not arrive in time
 ├── DuplicateRequest        409  the client chose an id that it has used a short time ago
 ├── BodyTooLarge            413
 ├── UriTooLong              414
 ├── UnsupportedMediaType    415
-├── QuotaExceeded           429  the owner of the key has used what it may
+├── OverQuota               429  the owner of the key has used what it may
 ├── HeadersTooLarge         431
-├── Cancelled               499  its client cancelled it
+├── CancelledByClient       499  its client cancelled it
 ├── EngineFailed            500  a worker broke the protocol, or its group changed
-├── Unavailable             503  nobody can serve it now; a retry is sensible
+├── ServiceUnavailable      503  nobody can serve it now; a retry is sensible
 │   ├── QueueFull
 │   ├── WorkerLost          the worker went away with the request
-│   └── Draining            this gateway is shutting down
+│   └── ShuttingDown        this gateway is shutting down
 └── Expired                 504  waited too long in the queue, or ran too long
     └── ClientDeadline      504  took longer than its client wanted to wait
 """
@@ -59,96 +59,96 @@ class GatewayError(ServiceError):
         return {"error": error}
 
 
-class InvalidRequest(GatewayError):
+class BadRequest(GatewayError):
     """The request itself is wrong."""
 
     status = 400
     kind = "invalid_request_error"
 
 
-class ContextExceeded(InvalidRequest):
+class ContextExceeded(BadRequest):
     """Prompt and output do not fit into the model's context."""
 
     code = "context_length_exceeded"
 
 
-class Unsupported(InvalidRequest):
+class NotSupported(BadRequest):
     """A known OpenAI parameter that is not served yet."""
 
     code = "unsupported_parameter"
 
 
-class Unauthorized(InvalidRequest):
+class Unauthorized(BadRequest):
     """No API key, or a wrong one."""
 
     status = 401
     code = "invalid_api_key"
 
 
-class Forbidden(InvalidRequest):
+class Forbidden(BadRequest):
     """Not with this key, or the admin port does not take it from where it comes."""
 
     status = 403
     code = "forbidden"
 
 
-class NotFound(InvalidRequest):
+class NoSuchRoute(BadRequest):
     """No such route."""
 
     status = 404
     code = "not_found"
 
 
-class ModelNotFound(InvalidRequest):
+class NoSuchModel(BadRequest):
     """No such model."""
 
     status = 404
     code = "model_not_found"
 
 
-class MethodNotAllowed(InvalidRequest):
+class MethodNotAllowed(BadRequest):
     """The route exists, the method does not."""
 
     status = 405
     code = "method_not_allowed"
 
 
-class BodyTimeout(InvalidRequest):
+class BodyTimeout(BadRequest):
     """The body did not arrive in time."""
 
     status = 408
     code = "request_timeout"
 
 
-class DuplicateRequest(InvalidRequest):
+class DuplicateRequest(BadRequest):
     """The client chose an id for its request that it has used a short time ago."""
 
     status = 409
     code = "duplicate_request"
 
 
-class BodyTooLarge(InvalidRequest):
+class BodyTooLarge(BadRequest):
     """The body is over the limit."""
 
     status = 413
     code = "body_too_large"
 
 
-class UriTooLong(InvalidRequest):
+class UriTooLong(BadRequest):
     """The path is over the limit."""
 
     status = 414
     code = "uri_too_long"
 
 
-class UnsupportedMediaType(InvalidRequest):
+class UnsupportedMediaType(BadRequest):
     """The body is not plain JSON."""
 
     status = 415
     code = "unsupported_media_type"
 
 
-class QuotaExceeded(GatewayError):
+class OverQuota(GatewayError):
     """The owner of the key has used what it may, in a minute or at once.
 
     `kind` says which limit it is, as in OpenAI's API: requests, tokens; or concurrent.
@@ -170,14 +170,14 @@ class QuotaExceeded(GatewayError):
         self.kind = str(limit)
 
 
-class HeadersTooLarge(InvalidRequest):
+class HeadersTooLarge(BadRequest):
     """The headers are over the limit."""
 
     status = 431
     code = "headers_too_large"
 
 
-class Cancelled(InvalidRequest):
+class CancelledByClient(BadRequest):
     """Its client cancelled the request."""
 
     status = 499
@@ -190,7 +190,7 @@ class EngineFailed(GatewayError):
     code = "engine_failed"
 
 
-class Unavailable(GatewayError):
+class ServiceUnavailable(GatewayError):
     """Nobody can serve the request now; a retry is sensible."""
 
     status = 503
@@ -201,19 +201,19 @@ class Unavailable(GatewayError):
         super().__init__(message, retry_after_s=retry_after_s)
 
 
-class QueueFull(Unavailable):
+class QueueFull(ServiceUnavailable):
     """The scheduler's queue, or this gateway, is full."""
 
     code = "queue_full"
 
 
-class WorkerLost(Unavailable):
+class WorkerLost(ServiceUnavailable):
     """The worker went away with the request."""
 
     code = "worker_lost"
 
 
-class Draining(Unavailable):
+class ShuttingDown(ServiceUnavailable):
     """This gateway is shutting down."""
 
     code = "shutting_down"
@@ -233,9 +233,9 @@ class ClientDeadline(Expired):
     code = "deadline_exceeded"
 
 
-def no_such_model(asked: str, served: str) -> ModelNotFound:
+def no_such_model(asked: str, served: str) -> NoSuchModel:
     """The error for a model that is not here."""
-    return ModelNotFound(
+    return NoSuchModel(
         f"the model {asked[:128]!a} does not exist; '{served}' is served here", param="model"
     )
 

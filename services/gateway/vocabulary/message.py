@@ -6,6 +6,7 @@ from enum import Enum, auto
 from typing import Any
 
 from services.core.ask import Assignment, Refusal
+from services.core.groups.vocabulary import Group
 from services.core.report import MemoryReport
 from services.core.request import TokenLogprobs
 
@@ -121,27 +122,11 @@ class ProcessState:
 
 
 @dataclass(frozen=True, slots=True)
-class GroupState:
-    """Workers that serve together."""
-
-    group_id: str
-    epoch: int
-    members: tuple[str, ...]
-    model: str = ""
-    # First layer and end of each member; none if the record does not say.
-    layers: tuple[tuple[int, int], ...] = ()
-    # Its members get ready for another configuration.
-    changing: bool = False
-    # A lost member left it behind: it serves nothing until its layers are loaded.
-    degraded: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class ClusterState:
+class ClusterStatus:
     """The cluster as the memory manager sees it."""
 
     workers: tuple[MemoryReport, ...]
-    groups: tuple[GroupState, ...]
+    groups: tuple[Group, ...]
     # Decisions about memory and their numbers, by the names in memmgr.proto; oldest first.
     decisions: tuple[dict[str, Any], ...] = ()
     # Tokens of KV that models lack beyond what all merges can gain, by model.

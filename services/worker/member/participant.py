@@ -25,8 +25,6 @@ class SourceMember:
     bulk_address: str
     activation_nonce: bytes
     bulk_nonce: bytes
-    first_layer: int
-    end_layer: int
     draining: bool = False
 
 
@@ -61,10 +59,10 @@ class Participant(Protocol):
     async def abort(self, attempt: str) -> None:
         """Abort the preparation for the attempt, which will never be committed."""
 
-    async def commit(self, group: Group, attempt: str, superseded: str) -> None:
+    async def commit(self, group: Group, attempt: str | None, superseded: str | None) -> None:
         """Serve the committed configuration `group`, of which this worker is a member.
 
-        `attempt` has prepared it; "" if no attempt has, as for a group of one. `superseded` is an
+        `attempt` has prepared it; None if no attempt has, as for a group of one. `superseded` is an
         attempt that prepared another configuration, "" for none: keep the layers that it fetched
         and `group` needs, free the others. A DEGRADED group serves nothing, and the worker keeps
         its layers.

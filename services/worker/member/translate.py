@@ -51,8 +51,6 @@ def to_preparation(asked: PrepareAsked, request: pb.PrepareRequest) -> ProposedC
                 peer.bulk_address,
                 peer.activation_nonce,
                 peer.bulk_nonce,
-                peer.first_layer,
-                peer.end_layer,
                 peer.draining,
             )
             for peer in request.peers

@@ -11,7 +11,7 @@ import pytest
 from services.core.groups.coordinator import ChangePhase, ChangeStepped
 from services.core.groups.layer_map import ModelShape, Stage
 from services.core.groups.vocabulary import Group, GroupPhase, Member, Targets
-from services.core.overload.action_plan import NoPlan, Plan, merges, merges_of_full, splits
+from services.core.overload.action_plan import ActionPlan, NoPlan, merges, merges_of_full, splits
 from services.core.overload.actions import ActionState
 from services.core.overload.events import Action, Cause, Decision, Numbers, Why
 from services.core.overload.worker_facts import WorkerFacts
@@ -199,13 +199,13 @@ def test_what_merges_that_run_will_gain_is_not_gained_again() -> None:
     state = ActionState(1.0, 1.0)
     groups = [alone(name) for name in FACTS]
 
-    def begin(needed_tokens: int) -> Plan:
+    def begin(needed_tokens: int) -> ActionPlan:
         decision = logged(Action.MERGE, needed_tokens=needed_tokens).decision
         return state.begin(decision, groups, FACTS, {}, 0.0)
 
     (first,) = begin(150).changes
     assert first.gain_tokens == 200
-    assert begin(200) == Plan((), 0, "merges that run gain 200 of 200 tokens")
+    assert begin(200) == ActionPlan((), 0, "merges that run gain 200 of 200 tokens")
     (second,) = begin(300).changes
     assert not set(first.group_ids) & set(second.group_ids)
     assert "all that can merge" not in second.text

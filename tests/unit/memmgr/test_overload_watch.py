@@ -6,7 +6,7 @@ import pytest
 
 from services.core.demand import ModelDemand
 from services.core.groups.vocabulary import Group, GroupPhase, Member
-from services.core.overload.action_plan import Plan
+from services.core.overload.action_plan import ActionPlan
 from services.core.overload.events import (
     Action,
     GroupUse,
@@ -83,10 +83,10 @@ class Watched:
             self.act,
         )
 
-    def act(self, logged: LoggedDecision) -> Plan:
-        """Plan for `short_tokens` too little."""
+    def act(self, logged: LoggedDecision) -> ActionPlan:
+        """A plan that is `short_tokens` short."""
         self.acted.append(logged)
-        return Plan((), self.short_tokens)
+        return ActionPlan((), self.short_tokens)
 
 
 def test_decisions_are_kept_logged_and_acted_on(caplog: pytest.LogCaptureFixture) -> None:

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from services.common.clock import monotonic_s
 from services.core.report import EngineReport, Load
-from services.memmgr.worker_memory import REPORT_FRESH_S, MemoryView
+from services.memmgr.worker_memory import REPORT_FRESH_S, HeardWorker, MemoryView
 from tests.support.reports import memory_report
 
 LOAD = Load(1, 0, 4, 0, kv_blocks_total=9)
@@ -42,3 +42,26 @@ def test_a_silent_worker_is_shown_but_not_fresh() -> None:
     assert view.fresh(now_s) == {"w0": MEMORY}
     assert view.engines(now_s) == {"w0": MEMORY.engine}
     assert view.fresh(now_s + REPORT_FRESH_S + 1) == {} and view.workers() == [MEMORY]
+
+
+def test_since_when_an_epoch_is_served_and_settled() -> None:
+    view = MemoryView()
+    view.set_registered({"w0": "a"})
+    assert view.heard("w0") is None
+
+    def told(epoch: int, unsettled: bool) -> HeardWorker:
+        engine = replace(MEMORY.engine, epoch=epoch, unsettled=unsettled)
+        view.report(replace(MEMORY, engine=engine))
+        heard = view.heard("w0")
+        assert heard is not None and heard.report.engine == engine
+        return heard
+
+    first = told(3, unsettled=True)
+    assert first.settled_s is None and view.heard("w0", 3) == first and view.heard("w0", 4) is None
+    second = told(3, unsettled=False)
+    assert second.served_s == first.served_s and second.settled_s == second.heard_s
+    third = told(3, unsettled=True)
+    assert (third.served_s, third.settled_s) == (first.served_s, second.settled_s)
+    later = told(5, unsettled=True)
+    assert later.served_s == later.heard_s and later.settled_s is None
+    assert view.heard("w0", 4) == later

@@ -5,12 +5,12 @@ import asyncio
 from services.common.clock import monotonic_s
 from services.core.scheduler.state import SchedulerState
 from services.core.scheduler.vocabulary import Asked, SendTicket
-from services.scheduler.driver import Driver, Outbox
+from services.scheduler.driver import GatewayOutbox, SchedulerDriver
 from tests.support.waiting import eventually
 
 
-def driver(grace_s: float = 0.0, outbox_limit: int = 8) -> Driver:
-    return Driver(SchedulerState(8, 120.0), outbox_limit, grace_s)
+def driver(grace_s: float = 0.0, outbox_limit: int = 8) -> SchedulerDriver:
+    return SchedulerDriver(SchedulerState(8, 120.0), outbox_limit, grace_s)
 
 
 def ask(stream_id: int, request_id: str = "r1") -> Asked:
@@ -18,7 +18,7 @@ def ask(stream_id: int, request_id: str = "r1") -> Asked:
 
 
 async def test_an_outbox_gives_commands_in_order() -> None:
-    outbox = Outbox(1, limit=3)
+    outbox = GatewayOutbox(1, limit=3)
     sent = [SendTicket(1, f"r{number}") for number in range(3)]
     for command in sent:
         outbox.put(command)
@@ -27,7 +27,7 @@ async def test_an_outbox_gives_commands_in_order() -> None:
 
 
 async def test_an_outbox_that_overflows_is_closed() -> None:
-    outbox = Outbox(1, limit=2)
+    outbox = GatewayOutbox(1, limit=2)
     for number in range(4):
         outbox.put(SendTicket(1, f"r{number}"))
     assert outbox.overflowed
@@ -37,7 +37,7 @@ async def test_an_outbox_that_overflows_is_closed() -> None:
 
 
 async def test_closing_wakes_the_writer() -> None:
-    outbox = Outbox(1, limit=2)
+    outbox = GatewayOutbox(1, limit=2)
     async with asyncio.timeout(30), asyncio.TaskGroup() as tasks:
         taking = tasks.create_task(outbox.take(60.0))
         await asyncio.sleep(0)

@@ -3,11 +3,11 @@
 import itertools
 
 from services.core.scheduler.state import SchedulerState
-from services.core.scheduler.vocabulary import Asked, Group, GroupJoined
+from services.core.scheduler.vocabulary import Asked, GroupJoined, ServingGroup
 from services.scheduler.metrics import SchedulerCollector
 from tests.support.exposition import Samples, collected, value
 
-GROUP = Group("g", 1, "w", "i", "h:1", "m", 10, 16, 100)
+GROUP = ServingGroup("g", 1, "w", "i", "h:1", "m", 10, 16, 100)
 
 
 def asked(request_id: str, model: str, tokens: int = 8) -> Asked:

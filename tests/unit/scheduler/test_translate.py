@@ -7,11 +7,11 @@ from services.core.ask import RefusalReason
 from services.core.report import Load, LoadReport
 from services.core.scheduler.vocabulary import (
     Command,
-    Group,
     LoadReported,
     SendAssignment,
     SendRefusal,
     SendTicket,
+    ServingGroup,
     Withdrawn,
 )
 from services.scheduler.translate import (
@@ -27,7 +27,7 @@ from tideserve.scheduler.v1 import scheduler_pb2
 
 def test_a_stable_group_of_a_registered_worker_serves() -> None:
     worker = worker_record(address="h:1")
-    assert to_group(group_record(worker, epoch=3), {"w0": worker}) == Group(
+    assert to_group(group_record(worker, epoch=3), {"w0": worker}) == ServingGroup(
         "group-w0", 3, "w0", "w0-a", "h:1", "m", 100, 16, 1024
     )
 
@@ -64,7 +64,7 @@ def test_a_merged_group_is_its_leader_with_the_shortest_model_length() -> None:
     follower = worker_record("w0", max_model_len=512, kv_blocks_total=50)
     merged = group_record(leader, epoch=3)
     merged.members.add(worker_id="w0", incarnation="w0-a")
-    assert to_group(merged, {"w0": follower, "w1": leader}) == Group(
+    assert to_group(merged, {"w0": follower, "w1": leader}) == ServingGroup(
         "group-w1", 3, "w1", "w1-a", "h:1", "m", 100, 16, 512
     )
     assert to_group(merged, {"w1": leader}) is None

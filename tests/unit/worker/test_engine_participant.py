@@ -33,8 +33,8 @@ MERGED = Group(
     "m",
 )
 PEERS = (
-    SourceMember("w0", "a", "w0:0", "w0:1", "w0:2", b"\x00" * 16, b"\x01" * 16, 0, 4),
-    SourceMember("w1", "b", "w1:0", "w1:1", "w1:2", b"\x02" * 16, b"\x03" * 16, 0, 4),
+    SourceMember("w0", "a", "w0:0", "w0:1", "w0:2", b"\x00" * 16, b"\x01" * 16),
+    SourceMember("w1", "b", "w1:0", "w1:1", "w1:2", b"\x02" * 16, b"\x03" * 16),
 )
 MERGE = ProposedChange("7-1", "group-w0", 1, MERGED, PEERS)
 

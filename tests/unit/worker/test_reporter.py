@@ -9,18 +9,20 @@ import pytest
 from services.core.report import EngineReport, Load
 from services.worker import reporter
 from services.worker.ipc import EngineReady
-from services.worker.reporter import Reporter
+from services.worker.reporter import ReportSender
 
 DEADLINE_S = 20.0
 FACTS = EngineReady(1024, 100, 16, 40, 4096, 10_000, 3000, 500)
 
 
-def make_reporter(responsive: bool = True) -> Reporter:
+def make_reporter(responsive: bool = True) -> ReportSender:
     """One whose engine runs one request at epoch 6; requests find the worker at epoch 7."""
     report = EngineReport(Load(1, 0, 9, 0, 3, 10), 6, unsettled=True, parameter_bytes=2000)
     engine = SimpleNamespace(report=report, responsive=responsive)
     unused = cast(Any, None)
-    return Reporter("w", "i", FACTS, unused, cast(Any, engine), lambda: 7, lambda: [11, 12], unused)
+    return ReportSender(
+        "w", "i", FACTS, unused, cast(Any, engine), lambda: 7, lambda: [11, 12], unused
+    )
 
 
 @pytest.fixture(autouse=True)

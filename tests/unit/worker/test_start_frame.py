@@ -9,7 +9,7 @@ from services.core.request import (
     Sampling,
 )
 from services.core.service import NO_PROMISE, Service, ServiceClass
-from services.worker.start_frame import InvalidRequest, to_request
+from services.worker.start_frame import InvalidStart, to_request
 from tideserve.common.v1 import service_pb2
 from tideserve.worker.v1 import worker_pb2 as pb
 
@@ -196,7 +196,7 @@ def test_a_class_of_a_later_version_is_read_as_standard() -> None:
     ],
 )
 def test_every_field_outside_its_range_is_named(changes: dict, about: str) -> None:
-    with pytest.raises(InvalidRequest, match=about):
+    with pytest.raises(InvalidStart, match=about):
         to_request(make_start(**changes), vocab_size=10, max_model_len=10, now_s=0.0)
 
 
@@ -206,5 +206,5 @@ def test_log_probabilities_of_a_prompt_are_bounded() -> None:
     start = make_start(prompt_ids=[1] * most, logprobs=options)
     to_request(start, vocab_size=100, max_model_len=10**6, now_s=0.0)
     start = make_start(prompt_ids=[1] * (most + 1), logprobs=options)
-    with pytest.raises(InvalidRequest, match=f"more than {PROMPT_LOGPROBS_MAX} numbers"):
+    with pytest.raises(InvalidStart, match=f"more than {PROMPT_LOGPROBS_MAX} numbers"):
         to_request(start, vocab_size=100, max_model_len=10**6, now_s=0.0)

@@ -1,8 +1,8 @@
 """What a drop costs: `python -m tideserve.bench.probes.drop`, one JSON object on stdout.
 
-Either a model folder, loaded as a worker loads it, or `--layout`: the addresses of a model of that
-size without its arithmetic. All pages are touched before each drop. Every duration is given twice,
-elapsed and in CPU time, since other processes blur the first.
+It measures a model folder, loaded as a worker loads it, or with `--layout` the memory of a model of
+that size without its arithmetic. All pages are touched before each drop. Every duration is given as
+elapsed time and as CPU time: other processes blur the first.
 
 Exit code 2 with a sentence on stderr if it cannot be measured.
 """
@@ -34,11 +34,11 @@ GIB = 1 << 30
 CHUNK_BYTES = 2 << 20
 LAYERS = 48
 KV_SHARE = 0.05
-"""KV of the layout before a drop, of its chunks: a flood begins when parameters fill memory."""
+"""Share of the chunks that are KV before a drop: a flood begins when parameters fill memory."""
 # Qwen2.5-14B: 8 KV heads of 128, blocks of 16 tokens.
 BLOCK_SHAPE = KvBlockShape(block_size=16, num_kv_heads=8, head_dim=128, dtype=torch.bfloat16)
 AVAILABLE_SHARE = 0.8
-"""Of the machine's available memory that the arena may take."""
+"""Share of the machine's available memory that the arena may take."""
 
 
 class ConstantSource:
@@ -54,7 +54,7 @@ class ConstantSource:
 
 @dataclass(frozen=True, slots=True)
 class StepCost:
-    """How long something took, and how long its longest step."""
+    """Durations of an operation and of its longest step."""
 
     elapsed_ms: float
     cpu_ms: float
@@ -195,7 +195,7 @@ def _round(memory: StageMemory, *, prefault: bool) -> dict[str, Any]:
 
 
 def _restore(memory: StageMemory) -> dict[str, Any]:
-    """Everything back; the paused step (`set_stage`) and the longest of the others."""
+    """Restore all layers; the paused step (`set_stage`) and the longest of the others."""
     layers = memory.num_layers
     shrink = _repeat(lambda: _shrink(memory))
     background = _repeat(memory.finish_drop)

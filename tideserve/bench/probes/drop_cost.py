@@ -1,6 +1,6 @@
 """What a drop costs, without any load: the pause, first use of new KV, activations beside bulk.
 
-No scenario, since nothing is served: two programs of the worker measure in processes of their own.
+It is no scenario, since nothing is served: two probes measure in processes of their own.
 """
 
 import json
@@ -25,7 +25,7 @@ MEMORY_PART, LAYOUT_PART, LANES_PART = "memory", "layout", "lanes"
 LAYOUT_GIB_MAX = 30
 """A 14B model in 16 bits, and a little KV cache."""
 LAYOUT_SHARE = 0.6
-"""Of the available memory; every page of the layout is touched."""
+"""Share of the available memory; every page of the layout is touched."""
 KINDS = {
     "idle": "alone",
     "coordinated": "beside bulk that stands aside",
@@ -44,7 +44,7 @@ class Probe:
 
 
 def probes(deployment: Deployment, quick: bool) -> tuple[Probe, ...]:
-    """What is run: on the model as a worker loads it, and between two processes."""
+    """Probes of memory, with the model and with a layout, and of lanes between processes."""
     memory = (
         *("--model-dir", str(deployment.model_dir), "--dtype", deployment.dtype),
         *("--memory-gib", str(deployment.memory_bytes / GIB), "--rounds", "2" if quick else "5"),

@@ -1,7 +1,7 @@
 """How long activations take beside bulk transfers, between two processes of this machine.
 
-`measure_in` is for a process of its own (`python -m tideserve.bench.probes.lanes`
-prints its result as JSON): the engines of a group do nothing else either.
+`measure_in` runs in a process of its own (`python -m tideserve.bench.probes.lanes` prints its
+result as JSON): the engines of a group do nothing else either.
 """
 
 import argparse
@@ -34,7 +34,7 @@ from services.worker.engine.transfer.ucx_lane import UcxLane
 SLAB_BYTES = 16 << 20
 WARM_UP_TRIPS = 50
 TRIP_TIMEOUT_S = 30.0
-ROUNDS = 10  # the kinds take turns, so that what else the machine does meets them all
+ROUNDS = 10  # the kinds take turns, so that other work of the machine hits all of them
 US = Identity("measuring", "1")
 PEER = Identity("echoing", "1")
 
@@ -50,7 +50,7 @@ CODEC = FrameCodec({1: Ping, **BULK_KINDS})
 
 @dataclass(frozen=True, slots=True)
 class Trips:
-    """Round trips of one kind; `bulk_bytes_per_s` is what went beside them."""
+    """Round trips of one kind; `bulk_bytes_per_s` is the bulk traffic beside them."""
 
     p50_s: float
     p99_s: float
@@ -80,7 +80,7 @@ class TripLoad:
 
 @dataclass(slots=True)
 class _Tally:
-    """What was measured of one kind, over all rounds."""
+    """Measurements of one kind, over all rounds."""
 
     durations_s: list[float] = field(default_factory=list)
     elapsed_s: float = 0.0
@@ -119,7 +119,7 @@ class _BulkStream:
             self._under_way += 1
 
     def drain(self) -> None:
-        """Wait until all that was begun has ended."""
+        """Wait until all transfers have ended."""
         end_s = monotonic_s() + TRIP_TIMEOUT_S
         while self._under_way and monotonic_s() < end_s:
             select.select([self.mover], [], [], 1.0)
@@ -169,7 +169,7 @@ def _trips(
     bulk: _BulkStream | None,
     tally: _Tally,
 ) -> None:
-    """Go there and back, with what `bulk` sends beside it."""
+    """Make round trips beside the traffic of `bulk`."""
     payload = np.ones(load.payload_bytes, np.uint8)
     began_s, before_bytes = monotonic_s(), bulk.sent_bytes if bulk is not None else 0
     for trip in range(trips):
@@ -194,7 +194,7 @@ def _await_echo(lane: UcxLane, until_s: float) -> None:
 
 @contextmanager
 def _echoing_peer() -> Iterator[tuple[Sequence[str], Sequence[bytes]]]:
-    """The other process: the addresses and nonces of its lanes."""
+    """Start the other process; gives the addresses and nonces of its lanes."""
     nonces = [secrets.token_bytes(16) for _ in range(2)]
     command = [sys.executable, "-m", __spec__.name, "--echo"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:

@@ -57,7 +57,7 @@ def _table(section: Mapping[str, Any], config: Figures) -> Table:
 
 
 def _row_groups(systems: Mapping[str, Figures]) -> Iterator[list[Row]]:
-    """What belongs together. Short answers, predictions and bubbles only if a system has them."""
+    """Groups of rows. Short answers, predictions, bubbles: only if a system has them."""
     counts: list[Row] = [
         (label, _plain_reader(label))
         for label in ("sent", "completed", "rejected", "failed", "preemptions")
@@ -100,7 +100,7 @@ def _row_groups(systems: Mapping[str, Figures]) -> Iterator[list[Row]]:
 
 
 def _steps_table(what: str, rows: Sequence[Figures]) -> Table:
-    """Each step with its figures; behind them, what it made of those of the step before."""
+    """The figures of each step, each with its ratio to that of the step before."""
     table = Table(title=f"steps, {what}: figure (× the step before)", title_justify="left")
     table.add_column("")
     columns = (
@@ -167,7 +167,7 @@ def _show_ratios(section: Mapping[str, Any], console: Console) -> None:
 
 
 def _pairs(names: Sequence[str]) -> list[str]:
-    """Everything against the first system, and what has a reference against that."""
+    """Pairs of each system with the first one, and of each system with its references."""
     pairs = [f"{names[0]}/{name}" for name in names[1:]] if names else []
     references = [name for name in names if is_reference(name)]
     pairs += [

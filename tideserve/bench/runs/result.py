@@ -44,10 +44,10 @@ def sections(result: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
 
 
 def _too_mild(plan: BenchPlan, systems: Mapping[str, Figures]) -> Sequence[str]:
-    """A sentence for each system that the load has not pressed as hard as it is meant to.
+    """A sentence for each system on which the load was milder than the scenario intends.
 
-    Not of what has ample memory, nor of what is unpaced beside a paced run, whose load is for a
-    slower device.
+    Systems with ample memory are left out, and so are unpaced systems in a paced run, whose load is
+    for a slower device.
     """
     return [
         f"{name}: KV demand came to {ratio:.3g} × what the workers hold, less than the"
@@ -65,7 +65,7 @@ def _compared(plan: BenchPlan, rounds: Mapping[str, Sequence[Round]]) -> dict[st
     best: dict[str, Mapping[str, float | None]] = {}
     for device in {device_of(name) for name in rounds}:
         own = {name: found for name, found in rounds.items() if device_of(name) == device}
-        # What has no memory limit is a yardstick, not a competitor.
+        # A system without a memory limit is a yardstick, not a competitor.
         rivals = {name: found for name, found in own.items() if not is_reference(name)}
         best[device] = best_p50_s(rivals or own)
     systems = {
@@ -79,14 +79,14 @@ def _config(plan: BenchPlan, outcomes: RunOutcomes) -> dict[str, Any]:
     return {
         "quick": plan.choice.quick,
         "seed": plan.choice.seed,
-        # All that makes the requests again, for a simulation of them.
+        # Everything that a simulation needs to make the same requests.
         "load": asdict(plan.choice),
         "rounds": plan.scenario.rounds(plan.choice.quick),
         "model": deployment.model_name,
         "dtype": deployment.dtype,
         "workers": deployment.workers,
         "memory_bytes": deployment.memory_bytes,
-        # Made-up weights are in no file that tells their size.
+        # Made-up weights have no file that tells their size.
         "parameter_share": deployment.parameter_bytes / deployment.memory_bytes or None,
         "paced": deployment.paced,
         "workload": outcomes.statements,

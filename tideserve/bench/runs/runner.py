@@ -1,6 +1,6 @@
 """Runs a scenario: systems take turns, round by round, so that a drift of the machine hits all.
 
-While one is measured, the others rest or are stopped: servers without work still use processors.
+While one system is measured, the others are suspended or stopped: idle servers use processors, too.
 """
 
 import contextlib
@@ -47,7 +47,7 @@ class BenchPlan:
 
 @dataclass(slots=True)
 class RunOutcomes:
-    """What was measured: rounds by case and system, and what could not run."""
+    """Results of a run: rounds by case and system, and the systems that could not run."""
 
     rounds: dict[str, dict[str, list[Round]]] = field(default_factory=dict)
     descriptions: dict[str, Mapping[str, Any]] = field(default_factory=dict)
@@ -61,7 +61,7 @@ class Runner:
     """One run of one scenario."""
 
     def __init__(self, plan: BenchPlan, say: Say, progress: Say) -> None:
-        """`say` gets sentences to keep, `progress` what is being done right now."""
+        """`say` gets sentences to keep, `progress` the current step."""
         self._plan = plan
         self._say = say
         self._progress = progress
@@ -86,7 +86,7 @@ class Runner:
         try:
             for key, (name, paced) in systems.items():
                 if "=" in name:
-                    # One that does not answer is told before anything is measured.
+                    # A server that does not answer is reported before anything is measured.
                     self._prepare(key, name, paced)
             for turn in range(self._round_count):
                 for key in systems:
@@ -183,7 +183,7 @@ class Runner:
     def _set_aside(self, key: str, fits: bool) -> None:
         """Keep a system out of the way of the others until its next turn."""
         if self._plan.scenario.inspect is not None and fits:
-            return  # which reads the figures of servers that are still there
+            return  # this reads figures of servers, so they must still run
         if not fits or not self._up[key].rest():
             self._up.pop(key).stop()
 
@@ -297,14 +297,14 @@ class Runner:
 
 
 def _difference(after: Number | None, before: Number | None) -> Number | None:
-    """What was counted meanwhile; None if one is unknown, or the counter began anew."""
+    """The increase of a counter; None if a value is unknown or the counter was reset."""
     if after is None or before is None or after < before:
         return None
     return after - before
 
 
 def describe_machine(deployment: Deployment) -> dict[str, Any]:
-    """What the figures were measured on, and how busy it was before."""
+    """The machine on which the figures were measured, and how busy it was before."""
     return {
         "cpu": next(_cpu_names(), platform.processor() or platform.machine()),
         "cores": len(deployment.cores),

@@ -1,4 +1,4 @@
-"""`burst`: a slice of a real trace whose KV demand overflows what the workers have.
+"""`burst`: a slice of a real trace whose KV demand exceeds the workers' KV cache.
 
 Outputs are long and prompts short, so that a request stays long and its first token waits for
 memory, not for compute. A system with the suffix `-ample` gets the same arrivals with memory for
@@ -33,7 +33,7 @@ REQUESTS_MIN = 70
 
 @dataclass(frozen=True, slots=True)
 class TraceSlice:
-    """A slice of the trace, its mean rate for two workers, what its lengths become.
+    """A slice of the trace, its mean rate for two workers, and the scale of its lengths.
 
     `drain_s` guesses how long the answers take after the last arrival.
     """
@@ -110,7 +110,7 @@ def flood_case(choice: LoadChoice, name: str, load: TraceSlice, time_share: floa
 
 
 def load_for(choice: LoadChoice, paced: TraceSlice, unpaced: TraceSlice) -> TraceSlice:
-    """One of the two, thinner as the device is slower."""
+    """One of the two loads, with its rate divided by the device's slow-down."""
     if not choice.paced:
         return unpaced
     slowdown = choice.slowdown

@@ -1,4 +1,4 @@
-"""`churn`: merges and splits in a row under load lose, double or block no request, leak nothing.
+"""`churn`: many merges and splits under load lose, double or block no request and leak nothing.
 
 The groups change by hand, one change after the other, while requests keep coming and some clients
 hang up. Afterwards every process's event log is replayed and audited for invariants I1-I10.
@@ -31,7 +31,7 @@ POLL_S = 0.2
 PAUSE_S = 0.3
 """How long each configuration serves before the next change is asked for."""
 RSS_GROWTH_MAX = 0.05
-"""Of the last tenth of the cycles against the first: allocators and logs wander by so much."""
+"""Allowed growth from the first to the last tenth of the cycles: allocators and logs vary."""
 REQUEST_COUNTS = (
     *("sent", "completed", "hung_up", "refused", "lost", "duplicated", "stuck", "tokens"),
 )
@@ -40,7 +40,7 @@ INVARIANTS = tuple(f"I{number}" for number in range(1, 11))
 
 @dataclass(slots=True)
 class Churned:
-    """What came of the changes. `rss_bytes`: of each worker's processes after every cycle."""
+    """Results of the changes. `rss_bytes`: of each worker's processes after every cycle."""
 
     wanted: int
     merges: int = 0
@@ -84,7 +84,7 @@ def churn(
 
 
 def judge(done: Churned, tally: Tally, audited: Audited) -> TrialVerdict:
-    """Figures, and all that did not hold."""
+    """Figures, and a problem for every property that did not hold."""
     problems = [done.failure] if done.failure else []
     problems += _request_problems(tally) + _memory_problems(done)
     for name, replayed in audited.replayed.items():
@@ -115,13 +115,13 @@ def judge(done: Churned, tally: Tally, audited: Audited) -> TrialVerdict:
 
 
 def run(deployment: Deployment, choice: LoadChoice, say: Say, progress: Say) -> TrialVerdict:
-    """Start a cluster that keeps event logs, churn it, look at the logs."""
+    """Start a cluster that keeps event logs, change its groups, and audit the logs."""
     cycles = choice.cycles or (QUICK_CYCLES if choice.quick else FULL_CYCLES)
     with tempfile.TemporaryDirectory(prefix="tideserve-churn-") as folder:
         logs = Path(folder) / "events"
         log = {"event_log": str(logs)}
         options = {
-            # Only the changes that are asked for.
+            # The cluster makes only the changes that are asked for.
             "overload_policy": "recompute",
             "worker": {"profile_when_idle": False} | log,
             "memmgr": log,

@@ -1,10 +1,10 @@
 """`doors`: what a request and a token cost the gateway over HTTP and over gRPC.
 
 One cluster of one worker takes the same requests over both doors in turn, in pairs; which door is
-first alternates. There are two loads, of short answers and of long ones, so that what a request
-costs can be told from what a token costs. Processor time is what the kernel counts for the
-gateway's process, all of its threads, less what it takes when nobody asks; tokens are what the
-gateway counts. Requests are prompts of token ids, so no text is tokenised.
+first alternates. There are two loads, of short answers and of long ones, so that the cost of a
+request can be separated from that of a token. Processor time is what the kernel counts for the
+gateway's process, all of its threads, less the time of an idle gateway; tokens are what the gateway
+counts. Requests are prompts of token ids, so no text is tokenised.
 """
 
 import time
@@ -73,7 +73,7 @@ def run(deployment: Deployment, choice: LoadChoice, say: Say, progress: Say) -> 
     try:
         system.start(say)
         urls = {HTTP: system.urls[0], GRPC: f"{SCHEME}://127.0.0.1:{port}"}
-        for url in urls.values():  # what is loaded at a first request is no cost
+        for url in urls.values():  # modules that load at the first request do not count
             _measure(system, url, SHORT, -1, 0.0)
         idle_share = _idle_share(system)
         for number in range(pairs):
@@ -89,7 +89,7 @@ def run(deployment: Deployment, choice: LoadChoice, say: Say, progress: Say) -> 
 
 
 def judge(costs: Mapping[str, Mapping[int, Sequence[DoorCost]]], idle_share: float) -> TrialVerdict:
-    """Figures for people; it compares, and nothing can be too dear."""
+    """Figures for people. The trial only compares: no cost makes it fail."""
     found = {
         door: [prices(short, long) for short, long in zip(by[SHORT], by[LONG], strict=True)]
         for door, by in costs.items()
@@ -158,7 +158,7 @@ def _measure(system: Tideserve, url: str, length: int, seed: int, idle_share: fl
 
 
 def _idle_share(system: Tideserve) -> float:
-    """Processors that the gateway takes when nobody asks."""
+    """Processors that an idle gateway uses."""
     before, begun_s = system.gateway_cost(), time.monotonic()
     time.sleep(IDLE_S)
     return (system.gateway_cost().cpu_s - before.cpu_s) / (time.monotonic() - begun_s)

@@ -1,4 +1,4 @@
-"""`overhead`: what the control plane adds to a first token, and what planning costs.
+"""`overhead`: the latency that the control plane adds to a first token, and the cost of planning.
 
 Alone, a request's time to first token is the engine's own time plus the way through gateway,
 scheduler and worker and back. The engine's part is read from the workers' event logs, on the same

@@ -1,4 +1,4 @@
-"""What a scenario is, and how all of them are found."""
+"""Scenarios and trials, and how they are found."""
 
 import importlib
 import pkgutil
@@ -22,7 +22,7 @@ RoundsByCase = Mapping[str, Mapping[str, Sequence[Round]]]
 
 @dataclass(frozen=True, slots=True)
 class LoadChoice:
-    """What a person chose about the load. None leaves it to the scenario."""
+    """The load as chosen on the command line. None leaves the choice to the scenario."""
 
     quick: bool = False
     seed: int = 0
@@ -35,10 +35,12 @@ class LoadChoice:
     time_scale: float | None = None
     """Times between arrivals become so many times as long, instead of a rate."""
     paced: bool = False
-    """Whether the load shall fit a device that is paced to, instead of this machine."""
+    """Whether the load is for the device that is paced to, instead of for this machine."""
     slowdown: float = 1.0
-    """How many times as long everything takes on that device. A scenario's own load is as much
-    thinner; a rate or arrivals that a person chose stay as they are."""
+    """How many times slower that device is.
+
+    A scenario divides its own rate by this; a chosen rate and chosen arrivals are kept.
+    """
     cycles: int | None = None
     workers: int = 2
 
@@ -60,15 +62,17 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """A named set of cases. `rounds` of all of them are measured, the systems taking turns.
+    """A named set of cases, each measured for `rounds` rounds in which the systems take turns.
 
-    `inspect`, if any, is called after the last round and returns more figures by system's name;
-    with `event_log`, our workers log their events for it. `dtype` is what the models compute with
-    unless a person says otherwise. `paced_systems` and `paced_memory` take the place of the others
-    when the tiny model is paced, `paced_model` of what is in its configuration. `steps`, labels
-    with systems, has the report tell what each changes against the one before. `options` are more
-    options of `tideserve up`. `traced`: arrivals are those of a trace, which a person may choose.
-    `demand_min`: peak KV demand, in multiples of what the workers hold, that the load is meant for.
+    inspect        called after the last round; returns more figures by the system's name
+    event_log      whether our workers log their events, for `inspect`
+    dtype          type that the models compute with, unless another is chosen
+    paced_systems, paced_memory  in place of the others when the tiny model is paced
+    paced_model    in place of entries of the tiny model's configuration, then
+    steps          systems by label: the report compares each with the one before
+    options        further options of `tideserve up`
+    traced         whether the arrivals are those of a trace, which may then be chosen
+    demand_min     peak KV demand that the load is meant to have, in multiples of the capacity
     """
 
     name: str
@@ -95,7 +99,7 @@ class Scenario:
 
 @dataclass(frozen=True, slots=True)
 class TrialVerdict:
-    """What a trial has found: `problems` is empty if everything held; `rows` are for people."""
+    """Findings of a trial: `problems` is empty if the property holds; `rows` are for people."""
 
     figures: Mapping[str, Any]
     rows: Sequence[tuple[str, str]]
@@ -104,10 +108,10 @@ class TrialVerdict:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """A scenario that compares nothing: on a cluster of its own something holds, or does not.
+    """A scenario that compares no systems: it checks a property of a cluster of its own.
 
-    `run` gets a sentence-to-keep and a what-is-done-now function last; it may raise
-    SystemUnavailable.
+    The last arguments of `run` are functions that show a sentence to keep, and the current step. It
+    may raise SystemUnavailable.
     """
 
     name: str

@@ -7,7 +7,7 @@ from functools import partial
 from tideserve.bench.scenarios.scenario import QUICK_LIMIT_S, Case, LoadChoice, Scenario
 from tideserve.bench.workload import Workload, fixed, with_lead_in
 
-# So many, because a shared machine is now faster, now slower for a minute.
+# So many rounds, because the speed of a shared machine varies from minute to minute.
 QUICK_ROUNDS, FULL_ROUNDS = 8, 5
 
 
@@ -33,7 +33,7 @@ QUICK_REQUESTS, FULL_REQUESTS = 32, 64
 # So that all of them fit into the four minutes.
 QUICK_DIVISOR = 16
 FULL_FACTOR = QUICK_DIVISOR * FULL_REQUESTS / QUICK_REQUESTS
-# A full run takes its time; its limit is for a system that hangs.
+# A full run takes long; its limit is for a system that hangs.
 FULL_SLACK = 10
 
 
@@ -75,7 +75,7 @@ SCENARIO = Scenario(
     summary="closed loop, fixed concurrency and lengths: prefill-heavy, decode-heavy, mixed",
     systems=("tideserve", "vllm"),
     memory="1GiB",
-    # Many processors have no product of bfloat16, and what a system does instead is no measure.
+    # Many processors have no product of bfloat16, and substitutes of systems cannot be compared.
     dtype="float32",
     cases=cases,
     rounds=lambda quick: QUICK_ROUNDS if quick else FULL_ROUNDS,

@@ -1,10 +1,10 @@
 """`tracing`: what 1 % of requests in traces costs the gateway, in processor time.
 
 Two clusters of one worker, alike but for tracing, take their halves of one load at the same time:
-whatever else the machine does, and however fast it is, hits both of such a pair. There are ten
-pairs; which cluster is named first alternates. Processor time is what the kernel counts for the
-gateway's process, all of its threads; tokens are what the gateway counts. Answers are short, since
-tracing costs by the request.
+the machine's speed and its other work affect both clusters of a pair alike. There are ten pairs;
+which cluster is named first alternates. Processor time is what the kernel counts for the gateway's
+process, all of its threads; tokens are what the gateway counts. Answers are short, since tracing
+costs by the request.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,7 +29,7 @@ from tideserve.bench.workload import fixed
 PAIRS = 10
 SAMPLE_RATIO = 0.01
 COST_MAX = 0.02
-"""Of the processor time for 1,000 tokens."""
+"""Allowed share of the processor time for 1,000 tokens."""
 PROMPT_TOKENS, OUTPUT_TOKENS, CONCURRENCY = 32, 32, 16
 REQUESTS, QUICK_REQUESTS = 800, 200
 ROUND_TIMEOUT_S = 120.0
@@ -80,7 +80,7 @@ def run(deployment: Deployment, choice: LoadChoice, say: Say, progress: Say) -> 
             system.start(say)
         # Only now: no thread may run while a server is started.
         stack.enter_context(collector.serving(port))
-        _pair(systems, QUICK_REQUESTS, -1)  # what is loaded at a first request is no cost
+        _pair(systems, QUICK_REQUESTS, -1)  # modules that load at the first request do not count
         for number in range(PAIRS):
             progress(f"pair {number + 1} of {PAIRS}")
             for name, cost in _pair(systems, count, choice.seed * 1000 + number).items():
@@ -89,7 +89,7 @@ def run(deployment: Deployment, choice: LoadChoice, say: Say, progress: Say) -> 
 
 
 def judge(costs: Mapping[str, Sequence[GatewayCost]], collector: Collector) -> TrialVerdict:
-    """Figures; a problem if it costs more than it may, or nothing was traced."""
+    """Figures; a problem if tracing costs more than allowed, or if nothing was traced."""
     per = {name: [one.per_thousand_s for one in rounds] for name, rounds in costs.items()}
     ratios = [on / off - 1 for off, on in zip(per[OFF], per[ON], strict=True)]
     cost, spread = mean(ratios), stdev(ratios) / len(ratios) ** 0.5

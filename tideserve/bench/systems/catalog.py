@@ -1,4 +1,4 @@
-"""From the names that a person gives to systems."""
+"""Makes systems from the names on the command line."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,7 +15,7 @@ VLLM = "vllm"
 
 
 def check_names(names: Sequence[str]) -> None:
-    """Raises BenchError, one sentence, about the first name that means nothing."""
+    """Check the names. Raises BenchError about the first that means nothing."""
     if not names:
         raise BenchError("no system is named; --systems takes names separated by commas")
     for name in names:

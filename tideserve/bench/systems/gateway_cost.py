@@ -1,4 +1,4 @@
-"""What a cluster's gateway has spent: processor time by the kernel, tokens by its own count."""
+"""Counters of a cluster's gateway: processor time by the kernel, tokens by its own count."""
 
 import json
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ class GatewayCost:
         return 1e3 * self.cpu_s / self.tokens
 
     def since(self, earlier: "GatewayCost") -> "GatewayCost":
-        """What has been spent after `earlier`."""
+        """What was spent since `earlier`."""
         return GatewayCost(self.cpu_s - earlier.cpu_s, self.tokens - earlier.tokens)
 
 

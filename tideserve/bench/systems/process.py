@@ -33,7 +33,7 @@ class ServerProcess:
                 env=dict(environment),
                 cwd=log_path.parent,
                 start_new_session=True,
-                # No other thread of ours runs while a server is started.
+                # A server is started while no other thread of this process runs.
                 preexec_fn=_end_with_parent,  # noqa: PLW1509
             )
 
@@ -51,17 +51,17 @@ class ServerProcess:
                 continue
 
     def tail(self) -> str:
-        """The last lines of the log that say something."""
+        """The last lines of the log that are not empty."""
         text = self._log_path.read_bytes()[-TAIL_BYTES:].decode("utf-8", "replace")
         lines = [line.strip() for line in text.splitlines() if line.strip()]
         return " | ".join(lines[-3:]) or "it said nothing"
 
     def freeze(self) -> None:
-        """Let all of it stand still, so that it leaves the processors alone."""
+        """Suspend the whole session, so that it uses no processor."""
         self._signal(signal.SIGSTOP)
 
     def thaw(self) -> None:
-        """Let it go on; nothing to a process that runs."""
+        """Let it go on; no effect on a process that runs."""
         self._signal(signal.SIGCONT)
 
     def stop(self) -> None:

@@ -1,4 +1,4 @@
-"""What a measured system is to the rest of the benchmark."""
+"""The interface of a measured system."""
 
 import contextlib
 import json
@@ -19,7 +19,7 @@ from tideserve.bench.errors import SystemUnavailable
 
 PROBE_TIMEOUT_S = 10.0
 OWN_PORTS = range(20_000, 32_000)
-"""Below those that systems give to a process that asks for any port."""
+"""Ports below the range from which operating systems assign free ones."""
 AMPLE = "ample"
 """The suffix of a system that gets memory for the whole demand."""
 _SAMPLE = re.compile(r"^([a-zA-Z_:][a-zA-Z0-9_:]*)(\{.*\})?\s+(\S+)", re.MULTILINE)
@@ -30,7 +30,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class Deployment:
-    """What every system gets: the same model, cores and memory. Sizes in bytes.
+    """The same model, cores and memory for every system. Sizes in bytes.
 
     `memory_bytes` is each worker's for parameters, KV cache and staging together. `kv_bytes` is
     what of it is KV cache, once a tideserve worker has said so. `ample_memory_bytes` holds the
@@ -69,14 +69,14 @@ class Deployment:
 
     @property
     def parameter_bytes(self) -> int:
-        """Of the weights in the type that they are served in; 0 without any."""
+        """Size of the weights in the type in which they are served; 0 without any."""
         count = sum(map(_parameters_in, self.model_dir.glob("*.safetensors")))
         return count * DTYPE_BYTES[self.dtype]
 
 
 @dataclass(frozen=True, slots=True)
 class Counters:
-    """What a system's servers report at one moment, all together; None is unknown.
+    """Counters of all servers of a system at one moment; None is unknown.
 
     `capacity_tokens` is that of the KV cache at first, `capacity_now_tokens` with what has merged.
     `busy_s` and `bubble_s` add up what the stages of pipelines have spent so far, the last four
@@ -115,7 +115,7 @@ class System(Protocol):
         """Serve again after `rest`."""
 
     def counters(self) -> Counters:
-        """What its servers count now; unknown where they do not answer."""
+        """The present counters of its servers; unknown where they do not answer."""
 
     def describe(self) -> Mapping[str, Any]:
         """What it is, for the report."""
@@ -178,9 +178,8 @@ def served_model(url: str, api_key: str | None) -> str:
 
 
 def free_port() -> int:
-    """A port on which nobody listens, and that no system gives to a process that asks for any.
-
-    Else another server of the same cluster might get it before the one that it is meant for.
+    """A port on which nobody listens, outside the range of assigned ports. Otherwise another server
+    of the same cluster might be given it first.
     """
     first = randrange(len(OWN_PORTS))
     for number in range(len(OWN_PORTS)):

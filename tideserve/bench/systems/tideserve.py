@@ -53,7 +53,7 @@ TIMES = {
 """Of `Counters`, by the name of the metric."""
 TARGETS_FILE = "prometheus_targets.json"
 RESTORE_OFF_S = 3600.0
-"""A dwell time that no run lasts."""
+"""A dwell time that is longer than any run."""
 
 
 class Tideserve:
@@ -90,7 +90,7 @@ class Tideserve:
             "max_running": deployment.max_running,
             "queue_deadline": QUEUE_DEADLINE_S,
         }
-        # A worker that measures itself while another system is measured would disturb that one.
+        # A worker that profiles itself while another system is measured would disturb that one.
         options["worker"] = {"profile_when_idle": False}
         if deployment.event_log and self._folder is not None:
             options["worker"]["event_log"] = str(self.event_logs)
@@ -137,7 +137,7 @@ class Tideserve:
             raise
         self.urls = (url,)
         self.cost_at_start = self.gateway_cost()
-        # Before any merge: demand is told as a multiple of what the cluster holds without one.
+        # Capacity before any merge: demand is reported as a multiple of it.
         blocks = self.metrics().get("tideserve_worker_kv_blocks_total")
         self._capacity_tokens = int(blocks) * BLOCK_TOKENS if blocks else None
 
@@ -216,7 +216,7 @@ class Tideserve:
     def describe(self) -> Mapping[str, Any]:
         """See System."""
         paced, options = self._deployment.paced, self.options()
-        # Results are passed on: where models and logs lie is nobody's business.
+        # Results are published, so the paths of models and logs are left out.
         options["model"] = self._deployment.model_name
         options["worker"].pop("event_log", None)
         return {

@@ -35,7 +35,7 @@ class Url:
         """See System."""
 
     def counters(self) -> Counters:
-        """See System; vLLM's metric names, which others have taken over."""
+        """See System. It reads vLLM's metric names, which other servers use, too."""
         return vllm_counters(read_metrics(self.urls[0], self.api_key))
 
     def describe(self) -> Mapping[str, Any]:

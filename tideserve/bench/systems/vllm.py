@@ -27,7 +27,7 @@ READY_TIMEOUT_S = 1800.0  # compiling on a busy machine takes long
 # The CPU backend prefers multiples of 32; a smaller block wastes less of a small cache.
 BLOCK_TOKENS = 32
 NULL_BLOCKS = 1
-"""vLLM keeps one back that holds nothing; it gets it on top, so that both can fill as many."""
+"""vLLM keeps one block empty. It gets one block more, so that both systems can fill as many."""
 MODEL_LEN_MAX = 8192
 GIB = 1 << 30
 
@@ -54,7 +54,7 @@ class Vllm:
             f"{self.name}: starting {self._deployment.workers} instances (a minute or two; the"
             " first start compiles for some minutes)"
         )
-        # The very first one compiles alone what all others then find.
+        # The first instance compiles alone; all others find its result.
         alone = not any((self._compiled / "torchinductor").glob("fxgraph/*"))
         urls = []
         for index in range(self._deployment.workers):
@@ -90,8 +90,8 @@ class Vllm:
     def blocks(self) -> int:
         """KV blocks of one instance: as many bytes as a tideserve worker has.
 
-        Without a tideserve worker in the run: what parameters leave of its memory, no staging.
-        With the memory limit off, all that the ample memory has more is KV cache.
+        Without a tideserve worker in the run, it is the memory beside the parameters, without
+        staging. With the memory limit off, all additional memory is KV cache.
         """
         deployment = self._deployment
         kv_bytes = deployment.kv_bytes
@@ -140,7 +140,7 @@ class Vllm:
             "kind": "vllm",
             "version": VLLM_VERSION,
             "arguments": [
-                # Results are passed on: where models lie is nobody's business.
+                # Results are published, so the paths of models are left out.
                 self._deployment.model_name if one == str(self._deployment.model_dir) else one
                 for one in self.arguments(0, self.blocks)
             ],
@@ -163,7 +163,7 @@ class Vllm:
 
     @property
     def _context(self) -> int:
-        """Longest sequence that the model knows."""
+        """Longest sequence that the model supports."""
         path = self._deployment.model_dir / "config.json"
         config = json.loads(path.read_text(encoding="utf-8"))
         return int(config.get("max_position_embeddings", MODEL_LEN_MAX))

@@ -106,7 +106,7 @@ def _require_space(folder: Path) -> None:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Two benchmarks must not install at once; the second waits."""
+    """Holds a lock: a second benchmark waits until the first has installed."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = (folder / ".lock").open("a")

@@ -30,7 +30,7 @@ from services.worker.errors import UnsupportedDevice
 
 ARENAS: dict[str, type[MemfdArena]] = {"cpu": MemfdArena}
 SCRATCH_BYTES = 8 << 20
-"""Upcast weights; measured: smaller costs calls, larger leaves the cache."""
+"""The buffer for upcast weights. Measured: a smaller one costs calls, a larger one cache misses."""
 
 
 class LoadedModel(NamedTuple):
@@ -79,7 +79,7 @@ def load_model(config: RunnerConfig) -> LoadedModel:
 
 
 def staging_bytes(config: RunnerConfig, geometry: ModelGeometry) -> int:
-    """Memory beside the arena at its peak: scratch, gathered K/V, activations, logits."""
+    """The most memory outside the arena: scratch, gathered K/V, activations, logits."""
     compute = compute_dtype(torch.device(config.device), config.dtype)
     upcasts = compute != config.dtype
     context = max(geometry.max_model_len, GROUP_TOKENS) + config.block_size
@@ -93,18 +93,18 @@ def staging_bytes(config: RunnerConfig, geometry: ModelGeometry) -> int:
     widest = 3 * geometry.hidden_size + max(4 * geometry.intermediate_size, 6 * heads)
     activations = config.max_batch_tokens * widest * compute.itemsize
     if cpu_kernels.fit(torch.device(config.device), config.dtype, compute):
-        # Fused: hidden states five times, heads three times, so is the MLP's width.
+        # Fused layers: hidden states five times, heads and the MLP's width three times.
         fused = 5 * geometry.hidden_size + 3 * (heads + kv_values + geometry.intermediate_size)
         few = min(cpu_kernels.ROWS_MAX, config.max_batch_tokens)
         activations = max(activations, few * fused * compute.itemsize)
-    # Logits, and the sampler's copies of one row.
+    # Logits, and copies of single rows in the sampler.
     logits = geometry.vocab_size * (LOGIT_ROWS + 4) * compute.itemsize
     masks = len(frozenset(geometry.sliding_windows)) * mask_bytes(context, compute.itemsize)
     return (SCRATCH_BYTES if upcasts else 0) + gathered + masks + activations + logits
 
 
 def _limited(geometry: ModelGeometry, max_model_len: int | None) -> ModelGeometry:
-    """`geometry` with a smaller `max_model_len`, if one is asked for."""
+    """`geometry` with `max_model_len`, if that is smaller."""
     if max_model_len is None or max_model_len >= geometry.max_model_len:
         return geometry
     return replace(geometry, max_model_len=max_model_len)
@@ -130,7 +130,7 @@ def _plan(
 
 
 def _open_source(config: RunnerConfig) -> WeightSource:
-    """Where the parameters come from. Raises ModelError."""
+    """The source of the parameters. Raises ModelError."""
     if config.load_format == "dummy":
         return DummySource(seed=config.dummy_seed, std=config.dummy_std)
     return SafetensorsSource(config.model_dir)

@@ -1,7 +1,8 @@
 """Paced mode: iterations that last as long as on another device.
 
-Processes, memory and protocol stay real; only the time of an iteration is that of a device
-profile. Two processors cannot double compute when an instance is added; paced instances can.
+Processes, memory and protocol are real; only the duration of an iteration comes from a device
+profile. So compute grows with the number of workers, which it does not do on a machine with two
+processors.
 """
 
 import logging
@@ -16,7 +17,7 @@ log = logging.getLogger(__name__)
 
 
 class Pacer:
-    """Pads every iteration to its cost; counts those that really took longer."""
+    """Pads every iteration to its modelled cost; counts those that took longer."""
 
     def __init__(
         self,
@@ -32,9 +33,9 @@ class Pacer:
         self.late_s = 0.0
 
     def pad(self, batch: Batch, started_s: float, share: float = 1.0) -> None:
-        """Sleep until `started_s` plus the cost of `batch`; an abort is noticed after that.
+        """Sleep until `started_s` plus the cost of `batch`; an abort is noticed only then.
 
-        `share` of the model's layers is what this stage runs.
+        `share`: the part of the model's layers that this stage runs.
         """
         cost_s = share * self.model.batch_s(
             (chunk.start, len(chunk.token_ids)) for chunk in batch.chunks
@@ -46,7 +47,7 @@ class Pacer:
             return
         self.paced_late_total += 1
         self.late_s -= left_s
-        # Each doubling: a few lines, however long it goes on.
+        # Log at each doubling, so that a long run logs few lines.
         if self.paced_late_total & (self.paced_late_total - 1) == 0:
             log.warning(
                 "PACED too late: paced_late_total=%d of %d iterations took longer than the paced"

@@ -1,7 +1,7 @@
 """The model and its memory on one device: turns batches into tokens.
 
-A worker runs a *stage*, a contiguous range of layers: all of them by itself, fewer in a pipeline.
-The first stage embeds, the last one applies the final norm and the head and samples.
+A worker runs a *stage*, a contiguous range of layers: all layers as a single, fewer in a pipeline.
+The first stage embeds; the last stage applies the final norm and the head, and samples.
 """
 
 import hashlib
@@ -28,10 +28,10 @@ from services.worker.errors import InvalidBatch
 
 @dataclass(frozen=True, slots=True)
 class StageOutput:
-    """What a stage made of a batch: `hidden` for the next one, or, at the last, `sampled`.
+    """The result of a stage for a batch: `hidden` for the next stage, or `sampled` at the last.
 
-    `hidden` is [tokens, hidden_size] in the compute dtype; `sampled` the token of each request
-    whose chunk samples, unless it failed; `notes` what else there is, None for nothing.
+    `hidden` is [tokens, hidden_size] in the compute dtype. `sampled` has the token of each request
+    whose chunk samples, unless it failed. `notes` has log probabilities and failures; None without.
     """
 
     hidden: torch.Tensor | None = None
@@ -98,18 +98,18 @@ class ModelRunner:
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """K and V of one token in all layers."""
+        """Bytes of K and V of one token in all layers."""
         return self.geometry.num_layers * self.geometry.kv_bytes_per_token_layer
 
     @property
     def hidden_bytes_per_token(self) -> int:
-        """What a token takes from one stage to the next."""
+        """Bytes that one stage sends to the next for each token."""
         return self.geometry.hidden_size * self._compute_dtype.itemsize
 
     def run(
         self, batch: Batch, interrupted: Callable[[], bool] | None = None
     ) -> dict[str, int] | None:
-        """One iteration of a stage that has all layers: `run_stage`, and what it sampled."""
+        """Run an iteration of a stage with all layers; returns the sampled tokens."""
         if len(self.stage_memory.layers) < self.geometry.num_layers:
             raise InvalidBatch("this worker runs a part of the layers; run its stage (run_stage)")
         output = self.run_stage(batch, interrupted=interrupted)
@@ -122,12 +122,12 @@ class ModelRunner:
         hidden: torch.Tensor | None = None,
         interrupted: Callable[[], bool] | None = None,
     ) -> StageOutput | None:
-        """Run the stage's layers over a batch, `hidden` being what the stage before it returned.
+        """Run the stage's layers over a batch; stores K and V of all its tokens in their blocks.
 
-        Block ids are this worker's own. K and V of all tokens are in the blocks after. The first
-        stage takes no `hidden`. Raises InvalidBatch, LayerNotResident.
-        `interrupted` is asked before each layer; once it says yes the result is None, and K and V
-        of the batch's tokens are undefined: they have to run again.
+        `hidden` is the result of the previous stage, None for the first stage. Block ids are those
+        of this worker. `interrupted` is called before each layer; once it returns True the result
+        is None, and the K and V of the batch are undefined, so the batch must run again. Raises
+        InvalidBatch, LayerNotResident.
         """
         if not 0 < batch.tokens <= self._max_batch_tokens:
             raise InvalidBatch(
@@ -137,7 +137,7 @@ class ModelRunner:
         layers = self.stage_memory.layers
         self._check_hidden(batch, hidden)
         if layers.stop == self.geometry.num_layers:
-            # While the layers run. The leader has compiled them for its own stage already.
+            # Compiles grammars while the layers run; the leader has compiled its own already.
             self.sampler.expect([chunk.sample for chunk in batch.chunks])
         metadata = self.metadata(batch)
         positions = list(
@@ -159,9 +159,9 @@ class ModelRunner:
         return self._sample(batch, hidden)
 
     def hidden_from_bytes(self, payload: npt.NDArray[np.uint8], tokens: int) -> torch.Tensor:
-        """Hidden states [tokens, hidden_size] of another stage from their bytes, no copy.
+        """Hidden states [tokens, hidden_size] from the bytes of another stage, without a copy.
 
-        Raises InvalidBatch if the size is another.
+        Raises InvalidBatch on another size.
         """
         shape = (tokens, self.geometry.hidden_size)
         if payload.size != tokens * self.hidden_bytes_per_token:
@@ -170,20 +170,20 @@ class ModelRunner:
         return hidden.to(self._device)
 
     def metadata(self, batch: Batch) -> AttentionMetadata:
-        """What all layers need to know of `batch`. Raises InvalidBatch."""
+        """The metadata of `batch` for all layers. Raises InvalidBatch."""
         return self._metadata.build(batch, self.num_blocks)
 
     def close(self) -> None:
-        """Give the memory back; nothing may be used afterwards."""
+        """Free the memory; the runner cannot be used afterwards."""
         self.stage_memory.arena.close()
 
     def check_invariants(self) -> None:
-        """The stage memory's, and that all memory is within the budget."""
+        """Check those of the stage memory, and that all memory is within the budget."""
         self.stage_memory.check_invariants()
         assert self.stage_memory.plan.arena_bytes + self.staging_bytes <= self.budget_bytes
 
     def _check_hidden(self, batch: Batch, hidden: torch.Tensor | None) -> None:
-        """Raise InvalidBatch unless `hidden` is what this stage takes."""
+        """Raise InvalidBatch unless `hidden` fits this stage."""
         first = self.stage_memory.layers.start == 0
         expected = None if first else (batch.tokens, self.geometry.hidden_size)
         given = None if hidden is None else tuple(hidden.shape)
@@ -194,7 +194,7 @@ class ModelRunner:
             )
 
     def _sample(self, batch: Batch, hidden: torch.Tensor) -> StageOutput:
-        """Sample in slices of `LOGIT_ROWS`, so that few logits exist at once."""
+        """Sample in slices of `LOGIT_ROWS`, which bounds the memory for logits."""
         wanted: list[tuple[str, SampleSpec]] = []
         last_rows: list[int] = []
         prompt_logprobs: dict[str, PromptRows] = {}
@@ -216,7 +216,7 @@ class ModelRunner:
         return StageOutput(sampled=made.tokens, notes=notes or None)
 
     def _score(self, chunk: Chunk, hidden: torch.Tensor) -> PromptRows:
-        """How likely the prompt tokens were that a chunk asks about; its rows are the first."""
+        """Log probabilities of the prompt tokens that a chunk scores; its rows come first."""
         score = chunk.score
         assert score is not None
         parts = [LogprobRows(score.top)]
@@ -232,7 +232,7 @@ class ModelRunner:
 
 
 def _description(model_dir: Path) -> bytes:
-    """Digest of the files beside the parameters; a model may come without a tokenizer."""
+    """Digest of configuration and tokenizer; a model may have no tokenizer."""
     digest = hashlib.sha256((model_dir / "config.json").read_bytes())
     tokenizer = model_dir / "tokenizer.json"
     if tokenizer.is_file():

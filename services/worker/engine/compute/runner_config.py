@@ -1,4 +1,4 @@
-"""What a model runner is made with, and what follows from that alone."""
+"""The configuration of a model runner."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -6,16 +6,16 @@ from pathlib import Path
 import torch
 
 LOGIT_ROWS = 64
-"""Rows of logits that exist at once."""
+"""The number of rows of logits that exist at a time."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunnerConfig:
-    """What to load, where, and how much memory it may take.
+    """The model, the device and the memory.
 
-    `budget_bytes` covers parameters, KV cache and staging. `chunk_bytes` None chooses.
-    `max_batch_tokens` bounds the new tokens of a batch, `min_tokens` the least KV cache that is
-    worth starting with; `dummy_seed` and `dummy_std` shape the weights of load format `dummy`.
+    `budget_bytes` covers parameters, KV cache and staging. `chunk_bytes` None: choose the size.
+    `max_batch_tokens` bounds the new tokens of a batch. `min_tokens`: the smallest KV cache with
+    which the runner starts. `dummy_seed` and `dummy_std` shape the weights of load format `dummy`.
     """
 
     model_dir: Path
@@ -35,7 +35,7 @@ class RunnerConfig:
 
 
 def compute_dtype(device: torch.device, storage_dtype: torch.dtype) -> torch.dtype:
-    """A CPU computes 16-bit weights in float32 (see `model/linear.py`); else both are the same."""
+    """A CPU computes in float32 with 16-bit weights (`model/linear.py`); others as they store."""
     if device.type == "cpu" and storage_dtype.itemsize < torch.float32.itemsize:
         return torch.float32
     return storage_dtype

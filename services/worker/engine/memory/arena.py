@@ -1,15 +1,15 @@
 """The contract of device memory: chunks that move between virtual ranges without a copy.
 
 An arena owns the whole device budget as equal chunks of physical memory, named by *handles*
-`0 .. total_chunks - 1`. A virtual range is reserved address space; mapping handles into it is the
-only way in which memory gets a purpose, retiring them the only way in which it loses one. A handle
-is mapped in one place or free, so free + mapped = total always holds.
+`0 .. total_chunks - 1`. A virtual range is reserved address space. Memory is put to use only by
+mapping handles into a range, and becomes free only by retiring them. A handle is mapped in one
+place or free, so free + mapped = total always holds.
 
-Unmapping touched memory is slow, and a drop must not wait for it. So a place is *retired* first,
+To unmap touched memory is slow, and a drop must not wait for it. So a place is *retired* first,
 which costs nothing: its handles are free and may be mapped elsewhere at once. The old mapping stays
-until `sweep` takes it away, in slices; nobody reads or writes through it meanwhile.
+until `sweep` removes it, in slices; until then it must not be read or written.
 
-What a CUDA backend must meet (through `cuda.bindings.driver`):
+Requirements on a CUDA backend (through `cuda.bindings.driver`):
 
 - a chunk is a multiple of `cuMemGetAllocationGranularity`; one `cuMemCreate` per chunk at start,
   exportable handles when peers share a host;
@@ -41,8 +41,8 @@ RETIRED = -2
 class VirtualRange:
     """Reserved address space, mapped chunk by chunk.
 
-    `handles[i]` is the handle at chunk offset `i`, negative where there is none: touching an
-    `UNMAPPED` place is a crash, touching a `RETIRED` one corrupts what its memory is used for now.
+    `handles[i]` is the handle at chunk offset `i`, negative if there is none. An access to an
+    `UNMAPPED` place crashes; a write to a `RETIRED` place corrupts the new owner's data.
     """
 
     name: str
@@ -102,14 +102,15 @@ class Arena(ABC):
 
     @property
     def retired_chunks(self) -> int:
-        """Chunks of old mappings that wait for `sweep`."""
+        """Chunks whose old mappings `sweep` has yet to remove."""
         return sum(int(np.count_nonzero(reserved.handles == RETIRED)) for reserved in self._ranges)
 
     def free_handles(self, count: int) -> Handles:
         """`count` free handles, sorted; they stay free until they are mapped.
 
-        The lowest run of neighbours that is long enough, else simply the lowest: so mappings stay
-        few however often memory moves. Raises ArenaExhausted.
+        Takes the lowest long enough run of neighbours, or the lowest handles if there is no such
+        run. So the number of mappings stays small however often memory moves. Raises
+        ArenaExhausted.
         """
         free = np.flatnonzero(~self._mapped)
         if count > len(free):
@@ -135,10 +136,10 @@ class Arena(ABC):
         *,
         cold: bool = False,
     ) -> int:
-        """Map free, sorted `handles` at `chunk_offset`; returns how many calls that took.
+        """Map free, sorted `handles` at `chunk_offset`; returns the number of mapping calls.
 
-        The place must be unmapped or retired. Neighbouring handles become one call. `cold` leaves
-        the place to `prefault`. Raises ValueError on a bad argument.
+        The place must be unmapped or retired. Neighbouring handles take one call. `cold`: leave the
+        first touches to `prefault`. Raises ValueError on a bad argument.
         """
         wanted = np.asarray(handles, dtype=np.int64)
         place = slice(chunk_offset, chunk_offset + len(wanted))
@@ -169,7 +170,7 @@ class Arena(ABC):
         return len(runs)
 
     def retire(self, reserved: VirtualRange, chunk_offset: int, count: int) -> Handles:
-        """Give up `count` chunks without unmapping them yet; returns their handles, now free."""
+        """Free `count` chunks, but leave them mapped for `sweep`; returns their handles."""
         place = slice(chunk_offset, chunk_offset + count)
         handles = reserved.handles[place].copy()
         if not count:
@@ -182,16 +183,16 @@ class Arena(ABC):
         return handles
 
     def sweep(self, max_chunks: int | None = None) -> bool:
-        """Unmap up to `max_chunks` retired chunks (None: all); True when none is left.
+        """Unmap up to `max_chunks` retired chunks (None: all); returns whether none is left.
 
-        Costs 30-50 ms/GiB of touched memory on a CPU.
+        Takes 30-50 ms per GiB of touched memory on a CPU.
         """
         return self._work(self._retired, self._sweep_place, max_chunks)
 
     def prefault(self, max_chunks: int | None = None) -> bool:
-        """Make up to `max_chunks` cold chunks as fast as warm ones; True when none is left.
+        """Touch up to `max_chunks` cold chunks (None: all); returns whether none is left.
 
-        Contents stay as they are.
+        The contents do not change.
         """
         return self._work(self._cold, self._prefault_place, max_chunks)
 
@@ -199,13 +200,13 @@ class Arena(ABC):
     def tensor(self, reserved: VirtualRange, dtype: torch.dtype) -> torch.Tensor:
         """One flat tensor over the whole reserved range.
 
-        It keeps working as chunks are mapped and unmapped; touching an unmapped place, or the
-        tensor after `close`, is a crash.
+        It stays valid as chunks are mapped and unmapped. An access to an unmapped place, or after
+        `close`, crashes.
         """
 
     @abstractmethod
     def close(self) -> None:
-        """Give all memory and address space back. Idempotent."""
+        """Free all memory and address space. Idempotent."""
 
     def check_invariants(self) -> None:
         """Free + mapped = total, no handle is mapped twice, retired places will be swept."""
@@ -222,7 +223,9 @@ class Arena(ABC):
         }
         for reserved in self._ranges:
             for offset in np.flatnonzero(reserved.handles == RETIRED).tolist():
-                assert (id(reserved), offset) in queued, f"{reserved.name}: no one sweeps {offset}"
+                assert (id(reserved), offset) in queued, (
+                    f"{reserved.name}: {offset} will not be swept"
+                )
 
     @abstractmethod
     def _reserve_address(self, size_bytes: int) -> int:
@@ -234,28 +237,28 @@ class Arena(ABC):
 
     @abstractmethod
     def _unmap_address(self, address: int, size_bytes: int) -> None:
-        """Make an interval inaccessible again; its address space stays reserved."""
+        """Make an interval inaccessible; its address space stays reserved."""
 
     @abstractmethod
     def _prefault_address(self, address: int, size_bytes: int) -> None:
-        """Pay what the first touches of a mapped interval would cost."""
+        """Do the work of the first touches of a mapped interval."""
 
     def _sweep_place(self, place: _Place) -> None:
-        """Unmap what is still retired in it."""
+        """Unmap the chunks of a place that are still retired."""
         window = place.reserved.handles[place.offset : place.offset + place.count]
         retired = window == RETIRED
         self._apply(self._unmap_address, place, retired)
         window[retired] = UNMAPPED
 
     def _prefault_place(self, place: _Place) -> None:
-        """Prefault what is still mapped in it."""
+        """Prefault the chunks of a place that are still mapped."""
         window = place.reserved.handles[place.offset : place.offset + place.count]
         self._apply(self._prefault_address, place, window >= 0)
 
     def _apply(
         self, operation: Callable[[int, int], None], place: _Place, chosen: npt.NDArray[np.bool_]
     ) -> None:
-        """Call `operation` with address and bytes of each run of `chosen` chunks of a place."""
+        """Call `operation` with address and size of each run of `chosen` chunks of a place."""
         for _, first, count in coalesce(place.offset + np.flatnonzero(chosen)):
             address = place.reserved.address + first * self.chunk_bytes
             operation(address, count * self.chunk_bytes)
@@ -264,7 +267,7 @@ class Arena(ABC):
     def _work(
         places: deque[_Place], apply: Callable[[_Place], None], max_chunks: int | None
     ) -> bool:
-        """Apply to at most `max_chunks` chunks of `places`, first come first; True when empty."""
+        """Handle at most `max_chunks` chunks, oldest first; returns whether no place is left."""
         left = max_chunks
         while places and (left is None or left > 0):
             place = places.popleft()

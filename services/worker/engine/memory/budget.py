@@ -1,4 +1,4 @@
-"""How a memory budget is divided: parameters, KV cache, staging. Pure arithmetic in bytes."""
+"""Divides a memory budget into parameters, KV cache and staging. Pure arithmetic in bytes."""
 
 from dataclasses import dataclass
 
@@ -8,16 +8,16 @@ from services.worker.errors import BudgetTooSmall
 MIN_CHUNK_BYTES = 64 << 10
 MAX_CHUNK_BYTES = 2 << 20
 GROWTH_STEP_SHARE = 100
-"""KV grows by one chunk in every layer; that step is at most 1/100 of the KV memory."""
+"""KV grows by one chunk in every layer at once; that step is at most 1/100 of the KV memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryDemand:
-    """What one model asks for.
+    """The memory that a model needs.
 
-    `slab_bytes`: one entry per contiguous parameter slab (embedding, every layer, head).
-    `kv_block_bytes`: K and V of one block in one layer. `staging_bytes`: scratch, activations and
-    logits, which live beside the arena but inside the budget.
+    `slab_bytes`: one entry per parameter slab (embedding, every layer, head). `kv_block_bytes`: K
+    and V of one block in one layer. `staging_bytes`: scratch, activations and logits, which lie
+    outside the arena but inside the budget.
     """
 
     slab_bytes: tuple[int, ...]
@@ -29,7 +29,7 @@ class MemoryDemand:
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """A budget divided; the arena has `total_chunks` chunks of `chunk_bytes`."""
+    """A divided budget; the arena has `total_chunks` chunks of `chunk_bytes`."""
 
     chunk_bytes: int
     total_chunks: int
@@ -47,10 +47,10 @@ class MemoryPlan:
 def plan_memory(
     budget_bytes: int, demand: MemoryDemand, *, min_tokens: int, chunk_bytes: int | None = None
 ) -> MemoryPlan:
-    """Divide `budget_bytes`; what parameters and staging leave is KV cache, equal in all layers.
+    """Divide `budget_bytes`; parameters and staging leave the rest to KV, equal in all layers.
 
-    `chunk_bytes` None chooses the size. Raises BudgetTooSmall, naming the least budget, when fewer
-    than `min_tokens` tokens of KV cache would fit.
+    `chunk_bytes` None: choose the size. Raises BudgetTooSmall with the least sufficient budget if
+    fewer than `min_tokens` tokens of KV cache would fit.
     """
     if chunk_bytes is None:
         kv_bytes = budget_bytes - demand.staging_bytes - sum(demand.slab_bytes)
@@ -79,7 +79,7 @@ def plan_memory(
 
 
 def choose_chunk_bytes(kv_bytes: int, num_layers: int) -> int:
-    """The largest power of two whose growth step is small against `kv_bytes`, within bounds."""
+    """The largest power of two within bounds whose growth step is small against `kv_bytes`."""
     chunk_bytes = MAX_CHUNK_BYTES
     while chunk_bytes > MIN_CHUNK_BYTES and (
         num_layers * chunk_bytes * GROWTH_STEP_SHARE > kv_bytes

@@ -1,4 +1,4 @@
-"""How free chunks are spread over the KV tails of a stage's layers."""
+"""Spreads free chunks over the KV tails of a stage's layers."""
 
 from collections.abc import Sequence
 
@@ -11,10 +11,10 @@ from services.worker.engine.memory.kv_range import KvRange
 def raise_tails(
     arena: Arena, ranges: Sequence[KvRange], chunks_max: int | None, *, cold: bool
 ) -> tuple[int, int]:
-    """Map free chunks at the tails of `ranges`, the shortest first; (chunks, calls of the arena).
+    """Map free chunks at the tails of `ranges`, the shortest first; returns (chunks, map calls).
 
-    All of them end at one level, or above it if they were, and none grows beyond `chunks_max`;
-    what does not suffice for another chunk in every range stays free.
+    All ranges grow to one level of at most `chunks_max`; longer ones stay as they are. Chunks that
+    do not suffice for another chunk in every range stay free.
     """
     mapped = np.array([kv_range.mapped_chunks for kv_range in ranges])
     level = _common_level(mapped, arena.free_chunks)
@@ -34,7 +34,7 @@ def _common_level(heights: Handles, supply: int) -> int:
     """The highest level to which `supply` can raise all `heights` that are lower."""
     ordered = np.sort(heights).tolist()
     count, total = len(ordered), sum(ordered)
-    # Only the lowest `count` are raised, if the others are above the level that these reach.
+    # Leave out the highest range while it is above the level that the others reach.
     while (supply + total) // count < ordered[count - 1]:
         count -= 1
         total -= ordered[count]

@@ -9,7 +9,7 @@ from services.worker.engine.memory.arena import Arena, Handles
 from services.worker.errors import InvalidBlocks
 
 RELOCATION_SLICE_BLOCKS = 64
-"""Blocks that exist a second time while they are copied within a range."""
+"""Blocks that exist twice at a time while blocks are copied within a range."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +35,8 @@ class KvBlockShape:
 class KvRange:
     """K and V of one layer, shaped [block, 2, slot, kv_head, head_dim].
 
-    It reserves as much as the whole arena, so that any freed chunk can be mapped at its tail.
-    A block may straddle chunks; only wholly mapped blocks count.
+    The range reserves the size of the whole arena, so that any free chunk can be mapped at its
+    tail. A block may straddle chunks; only wholly mapped blocks count.
     """
 
     def __init__(self, arena: Arena, name: str, shape: KvBlockShape) -> None:
@@ -70,16 +70,16 @@ class KvRange:
         return self._blocks[: self.num_blocks]
 
     def map_tail(self, handles: Sequence[int] | Handles, *, cold: bool = False) -> int:
-        """Grow by `handles`; returns the calls that took (`cold`: see `Arena.map`).
+        """Grow by `handles`; returns the number of mapping calls (`cold`: see `Arena.map`).
 
-        Their old contents stay; a block is cleared when it is begun.
+        The chunks keep their old contents; a block is cleared when its first slot is written.
         """
         calls = self._arena.map(self._range, self._mapped_chunks, handles, cold=cold)
         self._mapped_chunks += len(handles)
         return calls
 
     def retire_tail(self, chunks: int) -> None:
-        """Shrink to `chunks` chunks, if there are more. No one may use the lost blocks."""
+        """Shrink to `chunks` chunks, if there are more. The lost blocks must not be in use."""
         lost = self._mapped_chunks - chunks
         if lost > 0:
             self._arena.retire(self._range, chunks, lost)
@@ -90,7 +90,7 @@ class KvRange:
         return self._bytes.index_select(0, self._index(block_ids)).view(-1)
 
     def unpack(self, block_ids: Sequence[int], payload: torch.Tensor) -> None:
-        """Overwrite these blocks with what `pack` gave. Raises InvalidBlocks."""
+        """Overwrite these blocks with a result of `pack`. Raises InvalidBlocks."""
         index = self._index(block_ids)
         if payload.dtype != torch.uint8 or payload.numel() != len(index) * self._block_bytes:
             raise InvalidBlocks(

@@ -16,7 +16,7 @@ ALIGNMENT_BYTES = 64
 
 
 class SlabState(Enum):
-    """ABSENT: no memory. FILLING: mapped, contents unproven. RESIDENT: ready to run."""
+    """ABSENT: no memory. FILLING: mapped, contents not verified. RESIDENT: ready to run."""
 
     ABSENT = "absent"
     FILLING = "filling"
@@ -46,7 +46,7 @@ class SlabLayout:
 
     @classmethod
     def of(cls, shapes: Iterable[tuple[str, tuple[int, ...]]], dtype: torch.dtype) -> "SlabLayout":
-        """Lay `shapes` (name, shape) one after the other."""
+        """Place `shapes` (name, shape) one after the other."""
         places: dict[str, TensorPlace] = {}
         end_bytes = 0
         for name, shape in shapes:
@@ -69,8 +69,8 @@ class WeightSource(Protocol):
 class LayerSlab:
     """A slab in the arena; `name` appears in errors.
 
-    Its digest, over parameters and padding, is taken when it is filled for the first time; what
-    comes back after a drop must have the same. So workers that load one model agree on digests.
+    The digest covers parameters and padding. It is computed when the slab is first filled; a later
+    restore must have the same digest. Workers that load the same model have the same digests.
     """
 
     def __init__(self, arena: Arena, name: str, layout: SlabLayout) -> None:
@@ -90,7 +90,7 @@ class LayerSlab:
 
     @property
     def state(self) -> SlabState:
-        """Where the slab is in its life."""
+        """Whether the slab has memory, and whether its contents are verified."""
         return self._state
 
     @property
@@ -105,18 +105,18 @@ class LayerSlab:
 
     @property
     def digest(self) -> bytes:
-        """SHA-256 of the slab as it was first filled."""
+        """SHA-256 of the slab when it was first filled."""
         assert self._digest is not None, f"{self.name} was never filled"
         return self._digest
 
     def views(self) -> dict[str, torch.Tensor]:
-        """The parameters by name, as views of the range: valid for good, readable if resident."""
+        """The parameters by name, as views of the range: always valid, readable if resident."""
         return self._views
 
     def map(self, handles: Sequence[int] | Handles | None = None, *, cold: bool = False) -> None:
-        """Put memory behind the slab: `handles`, or free chunks. It may be filled, not yet read.
+        """Map `handles`, or free chunks, behind the slab. It may then be filled, but not read.
 
-        `cold`: see `Arena.map`. Raises ArenaExhausted, and InvalidStage if it is mapped.
+        `cold`: see `Arena.map`. Raises ArenaExhausted, and InvalidStage if the slab is mapped.
         """
         if self._state is not SlabState.ABSENT:
             raise InvalidStage(f"{self.name} is {self._state.value}; only drop it")
@@ -128,15 +128,15 @@ class LayerSlab:
         self._restart_hash()
 
     def bytes_to_fill(self) -> torch.Tensor:
-        """A writable view, uint8 [size_bytes], for parameters that come in. Raises InvalidStage."""
+        """A writable view, uint8 [size_bytes], for incoming parameters. Raises InvalidStage."""
         self._check_filling()
         self._restart_hash()
         return self._bytes
 
     def fill(self, offset_bytes: int, piece: torch.Tensor) -> None:
-        """Write a piece, uint8 [n]; hashed at once if all before it has been. Raises InvalidStage.
+        """Write a piece, uint8 [n]; hash it at once if all before it is hashed.
 
-        So a slab that comes in order has been hashed when its last piece is there.
+        If pieces come in order, the hash is complete with the last one. Raises InvalidStage.
         """
         self._check_filling()
         if offset_bytes < self._hashed_bytes:
@@ -147,7 +147,7 @@ class LayerSlab:
             self._hash_up_to(end_bytes)
 
     def bytes_to_read(self) -> torch.Tensor:
-        """The slab as it is sent, uint8 [size_bytes]; a view. Raises LayerNotResident."""
+        """A view of the slab to send, uint8 [size_bytes]. Raises LayerNotResident."""
         self.check_resident()
         return self._bytes
 
@@ -161,10 +161,10 @@ class LayerSlab:
             source.fill(name, self._views[name])
 
     def finish(self, max_bytes: int | None = None) -> bool:
-        """Hash up to `max_bytes` more (None: all); True once the slab is resident.
+        """Hash up to `max_bytes` more (None: all); returns whether the slab is resident now.
 
-        The first time this keeps the digest. Raises SlabCorrupted if it differs later, and
-        InvalidStage if nothing is to be finished; nothing may be written between two calls.
+        The first digest is kept. Raises SlabCorrupted if a later one differs, and InvalidStage if
+        the slab is not being filled. Nothing may be written between two calls.
         """
         self._check_filling()
         end = self.layout.size_bytes
@@ -183,7 +183,7 @@ class LayerSlab:
         return True
 
     def drop(self) -> None:
-        """Give the memory up, whatever is in it; see `Arena.retire`. Nothing if there is none."""
+        """Free the memory in any state, see `Arena.retire`; no effect if there is none."""
         if self._state is not SlabState.ABSENT:
             self._state = SlabState.ABSENT
             self._arena.retire(self._range, 0, self.chunks)

@@ -1,10 +1,10 @@
 """The arena on a CPU: chunks are pages of one memory file, ranges are reserved address space.
 
-A real implementation of the contract: the same physical page moves from a parameter range to a KV
-tail without a copy. Mapping takes about 5 µs per call. A moved page keeps its memory, but the page
-table has no entry for it yet, so its first write is a fault: measured 580 ms/GiB against 95 warm.
-`MADV_POPULATE_READ` makes the entries of 16 pages per fault, writable ones, since the memory is
-shared: 92 ms/GiB. (`MADV_POPULATE_WRITE` and `MAP_POPULATE` take pages one by one: 340.)
+A physical page moves from a parameter range to a KV tail without a copy. Mapping takes about 5 µs
+per call. A moved page keeps its memory, but the page table has no entry for it yet, so its first
+write is a fault: measured 580 ms/GiB against 95 warm. `MADV_POPULATE_READ` makes the entries of 16
+pages per fault, and they are writable because the memory is shared: 92 ms/GiB.
+(`MADV_POPULATE_WRITE` and `MAP_POPULATE` take pages one by one: 340.)
 """
 
 import ctypes
@@ -88,7 +88,7 @@ class MemfdArena(Arena):
         _mmap(address, size_bytes, _PROT_NONE, _RESERVE | _MAP_FIXED, -1, 0)
 
     def _prefault_address(self, address: int, size_bytes: int) -> None:
-        # A kernel before 5.14 does not know it; the first touches then cost what they cost.
+        # Linux before 5.14 lacks the call; then the first touches are slow.
         if _libc.madvise(address, size_bytes, _MADV_POPULATE_READ) and (
             ctypes.get_errno() != errno.EINVAL
         ):

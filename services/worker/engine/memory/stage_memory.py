@@ -1,15 +1,15 @@
 """The memory of one stage: parameters and KV cache of the layers that a worker runs.
 
-A worker begins with all layers. KunServe §4.1: to make room it drops layers that a peer runs and
-maps their chunks at the KV tails of those that stay. Nothing is copied, and the pause is the
-mapping alone. What can wait is done in the background by `finish_drop`, slice by slice.
+A worker begins with all layers. To make room it drops layers that a peer runs, and maps their
+chunks at the KV tails of the layers that stay (KunServe §4.1). Nothing is copied, and the pause is
+the time of the mapping. `finish_drop` does the rest in the background, slice by slice.
 
 Dropping:   set_stage → (serve, finish_drop in slices) → release_departed as KV moves away → 0
 Restoring:  relocate → shrink_kv → map_layer_parameters → slab_bytes or load_layer → finish_layer →
-            map_kv_of → set_stage. All but the last leave the stage that serves as it is, and
+            map_kv_of → set_stage. All steps but the last leave the serving stage unchanged, and
             `abandon_restore` takes them back.
 
-Every method is quick (microseconds to a few milliseconds) but those that say otherwise.
+A method takes microseconds to a few milliseconds unless its docstring says otherwise.
 """
 
 import hashlib
@@ -33,12 +33,12 @@ from services.worker.engine.memory.layer_slab import (
 from services.worker.errors import InvalidBlocks, InvalidStage
 
 SLICE_BYTES = 8 << 20
-"""Background work of one call: about a millisecond on a CPU."""
+"""Background work per call: about a millisecond on a CPU."""
 
 
 @dataclass(frozen=True, slots=True)
 class DropReport:
-    """What a drop did. `map_calls`: coalesced mappings; `paused_us`: how long the call took."""
+    """The result of a drop. `map_calls`: coalesced mappings; `paused_us`: duration of the call."""
 
     dropped_bytes: int
     mapped_bytes: int
@@ -48,9 +48,9 @@ class DropReport:
 
 
 class StageMemory:
-    """Owns slabs and KV ranges of all layers in `arena`; runs none of them.
+    """Owns the slabs and KV ranges of all layers in `arena`.
 
-    `layouts` is by slab name (see `slab_names`); `open_source` opens what `load_layer` reads.
+    `layouts` is by slab name (see `slab_names`); `open_source` opens the source of `load_layer`.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class StageMemory:
         self._open_source = open_source
         self._layers = range(num_layers)
         self._arriving: set[int] = set()
-        # KV of the stage does not grow beyond it while a restore needs the rest; None otherwise.
+        # The bound of the stage's KV while a restore needs the other chunks; None otherwise.
         self._kv_chunks_max: int | None = None
 
     # --- what there is
@@ -101,7 +101,7 @@ class StageMemory:
 
     @property
     def departed_layers(self) -> list[int]:
-        """Layers that left the stage and whose KV is not released yet."""
+        """Layers that have left the stage and whose KV is not released yet."""
         return [
             layer
             for layer, kv_range in enumerate(self.kv_ranges)
@@ -110,11 +110,11 @@ class StageMemory:
 
     @property
     def departed_blocks(self) -> int:
-        """Blocks that some departed layer still has."""
+        """The number of blocks of the departed layer with the most."""
         return max((self.kv_ranges[layer].num_blocks for layer in self.departed_layers), default=0)
 
     def slabs_of(self, first_layer: int, end_layer: int) -> list[str]:
-        """Slabs that a stage of these layers needs. Raises InvalidStage."""
+        """The slabs that a stage of these layers needs. Raises InvalidStage."""
         if not 0 <= first_layer < end_layer <= self.num_layers:
             raise InvalidStage(
                 f"layers {first_layer} to {end_layer} (exclusive) are no stage of a model with "
@@ -128,13 +128,14 @@ class StageMemory:
         )
 
     def missing_slabs(self, first_layer: int, end_layer: int) -> list[str]:
-        """Those of `slabs_of` that are not resident. Raises InvalidStage."""
+        """The slabs of `slabs_of` that are not resident. Raises InvalidStage."""
         return [n for n in self.slabs_of(first_layer, end_layer) if not self.slabs[n].resident]
 
     def blocks_beside(self, first_layer: int, end_layer: int) -> int:
-        """Blocks that remain if the parameters and KV of these layers join the present stage's.
+        """Blocks that remain if these layers, parameters and KV, are added to the present stage.
 
-        What `shrink_kv` needs before a restore; less than 1 if it cannot be. Raises InvalidStage.
+        The argument of `shrink_kv` before a restore; less than 1 if there is no room. Raises
+        InvalidStage.
         """
         present = self.slabs_of(self._layers.start, self._layers.stop)
         slabs = {*present, *self.slabs_of(first_layer, end_layer)}
@@ -146,7 +147,7 @@ class StageMemory:
     # --- start
 
     def load(self) -> None:
-        """Fill all slabs and give the rest to KV, once, at start. Takes long. Raises ModelError."""
+        """Fill all slabs and give the rest to KV, once, at start. Slow. Raises ModelError."""
         source = self._open_source()
         try:
             for slab in self.slabs.values():
@@ -160,10 +161,10 @@ class StageMemory:
     # --- drop
 
     def set_stage(self, first_layer: int, end_layer: int) -> DropReport:
-        """Run only these layers from now on; drop the other parameters, and what is free is KV.
+        """Run only these layers from now on: drop other parameters, and map free chunks to KV.
 
-        The only step within the pause of the iteration loop. KV of layers that leave stays until
-        `release_departed`. Raises InvalidStage, LayerNotResident; nothing has changed then.
+        No other step needs the iteration loop to pause. The KV of layers that leave stays until
+        `release_departed`. Raises InvalidStage, LayerNotResident; then nothing has changed.
         """
         started_s = monotonic_s()
         kept = self._check_ready(first_layer, end_layer)
@@ -182,11 +183,11 @@ class StageMemory:
         )
 
     def finish_drop(self, slice_bytes: int | None = SLICE_BYTES) -> bool:
-        """A slice (None: all) of what remapping left to do; True when nothing is left.
+        """Do a slice (None: all) of the work that remapping left; returns whether none is left.
 
-        First the new places are prefaulted, so that iterations do not pay for their first touch,
-        then old mappings are taken away. To be called between iterations after every method that
-        moves memory, until it says True.
+        It prefaults new mappings first, so that iterations do not pay for the first touches, and
+        then removes old mappings. Call it between iterations after every method that moves memory,
+        until it returns True.
         """
         chunks = None if slice_bytes is None else max(1, slice_bytes // self.arena.chunk_bytes)
         if not self.arena.prefault(chunks):
@@ -194,9 +195,9 @@ class StageMemory:
         return self.arena.sweep(chunks)
 
     def release_departed(self, blocks_needed: int) -> int:
-        """Take departed layers' KV from block id `blocks_needed` on; returns the new `num_blocks`.
+        """Free departed layers' KV from block id `blocks_needed` on; returns the new `num_blocks`.
 
-        0 when every request has moved.
+        `blocks_needed` is 0 when every request has moved.
         """
         for layer in self.departed_layers:
             kv_range = self.kv_ranges[layer]
@@ -207,9 +208,9 @@ class StageMemory:
     # --- restore
 
     def relocate(self, moves: Sequence[tuple[int, int]]) -> None:
-        """Copy KV blocks from higher ids to free lower ones: (source, target), all layers' KV.
+        """Copy KV blocks (source, target) of all layers from higher ids to free lower ids.
 
-        Takes as long as the copies. Raises InvalidBlocks; then nothing has changed.
+        Takes the time of the copies. Raises InvalidBlocks; then nothing has changed.
         """
         sources = {source for source, _ in moves}
         targets = {target for _, target in moves}
@@ -220,14 +221,14 @@ class StageMemory:
             raise InvalidBlocks(f"block {max(sources)} moves, but there are {self.num_blocks}")
         for layer in (*self._layers, *self.departed_layers):
             kv_range = self.kv_ranges[layer]
-            # A departed layer has lost what no one needs there any more.
+            # A departed layer has lost blocks that are not needed there any more.
             held = [move for move in moves if move[0] < kv_range.num_blocks]
             kv_range.relocate([source for source, _ in held], [target for _, target in held])
 
     def shrink_kv(self, num_blocks: int, *, used_blocks: int) -> None:
-        """Keep blocks 0 .. num_blocks - 1 of the stage's KV, and no more until it is restored.
+        """Keep only blocks 0 .. num_blocks - 1, until `set_stage` or `abandon_restore`.
 
-        `used_blocks`: 1 + the highest id that someone owns. Raises InvalidBlocks.
+        `used_blocks`: 1 + the highest id in use. Raises InvalidBlocks.
         """
         if not used_blocks <= num_blocks or num_blocks < 1:
             raise InvalidBlocks(
@@ -239,9 +240,9 @@ class StageMemory:
             self.kv_ranges[layer].retire_tail(self._kv_chunks_max)
 
     def map_layer_parameters(self, name: str) -> None:
-        """Put memory behind a slab; it cannot run before `finish_layer`.
+        """Map memory behind a slab; its layer cannot run before `finish_layer`.
 
-        Raises InvalidStage if it has memory, ArenaExhausted if KV did not shrink enough.
+        Raises InvalidStage if the slab has memory, ArenaExhausted if KV did not shrink enough.
         """
         self.slabs[name].map(cold=True)
 
@@ -250,7 +251,7 @@ class StageMemory:
         return self.slabs[name].bytes_to_fill()
 
     def pack_slab(self, name: str, offset_bytes: int, size_bytes: int) -> torch.Tensor:
-        """A copy of a piece of a resident slab, for a peer; shorter at the slab's end, uint8.
+        """A copy of a piece of a resident slab for a peer, uint8; shorter at the slab's end.
 
         Raises LayerNotResident.
         """
@@ -267,17 +268,17 @@ class StageMemory:
         slab.fill(offset_bytes, payload.view(-1))
 
     def slab_digest(self, name: str) -> bytes:
-        """SHA-256 of a slab's bytes, as they were loaded at start."""
+        """SHA-256 of a slab's bytes at start."""
         return self.slabs[name].digest
 
     @property
     def parameters_digest(self) -> bytes:
-        """SHA-256 over all slabs, as they were loaded at start."""
+        """SHA-256 over the digests of all slabs at start."""
         digests = b"".join(self.slab_digest(name) for name in sorted(self.slabs))
         return hashlib.sha256(digests).digest()
 
     def load_layer(self, name: str) -> None:
-        """Fill a mapped slab from the model folder, when no peer has it. Takes as long as reading.
+        """Fill a mapped slab from the model folder, if no peer has it. Takes the time to read it.
 
         Raises InvalidStage, ModelError.
         """
@@ -288,16 +289,16 @@ class StageMemory:
             source.close()
 
     def finish_layer(self, name: str, max_bytes: int | None = None) -> bool:
-        """Verify a filled slab, `max_bytes` (None: all) per call; True once it may run.
+        """Verify a filled slab, `max_bytes` (None: all) per call; returns whether it may run.
 
-        Hashing takes about a second per GiB. Raises InvalidStage, SlabCorrupted: fill it again.
+        Hashing takes about a second per GiB. Raises InvalidStage, and SlabCorrupted: fill it again.
         """
         return self.slabs[name].finish(max_bytes)
 
     def map_kv_of(self, layers: Iterable[int]) -> None:
-        """Give layers that come back as many blocks as the stage has.
+        """Map KV for layers that come back, with as many blocks as the stage has.
 
-        Raises ArenaExhausted, and InvalidStage while KV from before they left is not released.
+        Raises ArenaExhausted, and InvalidStage while their old KV is not released.
         """
         coming = set(layers).difference(self._layers, self._arriving)
         if coming.intersection(self.departed_layers):
@@ -309,7 +310,7 @@ class StageMemory:
         self._arriving |= coming
 
     def abandon_restore(self) -> int:
-        """Take back every step of a restore before `set_stage`; returns the new `num_blocks`."""
+        """Take back all steps of a restore before `set_stage`; returns the new `num_blocks`."""
         present = self.slabs_of(self._layers.start, self._layers.stop)
         for name, slab in self.slabs.items():
             if name not in present:
@@ -328,7 +329,7 @@ class StageMemory:
         return self.kv_ranges[layer].pack(block_ids)
 
     def unpack_kv(self, layer: int, block_ids: Sequence[int], payload: torch.Tensor) -> None:
-        """Overwrite blocks of one layer with what `pack_kv` gave. Raises InvalidBlocks."""
+        """Overwrite blocks of one layer with a result of `pack_kv`. Raises InvalidBlocks."""
         self.kv_ranges[layer].unpack(block_ids, payload)
 
     # --- invariants
@@ -339,7 +340,7 @@ class StageMemory:
         slab_chunks = self._slab_chunks()
         kv_chunks = sum(kv_range.mapped_chunks for kv_range in self.kv_ranges)
         mapped = self.arena.total_chunks - self.arena.free_chunks
-        assert slab_chunks + kv_chunks == mapped, "memory is mapped that no one accounts for"
+        assert slab_chunks + kv_chunks == mapped, "mapped memory belongs to no owner"
         assert self.num_blocks > 0, "the stage has no KV"
         missing = self.missing_slabs(self._layers.start, self._layers.stop)
         assert not missing, f"the stage runs {missing}, which are not resident"
@@ -368,12 +369,12 @@ class StageMemory:
 
     def _switch(self, first_layer: int, end_layer: int) -> None:
         self._layers = range(first_layer, end_layer)
-        # What was mapped for another stage than this counts as departed and is released as such.
+        # KV that was mapped for another stage counts as departed, and is released as such.
         self._arriving.clear()
         self._kv_chunks_max = None
 
     def _grow(self, *, cold: bool = True) -> tuple[int, int]:
-        """Map free chunks at the KV tails of the stage; (chunks, calls)."""
+        """Map free chunks at the KV tails of the stage; returns (chunks, map calls)."""
         ranges = [self.kv_ranges[layer] for layer in self._layers]
         return raise_tails(self.arena, ranges, self._kv_chunks_max, cold=cold)
 

@@ -1,6 +1,6 @@
-"""Which models are served, and what a model folder says about its model.
+"""The supported architectures, and the reading of a model folder's configuration.
 
-Nothing from a model folder is ever executed: `auto_map` and pickle are refused.
+Nothing in a model folder is ever executed: `auto_map` and pickle are refused.
 """
 
 import json
@@ -32,7 +32,7 @@ _SIZES = (
     *("num_key_value_heads", "head_dim", "vocab_size", "max_position_embeddings"),
 )
 _ROPE_TYPES = ("default", *ROPE_INIT_FUNCTIONS)
-# What the checks and the model code of transformers raise about a configuration.
+# The exceptions of transformers' checks and model code on a bad configuration.
 _CONFIG_ERRORS = (
     *(StrictDataclassError, TypeError, ValueError, LookupError, AttributeError),
     *(ArithmeticError, AssertionError, RuntimeError),
@@ -41,7 +41,7 @@ _CONFIG_ERRORS = (
 
 @dataclass(frozen=True, slots=True)
 class ModelGeometry:
-    """Sizes of a model that others plan with. `max_model_len` counts prompt and output tokens."""
+    """The sizes of a model. `max_model_len` counts prompt and output tokens."""
 
     architecture: str
     num_layers: int
@@ -59,7 +59,7 @@ class ModelGeometry:
 
     @property
     def kv_bytes_per_token_layer(self) -> int:
-        """K and V of one token in one layer."""
+        """Bytes of K and V of one token in one layer."""
         return 2 * self.num_kv_heads * self.head_dim * self.dtype.itemsize
 
 
@@ -128,7 +128,7 @@ def build_skeleton(config: transformers.PretrainedConfig, attention: str) -> nn.
 
 
 def _check_sizes(raw: dict[str, Any], path: Path) -> None:
-    """Before anything divides by them; types and absence are `from_dict`'s business."""
+    """Raise ModelError on a size below 1; `from_dict` checks types and presence."""
     for key in _SIZES:
         size = raw.get(key)
         if isinstance(size, int) and size < 1:
@@ -138,7 +138,7 @@ def _check_sizes(raw: dict[str, Any], path: Path) -> None:
 
 
 def _check_choices(config: transformers.PretrainedConfig, path: Path) -> None:
-    """Names that `from_dict` lets pass and the model code does not know."""
+    """Raise ModelError on names that `from_dict` accepts and the model code does not know."""
     rope_type = (config.rope_parameters or {}).get("rope_type", "default")
     for key, name, known in (
         ("hidden_act", config.hidden_act, tuple(ACT2FN)),
@@ -166,7 +166,7 @@ def _model_class(architecture: str) -> Any:
 
 
 def _sliding_windows(config: transformers.PretrainedConfig) -> tuple[int | None, ...]:
-    """As the attention of each architecture takes them from its configuration."""
+    """The sliding window of each layer, as the attention of the architecture reads it."""
     match config.model_type:
         case "llama":
             return (None,) * config.num_hidden_layers
@@ -180,7 +180,7 @@ def _sliding_windows(config: transformers.PretrainedConfig) -> tuple[int | None,
 
 
 def _read_json(path: Path) -> dict[str, Any] | None:
-    """The object in a JSON file, None if there is no such file. Raises ModelError."""
+    """The object in a JSON file; None if the file does not exist. Raises ModelError."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

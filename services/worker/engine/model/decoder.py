@@ -1,7 +1,7 @@
 """Runs a decoder-only model of `transformers` one layer at a time over memory in the arena.
 
-The model code is built without weights; its parameters are views of slabs, its attention is ours,
-registered under `ATTENTION_NAME`. No parameter exists outside the arena.
+The model code is built without weights: its parameters are views of slabs, and its attention is
+`_paged_attention`, registered under `ATTENTION_NAME`. No parameter lies outside the arena.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,9 +24,9 @@ ATTENTION_NAME = "tideserve_paged"
 
 
 def slab_layouts(skeleton: Any, dtype: torch.dtype) -> dict[str, SlabLayout]:
-    """Slab name → layout, in the order of execution; tensors have their checkpoint names.
+    """The layouts by slab name, in the order of execution; tensors have their checkpoint names.
 
-    A tied head has no weight of its own: its slab holds the final norm only.
+    A tied head has no weight of its own: its slab holds only the final norm.
     """
 
     def layout(*modules: str) -> SlabLayout:
@@ -53,7 +53,7 @@ class Interrupted(Exception):
 
 @dataclass(frozen=True, slots=True)
 class _LayerContext:
-    """What our attention needs to know when a layer calls it."""
+    """What the attention of a layer needs beside the layer's own arguments."""
 
     attention: PagedAttention
     blocks: torch.Tensor
@@ -81,11 +81,11 @@ class _LayerContext:
 
 
 class Decoder:
-    """The model of one worker: the `skeleton` with weights in slabs; it takes the skeleton over.
+    """The model of a worker: takes `skeleton` over and puts its weights into slabs.
 
-    `sliding_windows`: per layer, how many last positions a token sees; None for all of them.
-    `scratch` is None when compute and storage dtype are the same; `compiled`: the kernels of
-    `cpu_kernels` fit.
+    `sliding_windows`: per layer, how many last positions a token sees; None for all positions.
+    `scratch` is None if compute and storage dtype are equal. `compiled`: use the kernels of
+    `cpu_kernels`.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class Decoder:
         self._head_slab = head
         head_weight = head.views()[f"{EMBEDDING if config.tie_word_embeddings else HEAD}.weight"]
         self._head = SlabLinear(head_weight, None, scratch, compiled=compiled)
-        # Rotary frequencies are computed, not loaded; the skeleton's are on the meta device.
+        # Rotary frequencies are computed again, because the skeleton's are on the meta device.
         self._rotary = type(skeleton.model.rotary_emb)(config).to(self._embedding.device)
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
@@ -136,8 +136,8 @@ class Decoder:
     ) -> torch.Tensor:
         """Run `layers` in order over `hidden` [tokens, hidden] in the compute dtype.
 
-        Raises LayerNotResident, and Interrupted once `interrupted`, asked before each layer, says
-        yes.
+        `interrupted` is called before each layer; raises Interrupted once it returns True. Raises
+        LayerNotResident.
         """
         batched, position_ids = hidden[None], positions[None]
         rotation = self._rotary(batched, position_ids)
@@ -175,13 +175,13 @@ class Decoder:
         )
 
     def _place(self, module: nn.Module, path: str, slab_name: str) -> nn.Module:
-        """`module` and all below it over slab views; may return another module that stands in."""
+        """`module` and its children with slab views as parameters; may return a replacement."""
         for name, child in list(module.named_children()):
             setattr(module, name, self._place(child, f"{path}.{name}", slab_name))
         return self._placed(module, path, slab_name)
 
     def _placed(self, module: nn.Module, path: str, slab_name: str) -> nn.Module:
-        """`module` over its slab views, or a faster module that does the same."""
+        """`module` with slab views as parameters, or a faster module with the same result."""
         views = self._slabs[slab_name].views()
         if isinstance(module, nn.Linear):
             return SlabLinear(

@@ -30,7 +30,7 @@ _OPTIONAL = {
 
 
 class FusedLayer(nn.Module):
-    """Stands in for a decoder layer of `transformers`, which runs what is not few tokens."""
+    """Replaces a decoder layer of `transformers` for few tokens; calls that layer for more."""
 
     def __init__(
         self, layer: nn.Module, kernel: "DecoderLayerKernel", *, sliding_window: int | None
@@ -41,7 +41,7 @@ class FusedLayer(nn.Module):
         self._sliding_window = sliding_window
 
     def forward(self, hidden_states: torch.Tensor, **context: Any) -> torch.Tensor:
-        """[1, tokens, hidden] → the same shape; `context` as `Decoder.run_layers` gives it."""
+        """[1, tokens, hidden] → the same shape; `context` comes from `Decoder.run_layers`."""
         hidden = hidden_states[0]
         if len(hidden) > self._kernel.rows_max:
             output: torch.Tensor = self._layer(hidden_states, **context)
@@ -62,10 +62,10 @@ def fused_layer(
     *,
     sliding_window: int | None,
 ) -> nn.Module:
-    """`layer` with kernels for few tokens; `layer` itself if it is more than they compute.
+    """`layer` with kernels for few tokens, or `layer` itself if the kernels cannot compute it.
 
-    `views` are its parameters, their names begin with `path`. All architectures of the catalogue
-    have layers of one shape, some with biases and norms that others lack.
+    `views` are its parameters; their names begin with `path`. All architectures of the catalogue
+    have the same kind of layer, some with biases and norms that others lack.
     """
     from services.worker.engine.model.cpu_kernels.decoder_layer import (
         DecoderLayerKernel,

@@ -1,10 +1,10 @@
 """Linear layers and norms over slab views.
 
-The compute dtype may differ from the storage dtype: on AVX2 a native bfloat16 matrix product is
-five to ten times slower than a float32 one from 16 rows on, while upcasting a weight costs a few
-percent of the product and halves the memory read. So weights stay in bfloat16 in the arena and each
-is upcast into one scratch buffer just before use. Few rows are multiplied by a kernel that upcasts
-weights in a register.
+The compute dtype may differ from the storage dtype. On AVX2 and from 16 rows on, a native bfloat16
+product takes five to ten times as long as a float32 product; to upcast a weight takes a few percent
+of the product, and bfloat16 halves the memory read. So weights lie in the arena in bfloat16, and
+each is upcast into one scratch buffer just before its use. For few rows, a kernel upcasts weights
+in registers.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class UpcastScratch:
-    """One buffer of the compute dtype that holds the rows of a weight being used."""
+    """A buffer of the compute dtype for rows of the weight in use."""
 
     def __init__(self, size_bytes: int, dtype: torch.dtype, device: torch.device) -> None:
         self._buffer = torch.empty(size_bytes // dtype.itemsize, dtype=dtype, device=device)
@@ -29,7 +29,7 @@ class UpcastScratch:
     ) -> torch.Tensor:
         """`rows` [rows, in] times `weight` [out, in] transposed, plus `bias` [out]: [rows, out].
 
-        A weight larger than the buffer is taken in slices of its rows.
+        A weight that is larger than the buffer is upcast in slices of its rows.
         """
         out_features, in_features = weight.shape
         slice_rows = max(1, self._buffer.numel() // in_features)
@@ -51,9 +51,9 @@ class UpcastScratch:
 
 
 class SlabLinear(nn.Module):
-    """Stands in for `nn.Linear`; the parameters are slab views, upcast if there is a `scratch`.
+    """Replaces `nn.Linear`; the parameters are slab views, upcast if there is a `scratch`.
 
-    `compiled`: the kernels of `cpu_kernels` fit; the one for few rows says how many that are.
+    `compiled`: use the kernel for up to `rows_max` rows.
     """
 
     def __init__(
@@ -83,9 +83,9 @@ class SlabLinear(nn.Module):
 
 
 class Float32RmsNorm(nn.Module):
-    """The RMSNorm of `transformers` for float32 activations, in fewer operations than its six.
+    """The RMSNorm of `transformers` for float32 activations, with fewer operations than its six.
 
-    `compiled`: the kernels of `cpu_kernels` fit.
+    `compiled`: use the kernel.
     """
 
     def __init__(self, weight: torch.Tensor, epsilon: float, *, compiled: bool = False) -> None:

@@ -1,6 +1,6 @@
-"""Fills parameter slabs: from safetensors, tensor by tensor, or with seeded random weights.
+"""Fills parameter slabs from safetensors, tensor by tensor, or with seeded random weights.
 
-Only one tensor is outside the arena at a time, so loading needs no second copy of the model.
+Only one tensor at a time lies outside the arena, so loading needs no second copy of the model.
 """
 
 import hashlib
@@ -58,9 +58,9 @@ class SafetensorsSource:
 
 
 class DummySource:
-    """Random weights that depend on (`seed`, name) alone, so every worker has the same ones.
+    """Random weights that depend only on (`seed`, name), so all workers have the same weights.
 
-    Normal with standard deviation `std`; norm weights are 1.
+    They are normal with standard deviation `std`; norm weights are 1.
     """
 
     def __init__(self, *, seed: int = 0, std: float = 0.02) -> None:
@@ -110,7 +110,7 @@ def verify_manifest(model_dir: Path) -> None:
 
 
 def _locate(model_dir: Path) -> dict[str, Path]:
-    """Tensor name → file that holds it. Raises ModelError."""
+    """The file of each tensor by the tensor's name. Raises ModelError."""
     index_path = model_dir / _INDEX_FILE
     if (model_dir / _SINGLE_FILE).exists():
         path = model_dir / _SINGLE_FILE

@@ -1,4 +1,4 @@
-"""The sizes of a loaded model that planners divide layers with."""
+"""The sizes of a loaded model by which layers are divided among workers."""
 
 from collections.abc import Mapping
 
@@ -8,11 +8,11 @@ from services.worker.engine.model.catalog import ModelGeometry
 
 
 def shape_of(geometry: ModelGeometry, slab_bytes: Mapping[str, int]) -> ModelShape:
-    """`slab_bytes`: of each parameter slab by name, in whole chunks.
+    """The shape of a model; `slab_bytes` has the size of each slab by name, in whole chunks.
 
-    A pass reads all parameters of a layer and multiplies with them, so its time is taken as
-    proportional to their bytes. The embedding is a look-up; the head multiplies with its own
-    weight or, if tied, with the embedding's.
+    A pass reads all parameters of a layer, so its cost is assumed proportional to their bytes. The
+    embedding is a look-up and costs nothing. The head multiplies with its own weight or, if tied,
+    with the embedding's.
     """
     layer_bytes = max(slab_bytes[layer_name(index)] for index in range(geometry.num_layers))
     read_by_head = slab_bytes[EMBEDDING] if geometry.tied_embeddings else slab_bytes[HEAD]

@@ -1,7 +1,7 @@
 """Profiles a model: `python -m services.worker.engine.profile`, started by `tideserve profile`.
 
-Configuration as YAML on standard input; on standard output one JSON object a line: `progress`
-while it measures, then `result`, or `error` with one sentence and exit code 2.
+Reads its configuration as YAML from standard input. Writes one JSON object per line to standard
+output: `progress` while it measures, then `result`, or `error` with one sentence and exit code 2.
 """
 
 import json
@@ -29,7 +29,7 @@ PROGRESS_INTERVAL_S = 0.5
 
 
 def main() -> None:
-    """Exit code 0 when the profile is stored, 2 when something is not usable."""
+    """Exit code 0 once the profile is stored; 2 if model, device or folder are not usable."""
     die_with_parent()
     try:
         data = config_module.parse_yaml(sys.stdin.read(), "standard input")
@@ -44,7 +44,7 @@ def main() -> None:
 
 
 def profile(config: ProfileConfig) -> dict[str, Any]:
-    """Measure, fit and store; returns what `tideserve profile --json` prints."""
+    """Measure, fit and store; returns the output of `tideserve profile --json`."""
     started_s = monotonic_s()
     runner_config = config.runner()
     runner = ModelRunner.load(runner_config)
@@ -75,10 +75,10 @@ def measure(session: ProfileSession, measurer: Measurer, companions: Companions)
         batch = session.next_batch()
         with companions.run(batch):
             found = measurer.duration_s(batch)
-        assert found is not None, "nothing interrupts it"
+        assert found is not None, "a profiling is never interrupted"
         return found
 
-    # Lazy initialisation and first touches of memory are nobody's cost.
+    # The first batch pays for lazy initialisation and first touches of memory: it does not count.
     duration_s()
     said_s = 0.0
     while not session.complete:
@@ -113,7 +113,7 @@ def summary(outcome: ProfileOutcome) -> dict[str, Any]:
 
 
 def point(model: CostModel, sample: Sample, held_out: bool) -> dict[str, Any]:
-    """A batch: what it took and what the model says."""
+    """A batch: the measured and the predicted duration."""
     return {
         "chunks": sample.chunks,
         "held_out": held_out,
@@ -123,7 +123,7 @@ def point(model: CostModel, sample: Sample, held_out: bool) -> dict[str, Any]:
 
 
 def say(kind: str, value: Any) -> None:
-    """Write a line to the command that started this."""
+    """Write a line for the command that started this process."""
     print(json.dumps({kind: value}), flush=True)
 
 

@@ -1,8 +1,9 @@
-"""Engines that run the same batches at the same time as the one that is measured.
+"""Engines that run each batch at the same time as the measured engine.
 
-Workers of one machine share its memory, which limits a decode: two at once are a quarter slower
-than one alone. `python -m services.worker.engine.profile.companions` is one of them: configuration
-as JSON in the first line of standard input, then a batch a line; it answers each with a line.
+Workers of one machine share its memory bandwidth, which limits decodes: two at once are a quarter
+slower than one. `python -m services.worker.engine.profile.companions` is one companion: it reads
+its configuration as JSON from the first line of standard input, then a batch per line, and answers
+each line with a line.
 """
 
 import json
@@ -26,31 +27,31 @@ STOP_GRACE_S = 5.0
 
 
 class CompanionLost(WorkerError):
-    """An engine that was to run beside the measured one has ended."""
+    """An engine beside the measured one has ended."""
 
     def __init__(self) -> None:
         super().__init__(
-            "an engine that was to run beside the measured one has ended; is there memory for all"
-            " of them? Measure fewer at once (--workers)"
+            "an engine that ran beside the measured one has ended, perhaps for lack of memory;"
+            " measure fewer at once (--workers)"
         )
 
 
 class Companions:
-    """Engines that have loaded the model; made by `companions_of`."""
+    """Engines that have loaded the model; `companions_of` makes them."""
 
     def __init__(self, processes: Sequence["subprocess.Popen[str]"]) -> None:
         self._processes = processes
 
     @contextmanager
     def run(self, batch: Chunks) -> Iterator[None]:
-        """Have all of them run a batch meanwhile. Raises CompanionLost."""
+        """Have all companions run a batch at the same time. Raises CompanionLost."""
         for process in self._processes:
             _tell(process, json.dumps(batch))
         yield
         self.await_all()
 
     def await_all(self) -> None:
-        """Wait until each has done what it was told. Raises CompanionLost."""
+        """Wait for one answer of each companion. Raises CompanionLost."""
         for process in self._processes:
             assert process.stdout is not None
             if not process.stdout.readline():
@@ -59,7 +60,7 @@ class Companions:
 
 @contextmanager
 def companions_of(config: ProfileConfig) -> Iterator[Companions]:
-    """As many as the configuration says; at the end they are gone. Raises CompanionLost."""
+    """Start the configured number of companions; end them afterwards. Raises CompanionLost."""
     first = json.dumps(asdict(config), default=str)
     with ExitStack() as stack:
         processes = [_start(stack) for _ in range(config.companions)]
@@ -92,7 +93,7 @@ def _tell(process: "subprocess.Popen[str]", line: str) -> None:
 
 
 def keep_company(lines: IO[str]) -> None:
-    """Be one of them, until the lines end."""
+    """Be a companion until the lines end."""
     data = json.loads(next(lines))
     config = config_module.from_mapping(ProfileConfig, data, "the profiling process")
     runner = ModelRunner.load(config.runner())

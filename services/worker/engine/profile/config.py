@@ -1,4 +1,4 @@
-"""Configuration of one profiling."""
+"""The configuration of a profiling."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,10 +12,10 @@ from services.worker.engine.compute.runner_config import RunnerConfig
 
 @dataclass(frozen=True, slots=True)
 class ProfileConfig:
-    """What to profile and where to store the result.
+    """The model and device to profile, and the folder for the result.
 
-    `companions`: other engines that run each batch at the same time, as workers that share the
-    memory of one machine do.
+    `companions`: the number of other engines that run each batch at the same time, as workers of
+    one machine do.
     """
 
     model_dir: Path
@@ -31,7 +31,7 @@ class ProfileConfig:
     companions: int = number(0, minimum=0, maximum=63)
 
     def runner(self) -> RunnerConfig:
-        """The engine that is measured."""
+        """The configuration of the measured engine."""
         return RunnerConfig(
             model_dir=self.model_dir,
             device=self.device,

@@ -13,13 +13,13 @@ from services.worker.engine.profile.session import ProfileSession
 from services.worker.engine.profile.store import measured_profile
 
 IDLE_BEFORE_S = 2.0
-"""Without a request for so long, before anything is measured."""
+"""Time without a request before a batch is measured."""
 
 log = logging.getLogger(__name__)
 
 
 class IdleProfiler:
-    """Measures a batch whenever `step` is called in a quiet time; stores the profile at the end."""
+    """Measures a batch per call of `step` in quiet times; stores the profile at the end."""
 
     def __init__(
         self,
@@ -37,17 +37,17 @@ class IdleProfiler:
         self._threads = threads
         self._path = path
         self._busy_s = monotonic_s()
-        log.info("no stored profile of this model and device: profiling starts when it is quiet")
+        log.info("no stored profile of this model and device: profiling starts once it is idle")
 
     def note_work(self) -> None:
-        """A request is here."""
+        """Note that a request has come."""
         self._busy_s = monotonic_s()
 
     def step(self, interrupted: Callable[[], bool]) -> bool:
-        """Measure one batch if it is quiet and something is left; returns whether it did.
+        """Measure one batch if the engine is idle and one is left; returns whether it did.
 
-        Only to be called while no sequence exists: all blocks are free then. Once `interrupted`,
-        asked before each layer, says that a request is here, the batch is given up.
+        Call it only while no sequence exists, because it uses the blocks. `interrupted` is called
+        before each layer; once it returns True the batch is given up.
         """
         session = self._session
         if session is None or monotonic_s() - self._busy_s < IDLE_BEFORE_S:
@@ -65,8 +65,8 @@ class IdleProfiler:
         outcome = session.outcome()
         if not outcome.quiet:
             log.warning(
-                "profiled while idle, but others kept the machine busy: repeat-to-repeat noise"
-                " %.0f %%; nothing is stored, the next start measures again",
+                "profiled while idle, but other processes kept the machine busy: repeat-to-repeat"
+                " noise %.0f %%; nothing is stored, the next start measures again",
                 100 * outcome.accuracy.noise,
             )
             return

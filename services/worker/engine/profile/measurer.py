@@ -14,7 +14,7 @@ GREEDY = SampleTerms(Sampling(temperature=0.0))
 
 
 class Measurer:
-    """Overwrites K and V of free blocks of `pool`, which are free again when a call returns."""
+    """Overwrites K and V of free blocks of `pool`; they are free again after each call."""
 
     def __init__(self, runner: ModelRunner, pool: BlockPool) -> None:
         self._runner = runner
@@ -23,9 +23,9 @@ class Measurer:
     def duration_s(
         self, chunks: Chunks, interrupted: Callable[[], bool] | None = None
     ) -> float | None:
-        """Seconds that the batch takes; None if `interrupted`, asked before each layer, said yes.
+        """Run a batch; returns its duration, None if `interrupted` returned True before a layer.
 
-        Every chunk samples, as a last one does, greedily.
+        Every chunk samples greedily, like the last chunk of a prompt.
         """
         block_size = self._runner.block_size
         tables = [
@@ -57,7 +57,7 @@ class Measurer:
 
 
 def room_of(runner: ModelRunner, max_batch_tokens: int, max_running: int) -> Room:
-    """What batches `runner` can take."""
+    """The bounds of batches on `runner`."""
     return Room(
         max_batch_tokens=max_batch_tokens,
         max_running=max_running,

@@ -1,4 +1,4 @@
-"""Which iterations are measured: spaced exponentially for the fit, drawn at random to test it."""
+"""The batches to measure: spaced exponentially for the fit, drawn at random to test the fit."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -8,13 +8,13 @@ from services.core.cost.model import Chunks
 from services.core.request import blocks_for
 
 DECODE_CONTEXT_TOKENS_MAX = 16_384
-"""Context of all decodes of a measured batch together; more only takes longer."""
+"""Largest context of all decodes of a measured batch together; more only takes longer."""
 HELD_OUT_KINDS = ("prefill", "prefill after prefix", "decode", "mixed")
 
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """What a batch may be on this runner, in tokens, sequences and blocks."""
+    """The bounds of a batch on a runner, in tokens, sequences and blocks."""
 
     max_batch_tokens: int
     max_running: int
@@ -35,7 +35,7 @@ class Room:
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """How much is measured: the fit's spacings, the held-out batches of each kind, the time."""
+    """How much to measure: spacings of the fit, held-out batches per kind, and time."""
 
     prefixes: tuple[int, ...]
     new_tokens: tuple[int, ...]
@@ -62,11 +62,11 @@ QUICK = Effort(
     target_s=35.0,
 )
 IDLE = replace(QUICK, target_s=0.0)
-"""Beside a service: the fewest repeats."""
+"""For an idle worker: the fewest repeats."""
 
 
 def fit_points(effort: Effort, room: Room) -> list[Chunks]:
-    """Batches that the coefficients are fitted to, those that fit into `room`."""
+    """The batches within `room` to which the coefficients are fitted."""
     prefills: list[Chunks] = [((p, c),) for p in effort.prefixes for c in effort.new_tokens]
     decodes: list[Chunks] = [
         _decodes(n, p)
@@ -74,7 +74,7 @@ def fit_points(effort: Effort, room: Room) -> list[Chunks]:
         for p in effort.contexts
         if n * p <= DECODE_CONTEXT_TOKENS_MAX
     ]
-    # Several prefills, and both phases together, tell γ, λ and β apart.
+    # Several prefills, and batches of both phases, separate γ, λ and β.
     several: list[Chunks] = [
         ((p, c),) * n for p in (0, 256) for n, c in ((2, 16), (4, 16), (3, 32))
     ]
@@ -85,8 +85,8 @@ def fit_points(effort: Effort, room: Room) -> list[Chunks]:
 def _decodes(count: int, context: int) -> Chunks:
     """`count` decodes after half to twice `context` tokens, evenly spaced on a logarithmic scale.
 
-    No two requests of a service are equally long. Attention groups decodes of similar length, so
-    equal ones are the cheapest case: what was fitted to those alone said 12 % too little, on
+    The requests of a service have different lengths. Attention groups decodes of similar length, so
+    equal lengths are the cheapest case: a fit to equal lengths predicted 12 % too little, on
     average, for the held-out decodes.
     """
     if count == 1:
@@ -95,7 +95,7 @@ def _decodes(count: int, context: int) -> Chunks:
 
 
 def held_out_points(effort: Effort, room: Room, rng: Random) -> dict[str, list[Chunks]]:
-    """By kind: batches that the fit never sees."""
+    """Batches by kind that the fit does not see."""
     points: dict[str, list[Chunks]] = {}
     for kind in HELD_OUT_KINDS:
         drawn = [_draw(kind, effort, rng) for _ in range(effort.held_out_each)]
@@ -104,7 +104,7 @@ def held_out_points(effort: Effort, room: Room, rng: Random) -> dict[str, list[C
 
 
 def _draw(kind: str, effort: Effort, rng: Random) -> Chunks:
-    """A batch as serving makes them; sizes are drawn on a logarithmic scale."""
+    """A batch like those of a service; sizes are drawn on a logarithmic scale."""
     after_prefix = kind == "prefill after prefix" or (kind == "mixed" and rng.random() < 0.5)
     chunks: list[tuple[int, int]] = []
     if kind in ("decode", "mixed"):

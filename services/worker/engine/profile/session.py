@@ -1,4 +1,4 @@
-"""One profiling: what is measured next, and what follows from it. Reads no clock."""
+"""One profiling: chooses the next batch, and fits the cost model. Reads no clock."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,12 +14,12 @@ ROUNDS_MAX = 15
 ERROR_MAX = 0.05
 NOISE_FACTOR = 1.5
 QUIET_NOISE_MAX = 0.15
-"""A machine that differs more than this from itself is busy with something else."""
+"""With more repeat-to-repeat noise, other processes keep the machine busy."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProfileOutcome:
-    """What a complete session found. Errors are mean absolute relative errors of medians."""
+    """The result of a complete session. Errors are mean absolute relative errors of medians."""
 
     model: CostModel
     accuracy: Accuracy
@@ -30,12 +30,12 @@ class ProfileOutcome:
 
     @property
     def error_max(self) -> float:
-        """What the error on held-out batches should not exceed on this machine."""
+        """The largest acceptable error on held-out batches on this machine."""
         return max(ERROR_MAX, NOISE_FACTOR * self.accuracy.noise)
 
     @property
     def quiet(self) -> bool:
-        """Whether the machine was left alone enough for the figures to mean something."""
+        """Whether the machine was idle enough for meaningful figures."""
         return self.accuracy.noise <= QUIET_NOISE_MAX
 
     @property
@@ -47,9 +47,9 @@ class ProfileOutcome:
 
 
 class ProfileSession:
-    """Every point once a round in a new order, so that a slow moment of the machine hits all alike.
+    """Measures every point once a round, in a new order, so that slow moments hit all points alike.
 
-    Feed it: run `next_batch()`, `record` its duration, until `complete`.
+    The driver runs `next_batch()` and calls `record` with its duration, until `complete`.
     """
 
     def __init__(self, effort: Effort, room: Room, seed: int = 0) -> None:
@@ -74,16 +74,16 @@ class ProfileSession:
 
     @property
     def progress(self) -> tuple[int, int]:
-        """Measurements done and wanted."""
+        """The numbers of measurements done and wanted."""
         done = sum(map(len, self._durations))
         return done, len(self._points) * self._rounds_wanted
 
     def next_batch(self) -> Chunks:
-        """What to run next."""
+        """The batch to run next."""
         return self._points[self._round[-1]]
 
     def record(self, duration_s: float) -> None:
-        """The duration of `next_batch()`."""
+        """Note the duration of `next_batch()`."""
         self._durations[self._round.pop()].append(duration_s)
         self._spent_s += duration_s
         if not self._round:
@@ -93,7 +93,7 @@ class ProfileSession:
             self._begin_round()
 
     def outcome(self) -> ProfileOutcome:
-        """The fit and how good it is; call it when `complete`."""
+        """The fit and its accuracy; call it when `complete`."""
         samples = [
             Sample(chunks, median(durations))
             for chunks, durations in zip(self._points, self._durations, strict=True)
@@ -127,7 +127,7 @@ class ProfileSession:
 
 
 def repeat_noise(durations: Sequence[Sequence[float]]) -> float:
-    """How far the machine is from itself.
+    """The repeat-to-repeat noise of the machine.
 
     Mean over points of |median of the even repeats − median of the odd ones| / median of all.
     """

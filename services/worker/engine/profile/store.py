@@ -1,4 +1,4 @@
-"""Where the profile of a model on a device is kept, and what it is called."""
+"""The path and the name of the profile of a model on a device."""
 
 import hashlib
 import platform
@@ -16,9 +16,9 @@ DIGEST_CHARS = 12
 
 
 def profile_path(folder: Path, config: RunnerConfig, threads: int) -> Path:
-    """File of the profile of this model, device, dtype and number of threads.
+    """The file of the profile of this model, device, dtype and number of threads.
 
-    The weights do not matter to the time, so the model is its config.json. Raises OSError.
+    The weights do not influence the time, so config.json identifies the model. Raises OSError.
     """
     model = hashlib.sha256((config.model_dir / "config.json").read_bytes())
     device = hashlib.sha256(device_name(config.device).encode())
@@ -32,7 +32,7 @@ def profile_path(folder: Path, config: RunnerConfig, threads: int) -> Path:
 
 
 def device_name(device: str) -> str:
-    """What the device calls itself."""
+    """The device's own name."""
     if torch.device(device).type == "cuda":
         return str(torch.cuda.get_device_name(device))
     try:
@@ -46,7 +46,7 @@ def device_name(device: str) -> str:
 def measured_profile(
     runner: ModelRunner, config: RunnerConfig, threads: int, outcome: ProfileOutcome
 ) -> DeviceProfile:
-    """What `outcome` says about this model on this device."""
+    """The profile of this model on this device from `outcome`."""
     dtype = str(config.dtype).removeprefix("torch.")
     processors = f", {threads} thread{'s' if threads > 1 else ''}"
     return DeviceProfile(

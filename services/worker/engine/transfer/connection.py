@@ -1,6 +1,6 @@
-"""One connection of a UCX lane: what is on its way to and from one peer.
+"""One connection of a UCX lane: the frames on their way to and from one peer.
 
-`queue` is called by the engine's threads, everything else by whoever drives the lane.
+The engine's threads call `queue`; the thread that drives the lane calls everything else.
 """
 
 import logging
@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """How much may wait for one peer: at the sender, and between the two engines."""
+    """How much may wait for one peer, in the sender's queue and between the two engines."""
 
     queue_bytes: int
     frames_in_flight: int
@@ -42,18 +42,19 @@ class _Sending:
 
 
 class Connection:
-    """`facts` are ours; `peer` has no incarnation before the handshake."""
+    """A connection begins with its handshake; frames flow after `open`, until `lose`."""
 
     def __init__(self, link: ControlLink, facts: Facts, codec: FrameCodec, bounds: Bounds) -> None:
+        """`facts` describe this end. Before the handshake the peer has no id or incarnation."""
         self.link = link
         self.facts = facts
         self.peer = Identity("", "")
-        self.nonce: bytes | None = None  # of a connection that we make, until it is open
+        self.nonce: bytes | None = None  # of a connection that this end makes, until it is open
         self.heard_s = 0.0
         self.deadline_s: float | None = None  # of the handshake
         self.lost: str | None = None
-        self.taken = 0  # frames that our engine has taken
-        self._told = 0  # how many of them the peer knows of
+        self.taken = 0  # frames that this engine has taken
+        self._taken_told = 0  # the same number as the peer knows it
         self._codec = codec
         self._bounds = bounds
         self._lock = Lock()
@@ -74,18 +75,18 @@ class Connection:
 
     @property
     def is_quiet(self) -> bool:
-        """Whether UCX will touch none of its memory any more."""
+        """Whether UCX uses no memory of the connection any more."""
         return not self._sending and not self._fetching
 
     @property
     def fetching_bytes(self) -> int:
-        """Of frames that are being received."""
+        """Bytes of the frames that are being received."""
         return sum(memory.size for _, memory in self._fetching)
 
     @property
-    def owes_news(self) -> bool:
-        """Whether the peer must hear soon that its frames were taken, or it would have to stop."""
-        return self.taken - self._told >= self._bounds.frames_in_flight // 4
+    def owes_acknowledgement(self) -> bool:
+        """Whether a beat is due, because without it the peer would soon have to stop sending."""
+        return self.taken - self._taken_told >= self._bounds.frames_in_flight // 4
 
     def queue(self, frame: Frame) -> Sent:
         """Encode a frame and queue it. Raises LaneFull, PeerUnknown, ValueError."""
@@ -107,18 +108,18 @@ class Connection:
         return sent
 
     def open(self, transport: UcxTransport, peer: Facts, now_s: float) -> None:
-        """Begin to send to `peer`. Raises ConnectionError."""
+        """Open the endpoint to `peer`, and let frames flow. Raises ConnectionError."""
         self._endpoint = transport.open(peer.endpoint)
         self._send_tag = peer.tag
         self.peer = peer.identity
-        routes = ", ".join(self._endpoint.routes) or "what UCX does not tell"
+        routes = ", ".join(self._endpoint.routes) or "routes that UCX does not name"
         log.info("a lane to worker %s goes over %s", peer.worker_id, routes)
         self.nonce = None
         self.deadline_s = None
         self.heard_s = now_s
 
     def submit(self, until_s: float) -> bool:
-        """Hand what waits to UCX; whether there was anything. Raises ConnectionError."""
+        """Hand queued frames to UCX; whether there were any. Raises ConnectionError."""
         if self._endpoint is None or not self._outbox:
             return False
         while self._outbox:
@@ -126,7 +127,7 @@ class Connection:
             try:
                 request = self._endpoint.send(encoded, self._send_tag)
             except ConnectionError:
-                sent.finish(_lost("UCX takes no more"))
+                sent.finish(_lost("UCX has refused a frame"))
                 raise
             self._sending.append(_Sending(request, encoded.size, sent, until_s))
         return True
@@ -154,7 +155,7 @@ class Connection:
         return reaped
 
     def reap_fetches(self, verify: bool) -> list[Frame]:
-        """Frames that have wholly arrived, in order. Raises ConnectionError, FrameError."""
+        """The frames whose bytes are all here, in order. Raises ConnectionError, FrameError."""
         frames = []
         while self._fetching and self._fetching[0][0].completed:
             request, memory = self._fetching.popleft()
@@ -167,19 +168,19 @@ class Connection:
         return frames
 
     def acknowledge(self, taken: int) -> None:
-        """The peer's engine has taken so many frames. Raises FrameError."""
+        """Note that the peer's engine has taken `taken` frames. Raises FrameError."""
         with self._lock:
             if not self._acknowledged <= taken <= self._queued_frames:
                 raise FrameError("the peer has taken frames that were not sent")
             self._acknowledged = taken
 
     def beat(self) -> None:
-        """Tell the peer that we live. Raises OSError."""
-        self._told = self.taken
-        self.link.send(Beat(self._told))
+        """Tell the peer that this process lives and what it has taken. Raises OSError."""
+        self._taken_told = self.taken
+        self.link.send(Beat(self._taken_told))
 
     def overdue(self, now_s: float, silence_timeout_s: float) -> str | None:
-        """Why the connection must be given up, if it must."""
+        """Why the connection must be lost now; None if it need not."""
         if self.deadline_s is not None:
             return "no valid handshake in time" if now_s >= self.deadline_s else None
         if now_s - self.heard_s >= silence_timeout_s:
@@ -191,7 +192,7 @@ class Connection:
         return None
 
     def lose(self, reason: str) -> None:
-        """Stop everything; what UCX holds completes by itself, soon."""
+        """Stop everything; the requests that UCX holds complete soon by themselves."""
         with self._lock:
             self.lost = reason
             waiting = list(self._outbox)

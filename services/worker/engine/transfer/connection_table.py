@@ -20,8 +20,8 @@ from services.worker.engine.transfer.control_link import Beat, Bye, Control, Con
 from services.worker.engine.transfer.errors import FrameError, VersionMismatch
 from services.worker.engine.transfer.frame import FrameCodec
 from services.worker.engine.transfer.handshake import (
+    ExpectedPeers,
     Facts,
-    GuestList,
     Hello,
     Welcome,
     check_version,
@@ -62,7 +62,7 @@ class ConnectionTable:
         self._transport = transport
         self._poll = poll
         self._happened = happened
-        self._guests = GuestList()
+        self._expected = ExpectedPeers()
         self._lock = Lock()  # guards the next two
         self._peers: dict[str, Connection] = {}
         self._events: deque[LaneEvent] = deque()
@@ -75,10 +75,10 @@ class ConnectionTable:
     def expect(self, peer: Identity, nonce: bytes) -> None:
         """Accept `peer` once if it proves to hold `nonce`. Raises LaneFull."""
         now_s = monotonic_s()
-        self._guests.expect(peer, nonce, now_s, now_s + self._config.nonce_lifetime_s)
+        self._expected.expect(peer, nonce, now_s, now_s + self._config.nonce_lifetime_s)
 
     def dial(self, peer: str, address: str, nonce: bytes) -> Callable[[], None]:
-        """Make a connection to which frames can be queued; returns what the driver calls next.
+        """Make a connection to which frames can be queued; the driver must call the result.
 
         Raises OSError, ValueError as `ControlLink.dial` does.
         """
@@ -95,12 +95,12 @@ class ConnectionTable:
             return self._peers.get(peer)
 
     def forget(self, peer: str) -> Connection | None:
-        """Take the connection to a peer out, so that nothing more is queued; `part` ends it."""
+        """Remove the connection to a peer, so that no more frames are queued; `part` ends it."""
         with self._lock:
             return self._peers.pop(peer, None)
 
     def events(self) -> list[LaneEvent]:
-        """What happened since the last call, in order."""
+        """The events since the last call, in order."""
         with self._lock:
             taken = list(self._events)
             self._events.clear()
@@ -109,7 +109,7 @@ class ConnectionTable:
     # --- the driver
 
     def accept(self, link: ControlLink) -> None:
-        """Begin the handshake of a connection that a peer has made; too many are closed."""
+        """Begin the handshake of a connection that a peer has made; closes it if it is too many."""
         unproven = sum(not connection.is_open for connection in self.by_descriptor.values())
         if unproven >= UNPROVEN_MAX:
             link.close()
@@ -119,7 +119,7 @@ class ConnectionTable:
         self._adopt(connection)
 
     def attend(self, descriptor: int) -> None:
-        """Read and write the control link of a descriptor that is ready, if there is one."""
+        """Read and write the control link of a descriptor that is ready."""
         connection = self.by_descriptor.get(descriptor)
         if connection is None:
             return
@@ -130,7 +130,7 @@ class ConnectionTable:
         self._watch(connection)
 
     def part(self, connection: Connection) -> None:
-        """End a connection because this engine wants to; no event follows here."""
+        """End a connection because this engine wants to; the peer alone gets an event."""
         with self.losing(connection):
             if connection.is_open:
                 connection.link.send(Bye())
@@ -150,7 +150,7 @@ class ConnectionTable:
             self.lose(connection, str(error))
 
     def lose(self, connection: Connection, reason: str) -> None:
-        """End a connection for good, and say so unless its handshake was a peer's attempt."""
+        """End a connection. PeerLost follows unless a peer dialled and never proved itself."""
         if connection.lost is not None:
             return
         was_open = connection.is_open
@@ -165,7 +165,7 @@ class ConnectionTable:
             self._tell(PeerLost(connection.peer, reason))
 
     def forget_quiet(self) -> None:
-        """Let go of lost connections whose memory UCX does not use any more."""
+        """Forget lost connections whose memory UCX does not use any more."""
         self.lingering = [one for one in self.lingering if not one.is_quiet]
 
     def _new(self, link: ControlLink) -> Connection:
@@ -197,12 +197,12 @@ class ConnectionTable:
         connection.heard_s = monotonic_s()
         match message:
             case Hello(facts) if not connection.is_open and connection.nonce is None:
-                nonce = self._guests.redeem(message, monotonic_s())
+                nonce = self._expected.redeem(message, monotonic_s())
                 connection.open(self._transport, facts, monotonic_s())
                 # A broken connection to the same peer may not have been noticed yet.
                 self._replace(self._register(facts.worker_id, connection))
                 self._tell(PeerConnected(connection.peer))
-                # Last: once the peer knows of the connection, our engine can use and end it.
+                # Welcome is last: the peer's first frame must find the connection registered.
                 proof = proof_of(Welcome, connection.facts, nonce)
                 connection.link.send(Welcome(connection.facts, proof))
             case Welcome(facts) if connection.nonce is not None:
@@ -217,7 +217,7 @@ class ConnectionTable:
             case Bye(reason):
                 raise ConnectionError(reason[:REASON_MAX] or "the peer ended the connection")
             case _:
-                raise FrameError("the peer speaks out of turn")
+                raise FrameError("the peer sent a control message out of turn")
 
     def _replace(self, older: Connection | None) -> None:
         if older is not None:
@@ -229,13 +229,13 @@ class ConnectionTable:
         self._poll.register(connection.link.fileno(), select.EPOLLIN)
 
     def _watch(self, connection: Connection) -> None:
-        """Wait for room to write only if something is to be written."""
+        """Poll for room to write only while something is unsent."""
         if connection.lost is None:
             unsent = select.EPOLLOUT if connection.link.has_unsent else 0
             self._poll.modify(connection.link.fileno(), select.EPOLLIN | unsent)
 
     def _drop(self, connection: Connection, reason: str) -> None:
-        """Take a connection out of everything and close it; UCX may still hold its memory."""
+        """Remove and close a connection; it lingers while UCX may use its memory."""
         if connection.lost is not None:
             return
         with self._lock:

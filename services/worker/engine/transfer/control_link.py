@@ -1,7 +1,7 @@
-"""The TCP connection beside UCX's: handshake, heartbeats, and the end of a peer.
+"""The TCP connection beside the UCX endpoint: handshake, heartbeats, and the end of a peer.
 
-The kernel closes it the moment that a peer dies, which UCX does not notice on shared memory.
-Messages are msgpack behind their length in four bytes.
+The kernel closes it as soon as a peer dies; UCX does not notice that over shared memory. A message
+is msgpack behind its length in four bytes.
 """
 
 import socket
@@ -18,13 +18,13 @@ UNSENT_BYTES_MAX = 65_536
 
 
 class Beat(msgspec.Struct, tag="beat", frozen=True):
-    """I live, and my engine has taken this many of your frames."""
+    """The sender lives, and its engine has taken this many frames of the receiver."""
 
     taken: int
 
 
 class Bye(msgspec.Struct, tag="bye", frozen=True):
-    """I end this connection on purpose; `reason` is a sentence, "" if there is nothing to say."""
+    """The sender ends the connection on purpose; `reason` is a sentence or empty."""
 
     reason: str = ""
 
@@ -37,7 +37,7 @@ _LENGTH = struct.Struct("<I")
 
 
 class ControlLink:
-    """Whole messages over a non-blocking socket, which it owns."""
+    """Whole messages over a non-blocking socket, which the link owns."""
 
     def __init__(self, connection: socket.socket) -> None:
         connection.setblocking(False)
@@ -70,15 +70,15 @@ class ControlLink:
         return self._descriptor
 
     def send(self, message: Control) -> None:
-        """Send as much as goes. Raises OSError."""
+        """Send a message; the part that the socket does not accept waits. Raises OSError."""
         encoded = _encoder.encode(message)
         if len(self._unsent) + len(encoded) > UNSENT_BYTES_MAX:
-            raise ConnectionError("the peer reads nothing")
+            raise ConnectionError("the peer does not read its control messages")
         self._unsent += _LENGTH.pack(len(encoded)) + encoded
         self.flush()
 
     def flush(self) -> None:
-        """Send what waits. Raises OSError; one that is still connecting waits on."""
+        """Send what waits; nothing while the socket still connects. Raises OSError."""
         try:
             while self._unsent:
                 del self._unsent[: self._socket.send(self._unsent)]
@@ -86,7 +86,7 @@ class ControlLink:
             pass
 
     def receive(self) -> list[Control]:
-        """Messages that have arrived. Raises OSError (the end too) and FrameError."""
+        """The messages that have arrived. Raises FrameError, and OSError also at the end."""
         try:
             data = self._socket.recv(MESSAGE_BYTES_MAX)
         except BlockingIOError:

@@ -1,11 +1,11 @@
-"""A file descriptor that is readable while something waits, so that one poll covers everything."""
+"""A file descriptor that is readable while work waits, so that one poll covers everything."""
 
 import os
 from contextlib import suppress
 
 
 class Doorbell:
-    """Rung by any thread; `clear` before looking at what waits, so that no ring is lost."""
+    """Any thread may ring. A reader calls `clear` before it looks for work, or it loses a ring."""
 
     def __init__(self) -> None:
         self._descriptor = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)

@@ -1,7 +1,7 @@
 """Errors between the engines of a group.
 
 WorkerError
-├── FrameError            bytes from a peer are no frame of ours
+├── FrameError            bytes from a peer are no valid frame
 │   ├── ChecksumMismatch  the frame was damaged on its way
 │   └── VersionMismatch   the peer runs another release
 ├── LaneError             a frame cannot be sent
@@ -17,7 +17,7 @@ from services.worker.errors import WorkerError
 
 
 class FrameError(WorkerError):
-    """Bytes that are no frame of ours; their sender is not to be trusted any more."""
+    """Bytes that are no valid frame; the connection to their sender is ended."""
 
 
 class ChecksumMismatch(FrameError):
@@ -37,7 +37,7 @@ class LaneFull(LaneError):
 
 
 class PeerUnknown(LaneError):
-    """There is no connection to the peer, and none is being made."""
+    """No connection to the peer exists or is being made."""
 
 
 class LaneClosed(LaneError):

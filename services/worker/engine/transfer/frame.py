@@ -1,13 +1,13 @@
-"""What travels between engines: a fixed envelope, a msgspec header, raw bytes.
+"""Frames between engines: a fixed envelope, a msgspec header, raw bytes.
 
-    envelope  fixed size, little-endian: see `_ENVELOPE`; says the length of all that follows
+    envelope  fixed size, little-endian: see `_ENVELOPE`; has the lengths of all parts that follow
     ids       group id, sender's worker id, sender's incarnation, in UTF-8
     header    a registered type in msgpack; the kind in the envelope says which
     padding   to a multiple of `ALIGNMENT_BYTES`, so that a payload can be viewed as any dtype
     payload   bytes, perhaps none
 
-The checksum is XXH3-64 over everything but itself. It takes 0.05 ms a MiB (crc32 of zlib: 0.46),
-which is why there is no switch to leave it out. It finds accidents; it authenticates nobody.
+The checksum is XXH3-64 over everything but itself. It takes 0.05 ms per MiB (zlib's crc32: 0.46),
+so there is no switch to leave it out. It detects accidents; it does not authenticate the sender.
 """
 
 import struct
@@ -41,8 +41,8 @@ _NO_BYTES.flags.writeable = False
 class Frame:
     """One message. The sending lane fills in `sender`, `incarnation` and `sequence`.
 
-    `payload` is a contiguous buffer of bytes (uint8 tensor or array, bytes); a received one is an
-    array of uint8, writable, which belongs to the receiver.
+    `payload` is a contiguous buffer of bytes (uint8 tensor or array, bytes). The payload of a
+    received frame is a writable uint8 array that belongs to the receiver.
     """
 
     group_id: str
@@ -55,16 +55,16 @@ class Frame:
     encoded: Bytes | None = field(default=None, repr=False)
 
     def stamped(self, sender: str, incarnation: str, sequence: int) -> "Frame":
-        """This frame as it goes out."""
+        """This frame with the fields that the sending lane fills in."""
         return replace(self, sender=sender, incarnation=incarnation, sequence=sequence)
 
     @property
     def size_bytes(self) -> int:
-        """Of a received frame; 0 of one that was never sent."""
+        """Bytes of a received frame with its envelope; 0 for a frame that was never sent."""
         return 0 if self.encoded is None else int(self.encoded.size)
 
     def verify(self) -> None:
-        """Raise ChecksumMismatch if a received frame was damaged; a frame never sent is whole."""
+        """Raise ChecksumMismatch if a received frame was damaged on its way."""
         if self.encoded is None:
             return
         (expected,) = _CHECKSUM.unpack_from(self.encoded.data, _ENVELOPE.size)
@@ -91,7 +91,7 @@ class FrameCodec:
             self._decoders[number] = msgspec.msgpack.Decoder(kind)
 
     def encode(self, frame: Frame) -> Bytes:
-        """The frame as bytes, a copy. Raises ValueError on a frame that cannot be expressed."""
+        """The frame as bytes, a copy. Raises ValueError on a value that does not fit."""
         number = self._numbers.get(type(frame.header))
         if number is None:
             raise ValueError(f"{type(frame.header).__name__} is not a kind of this lane")
@@ -117,9 +117,9 @@ class FrameCodec:
         return encoded
 
     def decode(self, encoded: Bytes) -> Frame:
-        """The frame in `encoded`, which it keeps; lengths are checked, the checksum is not.
+        """The frame in `encoded`, which the frame keeps. Raises FrameError.
 
-        A user of the payload calls `verify` first. Raises FrameError.
+        Checks the lengths, but not the checksum: call `verify` before the payload is used.
         """
         if encoded.size < _IDS_START:
             raise FrameError(f"{encoded.size} bytes are too few for a frame")

@@ -1,4 +1,4 @@
-"""Where bulk transfers learn that activations are waiting, so that they stand aside."""
+"""Tells bulk transfers that activations wait, so that they pause."""
 
 from collections.abc import Callable
 from threading import Lock
@@ -9,9 +9,9 @@ from services.worker.engine.transfer.lane import Lane
 
 
 class ActivationGate:
-    """Counts the activations that are waiting or being sent; any thread may use it.
+    """Counts the activations that wait or are being sent; any thread may use it.
 
-    A thread with activations to send enters, and leaves when they are sent.
+    A thread enters before it sends activations, and leaves when they are sent.
     """
 
     def __init__(self) -> None:
@@ -21,11 +21,11 @@ class ActivationGate:
 
     @property
     def busy(self) -> bool:
-        """Whether bulk should stand aside."""
+        """Whether bulk transfers should pause."""
         return self._inside > 0
 
     def enter(self) -> None:
-        """Activations are urgent from now on. Counted: leave as often."""
+        """Make activations urgent from now on; needs one `leave` for each call."""
         with self._lock:
             self._inside += 1
 
@@ -41,7 +41,7 @@ class ActivationGate:
                 callback()
 
     def send(self, lane: Lane, peer: str, frame: Frame) -> None:
-        """Send an activation frame: it is urgent until the lane has sent it.
+        """Send an activation frame; bulk transfers pause until the lane has sent it.
 
         Raises LaneFull, PeerUnknown.
         """
@@ -54,8 +54,8 @@ class ActivationGate:
         sent.when_done(self.leave)
 
     def on_clear(self, callback: Callable[[], None]) -> None:
-        """Have `callback` called, by whoever leaves last, each time that the gate clears.
+        """Have the last thread that leaves call `callback`, each time that the gate clears.
 
-        It must return at once. Register before anybody enters.
+        The callback must return at once. Register it before the first `enter`.
         """
         self._on_clear.append(callback)

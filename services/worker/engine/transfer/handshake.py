@@ -1,8 +1,8 @@
-"""How a connection proves that the control plane wanted it.
+"""How both ends of a connection prove that the control plane wanted it.
 
-Both ends of a pair were given the same single-use nonce over the authenticated channel. Neither
-ever sends it: each sends its facts and an HMAC of them under the nonce, so that an eavesdropper
-cannot use it and the listening side proves itself too.
+The control plane gives both ends the same single-use nonce over its authenticated channel. Neither
+end sends the nonce: each sends its facts and an HMAC of them under the nonce. An eavesdropper
+learns nothing to use, and the listening end proves itself, too.
 """
 
 import hashlib
@@ -21,10 +21,10 @@ EXPECTED_MAX = 1024
 
 
 class Facts(msgspec.Struct, frozen=True, array_like=True):
-    """What one end tells the other.
+    """What one end tells the other about itself.
 
-    `endpoint`: the transport's own address; `tag`: what frames to this end must carry. `version`:
-    what it speaks once the connection is open; 0 of those before there was one.
+    `endpoint`: the transport's own address; `tag`: the tag of frames to this end. `version`: the
+    version of the protocol between workers; 0 for releases from before there was one.
     """
 
     worker_id: str
@@ -35,12 +35,12 @@ class Facts(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def identity(self) -> Identity:
-        """The process that sent it."""
+        """The worker process at this end."""
         return Identity(self.worker_id, self.incarnation)
 
 
 class Hello(msgspec.Struct, tag="hello", frozen=True):
-    """From the connecting end, first."""
+    """The first message, from the connecting end."""
 
     facts: Facts
     proof: bytes
@@ -57,7 +57,7 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 def proof_of(kind: type[Hello] | type[Welcome], facts: Facts, nonce: bytes) -> bytes:
-    """What only a holder of the nonce can say; the kind keeps an echo from being an answer."""
+    """The HMAC of `facts`. It covers the kind, so that an echoed Hello is no valid Welcome."""
     message = kind.__name__.encode() + _encoder.encode(facts)
     return hmac.digest(nonce, message, hashlib.sha256)
 
@@ -68,9 +68,9 @@ def is_proven(message: Hello | Welcome, nonce: bytes) -> bool:
 
 
 def check_version(facts: Facts) -> None:
-    """Raise VersionMismatch unless the other end speaks our version.
+    """Raise VersionMismatch unless the other end speaks this version.
 
-    Before the proof: it covers facts of another version in another way, and tells nothing then.
+    Check the version before the proof: the proof of another version covers other facts.
     """
     if facts.version != PROTOCOL_VERSION:
         raise VersionMismatch(
@@ -85,15 +85,15 @@ class _Expectation:
     until_s: float
 
 
-class GuestList:
-    """Which peers may connect; thread-safe, bounded, and every entry is good for one attempt."""
+class ExpectedPeers:
+    """The peers that may connect, each once; thread-safe and bounded."""
 
     def __init__(self) -> None:
         self._expected: dict[Identity, _Expectation] = {}
         self._lock = Lock()
 
     def expect(self, peer: Identity, nonce: bytes, now_s: float, until_s: float) -> None:
-        """Let `peer` in once until `until_s`; replaces an older nonce. Raises LaneFull."""
+        """Accept `peer` once until `until_s`; replaces an older nonce. Raises LaneFull."""
         if len(nonce) < NONCE_BYTES_MIN:
             raise ValueError(f"a nonce has at least {NONCE_BYTES_MIN} bytes")
         with self._lock:
@@ -105,9 +105,9 @@ class GuestList:
             self._expected[peer] = _Expectation(nonce, until_s)
 
     def redeem(self, hello: Hello, now_s: float) -> bytes:
-        """The nonce that `hello` proves to hold, used up by this. Raises FrameError.
+        """The nonce that `hello` proves to hold; it cannot be used again. Raises FrameError.
 
-        A wrong proof does not use the nonce up, or anyone could keep a peer out.
+        A wrong proof leaves the nonce valid: otherwise an attacker could keep the peer out.
         """
         with self._lock:
             expectation = self._expected.get(hello.facts.identity)

@@ -42,6 +42,6 @@ class Heartbeats:
 
     def _beat(self, *, to_all: bool) -> None:
         for connection in list(self._connections.by_descriptor.values()):
-            if connection.is_open and (to_all or connection.owes_news):
+            if connection.is_open and (to_all or connection.owes_acknowledgement):
                 with self._connections.losing(connection):
                     connection.beat()

@@ -1,4 +1,4 @@
-"""Transfers that come in: which pieces are there, and which transfers are over."""
+"""Incoming transfers: which pieces have arrived, and which transfers have ended."""
 
 from collections import Counter, OrderedDict
 from dataclasses import dataclass, field
@@ -16,9 +16,9 @@ Key = tuple[str, str]  # sender's worker id, transfer id
 
 @dataclass(slots=True, eq=False)
 class IncomingTransfer:
-    """One transfer; `last` is the number of its last piece, once known.
+    """One transfer; `last` is the number of its last piece, None until that is known.
 
-    Given up at `until_s` unless another piece comes.
+    The transfer fails at `until_s` unless another piece comes.
     """
 
     group_id: str
@@ -47,7 +47,7 @@ class IncomingTransfer:
             raise TransferRefused("it has pieces after its last one")
 
     def take(self, piece: BulkPiece, size_bytes: int) -> None:
-        """Note a piece that was stored."""
+        """Note that a piece is stored."""
         self.taken.add(piece.piece)
         self.highest = max(self.highest, piece.piece)
         self.size_bytes += size_bytes
@@ -56,11 +56,11 @@ class IncomingTransfer:
 
 
 class IncomingTransfers:
-    """Transfers by sender and id, bounded; remembers for a while which are over."""
+    """Incoming transfers by sender and id, bounded; remembers the latest that ended."""
 
     def __init__(self) -> None:
         self._transfers: dict[Key, IncomingTransfer] = {}
-        self._ended: OrderedDict[Key, bool] = OrderedDict()  # whether it had come in whole
+        self._ended: OrderedDict[Key, bool] = OrderedDict()  # whether all of it had come
         self._ended_ids: Counter[str] = Counter()
         self._unwanted: OrderedDict[str, None] = OrderedDict()
 
@@ -78,7 +78,7 @@ class IncomingTransfers:
         return transfer
 
     def end(self, key: Key, whole: bool) -> None:
-        """Forget a transfer, but remember that it is over."""
+        """Forget the pieces of a transfer, but remember that it has ended."""
         self._transfers.pop(key, None)
         self._ended[key] = whole
         self._ended_ids[key[1]] += 1
@@ -88,15 +88,15 @@ class IncomingTransfers:
             self._ended_ids += Counter()  # drops zeros
 
     def ending(self, key: Key) -> bool | None:
-        """True if the transfer has come in whole, False if it was given up, None if neither."""
+        """True if all pieces had come, False if the transfer was given up, None if it goes on."""
         return False if key[1] in self._unwanted else self._ended.get(key)
 
     def is_over(self, transfer_id: str) -> bool:
-        """Whether the end of a transfer of that id, from anybody, has been reported."""
+        """Whether the end of a transfer of that id, from any peer, has been reported."""
         return transfer_id in self._ended_ids or transfer_id in self._unwanted
 
     def refuse_later(self, transfer_id: str) -> None:
-        """Nobody wants a transfer that has not begun."""
+        """Refuse a transfer that has not begun yet."""
         self._unwanted[transfer_id] = None
         while len(self._unwanted) > ENDED_MAX:
             self._unwanted.popitem(last=False)

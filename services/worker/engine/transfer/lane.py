@@ -1,8 +1,8 @@
 """The contract of a lane: frames between this engine and its peers, none of them blocking.
 
 A worker has two: one for activations (small, urgent), one for bulk (KV blocks, parameters). Frames
-of one peer arrive in order, each once, or the peer is reported lost. Exactly one side of a pair
-connects; the other was told by `expect` whom to let in.
+of one peer arrive in order, each once, or the peer is reported lost. Exactly one end of a pair
+connects; the other end has called `expect` before.
 """
 
 from abc import ABC, abstractmethod
@@ -17,7 +17,7 @@ from services.worker.engine.transfer.frame import Frame
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """One process of a worker: a restarted one has another incarnation."""
+    """A worker process; a restarted worker has another incarnation."""
 
     worker_id: str
     incarnation: str
@@ -25,16 +25,16 @@ class Identity:
 
 @dataclass(frozen=True, slots=True)
 class PeerConnected:
-    """Frames to and from the peer flow."""
+    """The connection to the peer is open: frames flow."""
 
     peer: Identity
 
 
 @dataclass(frozen=True, slots=True)
 class PeerLost:
-    """The connection is gone for good; what was not received is lost. Said once a connection.
+    """The connection has ended; frames that were not received are lost. Once per connection.
 
-    Of a peer that could not be connected to, the incarnation may be empty.
+    The incarnation of a peer that was never reached is empty.
     """
 
     peer: Identity
@@ -46,10 +46,10 @@ LaneEvent = PeerConnected | PeerLost
 
 @dataclass(slots=True, eq=False)
 class Sent:
-    """What became of a frame; any thread may read it.
+    """The fate of a frame; any thread may read it.
 
-    `done`: the payload may be reused. `error`: why the frame did not go out, set before `done`.
-    Done without error means that the transport took it, not that the peer has read it.
+    `done`: the payload may be reused. `error`: why the frame was not sent, set before `done`.
+    Done without error means that the transport has sent it, not that the peer has read it.
     """
 
     done: bool = False
@@ -58,7 +58,7 @@ class Sent:
     _lock: Lock = field(default_factory=Lock)
 
     def finish(self, error: LaneError | None = None) -> None:
-        """Called by the lane, once."""
+        """Mark the frame as done. The lane calls this once."""
         with self._lock:
             self.error = error
             self.done = True
@@ -67,9 +67,9 @@ class Sent:
             then()
 
     def when_done(self, then: Callable[[], None]) -> None:
-        """Have `then` called once it is done, perhaps at once, perhaps by the lane's thread.
+        """Call `then` once the frame is done: now, or later by the lane's thread.
 
-        It must return at once.
+        `then` must return at once.
         """
         with self._lock:
             if not self.done:
@@ -88,19 +88,22 @@ class Lane(ABC):
 
     @abstractmethod
     def expect(self, peer: Identity, nonce: bytes) -> None:
-        """Let `peer` in, once, if it presents `nonce` before it expires. Raises LaneFull."""
+        """Accept `peer` once if it proves in time to hold `nonce`. Raises LaneFull."""
 
     @abstractmethod
     def connect(self, peer: str, address: str, nonce: bytes) -> None:
-        """Connect to a peer that expects us; PeerConnected or PeerLost follows.
+        """Connect to a peer that expects this worker; PeerConnected or PeerLost follows.
 
-        Frames may be sent at once; they wait. An older connection to the peer is lost.
+        Frames may be sent at once; they wait for the connection. An older connection to the peer
+        is lost.
         """
 
     @abstractmethod
     def disconnect(self, peer: str) -> None:
-        """End the connection; no event follows here, PeerLost at the peer. Frames queued may go
-        missing. No effect without a connection."""
+        """End the connection, if there is one; queued frames may be lost.
+
+        The peer gets PeerLost; this end gets no event.
+        """
 
     @abstractmethod
     def send(self, peer: str, frame: Frame) -> Sent:
@@ -111,15 +114,15 @@ class Lane(ABC):
 
     @abstractmethod
     def receive(self, leave: Collection[str] = ()) -> list[tuple[str, Frame]]:
-        """Frames that arrived, with the worker id of their sender; clears `fileno`.
+        """The frames that arrived, with the worker id of their sender; clears `fileno`.
 
-        Those of the peers in `leave` stay, and count against what these may have in flight.
-        Raises LaneClosed if the lane's thread has died.
+        Frames of the peers in `leave` stay, and count as in flight. Raises LaneClosed if the lane's
+        thread has died.
         """
 
     @abstractmethod
     def events(self) -> list[LaneEvent]:
-        """Peers that came and went since the last call, in order."""
+        """The events since the last call, in order."""
 
     @abstractmethod
     def fileno(self) -> int:
@@ -127,7 +130,7 @@ class Lane(ABC):
 
     @contextmanager
     def attended(self) -> Iterator[None]:
-        """The caller waits for `fileno` inside, so that no other thread has to wake up first."""
+        """A context in which the caller waits for `fileno`: the transport wakes it directly."""
         yield
 
     @abstractmethod

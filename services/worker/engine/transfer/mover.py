@@ -1,10 +1,10 @@
 """Moves KV blocks and parameters between engines in the background.
 
-One piece at a time, so that activations and a cancel never wait longer than for one. Runs on its
-own thread (`start`), or stepped by whoever owns it (`step`): the same code.
+It moves one piece at a time, so that activations and a cancel wait for one piece at most. It runs
+on its own thread (`start`), or its owner steps it (`step`): the code is the same.
 
-Every transfer that `send` took, every one that a peer began and every one that is cancelled ends
-with exactly one TransferSent, TransferReceived or TransferFailed; until then its memory is in use.
+Every transfer that `send` has accepted, that a peer has begun or that is cancelled ends with
+exactly one TransferSent, TransferReceived or TransferFailed; until then its memory is in use.
 """
 
 import logging
@@ -44,10 +44,10 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class MoverConfig:
-    """`yield_s`: how long a piece stands aside for activations at most.
+    """`yield_s`: how long at most a piece waits for activations.
 
-    `frames_in_flight_max` counts, per peer, pieces that the receiver has not answered;
-    `answer_timeout_s` must be longer than `future_wait_s`, which the receiver may take.
+    `frames_in_flight_max` bounds, per peer, the pieces that the receiver has not answered.
+    `answer_timeout_s` must be longer than `future_wait_s`, for which a receiver may hold a piece.
     """
 
     chunk_bytes: int = CHUNK_BYTES_MAX
@@ -62,10 +62,10 @@ class MoverConfig:
 
 
 class Mover:
-    """Owns the frames of a bulk lane, not the lane.
+    """Sends and receives all frames of a bulk lane; it does not close the lane.
 
-    `is_current` and `unpack` are called by the thread that steps. `unpack` has stored the payload
-    of a piece when it returns, or raises TransferRefused (any WorkerError refuses).
+    The thread that steps calls `is_current` and `unpack`. `unpack` stores the payload of a piece,
+    or raises TransferRefused (any WorkerError refuses the piece).
     """
 
     def __init__(
@@ -83,12 +83,12 @@ class Mover:
         self._transfers_max = config.transfers_max
         self._chunk_bytes = 0
         self.chunk_bytes = config.chunk_bytes
-        self._lock = Lock()  # of the three below
+        self._lock = Lock()  # guards the next three
         self._ids: set[str] = set()
         self._commands: deque[OutgoingTransfer | str] = deque()
         self._events: deque[MoverEvent] = deque()
-        self._out_bell = Doorbell()  # for the engine
-        self._in_bell = Doorbell()  # for whoever steps, as is all that follows
+        self._out_bell = Doorbell()  # rung for the engine
+        self._in_bell = Doorbell()  # rung for the thread that steps; the rest belongs to it
         gate.on_clear(self._gate_cleared)
         bounds = SenderBounds(
             config.active_max, config.frames_in_flight_max, config.answer_timeout_s
@@ -102,7 +102,7 @@ class Mover:
 
     @property
     def chunk_bytes(self) -> int:
-        """How large pieces should be; `kv_pieces` and `parameter_pieces` ask for it."""
+        """The size of pieces; `kv_pieces` and `parameter_pieces` read it for each piece."""
         return self._chunk_bytes
 
     @chunk_bytes.setter
@@ -121,7 +121,7 @@ class Mover:
     ) -> None:
         """Begin a transfer; the memory that `pieces` read is in use until its end is reported.
 
-        An id is used once; a second attempt has another. Raises MoverFull, ValueError.
+        An id is used once; a second attempt needs another. Raises MoverFull, ValueError.
         """
         transfer = OutgoingTransfer(transfer_id, peer, group_id, epoch, iter(pieces))
         with self._lock:
@@ -134,16 +134,16 @@ class Mover:
         self._in_bell.ring()
 
     def cancel(self, transfer_id: str) -> None:
-        """Give a transfer up, outgoing or incoming, begun or expected.
+        """Cancel a transfer, outgoing or incoming, begun or expected.
 
-        TransferFailed follows, unless its end has been reported already.
+        TransferFailed follows unless the transfer's end has been reported already.
         """
         with self._lock:
             self._commands.append(transfer_id)
         self._in_bell.ring()
 
     def events(self) -> list[MoverEvent]:
-        """What has happened since the last call, in order; clears `fileno`.
+        """The events since the last call, in order; clears `fileno`.
 
         Raises LaneClosed if the mover's thread has ended.
         """
@@ -160,12 +160,12 @@ class Mover:
         return self._out_bell.fileno()
 
     def start(self) -> None:
-        """Step on a thread of its own until `close`."""
+        """Step on a new thread until `close`."""
         self._thread = Thread(target=self._run, name="mover", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Stop; transfers under way end without a report. Close the lane after this."""
+        """Stop; open transfers end without a report. Close the lane after this."""
         self._stopping = True
         self._in_bell.ring()
         if self._thread is not None:
@@ -175,10 +175,10 @@ class Mover:
             self._out_bell.close()
 
     def step(self, now_s: float) -> float:
-        """Do what can be done without waiting, at most one piece each way.
+        """Do all work that does not wait, with at most one piece in each direction.
 
-        Returns when to step again if nothing rings before; `now_s` if there is more to do.
-        Raises LaneClosed.
+        Returns when to step again unless a bell rings before; `now_s` if work is left. Raises
+        LaneClosed.
         """
         self._take_commands()
         self._take_lane()
@@ -206,7 +206,7 @@ class Mover:
             self._out_bell.ring()
 
     def _sleep(self, waiting: select.poll, duration_s: float) -> None:
-        """Wait for a command, a cleared gate or, if there is room for more, the lane."""
+        """Wait for a command, for a clear gate, and for the lane if there is room for pieces."""
         duration_ms = math.ceil(duration_s * 1000)
         if not self._receiver.has_room:
             waiting.poll(duration_ms)
@@ -233,7 +233,7 @@ class Mover:
                 self._receiver.cancel(command)
 
     def _take_lane(self) -> None:
-        """Sort what has come in: answers are handled at once, pieces wait for their turn."""
+        """Take frames from the lane: answers are handled at once, pieces wait for their turn."""
         if self._receiver.has_room:
             for peer, frame in self._lane.receive():
                 self._sort(peer, frame)
@@ -252,15 +252,15 @@ class Mover:
         try:
             frame.verify()
         except FrameError as error:
-            log.warning("an answer of %s was ignored: %s", peer, error)
+            log.warning("a damaged answer of %s is ignored: %s", peer, error)
             return
         match header:
             case TransferEnded(by_sender=True):
-                self._receiver.heed(peer, header)
+                self._receiver.handle(peer, header)
             case PieceTaken() | TransferEnded():
-                self._sender.heed(peer, header)
+                self._sender.handle(peer, header)
             case _:
-                log.warning("a frame of no use on the bulk lane came from %s", peer)
+                log.warning("an unknown frame on the bulk lane is ignored; %s sent it", peer)
 
     def _move_pieces(self, now_s: float) -> None:
         sends = self._sender.has_piece(now_s)
@@ -275,10 +275,10 @@ class Mover:
             self._sender.send_piece(now_s)
 
     def _stands_aside(self, now_s: float) -> bool:
-        """Whether the next piece waits for activations, which it does not do for ever."""
+        """Whether the next piece waits for activations; it waits for `yield_s` at most."""
         if not self.coordinated:
             return False
-        # Before the gate is asked, which may clear meanwhile.
+        # Set before the gate is read: `_gate_cleared` rings only if this is set.
         if self._yield_until_s is None:
             self._yield_until_s = now_s + self._yield_s
         if self._gate.busy and now_s < self._yield_until_s:
@@ -287,12 +287,12 @@ class Mover:
         return False
 
     def _gate_cleared(self) -> None:
-        """Called by whoever sends activations, for whom a ring that nobody needs costs time."""
+        """Called by threads that send activations; an unneeded ring would cost them time."""
         if self._yield_until_s is not None:
             self._in_bell.ring()
 
     def _wake_s(self, now_s: float) -> float:
-        """When something is due."""
+        """When the next work is due."""
         dues = [now_s + REST_S, *self._sender.dues_s(), *self._receiver.dues_s(now_s)]
         if self._receiver.has_piece or self._sender.has_piece(now_s):
             dues.append(now_s if self._yield_until_s is None else self._yield_until_s)

@@ -1,4 +1,4 @@
-"""Transfers that go out: whose turn it is, and what the receivers have yet to answer."""
+"""Outgoing transfers: which one sends next, and which pieces the receivers have not answered."""
 
 from collections import deque
 from collections.abc import Iterator
@@ -11,9 +11,9 @@ from services.worker.engine.transfer.pieces import OutgoingPiece
 
 @dataclass(slots=True, eq=False)
 class OutgoingTransfer:
-    """One transfer. `unanswered` has the deadline of each piece that the receiver holds.
+    """One transfer. `unanswered` has the deadlines of the pieces without an answer.
 
-    `ended` is why it was given up; it stays until no send reads its memory any more.
+    `ended`: why the transfer was given up. It is kept until no send reads its memory any more.
     """
 
     transfer_id: str
@@ -21,7 +21,7 @@ class OutgoingTransfer:
     group_id: str
     epoch: int
     pieces: Iterator[OutgoingPiece]
-    packed: tuple[int, Frame] | None = None  # piece number; the lane had no room for it
+    packed: tuple[int, Frame] | None = None  # the number of a piece for which the lane had no room
     complete: bool = False  # its last piece is packed
     ended: str | None = None
     size_bytes: int = 0
@@ -30,17 +30,17 @@ class OutgoingTransfer:
 
     @property
     def has_more(self) -> bool:
-        """Whether there is a piece to send."""
+        """Whether a piece is left to send."""
         return self.ended is None and (self.packed is not None or not self.complete)
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing is left to do, to wait for or to be read."""
+        """Whether it is sent and answered or given up, and no send reads its memory any more."""
         through = self.complete and self.packed is None and not self.unanswered
         return not self.sends and (self.ended is not None or through)
 
     def forget_done_sends(self) -> str | None:
-        """Drop sends whose memory is free again; why one of them failed, if one did."""
+        """Drop sends whose memory is free again; returns why one failed, None if none did."""
         problem = None
         while self.sends and self.sends[0].done:
             error = self.sends.popleft().error
@@ -48,12 +48,12 @@ class OutgoingTransfer:
         return problem
 
     def deadline_s(self) -> float | None:
-        """When the oldest answer is due."""
+        """When the oldest answer is due; None if none is."""
         return min(self.unanswered.values(), default=None) if self.ended is None else None
 
 
 class OutgoingTransfers:
-    """Transfers by peer. Of each peer a few are active and take turns; the rest wait."""
+    """Outgoing transfers by peer. A few of each peer are active and take turns; the others wait."""
 
     def __init__(self, active_max: int, frames_in_flight_max: int) -> None:
         self._active_max = active_max
@@ -64,7 +64,7 @@ class OutgoingTransfers:
         self._turns: deque[str] = deque()
 
     def add(self, transfer: OutgoingTransfer) -> None:
-        """Queue a transfer of a new id."""
+        """Queue a transfer with a new id."""
         self._by_id[transfer.transfer_id] = transfer
         if transfer.peer not in self._active:
             self._active[transfer.peer] = deque()
@@ -82,7 +82,7 @@ class OutgoingTransfers:
         return list(self._by_id.values())
 
     def active(self) -> list[OutgoingTransfer]:
-        """Those that take turns; no other has sent anything."""
+        """The transfers that take turns; no other has sent a piece."""
         return [transfer for active in self._active.values() for transfer in active]
 
     def has_turn(self) -> bool:
@@ -93,7 +93,7 @@ class OutgoingTransfers:
         )
 
     def next_turn(self) -> OutgoingTransfer | None:
-        """The transfer of the next piece: peers take turns, and so do the transfers of each."""
+        """The transfer that sends next: peers take turns, and so do the transfers of a peer."""
         for _ in range(len(self._turns)):
             peer = self._turns[0]
             self._turns.rotate(-1)

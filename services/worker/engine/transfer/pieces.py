@@ -1,7 +1,7 @@
-"""The frames of the bulk lane, and how KV blocks and parameters are cut into pieces.
+"""The frames of the bulk lane, and the cuts of KV blocks and parameters into pieces.
 
 A transfer is a series of pieces 0, 1, … of one request's KV or of one parameter slab; each piece
-is one frame. The receiver answers each, so that the sender knows when it may free the original.
+is one frame. The receiver answers each piece, so that the sender knows when to free the original.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -49,7 +49,7 @@ class PieceTaken(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TransferEnded(msgspec.Struct, frozen=True, array_like=True):
-    """One side gives a transfer up; `by_sender` says whose transfer the id names."""
+    """One side has given a transfer up. `by_sender`: it was the sender of the pieces."""
 
     transfer_id: str
     by_sender: bool
@@ -68,7 +68,7 @@ BULK_KINDS: dict[int, type[msgspec.Struct]] = {
 
 @dataclass(frozen=True, slots=True)
 class OutgoingPiece:
-    """A piece to send. `pack` is called when its turn comes and returns its bytes (uint8)."""
+    """A piece to send. `pack` returns its bytes (uint8); it is called when the piece is sent."""
 
     header: BulkPiece
     pack: Callable[[], Any]
@@ -76,7 +76,7 @@ class OutgoingPiece:
 
 @dataclass(frozen=True, slots=True)
 class KvCut:
-    """The KV of a request to move: `block_bytes` is one block in one layer. Neither is empty."""
+    """The KV of a request to move, not empty; `block_bytes` is the size of a block in one layer."""
 
     transfer_id: str
     request_id: str
@@ -105,9 +105,9 @@ class SlabCut:
 def kv_pieces(
     cut: KvCut, chunk_bytes: Callable[[], int], pack: PackBlocks
 ) -> Iterator[OutgoingPiece]:
-    """Pieces of at most `chunk_bytes()`, but at least a block, layer by layer.
+    """Pieces of at most `chunk_bytes()`, but at least one block, layer by layer.
 
-    The size is asked for each time, so that it can follow the load.
+    `chunk_bytes` is called for each piece, so that the size can follow the load.
     """
     piece = 0
     for layer in cut.layers:
@@ -124,7 +124,7 @@ def kv_pieces(
 def parameter_pieces(
     cut: SlabCut, chunk_bytes: Callable[[], int], pack: PackBytes
 ) -> Iterator[OutgoingPiece]:
-    """The slab in pieces of at most `chunk_bytes()`, asked for each time."""
+    """The slab in pieces of at most `chunk_bytes()`, which is called for each piece."""
     piece, offset = 0, 0
     while offset < cut.total_bytes:
         size = min(cut.total_bytes - offset, chunk_bytes())

@@ -1,4 +1,4 @@
-"""The receiving half of the mover: checks pieces, has them stored, answers."""
+"""The receiving half of the mover: verifies pieces, has them stored, and answers them."""
 
 from collections import deque
 from collections.abc import Callable
@@ -18,9 +18,9 @@ from services.worker.engine.transfer.transfer_event import (
 )
 from services.worker.errors import WorkerError
 
-BACKLOG_MAX = 64  # pieces that wait to be unpacked before the lane is left alone
+BACKLOG_MAX = 64  # pieces that wait to be unpacked; with as many, the lane is not read
 HELD_MAX = 256  # pieces of a future epoch
-LOOK_AGAIN_S = 0.01  # whether an epoch has begun: nobody rings
+LOOK_AGAIN_S = 0.01  # interval of looking whether an epoch has begun, for which no bell rings
 
 IsCurrent = Callable[[str, int], Standing]  # group id, epoch
 Unpack = Callable[[BulkPiece, Bytes], None]
@@ -28,7 +28,7 @@ Unpack = Callable[[BulkPiece, Bytes], None]
 
 @dataclass(frozen=True, slots=True)
 class ReceiverWaits:
-    """For the next piece of a transfer, and for a future epoch to begin."""
+    """How long to wait for the next piece of a transfer, and for a future epoch to begin."""
 
     idle_timeout_s: float
     future_wait_s: float
@@ -39,11 +39,11 @@ class _Arrived:
     key: Key
     piece: BulkPiece
     frame: Frame
-    until_s: float = 0.0  # while its epoch is to come
+    until_s: float = 0.0  # deadline of the epoch, for a piece of a future one
 
 
 class Receiver:
-    """Used by the thread that steps the mover."""
+    """For the thread that steps the mover."""
 
     def __init__(
         self,
@@ -64,12 +64,12 @@ class Receiver:
 
     @property
     def has_piece(self) -> bool:
-        """Whether `receive_piece` has something to do."""
+        """Whether `receive_piece` has a piece."""
         return bool(self._arrived)
 
     @property
     def has_room(self) -> bool:
-        """Whether more may be taken from the lane."""
+        """Whether more pieces may be taken from the lane."""
         return len(self._arrived) < BACKLOG_MAX
 
     def add(self, peer: str, piece: BulkPiece, frame: Frame) -> None:
@@ -77,7 +77,7 @@ class Receiver:
         self._arrived.append(_Arrived((peer, piece.transfer_id), piece, frame))
 
     def cancel(self, transfer_id: str) -> None:
-        """Give transfers of that id up, also one that is yet to begin."""
+        """Give up all transfers of that id, and one that has not begun yet."""
         keys = [key for key, _ in self._inbox.under_way() if key[1] == transfer_id]
         for key in keys:
             self._end(key, CANCELLED)
@@ -85,14 +85,14 @@ class Receiver:
             self._inbox.refuse_later(transfer_id)
             self._report(TransferFailed(transfer_id, None, False, CANCELLED))
 
-    def heed(self, peer: str, ended: TransferEnded) -> None:
-        """The sender of a transfer gives it up."""
+    def handle(self, peer: str, ended: TransferEnded) -> None:
+        """Handle that the sender has given a transfer up."""
         key = (peer, ended.transfer_id)
         if self._inbox.ending(key) is None:
             self._end(key, f"given up by its sender: {ended.reason}", tell=False)
 
     def forget_peer(self, peer: str, reason: str) -> None:
-        """Give all transfers from a lost peer up."""
+        """Give up all transfers from a lost peer."""
         self._arrived = deque(arrived for arrived in self._arrived if arrived.key[0] != peer)
         self._held = deque(arrived for arrived in self._held if arrived.key[0] != peer)
         for key, _ in self._inbox.under_way():
@@ -100,7 +100,7 @@ class Receiver:
                 self._end(key, reason, tell=False)
 
     def receive_piece(self, now_s: float) -> None:
-        """Verify, store and answer the oldest piece; a late or repeated one has no effect."""
+        """Verify, store and answer the oldest piece; a late or repeated piece has no effect."""
         arrived = self._arrived.popleft()
         key, piece, frame = arrived.key, arrived.piece, arrived.frame
         ending = self._inbox.ending(key)
@@ -117,7 +117,7 @@ class Receiver:
             self._end(key, f"epoch {frame.epoch} of {frame.group_id} is not current")
 
     def take_held(self, now_s: float) -> None:
-        """Bring pieces back whose epoch has come, or has failed to come."""
+        """Queue the held pieces whose epoch has begun; give up those whose epoch is late."""
         for _ in range(len(self._held)):
             held = self._held.popleft()
             frame = held.frame
@@ -129,13 +129,13 @@ class Receiver:
                 self._end(held.key, f"epoch {frame.epoch} did not begin in time")
 
     def expire(self, now_s: float) -> None:
-        """Give up what has come to a halt."""
+        """Give up transfers whose next piece is overdue."""
         for key, transfer in self._inbox.under_way():
             if now_s >= transfer.until_s:
                 self._end(key, "the sender sent nothing more")
 
     def dues_s(self, now_s: float) -> list[float]:
-        """When something must be looked at."""
+        """The times at which `expire` or `take_held` has work."""
         dues = [transfer.until_s for _, transfer in self._inbox.under_way()]
         return [*dues, now_s + LOOK_AGAIN_S] if self._held else dues
 
@@ -163,13 +163,13 @@ class Receiver:
             )
 
     def _answer_late(self, arrived: _Arrived, whole: bool) -> None:
-        """Say again what became of the transfer."""
+        """Answer a piece of a transfer that has ended already."""
         peer, transfer_id = arrived.key
         if whole:
             self._answer(arrived)
         else:
             frame = arrived.frame
-            ended = TransferEnded(transfer_id, False, "it is over")
+            ended = TransferEnded(transfer_id, False, "the transfer has ended")
             notify(self._lane, peer, frame.group_id, frame.epoch, ended)
 
     def _answer(self, arrived: _Arrived) -> None:
@@ -178,7 +178,7 @@ class Receiver:
         notify(self._lane, peer, arrived.frame.group_id, arrived.frame.epoch, taken)
 
     def _end(self, key: Key, reason: str, tell: bool = True) -> None:
-        """Give a transfer up and say so; what still comes of it is ignored."""
+        """Give a transfer up, and tell its sender; pieces that still come are ignored."""
         peer, transfer_id = key
         self._inbox.end(key, whole=False)
         if tell:

@@ -1,4 +1,4 @@
-"""The sending half of the mover: packs pieces, sends them, waits for the answers."""
+"""The sending half of the mover: packs pieces, sends them, and waits for their answers."""
 
 import logging
 from collections import OrderedDict
@@ -21,14 +21,14 @@ from services.worker.engine.transfer.transfer_event import (
 )
 from services.worker.errors import WorkerError
 
-RETRY_S = 0.01  # when the lane was full
+RETRY_S = 0.01  # pause after the lane was full
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class SenderBounds:
-    """Per peer, and how long the receiver of a piece has to answer."""
+    """The bounds per peer, and how long a receiver may take to answer a piece."""
 
     active_max: int
     frames_in_flight_max: int
@@ -36,7 +36,7 @@ class SenderBounds:
 
 
 class Sender:
-    """Used by the thread that steps the mover."""
+    """For the thread that steps the mover."""
 
     def __init__(
         self, lane: Lane, bounds: SenderBounds, report: Callable[[TransferEvent], None]
@@ -49,18 +49,18 @@ class Sender:
         self._retry_s: float | None = None
 
     def begin(self, transfer: OutgoingTransfer) -> None:
-        """Take a transfer on."""
+        """Add a transfer."""
         self._outbox.add(transfer)
 
     def cancel(self, transfer_id: str) -> bool:
-        """Give a transfer up; False if none of that id was ever sent from here."""
+        """Give a transfer up; returns False if this sender has never had one of that id."""
         transfer = self._outbox.find(transfer_id)
         if transfer is not None:
             self._give_up(transfer, CANCELLED)
         return transfer is not None or transfer_id in self._ended
 
-    def heed(self, peer: str, header: PieceTaken | TransferEnded) -> None:
-        """What a receiver says of a transfer; ignored if it is not under way."""
+    def handle(self, peer: str, header: PieceTaken | TransferEnded) -> None:
+        """Handle an answer of a receiver; one about an unknown transfer is ignored."""
         transfer = self._outbox.find(header.transfer_id)
         if transfer is None or transfer.peer != peer:
             return
@@ -70,7 +70,7 @@ class Sender:
             self._give_up(transfer, f"refused: {header.reason}", tell=False)
 
     def forget_peer(self, peer: str, reason: str) -> None:
-        """Give all transfers to a lost peer up."""
+        """Give up all transfers to a lost peer."""
         for transfer in self._outbox.all():
             if transfer.peer == peer:
                 self._give_up(transfer, reason, tell=False)
@@ -80,7 +80,7 @@ class Sender:
         return (self._retry_s is None or now_s >= self._retry_s) and self._outbox.has_turn()
 
     def send_piece(self, now_s: float) -> None:
-        """Pack and send the next piece of whoever's turn it is. Raises LaneClosed."""
+        """Pack and send the next piece of the transfer whose turn it is. Raises LaneClosed."""
         self._retry_s = None
         transfer = self._outbox.next_turn()
         if transfer is None:
@@ -99,7 +99,7 @@ class Sender:
             transfer.size_bytes += frame.payload.size
 
     def finish(self, now_s: float) -> list[str]:
-        """Report what is over; returns its ids."""
+        """Report the transfers that have ended; returns their ids."""
         over = []
         for transfer in self._outbox.all():
             problem = transfer.forget_done_sends()
@@ -116,14 +116,14 @@ class Sender:
         return over
 
     def dues_s(self) -> list[float]:
-        """When something must be looked at."""
+        """The times at which `finish` or `send_piece` has work."""
         answers = [transfer.deadline_s() for transfer in self._outbox.active()]
         return [due for due in (self._retry_s, *answers) if due is not None]
 
     def _pack(self, transfer: OutgoingTransfer) -> tuple[int, Frame]:
         piece = next(transfer.pieces, None)
         if piece is None:
-            raise _CannotPack("it has no last piece")
+            raise _CannotPack("the transfer has no last piece")
         try:
             payload = as_bytes(piece.pack())
         except WorkerError as error:
@@ -133,7 +133,7 @@ class Sender:
         return piece.header.piece, frame
 
     def _give_up(self, transfer: OutgoingTransfer, reason: str, tell: bool = True) -> None:
-        """End a transfer; it is reported when no send reads its memory any more."""
+        """End a transfer; `finish` reports it when no send reads its memory any more."""
         if transfer.ended is not None:
             return
         transfer.ended = reason
@@ -149,11 +149,11 @@ class Sender:
 
 
 class _CannotPack(TransferRefused):
-    """The owner of the memory cannot give a piece."""
+    """`pack` of a piece has failed."""
 
 
 def notify(lane: Lane, peer: str, group_id: str, epoch: int, header: msgspec.Struct) -> None:
-    """Send a small frame; if it cannot go out, a deadline of the peer ends the transfer."""
+    """Send a small frame; if it is lost, a deadline of the peer ends the transfer."""
     try:
         lane.send(peer, Frame(group_id, epoch, header))
     except (LaneFull, PeerUnknown) as error:

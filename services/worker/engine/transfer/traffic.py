@@ -40,9 +40,9 @@ class Traffic:
         self._stray: deque[UcxRequest] = deque()
 
     def take(self, leave: Collection[str]) -> tuple[list[tuple[Connection, Frame]], bool]:
-        """Frames that arrived, without those of the peers in `leave`; whether there was no room.
+        """The frames that arrived, and whether there was no room left for more.
 
-        May be called from any thread.
+        Frames of the peers in `leave` stay. May be called from any thread.
         """
         with self._lock:
             taken = [one for one in self._arrived if one[0].peer.worker_id not in leave]
@@ -54,9 +54,9 @@ class Traffic:
         return taken, was_full
 
     def drive(self, until_s: float) -> bool:
-        """Let UCX work, send what waits, receive what has come; whether there was any.
+        """Let UCX work, send queued frames, receive frames; returns whether there were any.
 
-        `until_s`: by when a frame that is sent now must have gone out.
+        `until_s`: the time by which UCX must have sent a frame that is handed to it now.
         """
         self._transport.progress()
         busy = False
@@ -68,16 +68,16 @@ class Traffic:
         return busy
 
     def send_now(self, connection: Connection, until_s: float) -> bool:
-        """Send what waits for one peer; whether UCX has brought in anything meanwhile."""
+        """Send queued frames of one peer; returns whether UCX has received any meanwhile."""
         with self._connections.losing(connection):
             connection.submit(until_s)
             self._transport.progress()
             connection.reap_sends()
-        # UCX will not signal again what that has brought in.
+        # UCX does not signal again what it has received in `progress`.
         return self._probe() | self.reap()
 
     def reap(self) -> bool:
-        """Deliver what has arrived, finish what was sent; whether there was any."""
+        """Deliver received frames, finish sent ones; returns whether there were any."""
         frames: list[tuple[Connection, Frame]] = []
         reaped = False
         for connection in [*self._connections.by_tag.values(), *self._connections.lingering]:
@@ -96,7 +96,7 @@ class Traffic:
         return bool(frames) or reaped
 
     def _probe(self) -> bool:
-        """Begin to receive what has come, as long as there is room; whether there was any."""
+        """Begin to receive messages while there is room; returns whether there were any."""
         begun = False
         by_tag = self._connections.by_tag
         fetching = sum(connection.fetching_bytes for connection in by_tag.values())

@@ -5,11 +5,11 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class UcxConfig:
-    """Which of UCX's transports to use.
+    """The transports of UCX that a lane uses.
 
     `transports`: UCX_TLS; shared memory first, then TCP on `devices` (UCX_NET_DEVICES; empty: all)
-    and `ports` ("from-to", UCX_TCP_PORT_RANGE; empty: any), one of each device.
-    Messages above `rendezvous_bytes` are copied once instead of through UCX's own buffers.
+    and `ports` ("from-to", UCX_TCP_PORT_RANGE; empty: any), one port per device. Messages above
+    `rendezvous_bytes` are copied once, without UCX's own buffers.
     """
 
     transports: str = "sm,tcp"
@@ -18,7 +18,7 @@ class UcxConfig:
     rendezvous_bytes: int = 65_536
 
     def options(self) -> dict[str, str]:
-        """As UCX names them. Without the last two, error handling would disable shared memory."""
+        """The options by UCX's names. Without the last two, UCX would not use shared memory."""
         options = {
             "TLS": self.transports,
             "RNDV_THRESH": str(self.rendezvous_bytes),
@@ -35,7 +35,8 @@ class UcxLaneConfig:
 
     Either may be a name.
 
-    `verify`: damaged frames lose their sender; else the receiver of a frame calls `verify`.
+    `verify`: the lane verifies frames, and loses the sender of a damaged one. Otherwise the
+    receiver of a frame calls `Frame.verify`.
     """
 
     host: str = "127.0.0.1"

@@ -1,10 +1,10 @@
-"""A lane over UCX: one UCX worker and one thread, which sleeps until there is something to do.
+"""A lane over UCX: one UCX worker and one thread, which sleeps until there is work.
 
-UCX is driven by one thread at a time. Mostly that is the lane's, so that peers are heard while the
-engine computes. Each handover to another thread may cost as long as a processor is busy. Hence a
-thread that sends tries to drive UCX itself, and so does one that waits (`attended`).
+One thread at a time drives UCX. Mostly that is the lane's thread, so that frames arrive while the
+engine computes. To wake another thread may take as long as a processor is busy. So a thread that
+sends tries to drive UCX itself, and so does a thread that waits (`attended`).
 
-A lane for activations and one for bulk are two of these, because beside bulk transfers small
+An engine has two such lanes, one for activations and one for bulk: beside bulk transfers, small
 messages of the same UCX worker wait for milliseconds.
 
 `ConnectionTable` has the handshakes, `Traffic` the frames, `Heartbeats` the silence of peers.
@@ -34,7 +34,7 @@ from services.worker.engine.transfer.ucx_config import UcxLaneConfig
 from services.worker.engine.transfer.ucx_transport import UcxTransport
 
 CLOSE_TIMEOUT_S = 10.0
-CLOSE_TURNS = 100  # in which UCX lets go of what it was told to abort
+CLOSE_TURNS = 100  # calls of `progress` in which UCX completes what it was told to abort
 
 log = logging.getLogger(__name__)
 
@@ -100,7 +100,7 @@ class UcxLane(Lane):
         self._out_bell.clear()
         self._check_running()
         taken, was_full = self._traffic.take(leave)
-        if was_full or any(connection.owes_news for connection, _ in taken):
+        if was_full or any(connection.owes_acknowledgement for connection, _ in taken):
             self._in_bell.ring()
         return [(connection.peer.worker_id, frame) for connection, frame in taken]
 
@@ -148,7 +148,7 @@ class UcxLane(Lane):
             self._end()
 
     def _turn(self) -> None:
-        """Everything once; sleeps at the end if there was nothing to do."""
+        """Do all work once, then sleep if there was none."""
         with self._driving:
             while self._commands:
                 self._commands.popleft()()
@@ -188,7 +188,7 @@ class UcxLane(Lane):
         return self._heartbeats.ticked_s + self._config.send_timeout_s
 
     def _went_out(self, connection: Connection, sent: Sent) -> bool:
-        """Send at once unless another thread drives; whether UCX is through with the frame."""
+        """Send at once unless another thread drives; returns whether the frame is sent."""
         if not self._driving.acquire(blocking=False):
             return False
         try:
@@ -197,14 +197,17 @@ class UcxLane(Lane):
             self._driving.release()
 
     def _take_over(self) -> bool:
-        """Have UCX wake threads that wait for `fileno`, not the lane's; returns whether it will."""
+        """Have UCX wake the threads that wait for `fileno`; returns False if it does not.
+
+        The lane's own thread then sleeps until `_hand_back`.
+        """
         if not self._driving.acquire(blocking=False):
             return False
         try:
             if self._ended or not self._connections.by_tag:
                 return False
             if self._drive() or not self._transport.arm():
-                # There is more to do, and the waiting thread may have other things to do first.
+                # There is work left, and the caller may have other work to do before it waits.
                 self._out_bell.ring()
                 self._in_bell.ring()
                 return False
@@ -215,7 +218,7 @@ class UcxLane(Lane):
         return True
 
     def _hand_back(self) -> None:
-        """Take what has come, and have UCX wake the lane's thread again."""
+        """Receive frames, and have UCX wake the lane's thread again."""
         with self._driving:
             if self._ended:
                 return
@@ -225,7 +228,7 @@ class UcxLane(Lane):
             self._poll.modify(self._transport.fileno(), select.EPOLLIN)
 
     def _end(self) -> None:
-        """Give everything back; what UCX still holds is left to it."""
+        """Close everything; requests that UCX has not completed by then are left to it."""
         with self._driving:
             self._ended = True
             for connection in list(self._connections.by_descriptor.values()):

@@ -1,4 +1,4 @@
-"""By which ways a UCX endpoint sends: asked of UCX itself, for which ucxx has no call.
+"""The routes of a UCX endpoint, from UCX itself, because ucxx has no call for them.
 
 The structures are those of UCX's public header (`ucp_ep_query`).
 """
@@ -37,8 +37,8 @@ class _Attributes(ctypes.Structure):
 def routes_of(handle: int) -> list[str]:
     """The endpoint's transports with their devices, such as "tcp/eth0" or "sysv/memory".
 
-    `handle` is that of UCP; call it in the thread that works with the endpoint. Empty if UCX does
-    not say.
+    `handle` is that of UCP; call this in the thread that uses the endpoint. Empty if UCX does not
+    name any.
     """
     try:
         query = ctypes.CDLL("libucp.so.0").ucp_ep_query

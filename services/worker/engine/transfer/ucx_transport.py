@@ -1,10 +1,10 @@
-"""What the lane needs of UCX, through the core API of `ucxx`: tagged messages of any size.
+"""The part of UCX that a lane uses, through the core API of `ucxx`: tagged messages of any size.
 
-Peers reach each other by worker address, which the lane exchanges itself after its handshake, so
-that UCX opens no listener of its own choosing on every interface. A message is probed for first,
-which tells its length, and is fetched only then: large ones stay at the sender until wanted.
+Peers reach each other by worker address. The lanes exchange these addresses in their handshake, so
+UCX opens no listener of its own on every interface. A lane first probes for a message, which gives
+its length, and then fetches it: a large message stays at its sender until it is fetched.
 
-Used by one thread at a time. `ucxx` is loaded here and nowhere else.
+For one thread at a time. No other module loads `ucxx`.
 """
 
 import logging
@@ -18,23 +18,23 @@ from services.worker.engine.transfer.ucx_config import UcxConfig
 from services.worker.engine.transfer.ucx_routes import routes_of
 
 TAG_MAX = 2**63 - 1
-# What has to be set before the library is loaded; whoever starts the process may say otherwise.
+# Defaults that must be set before the library is loaded; the process's environment overrides them.
 _ENVIRONMENT = {
     "UCX_WARN_UNUSED_ENV_VARS": "n",
-    "UCX_HANDLE_ERRORS": "none",  # else it prints a backtrace at a crash and may keep the process
+    "UCX_HANDLE_ERRORS": "none",  # or a crash prints a backtrace and may not end the process
     "UCX_LOG_FILE": "stderr",
-    "UCXX_LOG_LEVEL": "fatal",  # it reports as errors what we report as the loss of a peer
+    "UCXX_LOG_LEVEL": "fatal",  # ucxx logs lost peers as errors; the lane reports them already
 }
 
 log = logging.getLogger(__name__)
 
 
 def load_ucxx() -> Any:
-    """The module of ucxx's core API. Raises UcxUnavailable with a sentence for people."""
+    """The module of ucxx's core API. Raises UcxUnavailable with cause and remedy."""
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     try:
-        # ucxx loads it by itself only where an allocator for CUDA memory is installed.
+        # ucxx loads libucx by itself only where an allocator for CUDA memory is installed.
         import libucx
 
         libucx.load_library()
@@ -49,7 +49,7 @@ def load_ucxx() -> Any:
 
 @dataclass(frozen=True, slots=True)
 class IncomingMessage:
-    """A message that UCX holds: its tag, its size, and a handle to fetch it by."""
+    """A message that has begun to arrive: its tag, its size, and a handle to fetch it."""
 
     tag: int
     size_bytes: int
@@ -57,7 +57,7 @@ class IncomingMessage:
 
 
 class UcxRequest:
-    """A send or fetch under way; holds on to its memory until UCX is through with it."""
+    """A send or a fetch; keeps its memory alive while UCX uses it."""
 
     def __init__(self, ucxx: Any, request: Any, memory: Any) -> None:
         self._ucxx = ucxx
@@ -66,11 +66,11 @@ class UcxRequest:
 
     @property
     def completed(self) -> bool:
-        """Whether UCX will touch the memory no more."""
+        """Whether UCX does not use the memory any more."""
         return bool(self._request.completed)
 
     def error(self) -> str | None:
-        """Why a completed request failed."""
+        """Why a completed request has failed; None if it has not."""
         try:
             self._request.check_error()
         except self._ucxx.UCXError as error:
@@ -79,7 +79,7 @@ class UcxRequest:
 
 
 class Endpoint:
-    """The way to one peer."""
+    """UCX's connection to one peer."""
 
     def __init__(self, ucxx: Any, endpoint: Any) -> None:
         self._ucxx = ucxx
@@ -87,12 +87,12 @@ class Endpoint:
 
     @property
     def alive(self) -> bool:
-        """False once UCX has seen that the peer is gone; with shared memory it never does."""
+        """False once UCX has noticed that the peer is gone; over shared memory it never does."""
         return bool(self._endpoint.alive)
 
     @property
     def routes(self) -> list[str]:
-        """By which transports and devices it sends, such as "tcp/eth0"; see `routes_of`."""
+        """The transports and devices that it uses, such as "tcp/eth0"; see `routes_of`."""
         return routes_of(int(self._endpoint.handle))
 
     def send(self, message: Bytes, tag: int) -> UcxRequest:
@@ -105,15 +105,15 @@ class Endpoint:
         return UcxRequest(self._ucxx, request, array)
 
     def abort(self) -> None:
-        """Give everything under way up, without asking the peer."""
+        """Abort all requests of the endpoint; the peer does not take part."""
         try:
             self._endpoint.close_blocking()
         except self._ucxx.UCXError as error:
-            log.warning("an endpoint was not closed in order: %s", error)
+            log.warning("an endpoint of UCX was not closed: %s", error)
 
 
 class UcxTransport:
-    """One UCX context and worker. Raises UcxUnavailable if UCX takes none of the transports."""
+    """One UCX context and worker. Raises UcxUnavailable if none of the transports works."""
 
     def __init__(self, config: UcxConfig) -> None:
         self._ucxx = load_ucxx()
@@ -132,23 +132,23 @@ class UcxTransport:
 
     @property
     def address(self) -> bytes:
-        """What a peer opens an endpoint to."""
+        """The worker address, to which a peer opens an endpoint."""
         return bytes(self._worker.address)
 
     def fileno(self) -> int:
-        """Readable when `progress` has something to do, after `arm` returned True."""
+        """A descriptor that is readable when `progress` has work, after `arm` returned True."""
         return int(self._worker.epoll_file_descriptor)
 
     def progress(self) -> None:
-        """Let UCX work."""
+        """Let UCX do its work."""
         self._worker.progress()
 
     def arm(self) -> bool:
-        """Ask for a wake-up; False if there is work already."""
+        """Ask for a wake-up through `fileno`; returns False if there is work already."""
         return bool(self._worker.arm())
 
     def open(self, address: bytes) -> Endpoint:
-        """The way to the peer of that address. Raises ConnectionError."""
+        """An endpoint to the peer with that address. Raises ConnectionError."""
         ucxx = self._ucxx
         try:
             target = ucxx.UCXAddress.create_from_buffer(address)
@@ -175,7 +175,7 @@ class UcxTransport:
 
 
 def _array(memory: Bytes) -> Any:
-    """As ucxx wants it; only after `load_ucxx`."""
+    """The memory as a type of ucxx; call `load_ucxx` before."""
     from ucxx._lib.arr import Array
 
     return Array(memory)

@@ -12,11 +12,11 @@ from services.core.scheduler.state import SchedulerState
 from services.core.scheduler.vocabulary import (
     Asked,
     Command,
-    Group,
     GroupJoined,
     GroupLeft,
     SendAssignment,
     SendRefusal,
+    ServingGroup,
     Ticked,
     Withdrawn,
 )
@@ -31,7 +31,7 @@ class Scheduler:
 
     def __init__(self, queue_limit: int = 2, max_model_len: int = 10_000) -> None:
         self.state = SchedulerState(queue_limit, queue_deadline_s=20.0)
-        self.group = Group("g", 1, "w", "i", "a:1", "m", 10, 16, max_model_len)
+        self.group = ServingGroup("g", 1, "w", "i", "a:1", "m", 10, 16, max_model_len)
         self.reports = itertools.count(1)
         self(GroupJoined(0.0, self.group))
 

@@ -7,7 +7,7 @@ import pytest
 from services.core.scheduler.dispatch import could_hold, has_room, kv_share, serves
 from services.core.scheduler.group_index import FEW, GroupIndex
 from services.core.scheduler.group_load import GroupLoad
-from services.core.scheduler.vocabulary import Group, LoadReported
+from services.core.scheduler.vocabulary import LoadReported, ServingGroup
 from tests.support.reports import load_reported
 
 
@@ -31,7 +31,7 @@ def best_of_all(
 
 def make_load(rng: random.Random, number: int) -> GroupLoad:
     return GroupLoad(
-        Group(
+        ServingGroup(
             f"g{number:03d}",
             1,
             f"w{number}",
@@ -85,7 +85,7 @@ def test_it_picks_what_a_look_at_all_would(seed: int, groups: int) -> None:
 def test_reservations_lapse_in_the_index_too() -> None:
     rng = random.Random(0)
     index = GroupIndex(kv_share)
-    load = GroupLoad(Group("g", 1, "w0", "i", "address", "m", 10, 16, 1000))
+    load = GroupLoad(ServingGroup("g", 1, "w0", "i", "address", "m", 10, 16, 1000))
     index.add(load)
     for step, now_s in enumerate((0.0, 3.0, 6.0), 1):
         load.note_report(load_reported(now_s, "w0", step, free=10))

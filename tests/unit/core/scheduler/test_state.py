@@ -22,7 +22,6 @@ from services.core.scheduler.vocabulary import (
     Command,
     Event,
     GatewayGone,
-    Group,
     GroupJoined,
     GroupLeft,
     LoadLost,
@@ -30,6 +29,7 @@ from services.core.scheduler.vocabulary import (
     SendAssignment,
     SendRefusal,
     SendTicket,
+    ServingGroup,
     ShortfallsTold,
     Ticked,
     Withdrawn,
@@ -68,7 +68,7 @@ class Scheduler:
         return self(ask(request_id, now_s=now_s, **changes))
 
 
-def group(name: str = "w0", **changes: object) -> Group:
+def group(name: str = "w0", **changes: object) -> ServingGroup:
     fields: dict[str, object] = {
         "group_id": f"group-{name}",
         "epoch": 1,
@@ -80,7 +80,7 @@ def group(name: str = "w0", **changes: object) -> Group:
         "block_size": 16,
         "max_model_len": 1024,
     }
-    return Group(**(fields | changes))  # type: ignore[arg-type]
+    return ServingGroup(**(fields | changes))  # type: ignore[arg-type]
 
 
 _numbers = itertools.count(1)

@@ -12,13 +12,13 @@ from services.core.scheduler.vocabulary import (
     Command,
     Event,
     GatewayGone,
-    Group,
     GroupJoined,
     GroupLeft,
     LoadLost,
     SendAssignment,
     SendRefusal,
     SendTicket,
+    ServingGroup,
     ShortfallsTold,
     Ticked,
     Withdrawn,
@@ -43,7 +43,7 @@ class World:
         self.stream_of: dict[str, int] = {}
         self.waiting: dict[str, float] = {}  # arrival
         self.ended: dict[str, str] = {}
-        self.groups: dict[str, Group] = {}
+        self.groups: dict[str, ServingGroup] = {}
         self.epochs = [0, 0, 0]
         self.room: dict[str, int] = {}  # per group: what its last valid report left
         self.reserved: dict[str, dict[str, tuple[int, float]]] = {}
@@ -108,7 +108,7 @@ class World:
         growth = GROWTH_BLOCKS * self.running[group_id]
         return self.room[group_id] - self.booked(group_id) - growth
 
-    def needed(self, ask: Asked, group: Group) -> int:
+    def needed(self, ask: Asked, group: ServingGroup) -> int:
         tokens_max = ask.prompt_tokens + ask.max_tokens
         return admission_blocks(ask.prompt_tokens, tokens_max, group.block_size)
 
@@ -213,7 +213,7 @@ class World:
     def join(self) -> None:
         number = self.rng.randrange(3)
         self.epochs[number] += 1
-        group = Group(
+        group = ServingGroup(
             f"group-w{number}",
             self.epochs[number],
             f"w{number}",

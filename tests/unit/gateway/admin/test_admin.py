@@ -10,6 +10,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from services.common.errors import ConfigError
+from services.core.groups.vocabulary import Group, GroupPhase, Member
 from services.core.report import EngineReport, Load
 from services.gateway.admin import feed as feed_module
 from services.gateway.admin import lifecycle
@@ -20,9 +21,9 @@ from services.gateway.admin.sentence import sentence
 from services.gateway.cluster.cluster_rows import cluster_rows
 from services.gateway.config import GatewayConfig
 from services.gateway.keys.key_ring import KeyRing
-from services.gateway.records.metrics import Metrics, Totals
-from services.gateway.vocabulary.errors import Unavailable
-from services.gateway.vocabulary.message import ClusterState, GroupState
+from services.gateway.records.metrics import EndpointTotals, Metrics
+from services.gateway.vocabulary.errors import ServiceUnavailable
+from services.gateway.vocabulary.message import ClusterStatus
 from tests.support.control_plane import worker_record
 from tests.support.reports import memory_report
 from tideserve.common.v1 import record_pb2
@@ -144,12 +145,12 @@ def test_a_port_for_the_network_needs_a_key() -> None:
 def test_rates_are_those_of_the_last_moments() -> None:
     pulse = Pulse()
     assert (pulse.tokens_per_s, pulse.ttft_s) == (0.0, None)
-    pulse.note(100.0, Totals(5, 1, 9.0))
+    pulse.note(100.0, EndpointTotals(5, 1, 9.0))
     assert (pulse.tokens_per_s, pulse.ttft_s) == (0.0, None)
-    pulse.note(101.0, Totals(25, 3, 10.0))
+    pulse.note(101.0, EndpointTotals(25, 3, 10.0))
     assert (pulse.tokens_per_s, pulse.ttft_s) == (20.0, 0.5)
     for second in range(102, 110):
-        pulse.note(float(second), Totals(25, 3, 10.0))
+        pulse.note(float(second), EndpointTotals(25, 3, 10.0))
     assert (pulse.tokens_per_s, pulse.ttft_s) == (0.0, None), f"older than {WINDOW_S} s"
 
 
@@ -157,7 +158,7 @@ def test_totals_count_what_the_metrics_count() -> None:
     metrics = Metrics("m", CollectorRegistry())
     metrics.requests.ttft.observe(0.25)
     metrics.requests.output_tokens.inc(4)
-    assert metrics.totals() == Totals(4, 1, 0.25)
+    assert metrics.totals() == EndpointTotals(4, 1, 0.25)
 
 
 DECISION = {
@@ -194,8 +195,12 @@ def test_kv_of_a_worker_depends_on_the_layers_that_it_runs() -> None:
         memory_report(name, EngineReport(Load(0, 0, 2, 0, kv_blocks_total=8)), kv_block_bytes=400)
         for name in ("a", "b", "c")
     )
-    groups = (GroupState("g", 1, ("a", "b"), "m", ((0, 1), (1, 4))), GroupState("h", 1, ("c",)))
-    rows = cluster_rows(ClusterState(workers, groups), records)["workers"]
+    merged = Member("a", "i", 0, 1), Member("b", "i", 1, 4)
+    groups = (
+        Group("g", 1, GroupPhase.STABLE, merged, "m"),
+        Group("h", 1, GroupPhase.STABLE, (Member("c", "i"),), "m"),
+    )
+    rows = cluster_rows(ClusterStatus(workers, groups), records)["workers"]
     assert [row["kv_used_bytes"] for row in rows] == [600, 1800, 2400]
     assert [row["kv_free_bytes"] for row in rows] == [200, 600, 800]
 
@@ -242,13 +247,13 @@ async def test_viewers_are_limited_and_leave() -> None:
     with ExitStack() as stack:
         for _ in range(VIEWERS_MAX):
             stack.enter_context(feed.viewer())
-        with pytest.raises(Unavailable, match="32 viewers watch already"):
+        with pytest.raises(ServiceUnavailable, match="32 viewers watch already"):
             stack.enter_context(feed.viewer())
     with feed.viewer() as frames:
         assert await anext(frames) == HEARTBEAT
         feed.close()
         assert [frame async for frame in frames] == []
-    with pytest.raises(Unavailable, match="shutting down"), feed.viewer():
+    with pytest.raises(ServiceUnavailable, match="shutting down"), feed.viewer():
         raise AssertionError("it is closed")
 
 

@@ -13,7 +13,7 @@ from services.gateway.api.json_object import parse_object
 from services.gateway.api.messages import parse_messages
 from services.gateway.api.parameters import LIMITS
 from services.gateway.api.responses import parse_responses
-from services.gateway.vocabulary.errors import GatewayError, InvalidRequest, Unsupported
+from services.gateway.vocabulary.errors import BadRequest, GatewayError, NotSupported
 from tests.support.bad_inputs import CHAT, COMPLETION, BadInput, bad_inputs
 
 
@@ -31,7 +31,7 @@ PARSED = [one for one in bad_inputs() if not one.needs_model]
 @pytest.mark.parametrize("bad", PARSED, ids=[one.name for one in PARSED])
 def test_bad_fields_are_refused_by_name(bad: BadInput) -> None:
     parse = parse_chat if bad.endpoint == "chat" else parse_completion
-    with pytest.raises(InvalidRequest) as caught:
+    with pytest.raises(BadRequest) as caught:
         parse(parse_object(json.dumps(bad.body).encode()))
     error = caught.value
     assert error.status == bad.status
@@ -62,7 +62,7 @@ UNSUPPORTED = [
 )
 def test_what_is_not_served_yet_says_so(name: str, value: Any) -> None:
     error = chat_error(**{name: value})
-    assert isinstance(error, Unsupported)
+    assert isinstance(error, NotSupported)
     assert error.param == name
     assert "not supported" in error.message
 
@@ -104,7 +104,7 @@ def test_an_unknown_field_is_refused_by_name_where_it_is(name: str) -> None:
         (CHAT | {"messages": [{"role": "user", "content": "x", name: 1}]}, "messages"),
         (CHAT | {"stream": True, "stream_options": {name: 1}}, "stream_options"),
     ):
-        with pytest.raises(InvalidRequest) as caught:
+        with pytest.raises(BadRequest) as caught:
             parse_chat(data, refuse_unknown=True)
         error = caught.value
         shown = name[:64].encode("ascii", "backslashreplace").decode()
@@ -139,7 +139,7 @@ def test_a_misspelt_field_is_told_with_the_one_that_was_meant() -> None:
         "unknown and ignored: temprature (did you mean 'temperature'?),"
         " Top_P (did you mean 'top_p'?), odd"
     )
-    with pytest.raises(InvalidRequest, match=r"'max_token' \(did you mean 'max_tokens'\?\); "):
+    with pytest.raises(BadRequest, match=r"'max_token' \(did you mean 'max_tokens'\?\); "):
         parse_completion(COMPLETION | {"max_token": 5}, refuse_unknown=True)
     options = {"stream": True, "stream_options": {"includeUsage": True}}
     (warning,) = parse_chat(CHAT | options).warnings
@@ -161,7 +161,7 @@ def test_the_limit_of_another_dialect_is_refused_with_the_right_name(
     others = LIMITS.difference(own)
     assert others and len(LIMITS) == 3
     for name in others:
-        with pytest.raises(InvalidRequest) as caught:
+        with pytest.raises(BadRequest) as caught:
             parse(data | {name: 5})
         assert caught.value.message == f"'{name}' is '{own[0]}' here; use that name"
         assert caught.value.param == name
@@ -184,7 +184,7 @@ def test_what_is_missing_or_too_long_is_told_with_its_remedy() -> None:
             "'stop_token_ids' is too long; send a list of at most 256",
         ),
     ):
-        with pytest.raises(InvalidRequest) as caught:
+        with pytest.raises(BadRequest) as caught:
             parse_chat(data)
         assert caught.value.message == message
 
@@ -263,11 +263,11 @@ def test_prompts(prompt: Any, parsed: Any) -> None:
     ],
 )
 def test_bodies_that_are_not_one_json_object(body: bytes, words: str) -> None:
-    with pytest.raises(InvalidRequest, match=words):
+    with pytest.raises(BadRequest, match=words):
         parse_object(body)
 
 
 def test_a_float_that_overflows_is_refused() -> None:
-    with pytest.raises(InvalidRequest) as caught:
+    with pytest.raises(BadRequest) as caught:
         parse_chat(CHAT | parse_object(b'{"temperature": 1e999}'))
     assert caught.value.param == "temperature"

@@ -8,7 +8,7 @@ import pytest
 
 from services.gateway.api import json_object
 from services.gateway.api.json_object import PARTS_MAX, VALUES_MAX, parse_object
-from services.gateway.vocabulary.errors import InvalidRequest
+from services.gateway.vocabulary.errors import BadRequest
 
 
 def refused(text: bytes | str, monkeypatch: pytest.MonkeyPatch) -> bool:
@@ -17,7 +17,7 @@ def refused(text: bytes | str, monkeypatch: pytest.MonkeyPatch) -> bool:
     monkeypatch.setattr(json_object.json, "loads", lambda text, **_: read.append(text) or {})
     try:
         parse_object(text)
-    except InvalidRequest as error:
+    except BadRequest as error:
         assert "send less at once" in error.message
         return True
     finally:
@@ -78,5 +78,5 @@ def test_counts_are_exact(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(json_object, "PARTS_MAX", parts)
     assert parse_object(text) == data
     monkeypatch.setattr(json_object, "PARTS_MAX", parts - 1)
-    with pytest.raises(InvalidRequest, match="send less"):
+    with pytest.raises(BadRequest, match="send less"):
         parse_object(text)

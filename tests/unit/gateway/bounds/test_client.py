@@ -5,11 +5,11 @@ import contextlib
 
 import pytest
 
-from services.gateway.bounds.client import Client, ClientGone
+from services.gateway.bounds.client import ClientGone, WatchedClient
 from services.gateway.bounds.interruption import Interruption
 
 
-async def never_served(client: Client[int]) -> None:
+async def never_served(client: WatchedClient[int]) -> None:
     """Raise ClientGone when the client is found to stall."""
     with Interruption() as interruption, client.watched(interruption):
         await asyncio.get_running_loop().create_future()
@@ -22,7 +22,7 @@ async def test_a_stalled_send_is_noticed_while_others_begin() -> None:
         async with turn:
             await asyncio.get_running_loop().create_future()
 
-    client = Client(stuck, stall_s=0.2)
+    client = WatchedClient(stuck, stall_s=0.2)
 
     async def ask_on() -> None:
         async with asyncio.TaskGroup() as tasks:
@@ -46,7 +46,7 @@ async def test_a_client_that_takes_something_is_not_cut() -> None:
         async with turn:
             await taken.acquire()
 
-    client = Client(slow, stall_s=0.4)
+    client = WatchedClient(slow, stall_s=0.4)
     sends = [asyncio.create_task(client.send(number)) for number in range(64)]
     watch = asyncio.create_task(never_served(client))
     for _ in range(64):
@@ -62,7 +62,7 @@ async def test_sends_that_are_given_up_are_no_sign_of_life() -> None:
     async def stuck(message: int) -> None:
         await asyncio.get_running_loop().create_future()
 
-    client = Client(stuck, stall_s=0.2)
+    client = WatchedClient(stuck, stall_s=0.2)
     held = asyncio.create_task(client.send(0))
 
     async def give_up() -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from services.gateway.bounds.drain import Drain
 from services.gateway.bounds.interruption import Interruption
-from services.gateway.vocabulary.errors import Draining, QueueFull
+from services.gateway.vocabulary.errors import QueueFull, ShuttingDown
 
 
 async def test_it_leaves_before_it_drains() -> None:
@@ -18,9 +18,9 @@ async def test_it_leaves_before_it_drains() -> None:
         with pytest.raises(QueueFull), drain.enter():
             pass
     await drain.drain(timeout_s=60.0)
-    with pytest.raises(Draining), drain.enter():
+    with pytest.raises(ShuttingDown), drain.enter():
         pass
-    with pytest.raises(Draining), Interruption() as interruption, drain.cuts(interruption):
+    with pytest.raises(ShuttingDown), Interruption() as interruption, drain.cuts(interruption):
         pass
 
 
@@ -28,7 +28,7 @@ async def test_without_a_delay_it_leaves_with_the_drain() -> None:
     drain = Drain(inflight_max=1)
     with (
         drain.enter(),
-        pytest.raises(Draining, match="before the request ended"),
+        pytest.raises(ShuttingDown, match="before the request ended"),
         Interruption() as interruption,
         drain.cuts(interruption),
     ):

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from services.gateway.bounds.interruption import Interruption
-from services.gateway.vocabulary.errors import Cancelled, EngineFailed, GatewayError
+from services.gateway.vocabulary.errors import CancelledByClient, EngineFailed, GatewayError
 
-GONE = Cancelled("gone")
+GONE = CancelledByClient("gone")
 
 
 async def never() -> None:
@@ -21,7 +21,7 @@ def soon(interruption: Interruption, error: Exception = GONE) -> None:
 
 
 async def test_the_block_ends_with_the_first_error_and_the_task_goes_on() -> None:
-    with pytest.raises(Cancelled, match="gone"), Interruption() as interruption:
+    with pytest.raises(CancelledByClient, match="gone"), Interruption() as interruption:
         soon(interruption)
         soon(interruption, EngineFailed("late"))
         await never()
@@ -32,7 +32,7 @@ async def test_the_block_ends_with_the_first_error_and_the_task_goes_on() -> Non
 
 
 async def test_time_ends_it_and_leaving_it_ends_the_timer() -> None:
-    with pytest.raises(Cancelled), Interruption() as interruption:
+    with pytest.raises(CancelledByClient), Interruption() as interruption:
         interruption.interrupt_after(0.0, GONE)
         await never()
     with Interruption() as interruption:
@@ -48,7 +48,7 @@ async def test_what_fails_on_the_way_out_does_not_hide_the_error() -> None:
             raise EngineFailed("aborted")
 
     for inner in (fail, in_group(fail)):
-        with pytest.raises(Cancelled), Interruption() as interruption:
+        with pytest.raises(CancelledByClient), Interruption() as interruption:
             soon(interruption)
             await inner()
 

@@ -2,8 +2,8 @@
 
 import json
 
+from services.core.groups.vocabulary import Group, GroupPhase, Member
 from services.gateway.cluster.translate import cluster_state, worker_facts
-from services.gateway.vocabulary.message import GroupState
 from tests.support.control_plane import worker_record
 from tideserve.common.v1 import record_pb2
 from tideserve.memmgr.v1 import memmgr_pb2
@@ -19,7 +19,7 @@ def test_decisions_and_layers() -> None:
         demand_tokens=2**40,
         held_s=5.5,
     )
-    group = answer.groups.add(group_id="g", epoch=3, model="m")
+    group = answer.groups.add(group_id="g", epoch=3, model="m", phase=record_pb2.GROUP_PHASE_STABLE)
     group.members.add(worker_id="w0", first_layer=0, end_layer=20)
     group.members.add(worker_id="w1", first_layer=20, end_layer=30)
     state = cluster_state(answer)
@@ -27,7 +27,8 @@ def test_decisions_and_layers() -> None:
     assert (decision["action"], decision["cause"]) == ("restore", "relief")
     assert (decision["group_ids"], decision["demand_tokens"]) == (["g"], 2**40)
     assert (decision["held_s"], decision["needed_tokens"]) == (5.5, 0)
-    assert state.groups == (GroupState("g", 3, ("w0", "w1"), "m", ((0, 20), (20, 30))),)
+    members = Member("w0", "", 0, 20), Member("w1", "", 20, 30)
+    assert state.groups == (Group("g", 3, GroupPhase.STABLE, members, "m"),)
 
 
 def test_what_a_registration_adds() -> None:

@@ -77,14 +77,14 @@ def test_codes_mean_what_their_http_statuses_mean(kind: type[GatewayError]) -> N
 
 
 def test_a_wrong_field_is_named() -> None:
-    status = status_of(errors.InvalidRequest("'n' is 0; raise it", param="n"), "id")
+    status = status_of(errors.BadRequest("'n' is 0; raise it", param="n"), "id")
     bad = detail(status, error_details_pb2.BadRequest)
     assert bad is not None
     assert [(one.field, one.description) for one in bad.field_violations] == [
         ("n", "'n' is 0; raise it")
     ]
     assert detail(status, error_details_pb2.RetryInfo) is None
-    missing = status_of(errors.ModelNotFound("no such model", param="model"), "id")
+    missing = status_of(errors.NoSuchModel("no such model", param="model"), "id")
     resource = detail(missing, error_details_pb2.ResourceInfo)
     assert resource is not None and resource.resource_type == "model"
 
@@ -116,7 +116,7 @@ def test_nothing_may_be_retried_blindly_once_tokens_are_out(kind: type[GatewayEr
 
 @pytest.mark.parametrize("letter", ["x", "é", "語", "😀"])
 def test_trailers_stay_below_what_clients_take(letter: str) -> None:
-    error = errors.InvalidRequest(letter * 5000, param="messages")
+    error = errors.BadRequest(letter * 5000, param="messages")
     status = status_of(error, "r" * 128)
     assert len(status.message.encode()) <= MESSAGE_BYTES_MAX
     assert status.message.endswith("…")

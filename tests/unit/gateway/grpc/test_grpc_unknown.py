@@ -5,7 +5,7 @@ from google.protobuf.message import Message
 
 from services.gateway.api.parameters import UnknownFields
 from services.gateway.grpc.unknown import LOOKED_AT_MAX, decoded_known
-from services.gateway.vocabulary.errors import InvalidRequest
+from services.gateway.vocabulary.errors import BadRequest
 from tideserve.gateway.v1 import gateway_pb2 as pb
 
 ODD = b"\xf8\x06\x01"
@@ -33,7 +33,7 @@ def test_they_are_named_where_they_are() -> None:
     assert warnings(request) == ()
     odd(request.messages[1].parts.parts[1])
     assert warnings(request) == ("unknown and ignored: messages.1.parts.parts.1.field-111",)
-    with pytest.raises(InvalidRequest) as caught:
+    with pytest.raises(BadRequest) as caught:
         decoded_known(pb.ChatRequest, request.SerializeToString(), UnknownFields(refuse=True))
     assert caught.value.param == "messages.1.parts.parts.1"
     assert caught.value.code == "unknown_parameter"
@@ -67,5 +67,5 @@ def test_however_much_there_is_the_names_are_few() -> None:
     hidden = pb.ChatRequest(messages=[hi() for _ in range(3 * LOOKED_AT_MAX)])
     odd(hidden.messages[-1])
     assert warnings(hidden) == ("unknown and ignored: field-of-a-long-message",)
-    with pytest.raises(InvalidRequest):
+    with pytest.raises(BadRequest):
         decoded_known(pb.ChatRequest, hidden.SerializeToString(), UnknownFields(refuse=True))

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from services.gateway.grpc.kserve_translate import FINAL, inference_of, response_of
-from services.gateway.vocabulary.errors import GatewayError, InvalidRequest, ModelNotFound
+from services.gateway.vocabulary.errors import BadRequest, GatewayError, NoSuchModel
 from tideserve.kserve.v2 import inference_pb2 as pb
 
 Tensor = pb.ModelInferRequest.InferInputTensor
@@ -157,7 +157,7 @@ def with_raw(*raw: bytes) -> pb.ModelInferRequest:
     ],
 )
 def test_what_is_wrong_is_named(made: pb.ModelInferRequest, param: str) -> None:
-    with pytest.raises(InvalidRequest) as caught:
+    with pytest.raises(BadRequest) as caught:
         inference_of(made)
     assert caught.value.param == param
 
@@ -165,13 +165,13 @@ def test_what_is_wrong_is_named(made: pb.ModelInferRequest, param: str) -> None:
 def test_a_parameter_that_says_nothing_and_versions_and_outputs() -> None:
     made = request(text_input="hi")
     made.parameters["seed"].SetInParent()
-    cases: list[tuple[pb.ModelInferRequest, type[GatewayError]]] = [(made, InvalidRequest)]
+    cases: list[tuple[pb.ModelInferRequest, type[GatewayError]]] = [(made, BadRequest)]
     made = request(text_input="hi")
     made.model_version = "2"
-    cases.append((made, ModelNotFound))
+    cases.append((made, NoSuchModel))
     made = request(text_input="hi")
     made.outputs.add(name="logits")
-    cases.append((made, InvalidRequest))
+    cases.append((made, BadRequest))
     for wrong, kind in cases:
         with pytest.raises(kind):
             inference_of(wrong)

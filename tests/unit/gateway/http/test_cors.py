@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry
 
 from services.common.errors import ConfigError
 from services.gateway.http.cors import origins_of, with_cors
-from services.gateway.http.front_door import FrontDoor
+from services.gateway.http.front_door import HttpFrontDoor
 from services.gateway.keys.key_ring import KeyRing
 from services.gateway.records.metrics import Metrics
 from services.gateway.records.reception import Reception
@@ -27,7 +27,7 @@ async def answer(scope: Any, receive: Any, send: Any) -> None:
 
 def client(origins: str) -> httpx.AsyncClient:
     reception = Reception(Metrics("m", CollectorRegistry()), None)
-    app = with_cors(FrontDoor(answer, KeyRing(KEY), reception), origins_of(origins))
+    app = with_cors(HttpFrontDoor(answer, KeyRing(KEY), reception), origins_of(origins))
     return httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://gateway")
 
 

@@ -21,12 +21,12 @@ from services.gateway.api.messages import (
 )
 from services.gateway.api.responses import ResponsesRequest, parse_responses
 from services.gateway.http.description import takes
-from services.gateway.http.messages import Answer
+from services.gateway.http.messages import MessageAnswer
 from services.gateway.http.response_items import Items
-from services.gateway.serving.output import Piece
+from services.gateway.serving.output import OutputPiece
 from services.gateway.serving.prepared import PreparedRequest
 from services.gateway.vocabulary.delta import Delta, ToolCallDelta
-from services.gateway.vocabulary.errors import GatewayError, InvalidRequest
+from services.gateway.vocabulary.errors import BadRequest, GatewayError
 from tests.support.fuzz import junk, sample
 
 BODIES = 4000
@@ -73,7 +73,7 @@ def test_random_bodies_are_taken_or_refused(endpoint: str) -> None:
             parse({name: mutated(rng, value, bad) for name, value in body.items()})
             taken += 1
         except GatewayError as error:
-            assert isinstance(error, InvalidRequest), (seed, error)
+            assert isinstance(error, BadRequest), (seed, error)
             assert error.message
     # Both kinds are there in numbers, or little would be shown.
     assert BODIES / 20 < taken < BODIES * 0.95
@@ -94,7 +94,7 @@ def call(call_id: str) -> dict[str, Any]:
 )
 def test_what_a_response_repeats_is_unicode(field: dict[str, Any]) -> None:
     """It would be found out only when the answer is written."""
-    with pytest.raises(InvalidRequest) as refused:
+    with pytest.raises(BadRequest) as refused:
         parse_responses({"model": "m", "input": "hi", **field})
     assert refused.value.param is not None
 
@@ -224,7 +224,7 @@ def test_the_page_names_the_fields_of_the_chat_that_dialects_take() -> None:
 
 
 def test_text_stands_between_calls() -> None:
-    pieces = [Piece("", delta=delta) for delta in (BEGUN, ENDED, TEXT, NEXT)]
+    pieces = [OutputPiece("", delta=delta) for delta in (BEGUN, ENDED, TEXT, NEXT)]
     items = Items(None)
     for piece in pieces:
         items.push(piece)
@@ -234,7 +234,7 @@ def test_text_stands_between_calls() -> None:
     assert {item["status"] for item in told} == {"completed"}
 
     prepared = PreparedRequest("msg_1", 0, "m", (), 1)
-    answer = Answer(prepared)
+    answer = MessageAnswer(prepared)
     for piece in pieces:
         answer.push(piece)
     message = answer.message(3)
@@ -244,8 +244,8 @@ def test_text_stands_between_calls() -> None:
 
 def input_of(arguments: str) -> Any:
     """What a client reads as the input of a call with these arguments."""
-    answer = Answer(PreparedRequest("msg_1", 0, "m", (), 1))
-    answer.push(Piece("", delta=Delta(tool_calls=(ToolCallDelta(0, "1", "f", arguments),))))
+    answer = MessageAnswer(PreparedRequest("msg_1", 0, "m", (), 1))
+    answer.push(OutputPiece("", delta=Delta(tool_calls=(ToolCallDelta(0, "1", "f", arguments),))))
     return json.loads(msgspec.json.encode(answer.message(1)))["content"][0]["input"]
 
 
@@ -267,6 +267,6 @@ def test_arguments_that_are_no_json_are_told_as_text() -> None:
     assert input_of('{"a": "b') == {"INVALID_JSON": '{"a": "b'}
     assert input_of("") == {}
     number = f'{{"a": {"7" * 5_000}}}'
-    answer = Answer(PreparedRequest("msg_1", 0, "m", (), 1))
-    answer.push(Piece("", delta=Delta(tool_calls=(ToolCallDelta(0, "1", "f", number),))))
+    answer = MessageAnswer(PreparedRequest("msg_1", 0, "m", (), 1))
+    answer.push(OutputPiece("", delta=Delta(tool_calls=(ToolCallDelta(0, "1", "f", number),))))
     assert number.encode() in msgspec.json.encode(answer.message(1))

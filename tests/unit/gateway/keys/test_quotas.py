@@ -7,7 +7,7 @@ from services.core.quota.limits import Limit, QuotaLimits
 from services.gateway.keys.principal import ANYONE, Principal
 from services.gateway.keys.quota_metrics import QuotaMetrics
 from services.gateway.keys.quotas import Quotas, duration
-from services.gateway.vocabulary.errors import ClientDeadline, Expired, QueueFull, QuotaExceeded
+from services.gateway.vocabulary.errors import ClientDeadline, Expired, OverQuota, QueueFull
 from tests.support.exposition import samples, value
 
 
@@ -93,7 +93,7 @@ def test_a_refusal_says_when_to_come_again_and_is_counted() -> None:
     case = Case(requests_per_minute=60)
     for _ in range(5):
         case.send()
-    with pytest.raises(QuotaExceeded, match="alice may send 60 requests in a minute") as caught:
+    with pytest.raises(OverQuota, match="alice may send 60 requests in a minute") as caught:
         case.send()
     error = caught.value
     assert (error.status, error.code, error.kind) == (429, "rate_limit_exceeded", "requests")
@@ -115,7 +115,7 @@ def test_places_come_back_however_a_request_ends() -> None:
     assert case.told("running") == 0
     with (
         case.quotas.entered(case.alice),
-        pytest.raises(QuotaExceeded, match=r"requests of alice run as may at once \(1\)"),
+        pytest.raises(OverQuota, match=r"requests of alice run as may at once \(1\)"),
         case.quotas.entered(case.alice),
     ):
         pass
@@ -151,13 +151,13 @@ def test_tokens_are_refused_after_they_are_counted_and_the_place_is_free_again()
     case = Case(tokens_per_minute=60_000, concurrent=1)
     with case.quotas.entered(case.alice) as lease:
         assert lease is not None
-        with pytest.raises(QuotaExceeded, match="the prompt has 60001 tokens") as caught:
+        with pytest.raises(OverQuota, match="the prompt has 60001 tokens") as caught:
             lease.reserve(60_001, [1])
         assert caught.value.retry_after_s is None
     for _ in range(20):
         case.send()
         case.clock.now_s += 0.1
-    with pytest.raises(QuotaExceeded, match="this request needs about") as caught:
+    with pytest.raises(OverQuota, match="this request needs about") as caught:
         for _ in range(100):
             case.send()
     assert caught.value.kind == "tokens" and caught.value.retry_after_s
@@ -169,7 +169,7 @@ def test_limits_that_change_hold_at_once() -> None:
     case = Case(requests_per_minute=5)
     for _ in range(5):
         case.send()
-    with pytest.raises(QuotaExceeded):
+    with pytest.raises(OverQuota):
         case.send()
     case.alice = Principal("alice", limits=QuotaLimits(requests_per_minute=100_000))
     case.clock.now_s += 1

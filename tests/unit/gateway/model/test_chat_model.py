@@ -9,7 +9,7 @@ from services.gateway.api.chat import ChatRequest, parse_chat
 from services.gateway.model.chat_model import ChatModel
 from services.gateway.model.template import ChatTemplate
 from services.gateway.tools.format import ReasoningFormat, Thinking, ToolFormat
-from services.gateway.vocabulary.errors import Unsupported
+from services.gateway.vocabulary.errors import NotSupported
 
 PLAIN = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}"
@@ -102,7 +102,7 @@ def test_a_template_of_unknown_calls_takes_no_tools() -> None:
 
     assert unknown.tool_format is ToolFormat.NONE
     assert "None" in unknown.prompt(chat(tools=[TOOL], tool_choice="none"))
-    with pytest.raises(Unsupported, match="tool_format"):
+    with pytest.raises(NotSupported, match="tool_format"):
         unknown.prompt(chat(tools=[TOOL]))
 
 

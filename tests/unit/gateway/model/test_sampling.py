@@ -18,7 +18,7 @@ from services.gateway.model.sampling import (
     sampling_of,
 )
 from services.gateway.text.tokenizer import Tokenizer
-from services.gateway.vocabulary.errors import InvalidRequest
+from services.gateway.vocabulary.errors import BadRequest
 from tests.support.bad_inputs import CHAT, COMPLETION
 from tests.support.byte_tokenizer import byte_tokenizer
 
@@ -72,7 +72,7 @@ def test_choices_that_name_too_many_tokens_together(sampling: Sampling, param: s
     check_choices(prompt_tokens, 1, 16, sampling, "prompt")
     check_choices(2 * prompt_tokens, 2, 8, sampling, "prompt")
     for prompts, n in ((1, 17), (2, 16), (34, 1)):
-        with pytest.raises(InvalidRequest, match=f"{prompts * n} choices name") as caught:
+        with pytest.raises(BadRequest, match=f"{prompts * n} choices name") as caught:
             check_choices(prompts * (prompt_tokens + 1), prompts, n, sampling, "prompt")
         assert caught.value.param == param
 
@@ -80,7 +80,7 @@ def test_choices_that_name_too_many_tokens_together(sampling: Sampling, param: s
 def test_too_many_bad_words() -> None:
     bad_word_ids([f"w{number}" for number in range(64)], TOKENIZER)
     for words in ([f"w{number}" for number in range(65)], ["x" * 200 + str(n) for n in range(12)]):
-        with pytest.raises(InvalidRequest, match="bad_words"):
+        with pytest.raises(BadRequest, match="bad_words"):
             bad_word_ids(words, TOKENIZER)
 
 
@@ -104,9 +104,9 @@ def test_too_many_log_probabilities() -> None:
     body = parse_completion(COMPLETION | {"prompt_logprobs": 20})
     most = PROMPT_LOGPROBS_MAX // 21
     logprob_options(body, False, most)
-    with pytest.raises(InvalidRequest) as caught:
+    with pytest.raises(BadRequest) as caught:
         logprob_options(body, False, most + 1)
     assert caught.value.param == "prompt_logprobs"
-    with pytest.raises(InvalidRequest) as caught:
+    with pytest.raises(BadRequest) as caught:
         logprob_options(parse_completion(COMPLETION | {"logprobs": 20}), True, most + 1)
     assert caught.value.param == "logprobs"

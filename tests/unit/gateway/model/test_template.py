@@ -7,7 +7,7 @@ import pytest
 
 from services.common.errors import ConfigError
 from services.gateway.model.template import ChatTemplate, load_template
-from services.gateway.vocabulary.errors import InvalidRequest
+from services.gateway.vocabulary.errors import BadRequest
 
 MESSAGES = [{"role": "user", "content": "a <b> & 'c'"}]
 
@@ -46,7 +46,7 @@ def test_what_templates_use(source: str, text: str) -> None:
     ],
 )
 def test_what_a_template_refuses_is_the_clients_error(source: str) -> None:
-    with pytest.raises(InvalidRequest, match="chat template refuses") as caught:
+    with pytest.raises(BadRequest, match="chat template refuses") as caught:
         render(source)
     assert caught.value.param == "messages"
 

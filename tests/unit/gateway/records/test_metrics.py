@@ -10,11 +10,11 @@ from services.gateway.serving.prepared import PreparedChoice
 from services.gateway.serving.request_meter import measured
 from services.gateway.vocabulary.errors import (
     ContextExceeded,
-    Draining,
     Expired,
     GatewayError,
     QueueFull,
-    Unavailable,
+    ServiceUnavailable,
+    ShuttingDown,
     WorkerLost,
 )
 from services.gateway.vocabulary.message import WorkerTimes
@@ -115,8 +115,8 @@ def test_a_request_that_does_not_finish(world: World, ending: BaseException, rea
     ("error", "reason"),
     [
         (QueueFull("full"), "queue_full"),
-        (Unavailable("nobody"), "unavailable"),
-        (Draining("stops"), "shutting_down"),
+        (ServiceUnavailable("nobody"), "unavailable"),
+        (ShuttingDown("stops"), "shutting_down"),
         (Expired("late"), "expired"),
         (WorkerLost("gone"), None),
         (ContextExceeded("long"), None),

@@ -7,8 +7,8 @@ import pytest
 
 from services.common.logging import FIELDS
 from services.gateway.records.request_log import REFUSALS_PER_S, RequestLog, fields_of
-from services.gateway.records.request_record import Move, RequestRecord, Stay, new_record
-from services.gateway.vocabulary.errors import InvalidRequest, QueueFull, Unauthorized
+from services.gateway.records.request_record import RequestMove, RequestRecord, Stay, new_record
+from services.gateway.vocabulary.errors import BadRequest, QueueFull, Unauthorized
 from services.gateway.vocabulary.message import Moved
 
 CHAT = "/v1/chat/completions"
@@ -23,7 +23,7 @@ def served() -> RequestRecord:
     choice = record.add_choice()
     choice.queued_s += [(10.1, 10.3), (10.35, 10.4)]
     choice.stays += [Stay("w0", "g", 1, 10.3), Stay("w1", "g", 2, 11.0)]
-    choice.moves.append(Move(11.0, "w0", Moved("w1", "w1:1", "g", 2)))
+    choice.moves.append(RequestMove(11.0, "w0", Moved("w1", "w1:1", "g", 2)))
     return record
 
 
@@ -64,7 +64,7 @@ def test_the_line_of_a_refusal() -> None:
         "total_s": 0.5,
         "retry_after_s": 2.5,
     }
-    record.fail(InvalidRequest("wrong"))
+    record.fail(BadRequest("wrong"))
     assert fields_of(record)["code"] == "error"
     assert "retry_after_s" not in fields_of(record)
 
@@ -112,7 +112,7 @@ def test_a_flood_of_one_kind_hides_no_other(caplog: pytest.LogCaptureFixture) ->
     log = RequestLog(lambda delay_s, call: None)
     flood, other, failed = (new_record(CHAT, None, 0.0) for _ in range(3))
     flood.fail(Unauthorized("no"))
-    other.fail(InvalidRequest("wrong"))
+    other.fail(BadRequest("wrong"))
     failed.fail(QueueFull("full"))
     with caplog.at_level(logging.INFO):
         for _ in range(100):

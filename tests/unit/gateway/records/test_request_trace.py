@@ -4,9 +4,9 @@ import pytest
 
 from services.common import genai
 from services.common.tracing import Span, SpanLink, TraceContext, Tracer
-from services.gateway.records.request_record import Move, RequestRecord, Stay, new_record
+from services.gateway.records.request_record import RequestMove, RequestRecord, Stay, new_record
 from services.gateway.records.request_trace import request_span, tell
-from services.gateway.vocabulary.errors import EngineFailed, InvalidRequest
+from services.gateway.vocabulary.errors import BadRequest, EngineFailed
 from services.gateway.vocabulary.message import Moved, WorkerTimes
 
 CHANGE = TraceContext("c" * 32, "d" * 16, sampled=True)
@@ -27,7 +27,7 @@ def chat() -> RequestRecord:
     second = Stay("w1", "g1", 2, 11.5, 13.0, None, WorkerTimes(0.5, 0.0, 1.0))
     choice.stays += [first, second]
     link = SpanLink(CHANGE, {genai.GROUP: "g1", genai.EPOCH: 2})
-    choice.moves.append(Move(11.5, "w0", Moved("w1", "w1:1", "g1", 2), link))
+    choice.moves.append(RequestMove(11.5, "w0", Moved("w1", "w1:1", "g1", 2), link))
     return record
 
 
@@ -136,7 +136,7 @@ class Kept:
     ("path", "failure", "told"),
     [
         ("/v1/chat/completions", None, False),
-        ("/v1/chat/completions", InvalidRequest("no"), False),
+        ("/v1/chat/completions", BadRequest("no"), False),
         ("/v1/chat/completions", EngineFailed("broke"), True),
         ("/metrics", EngineFailed("broke"), False),
     ],

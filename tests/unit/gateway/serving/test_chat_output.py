@@ -8,7 +8,7 @@ import pytest
 from services.core.request import FinishReason
 from services.gateway.model.chat_form import ChatForm
 from services.gateway.serving.chat_output import ChatOutput, call_id
-from services.gateway.serving.output import Output, Piece, TokenNote
+from services.gateway.serving.output import Output, OutputPiece, TokenNote
 from services.gateway.tools.format import Thinking, ToolFormat
 from services.gateway.vocabulary.delta import Delta, Said, SaidCall, ToolCallDelta
 from tests.support.cuttings import cuttings
@@ -25,7 +25,7 @@ def said(
     output, total, deltas = ChatOutput(form, lambda _: f"id{next(ids)}"), Output(), []
     for number, text in enumerate(pieces):
         last = number == len(pieces) - 1
-        pieces_of = output.push(Piece(text, (1,), finish if last else None))
+        pieces_of = output.push(OutputPiece(text, (1,), finish if last else None))
         assert pieces_of[0].text == text and pieces_of[0].token_ids == (1,)
         for piece in pieces_of:
             total.add(piece)
@@ -83,7 +83,7 @@ def test_a_piece_tells_the_order_of_what_it_says() -> None:
     output = ChatOutput(form, lambda _: "id")
     notes = (TokenNote(1, 0, None),)
     text = f"hm</think>a {CALL} b {CALL}c"
-    given = Piece(text, (1,), FinishReason.STOP, "c", logprobs=notes, prompt_logprobs=notes)
+    given = OutputPiece(text, (1,), FinishReason.STOP, "c", logprobs=notes, prompt_logprobs=notes)
 
     first, second, third = output.push(given)
 
@@ -93,8 +93,8 @@ def test_a_piece_tells_the_order_of_what_it_says() -> None:
     assert first == replace(
         given, delta=Delta("a", "hm", calls(0)), finish_reason=None, stop_reason=None
     )
-    assert second == Piece("", delta=Delta(" b", tool_calls=calls(1)))
-    assert third == Piece(
+    assert second == OutputPiece("", delta=Delta(" b", tool_calls=calls(1)))
+    assert third == OutputPiece(
         "", (), FinishReason.STOP, "c", delta=Delta("c", finish_reason="tool_calls")
     )
 
@@ -113,7 +113,7 @@ def test_calls_in_reasoning_are_none() -> None:
 
 
 def test_text_without_a_form_is_content() -> None:
-    assert Piece("a", (1,), FinishReason.STOP).said == Delta("a", finish_reason="stop")
+    assert OutputPiece("a", (1,), FinishReason.STOP).said == Delta("a", finish_reason="stop")
 
 
 def test_ids_differ_and_those_of_mistral_have_nine_letters() -> None:

@@ -10,11 +10,11 @@ import msgspec
 import pytest
 
 from services.core.request import FinishReason
-from services.gateway.http.messages import Answer
+from services.gateway.http.messages import MessageAnswer
 from services.gateway.http.response_items import Items
 from services.gateway.model.chat_form import ChatForm
 from services.gateway.serving.chat_output import ChatOutput
-from services.gateway.serving.output import Output, Piece
+from services.gateway.serving.output import Output, OutputPiece
 from services.gateway.serving.prepared import PreparedRequest
 from services.gateway.tools.format import Thinking, ToolFormat
 from tests.support.cuttings import cuttings
@@ -39,16 +39,16 @@ def text_of(form: ToolFormat, rng: Random) -> str:
     return "".join(rng.choices(words, k=rng.randrange(1, 14)))
 
 
-def pieces_of(form: ChatForm, cut: list[str], finish: FinishReason) -> list[Piece]:
+def pieces_of(form: ChatForm, cut: list[str], finish: FinishReason) -> list[OutputPiece]:
     """What the text cut like this says."""
     ids = itertools.count()
     output = ChatOutput(form, lambda _: f"id{next(ids)}")
     lasts = [None] * (len(cut) - 1) + [finish]
-    given = [Piece(text, (1,), last) for text, last in zip(cut, lasts, strict=True)]
+    given = [OutputPiece(text, (1,), last) for text, last in zip(cut, lasts, strict=True)]
     return [piece for one in given for piece in output.push(one)]
 
 
-def story(pieces: Iterable[Piece]) -> list[list[str]]:
+def story(pieces: Iterable[OutputPiece]) -> list[list[str]]:
     """Everything that is said, in its order; neighbours of one kind are joined."""
     told: list[list[str]] = []
 
@@ -70,7 +70,7 @@ def story(pieces: Iterable[Piece]) -> list[list[str]]:
     return told
 
 
-def chat(pieces: Iterable[Piece]) -> Any:
+def chat(pieces: Iterable[OutputPiece]) -> Any:
     """The message of a chat."""
     output = Output()
     for piece in pieces:
@@ -79,9 +79,9 @@ def chat(pieces: Iterable[Piece]) -> Any:
     return said.content, said.reasoning, said.calls, said.finish_reason, output.text
 
 
-def message(pieces: Iterable[Piece]) -> Any:
+def message(pieces: Iterable[OutputPiece]) -> Any:
     """The message of Anthropic's API, which its events make, too."""
-    answer = Answer(PreparedRequest("msg_1", 0, "m", (), 1))
+    answer = MessageAnswer(PreparedRequest("msg_1", 0, "m", (), 1))
     events = [event for piece in pieces for event in answer.push(piece)] + answer.end(1)
     whole = json.loads(msgspec.json.encode(answer.message(1)))
     texts = [""] * len(whole["content"])
@@ -97,7 +97,7 @@ def message(pieces: Iterable[Piece]) -> Any:
     return whole
 
 
-def response(pieces: Iterable[Piece]) -> Any:
+def response(pieces: Iterable[OutputPiece]) -> Any:
     """The items of a response, but for their ids."""
     items = Items(None)
     for piece in pieces:

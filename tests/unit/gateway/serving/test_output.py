@@ -17,7 +17,7 @@ from services.core.request import (
     Sampling,
     TokenLogprobs,
 )
-from services.gateway.serving.output import Output, OutputText, Piece, TokenNote
+from services.gateway.serving.output import Output, OutputPiece, OutputText, TokenNote
 from services.gateway.serving.prepared import PreparedChoice
 from services.gateway.text.detokenizer import Detokenizer
 from services.gateway.vocabulary.message import Finish, Fresh
@@ -117,7 +117,7 @@ def told(count: int) -> list[TokenLogprobs]:
 
 def test_log_probabilities_end_with_the_tokens_that_count() -> None:
     output = OutputText(choice(["b"], logprobs=LogprobOptions(0)), Detokenizer(decode))
-    piece: Piece = output.push(Fresh([0, 1, 2, 3], None, told(4)))
+    piece: OutputPiece = output.push(Fresh([0, 1, 2, 3], None, told(4)))
     assert piece.token_ids == (0, 1)
     assert piece.logprobs == (TokenNote(0, 0, told(2)[0]), TokenNote(1, 1, told(2)[1]))
 
@@ -142,7 +142,7 @@ def test_offsets_are_those_of_complete_characters(groups: list[list[int]]) -> No
 
 def test_nothing_is_noted_of_tokens_where_it_is_not_wanted() -> None:
     output = OutputText(choice(), Detokenizer(decode))
-    assert output.push(Fresh([0, 1], None, told(2), told(1))) == Piece("ab", (0, 1))
+    assert output.push(Fresh([0, 1], None, told(2), told(1))) == OutputPiece("ab", (0, 1))
 
 
 @pytest.mark.parametrize("echo", ["", "say: bcd"])
@@ -189,8 +189,8 @@ def test_what_stopped_the_output_is_shown_where_that_is_wanted(
 def test_pieces_add_up_to_an_output() -> None:
     output = Output()
     notes = tuple(TokenNote(number, number, None) for number in range(3))
-    output.add(Piece("a", (0,), logprobs=notes[:1], prompt_logprobs=notes))
-    output.add(Piece("bc", (1, 2), FinishReason.STOP, 9, logprobs=notes[1:]))
+    output.add(OutputPiece("a", (0,), logprobs=notes[:1], prompt_logprobs=notes))
+    output.add(OutputPiece("bc", (1, 2), FinishReason.STOP, 9, logprobs=notes[1:]))
     assert (output.text, output.token_ids) == ("abc", [0, 1, 2])
     assert (output.finish_reason, output.stop_reason) == (FinishReason.STOP, 9)
     assert (tuple(output.logprobs), output.prompt_logprobs) == (notes, notes)

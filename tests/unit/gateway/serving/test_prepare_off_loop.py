@@ -20,7 +20,7 @@ from services.gateway.serving.prepare import Preparer
 from services.gateway.structure.checker import GrammarChecker
 from services.gateway.structure.turns import Turns
 from services.gateway.text.tokenizer import TextPool, Tokenizer
-from services.gateway.vocabulary.errors import InvalidRequest
+from services.gateway.vocabulary.errors import BadRequest
 from tests.support.byte_tokenizer import write_model_folder
 
 EMPTY = {"role": "user", "content": ""}
@@ -115,7 +115,7 @@ def test_messages_are_bounded_in_number() -> None:
         (parse_responses, "input", {}),
     ):
         parse({"model": "m", field: [SHORT] * MESSAGES_MAX} | more)
-        with pytest.raises(InvalidRequest, match=str(MESSAGES_MAX)) as caught:
+        with pytest.raises(BadRequest, match=str(MESSAGES_MAX)) as caught:
             parse({"model": "m", field: many} | more)
         assert caught.value.param == field
 
@@ -127,9 +127,9 @@ async def test_tokens_to_detokenize_are_bounded_in_number(
     assert len(await preparer.text_of("m", ids, record())) == TEXT_TOKENS_MAX
     assert threads and "loop" not in threads
     parse_detokenize({"tokens": ids}, "m")
-    with pytest.raises(InvalidRequest, match=str(TEXT_TOKENS_MAX)):
+    with pytest.raises(BadRequest, match=str(TEXT_TOKENS_MAX)):
         parse_detokenize({"tokens": [*ids, 65]}, "m")
-    with pytest.raises(InvalidRequest, match=str(TEXT_TOKENS_MAX)):
+    with pytest.raises(BadRequest, match=str(TEXT_TOKENS_MAX)):
         await preparer.text_of("m", [*ids, 65], record())
 
 

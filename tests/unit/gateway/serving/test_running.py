@@ -8,7 +8,7 @@ from services.gateway.bounds.interruption import Interruption
 from services.gateway.keys.principal import Principal
 from services.gateway.records.request_record import RequestRecord, gateway_of, new_record
 from services.gateway.serving.running import REMEMBER_S, RunningRequests
-from services.gateway.vocabulary.errors import Cancelled, DuplicateRequest
+from services.gateway.vocabulary.errors import CancelledByClient, DuplicateRequest
 
 
 class Clock:
@@ -31,7 +31,7 @@ class Ended(Interruption):
 
     @property
     def cancelled(self) -> bool:
-        return isinstance(self.error, Cancelled)
+        return isinstance(self.error, CancelledByClient)
 
 
 def served(running: RunningRequests, owner: str, chosen_id: str) -> None:

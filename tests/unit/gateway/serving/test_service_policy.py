@@ -7,7 +7,7 @@ import pytest
 from services.core.service import Service, ServiceClass
 from services.gateway.api.chat import parse_chat
 from services.gateway.serving.service_policy import service_of, warnings_of
-from services.gateway.vocabulary.errors import InvalidRequest
+from services.gateway.vocabulary.errors import BadRequest
 from tests.support.bad_inputs import CHAT
 
 OBJECTIVE = "x-gateway-inference-objective"
@@ -55,6 +55,6 @@ def test_a_tenant_alone_is_no_promise() -> None:
 def test_contradictions_name_both_places(
     fields: dict[str, Any], headers: dict[str, str], words: tuple[str, str]
 ) -> None:
-    with pytest.raises(InvalidRequest) as caught:
+    with pytest.raises(BadRequest) as caught:
         service_of(parse_chat(CHAT | fields), headers)
     assert all(word in caught.value.message for word in words)

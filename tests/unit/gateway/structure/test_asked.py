@@ -14,7 +14,7 @@ from services.gateway.structure.asked import (
     structured_outputs_structure,
 )
 from services.gateway.structure.schema import ENUM_VALUES_MAX, SCHEMA_DEPTH_MAX, schema_text
-from services.gateway.vocabulary.errors import InvalidRequest
+from services.gateway.vocabulary.errors import BadRequest
 
 NAME = {"type": "object", "properties": {"name": {"type": "string"}}}
 
@@ -91,7 +91,7 @@ def test_any_object(value: Any) -> None:
     ],
 )
 def test_other_formats_are_refused(value: Any) -> None:
-    with pytest.raises(InvalidRequest) as caught:
+    with pytest.raises(BadRequest) as caught:
         response_format_structure(value)
 
     assert caught.value.param == "response_format"
@@ -148,7 +148,7 @@ def test_schemas_of_vllm_may_be_text(value: Any) -> None:
     ],
 )
 def test_other_forms_are_refused(value: Any) -> None:
-    with pytest.raises(InvalidRequest) as caught:
+    with pytest.raises(BadRequest) as caught:
         structured_outputs_structure(value)
 
     assert str(caught.value.param).startswith("structured_outputs")
@@ -168,7 +168,7 @@ def test_other_forms_are_refused(value: Any) -> None:
     ],
 )
 def test_schemas_over_a_limit_are_refused(schema: dict[str, Any]) -> None:
-    with pytest.raises(InvalidRequest, match="'p'"):
+    with pytest.raises(BadRequest, match="'p'"):
         schema_text(schema, "p")
 
 

@@ -27,7 +27,7 @@ from services.gateway.structure.checker import (
     _verdict_of,
 )
 from services.gateway.structure.schema import schema_text
-from services.gateway.vocabulary.errors import InvalidRequest, QueueFull, Unavailable
+from services.gateway.vocabulary.errors import BadRequest, QueueFull, ServiceUnavailable
 
 OWNER = "alice"
 # It keeps llguidance busy for ever.
@@ -101,7 +101,7 @@ async def test_usable_grammars_stay_as_they_are(
 async def test_others_are_refused_with_their_reason(
     checker: GrammarChecker, structure: Structure, reason: str
 ) -> None:
-    with pytest.raises(InvalidRequest, match=reason) as caught:
+    with pytest.raises(BadRequest, match=reason) as caught:
         await checker.check(structure, OWNER)
 
     assert caught.value.param == structure.param
@@ -126,7 +126,7 @@ async def test_ebnf_becomes_lark(checker: GrammarChecker) -> None:
 
 async def test_a_bomb_is_refused_and_holds_nobody_up(checker: GrammarChecker) -> None:
     async def refused(structure: Structure) -> str:
-        with pytest.raises(InvalidRequest) as caught:
+        with pytest.raises(BadRequest) as caught:
             await checker.check(structure, OWNER)
         return caught.value.message
 
@@ -154,7 +154,7 @@ def test_how_a_check_ended_tells_what_was_wrong(ended_by: int, reason: str) -> N
 
 
 def test_what_is_no_fault_of_the_grammars_is_not_remembered() -> None:
-    with pytest.raises(Unavailable, match="ended with code -9; try again"):
+    with pytest.raises(ServiceUnavailable, match="ended with code -9; try again"):
         _verdict_of({"number": 0, "ended": -signal.SIGKILL})
 
 
@@ -162,7 +162,7 @@ async def test_bombs_leave_the_process_as_it_was(checker: GrammarChecker) -> Non
     await checker.run(delay_s=0)
     client = checker._client
     for bomb in (BOMB, BOMB | {"title": "another"}):
-        with pytest.raises(InvalidRequest):
+        with pytest.raises(BadRequest):
             await checker.check(of_schema(bomb), OWNER)
     await checker.check(of_schema({"type": "integer"}), OWNER)
 
@@ -213,7 +213,7 @@ async def test_a_process_that_does_not_cancel_a_check_is_ended(
     os.kill(client._process.pid, signal.SIGSTOP)
     asked = client.ask(Grammar(GrammarKind.REGEX, "b"))
     client.cancel(asked)
-    with pytest.raises(Unavailable, match="ended with code -9"):
+    with pytest.raises(ServiceUnavailable, match="ended with code -9"):
         await asked.answer
     assert not client.usable
 
@@ -289,7 +289,7 @@ async def test_another_process_takes_the_place_of_one_that_ended(checker: Gramma
     asked = asyncio.create_task(checker.check(of_schema(BOMB), OWNER))
     client = await being_asked(checker)
     os.kill(client._process.pid, signal.SIGKILL)
-    with pytest.raises(Unavailable, match="ended with code -9; try again"):
+    with pytest.raises(ServiceUnavailable, match="ended with code -9; try again"):
         await asked
 
     checked = await checker.check(of_schema({"type": "integer"}), OWNER)
@@ -300,7 +300,7 @@ async def test_the_answer_about_a_bomb_is_remembered(checker: GrammarChecker) ->
     times = []
     for _ in range(2):
         began_s = monotonic_s()
-        with pytest.raises(InvalidRequest):
+        with pytest.raises(BadRequest):
             await checker.check(of_schema(BOMB), OWNER)
         times.append(monotonic_s() - began_s)
 
@@ -358,7 +358,7 @@ async def test_a_process_that_dies_as_it_starts_fails_what_is_asked_of_it_and_no
     process, output = Child(("true",), new_session=True), asyncio.StreamReader()
     output.feed_eof()
     client = CheckClient(process, Broken(), output, b"greeting")
-    with pytest.raises(Unavailable, match="ended"):
+    with pytest.raises(ServiceUnavailable, match="ended"):
         await client.ask(Grammar(GrammarKind.REGEX, "a")).answer
     assert not client.usable
     process.input.close()

@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from services.gateway.text.tokenizer import INLINE_SIZE, TextPool, Tokenizer
-from services.gateway.vocabulary.errors import ContextExceeded, InvalidRequest
+from services.gateway.vocabulary.errors import BadRequest, ContextExceeded
 from tests.support.byte_tokenizer import VOCAB_SIZE, byte_tokenizer
 
 TOKENIZER = Tokenizer(byte_tokenizer())
@@ -20,7 +20,7 @@ def test_special_tokens_in_a_text_are_one_token_each() -> None:
 
 
 def test_a_text_that_is_none() -> None:
-    with pytest.raises(InvalidRequest) as caught:
+    with pytest.raises(BadRequest) as caught:
         TOKENIZER.encode("lone \ud800", True, 100, param="bad_words")
     assert caught.value.param == "bad_words"
 
@@ -78,7 +78,7 @@ async def test_a_caller_that_gives_up_in_line_leaves_no_trace() -> None:
 
 async def test_a_failure_reaches_the_caller() -> None:
     pool = TextPool(1)
-    with pytest.raises(InvalidRequest):
+    with pytest.raises(BadRequest):
         await pool.run(lambda: TOKENIZER.encode("\ud800" * 2000, True, 9999), 2000)
     assert await pool.run(lambda: 7, 2000) == 7
     pool.close()

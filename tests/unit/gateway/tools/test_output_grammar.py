@@ -26,7 +26,7 @@ from services.gateway.tools.format import (
 )
 from services.gateway.tools.output_grammar import answer_rules, output_grammar, text_before
 from services.gateway.tools.tool import Tool
-from services.gateway.vocabulary.errors import InvalidRequest
+from services.gateway.vocabulary.errors import BadRequest
 from tests.support.cuttings import parsed
 
 EOS = 1000
@@ -210,7 +210,7 @@ def test_any_grammar_may_be_the_answer(grammar: Grammar, good: str, bad: str) ->
     ],
 )
 def test_schemas_that_cannot_be_followed_are_refused(tool: Tool) -> None:
-    with pytest.raises(InvalidRequest) as caught:
+    with pytest.raises(BadRequest) as caught:
         call_rules(ToolFormat.HERMES, [tool], parallel=True, mark=quoted, named=False)
 
     assert caught.value.param == "tools"
@@ -221,7 +221,7 @@ def test_tools_that_are_too_long_together_are_refused() -> None:
     tools = [Tool(f"t{n}", parameters=schema) for n in range(3)]
     rules = call_rules(ToolFormat.HERMES, tools, parallel=True, mark=quoted, named=False)
 
-    with pytest.raises(InvalidRequest, match="shorten"):
+    with pytest.raises(BadRequest, match="shorten"):
         output_grammar("tools", [rules], Thinking.OVER, quoted)
 
 

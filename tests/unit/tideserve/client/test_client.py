@@ -186,12 +186,12 @@ async def test_a_call_that_nobody_can_serve_is_made_again(gateway: FakeGateway) 
 
 async def test_errors_say_what_is_wrong(gateway: FakeGateway) -> None:
     cases: list[tuple[GatewayError, type[tide.TideserveError]]] = [
-        (errors.InvalidRequest("no", param="n"), tide.InvalidRequest),
+        (errors.BadRequest("no", param="n"), tide.InvalidRequest),
         (errors.ContextExceeded("no", param="messages"), tide.ContextLengthExceeded),
-        (errors.Unsupported("no", param="audio"), tide.Unsupported),
+        (errors.NotSupported("no", param="audio"), tide.Unsupported),
         (errors.Unauthorized("no"), tide.Unauthenticated),
         (errors.Forbidden("no"), tide.PermissionDenied),
-        (errors.ModelNotFound("no", param="model"), tide.ModelNotFound),
+        (errors.NoSuchModel("no", param="model"), tide.ModelNotFound),
         (errors.DuplicateRequest("no"), tide.AlreadyExists),
         (errors.BodyTooLarge("no"), tide.ResourceExhausted),
         (errors.Expired("no", retry_after_s=2.0), tide.DeadlineExceeded),

@@ -3,7 +3,7 @@
 from services.core.report import Load, LoadReport
 from tideserve.sim.delays import Delays
 from tideserve.sim.engine import Simulation
-from tideserve.sim.reporter import Reporter
+from tideserve.sim.reporter import LoadSender
 
 
 def load(running: int) -> Load:
@@ -17,7 +17,7 @@ def test_a_change_is_told_at_once_and_those_soon_after_it_together() -> None:
         told.append((simulation.now_s, report.load.running, report.received_request_ids))
 
     delays = Delays(report_pause_s=0.5, heartbeat_s=4.0)
-    reporter = Reporter("w", simulation, delays, note, load(0))
+    reporter = LoadSender("w", simulation, delays, note, load(0))
     for time_s, running in ((1.0, 1), (1.25, 2), (1.375, 3), (2.0, 4)):
         simulation.at(time_s, reporter.publish, load(running), [f"r{running}"])
     simulation.run(until_s=10.0)

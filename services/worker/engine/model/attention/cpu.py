@@ -1,10 +1,10 @@
-"""Paged attention: gather, upcast, scaled-dot-product attention, all stock torch operations.
+"""Paged attention from stock operations of torch: gather, upcast, scaled-dot-product attention.
 
-Works on every device that torch has; written for CPUs, where it measured best: gathering few
-sequences at a time keeps their upcast K/V in the cache. Query heads that share a KV head are
-folded into the query rows (decode) or into the head dimension with stride 0 (prefill), so grouped
-K and V are never repeated. Where the compiled kernels fit, and blocks are of a multiple of
-four slots, one of them decodes.
+It works on every device of torch, and is written for CPUs: it gathers few sequences at a time,
+which keeps their upcast K/V in the cache and measured best. Query heads that share a KV head are
+folded into the query rows (decode) or into the head dimension with stride 0 (prefill), so grouped K
+and V are never repeated. A compiled kernel decodes if it fits, and if the block size is a multiple
+of four.
 """
 
 from collections.abc import Callable
@@ -19,18 +19,18 @@ from services.worker.engine.model.attention.paged import (
 )
 
 QUERY_TILE_ROWS = 128
-"""Rows of a prefill chunk attended to at once when a mask is needed."""
+"""Rows of a prefill chunk that attend at once if a mask is needed."""
 
 
 def mask_bytes(max_context: int, itemsize: int) -> int:
-    """Most memory of the masks of one window: the one in use, and a larger one that replaces it."""
+    """The most memory of the masks of one window: one in use, and a larger one to replace it."""
     return 2 * QUERY_TILE_ROWS * (max(max_context, GROUP_TOKENS) + QUERY_TILE_ROWS) * itemsize
 
 
 class SdpaPagedAttention:
     """Owns the gather buffers; `max_context` bounds the context of one sequence, in tokens.
 
-    `compiled`: the kernels of `cpu_kernels` fit.
+    `compiled`: use the kernels of `cpu_kernels`.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class SdpaPagedAttention:
     ) -> None:
         self._half_shape = (block_size, num_kv_heads, head_dim)
         half_elements = block_size * num_kv_heads * head_dim
-        # One more block: a sliding window may begin within a block.
+        # One block more, because a sliding window may begin within a block.
         halves = 2 * (-(-max(max_context, GROUP_TOKENS) // block_size) + 1)
         self._stored = torch.empty(halves, half_elements, dtype=storage_dtype, device=device)
         self._upcast = (
@@ -158,10 +158,10 @@ class SdpaPagedAttention:
         return self._upcast[:count].copy_(stored)
 
     def _mask(self, prefix: int, rows: int, sliding_window: int | None) -> torch.Tensor:
-        """[rows, prefix + rows]: row i sees keys 0 .. prefix + i, or the window's last of them.
+        """[rows, prefix + rows]: row i sees keys 0 .. prefix + i, or the last of them in a window.
 
-        What is visible depends on prefix + row - column alone, so it is a view of one matrix per
-        window: skipping `left` columns shortens the prefix.
+        Whether a key is visible depends only on prefix + row - column. So every mask is a view of
+        one matrix per window, without its first `left` columns.
         """
         mask = self._masks.get(sliding_window)
         if mask is None or prefix > mask.shape[1] - QUERY_TILE_ROWS:
@@ -173,7 +173,7 @@ class SdpaPagedAttention:
         return mask[:rows, left : left + prefix + rows]
 
     def _build_mask(self, prefix: int, sliding_window: int | None) -> torch.Tensor:
-        """[tile, prefix + tile], 0 where a key is seen and -inf elsewhere."""
+        """[tile, prefix + tile]: 0 for a visible key, -inf for others."""
         shape = (QUERY_TILE_ROWS, prefix + QUERY_TILE_ROWS)
         mask = self._upcast.new_full(shape, -torch.inf).triu_(prefix + 1)
         if sliding_window is not None:

@@ -17,15 +17,15 @@ from services.core.request import blocks_for
 from services.worker.errors import InvalidBatch
 
 GROUP_TOKENS = 2048
-"""Padded context tokens that one decode group gathers: its float32 K/V stays within the cache of
-a core's neighbourhood (3 MiB for SmolLM2), measured best between 1,024 and 4,096."""
+"""Padded context tokens of one decode group. Its float32 K/V (3 MiB for SmolLM2) fits into
+the caches of a core; measured best between 1,024 and 4,096."""
 GROUP_PADDING_TOKENS = 256
-"""A sequence joins a decode group only if it is padded by at most this much."""
+"""The most padding with which a sequence joins a decode group."""
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeGroup:
-    """Sequences of similar length that decode one token each, attended to together.
+    """Sequences of similar length that decode one token each, in one attention call.
 
     `rows` [sequences]: their rows in the batch. `halves` [2 × sequences × blocks]: half blocks, all
     K before all V. `mask` [sequences, 1, 1, blocks × slot]: 0 where a key counts, -inf elsewhere.
@@ -37,7 +37,7 @@ class DecodeGroup:
 
 
 class Decode(NamedTuple):
-    """One token of a sequence: its row, its position within `table`, the blocks that it sees."""
+    """A sequence that decodes one token: row in the batch, position in `table`, visible blocks."""
 
     row: int
     position: int
@@ -48,8 +48,8 @@ class Decode(NamedTuple):
 class PrefillSpan:
     """Consecutive rows `first_row .. first_row + rows - 1` of one sequence.
 
-    The first sits at position `start`; `halves` [2 × blocks] covers positions `base` (a multiple of
-    the block size) up to the last row's.
+    The first row has position `start`. `halves` [2 × blocks] covers the positions from `base` (a
+    multiple of the block size) to that of the last row.
     """
 
     first_row: int
@@ -69,9 +69,9 @@ class AttentionPlan:
 
 @dataclass(frozen=True, slots=True)
 class AttentionMetadata:
-    """Built once per iteration.
+    """The metadata of one iteration, for all layers.
 
-    `slots` [2 × tokens]: where K, then V, of each token goes. `begun_blocks`: blocks whose first
+    `slots` [2 × tokens]: the slots for K, then V, of each token. `begun_blocks`: blocks whose first
     slot is written now and whose last is not; they are cleared, so that padding is finite.
     """
 

@@ -1,20 +1,20 @@
-"""Kernels for one thread of a processor, compiled when a model is loaded.
+"""Kernels for one thread of a CPU, compiled when a model is loaded.
 
-Importing one takes half a second, so that is done where it is needed only.
+To import one takes half a second, so modules import them only where they use them.
 """
 
 import torch
 
 ROWS_MAX = 64
-"""No kernel takes more rows of a batch."""
+"""The most rows of a batch that any kernel accepts."""
 STORED_DTYPES = (torch.float32, torch.bfloat16)
-"""What weights and KV caches may be stored in; all computing is in float32."""
+"""The dtypes of weights and KV caches; the kernels compute in float32."""
 
 
 def fit(device: torch.device, storage_dtype: torch.dtype, compute_dtype: torch.dtype) -> bool:
-    """Whether the kernels serve such a model. The library divides work among threads, they do not.
+    """Whether the kernels can compute such a model.
 
-    The number of threads is torch's own.
+    The kernels do not divide work among threads, so they fit only if torch has one thread.
     """
     return (
         device.type == "cpu"

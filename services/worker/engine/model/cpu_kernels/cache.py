@@ -1,4 +1,4 @@
-"""Where the machine code of the kernels is kept between processes."""
+"""The folder for the machine code of the kernels."""
 
 import hashlib
 import logging
@@ -10,23 +10,23 @@ from collections.abc import Mapping
 from pathlib import Path
 
 CACHE_VARIABLE = "TIDESERVE_KERNEL_CACHE"
-# Whatever the umask: what numba makes inside has its mode.
+# Independent of the umask. Files that numba makes inside get its mode.
 _PRIVATE = 0o700
 log = logging.getLogger(__name__)
 
 
 def cache_folder(sources: Path, environment: Mapping[str, str] = os.environ) -> Path:
-    """Where the machine code of the kernels in the folder `sources` is kept.
+    """The folder for the machine code of the kernels in the folder `sources`.
 
-    Beside the sources, or in the folder that `TIDESERVE_KERNEL_CACHE` names, which begins with what
-    is beside the sources: an image has them compiled already, but cannot be written to. The code in
-    it is for the processors that compiled it; another one takes none of it and adds its own.
+    It lies beside the sources, or in the folder that `TIDESERVE_KERNEL_CACHE` names. The latter
+    starts as a copy of the former, because an image contains compiled kernels but is read-only. The
+    code is for the CPUs that compiled it; another CPU ignores it and adds its own.
 
-    What is in the folder is executed. One that others may have written to is left alone, with a
-    warning, and what is beside the sources is all there is.
+    The code is executed. So a folder that other users may have written to is not used: the function
+    warns, and returns the folder beside the sources.
 
-    A kernel contains what it calls from other files, which numba does not look at: so every state
-    of the sources has a folder of its own.
+    A kernel contains the functions that it calls from other files, and numba does not notice when
+    these change. So every state of the sources has a folder of its own.
     """
     digest = hashlib.sha256()
     for path in sorted(sources.glob("*.py")):

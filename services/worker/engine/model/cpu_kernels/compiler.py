@@ -1,4 +1,4 @@
-"""What the kernels share: how they are compiled, and what numba has no word for."""
+"""Shared by the kernels: their compilation, and operations that numba lacks."""
 
 import logging
 import pickle
@@ -22,7 +22,7 @@ _log = logging.getLogger(__name__)
 
 
 def stored_array(stored: torch.Tensor) -> np.ndarray:
-    """The memory of a tensor of one of `STORED_DTYPES` as kernels take it: float32 or uint16."""
+    """The memory of a tensor of one of `STORED_DTYPES` as an array of float32 or uint16."""
     array: np.ndarray = (
         stored if stored.dtype == torch.float32 else stored.view(torch.uint16)
     ).numpy()
@@ -30,31 +30,31 @@ def stored_array(stored: torch.Tensor) -> np.ndarray:
 
 
 def wide_vectors(features: str) -> str:
-    """The `features` of a processor, with vectors of 512 bits where it has them.
+    """The `features` of a CPU, with vectors of 512 bits enabled if it has them.
 
-    LLVM uses half of such a vector unless told otherwise, lest other code run slower beside it.
+    By default LLVM uses half of such a vector, to keep the clock rate of other code high.
     """
     has_wide = "+avx512f" in features.split(",")
     return f"{features},-prefer-256-bit" if has_wide else features
 
 
 def vector_floats(features: str) -> int:
-    """How many float32 are in the widest vector of a processor with `features`; at least eight."""
+    """How many float32 the widest vector of a CPU with `features` holds; at least eight."""
     return 16 if "+avx512f" in features.split(",") else 8
 
 
 numba.config.CACHE_DIR = str(cache_folder(Path(__file__).parent))
-if numba.config.CPU_FEATURES is None:  # A person has not said otherwise.
+if numba.config.CPU_FEATURES is None:  # Unless the environment sets it.
     numba.config.CPU_FEATURES = wide_vectors(get_host_cpu_features())
 VECTOR_FLOATS = vector_floats(numba.config.CPU_FEATURES)
-"""So many float32 a kernel computes with at once."""
+"""How many float32 a kernel computes with at once."""
 
 
 def compiled(*signatures: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Compile for `signatures` at once, or take what an earlier process has compiled.
+    """Compile for `signatures` now, or load the machine code of an earlier process.
 
-    Sums may be taken in another order, so that they are taken in vectors; the order is the same in
-    every call. The interpreter's lock is released meanwhile.
+    Sums may be reordered, so that they can use vectors; the order is the same in every call. A
+    kernel releases the interpreter lock.
     """
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -72,7 +72,7 @@ def compiled(*signatures: str) -> Callable[[Callable[..., Any]], Callable[..., A
 
 @intrinsic
 def float32_of(typing_context: Any, number: Any) -> tuple[Any, Callable[..., Any]]:
-    """A float32 as it is; the bits of a bfloat16, an unsigned integer, as the float32 they mean."""
+    """A float32 unchanged; a bfloat16, given as uint16, as float32."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Sequence[Any]) -> Any:
         if signature.args[0] == types.float32:
@@ -89,7 +89,7 @@ def float32_of(typing_context: Any, number: Any) -> tuple[Any, Callable[..., Any
 def prefetch(
     typing_context: Any, array: Any, index: Any, offset_bytes: Any
 ) -> tuple[Any, Callable[..., Any]]:
-    """Bring the cache line `offset_bytes` behind the begin of `array[index]` near."""
+    """Prefetch the cache line at `offset_bytes` from the start of `array[index]`."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Sequence[Any]) -> Any:
         made = context.make_array(signature.args[0])(context, builder, arguments[0])
@@ -102,7 +102,7 @@ def prefetch(
 
 
 def fetch(builder: Any, address: Any) -> None:
-    """Write the instruction that brings a cache line into the second cache; any address is safe."""
+    """Emit a prefetch of a cache line into the second-level cache; any address is safe."""
     word, pointer = ir.IntType(32), ir.IntType(8).as_pointer()
     function = builder.module.declare_intrinsic(
         "llvm.prefetch", [pointer], ir.FunctionType(ir.VoidType(), [pointer, word, word, word])

@@ -1,8 +1,8 @@
-"""Attention of one new token per sequence over the paged KV cache, where it lies.
+"""Attention of one new token per sequence, directly over the paged KV cache.
 
-Without this, K and V of the sequences are gathered into a buffer and padded to one length. Measured
-on AVX2 with SmolLM2-135M, one thread: 14 sequences with 48 tokens each took a quarter of the time,
-with 300 tokens half, 8 sequences with 1,000 tokens three quarters.
+The alternative gathers K and V of the sequences into a buffer, padded to one length. Measured
+against it on AVX2 with SmolLM2-135M, one thread: 14 sequences with 48 tokens each took a quarter of
+the time, with 300 tokens half, 8 sequences with 1,000 tokens three quarters.
 """
 
 import numpy as np
@@ -19,7 +19,7 @@ from services.worker.engine.model.cpu_kernels.compiler import (
 from services.worker.engine.model.cpu_kernels.exponential import exponential
 
 SLOTS = 4
-"""So many positions at once, a divisor of the block size: a processor works on all their sums."""
+"""Positions per step, a divisor of the block size: the CPU overlaps their sums."""
 _STORED = ("float32", "uint16")
 _PART = "void(float32[:, ::1], {stored}[:, :, :, ::1], int64[::1], int64, float32[:, ::1])"
 _WHOLE = (
@@ -32,8 +32,8 @@ _WHOLE = (
 def _score(wanted, store, halves, after, scores):  # type: ignore[no-untyped-def]
     """`scores` [head, position] = `wanted` [head, head_dim] · the keys in `halves` [block].
 
-    All heads of a position at once: memory is read in the order in which it lies. Meanwhile the
-    next block is fetched, at last `after`.
+    It computes all heads of a position at once, so that memory is read sequentially. It prefetches
+    the next block, and `after` during the last one.
     """
     heads, size = wanted.shape
     _, slots, kv_heads, _ = store.shape
@@ -154,7 +154,7 @@ def attend(
     """
     _, _, slots, kv_heads, head_dim = blocks.shape
     _, heads, wanted_dim = query.shape
-    # A kernel does not look where it reads.
+    # A kernel does not check bounds.
     if wanted_dim != head_dim or heads % kv_heads or slots % SLOTS:
         raise ValueError(f"a query {tuple(query.shape)} cannot attend to {tuple(blocks.shape)}")
     _attend(

@@ -1,6 +1,6 @@
-"""What a decoder layer does before and after attention, for few rows, in two calls.
+"""The parts of a decoder layer before and after attention, for few rows, as two calls.
 
-For few rows a layer is some forty operations of a few microseconds each, and what calls them costs
+For few rows, a layer has some forty operations of a few microseconds each, and to call them costs
 as much again. Rows are arranged for products once for query, key and value, and once for gate and
 up.
 """
@@ -29,7 +29,7 @@ _ROWS, _INPUTS = "float32[:, ::1]", "float32[:, :, ::1]"
     *(f"void({_ROWS}, {_INPUTS}, {stored}[:, ::1], {stored}[::1], {_ROWS})" for stored in _STORED)
 )
 def _project(rows, inputs, weight, bias, output):  # type: ignore[no-untyped-def]
-    """A product, plus `bias` [out]; [0] where there is none."""
+    """A product, plus `bias` [out]; an empty `bias` [0] means none."""
     multiply(rows, inputs, weight, output)
     if len(bias):
         for m in range(len(output)):
@@ -39,7 +39,7 @@ def _project(rows, inputs, weight, bias, output):  # type: ignore[no-untyped-def
 
 @compiled(*(f"void({_ROWS}, {stored}[::1], float32, {_ROWS}, {_ROWS})" for stored in _STORED))
 def _turn(rows, norm, epsilon, cosine, sine):  # type: ignore[no-untyped-def]
-    """Rotate `rows` [rows, head × head_dim] by their positions; normed before if there is a `norm`.
+    """Rotate `rows` [rows, head × head_dim] by their positions; apply `norm` before, if any.
 
     `cosine` and `sine` [rows, head_dim]; the halves of a head are the parts of complex numbers.
     """
@@ -115,7 +115,7 @@ def _after(  # type: ignore[no-untyped-def]
 class LayerWeights:
     """The parameters of a layer, float32 or bfloat16, contiguous, in host memory.
 
-    Weights are [out, in]; biases and norms of heads that the layer does not have are None.
+    Weights are [out, in]. Biases and head norms that the layer lacks are None.
     """
 
     input_norm: torch.Tensor
@@ -170,7 +170,7 @@ class DecoderLayerKernel:
         """
         rows = len(hidden)
         turn = (rows, self._head_dim)
-        # A kernel does not look where it reads.
+        # A kernel does not check bounds.
         if hidden.shape[1] != self._hidden_size or cosine.shape != turn or sine.shape != turn:
             raise ValueError(f"hidden states {tuple(hidden.shape)} do not fit this layer")
         outputs = [hidden.new_empty(rows, size) for size in self._sizes]

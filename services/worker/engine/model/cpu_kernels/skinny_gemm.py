@@ -1,12 +1,13 @@
 """The product of few rows and a weight, at nearly the speed of reading the weight.
 
-A matrix library copies a weight into the layout that it multiplies fast, which pays from many rows
-on. Measured with SmolLM2-135M, one thread, all products of its layers in turn with
-`functional.linear`, time against its: with vectors of 512 bits, 1 / 4 / 8 / 16 / 32 / 48 / 64 rows
-took 1.1 / 0.7 / 0.55 / 0.6 / 0.85 / 0.95 / 1.0 in float32, 0.5 / 0.4 / 0.4 / 0.45 / 0.7 / – / 1.0
-with weights in bfloat16, which the library needs upcast; with 256 bits (the same processor, its
-library still free to use 512), 1 / 4 / 8 / 16 / 24 / 32 rows 1.0 / 0.65 / 0.6 / 0.75 / 0.95 / 1.15
-and in bfloat16 1 / 4 / 8 / 16 / 32 rows 0.5 / 0.4 / 0.4 / 0.65 / 1.05.
+A matrix library first copies a weight into another layout, which pays off only for many rows.
+Measured with SmolLM2-135M, one thread, all products of its layers in turn with `functional.linear`,
+as shares of its time. With vectors of 512 bits, 1 / 4 / 8 / 16 / 32 / 48 / 64 rows took
+1.1 / 0.7 / 0.55 / 0.6 / 0.85 / 0.95 / 1.0 in float32, and 0.5 / 0.4 / 0.4 / 0.45 / 0.7 / – / 1.0
+with weights in bfloat16, which the library needs upcast. With vectors of 256 bits (on the same CPU,
+whose library may still use 512), 1 / 4 / 8 / 16 / 24 / 32 rows took
+1.0 / 0.65 / 0.6 / 0.75 / 0.95 / 1.15 in float32, and 1 / 4 / 8 / 16 / 32 rows
+0.5 / 0.4 / 0.4 / 0.65 / 1.05 in bfloat16.
 """
 
 import numpy as np
@@ -23,21 +24,21 @@ from services.worker.engine.model.cpu_kernels.compiler import (
 from services.worker.engine.model.cpu_kernels.tile_product import BLOCK, PART, TEAM, tile_product
 
 _TEAMS = 4
-"""So many at most are multiplied at once, each vector of weights being used as often."""
+"""The most teams that one step multiplies; each vector of weights is used once per team."""
 _SUMS = 16 if VECTOR_FLOATS == 16 else 9
-"""So many vectors of sums fit into the registers, beside inputs and weights."""
+"""How many vectors of sums fit into the registers, beside inputs and weights."""
 _HEIGHT = 4
-"""Rows of the weight that are multiplied at once, if the sums of all teams fit."""
+"""Rows of the weight that one step multiplies, if the sums of all teams fit."""
 _HEIGHT_FULL, _HEIGHT_FEW = min(_HEIGHT, _SUMS // _TEAMS), min(_HEIGHT, _SUMS // (_TEAMS - 1))
 FEW_ROWS = ROWS_MAX if VECTOR_FLOATS == 16 else 24
-"""With more, the library is faster."""
+"""With more rows, the library is faster."""
 _STORED = ("float32", "uint16")
 _PRODUCT = "void(float32[:, ::1], float32[:, :, ::1], {stored}[:, ::1], float32[:, ::1])"
 
 
 @compiled("void(float32[:, ::1], float32[:, :, ::1])")
 def arrange(rows, inputs):  # type: ignore[no-untyped-def]
-    """`inputs` [team, part, VECTOR_FLOATS] from `rows` [rows, in]; what is no row is 0."""
+    """`inputs` [team, part, VECTOR_FLOATS] from `rows` [rows, in], filled up with zeros."""
     for team in range(len(inputs)):
         for member in range(TEAM):
             m = team * TEAM + member
@@ -55,7 +56,7 @@ def arrange(rows, inputs):  # type: ignore[no-untyped-def]
     )
 )
 def _finish(sums, rows, weight, teams, height, first, n, output):  # type: ignore[no-untyped-def]
-    """Add up the parts of `sums`, and what is no whole block; see `tile_product`."""
+    """Add up the parts of `sums`, and the inputs after the last block; see `tile_product`."""
     size = rows.shape[1]
     for index in range(min(height, len(weight) - n)):
         for team in range(teams):
@@ -73,7 +74,7 @@ def _finish(sums, rows, weight, teams, height, first, n, output):  # type: ignor
 def multiply(rows, inputs, weight, output):  # type: ignore[no-untyped-def]
     """`output` [rows, out] = `rows` [rows, in] · `weight` [out, in] transposed.
 
-    `inputs` are the rows as `arrange` leaves them. Every element is the sum of one loop in one
+    `inputs` are the rows as arranged by `arrange`. Every element is the sum of one loop in one
     order, so it does not depend on the other rows.
     """
     teams = len(inputs)
@@ -110,7 +111,7 @@ def _multiply_rows(rows, inputs, weight, output):  # type: ignore[no-untyped-def
 
 
 def room_for_inputs(rows: torch.Tensor, in_features: int) -> np.ndarray:
-    """Memory for what `arrange` makes of as many rows as `rows` has, each of `in_features`."""
+    """Memory for the result of `arrange` for as many rows as `rows` has, with `in_features`."""
     # torch's memory is aligned for vectors.
     inputs = rows.new_empty(
         -(-len(rows) // TEAM), in_features // BLOCK * BLOCK // PART, VECTOR_FLOATS
@@ -128,12 +129,12 @@ class SkinnyProduct:
         self._weight = stored_array(weight)
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
-        """[rows, in] → [rows, out], both float32; the same bits of a row in any company.
+        """[rows, in] → [rows, out], both float32; a row's result does not depend on other rows.
 
         Raises ValueError for another `in`.
         """
         out_features, in_features = self._weight.shape
-        # The kernel does not look where it reads.
+        # The kernel does not check bounds.
         if rows.shape[1] != in_features:
             raise ValueError(f"rows {tuple(rows.shape)} do not fit a weight {self._weight.shape}")
         output = rows.new_empty(len(rows), out_features)

@@ -1,7 +1,8 @@
-"""The innermost loop of `skinny_gemm`, written in LLVM's language: its sums stay in registers.
+"""The innermost loop of `skinny_gemm`, as LLVM instructions: its sums stay in registers.
 
 A vector holds four consecutive inputs of each of several rows, a *team*. Four weights are read
-once, repeated across a vector, and multiplied with every team; a sum is in four parts to the end.
+once, repeated across a vector, and multiplied with every team. A sum has four parts, which the
+caller adds up.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,11 +16,11 @@ from numba.extending import intrinsic
 from services.worker.engine.model.cpu_kernels.compiler import VECTOR_FLOATS, fetch
 
 PART = 4
-"""Inputs of a row that are in one vector."""
+"""Inputs of a row in one vector."""
 TEAM = VECTOR_FLOATS // PART
 """Rows that share a vector."""
 BLOCK = 16
-"""Inputs between two looks ahead: a cache line of float32."""
+"""Inputs between two prefetches: a cache line of float32."""
 
 _WORD, _LONG, _FLOAT = ir.IntType(32), ir.IntType(64), ir.FloatType()
 _VECTOR = ir.VectorType(_FLOAT, VECTOR_FLOATS)
@@ -36,9 +37,9 @@ def tile_product(
     """`sums` [height × teams, VECTOR_FLOATS]: the product of some teams and `height` weight rows.
 
     `inputs` [team, blocks × BLOCK / PART, VECTOR_FLOATS], from team `first` on; `weight` [out, in]
-    in float32 or as the bits of bfloat16, from row `n` on, the last one being taken more than once.
-    `teams` and `height` are known when it is compiled. What the inputs leave over, less than a
-    block, is ignored. The next rows of the weight are fetched meanwhile; past the end is safe.
+    in float32 or as the bits of bfloat16, from row `n` on; beyond the end the last row is repeated.
+    `teams` and `height` are known at compile time. Inputs after the last whole block are ignored.
+    The loop prefetches the next rows of the weight, also beyond the end, which is safe.
     """
     signature = types.void(teams, height, inputs, types.int64, weight, types.int64, sums)
     return signature, _Loop(teams.literal_value, height.literal_value)

@@ -7,11 +7,11 @@ from services.worker.engine.pipeline.connections import RETRY_S, UNREACHABLE_S, 
 from services.worker.engine.pipeline.frames import KINDS
 from services.worker.engine.transfer.frame import FrameCodec
 from services.worker.engine.transfer.lane import Identity
-from services.worker.engine.transfer.local_lane import LocalNetwork
 from services.worker.engine.transfer.pieces import BULK_KINDS
 from services.worker.errors import MemberUnreachable
 from services.worker.ipc import Lane as LanePlan
 from services.worker.ipc import MemberPlan
+from tests.support.local_lane import LocalNetwork
 
 NAMES = ("w0", "w1")
 

@@ -18,8 +18,8 @@ from services.worker.engine.pipeline.links import Links
 from services.worker.engine.transfer.frame import FrameCodec
 from services.worker.engine.transfer.gate import ActivationGate
 from services.worker.engine.transfer.lane import Identity
-from services.worker.engine.transfer.local_lane import LocalNetwork
 from services.worker.ipc import GroupPlan, Lane, MemberPlan
+from tests.support.local_lane import LocalNetwork
 from tests.support.transfer import NONCE
 
 CONFIG = IterationConfig(

@@ -13,7 +13,7 @@ from services.worker.engine.transfer.errors import LaneFull
 from services.worker.engine.transfer.frame import FrameCodec
 from services.worker.engine.transfer.gate import ActivationGate
 from services.worker.engine.transfer.lane import Identity
-from services.worker.engine.transfer.local_lane import QUEUED_FRAMES_MAX, LocalNetwork
+from tests.support.local_lane import QUEUED_FRAMES_MAX, LocalNetwork
 from tests.support.transfer import NONCE
 
 

@@ -5,8 +5,8 @@ from services.common.protocol import PROTOCOL_VERSION
 from services.worker.engine.transfer.errors import FrameError, LaneFull, VersionMismatch
 from services.worker.engine.transfer.handshake import (
     EXPECTED_MAX,
+    ExpectedPeers,
     Facts,
-    GuestList,
     Hello,
     Welcome,
     is_proven,
@@ -21,11 +21,11 @@ HELLO = Hello(FACTS, proof_of(Hello, FACTS, NONCE))
 
 
 def test_a_nonce_lets_its_peer_in_once() -> None:
-    guests = GuestList()
-    guests.expect(A, NONCE, 0.0, 10.0)
-    assert guests.redeem(HELLO, 1.0) == NONCE
+    expected = ExpectedPeers()
+    expected.expect(A, NONCE, 0.0, 10.0)
+    assert expected.redeem(HELLO, 1.0) == NONCE
     with pytest.raises(FrameError, match="not expected"):
-        guests.redeem(HELLO, 1.0)
+        expected.redeem(HELLO, 1.0)
 
 
 @pytest.mark.parametrize(
@@ -38,23 +38,23 @@ def test_a_nonce_lets_its_peer_in_once() -> None:
     ],
 )
 def test_a_proof_is_of_all_facts_and_a_wrong_one_uses_nothing_up(facts: Facts) -> None:
-    guests = GuestList()
-    guests.expect(A, NONCE, 0.0, 10.0)
+    expected = ExpectedPeers()
+    expected.expect(A, NONCE, 0.0, 10.0)
     with pytest.raises(FrameError):
-        guests.redeem(Hello(facts, HELLO.proof), 1.0)
-    assert guests.redeem(HELLO, 1.0) == NONCE
+        expected.redeem(Hello(facts, HELLO.proof), 1.0)
+    assert expected.redeem(HELLO, 1.0) == NONCE
 
 
 def test_another_version_is_told_apart_from_a_stranger_and_uses_nothing_up() -> None:
     """One of before there was a version says one thing less, one of later perhaps one more."""
     earlier = msgspec.convert(["a", "1", b"endpoint", 7], Facts)
     later = msgspec.convert(["a", "1", b"endpoint", 7, PROTOCOL_VERSION + 1, "news"], Facts)
-    guests = GuestList()
-    guests.expect(A, NONCE, 0.0, 10.0)
+    expected = ExpectedPeers()
+    expected.expect(A, NONCE, 0.0, 10.0)
     for facts, version in ((earlier, 0), (later, PROTOCOL_VERSION + 1)):
         with pytest.raises(VersionMismatch, match=f"^a speaks version {version} of"):
-            guests.redeem(Hello(facts, b""), 1.0)
-    assert guests.redeem(HELLO, 1.0) == NONCE
+            expected.redeem(Hello(facts, b""), 1.0)
+    assert expected.redeem(HELLO, 1.0) == NONCE
 
 
 def test_an_echo_is_no_answer() -> None:
@@ -63,22 +63,22 @@ def test_an_echo_is_no_answer() -> None:
 
 
 def test_a_nonce_expires() -> None:
-    guests = GuestList()
-    guests.expect(A, NONCE, 0.0, 10.0)
+    expected = ExpectedPeers()
+    expected.expect(A, NONCE, 0.0, 10.0)
     with pytest.raises(FrameError):
-        guests.redeem(HELLO, 10.0)
+        expected.redeem(HELLO, 10.0)
 
 
 def test_a_short_nonce_is_refused() -> None:
     with pytest.raises(ValueError, match="16 bytes"):
-        GuestList().expect(A, b"short", 0.0, 1.0)
+        ExpectedPeers().expect(A, b"short", 0.0, 1.0)
 
 
 def test_expectations_are_bounded_and_old_ones_make_room() -> None:
-    guests = GuestList()
+    expected = ExpectedPeers()
     for number in range(EXPECTED_MAX):
-        guests.expect(Identity(f"w{number}", "1"), NONCE, 0.0, 10.0)
+        expected.expect(Identity(f"w{number}", "1"), NONCE, 0.0, 10.0)
     with pytest.raises(LaneFull):
-        guests.expect(A, NONCE, 1.0, 11.0)
-    guests.expect(A, NONCE, 10.0, 20.0)
-    assert guests.redeem(HELLO, 11.0) == NONCE
+        expected.expect(A, NONCE, 1.0, 11.0)
+    expected.expect(A, NONCE, 10.0, 20.0)
+    assert expected.redeem(HELLO, 11.0) == NONCE

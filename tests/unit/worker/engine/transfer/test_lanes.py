@@ -1,6 +1,8 @@
 """Where lanes listen, and what they tell peers to dial."""
 
+import select
 import socket
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -8,8 +10,10 @@ import pytest
 
 from services.common.address import listen
 from services.common.errors import ConfigError
-from services.worker.engine.pipeline.frames import KINDS
-from services.worker.engine.transfer.lane import Identity
+from services.worker.engine.pipeline.frames import KINDS, FetchRefused
+from services.worker.engine.transfer.errors import PeerUnknown
+from services.worker.engine.transfer.frame import Frame
+from services.worker.engine.transfer.lane import Identity, PeerLost
 from services.worker.engine.transfer.lanes import Lanes, LanesConfig, open_lanes
 from services.worker.engine.transfer.ucx_config import UcxConfig
 
@@ -49,6 +53,24 @@ def test_a_name_is_listened_on_and_an_ipv6_address_gets_brackets() -> None:
     config = LanesConfig("localhost", "fd00::7", 0, 0, UcxConfig("tcp", ""))
     with opened(config) as lanes:
         assert lanes.activations.address.startswith("[fd00::7]:")
+
+
+def test_without_ucx_there_are_lanes_that_reach_no_peer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "libucx", None)
+    config = LanesConfig("127.0.0.1", "127.0.0.1", 0, 0, UcxConfig("tcp", "lo"))
+    lanes = open_lanes(Identity("w0", "a"), config, KINDS)
+    assert not lanes.reachable
+    for lane in (lanes.activations, lanes.bulk):
+        lane.expect(Identity("w1", "b"), bytes(16))
+        lane.connect("w1", "127.0.0.1:1", bytes(16))
+        assert select.select([lane], [], [], 0)[0] == [lane]
+        assert lane.receive() == []
+        assert lane.events() == [PeerLost(Identity("w1", ""), "this worker runs without UCX")]
+        assert lane.events() == [] and select.select([lane], [], [], 0)[0] == []
+        with pytest.raises(PeerUnknown, match="without UCX"):
+            lane.send("w1", Frame("g", 1, FetchRefused("layer 0", "t")))
+        lane.disconnect("w1")
+        lane.close()
 
 
 def test_a_port_in_use_is_one_sentence() -> None:

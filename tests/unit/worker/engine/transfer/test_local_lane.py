@@ -5,7 +5,7 @@ import pytest
 from services.worker.engine.transfer.errors import LaneClosed, LaneFull, PeerUnknown
 from services.worker.engine.transfer.frame import Frame
 from services.worker.engine.transfer.lane import Identity, PeerConnected, PeerLost
-from services.worker.engine.transfer.local_lane import QUEUED_FRAMES_MAX, LocalLane, LocalNetwork
+from tests.support.local_lane import QUEUED_FRAMES_MAX, LocalLane, LocalNetwork
 from tests.support.transfer import CODEC, NONCE, Note, bytes_of
 
 A, B = Identity("a", "1"), Identity("b", "1")

@@ -9,7 +9,6 @@ from services.worker.engine.transfer.errors import MoverFull
 from services.worker.engine.transfer.frame import Bytes, Frame
 from services.worker.engine.transfer.gate import ActivationGate
 from services.worker.engine.transfer.lane import Identity, PeerConnected, PeerLost
-from services.worker.engine.transfer.local_lane import LocalLane, LocalNetwork
 from services.worker.engine.transfer.mover import Mover, MoverConfig, MoverEvent
 from services.worker.engine.transfer.pieces import (
     KvPiece,
@@ -26,6 +25,7 @@ from services.worker.engine.transfer.transfer_event import (
     TransferSent,
 )
 from services.worker.errors import LayerNotResident
+from tests.support.local_lane import LocalLane, LocalNetwork
 from tests.support.transfer import CODEC, NONCE, Memory, empty_like, filled
 
 SIZE_BYTES = 10_000

@@ -181,7 +181,7 @@ def test_what_is_out_of_turn_ends_the_connection(opened: Open) -> None:
     assert connection is not None
     connection.link.send(connection_table.Hello(connection.facts, b""))
     step_until(lambda: theirs.news, ours, theirs)
-    assert theirs.news == [PeerLost(ours.identity, "the peer speaks out of turn")]
+    assert theirs.news == [PeerLost(ours.identity, "the peer sent a control message out of turn")]
 
 
 def test_connections_without_a_handshake_are_bounded(opened: Open) -> None:
@@ -321,12 +321,12 @@ def test_a_sender_hears_that_its_frames_were_taken(opened: Open) -> None:
     assert connection is not None
     queue(ours, note("x"))
     step_until(lambda: len(theirs.frames) == 1, ours, theirs)
-    assert not connection.owes_news
+    assert not connection.owes_acknowledgement
     queue(ours, note("x"))
     step_until(lambda: len(theirs.frames) == 2, ours, theirs)
-    assert connection.owes_news
+    assert connection.owes_acknowledgement
     theirs.heartbeats.acknowledge()
-    assert not connection.owes_news
+    assert not connection.owes_acknowledgement
     for _ in range(8 - 2):
         queue(ours, note("x"))
     step_until(lambda: can_queue(ours), ours, theirs)

@@ -7,7 +7,7 @@ from tideserve.common.v1 import record_pb2
 NAME = "scheduler"
 
 
-class Standing:
+class Leadership:
     """Follows the instances of all services while `services` runs."""
 
     def __init__(self, store: Store, incarnation: str) -> None:

@@ -1,7 +1,7 @@
-"""Lanes between engines in one process, for tests and for a cluster without UCX.
+"""Lanes between engines in one process, without UCX.
 
-Nothing moves by itself: whoever owns the `LocalNetwork` delivers, one frame at a time if it wants
-to, so that a seeded test decides every interleaving. Frames are encoded and decoded as on a wire.
+Nothing moves by itself: the owner of the `LocalNetwork` delivers, if it wants one frame at a time,
+so that a seeded test decides every interleaving. Frames are encoded and decoded as on a wire.
 """
 
 from collections import deque
@@ -17,7 +17,7 @@ from services.worker.engine.transfer.errors import (
     PeerUnknown,
 )
 from services.worker.engine.transfer.frame import Bytes, Frame, FrameCodec
-from services.worker.engine.transfer.handshake import Facts, GuestList, Hello, proof_of
+from services.worker.engine.transfer.handshake import ExpectedPeers, Facts, Hello, proof_of
 from services.worker.engine.transfer.lane import (
     Identity,
     Lane,
@@ -45,7 +45,7 @@ class LocalLane(Lane):
 
     def __init__(self, network: "LocalNetwork", identity: Identity, address: str) -> None:
         self.identity = identity
-        self.guests = GuestList()
+        self.expected = ExpectedPeers()
         self.arrived: deque[tuple[str, Frame]] = deque()
         self.news: deque[LaneEvent] = deque()
         self.bell = Doorbell()
@@ -58,7 +58,7 @@ class LocalLane(Lane):
         return self._address
 
     def expect(self, peer: Identity, nonce: bytes) -> None:
-        self.guests.expect(peer, nonce, 0.0, 1.0)
+        self.expected.expect(peer, nonce, 0.0, 1.0)
 
     def connect(self, peer: str, address: str, nonce: bytes) -> None:
         self._network.connect(self, peer, address, nonce)
@@ -98,7 +98,7 @@ class LocalLane(Lane):
 
 
 class LocalNetwork:
-    """What lies between local lanes; single-threaded."""
+    """The network between local lanes; single-threaded."""
 
     def __init__(self, codec: FrameCodec) -> None:
         self._codec = codec
@@ -107,7 +107,7 @@ class LocalNetwork:
         self._connecting: deque[tuple[LocalLane, str, str, bytes]] = deque()
 
     def lane(self, identity: Identity) -> LocalLane:
-        """A lane for a worker; a new one of the same worker replaces the old, which is cut."""
+        """A lane for a worker; cuts an older lane of the same worker."""
         self.cut(identity.worker_id)
         lane = LocalLane(self, identity, f"local:{identity.worker_id}")
         self._lanes[identity.worker_id] = lane
@@ -131,7 +131,7 @@ class LocalNetwork:
         target.bell.ring()
 
     def pump(self) -> int:
-        """Make pending connections and deliver all that is not held; returns the frames moved."""
+        """Make pending connections and deliver what is not held; returns the number of frames."""
         self.connect_pending()
         moved = 0
         while links := self.waiting():
@@ -141,7 +141,7 @@ class LocalNetwork:
         return moved
 
     def connect_pending(self) -> None:
-        """Make or refuse the connections that were asked for."""
+        """Make or refuse the connections that `connect` has queued."""
         while self._connecting:
             self._shake_hands(*self._connecting.popleft())
 
@@ -150,22 +150,22 @@ class LocalNetwork:
         self._queues.setdefault((sender, receiver), _Queue()).held = True
 
     def release(self, sender: str, receiver: str) -> None:
-        """Let frames of a link go again."""
+        """Let frames of a link be delivered again."""
         self._queues.setdefault((sender, receiver), _Queue()).held = False
 
     def damage(self, sender: str, receiver: str) -> None:
-        """Flip the last bit of the newest frame that waits on a link."""
+        """Flip the last bit of the newest frame on a link."""
         encoded, _ = self._queues[sender, receiver].frames[-1]
         encoded[-1] ^= 1
 
     def cut(self, worker_id: str) -> None:
-        """End every connection of a worker, as its death would; its peers are told."""
+        """End every connection of a worker, as its death would; both ends get PeerLost."""
         peers = [link[1] for link in self._queues if link[0] == worker_id]
         for peer in peers:
             self.part(worker_id, peer, tell=(worker_id, peer))
 
     def part(self, one: str, other: str, tell: tuple[str, ...]) -> None:
-        """End the connection of a pair; `tell` names who is told."""
+        """End the connection of a pair; the workers in `tell` get PeerLost."""
         was_open = False
         for sender, receiver in ((one, other), (other, one)):
             queue = self._queues.pop((sender, receiver), None)
@@ -207,8 +207,8 @@ class LocalNetwork:
         facts = Facts(us.worker_id, us.incarnation, b"", 0, PROTOCOL_VERSION)
         try:
             if host is None or host.closed or host.identity.worker_id != peer:
-                raise FrameError("nobody listens there")
-            host.guests.redeem(Hello(facts, proof_of(Hello, facts, nonce)), 0.0)
+                raise FrameError("no lane has this address")
+            host.expected.redeem(Hello(facts, proof_of(Hello, facts, nonce)), 0.0)
         except FrameError as error:
             self.part(us.worker_id, peer, tell=())
             lane.tell(PeerLost(Identity(peer, ""), f"refused: {error}"))
