@@ -7,12 +7,13 @@ import pytest
 
 from services.core.changeover.kv_exchange import (
     BlocksReserved,
-    Command,
     DepartedFreed,
+    ExchangeCommand,
     ExchangeState,
     FreeDeparted,
     Move,
     MoveAdded,
+    MoveEnded,
     RecomputeRequest,
     RequestGone,
     ReserveBlocks,
@@ -20,7 +21,6 @@ from services.core.changeover.kv_exchange import (
     RoomReported,
     SourceLost,
     StartTransfer,
-    TransferEnded,
 )
 from services.core.changeover.route import Transfer, transfers_between
 from services.core.groups.layer_map import Stage
@@ -56,7 +56,7 @@ class Cluster:
     free: dict[str, int]
     exchange: ExchangeState
     failing: float = 0.0
-    todo: list[Command] = field(default_factory=list)
+    todo: list[ExchangeCommand] = field(default_factory=list)
     holding: dict[tuple[str, str], int] = field(default_factory=dict)
     ended: dict[str, str] = field(default_factory=dict)
 
@@ -65,7 +65,7 @@ class Cluster:
             self.holding[move.request_id, worker_id] = move.blocks
         self.carry_out(self.exchange.handle(MoveAdded(move)))
 
-    def carry_out(self, commands: list[Command]) -> None:
+    def carry_out(self, commands: list[ExchangeCommand]) -> None:
         for command in commands:
             match command:
                 case ReserveBlocks():
@@ -108,7 +108,7 @@ class Cluster:
                 self.carry_out(self.exchange.handle(event))
             case StartTransfer():
                 intact = self.rng.random() >= self.failing
-                ended = TransferEnded(command.request_id, command.transfer, intact)
+                ended = MoveEnded(command.request_id, command.transfer, intact)
                 self.carry_out(self.exchange.handle(ended))
             case FreeDeparted():
                 # The chunks of departed layers make room at the tails of those that stay.
@@ -142,7 +142,7 @@ def test_a_request_resumes_when_it_is_whole_and_not_before() -> None:
     transfer = move.transfers[0]
     assert exchange.handle(BlocksReserved("r", "b")) == [StartTransfer("r", transfer)]
     assert not exchange.settled
-    assert exchange.handle(TransferEnded("r", transfer, intact=True)) == [
+    assert exchange.handle(MoveEnded("r", transfer, intact=True)) == [
         ResumeRequest("r"),
         FreeDeparted("r", "a", whole_table=False),
     ]
@@ -167,7 +167,7 @@ def test_moves_alternate_between_the_sides_and_take_the_highest_blocks_first() -
         order.append(reserve.request_id)
         (send,) = exchange.handle(BlocksReserved(reserve.request_id, reserve.worker_id))
         assert isinstance(send, StartTransfer)
-        exchange.handle(TransferEnded(send.request_id, send.transfer, intact=True))
+        exchange.handle(MoveEnded(send.request_id, send.transfer, intact=True))
     assert [name[2:] for name in order] == ["high", "high", "low", "low"]
     assert order[0][0] != order[1][0]
     assert order[2][0] != order[3][0]
@@ -206,7 +206,7 @@ def test_what_a_lost_worker_has_not_sent_is_computed_again_and_nobody_waits_for_
     for name in (whole, begun):
         (send,) = exchange.handle(BlocksReserved(name, "a"))
     assert isinstance(send, StartTransfer)
-    ended = exchange.handle(TransferEnded(whole, send.transfer, intact=True))
+    ended = exchange.handle(MoveEnded(whole, send.transfer, intact=True))
     assert ended == [ResumeRequest(whole), FreeDeparted(whole, "b", whole_table=True)]
     commands = exchange.handle(SourceLost("b"))
     assert {command.request_id for command in commands} == {begun, _reserving, waiting}

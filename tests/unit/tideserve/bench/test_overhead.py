@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from services.common.event_log import EventLog
+from services.core.changeover.state import Changeover, MemberConfig
 from services.core.planner.config import IterationConfig
-from services.core.planner.events import EmitToken, IterationFinished, RequestArrived
-from services.core.planner.state import PlannerState
+from services.core.planner.events import EmitToken, IterationFinished, Planned, RequestArrived
 from services.core.request import Limits, Request, Sampling
 from tideserve.bench.engine_log import EngineTimes, Iteration, read_engine_logs
 from tideserve.bench.errors import SystemUnavailable
@@ -21,8 +21,9 @@ def log_of_one_request(folder: Path, arrived_s: float, iteration_s: float) -> No
     config = IterationConfig(
         block_size=16, num_blocks=8, max_batch_tokens=64, max_running=8, max_waiting=8
     )
-    state = PlannerState(config)
-    log = EventLog(folder, "worker-0", config)
+    made_with = MemberConfig("w0", 2, tied_embeddings=False, planner=config)
+    state = Changeover.of(made_with)
+    log = EventLog(folder, "worker-0", made_with)
 
     def tell(event: Any) -> None:
         commands = state.handle(event)
@@ -33,10 +34,10 @@ def log_of_one_request(folder: Path, arrived_s: float, iteration_s: float) -> No
     tell(RequestArrived(arrived_s, request))
     now_s = arrived_s
     for _ in range(3):
-        log.append("batch", [state.plan(0.0)])
+        log.append("batch", [Planned(0.0, state.plan(0.0))])
         now_s += iteration_s
         tell(IterationFinished(now_s, {"cmpl-1": 7}))
-    log.append("batch", [state.plan(0.0)])
+    log.append("batch", [Planned(0.0, state.plan(0.0))])
     log.close()
 
 
@@ -82,5 +83,5 @@ def test_command_is_known_to_the_reader() -> None:
     """Whatever core adds to its events is read without a change here."""
     from tideserve.bench.engine_log import TYPES
 
-    assert {"EmitToken", "NoneType", "Microbatch", "IterationFinished"} <= set(TYPES)
+    assert {"EmitToken", "Planned", "IterationFinished"} <= set(TYPES)
     assert TYPES["EmitToken"] is EmitToken
