@@ -1,0 +1,142 @@
+"""Clients of a change-over's world: what each request has to give, and what its reader has seen.
+
+A reader goes where the leader of its request sends it. Tokens follow from all tokens before them,
+so that a disturbed run must give those of the undisturbed one.
+"""
+
+from dataclasses import dataclass, field
+
+from services.core.changeover.vocabulary import NoteAdopted, NoteMoved
+from services.core.planner.events import EmitToken, RefuseRequest
+from services.core.planner.sequence_names import request_of
+from services.core.request import Limits, Request, Sampling
+from tests.support.fake_stage import require
+
+VOCABULARY = 997
+
+
+def next_token(tokens: tuple[int, ...]) -> int:
+    """What follows these tokens."""
+    return hash(tokens) % VOCABULARY
+
+
+@dataclass
+class Stream:
+    """What a client wants, and what it has; `owner` is the worker where it is read."""
+
+    request: Request
+    owner: str
+    truth: tuple[int, ...] = ()  # prompt and output of the undisturbed run
+    tokens: list[int] = field(default_factory=list)
+    finished: bool = False
+    aborted: bool = False
+    refused: str = ""
+    lost: bool = False  # to be asked for again
+
+    def __post_init__(self) -> None:
+        self.truth = self.request.prompt_ids
+        for _ in range(self.request.limits.max_tokens):
+            self.truth += (next_token(self.truth),)
+
+    @property
+    def over(self) -> bool:
+        return self.finished or self.aborted or bool(self.refused)
+
+    @property
+    def output(self) -> list[int]:
+        """Of the undisturbed run."""
+        return list(self.truth[len(self.request.prompt_ids) :])
+
+
+@dataclass
+class Source:
+    """What a worker has told of a sequence, whether or not somebody reads it."""
+
+    name: str
+    tokens: list[int]
+    adopted: bool = False
+    finished: bool = False
+    refused: str = ""
+    moved_to: str = ""
+
+
+class Clients:
+    """All of them. `sources` are by worker and request."""
+
+    def __init__(self) -> None:
+        self.streams: dict[str, Stream] = {}
+        self.sources: dict[tuple[str, str], Source] = {}
+        self.asked_again = 0
+
+    def begin(self, worker_id: str, name: str) -> None:
+        """A sequence begins at a worker."""
+        self.sources[worker_id, request_of(name)] = Source(name, [])
+
+    def start(self, request_id: str, prompt: tuple[int, ...], max_tokens: int, owner: str) -> Stream:
+        """A client asks a worker for the first time."""
+        request = Request(request_id, prompt, Sampling(temperature=0.0), Limits(max_tokens), 0.0)
+        self.streams[request_id] = stream = Stream(request, owner)
+        return stream
+
+    def truth(self, name: str) -> tuple[int, ...]:
+        """All tokens of the undisturbed run of a sequence's request."""
+        return self.streams[request_of(name)].truth
+
+    def open(self) -> list[str]:
+        """Requests that are not over."""
+        return [name for name, stream in self.streams.items() if not stream.over]
+
+    def tell(self, worker_id: str, command: EmitToken | RefuseRequest) -> None:
+        """A worker has something for the reader of a request."""
+        request_id = request_of(command.request_id)
+        source = self.sources[worker_id, request_id]
+        require(source.name == command.request_id, f"{worker_id} tells of {command.request_id}")
+        if isinstance(command, RefuseRequest):
+            source.refused = command.message
+        else:
+            require(command.index == len(source.tokens), f"{command} after {source}")
+            source.tokens.append(command.token_id)
+            source.finished = command.finish_reason is not None
+        self._read(request_id)
+
+    def adopt(self, worker_id: str, command: NoteAdopted) -> None:
+        """A worker has taken a sequence over."""
+        name = command.sequence.request.request_id
+        tokens = list(command.sequence.output_ids)
+        self.sources[worker_id, request_of(name)] = Source(name, tokens, adopted=True)
+
+    def move(self, worker_id: str, command: NoteMoved) -> None:
+        """A worker sends the readers of a request on."""
+        request_id = request_of(command.request_id)
+        self.sources[worker_id, request_id].moved_to = command.worker_id
+        self._read(request_id)
+
+    def lose(self, lost: str, workers: set[str], ask_again: bool) -> None:
+        """Nobody reads at these workers any more, of which one is lost."""
+        self.sources = {at: one for at, one in self.sources.items() if at[0] != lost}
+        for stream in self.streams.values():
+            if stream.owner in workers and not stream.over:
+                self._lose(stream, ask_again)
+
+    def _lose(self, stream: Stream, ask_again: bool) -> None:
+        if stream.tokens or not ask_again:
+            stream.aborted = True
+        else:
+            stream.lost, stream.owner = True, ""
+
+    def _read(self, request_id: str) -> None:
+        stream = self.streams[request_id]
+        source = self.sources.get((stream.owner, request_id))
+        if stream.over or source is None:
+            return
+        have = len(stream.tokens)
+        require(source.tokens[:have] == stream.tokens[: len(source.tokens)], "other tokens")
+        stream.tokens += source.tokens[have:]
+        require(stream.tokens == stream.output[: len(stream.tokens)], f"{request_id}: wrong tokens")
+        stream.finished, stream.refused = source.finished, source.refused
+        if source.moved_to and not stream.over:
+            stream.owner = source.moved_to
+            if (stream.owner, request_id) in self.sources:
+                self._read(request_id)
+            else:
+                self._lose(stream, ask_again=True)  # it was lost meanwhile

@@ -1,0 +1,338 @@
+"""One member of a change-over's world: drives the machine as an engine does, without a model."""
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from services.core.changeover import vocabulary as words
+from services.core.changeover.frames import Activations, MemberFrame, Samples, activations
+from services.core.changeover.state import Changeover, Phase
+from services.core.groups.layer_map import Stage
+from services.core.planner.batch import SampleSpec
+from services.core.planner.config import IterationConfig
+from services.core.planner.events import (
+    EmitToken,
+    IterationDropped,
+    IterationFinished,
+    MoveBlocks,
+    RefuseRequest,
+    RequestAborted,
+    RequestArrived,
+)
+from services.core.planner.sequence_names import NameSource, request_of
+from services.core.planner.state import PlannerState
+from services.core.request import Request
+from tests.support.changeover_clients import next_token
+from tests.support.fake_stage import Content, FakeMemory, require
+
+if TYPE_CHECKING:
+    from tests.support.changeover_world import World
+
+Payload = Mapping[str, tuple[int, ...]]
+"""The tokens of a microbatch's chunks: what hidden states come from."""
+
+
+@dataclass
+class Packet:
+    """A frame on its way."""
+
+    peer: str
+    epoch: int
+    frame: MemberFrame
+    payload: Payload
+
+
+@dataclass
+class Sending:
+    """KV on its way. `packed`: the piece that has been read and is not written yet."""
+
+    command: words.SendBlocks
+    epoch: int
+    had: tuple[int, ...]
+    pieces: deque[tuple[int, int]]  # layer, place in the table
+    packed: Content | None = None
+
+
+@dataclass
+class WorldMember:
+    """The machine of one worker, its memory, and what is to be done for it."""
+
+    world: "World"
+    worker_id: str
+    memory: FakeMemory
+    config: IterationConfig
+    epoch: int = 0
+    early: deque[Packet] = field(default_factory=deque)
+    ripe: deque[Packet] = field(default_factory=deque)
+    control: deque[words.Event] = field(default_factory=deque)
+    events: deque[words.Event] = field(default_factory=deque)  # of transfers
+    sending: dict[str, Sending] = field(default_factory=dict)
+    restoring: words.Command | None = None  # what a preparation does in the background
+    noticed: set[str] = field(default_factory=set)  # lost workers
+    known: set[str] = field(default_factory=set)  # sequences, to the sampler
+    heard_s: float = 0.0  # of the newest change
+
+    def __post_init__(self) -> None:
+        self.planner = PlannerState(self.config)
+        self.machine = Changeover(self.worker_id, self.memory.num_layers, self.planner)
+        self._names = NameSource(f"{self.worker_id}-1")
+        self._told_lost: frozenset[str] = frozenset()
+        self._payload: Payload = {}
+        self._later: list[words.Command] = []
+        self._carriers: dict[type, Callable[[Any], words.Event | None]] = {
+            words.SendFrame: self._send,
+            words.SwitchStage: self._switch,
+            words.ReleaseDeparted: lambda one: self.memory.release_departed(one.blocks),
+            words.MeasureRestore: lambda one: self.memory.measure(one.first_layer, one.end_layer),
+            words.ShrinkKv: self._shrink,
+            words.MapKv: lambda one: self.memory.map_kv(one.layers),
+            words.UndoRestore: lambda _one: self.memory.undo(),
+            MoveBlocks: lambda one: self.memory.relocate(one.moves),
+            words.ConnectMembers: self._begin_restoring,
+            words.RestoreSlab: self._restore,
+            words.EndPreparation: self._end_preparation,
+            words.NoteUndone: self._stop_restoring,
+            words.NoteAdopted: lambda one: self.world.clients.adopt(self.worker_id, one),
+            words.NoteMoved: lambda one: self.world.clients.move(self.worker_id, one),
+            EmitToken: lambda one: self.world.clients.tell(self.worker_id, one),
+            RefuseRequest: lambda one: self.world.clients.tell(self.worker_id, one),
+        }
+
+    # --- what happens to it
+
+    def handle(self, event: words.Event) -> None:
+        """Have the machine handle an event, and carry its commands out."""
+        self._handle(event)
+        later, self._later = self._later, []
+        for command in later:
+            self._carry_out_later(command)
+        self.machine.check_invariants()
+        self.memory.check_invariants()
+        require(self.planner.pool.num_blocks <= self.memory.num_blocks, "blocks without memory")
+
+    def start(self, request: Request) -> None:
+        """A request is handed to it."""
+        name = self._names.name(request.request_id)
+        if not self.machine.name_of(request.request_id) in self.planner.sequences or (
+            self.world.clients.sources[self.worker_id, request.request_id].adopted
+        ):
+            self.world.clients.begin(self.worker_id, name)
+        copy = Request(name, request.prompt_ids, request.sampling, request.limits, self.now_s)
+        self.handle(RequestArrived(self.now_s, copy))
+
+    def abort(self, request_id: str) -> None:
+        """Nobody wants a request any more."""
+        self.handle(RequestAborted(self.now_s, request_id))
+
+    def take(self, packet: Packet) -> None:
+        """A frame has come: an older one is dropped, a newer one waits."""
+        if self.is_current(packet.epoch):
+            self._payload = packet.payload
+            self.handle(words.FrameReceived(self.now_s, packet.peer, packet.frame))
+        elif packet.epoch > self.epoch:
+            self.early.append(packet)
+
+    def is_current(self, epoch: int) -> bool:
+        """The fence."""
+        return epoch == self.epoch
+
+    def take_control(self) -> None:
+        """The group's coordinator says something."""
+        event = self.control.popleft()
+        if isinstance(event, words.ConfigurationCommitted):
+            self.heard_s = self.now_s
+            event = words.ConfigurationCommitted(self.now_s, event.groups)
+        self.handle(event)
+
+    def take_turn(self) -> None:
+        """Go on with what is under way."""
+        configuration = self.machine.configuration
+        if configuration is not None:
+            lost = frozenset(self.noticed & configuration.members)
+            if lost != self._told_lost and self.machine.phase is not Phase.JOINING:
+                self._told_lost = lost
+                self.handle(words.PeersLost(self.now_s, lost))
+        if self.machine.busy:
+            self.handle(words.TurnTaken(self.now_s))
+
+    def launch(self) -> None:
+        """Run a microbatch as its first stage, if there is one."""
+        microbatch = self.machine.plan(self.now_s)
+        self.machine.check_invariants()
+        if microbatch is None:
+            return
+        sampled, payload = {}, {}
+        for chunk in microbatch.batch.chunks:
+            payload[chunk.request_id] = chunk.token_ids
+            token = self._run(chunk.request_id, chunk.start, chunk.token_ids, chunk.sample)
+            if token is not None:
+                sampled[chunk.request_id] = token
+        if self.planner.stages > 1:
+            assert self.machine.configuration is not None
+            after = self.machine.configuration.next_worker
+            self._send(words.SendFrame(after, activations(microbatch, 0.0)), payload)
+        elif self.world.rng.random() < 0.1:
+            self.handle(IterationDropped(self.now_s))
+        else:
+            self.handle(IterationFinished(self.now_s, sampled, microbatch.number))
+
+    @property
+    def may_launch(self) -> bool:
+        """Whether it could have something to run."""
+        planner = self.planner
+        work = bool(planner.running or planner.waiting)
+        if planner.stages > 1 and not planner.in_flight:
+            work = work or bool(planner.sequence_table.released)
+        return work and self.machine.may_plan and planner.has_slot
+
+    @property
+    def now_s(self) -> float:
+        return self.world.now_s
+
+    # --- a preparation
+
+    def end_restoring(self) -> None:
+        """What a preparation does in the background comes to its end."""
+        command, self.restoring = self.restoring, None
+        chance = self.world.rng.random() if self.world.faults else 1.0
+        match command:
+            case words.ConnectMembers(attempt=attempt):
+                members = self.world.members_of(attempt)
+                gone = sorted(members - self.world.members.keys())
+                late = sorted(members) if chance < 0.03 else gone
+                self.handle(words.MembersConnected(attempt, late[0] if late else ""))
+            case words.ShrinkKv(attempt=attempt):
+                self.handle(words.KvShrunk(attempt))
+            case words.RestoreSlab(attempt=attempt, slab=slab, holder=holder):
+                source = self.world.members.get(holder)
+                intact = not holder or (source is not None and slab in source.memory.slabs)
+                if not holder and chance < 0.03:
+                    self.handle(words.RestoreFailed("the folder has other parameters"))
+                    return
+                intact = intact and (not holder or chance > 0.2)
+                if intact:
+                    self.memory.finish_slab(slab)
+                self.handle(words.SlabVerified(attempt, slab, intact))
+
+    def _begin_restoring(self, command: words.Command) -> None:
+        require(self.restoring is None, "two steps of a preparation at once")
+        self.restoring = command
+
+    def _shrink(self, command: words.ShrinkKv) -> None:
+        self.memory.shrink(command.blocks, command.used)
+        self._begin_restoring(command)
+
+    def _restore(self, command: words.RestoreSlab) -> None:
+        self.memory.map_slab(command.slab)
+        self._begin_restoring(command)
+
+    def _stop_restoring(self, _command: words.NoteUndone | None = None) -> None:
+        self.restoring = None
+
+    def _end_preparation(self, command: words.EndPreparation) -> None:
+        self.world.note_answer(command.attempt, self.worker_id, command.refusal)
+
+    # --- commands
+
+    def _handle(self, event: words.Event) -> None:
+        for command in self.machine.handle(event):
+            carry_out = self._carriers.get(type(command))
+            if carry_out is None:
+                self._later.append(command)
+            elif (answer := carry_out(command)) is not None:
+                self._handle(answer)
+
+    def _carry_out_later(self, command: words.Command) -> None:
+        match command:
+            case words.RunStage(frame=frame):
+                self._follow(frame)
+            case words.SendBlocks():
+                self._send_blocks(command)
+            case words.CancelTransfer(transfer_id=transfer_id):
+                self.world.fail(self, transfer_id)
+
+    def _send(self, command: words.SendFrame, payload: Payload | None = None) -> None:
+        epoch = self.epoch if command.group is None else command.group.epoch
+        self.world.post(command.peer, Packet(self.worker_id, epoch, command.frame, payload or {}))
+
+    def _switch(self, command: words.SwitchStage) -> words.StageSwitched:
+        new = command.configuration
+        answer = self.memory.set_stage(new.stage.first_layer, new.stage.end_layer)
+        self.restoring = None
+        self.epoch = new.epoch
+        self.ripe.extend(self.early)
+        self.early.clear()
+        self._told_lost = frozenset()
+        return answer
+
+    # --- a stage runs
+
+    def _follow(self, frame: Activations) -> None:
+        sampled = {}
+        payload, self._payload = self._payload, {}
+        for chunk in frame.chunks:
+            tokens = payload[chunk.request_id]
+            token = self._run(chunk.request_id, chunk.start, tokens, chunk.sample)
+            if token is not None:
+                sampled[chunk.request_id] = token
+        configuration = self.machine.configuration
+        assert configuration is not None
+        passed_on = Samples(frame.number, sampled) if configuration.is_last else frame
+        self._send(words.SendFrame(configuration.next_worker, passed_on), payload)
+
+    def _run(
+        self, name: str, start: int, tokens: tuple[int, ...], sample: SampleSpec | None
+    ) -> int | None:
+        """Run a chunk in the own layers; the token that follows it at the last stage, if asked."""
+        truth = self.world.clients.truth(name)
+        end = start + len(tokens)
+        require(tokens == truth[start:end], f"{name} runs tokens that are not its own")
+        block_ids = self.planner.table.block_ids(name)
+        for layer in self.memory.layers:
+            before = self.memory.read(layer, block_ids, name, start)
+            require(before == truth[:start], f"{name} reads {before} at {self.worker_id}")
+            self.memory.write(layer, block_ids, name, start, tokens)
+        is_last = self.memory.layers.stop == self.memory.num_layers
+        return self._sample(name, (*before, *tokens), sample) if sample and is_last else None
+
+    def _sample(self, name: str, tokens: tuple[int, ...], sample: SampleSpec) -> int:
+        self.known = {one for one in self.known if one in self.planner.table}
+        require(sample.terms is not None or name in self.known, f"{name} has no terms")
+        self.known.add(name)
+        prompt = self.world.clients.streams[request_of(name)].request.prompt_ids
+        require(sample.index == len(tokens) - len(prompt), f"{name} samples {sample.index}")
+        return next_token(tokens)
+
+    # --- KV leaves
+
+    def _send_blocks(self, command: words.SendBlocks) -> None:
+        layers = range(command.transfer.first_layer, command.transfer.end_layer)
+        pieces = deque((layer, place) for layer in layers for place in range(command.blocks))
+        had = self.planner.table.block_ids(command.request_id)
+        self.sending[command.transfer_id] = Sending(command, self.epoch, had, pieces)
+
+    def pack(self, sending: Sending) -> bool:
+        """Read the next piece; False if the sequence has gone."""
+        layer, place = sending.pieces[0]
+        ids = self.planner.table.block_ids(sending.command.request_id)
+        if len(ids) <= place or ids[place] != sending.had[place] or sending.epoch != self.epoch:
+            return False
+        sending.packed = self.memory.pack(layer, ids[place])
+        return True
+
+    def unpack(self, sending: Sending) -> bool:
+        """Store the piece that was read; False if it is not expected any more."""
+        command, (layer, place) = sending.command, sending.pieces[0]
+        ids = self.machine.kv_blocks_for(command.transfer_id, command.request_id)
+        if place >= len(ids) or not self.is_current(sending.epoch):
+            return False
+        assert sending.packed is not None
+        self.memory.unpack(layer, ids[place], sending.packed)
+        sending.pieces.popleft()
+        sending.packed = None
+        return True
+
+    def alone(self) -> Stage:
+        """All layers."""
+        return Stage(self.worker_id, 0, self.memory.num_layers)

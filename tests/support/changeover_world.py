@@ -1,0 +1,394 @@
+"""A cluster of change-over machines without a model, in which chance decides what happens next.
+
+Real: `Changeover` and the planner. Modelled: memory (`FakeMemory`), the lanes with their fence,
+transfers piece by piece, clients, and a coordinator that asks members to get ready and commits.
+Members may be lost, transfers fail, time pass. The oracle is the tokens: every stage checks that
+the KV it reads is that of this very sequence, and in the end every request has the tokens of an
+undisturbed run, no block is taken, and all members have settled.
+"""
+
+import random
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+from services.core.changeover import vocabulary as words
+from services.core.changeover.configuration import GroupStages
+from services.core.groups.layer_map import Stage
+from services.core.planner.config import IterationConfig
+from tests.support.changeover_clients import Clients, Stream
+from tests.support.changeover_member import Packet, Sending, WorldMember
+from tests.support.fake_stage import BLOCK_SIZE, FakeMemory, Violated, require
+
+LAYERS = 4
+SLAB_UNITS = 5
+TURNS_MAX = 20_000
+TURN_S = 0.001
+JUMP_S = 5.2
+"""After it a leader has given up what is in flight; see `DRAIN_TIMEOUT_S`."""
+PATIENCE_S = 19.0
+"""A follower is not made to wait longer for a leader that lives."""
+
+
+@dataclass
+class Attempt:
+    """A change that is being prepared, and what its members have answered."""
+
+    name: str
+    old: list[tuple[Stage, ...]]
+    groups: tuple[GroupStages, ...]
+    answers: dict[str, str | None] = field(default_factory=dict)
+
+    @property
+    def members(self) -> set[str]:
+        return {name for group in self.groups for name in group.workers}
+
+    @property
+    def ready(self) -> bool:
+        """Whether all members are."""
+        return self.answers.keys() == self.members and not any(self.answers.values())
+
+
+class World:
+    """`workers` members, each a group of its own; every choice comes from the seed."""
+
+    def __init__(self, seed: int, workers: int | None = None, losses: int | None = None) -> None:
+        self.rng = rng = random.Random(seed)
+        self.now_s = 0.0
+        self.clients = Clients()
+        self.faults = True
+        self.losses_left = rng.choice([0, 0, 1, 2]) if losses is None else losses
+        self.epoch = 1
+        self.groups: list[tuple[Stage, ...]] = []
+        self.attempts: dict[str, Attempt] = {}
+        self.members: dict[str, WorldMember] = {}
+        self.queues: dict[tuple[str, str], deque[Packet]] = {}
+        self.committed = 0
+        self._made = 0
+        blocks, batch = rng.choice([5, 6, 8, 12]), rng.choice([4, 8])
+        config = IterationConfig(BLOCK_SIZE, blocks, batch, rng.choice([2, 4]), 50)
+        self.tokens_max = blocks * BLOCK_SIZE
+        self._workers = workers or rng.choice([2, 2, 3, 4])
+        for number in range(self._workers):
+            name = f"w{number}"
+            memory = FakeMemory(LAYERS, blocks, SLAB_UNITS)
+            self.members[name] = member = WorldMember(self, name, memory, config)
+            self.groups.append((member.alone(),))
+            member.control.append(words.ConfigurationCommitted(0.0, self._plans([self.groups[-1]])))
+
+    # --- operations
+
+    def start(self) -> None:
+        """A client asks the leader of some group that serves."""
+        leaders = [group[0].worker_id for group in self.groups if self._serves(group)]
+        if not leaders:
+            return
+        leader = self.rng.choice(leaders)
+        count = self.rng.randint(1, self.tokens_max - 2)
+        prompt = tuple(self.rng.randrange(100) for _ in range(min(count, self.rng.randint(1, 9))))
+        most = self.rng.randint(1, self.tokens_max - len(prompt))
+        name = f"r{len(self.clients.streams)}"
+        stream = self.clients.start(name, prompt, most, leader)
+        self.members[leader].start(stream.request)
+
+    def abort(self) -> None:
+        """A client hangs up."""
+        if found := self.clients.open():
+            name = self.rng.choice(found)
+            stream = self.clients.streams[name]
+            stream.aborted, stream.lost = True, False
+            if stream.owner in self.members:
+                self.members[stream.owner].abort(name)
+
+    def prepare(self) -> None:
+        """Ask members to get ready for other groups."""
+        busy = {stage.worker_id for one in self.attempts.values() for g in one.old for stage in g}
+        free = [group for group in self.groups if group[0].worker_id not in busy]
+        if not free:
+            return
+        old, new = self._choose(free)
+        self._made += 1
+        self.epoch += 1
+        names = sorted({stage.worker_id for group in new for stage in group})
+        draining = set(self.rng.sample(names, 1)) if len(new) > 1 and self.rng.random() < 0.3 else set()
+        attempt = Attempt(f"attempt-{self._made}", old, self._plans(new, draining))
+        self.attempts[attempt.name] = attempt
+        for name in names:
+            asked = words.PreparationAsked(attempt.name, attempt.groups)
+            self.members[name].control.append(asked)
+
+    def abandon(self) -> None:
+        """Give an attempt up."""
+        if self.attempts:
+            self._abandon(self.rng.choice(list(self.attempts)))
+
+    def commit(self) -> None:
+        """Commit what all are ready for; each member hears of it at another moment."""
+        for name in [name for name, one in self.attempts.items() if one.ready]:
+            attempt = self.attempts.pop(name)
+            self.groups = [group for group in self.groups if group not in attempt.old]
+            self.groups += [group.stages for group in attempt.groups]
+            self.committed += 1
+            for member in attempt.members:
+                committed = words.ConfigurationCommitted(self.now_s, attempt.groups)
+                self.members[member].control.append(committed)
+
+    def lose(self) -> None:
+        """A worker dies; what is left of its group serves nothing, and its requests are over."""
+        if not self.losses_left or len(self.members) < 2:
+            return
+        self.losses_left -= 1
+        lost = self.rng.choice(sorted(self.members))
+        group = next(one for one in self.groups if any(s.worker_id == lost for s in one))
+        for name in [n for n, one in self.attempts.items() if group in one.old]:
+            self._abandon(name)
+        del self.members[lost]
+        self._cut(lost)
+        self.clients.lose(lost, {stage.worker_id for stage in group}, self.rng.random() < 0.7)
+        self.groups.remove(group)
+        self.epoch += 1
+        for stage in group:
+            if stage.worker_id != lost:
+                self.groups.append((stage,))
+                left = words.ConfigurationCommitted(self.now_s, self._plans([(stage,)]))
+                self.members[stage.worker_id].control.append(left)
+
+    def jump(self) -> None:
+        """Time passes, and nothing happens; not longer than a member that lives would take."""
+        waiting = [one for one in self.members.values() if one.machine.phase == "draining"]
+        if all(self.now_s + JUMP_S - one.heard_s < PATIENCE_S for one in waiting):
+            self.now_s += JUMP_S
+
+    def turns(self, most: int = 25) -> None:
+        """Let things happen."""
+        for _ in range(self.rng.randint(1, most)):
+            self.turn()
+
+    def step(self) -> None:
+        """One operation, drawn by chance."""
+        operations = (self.start, self.abort, self.prepare, self.abandon, self.commit, self.lose)
+        weights = (6, 1, 4, 0.4, 6, 0.4)
+        self.rng.choices((*operations, self.jump, self.turns), (*weights, 0.3, 12))[0]()
+
+    # --- one thing happens
+
+    def turn(self, launches: bool = True) -> bool:
+        """Something happens that can; False if nothing can."""
+        self.now_s += TURN_S
+        actions = self._arrivals()
+        for member in self.members.values():
+            if member.machine.busy or not self._dead <= member.noticed:
+                actions.append(member.take_turn)
+            if launches and member.may_launch:
+                actions.append(member.launch)
+        actions += [partial(self._ask_again, one) for one in self.clients.streams.values() if one.lost]
+        if actions:
+            self.rng.choice(actions)()
+        return bool(actions)
+
+    def _arrivals(self) -> list[Callable[[], None]]:
+        """What is on its way."""
+        found: list[Callable[[], None]] = [
+            partial(self._deliver, *way) for way, queue in self.queues.items() if queue
+        ]
+        for member in self.members.values():
+            if member.ripe:
+                found.append(partial(self._take_ripe, member))
+            if member.control:
+                found.append(member.take_control)
+            if member.events:
+                found.append(partial(self._take_event, member))
+            if member.restoring is not None:
+                found.append(member.end_restoring)
+            if not self._dead <= member.noticed:
+                found.append(partial(member.noticed.update, self._dead))
+            for sending in member.sending.values():
+                if self._may_move(sending):
+                    found.append(partial(self._move_piece, member, sending))
+        return found
+
+    def post(self, peer: str, packet: Packet) -> None:
+        """A member sends a frame; to one that is lost it is dropped."""
+        if peer in self.members:
+            self.queues.setdefault((packet.peer, peer), deque()).append(packet)
+
+    def _deliver(self, source: str, peer: str) -> None:
+        member = self.members[peer]
+        if member.ripe:
+            self._take_ripe(member)
+        else:
+            member.take(self.queues[source, peer].popleft())
+
+    def _take_ripe(self, member: WorldMember) -> None:
+        member.take(member.ripe.popleft())
+
+    def _take_event(self, member: WorldMember) -> None:
+        member.handle(member.events.popleft())
+
+    # --- transfers
+
+    def _may_move(self, sending: Sending) -> bool:
+        """A piece of a newer epoch waits."""
+        peer = self.members.get(sending.command.transfer.destination)
+        return peer is None or peer.epoch >= sending.epoch
+
+    def _move_piece(self, source: WorldMember, sending: Sending) -> None:
+        command = sending.command
+        peer = self.members.get(command.transfer.destination)
+        fails = peer is None or (self.faults and self.rng.random() < 0.01)
+        if not fails and sending.packed is None:
+            fails = not source.pack(sending)
+        elif peer is not None and not fails:
+            fails = not peer.unpack(sending)
+        if fails:
+            self.fail(source, command.transfer_id)
+        elif peer is not None and not sending.pieces:
+            del source.sending[command.transfer_id]
+            source.events.append(words.TransferSent(command.transfer_id))
+            peer.events.append(words.TransferArrived(command.transfer_id))
+
+    def fail(self, source: WorldMember, transfer_id: str) -> None:
+        """A transfer ends before it is complete, or was cancelled; both ends hear of it."""
+        sending = source.sending.pop(transfer_id, None)
+        if sending is None:
+            return
+        for name in (source.worker_id, sending.command.transfer.destination):
+            if name in self.members:
+                self.members[name].events.append(words.TransferFailed(transfer_id))
+
+    # --- the coordinator
+
+    def note_answer(self, attempt: str, worker_id: str, refusal: str | None) -> None:
+        """A member is ready, or refuses."""
+        if attempt in self.attempts:
+            self.attempts[attempt].answers[worker_id] = refusal
+            if refusal is not None:
+                self._abandon(attempt)
+
+    def members_of(self, attempt: str) -> set[str]:
+        """Those that an attempt needs."""
+        return self.attempts[attempt].members if attempt in self.attempts else set()
+
+    def _abandon(self, name: str) -> None:
+        for member in self.attempts.pop(name).members:
+            self.members[member].control.append(words.PreparationAborted(name))
+
+    def _plans(
+        self, groups: Sequence[Sequence[Stage]], draining: set[str] | None = None
+    ) -> tuple[GroupStages, ...]:
+        leaving = frozenset(draining or ())
+        return tuple(
+            GroupStages(
+                f"g-{group[0].worker_id}",
+                self.epoch,
+                tuple(group),
+                leaving & {stage.worker_id for stage in group},
+            )
+            for group in groups
+        )
+
+    def _choose(
+        self, free: list[tuple[Stage, ...]]
+    ) -> tuple[list[tuple[Stage, ...]], list[tuple[Stage, ...]]]:
+        """Which groups become which."""
+        rng = self.rng
+        old = [rng.choice(free)]
+        names = [stage.worker_id for stage in old[0]]
+        if not self._serves(old[0]):
+            return old, [(self.members[name].alone(),) for name in names]
+        if len(free) > 1 and (len(old[0]) == 1 or rng.random() < 0.4):
+            other = rng.choice([group for group in free if group != old[0] and self._serves(group)] or old)
+            if other not in old:
+                old.append(other)
+                return old, [self._cut_among(names + [stage.worker_id for stage in other])]
+        if len(names) == 1 or rng.random() < 0.3:
+            rng.shuffle(names)
+            return old, [self._cut_among(names)]
+        if len(names) > 2 and rng.random() < 0.5:
+            rng.shuffle(names)
+            rest = [(self.members[name].alone(),) for name in names[2:]]
+            return old, [self._cut_among(names[:2]), *rest]
+        return old, [(self.members[name].alone(),) for name in names]
+
+    def _cut_among(self, names: list[str]) -> tuple[Stage, ...]:
+        cuts = [0, *sorted(self.rng.sample(range(1, LAYERS), len(names) - 1)), LAYERS]
+        return tuple(Stage(name, cuts[i], cuts[i + 1]) for i, name in enumerate(names))
+
+    def _serves(self, group: Sequence[Stage]) -> bool:
+        return (group[0].first_layer, group[-1].end_layer) == (0, LAYERS)
+
+    # --- lost workers
+
+    @property
+    def _dead(self) -> set[str]:
+        return {f"w{number}" for number in range(self._workers)} - self.members.keys()
+
+    def _cut(self, lost: str) -> None:
+        self.queues = {way: queue for way, queue in self.queues.items() if lost not in way}
+        for member in self.members.values():
+            for transfer_id in list(member.machine._kv._expected):
+                member.events.append(words.TransferFailed(transfer_id))
+
+    def _ask_again(self, stream: Stream) -> None:
+        """Ask some leader for a request that has no token yet, under the same id."""
+        leaders = [group[0].worker_id for group in self.groups if self._serves(group)]
+        name = stream.request.request_id
+        stream.lost = False
+        if not leaders:
+            stream.aborted = True
+            return
+        stream.owner = self.rng.choice(leaders)
+        member, source = self.members[stream.owner], self.clients.sources.get((stream.owner, name))
+        if source is not None and (not source.adopted or self.rng.random() < 0.5):
+            member.abort(name)
+        self.clients.asked_again += 1
+        member.start(stream.request)
+
+    # --- the end
+
+    def settle(self) -> None:
+        """No more faults: everything comes to rest. Raises Violated."""
+        self.faults = False
+        for name in list(self.attempts):
+            self._abandon(name)
+        for _ in range(TURNS_MAX):
+            if not self.turn():
+                break
+            if not self._arrivals() and not any(m.may_launch for m in self.members.values()):
+                self.now_s += 0.1
+        else:
+            raise Violated(f"stuck: {self.describe()}")
+        self.check_rest()
+
+    def check_rest(self) -> None:
+        """Every request has its tokens, and nothing is left of any."""
+        for name, stream in self.clients.streams.items():
+            require(stream.over and not stream.refused, f"{name}: {stream}")
+            require(stream.aborted or stream.tokens == stream.output, f"{name} has {stream.tokens}")
+        for name, member in self.members.items():
+            pool, table = member.planner.pool, member.planner.table
+            require(member.machine.settled, f"{name} has not settled: {member.machine.phase}")
+            require(not table.request_ids, f"{name} keeps {table.request_ids}")
+            require(pool.free_count == pool.usable == member.memory.num_blocks, f"{name}: {pool}")
+            require(not member.memory.departed_layers, f"{name} keeps departed KV")
+            self._check_books(member)
+
+    def _check_books(self, member: WorldMember) -> None:
+        """A leader counts at each stage what that has."""
+        configuration = member.machine.configuration
+        if configuration is None or not configuration.leads:
+            return
+        ledger = member.planner.sequence_table.ledger
+        counted = zip(configuration.stages[1:], ledger.used, ledger.capacity, strict=True)
+        for stage, used, capacity in counted:
+            pool = self.members[stage.worker_id].planner.pool
+            require(
+                (used, capacity) == (pool.taken_count, pool.usable),
+                f"{member.worker_id} counts {used} of {capacity} at {stage.worker_id}, {pool}",
+            )
+
+    def describe(self) -> str:
+        """For a failure's message."""
+        phases = {name: member.machine.phase for name, member in self.members.items()}
+        return f"open {self.clients.open()}, {phases}, groups {self.groups}"
