@@ -42,6 +42,10 @@ class Handover:
         """Whether every request has found its leader."""
         return not self.pending and not self._freeing
 
+    def settled_beside(self, leader: str) -> bool:
+        """Whether every request has found its leader, but those for that one."""
+        return not self._freeing and all(to == leader for to in self.pending.values())
+
     def begin(self) -> None:
         """A change begins: the present configuration is the old one from here on."""
         for entries in (self.pending, self._moved, self._dealt, self._freeing):

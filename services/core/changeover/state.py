@@ -295,9 +295,10 @@ class Changeover:
         """
         if now_s > self._drain_until_s or not self._serves(new):
             return True
-        if not self._handover.settled:
-            return False
-        return not self.planner.in_flight if self._context.leads else self._drained
+        if not self._context.leads and self._drained:
+            # Its leader has left, too, and adopts nothing more.
+            return self._handover.settled_beside(self._context.leader)
+        return self._context.leads and self._handover.settled and not self.planner.in_flight
 
     def _end_configuration(self) -> None:
         """Free all that this configuration does not pass on, and tell its other stages.

@@ -1,0 +1,179 @@
+"""A configuration is left when nothing of it is in flight, and no stage keeps a block of it."""
+
+from services.core.changeover import vocabulary as words
+from services.core.changeover.configuration import GroupStages
+from services.core.changeover.frames import Activations, Adopt, Drained, activations
+from services.core.changeover.state import DRAIN_TIMEOUT_S, DRAINED_TIMEOUT_S, Changeover, Phase
+from services.core.groups.layer_map import Stage
+from services.core.planner.config import IterationConfig
+from services.core.planner.events import IterationFinished, RequestArrived
+from services.core.planner.state import PlannerState
+from services.core.request import Limits, Request, Sampling
+
+LAYERS = 4
+TOGETHER = (Stage("a", 0, 2), Stage("b", 2, 4))
+
+
+def groups(epoch: int, *stages: tuple[Stage, ...]) -> tuple[GroupStages, ...]:
+    return tuple(GroupStages(f"g-{one[0].worker_id}", epoch, one) for one in stages)
+
+
+APART = groups(2, (Stage("a", 0, LAYERS),), (Stage("b", 0, LAYERS),))
+LEFT = groups(2, (Stage("b", 2, LAYERS),))
+
+
+class Member:
+    """A machine whose memory always has 16 blocks."""
+
+    def __init__(self, name: str) -> None:
+        config = IterationConfig(4, 16, max_batch_tokens=32, max_running=4, max_waiting=4)
+        self.name = name
+        self.machine = Changeover(name, LAYERS, PlannerState(config))
+        self.switches = 0
+
+    def do(self, event: words.Event) -> list[words.SendFrame]:
+        """Have it handle an event; returns the frames that it sends."""
+        sent = []
+        for command in self.machine.handle(event):
+            if isinstance(command, words.SendFrame):
+                sent.append(command)
+            elif isinstance(command, words.SwitchStage):
+                self.switches += 1
+                sent += self.do(words.StageSwitched(16, departed=False))
+        return sent
+
+    def turn(self, now_s: float = 0.2) -> list[words.SendFrame]:
+        return self.do(words.TurnTaken(now_s))
+
+    def hear(self, new: tuple[GroupStages, ...]) -> None:
+        self.do(words.ConfigurationCommitted(0.0, new))
+
+
+class Pair:
+    """"a" leads a pipeline with "b", in which "r" has begun to run."""
+
+    def __init__(self) -> None:
+        self.a, self.b = Member("a"), Member("b")
+        for member in (self.a, self.b):
+            member.hear(groups(1, TOGETHER))
+        for sent in self.b.turn() + self.a.turn():
+            self.bring(sent, {"a": "b", "b": "a"}[sent.peer])
+        self.a.turn()
+        assert self.a.machine.settled and self.b.machine.settled
+        self.arrive("r", 6)
+        self.number = self.launch()
+
+    def bring(self, sent: words.SendFrame, peer: str) -> list[words.SendFrame]:
+        to = self.a if sent.peer == "a" else self.b
+        return to.do(words.FrameReceived(0.1, peer, sent.frame))
+
+    def arrive(self, name: str, tokens: int) -> None:
+        request = Request(name, (5,) * tokens, Sampling(), Limits(4), 0.0)
+        self.a.do(RequestArrived(0.0, request))
+
+    def launch(self) -> int:
+        """Plan a microbatch, which reaches "b"."""
+        microbatch = self.a.machine.plan(0.1)
+        assert microbatch is not None
+        self.bring(words.SendFrame("b", activations(microbatch, 0.0)), "a")
+        return microbatch.number
+
+    def part(self) -> None:
+        self.a.hear(APART)
+        self.b.hear(APART)
+
+
+def drained(sent: list[words.SendFrame]) -> list[words.SendFrame]:
+    return [one for one in sent if isinstance(one.frame, Drained)]
+
+
+def test_a_leader_waits_for_what_is_in_flight() -> None:
+    pair = Pair()
+    pair.part()
+    pair.a.turn()
+    pair.b.turn()
+    assert pair.a.machine.phase is pair.b.machine.phase is Phase.DRAINING
+    pair.a.do(IterationFinished(0.1, {"r": 7}, pair.number))
+    (told,) = drained(pair.a.turn())
+    assert told.frame == Drained(())
+    assert pair.a.switches == 2 and pair.b.switches == 1
+    pair.bring(told, "a")
+    pair.b.turn()
+    assert pair.b.switches == 2
+    assert pair.b.machine.planner.table.request_ids == ("r",)
+
+
+def test_blocks_of_what_was_given_up_are_free_at_every_stage() -> None:
+    pair = Pair()
+    pair.part()
+    sent = pair.a.turn(DRAIN_TIMEOUT_S + 0.1)
+    pair.b.turn(DRAIN_TIMEOUT_S + 0.1)
+    assert pair.b.switches == 1, "only the leader knows what is to be freed"
+    (told,) = drained(sent)
+    assert told.frame == Drained(("r",))
+    pair.bring(told, "a")
+    pair.b.turn()
+    assert pair.b.switches == 2
+    for member in (pair.a, pair.b):
+        assert member.machine.planner.table.request_ids == ()
+        assert member.machine.planner.pool.taken_count == 0
+    assert "r" in pair.a.machine.planner.sequences
+
+
+def test_blocks_of_who_never_ran_are_free_before_the_next_leader_counts() -> None:
+    """Requests are dealt by the blocks that they have then."""
+    pair = Pair()
+    pair.arrive("long", 40)
+    pair.arrive("late", 8)
+    number = pair.launch()
+    pair.part()
+    pair.a.do(IterationFinished(0.1, {"r": 7}, pair.number))
+    pair.a.do(IterationFinished(0.1, {}, number))
+    late = pair.a.machine.planner.sequences["late"]
+    assert late.blocks and not late.computed
+    (told,) = drained(pair.a.turn())
+    assert told.frame == Drained(("late",))
+    assert pair.a.machine.planner.table.request_ids == ("r", "long")
+    assert not late.blocks
+    pair.bring(told, "a")
+    assert pair.b.machine.planner.table.request_ids == ("r", "long")
+
+
+def test_a_stage_gives_a_leader_up_in_the_end() -> None:
+    pair = Pair()
+    pair.part()
+    pair.b.turn(DRAINED_TIMEOUT_S)
+    assert pair.b.switches == 1
+    pair.b.turn(DRAINED_TIMEOUT_S + 0.1)
+    assert pair.b.switches == 2
+
+
+def test_a_lost_member_is_not_waited_for() -> None:
+    pair = Pair()
+    pair.b.hear(LEFT)
+    pair.b.turn()
+    assert pair.b.switches == 2
+    assert pair.b.machine.planner.pool.taken_count == 0
+
+
+def test_nothing_runs_after_its_leader_has_said_that_it_leaves() -> None:
+    pair = Pair()
+    pair.part()
+    pair.bring(words.SendFrame("b", Drained(())), "a")
+    frame = Activations(pair.number + 1, (), ())
+    assert pair.b.machine.handle(words.FrameReceived(0.1, "a", frame)) == []
+
+
+def test_a_stage_does_not_wait_for_a_leader_that_has_left_to_adopt() -> None:
+    """A request came to the stage, and on its way to the leader that one has left."""
+    pair = Pair()
+    request = Request("late", (5,) * 6, Sampling(), Limits(4), 0.0)
+    (sent,) = pair.b.do(RequestArrived(0.1, request))
+    assert isinstance(sent.frame, Adopt)
+    pair.part()
+    pair.a.do(IterationFinished(0.1, {"r": 7}, pair.number))
+    (told,) = drained(pair.a.turn())
+    pair.bring(told, "a")
+    pair.b.turn()
+    assert pair.b.switches == 2
+    assert "late" in pair.b.machine.planner.sequences
