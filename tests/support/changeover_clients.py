@@ -72,7 +72,9 @@ class Clients:
         """A sequence begins at a worker."""
         self.sources[worker_id, request_of(name)] = Source(name, [])
 
-    def start(self, request_id: str, prompt: tuple[int, ...], max_tokens: int, owner: str) -> Stream:
+    def start(
+        self, request_id: str, prompt: tuple[int, ...], max_tokens: int, owner: str
+    ) -> Stream:
         """A client asks a worker for the first time."""
         request = Request(request_id, prompt, Sampling(temperature=0.0), Limits(max_tokens), 0.0)
         self.streams[request_id] = stream = Stream(request, owner)

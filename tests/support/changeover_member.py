@@ -6,8 +6,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from services.core.changeover import vocabulary as words
+from services.core.changeover.epoch_fence import EpochFence
 from services.core.changeover.frames import Activations, MemberFrame, Samples, activations
-from services.core.changeover.state import Changeover, Phase
+from services.core.changeover.state import DRAIN_TIMEOUT_S, Changeover, Phase
 from services.core.groups.layer_map import Stage
 from services.core.planner.batch import SampleSpec
 from services.core.planner.config import IterationConfig
@@ -62,8 +63,7 @@ class WorldMember:
     worker_id: str
     memory: FakeMemory
     config: IterationConfig
-    epoch: int = 0
-    early: deque[Packet] = field(default_factory=deque)
+    fence: EpochFence[Packet] = field(default_factory=EpochFence)
     ripe: deque[Packet] = field(default_factory=deque)
     control: deque[words.Event] = field(default_factory=deque)
     events: deque[words.Event] = field(default_factory=deque)  # of transfers
@@ -127,15 +127,14 @@ class WorldMember:
 
     def take(self, packet: Packet) -> None:
         """A frame has come: an older one is dropped, a newer one waits."""
-        if self.is_current(packet.epoch):
+        if self.fence.admits(packet.epoch, packet):
             self._payload = packet.payload
             self.handle(words.FrameReceived(self.now_s, packet.peer, packet.frame))
-        elif packet.epoch > self.epoch:
-            self.early.append(packet)
 
-    def is_current(self, epoch: int) -> bool:
-        """The fence."""
-        return epoch == self.epoch
+    @property
+    def epoch(self) -> int:
+        """Of the present configuration."""
+        return self.fence.epoch
 
     def take_control(self) -> None:
         """The group's coordinator says something."""
@@ -147,14 +146,23 @@ class WorldMember:
 
     def take_turn(self) -> None:
         """Go on with what is under way."""
-        configuration = self.machine.configuration
-        if configuration is not None:
-            lost = frozenset(self.noticed & configuration.members)
-            if lost != self._told_lost and self.machine.phase is not Phase.JOINING:
-                self._told_lost = lost
-                self.handle(words.PeersLost(self.now_s, lost))
+        if self.has_lost:
+            self._told_lost = self._lost
+            self.handle(words.PeersLost(self.now_s, self._lost))
         if self.machine.busy:
             self.handle(words.TurnTaken(self.now_s))
+
+    @property
+    def has_lost(self) -> bool:
+        """Whether it has yet to be told that a member of the change was lost."""
+        if self.ripe or self.machine.phase is Phase.JOINING:
+            return False  # what came before is taken first
+        return self._lost != self._told_lost
+
+    @property
+    def _lost(self) -> frozenset[str]:
+        configuration = self.machine.configuration
+        return frozenset(self.noticed & (configuration.members if configuration else set()))
 
     def launch(self) -> None:
         """Run a microbatch as its first stage, if there is one."""
@@ -258,11 +266,14 @@ class WorldMember:
 
     def _switch(self, command: words.SwitchStage) -> words.StageSwitched:
         new = command.configuration
+        waited_s = self.now_s - self.heard_s
+        require(waited_s <= DRAIN_TIMEOUT_S or self.world.disturbed, f"it waited {waited_s} s")
         answer = self.memory.set_stage(new.stage.first_layer, new.stage.end_layer)
         self.restoring = None
-        self.epoch = new.epoch
-        self.ripe.extend(self.early)
-        self.early.clear()
+        early = [packet for _, packet in self.fence.early]
+        self.fence.enter(new.epoch)
+        self.fence.early.clear()
+        self.ripe.extend(early)  # each is looked at again when it is taken
         self._told_lost = frozenset()
         return answer
 
@@ -325,7 +336,7 @@ class WorldMember:
         """Store the piece that was read; False if it is not expected any more."""
         command, (layer, place) = sending.command, sending.pieces[0]
         ids = self.machine.kv_blocks_for(command.transfer_id, command.request_id)
-        if place >= len(ids) or not self.is_current(sending.epoch):
+        if place >= len(ids) or sending.epoch != self.epoch:
             return False
         assert sending.packed is not None
         self.memory.unpack(layer, ids[place], sending.packed)

@@ -23,7 +23,7 @@ from tests.support.fake_stage import BLOCK_SIZE, FakeMemory, Violated, require
 
 LAYERS = 4
 SLAB_UNITS = 5
-TURNS_MAX = 20_000
+TURNS_MAX = 6_000
 TURN_S = 0.001
 JUMP_S = 5.2
 """After it a leader has given up what is in flight; see `DRAIN_TIMEOUT_S`."""
@@ -58,7 +58,8 @@ class World:
         self.now_s = 0.0
         self.clients = Clients()
         self.faults = True
-        self.losses_left = rng.choice([0, 0, 1, 2]) if losses is None else losses
+        self.disturbed = False  # a worker was lost, or time has passed
+        self.losses_left = rng.choice([0, 1, 1, 2]) if losses is None else losses
         self.epoch = 1
         self.groups: list[tuple[Stage, ...]] = []
         self.attempts: dict[str, Attempt] = {}
@@ -111,7 +112,9 @@ class World:
         self._made += 1
         self.epoch += 1
         names = sorted({stage.worker_id for group in new for stage in group})
-        draining = set(self.rng.sample(names, 1)) if len(new) > 1 and self.rng.random() < 0.3 else set()
+        draining = (
+            set(self.rng.sample(names, 1)) if len(new) > 1 and self.rng.random() < 0.3 else set()
+        )
         attempt = Attempt(f"attempt-{self._made}", old, self._plans(new, draining))
         self.attempts[attempt.name] = attempt
         for name in names:
@@ -139,6 +142,7 @@ class World:
         if not self.losses_left or len(self.members) < 2:
             return
         self.losses_left -= 1
+        self.disturbed = True
         lost = self.rng.choice(sorted(self.members))
         group = next(one for one in self.groups if any(s.worker_id == lost for s in one))
         for name in [n for n, one in self.attempts.items() if group in one.old]:
@@ -159,6 +163,7 @@ class World:
         waiting = [one for one in self.members.values() if one.machine.phase == "draining"]
         if all(self.now_s + JUMP_S - one.heard_s < PATIENCE_S for one in waiting):
             self.now_s += JUMP_S
+            self.disturbed = True
 
     def turns(self, most: int = 25) -> None:
         """Let things happen."""
@@ -168,8 +173,8 @@ class World:
     def step(self) -> None:
         """One operation, drawn by chance."""
         operations = (self.start, self.abort, self.prepare, self.abandon, self.commit, self.lose)
-        weights = (6, 1, 4, 0.4, 6, 0.4)
-        self.rng.choices((*operations, self.jump, self.turns), (*weights, 0.3, 12))[0]()
+        weights = (6, 1, 4, 0.4, 6, 0.8)
+        self.rng.choices((*operations, self.jump, self.turns), (*weights, 0.6, 12))[0]()
 
     # --- one thing happens
 
@@ -178,11 +183,13 @@ class World:
         self.now_s += TURN_S
         actions = self._arrivals()
         for member in self.members.values():
-            if member.machine.busy or not self._dead <= member.noticed:
+            if member.machine.busy or member.has_lost:
                 actions.append(member.take_turn)
             if launches and member.may_launch:
                 actions.append(member.launch)
-        actions += [partial(self._ask_again, one) for one in self.clients.streams.values() if one.lost]
+        actions += [
+            partial(self._ask_again, one) for one in self.clients.streams.values() if one.lost
+        ]
         if actions:
             self.rng.choice(actions)()
         return bool(actions)
@@ -298,7 +305,9 @@ class World:
         if not self._serves(old[0]):
             return old, [(self.members[name].alone(),) for name in names]
         if len(free) > 1 and (len(old[0]) == 1 or rng.random() < 0.4):
-            other = rng.choice([group for group in free if group != old[0] and self._serves(group)] or old)
+            other = rng.choice(
+                [group for group in free if group != old[0] and self._serves(group)] or old
+            )
             if other not in old:
                 old.append(other)
                 return old, [self._cut_among(names + [stage.worker_id for stage in other])]
@@ -355,7 +364,7 @@ class World:
         for _ in range(TURNS_MAX):
             if not self.turn():
                 break
-            if not self._arrivals() and not any(m.may_launch for m in self.members.values()):
+            if not self._arrivals():
                 self.now_s += 0.1
         else:
             raise Violated(f"stuck: {self.describe()}")

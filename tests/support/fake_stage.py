@@ -179,7 +179,9 @@ class FakeMemory:
 
     @property
     def _free(self) -> int:
-        layers = [name for name in (*self.slabs, *self.filling) if name.startswith(layer_name(0)[:-1])]
+        layers = [
+            name for name in (*self.slabs, *self.filling) if name.startswith(layer_name(0)[:-1])
+        ]
         return self._units - sum(self.blocks.values()) - len(layers) * self._slab_units
 
     def _has(self, slab: str) -> bool:

@@ -50,7 +50,7 @@ class Member:
 
 
 class Pair:
-    """"a" leads a pipeline with "b", in which "r" has begun to run."""
+    """ "a" leads a pipeline with "b", in which "r" has begun to run."""
 
     def __init__(self) -> None:
         self.a, self.b = Member("a"), Member("b")

@@ -13,7 +13,9 @@ from services.core.request import Limits, Request, Sampling
 
 
 def test_a_leader_agrees_with_itself_while_blocks_of_a_reset_sequence_are_freed() -> None:
-    planner = PlannerState(IterationConfig(4, 16, max_batch_tokens=32, max_running=4, max_waiting=4))
+    planner = PlannerState(
+        IterationConfig(4, 16, max_batch_tokens=32, max_running=4, max_waiting=4)
+    )
     planner.handle(RequestArrived(0.0, Request("r", (5,) * 6, Sampling(), Limits(4), 0.0)))
     assert planner.plan(0.0) is not None
     planner.in_flight.clear()

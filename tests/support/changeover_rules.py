@@ -1,0 +1,153 @@
+"""The rules of a member's change-over, each of which can be taken out.
+
+Without one of them the world of change-overs finds wrong KV, lost blocks, or members that wait for
+ever; see `test_changeover_properties.py`.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from services.core.changeover import takeover
+from services.core.changeover.capacity import MemberCapacity
+from services.core.changeover.epoch_fence import EpochFence
+from services.core.changeover.frames import CapacityKept
+from services.core.changeover.handover import Handover
+from services.core.changeover.kv_exchange import ExchangeState
+from services.core.changeover.leader_moves import LeaderMoves
+from services.core.changeover.preparation import Preparation
+from services.core.changeover.stage_kv import StageKv
+from services.core.changeover.state import Changeover
+from services.core.changeover.takeover import Takeover
+from services.core.changeover.vocabulary import CancelTransfer, ReleaseDeparted
+from services.core.planner.configuration_events import SequenceResumed
+from services.core.planner.events import RequestAborted
+
+Removal = Callable[[pytest.MonkeyPatch], None]
+
+
+def _put(owner: Any, name: str, value: Any) -> Removal:
+    """Have `owner` do something else under that name."""
+    return lambda patch: patch.setattr(owner, name, value)
+
+
+def _drains_at_once(self: Changeover, _new: object, _now_s: float) -> bool:
+    return True
+
+
+def _follower_leaves_at_once(patch: pytest.MonkeyPatch) -> None:
+    waits = Changeover._is_drained
+
+    def leaves(self: Changeover, new: Any, now_s: float) -> bool:
+        return waits(self, new, now_s) if self.leads else self._handover.settled
+
+    patch.setattr(Changeover, "_is_drained", leaves)
+
+
+def _resumes_at_once(patch: pytest.MonkeyPatch) -> None:
+    add = LeaderMoves.add
+
+    def resume(self: LeaderMoves, request_id: str, *rest: Any) -> None:
+        add(self, request_id, *rest)
+        sequence = self._context.planner.sequences[request_id]
+        if not sequence.absent:
+            self._context.change(SequenceResumed(request_id))
+
+    patch.setattr(LeaderMoves, "add", resume)
+
+
+def _aborts_while_joining(self: Changeover, name: str) -> None:
+    self._context.names.end(name)
+    if not self._handover.abort(name):
+        self._context.change(RequestAborted(self._context.now_s, name))
+
+
+def _begins_unsettled(patch: pytest.MonkeyPatch) -> None:
+    advance = Preparation.advance
+    patch.setattr(Preparation, "advance", lambda self, _settled: advance(self, True))
+
+
+def _keeps_released_names(patch: pytest.MonkeyPatch) -> None:
+    pass_on = MemberCapacity.pass_on
+    patch.setattr(
+        MemberCapacity, "pass_on", lambda self, frame: pass_on(self, replace(frame, released=()))
+    )
+
+
+def _releases_departed_at_once(self: StageKv, freed: Any) -> None:
+    self._freed.append(freed)
+    self._context.commands.append(ReleaseDeparted(0))
+
+
+def _tells_no_credit(patch: pytest.MonkeyPatch) -> None:
+    tell = StageKv._tell
+    patch.setattr(
+        StageKv, "_tell", lambda self, freed, grown: tell(self, freed._replace(blocks=0), grown)
+    )
+
+
+def _cancels_nothing(patch: pytest.MonkeyPatch) -> None:
+    free = StageKv.free
+
+    def keep_on(self: StageKv, peer: str, frame: Any) -> None:
+        free(self, peer, frame)
+        commands = self._context.commands
+        commands[:] = [one for one in commands if not isinstance(one, CancelTransfer)]
+
+    patch.setattr(StageKv, "free", keep_on)
+
+
+def _counts_no_joined_use(patch: pytest.MonkeyPatch) -> None:
+    count = takeover.followers_of
+
+    def uncounted(*stages: Any) -> Any:
+        return tuple(replace(follower, used_blocks=0) for follower in count(*stages))
+
+    patch.setattr(takeover, "followers_of", uncounted)
+
+
+def _keeps_what_was_prepared(self: Preparation, _new: object) -> None:
+    self._now = None
+
+
+def _shrinks_without_moving(self: Preparation, now: Any) -> None:
+    self._shrink(now)
+
+
+def _answers_at_once(self: MemberCapacity) -> None:
+    for peer, asked in list(self._asked.items()):
+        del self._asked[peer]
+        self._context.send_along(CapacityKept(peer, asked.attempt, self._kv.take_released()))
+
+
+RULES: dict[str, Removal] = {
+    "frames of other epochs have no effect": _put(EpochFence, "admits", lambda *_: True),
+    "frames wait until all stages have joined": _put(Takeover, "defers", lambda *_: False),
+    "a configuration is left when it is drained": _put(Changeover, "_is_drained", _drains_at_once),
+    "a stage leaves after its leader": _follower_leaves_at_once,
+    "a sequence is held until its KV is whole": _resumes_at_once,
+    "a superseded sequence is not adopted": _put(Takeover, "_is_superseded", lambda *_: False),
+    "transfers to released requests are refused": _put(StageKv, "forget", lambda *_: None),
+    "unclaimed KV keeps a member unsettled": _put(StageKv, "unclaimed", property(lambda _: [])),
+    "a preparation begins when all is settled": _begins_unsettled,
+    "names of released requests go before blocks": _keeps_released_names,
+    "an abort waits while stages join": _put(Changeover, "_abort", _aborts_while_joining),
+    "departed KV stays until it is freed": _put(StageKv, "_release", _releases_departed_at_once),
+    "freed blocks of other leaders are credited": _tells_no_credit,
+    "a transfer of freed KV is cancelled": _cancels_nothing,
+    "a new leader counts what is in use": _counts_no_joined_use,
+    "a preparation for another change is undone": _put(
+        Preparation, "end", _keeps_what_was_prepared
+    ),
+    "blocks move below the limit first": _put(Preparation, "_advance", _shrinks_without_moving),
+    "a stage shrinks when few enough are used": _put(MemberCapacity, "answer", _answers_at_once),
+    "a move starts when there is room": _put(ExchangeState, "_fits", lambda *_: True),
+    "what a lost leader was dealt is freed": _put(Handover, "lose", lambda *_: []),
+    "KV of a lost source is given up": _put(LeaderMoves, "lose", lambda *_: None),
+    "a leader waits for all that may hand over": _put(
+        Takeover, "settled", property(lambda self: self._joined is None)
+    ),
+    "who passes over a change says so": _put(Changeover, "_note_passed", lambda *_: None),
+}

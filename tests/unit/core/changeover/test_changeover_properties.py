@@ -1,0 +1,81 @@
+"""Whatever happens to members while groups change, requests get the tokens of a calm run.
+
+Each rule of the machine is needed: without it, the same exploration finds a violation.
+"""
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.support.changeover_rules import RULES
+from tests.support.changeover_world import World
+
+STEPS = 50
+RUNS = 150
+MANY_RUNS = 5_000
+SEEDS = {
+    "frames of other epochs have no effect": 0,
+    "frames wait until all stages have joined": 6,
+    "a configuration is left when it is drained": 6,
+    "a stage leaves after its leader": 6,
+    "a sequence is held until its KV is whole": 4,
+    "unclaimed KV keeps a member unsettled": 101,
+    "a preparation begins when all is settled": 8,
+    "names of released requests go before blocks": 1,
+    "an abort waits while stages join": 9,
+    "departed KV stays until it is freed": 4,
+    "a new leader counts what is in use": 4,
+    "blocks move below the limit first": 0,
+}
+"""For each rule a run that goes wrong without it."""
+OPERATIONS = ("start", "start", "prepare", "commit", "commit", "turns", "turns", "abort", "abandon")
+FAULTS = ("lose", "jump")
+
+
+def explore(seed: int) -> World:
+    """A run by chance."""
+    world = World(seed)
+    for _ in range(STEPS):
+        world.step()
+    world.settle()
+    return world
+
+
+def test_every_request_has_its_tokens_and_nothing_is_left() -> None:
+    worlds = [explore(seed) for seed in range(RUNS)]
+    assert sum(world.committed for world in worlds) > RUNS
+    assert sum(world.clients.asked_again for world in worlds) > 0
+    preemptions = [m.planner.preemptions_total for w in worlds for m in w.members.values()]
+    assert sum(preemptions) > RUNS
+
+
+@pytest.mark.slow
+def test_many_runs() -> None:
+    for seed in range(RUNS, MANY_RUNS):
+        explore(seed)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(
+    workers=st.integers(2, 4),
+    operations=st.lists(
+        st.tuples(st.sampled_from((*OPERATIONS, *FAULTS)), st.integers(0, 255)), max_size=STEPS
+    ),
+)
+def test_any_order_of_operations_comes_to_rest(
+    workers: int, operations: list[tuple[str, int]]
+) -> None:
+    """The same, with what happens drawn one by one, so that a failure shrinks."""
+    world = World(workers, workers, losses=2)
+    for name, chance in operations:
+        world.rng.seed(chance)
+        getattr(world, name)()
+    world.settle()
+
+
+@pytest.mark.parametrize("rule", SEEDS)
+def test_each_rule_is_needed(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    explore(SEEDS[rule])
+    RULES[rule](monkeypatch)
+    with pytest.raises((AssertionError, ValueError, IndexError, KeyError)):
+        explore(SEEDS[rule])
