@@ -114,7 +114,7 @@ class WorldMember:
     def start(self, request: Request) -> None:
         """A request is handed to it."""
         name = self._names.name(request.request_id)
-        if not self.machine.name_of(request.request_id) in self.planner.sequences or (
+        if self.machine.name_of(request.request_id) not in self.planner.sequences or (
             self.world.clients.sources[self.worker_id, request.request_id].adopted
         ):
             self.world.clients.begin(self.worker_id, name)
