@@ -1,7 +1,7 @@
 """The rules of a member's change-over, each of which can be taken out.
 
-Without one that has a seed in `test_changeover_properties.py`, the world of change-overs finds wrong
-KV, lost blocks, or members that wait for ever.
+Without one that has a seed in `test_changeover_properties.py`, the world of change-overs finds
+wrong KV, lost blocks, or members that wait for ever.
 """
 
 from collections.abc import Callable
