@@ -21,7 +21,7 @@ _DURATION_BUCKETS = (0.01, 0.05, 0.1, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 FINISHED_REASONS = ("stop", "length", "abort", "error")
 # Of a request that could have been served at another time.
 REFUSALS: tuple[type[GatewayError], ...] = (QueueFull, ServiceUnavailable, Expired, ShuttingDown)
-# No request has more tokens; the buckets of counts end here.
+# The last bucket of token counts.
 TOKENS_MAX = 1_000_000
 
 
@@ -41,7 +41,7 @@ class Metrics:
     """
 
     def __init__(self, model_name: str, registry: CollectorRegistry) -> None:
-        """They are added to `registry`."""
+        """The metrics are added to `registry`."""
         self.registry = registry
         self._model_name = model_name
         self.requests = RequestHistograms(model_name, registry)
@@ -149,7 +149,7 @@ class Metrics:
         self._duration.labels(endpoint).observe(duration_s)
 
     def refused(self, error: GatewayError) -> None:
-        """Count a request that failed before its response began, if that was for want of room."""
+        """Count a request that was refused for want of room, before its response began."""
         if type(error) in REFUSALS:
             self._rejections.labels(self._model_name, error.code).inc()
 
