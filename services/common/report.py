@@ -5,7 +5,7 @@ message does not have keeps its default.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass
 from operator import attrgetter
 from typing import Any, Generic, TypeVar, cast
@@ -31,12 +31,14 @@ class _Codec(Generic[R, M]):
     def __init__(self, report: type[R], message: type[M]) -> None:
         """Raises TypeError if the message has a field that the report lacks."""
         told = frozenset(one.name for one in message.DESCRIPTOR.fields)
-        paths = dict(_paths(report, told))
-        if told != paths.keys():
-            raise TypeError(f"{report.__name__} has no {', '.join(sorted(told - paths.keys()))}")
+        leaves = list(_leaves(report, told))
+        lacking = sorted(told - {name for name, _, _ in leaves})
+        if lacking:
+            raise TypeError(f"{report.__name__} has no {', '.join(lacking)}")
         self._message = message
-        self._names = tuple(paths)
-        self._values = attrgetter(*paths.values())
+        self._names = tuple(name for name, _, _ in leaves)
+        self._values = attrgetter(*(path for _, path, _ in leaves))
+        self._numbers = attrgetter(*(path for _, path, kind in leaves if kind in (int, float)))
         self._made = _maker(report, told)
 
     def values(self, report: R) -> dict[str, Any]:
@@ -58,46 +60,43 @@ class _Codec(Generic[R, M]):
             InvalidReport: if a number is negative or not finite.
         """
         report = self.report(message)
-        for name, value in self.values(report).items():
-            if isinstance(value, int | float) and not 0 <= value < math.inf:
-                raise InvalidReport(f"{name} is {value}, but must be 0 or more")
+        for number in self._numbers(report):
+            if not 0 <= number < math.inf:
+                names = [name for name, value in self.values(report).items() if value is number]
+                raise InvalidReport(f"{names[0]} is {number}, but must be 0 or more")
         return report
 
 
-def _paths(report: type[Any], told: frozenset[str], within: str = "") -> Iterator[tuple[str, str]]:
-    """Each field that is told, and where it is in the report: "a" or "b.a"."""
+def _leaves(
+    report: type[Any], told: frozenset[str], within: str = ""
+) -> Iterator[tuple[str, str, Any]]:
+    """Each field that is told, where it is in the report ("a" or "b.a"), and its type."""
     for one in fields(report):
         if is_dataclass(one.type):
-            yield from _paths(cast(type[Any], one.type), told, f"{within}{one.name}.")
+            yield from _leaves(cast(type[Any], one.type), told, f"{within}{one.name}.")
         elif one.name in told:
-            yield one.name, f"{within}{one.name}"
+            yield one.name, f"{within}{one.name}", one.type
 
 
 def _maker(report: type[Any], told: frozenset[str]) -> Callable[[Message], Any]:
-    """What makes a report of a message."""
-    parts = dict(_parts(report, told))
+    """What makes a report of a message; a report within it of which nothing is told is left out."""
+    own = [one.name for one in fields(report) if one.name in told]
+    rows = [one.name for one in fields(report) if one.name in told and "tuple" in str(one.type)]
+    within = [
+        (one.name, _maker(cast(type[Any], one.type), told))
+        for one in fields(report)
+        if is_dataclass(one.type) and any(_leaves(cast(type[Any], one.type), told))
+    ]
 
     def made(message: Message) -> Any:
-        return report(**{name: part(message) for name, part in parts.items()})
+        values = {name: getattr(message, name) for name in own}
+        for name in rows:
+            values[name] = tuple(values[name])
+        for name, part in within:
+            values[name] = part(message)
+        return report(**values)
 
     return made
-
-
-def _parts(
-    report: type[Any], told: frozenset[str]
-) -> Iterable[tuple[str, Callable[[Message], Any]]]:
-    for one in fields(report):
-        if is_dataclass(one.type):
-            kind = cast(type[Any], one.type)
-            if any(True for _ in _paths(kind, told)):
-                yield one.name, _maker(kind, told)
-        elif one.name in told:
-            read = attrgetter(one.name)
-            yield one.name, (_row(read) if "tuple" in str(one.type) else read)
-
-
-def _row(read: Callable[[Message], Iterable[Any]]) -> Callable[[Message], tuple[Any, ...]]:
-    return lambda message: tuple(read(message))
 
 
 _LOAD = _Codec(LoadReport, load_pb2.WorkerLoad)

@@ -9,8 +9,8 @@ T = TypeVar("T", bound=Hashable)
 class FairLine(Generic[T]):
     """Items that wait; the next one is the oldest of the owner whose turn it is.
 
-    An owner of whom nothing waits yet enters behind all owners that wait. So an item waits for at
-    most one of each other owner for every one of its own owner's before it.
+    A new owner enters behind all owners that wait. So for every item of its own owner before it, an
+    item waits for at most one item of each other owner.
     """
 
     def __init__(self, owned_max: int) -> None:

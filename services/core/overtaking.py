@@ -1,8 +1,9 @@
 """Which request of a waiting line starts next: the oldest that fits, within a bound.
 
-One rule for every line, the scheduler's and a worker's. A request that needs more room than there
-is would otherwise hold up all behind it, most of which are short. Each that starts before it counts
-as having overtaken it; one that has been overtaken often enough holds the line until it fits.
+One rule for every line, the scheduler's and a worker's. A request that needs more room
+than there is would otherwise hold up all requests behind it, most of which are short. Each request
+that starts before it overtakes it; a request that has been overtaken often enough holds the line
+until it fits.
 """
 
 from collections.abc import Callable, Iterable
@@ -10,13 +11,13 @@ from itertools import islice
 from typing import Protocol, TypeVar
 
 LOOKED_AT = 16
-"""How deep into a line is looked for one that fits."""
+"""Requests at the head of a line among which one that fits is looked for."""
 OVERTAKEN_MAX = 8
-"""How often one may be overtaken if nobody says otherwise; 0 keeps the order of arrival."""
+"""How often a request may be overtaken by default; 0 keeps the order of the line."""
 
 
 class Overtakeable(Protocol):
-    """It waits, and knows how many younger ones have started before it."""
+    """A waiting request that counts the requests behind it that have started before it."""
 
     overtaken: int
 

@@ -10,6 +10,7 @@ import uuid
 from services.common.advertise import advertised
 from services.common.etcd import Store, open_store
 from services.common.event_log import EventLog
+from services.common.grpc_server import Server
 from services.common.membership import SERVICES, Registration
 from services.common.metrics_server import metrics_exposed
 from services.common.process_metrics import service_registry
@@ -136,11 +137,8 @@ class _Gateway:
             config.api_keys_file,
             changed=lambda ring: self._metrics.quotas.limit_owners(ring.limited()),
         )
-        self._metrics.keys_refused.set_function(lambda: self._keys.failing)
-        self._metrics.keys_digest.set_function(lambda: self._keys.digest)
         quotas = Quotas(self._metrics.quotas)
         self._exchange = QuotaExchange(store, incarnation, quotas.state, config.lease_ttl_s)
-        self._metrics.quota_sharing.set_function(lambda: self._exchange.sharing)
         self._workers = WorkerClient(
             self._view.worker_addresses,
             config.attach_timeout_s,
@@ -151,66 +149,13 @@ class _Gateway:
         self._probe = ReadinessProbe(
             self._view, self._admission, self._drain, config.expected_workers
         )
-        self._metrics.ready.set_function(self._probe.ready)
-        self._metrics.groups_serving.set_function(lambda: self._probe.look().groups_serving)
-        serving = RequestServing(
-            preparer=Preparer(
-                model,
-                self._pool,
-                lambda: self._view.max_model_len or model.context_tokens,
-                self._checker,
-            ),
-            choices=ChoiceRunner(
-                self._admission,
-                self._workers,
-                model.tokenizer,
-                self._pool,
-                self._metrics,
-                record,
-            ),
-            drain=self._drain,
-            bodies=self._bodies,
-            running=self._running,
-            metrics=self._metrics,
-            request_timeout_s=config.request_timeout_s,
-            client_stall_s=config.client_stall_s,
-            refuse_unknown=config.unknown_fields == "refuse",
-        )
+        serving = self._request_serving(model, record)
         canceller = Canceller(self._running, self._view, self._transport.dial, incarnation)
         reception = Reception(self._metrics, tracer, incarnation, quotas)
-        app = build(
-            model,
-            serving,
-            canceller,
-            self._pool,
-            self._probe,
-            self._keys,
-            reception,
-            config.public_metrics,
-            origins_of(config.cors_origins),
-        )
         self._tls = server_tls(config.http_tls_cert_file, config.http_tls_key_file)
-        self._http = HttpServer(app, self._tls)
-        self._grpc = None
-        if config.public_grpc_port is not None:
-            self._grpc = GrpcPort(
-                (
-                    GatewayService(model, serving, canceller, self._pool),
-                    KserveService(model, serving, self._pool, self._probe, reception),
-                ),
-                serving,
-                self._probe,
-                self._keys,
-                reception,
-                host=config.public_grpc_host,
-                port=config.public_grpc_port,
-                tls=front_certificates(
-                    config.public_grpc_ca_file,
-                    config.http_tls_cert_file,
-                    config.http_tls_key_file,
-                ),
-                reflection=config.public_grpc_reflection,
-            )
+        self._http = self._http_server(model, serving, canceller, reception)
+        self._grpc = self._grpc_port(model, serving, canceller, reception)
+        self._expose()
 
     async def run(
         self, listener: socket.socket, admin: socket.socket | None, stop: asyncio.Event
@@ -246,16 +191,7 @@ class _Gateway:
                     operators = self._admin_port()
                     tasks.create_task(operators.run(admin))
                 await stop.wait()
-                server.drain()
-                if self._grpc is not None:
-                    self._grpc.leave()
-                await self._drain.leave(config.drain_delay_s)
-                log.info("draining %d requests", self._drain.inflight)
-                if self._grpc is not None:
-                    self._grpc.refuse(config.drain_timeout_s + GRACE_S)
-                await self._drain.drain(config.drain_timeout_s)
-                if operators is not None:
-                    operators.close()
+                await self._leave(server, operators)
                 self._http.should_exit = True
                 await http
                 for task in background:
@@ -268,6 +204,94 @@ class _Gateway:
             if self._grpc is not None:
                 await self._grpc.stop()
             await server.stop(grace_s=0.5)
+
+    async def _leave(self, server: Server, operators: AdminPort | None) -> None:
+        """Take no new requests; wait until the running ones have ended or their time is up."""
+        server.drain()
+        if self._grpc is not None:
+            self._grpc.leave()
+        await self._drain.leave(self._config.drain_delay_s)
+        log.info("draining %d requests", self._drain.inflight)
+        if self._grpc is not None:
+            self._grpc.refuse(self._config.drain_timeout_s + GRACE_S)
+        await self._drain.drain(self._config.drain_timeout_s)
+        if operators is not None:
+            operators.close()
+
+    def _request_serving(self, model: ServedModel, record: StreamRecord) -> RequestServing:
+        config = self._config
+        return RequestServing(
+            preparer=Preparer(
+                model,
+                self._pool,
+                lambda: self._view.max_model_len or model.context_tokens,
+                self._checker,
+            ),
+            choices=ChoiceRunner(
+                self._admission,
+                self._workers,
+                model.tokenizer,
+                self._pool,
+                self._metrics,
+                record,
+            ),
+            drain=self._drain,
+            bodies=self._bodies,
+            running=self._running,
+            metrics=self._metrics,
+            request_timeout_s=config.request_timeout_s,
+            client_stall_s=config.client_stall_s,
+            refuse_unknown=config.unknown_fields == "refuse",
+        )
+
+    def _http_server(
+        self,
+        model: ServedModel,
+        serving: RequestServing,
+        canceller: Canceller,
+        reception: Reception,
+    ) -> HttpServer:
+        app = build(
+            model,
+            serving,
+            canceller,
+            self._pool,
+            self._probe,
+            self._keys,
+            reception,
+            self._config.public_metrics,
+            origins_of(self._config.cors_origins),
+        )
+        return HttpServer(app, self._tls)
+
+    def _grpc_port(
+        self,
+        model: ServedModel,
+        serving: RequestServing,
+        canceller: Canceller,
+        reception: Reception,
+    ) -> GrpcPort | None:
+        config = self._config
+        if config.public_grpc_port is None:
+            return None
+        return GrpcPort(
+            (
+                GatewayService(model, serving, canceller, self._pool),
+                KserveService(model, serving, self._pool, self._probe, reception),
+            ),
+            serving,
+            self._probe,
+            self._keys,
+            reception,
+            host=config.public_grpc_host,
+            port=config.public_grpc_port,
+            tls=front_certificates(
+                config.public_grpc_ca_file,
+                config.http_tls_cert_file,
+                config.http_tls_key_file,
+            ),
+            reflection=config.public_grpc_reflection,
+        )
 
     def _admin_port(self) -> AdminPort:
         dial = self._transport.dial
@@ -304,6 +328,14 @@ class _Gateway:
         metrics.running.set_function(lambda: self._workers.running)
         metrics.body_bytes.set_function(lambda: self._bodies.bytes_held)
         return metrics
+
+    def _expose(self) -> None:
+        """Connect metrics with parts that are made after the metrics."""
+        self._metrics.keys_refused.set_function(lambda: self._keys.failing)
+        self._metrics.keys_digest.set_function(lambda: self._keys.digest)
+        self._metrics.quota_sharing.set_function(lambda: self._exchange.sharing)
+        self._metrics.ready.set_function(self._probe.ready)
+        self._metrics.groups_serving.set_function(lambda: self._probe.look().groups_serving)
 
     def _members_changed(self) -> None:
         self._admission.scheduler_changed()

@@ -170,9 +170,9 @@ class Driver:
         members = []
         for worker_id in command.worker_ids:
             heard = self._memory.heard(worker_id)
-            epoch = heard.epoch if heard is not None else 0
-            settled = heard is not None and heard.settled_s is not None
-            members.append(MemberSeen(worker_id, epoch, settled))
+            if heard is not None:
+                settled = heard.settled_s is not None
+                members.append(MemberSeen(worker_id, heard.epoch, settled))
         self._apply(MembersSeen(monotonic_s(), command.change_id, tuple(members)))
 
     async def _look_later(self, command: LookAtMembers) -> None:

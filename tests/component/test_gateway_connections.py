@@ -17,6 +17,7 @@ from services.gateway.http.protocol import (
     INCOMPLETE_BYTES_MAX,
     PIPELINED_BYTES_MAX,
     PIPELINED_MAX,
+    BoundedProtocol,
 )
 from tests.support.gateway import TIMEOUT_S, Case, gateway_case
 from tests.support.waiting import eventually
@@ -96,10 +97,13 @@ async def test_headers_that_never_end_are_refused(case: Case) -> None:
         b"GET /" + long,
     ]
     for part in begun:
-        async with connection(case, part) as (reader, _):
-            answer = await until_end(reader)
-        assert answer.startswith(b"HTTP/1.1 431 ")
-        assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == "headers_too_large"
+        async with connection(case, part) as (reader, writer):
+            head = await reader.readuntil(b"\r\n\r\n")
+            body = await reader.readexactly(int(head.partition(b"content-length: ")[2].split()[0]))
+            writer.write(b" HTTP/1.1\r\n\r\n" + LIVE)
+            assert await until_end(reader) == b"", "nothing more is read"
+        assert head.startswith(b"HTTP/1.1 431 ")
+        assert json.loads(body)["error"]["code"] == "headers_too_large"
     async with connection(case, CHUNKED + b"2\r\n{}\r\n0\r\nx: ", long * 8) as (reader, _):
         assert await until_end(reader) == b"", "trailers of a body are no better"
 
@@ -128,6 +132,29 @@ async def test_an_answer_may_take_longer_whatever_its_client_sends_after_it(case
     async with connection(case, large, b"\r\n") as (reader, _):
         await eventually(lambda: len(worker.active) == 1)
         await asyncio.sleep(3 * HEADER_TIMEOUT_S)
+        worker.go.set()
+        assert await status(reader) == 200
+
+
+async def test_a_connection_that_is_kept_stays_while_its_next_request_is_answered(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = case.cluster.workers[0]
+    worker.pause_at = 1
+    begin, begun = BoundedProtocol.connection_made, list[BoundedProtocol]()
+
+    def noted(self: BoundedProtocol, transport: asyncio.Transport) -> None:
+        begun.append(self)
+        begin(self, transport)
+
+    monkeypatch.setattr(BoundedProtocol, "connection_made", noted)
+    async with connection(case, LIVE) as (reader, writer):
+        assert await status(reader) == 200
+        (kept,) = begun
+        assert kept.timeout_keep_alive_task is not None, "it ends some time"
+        writer.write(completion())
+        await eventually(lambda: len(worker.active) == 1)
+        assert kept.timeout_keep_alive_task is None
         worker.go.set()
         assert await status(reader) == 200
 
@@ -187,7 +214,8 @@ async def test_who_offers_another_protocol_is_answered_in_this_one(case: Case) -
                 writer.write(bytes([byte]))
                 await writer.drain()
             assert await status(reader) == 200
-    many = sized.replace(b"\r\n", b"\r\n" + b"x: y\r\n" * HEADERS_MAX, 1)
+    more = b"x: y\r\n" * HEADERS_MAX + offer + b"content-length: %d\r\n" % len(LIVE)
+    many = first + b"\r\n" + more + b"\r\n" + LIVE
     async with connection(case, many) as (reader, _):
         answer = await until_end(reader)
     assert answer.startswith(b"HTTP/1.1 431 ")

@@ -15,6 +15,7 @@ from services.core.groups.coordinator import (
     ChangeAsked,
     ChangePhase,
     ChangeStepped,
+    Command,
     CoordinatorConfig,
     CoordinatorState,
     Event,
@@ -37,7 +38,6 @@ from services.core.groups.state import GroupState, ProtocolConfig
 from services.core.groups.vocabulary import (
     AbortMember,
     ClusterListed,
-    Command,
     Group,
     GroupPhase,
     LeadershipChanged,
@@ -51,6 +51,7 @@ from services.core.groups.vocabulary import (
     TransactionFinished,
     Worker,
 )
+from services.core.groups.vocabulary import Command as GroupCommand
 from services.core.groups.vocabulary import Event as GroupEvent
 from services.core.ids import group_id_of
 
@@ -96,7 +97,7 @@ class NamelessMember(MemberState):
 class CarelessState(GroupState):
     """Counts an acknowledgement for whatever attempt runs."""
 
-    def handle(self, event: GroupEvent) -> list[Command]:
+    def handle(self, event: GroupEvent) -> list[GroupCommand]:
         if isinstance(event, MemberAnswered):
             running = [one for one in self.attempts if event.worker_id in one.workers]
             event = replace(event, attempt=running[0].attempt_id) if running else event
@@ -277,6 +278,7 @@ class World:
         )
         bounds = CoordinatorConfig(config, running_max=2, attempt_margin_s=4.0)
         self.states = [CoordinatorState(bounds), CoordinatorState(bounds)]
+        self.logs: list[list[tuple[Event, list[Command]]]] = [[], []]  # as the driver writes them
         if "attempt" in self.removed:
             for state in self.states:
                 state._groups = CarelessState(config)
@@ -338,8 +340,8 @@ class World:
                     self._fetch(process, from_disk=True)
             self.check()
         self._check_stable()
-        if self.looks and not self.removed:
-            raise Violated(f"I9: {self.looks} are not over")
+        if not self.removed:
+            self._check_logs()
 
     def check(self) -> None:
         """Raise Violated unless I1 and I2 hold, and no state contradicts itself."""
@@ -354,6 +356,16 @@ class World:
         if not self.removed:
             for state in self.states:
                 state.check_invariants()
+
+    def _check_logs(self) -> None:
+        """All changes are over, and a replay decides the same again."""
+        if self.looks:
+            raise Violated(f"I9: {self.looks} are not over")
+        for state, log in zip(self.states, self.logs, strict=True):
+            again = CoordinatorState(state.config)
+            for event, commands in log:
+                if again.handle(event) != commands:
+                    raise Violated(f"a replay decides otherwise after {event}")
 
     def _check_stable(self) -> None:
         for name in NAMES:
@@ -370,7 +382,10 @@ class World:
     # --- coordinators
 
     def _feed(self, which: int, event: Event) -> None:
-        for command in self.states[which].handle(event):
+        commands = self.states[which].handle(event)
+        if commands or not isinstance(event, TimePassed):
+            self.logs[which].append((event, commands))
+        for command in commands:
             match command:
                 case Transact():
                     self.transactions.append((which, command, False))

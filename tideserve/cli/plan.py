@@ -47,7 +47,7 @@ class PlanInput:
 
 
 @dataclass(frozen=True, slots=True)
-class Planned:
+class PlannedMerges:
     """A plan and the processor time that it and the division of layers took."""
 
     plan: DropPlan
@@ -117,7 +117,7 @@ def cluster_of(status: Mapping[str, Any]) -> PlanInput:
     return PlanInput(groups, shapes, arena_bytes)
 
 
-def plan_for(cluster: PlanInput, needed_bytes: int) -> Planned:
+def plan_for(cluster: PlanInput, needed_bytes: int) -> PlannedMerges:
     """Plan, and divide the layers of what merges. Raises CommandError."""
     with collector_paused():
         started_s = cpu_s()
@@ -127,10 +127,10 @@ def plan_for(cluster: PlanInput, needed_bytes: int) -> Planned:
         targets = targets_of(plan, cluster.shapes, cluster.arena_bytes)
     except SplitError as error:
         raise CommandError(str(error)) from error
-    return Planned(plan, targets, planned_s - started_s, cpu_s() - planned_s)
+    return PlannedMerges(plan, targets, planned_s - started_s, cpu_s() - planned_s)
 
 
-def merges_table(planned: Planned) -> Table:
+def merges_table(planned: PlannedMerges) -> Table:
     """One row for each group that would come about, at most `ROWS_MAX`."""
     table = Table(title="Merges", title_justify="left", title_style="bold", box=SIMPLE)
     for name in ("groups", "members", "layers"):
@@ -149,7 +149,7 @@ def merges_table(planned: Planned) -> Table:
     return table
 
 
-def summary(planned: Planned, cluster: PlanInput) -> list[str]:
+def summary(planned: PlannedMerges, cluster: PlanInput) -> list[str]:
     """Sentences below the table: what the plan frees, and how long planning took."""
     plan, lines = planned.plan, []
     if len(planned.targets) > ROWS_MAX:
@@ -173,7 +173,7 @@ def summary(planned: Planned, cluster: PlanInput) -> list[str]:
     return lines
 
 
-def result_of(planned: Planned, cluster: PlanInput) -> dict[str, Any]:
+def result_of(planned: PlannedMerges, cluster: PlanInput) -> dict[str, Any]:
     """What is printed as JSON."""
     plan = planned.plan
     return {

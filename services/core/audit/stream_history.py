@@ -9,7 +9,7 @@ from services.core.audit.record import Recorded
 
 
 @dataclass(slots=True)
-class StreamRecord:
+class AuditedStream:
     """A request at its gateway."""
 
     tokens_max: int
@@ -22,7 +22,7 @@ class StreamHistory:
     """All streams of one gateway by request id."""
 
     findings: Findings
-    streams: dict[str, StreamRecord] = field(default_factory=dict)
+    streams: dict[str, AuditedStream] = field(default_factory=dict)
 
     def read(self, entries: Iterable[Recorded]) -> None:
         """Take all entries of the log, in order."""
@@ -46,7 +46,7 @@ class StreamHistory:
             "two requests were admitted as {}",
             fact.request_id,
         )
-        self.streams[fact.request_id] = StreamRecord(fact.tokens_max)
+        self.streams[fact.request_id] = AuditedStream(fact.tokens_max)
 
     def _forward(self, fact: TokensForwarded) -> None:
         stream = self.streams.get(fact.request_id)

@@ -172,7 +172,7 @@ class GroupState:
         if attempt.ready != attempt.workers.keys():
             return []
         attempt.move(AttemptPhase.COMMITTING)
-        transaction = self._track(attempt.commit(self._next_transaction()))
+        transaction = self._track(attempt.commit(self._next_transaction))
         self._committing[transaction.transaction_id] = attempt.attempt_id
         return [transaction]
 
@@ -238,7 +238,7 @@ class GroupState:
         )
         self._attempts[attempt_id] = attempt
         revisions = {one: records.group_revision(one) for one in source_ids}
-        transaction = self._track(attempt.mark(self._next_transaction(), revisions))
+        transaction = self._track(attempt.mark(self._next_transaction, revisions))
         self._committing[transaction.transaction_id] = attempt_id
         return transaction
 
@@ -289,7 +289,7 @@ class GroupState:
             plain = replace(stored.group, attempt="")
             revisions = {group_id: stored.mod_revision}
             removal = Transact(
-                self._next_transaction(), self._leadership, (plain,), group_revisions=revisions
+                self._next_transaction, self._leadership, (plain,), group_revisions=revisions
             )
             busy |= removal.touched
             return [self._track(removal)]
@@ -313,7 +313,7 @@ class GroupState:
     def _settle(self, broken_id: str | None, names: set[str], busy: set[str]) -> list[Command]:
         """Give each registered worker among `names` a group of its own; `broken_id` goes."""
         settlement = settle(
-            self.records, broken_id, names, self._next_transaction(), self._leadership
+            self.records, broken_id, names, self._next_transaction, self._leadership
         )
         if settlement is None or settlement.touched & busy:
             return []
@@ -328,7 +328,7 @@ class GroupState:
         if not names:
             return []
         self._backoff.succeeded(names)
-        removal = forget(self.records, names, self._next_transaction(), self._leadership)
+        removal = forget(self.records, names, self._next_transaction, self._leadership)
         return [self._track(removal)]
 
     # --- what is under way
@@ -349,10 +349,12 @@ class GroupState:
             busy |= group_keys(group.group_id for group in attempt.targets)
         return busy
 
+    @property
+    def _next_transaction(self) -> int:
+        """It counts once it is tracked, so that time that only passes changes nothing."""
+        return self._transactions_begun + 1
+
     def _track(self, transaction: Transact) -> Transact:
+        self._transactions_begun = transaction.transaction_id
         self._transactions[transaction.transaction_id] = transaction
         return transaction
-
-    def _next_transaction(self) -> int:
-        self._transactions_begun += 1
-        return self._transactions_begun

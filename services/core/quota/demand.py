@@ -4,8 +4,8 @@ import math
 from dataclasses import dataclass
 
 FADE_S = 2.0
-"""Demand of so long ago counts e times less. Short, so that shares follow traffic that moves
-between gateways; long against the time between two reports."""
+"""Demand of this age counts e times less. The time is short, so that shares follow traffic that
+moves between gateways, and long against the time between two reports."""
 
 
 @dataclass(slots=True)
@@ -16,11 +16,11 @@ class FadingRate:
     _at_s: float = 0.0
 
     def note(self, amount: float, now_s: float) -> None:
-        """Note that so much is asked for now."""
+        """Note a demand of `amount` now."""
         self._per_s, self._at_s = self.per_s(now_s) + amount / FADE_S, now_s
 
     def per_s(self, now_s: float) -> float:
-        """The rate at that time if nothing more is asked for until then."""
+        """The rate at `now_s` if there is no further demand until then."""
         return self._per_s * math.exp((self._at_s - now_s) / FADE_S)
 
 

@@ -10,8 +10,8 @@ from services.core.quota.shared_rate import SharedRate
 REQUESTS_BURST_MIN = 5
 TOKENS_BURST_MIN = 2048
 OUTPUT_GUESS = 256
-"""Expected tokens of an output, before there was one."""
-# What is asked for where there is no limit is only of use for shares.
+"""Expected tokens of an output while the owner has had none."""
+# Stands in for a limit that is not set: demand is then measured for the shares alone.
 _NOMINAL_PER_MINUTE = 60.0
 _LATEST = 0.1
 _WAIT_FIRST_S = 1.0
@@ -42,7 +42,7 @@ class OwnerUse:
 
     @staticmethod
     def begin(limits: QuotaLimits, gateways: int, now_s: float) -> "OwnerUse":
-        """The use of an owner that is new, at one of so many gateways."""
+        """The use of a new owner, at one of `gateways` gateways."""
         requests = SharedRate(REQUESTS_BURST_MIN, 1, gateways=gateways)
         tokens = SharedRate(TOKENS_BURST_MIN, 1, gateways=gateways)
         return OwnerUse(limits, requests, tokens, asked_s=now_s)
@@ -57,12 +57,12 @@ class OwnerUse:
         return exceeded
 
     def leave(self, length_s: float) -> None:
-        """Give the place back, after so long."""
+        """Give the place back, `length_s` after it was taken."""
         self.running -= 1
         self._length_mean_s += _LATEST * (length_s - self._length_mean_s)
 
     def refund(self, now_s: float) -> None:
-        """Give the request back: it was not served, through no fault of its sender."""
+        """Give the request back: the cluster has not served it."""
         self.requests.put(1, self._requests_per_minute, now_s)
 
     def reserve(

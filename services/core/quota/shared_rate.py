@@ -14,9 +14,9 @@ from services.core.quota.demand import FadingRate, mean_share
 BURST = 0.05
 """The size of all gateways' buckets together, as a part of the limit."""
 FLOOR = 0.02
-"""Part of the limit that the gateways share whatever their demand: it serves newcomers."""
+"""Part of the limit that is shared equally, whatever the demand: it serves new traffic."""
 SLOW_S = 10.0
-"""How slowly the size of a bucket follows its share, so that noise does not drain it."""
+"""Time constant with which the size of a bucket follows its share: noise must not drain it."""
 MINUTE_S = 60.0
 # Demand below this part of the limit is none.
 _NOTHING = 1e-6
@@ -77,7 +77,7 @@ class SharedRate:
         return per_s
 
     def catch(self, spilt: float, per_minute: float, now_s: float) -> None:
-        """Take our part of what others have spilt, as far as there is room."""
+        """Add this gateway's part of what other gateways have spilt, as far as there is room."""
         room = self._size(per_minute) - self.advance(per_minute, now_s)
         self._level += max(0.0, min(room, spilt * self.share))
 
@@ -98,7 +98,7 @@ class SharedRate:
         return self._fill_s(missing, per_minute, now_s) if missing > _ROUNDING else 0.0
 
     def put(self, amount: float, per_minute: float, now_s: float) -> None:
-        """Give back what was taken and not used; a negative amount takes what nobody refuses."""
+        """Give back what was taken and not used; a negative amount is taken without a check."""
         self._level = self.advance(per_minute, now_s) + amount
 
     def reset_s(self, per_minute: float, now_s: float) -> float:
@@ -107,7 +107,7 @@ class SharedRate:
         return self._fill_s(missing, per_minute, now_s) if missing > 0 else 0.0
 
     def _fill_s(self, amount: float, per_minute: float, now_s: float) -> float:
-        """Seconds in which so much comes at the share of this moment."""
+        """Seconds in which `amount` flows in at the present share."""
         share = self.share
         if not self.held:
             share = self._share(now_s, 0.0, per_minute)
@@ -132,7 +132,7 @@ class SharedRate:
         if part is None:
             return 1 / self.gateways
         share = FLOOR / self.gateways + (1 - FLOOR) * part
-        # Others may have begun at the same time, and would have been heard by then.
+        # Another gateway may have begun at the same time; its first report has arrived by then.
         return share if self.told > 1 else min(share, 1 / self.gateways)
 
     def _size(self, per_minute: float) -> float:

@@ -13,11 +13,11 @@ from services.core.quota.limits import QuotaLimits
 from services.core.quota.owner_use import OwnerUse
 
 STALE_S = 5.0
-"""A report of so long ago begins to fade: its gateway may have died."""
+"""A report of this age begins to fade: its gateway may have died."""
 FORGET_S = 600.0
-"""An owner without demand for so long is forgotten: its buckets have long been full."""
+"""An owner without demand for this long is forgotten: its buckets are full again."""
 OWNERS_TOLD_MAX = 4096
-"""A report holds so many owners: those with most demand."""
+"""Most owners in a report: those with the highest demand."""
 
 Wishes = Mapping[str, Wish]
 """By owner."""

@@ -1,4 +1,4 @@
-"""How many of a model's requests came, and were refused, in the last seconds."""
+"""How many requests for a model arrived, and how many were refused, in the last seconds."""
 
 from dataclasses import dataclass, field
 

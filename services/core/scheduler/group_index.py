@@ -1,6 +1,6 @@
 """The groups of one model, kept in order of score, so that a pick looks at few of a thousand.
 
-Changes cost little while nobody asks: a touched group takes its new place at the next pick.
+A change of a load costs little: a touched group takes its new place at the next pick.
 """
 
 import heapq
@@ -12,7 +12,7 @@ from services.core.scheduler.dispatch import Score, ScoreFunction, could_hold, h
 from services.core.scheduler.group_load import GroupLoad
 
 FEW = 64
-"""Up to so many groups with room are compared directly; among more, the best is soon found."""
+"""Up to this many groups with room are compared directly; else a search by score is short."""
 
 _Ranked = tuple[bool, Score, str]
 _Room = tuple[int, str]
@@ -28,7 +28,7 @@ class _Places:
 
 @dataclass(slots=True)
 class GroupIndex:
-    """Answers as if it filtered and scored every group; `score` ranks them, less is better.
+    """Picks as if it filtered and scored every group; a lower `score` is better.
 
     Groups whose workers come and go are behind all others.
     Call `touch` after each change of a group's load.

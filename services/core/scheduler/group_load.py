@@ -22,9 +22,10 @@ class _Reservation:
 class GroupLoad:
     """Load of a group at its present epoch.
 
-    A reservation holds blocks for an assignment until a report names it as received; it lapses
-    after `RESERVATION_S`, since the gateway or its client may have gone. `growth_blocks` are kept
-    for each request that runs: who took them would make another one lose its K/V soon.
+    A reservation holds blocks for an assignment until a report names its request as received. It
+    lapses after `RESERVATION_S`, since the gateway or its client may have gone. `growth_blocks` are
+    kept for each running request: a request that started in them would soon make another one lose
+    its KV.
     """
 
     group: ServingGroup
@@ -32,7 +33,7 @@ class GroupLoad:
     _report: LoadReport | None = None
     _reserved: OrderedDict[str, _Reservation] = field(default_factory=OrderedDict)  # by lapse
     reserved_blocks: int = 0
-    # Its worker comes and goes: others are chosen before it.
+    # The worker flaps: other groups are chosen before this one.
     flaps: bool = False
     # The largest number that a report had, and when the worker itself last reported at this epoch.
     _newest: int = 0
@@ -94,7 +95,7 @@ class GroupLoad:
 
     @property
     def start_blocks(self) -> int:
-        """Of its room what a request may start in: the rest is for those that run, to grow."""
+        """Blocks in which a request may start: the room less what running requests keep to grow."""
         running = self._report.load.running if self._report is not None else 0
         return self.room_blocks - self.growth_blocks * running
 

@@ -9,7 +9,7 @@ RETRY_AFTER_MIN_S = 1.0
 RETRY_AFTER_MAX_S = 60.0
 RATE_WINDOW_S = 10.0
 STARTS_MIN = 20
-"""Fewer dispatches tell too little about how fast a line moves."""
+"""With fewer dispatches the pace of a line is unknown."""
 _JITTER = 0.25
 
 
@@ -36,15 +36,15 @@ class DispatchRate:
 class LinePace:
     """How fast a line moves while requests wait in it.
 
-    Dispatches from before the line was last empty do not count: light load tells nothing of what
-    the workers can do.
+    Dispatches from before the line was last empty do not count: under light load the workers could
+    do more.
     """
 
     _since_s: float = math.inf
     _times_s: deque[float] = field(default_factory=lambda: deque(maxlen=1024))
 
     def begin(self, now_s: float) -> None:
-        """Somebody comes to the empty line."""
+        """A request joins the empty line."""
         self._since_s = now_s
         self._times_s.clear()
 

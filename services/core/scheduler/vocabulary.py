@@ -45,7 +45,7 @@ class Withdrawn:
 
 @dataclass(frozen=True, slots=True)
 class GatewayGone:
-    """A gateway's stream has ended and it has not come back."""
+    """A gateway's stream has ended, and the gateway has not reconnected."""
 
     now_s: float
     stream_id: int
@@ -99,7 +99,7 @@ class ShortfallsTold:
 
 @dataclass(frozen=True, slots=True)
 class Ticked:
-    """Time has passed: deadlines and lapses are looked at."""
+    """Time has passed: requests expire, and reservations and remembered assignments lapse."""
 
     now_s: float
 

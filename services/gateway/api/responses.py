@@ -27,7 +27,7 @@ class _InputPart(BaseModel):
 
 
 class TextPart(_InputPart):
-    """Text, whoever said it."""
+    """Text of any role."""
 
     type: Literal["input_text", "output_text", "text", "reasoning_text", "summary_text"]
     text: str

@@ -10,7 +10,7 @@ from services.gateway.bounds.interruption import Interruption
 M = TypeVar("M")
 
 LOOKS = 4
-"""Times that a client is looked at while it may stall, so it is cut that part of it late."""
+"""Looks at a client within `stall_s`; it is cut off at most one interval between looks late."""
 
 
 class ClientGone(Exception):
@@ -18,10 +18,10 @@ class ClientGone(Exception):
 
 
 class WatchedClient(Generic[M]):
-    """One client, to whom `send` sends messages of type M and waits until there is room."""
+    """One client; `send` sends it a message of type M and waits until there is room."""
 
     def __init__(self, send: Callable[[M], Awaitable[None]], stall_s: float) -> None:
-        """`stall_s`: how long it may take nothing."""
+        """`stall_s`: how long the client may accept nothing."""
         self._send = send
         self._stall_s = stall_s
         self._waiting = 0
@@ -29,7 +29,7 @@ class WatchedClient(Generic[M]):
         self.started = False
 
     async def send(self, message: M) -> None:
-        """Wait until the client has taken enough that there is room for more.
+        """Send a message when the client has taken enough that there is room for more.
 
         Several may wait at once; they go out one after the other.
         """
@@ -53,7 +53,7 @@ class WatchedClient(Generic[M]):
 
         def look(stalled: int, waited: bool, seen: int) -> None:
             nonlocal timer
-            # That waited all the time: those that wait now may be others.
+            # No send has ended since the last look; the sends that wait now may be others.
             stalled = stalled + 1 if waited and self._done == seen else 0
             if stalled == LOOKS:
                 interruption.interrupt(ClientGone())

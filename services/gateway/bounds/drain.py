@@ -11,10 +11,10 @@ from services.gateway.vocabulary.errors import QueueFull, ShuttingDown
 
 
 class Drain:
-    """Admits requests to the gateway; when it drains, none any more.
+    """Admits requests to the gateway until it drains.
 
-    It stops in two steps: first it says that it leaves, so that whoever distributes requests sends
-    them elsewhere, and takes those that come all the same; then it drains.
+    The gateway stops in two steps. First it says that it leaves, so that load balancers send
+    requests elsewhere, and still takes requests; then it drains.
     """
 
     def __init__(self, inflight_max: int) -> None:
@@ -23,11 +23,11 @@ class Drain:
         self._empty.set()
         self._turnover = Turnover()
         self.inflight = 0
-        # Others are told to send nothing here any more.
+        # Load balancers are told to send nothing here any more.
         self.leaving = False
         # Set once no requests are taken any more.
         self.began = asyncio.Event()
-        # What must end when the time for draining is over; and whether it is.
+        # What is interrupted when the time for draining is over; and whether it is over.
         self._running: set[Interruption] = set()
         self._cut = False
 
@@ -63,7 +63,7 @@ class Drain:
 
     @contextlib.contextmanager
     def cuts(self, interruption: Interruption) -> Iterator[None]:
-        """Interrupt what runs within when the time for draining is over; raises if it is."""
+        """Interrupt the block when the time for draining is over; raises if it is over already."""
         if self._cut:
             raise _shut_down()
         self._running.add(interruption)
@@ -73,7 +73,7 @@ class Drain:
             self._running.discard(interruption)
 
     async def leave(self, delay_s: float) -> None:
-        """Say that this gateway leaves, and take requests for `delay_s` yet."""
+        """Say that this gateway leaves, and take requests for another `delay_s`."""
         self.leaving = True
         await asyncio.sleep(delay_s)
 

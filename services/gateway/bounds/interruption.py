@@ -1,4 +1,4 @@
-"""Ends what the current task does, from outside, with an error of the caller's choice."""
+"""Ends a block of the current task from outside, with an error of the caller's choice."""
 
 import asyncio
 from types import TracebackType
@@ -9,8 +9,8 @@ from services.gateway.vocabulary.errors import GatewayError, first_gateway_error
 class Interruption:
     """A block that others may end: ``with Interruption() as interruption: ...``.
 
-    It costs no task, as a guard in a task group would. It works as `asyncio.timeout` does: the task
-    is cancelled, and at the end of the block that becomes the error.
+    Unlike a guard in a task group it costs no task. It works as `asyncio.timeout` does: the task is
+    cancelled, and at the end of the block the cancellation becomes the error.
     """
 
     def __init__(self) -> None:
@@ -35,7 +35,7 @@ class Interruption:
             self._task.cancel()
 
     def interrupt_after(self, delay_s: float, error: Exception) -> None:
-        """End the block with `error` in so many seconds, unless it is over by then."""
+        """End the block with `error` after `delay_s`, unless it is over by then."""
         loop = asyncio.get_running_loop()
         self._timers.append(loop.call_later(delay_s, self.interrupt, error))
 
@@ -45,7 +45,7 @@ class Interruption:
         raised: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Raise the error if the block was ended by it; a task that must end, too, ends."""
+        """Raise the error if it ended the block; a task that was also cancelled stays so."""
         self._over = True
         for timer in self._timers:
             timer.cancel()
@@ -54,7 +54,7 @@ class Interruption:
         must_end = self._task.uncancel() > self._before
         if isinstance(raised, asyncio.CancelledError) and must_end:
             return
-        # What failed on the way out, because of it or beside it, tells less than it does.
+        # Errors on the way out, caused by the interruption or not, say less than it does.
         if isinstance(raised, asyncio.CancelledError | GatewayError) or (
             isinstance(raised, BaseExceptionGroup) and first_gateway_error(raised) is not None
         ):

@@ -1,4 +1,4 @@
-"""Counts what each may have at a time, and all together."""
+"""Counts what each guest may have at a time, and all guests together."""
 
 import contextlib
 from collections import Counter
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 
 class Line:
-    """What is in one state, counted by guest: whoever it belongs to."""
+    """Calls in one state, counted by guest."""
 
     def __init__(self, each_max: int, all_max: int) -> None:
         self._each_max = each_max
@@ -16,17 +16,17 @@ class Line:
 
     @property
     def total(self) -> int:
-        """Those of all guests together."""
+        """The count of all guests together."""
         return self._all
 
     def full(self, guest: str) -> bool:
-        """Whether that guest may have no more; whoever has none may have one."""
+        """Whether the guest may have no more; a guest that has none may always have one."""
         own = self._of.get(guest, 0)
         return own >= self._each_max or (own > 0 and self._all >= self._all_max)
 
     @contextlib.contextmanager
     def entered(self, guest: str, count: int = 1) -> Iterator[None]:
-        """Count so many in, also too many, and out at the end."""
+        """Count `count` calls in, even if they are too many, and out at the end."""
         self._of[guest] += count
         self._all += count
         try:

@@ -1,4 +1,4 @@
-"""How fast requests leave this gateway, and so when one that was refused may come again."""
+"""How fast requests leave this gateway, and when a refused request may come again."""
 
 import itertools
 from collections.abc import Callable
@@ -8,9 +8,9 @@ from services.core.scheduler.rate import RATE_WINDOW_S, DispatchRate, retry_afte
 
 
 class Turnover:
-    """Counts those that leave and those that are refused, lately.
+    """Counts the requests that left and the requests that were refused lately.
 
-    A refused client comes again. So refused clients wait, all together, until as many have left.
+    Refused clients come again, so they are told to wait until as many requests have left.
     """
 
     def __init__(self, now_s: Callable[[], float] = monotonic_s) -> None:
@@ -20,11 +20,11 @@ class Turnover:
         self._numbers = itertools.count()
 
     def leave(self) -> None:
-        """One has made room."""
+        """A request has left."""
         self._left.note(self._now_s())
 
     def refuse(self) -> float:
-        """Count one that has no room; in so many seconds it may, 1 to 60, not the same for all."""
+        """Count a refused request; returns the seconds until a retry: 1 to 60, with jitter."""
         now_s = self._now_s()
         self._refused.note(now_s)
         ahead = max(1, round(self._refused.per_s(now_s) * RATE_WINDOW_S))

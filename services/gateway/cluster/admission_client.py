@@ -45,7 +45,7 @@ class _Pending:
     ask: Ask
     asked_s: float
     answer: asyncio.Future[Assignment]
-    # The last time that a living scheduler was known to have it in its queue.
+    # When a living scheduler was last known to have the ask in its queue.
     known_s: float
     ticketed: bool = False
     sent_s: float = 0.0
@@ -71,7 +71,7 @@ class AdmissionClient:
 
     @property
     def waiting(self) -> int:
-        """Requests without an answer."""
+        """How many asks have no answer yet."""
         return len(self._pending)
 
     def scheduler_changed(self) -> None:
@@ -101,7 +101,7 @@ class AdmissionClient:
                 self._send(translate.withdraw_frame(ask.request_id))
 
     def pass_on(self, load: load_pb2.WorkerLoad) -> None:
-        """Tell the scheduler what a worker told of its load, ahead of all later asks."""
+        """Pass a worker's load on to the scheduler, ahead of all later asks."""
         self._send(translate.load_frame(load))
 
     async def run(self) -> None:
@@ -111,7 +111,7 @@ class AdmissionClient:
             tasks.create_task(self._keep_stream())
 
     async def _sweep(self) -> None:
-        """Repeat asks that nobody acknowledged; give up those that no scheduler knows."""
+        """Repeat asks without a ticket; fail asks that no scheduler knows."""
         while True:
             await asyncio.sleep(SWEEP_S)
             now_s = monotonic_s()
@@ -193,7 +193,7 @@ class AdmissionClient:
     async def _watch(
         self, address: str, outbox: Outbox[scheduler_pb2.AdmitRequest], began_s: float
     ) -> None:
-        """Give up a frozen or replaced scheduler."""
+        """End the stream of a frozen or replaced scheduler."""
         while True:
             await self._wait_for_change(SWEEP_S)
             if self._address() not in (None, address):

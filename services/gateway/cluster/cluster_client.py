@@ -1,4 +1,4 @@
-"""Asks the other services how they are, with short deadlines."""
+"""Asks the other services for their state, with short deadlines."""
 
 import asyncio
 from typing import Any
@@ -23,7 +23,7 @@ SILENT = "the memory manager does not answer, so workers and groups are unknown"
 
 
 class ClusterClient:
-    """Answers about the whole cluster; never raises for a service that is away."""
+    """Tells the state of the whole cluster; a service that is away raises nothing."""
 
     def __init__(self, view: ClusterView, dial: Dial, store: Store) -> None:
         self._view = view

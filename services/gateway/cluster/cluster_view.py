@@ -64,7 +64,7 @@ class ClusterView:
         return sum((w.worker_id, w.incarnation) in members for w in self._model_workers())
 
     def serving_groups(self) -> int:
-        """Stable groups of the model: fewer than workers while some of them serve together."""
+        """Stable groups of the model: fewer than the workers while some workers serve together."""
         return sum(group.model == self._model for group in self._stable_groups())
 
     def registered_workers(self) -> int:

@@ -15,9 +15,9 @@ class JournalError(Exception):
 class Journal:
     """Emitted token ids by index, what is told about each, and how the request ended.
 
-    `logprobs` are those of the tokens that nobody has taken them of: each has one, if `told`.
-    `prompt_logprobs` are those of the prompt. At most `tokens_max` tokens, so it also bounds what a
-    slow client can pile up.
+    `logprobs` are those of the latest tokens, as far as they have not been taken: each token has
+    one if `told`. `prompt_logprobs` are those of the prompt. A journal holds at most `tokens_max`
+    tokens, which bounds what a slow client can pile up.
     """
 
     tokens_max: int
@@ -55,7 +55,7 @@ class Journal:
         return len(fresh)
 
     def take_logprobs(self) -> Sequence[TokenLogprobs]:
-        """Those that nobody has taken, which are forgotten: they are far larger than tokens."""
+        """The log probabilities since the last call, which are then forgotten."""
         if not self.logprobs:
             return ()
         taken, self.logprobs = self.logprobs, []

@@ -15,9 +15,9 @@ from services.gateway.vocabulary.errors import QueueFull
 T = TypeVar("T", bound=Message)
 
 FRAMES_MAX = 16_384
-"""Frames that may wait; a peer that lets them pile up counts as frozen."""
+"""Most frames that wait; a peer that lets more pile up counts as frozen."""
 BYTES_MAX = 16 * 2**20
-"""Bytes of theirs from which on whoever asks for room waits."""
+"""Bytes of waiting frames from which on callers of `room` wait."""
 ROOM_TIMEOUT_S = 10.0
 
 
@@ -36,11 +36,11 @@ class Outbox(Generic[T]):
 
     @property
     def full(self) -> bool:
-        """Whether it holds as many frames as it may."""
+        """Whether the outbox holds as many frames as it may."""
         return len(self._frames) >= FRAMES_MAX
 
     def put(self, frame: T) -> None:
-        """Add a frame to one that is not full."""
+        """Add a frame; the outbox must not be full."""
         frame_bytes = frame.ByteSize()
         self._frames.append((frame, frame_bytes))
         self._count(frame_bytes)
@@ -48,12 +48,12 @@ class Outbox(Generic[T]):
 
     @contextlib.asynccontextmanager
     async def room(self) -> AsyncIterator[None]:
-        """Begins when there is room for another frame of any size, for one after the other.
+        """Begins when there is room for another frame of any size; one caller enters at a time.
 
-        So it is too full by one frame at most. What must go at once does not ask.
+        So the outbox exceeds its bound by one frame at most. Urgent frames are put without it.
 
         Raises:
-            QueueFull: if there is none for a time.
+            QueueFull: if there is no room for a time.
         """
         if self._turn.locked() or not self._room.is_set():
             await self._wait_for_room()
@@ -70,13 +70,13 @@ class Outbox(Generic[T]):
             async with timeout(self._room_timeout_s), contextlib.AsyncExitStack() as stack:
                 await stack.enter_async_context(self._turn)
                 await self._room.wait()
-                # It is given back by `room`.
+                # `room` gives the turn back.
                 stack.pop_all()
         except TimeoutError:
             raise QueueFull("the worker takes requests too slowly; try again later") from None
 
     def close(self) -> None:
-        """Nothing is written any more: nobody has to wait for room."""
+        """Nothing is written any more: callers of `room` go on."""
         self._bytes_max = sys.maxsize
         self._room.set()
 
@@ -89,7 +89,7 @@ class Outbox(Generic[T]):
         return [frame for frame, _ in taken], sum(frame_bytes for _, frame_bytes in taken)
 
     def written(self, size_bytes: int) -> None:
-        """So much of what was taken has left."""
+        """Frames of `size_bytes` that were taken have been written."""
         self._count(-size_bytes)
 
     def _count(self, size_bytes: int) -> None:

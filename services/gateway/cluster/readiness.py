@@ -9,7 +9,7 @@ from services.gateway.cluster.cluster_view import ClusterView
 
 @dataclass(frozen=True, slots=True)
 class Readiness:
-    """Counts and, in sentences, what is missing."""
+    """What there is, and sentences about what is missing."""
 
     workers_expected: int | None
     workers_registered: int

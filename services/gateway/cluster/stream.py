@@ -17,9 +17,9 @@ class StreamBroken(Exception):
 
 
 async def write_all(call: grpc.aio.StreamStreamCall[T, Any], outbox: Outbox[T]) -> None:
-    """Write what comes in `outbox` until the stream ends; two writers at once would kill it.
+    """Write the frames of `outbox` until the stream ends; a stream must not have two writers.
 
-    What has piled up goes in one message if the peer takes that.
+    Frames that have piled up go in one message if the peer supports it.
 
     Raises:
         StreamBroken: if the stream has ended.
@@ -38,7 +38,7 @@ async def write_all(call: grpc.aio.StreamStreamCall[T, Any], outbox: Outbox[T]) 
 
 
 async def _takes_many(call: grpc.aio.StreamStreamCall[Any, Any]) -> bool:
-    """Whether the peer does, once that is known."""
+    """Whether the peer supports messages of many frames, once that is known."""
     try:
         return takes_many(await call.initial_metadata())
     except grpc.aio.AioRpcError:

@@ -56,7 +56,7 @@ class TokenStream:
 
     @property
     def attached(self) -> bool:
-        """Whether the worker that has the request is known to know its reader."""
+        """Whether the worker that has the request has answered this gateway."""
         return self._attached
 
     def move(self) -> None:

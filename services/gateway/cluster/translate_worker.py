@@ -131,7 +131,7 @@ def token_events(frame: worker_pb2.GenerateResponse) -> Iterable[TokenEvent]:
 
 
 class _Logprobs(Sequence[TokenLogprobs]):
-    """What is told of tokens, each made anew when it is looked at."""
+    """Log probabilities of tokens; each object is made when it is read."""
 
     def __init__(self, told: Sequence[worker_pb2.TokenLogprobs]) -> None:
         self._told = told
@@ -164,7 +164,7 @@ def _moved(moved: worker_pb2.Moved) -> Moved:
 
 
 def _times(times: worker_pb2.RequestTimes) -> WorkerTimes | None:
-    """None for numbers that cannot be."""
+    """None for impossible numbers."""
     told = (times.wait_s, times.prefill_s, times.decode_s, *times.preempted_s)
     if not all(0 <= number < math.inf for number in told):
         return None

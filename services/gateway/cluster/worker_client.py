@@ -1,6 +1,6 @@
 """Token streams from workers, over one multiplexed gRPC stream per worker address.
 
-A request that changes hands is followed: its client sees one stream.
+A request that moves to another worker is followed: its client sees one stream.
 """
 
 import asyncio
@@ -45,7 +45,7 @@ class _Carried:
 
 
 class WorkerClient:
-    """The links to all workers; made when first needed, closed when a worker has gone."""
+    """The links to all workers; made when first needed, closed when their worker has gone."""
 
     def __init__(
         self,
@@ -80,7 +80,7 @@ class WorkerClient:
         try:
             async with asyncio.TaskGroup() as tasks:
                 self._tasks = tasks
-                # Nothing else to do here: links come and go with the requests.
+                # Links come and go with the requests.
                 await asyncio.get_running_loop().create_future()
         finally:
             for carried in self._carried.values():
@@ -99,7 +99,7 @@ class WorkerClient:
         """
         async with self._link(place.address).room():
             if _ids_of(request) > LARGE_IDS:
-                # One at a time, and others in between.
+                # One request at a time, so that other tasks run in between.
                 await asyncio.sleep(0)
             carried = self._start(request, place, record)
         stream = carried.stream
@@ -133,7 +133,7 @@ class WorkerClient:
     def _carry(self, carried: _Carried, address: str, frame: worker_pb2.GenerateRequest) -> None:
         """Have the link to `address` carry a stream, and send the frame that begins it there.
 
-        Whatever comes on its earlier link from now on comes too late.
+        Frames that come on its earlier link from now on are ignored.
         """
         carried.link.streams.pop(carried.request_id, None)
         carried.link = self._link(address)

@@ -56,7 +56,7 @@ class WorkerLink:
             self._outbox.put(frame)
 
     def room(self) -> contextlib.AbstractAsyncContextManager[None]:
-        """Begins when a request may be sent. Raises QueueFull if that takes too long."""
+        """Begins when there is room to send a request. Raises QueueFull if that takes too long."""
         return self._outbox.room()
 
     def close(self) -> None:

@@ -87,7 +87,7 @@ class GrpcFrontDoor(grpc.aio.ServerInterceptor):
     def _refusal(
         self, method: Method | None, identify: Callable[[], Principal], record: RequestRecord
     ) -> GatewayError | None:
-        """Why the call is not answered; notes who it is from."""
+        """Why the call is not answered, or None; notes its principal."""
         if method is not None and method.open:
             return None
         try:
@@ -149,7 +149,7 @@ class GrpcFrontDoor(grpc.aio.ServerInterceptor):
             raise GatewayError("internal error of the gateway; try again") from error
 
     def _note(self, error: GatewayError, call: Call) -> status_pb2.Status:
-        """Tell everybody of a failure but the client; what that will be told."""
+        """Record a failure; returns the error that the client will be sent."""
         record, begun = call.record, call.client.started
         record.fail(error)
         next_index = call.tokens_sent if begun else None
@@ -189,7 +189,7 @@ class GrpcFrontDoor(grpc.aio.ServerInterceptor):
 
 
 def _shown_key(metadata: Mapping[str, str | bytes]) -> str | None:
-    """What a call shows to be let in, in either of the two places that HTTP has for it."""
+    """The key of a call, from either of the two headers that HTTP has for it."""
     given, key = metadata.get("authorization"), metadata.get("x-api-key")
     if given is None and isinstance(key, str):
         return f"Bearer {key}"

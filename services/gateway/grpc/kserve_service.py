@@ -197,7 +197,7 @@ class KserveService:
                 refusal = error
                 break
             task = tasks.create_task(self._answer(call, principal, _StreamedMessage(data)))
-            # Nor may they be held here: whoever answers has them.
+            # They must not be held here either: the task that answers has them.
             del data, reading
             running.add(task)
             task.add_done_callback(running.discard)
@@ -279,12 +279,12 @@ class _StreamedMessage:
         self._id: str | None = None
 
     def parsed(self, inference: Inference) -> None:
-        """Hold it no longer."""
+        """Release the message."""
         self.data, self._id = b"", inference.request_id
 
     @property
     def request_id(self) -> str:
-        """What its client calls it; also of a message that says little else."""
+        """The id that the client gave, also of a message that is otherwise invalid."""
         if self._id is None:
             try:
                 self._id = decoded(pb.ModelInferRequest, self.data).id[: translate.ID_CHARS_MAX]

@@ -16,7 +16,7 @@ from services.gateway.bounds.line import Line
 from services.gateway.vocabulary.errors import QueueFull
 
 WAITING_MAX = 2048
-"""Calls of one guest whose message has not come."""
+"""Most calls of one guest while their message has not come."""
 READING_MAX = 32
 """Those of them whose message is read; each may have a message's bytes in gRPC's memory."""
 STREAMS_MAX = 32
@@ -26,7 +26,7 @@ PARKED_MAX = 64
 PARKED_BYTES = 256 * 2**10
 """A message of so many bytes that nobody takes counts as one more call."""
 ALL_MAX = 8192
-"""The same of all guests together, of each kind; beyond that whoever has none still gets one."""
+"""The same for all guests together, of each kind; a guest that has none still gets one."""
 TURN_TIMEOUT_S = 30.0
 
 

@@ -17,7 +17,7 @@ STREAMS_MAX = 1024
 
 
 def server_options(longest_call_s: float) -> tuple[tuple[str, int], ...]:
-    """How the server treats connections, whoever makes them.
+    """How the server treats connections of all clients.
 
     Connections are asked to go after `CONNECTION_AGE_S`, so that balancing by connections heals;
     running calls may end first.

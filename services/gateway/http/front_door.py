@@ -78,7 +78,7 @@ class HttpFrontDoor:
                     self._reception.close(record, endpoint_of(scope))
 
     def _refusal(self, scope: Scope, record: RequestRecord) -> GatewayError | None:
-        """Why the request is not passed on; notes who it is from."""
+        """Why the request is not passed on, or None; notes its principal."""
         path = scope["path"]
         try:
             check_size(scope)

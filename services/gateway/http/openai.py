@@ -25,8 +25,45 @@ from services.gateway.vocabulary.errors import NoSuchModel, NotSupported
 def router(model: ServedModel, serving: RequestServing, pool: TextPool) -> APIRouter:
     """The routes."""
     routes = APIRouter(prefix="/v1")
-    created = unix_s()
+    _add_models(routes, model, serving)
     texts = model.tokenizer.texts
+
+    @routes.post(
+        "/chat/completions", response_class=JSONResponse, openapi_extra=takes(ChatRequest, CHAT)
+    )
+    async def chat_completions(request: Request) -> Response:
+        """The assistant's next message."""
+        parse = partial(parse_chat, refuse_unknown=serving.refuse_unknown)
+        dialect = OpenAIDialect(parse, partial(ChatFormat, texts=texts), pool)
+        return GenerationResponse(serving, pool, request, dialect)
+
+    @routes.post(
+        "/completions",
+        response_class=JSONResponse,
+        openapi_extra=takes(CompletionRequest, COMPLETION),
+    )
+    async def completions(request: Request) -> Response:
+        """The text that follows a prompt."""
+        parse = partial(parse_completion, refuse_unknown=serving.refuse_unknown)
+        dialect = OpenAIDialect(parse, partial(CompletionFormat, texts=texts), pool)
+        return GenerationResponse(serving, pool, request, dialect)
+
+    @routes.post("/embeddings", response_class=JSONResponse)
+    async def embeddings() -> Response:
+        """No worker makes embeddings so far, whatever the model."""
+        raise NotSupported(
+            f"the model '{model.name}' does not make embeddings here; ask a server of an"
+            " embedding model",
+            param="model",
+            code="unsupported",
+        )
+
+    return routes
+
+
+def _add_models(routes: APIRouter, model: ServedModel, serving: RequestServing) -> None:
+    """Add the routes that tell which models there are."""
+    created = unix_s()
 
     def describe(name: str) -> dict[str, Any]:
         return {
@@ -63,35 +100,3 @@ def router(model: ServedModel, serving: RequestServing, pool: TextPool) -> APIRo
                 param="model",
             )
         return JSONResponse(describe(model_id))
-
-    @routes.post(
-        "/chat/completions", response_class=JSONResponse, openapi_extra=takes(ChatRequest, CHAT)
-    )
-    async def chat_completions(request: Request) -> Response:
-        """The assistant's next message."""
-        parse = partial(parse_chat, refuse_unknown=serving.refuse_unknown)
-        dialect = OpenAIDialect(parse, partial(ChatFormat, texts=texts), pool)
-        return GenerationResponse(serving, pool, request, dialect)
-
-    @routes.post(
-        "/completions",
-        response_class=JSONResponse,
-        openapi_extra=takes(CompletionRequest, COMPLETION),
-    )
-    async def completions(request: Request) -> Response:
-        """The text that follows a prompt."""
-        parse = partial(parse_completion, refuse_unknown=serving.refuse_unknown)
-        dialect = OpenAIDialect(parse, partial(CompletionFormat, texts=texts), pool)
-        return GenerationResponse(serving, pool, request, dialect)
-
-    @routes.post("/embeddings", response_class=JSONResponse)
-    async def embeddings() -> Response:
-        """No worker makes embeddings so far, whatever the model."""
-        raise NotSupported(
-            f"the model '{model.name}' does not make embeddings here; ask a server of an"
-            " embedding model",
-            param="model",
-            code="unsupported",
-        )
-
-    return routes

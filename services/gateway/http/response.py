@@ -90,7 +90,7 @@ class GenerationResponse(Response):
 
 
 def _promise(scope: Scope) -> dict[str, str]:
-    """The headers that say what the request wants to be promised."""
+    """The headers that ask for a class or for targets."""
     return {
         name.decode(): value.decode("latin-1")
         for name, value in scope["headers"]

@@ -1,6 +1,6 @@
 """The metrics of one gateway: its requests from their clients' side, and itself."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -21,7 +21,7 @@ _DURATION_BUCKETS = (0.01, 0.05, 0.1, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 FINISHED_REASONS = ("stop", "length", "abort", "error")
 # Of a request that could have been served at another time.
 REFUSALS: tuple[type[GatewayError], ...] = (QueueFull, ServiceUnavailable, Expired, ShuttingDown)
-# No request has more tokens; the buckets of counts end here.
+# The last bucket of token counts.
 TOKENS_MAX = 1_000_000
 
 
@@ -41,7 +41,7 @@ class Metrics:
     """
 
     def __init__(self, model_name: str, registry: CollectorRegistry) -> None:
-        """They are added to `registry`."""
+        """The metrics are added to `registry`."""
         self.registry = registry
         self._model_name = model_name
         self.requests = RequestHistograms(model_name, registry)
@@ -80,6 +80,11 @@ class Metrics:
             "Times that a running stream went over to another worker.",
             registry=registry,
         )
+        self._add_states(registry)
+        self._add_loads(registry)
+
+    def _add_states(self, registry: CollectorRegistry) -> None:
+        """Whether quotas, keys and the cluster are as they should be."""
         self.quotas = QuotaMetrics(registry)
         self.quota_sharing = Gauge(
             "tideserve_gateway_quota_sharing",
@@ -99,6 +104,20 @@ class Metrics:
             " it differs between gateways while they have different keys. 0: there is no file.",
             registry=registry,
         )
+        self.ready = Gauge(
+            "tideserve_gateway_ready",
+            "1 while /ready says yes: a request can be placed now.",
+            registry=registry,
+        )
+        self.groups_serving = Gauge(
+            "tideserve_gateway_groups_serving",
+            "Groups of the gateway's model that can take requests, as /ready counts them.",
+            ["model_name"],
+            registry=registry,
+        ).labels(self._model_name)
+
+    def _add_loads(self, registry: CollectorRegistry) -> None:
+        """How much is under way."""
         self._calls = Gauge(
             "tideserve_gateway_grpc_calls",
             "gRPC calls beside requests that run: waiting for their message, streams of requests,"
@@ -126,17 +145,6 @@ class Metrics:
             "Bytes of large request bodies that are being read, parsed or tokenised.",
             registry=registry,
         )
-        self.ready = Gauge(
-            "tideserve_gateway_ready",
-            "1 while /ready says yes: a request can be placed now.",
-            registry=registry,
-        )
-        self.groups_serving = Gauge(
-            "tideserve_gateway_groups_serving",
-            "Groups of the gateway's model that can take requests, as /ready counts them.",
-            ["model_name"],
-            registry=registry,
-        ).labels(model_name)
 
     def count_calls(self, lines: Mapping[str, Line]) -> None:
         """Tell how many calls there are in each line of a door, by what they do."""
@@ -149,7 +157,7 @@ class Metrics:
         self._duration.labels(endpoint).observe(duration_s)
 
     def refused(self, error: GatewayError) -> None:
-        """Count a request that failed before its response began, if that was for want of room."""
+        """Count a request that was refused for want of room, before its response began."""
         if type(error) in REFUSALS:
             self._rejections.labels(self._model_name, error.code).inc()
 
@@ -177,6 +185,10 @@ class Metrics:
         return generate_latest(self.registry)
 
 
+MakeHistogram = Callable[[str, str, tuple[float, ...]], Histogram]
+"""Makes a histogram of a name, a help text and upper bounds of its buckets."""
+
+
 class RequestHistograms:
     """What is observed of each choice, with its labels filled in."""
 
@@ -185,7 +197,6 @@ class RequestHistograms:
             made = Histogram(name, text, ["model_name"], buckets=buckets, registry=registry)
             return made.labels(model_name)
 
-        counts = vllm_names.token_count_buckets(TOKENS_MAX)
         self.ttft = histogram(
             "vllm:time_to_first_token_seconds",
             "From the end of reading the request's body to its first token.",
@@ -206,6 +217,21 @@ class RequestHistograms:
             "From the end of reading the request's body to its last token.",
             vllm_names.REQUEST_BUCKETS_S,
         )
+        self._add_phases(histogram)
+        self._add_sizes(histogram)
+        finished = Counter(
+            "vllm:request_success",
+            "Requests that ended; stop and length finished, abort: the client went, error: failed.",
+            ["model_name", "finished_reason"],
+            registry=registry,
+        )
+        self.finished = {reason: finished.labels(model_name, reason) for reason in FINISHED_REASONS}
+        self.output_tokens = Counter(
+            "tideserve_gateway_output_tokens", "Tokens received.", registry=registry
+        )
+
+    def _add_phases(self, histogram: MakeHistogram) -> None:
+        """Histograms of the times of a request's phases."""
         self.queue = histogram(
             "vllm:request_queue_time_seconds",
             "Time that a request waited: in the scheduler's queue, and ready to run at workers.",
@@ -226,6 +252,10 @@ class RequestHistograms:
             "Prefill and decode time of a request together.",
             vllm_names.REQUEST_BUCKETS_S,
         )
+
+    def _add_sizes(self, histogram: MakeHistogram) -> None:
+        """Histograms of numbers of tokens and choices."""
+        counts = vllm_names.token_count_buckets(TOKENS_MAX)
         self.prompt_tokens = histogram(
             "vllm:request_prompt_tokens", "Prompt tokens of a request.", counts
         )
@@ -244,14 +274,4 @@ class RequestHistograms:
         )
         self.params_max_tokens = histogram(
             "vllm:request_params_max_tokens", "Most output tokens that a request may have.", counts
-        )
-        finished = Counter(
-            "vllm:request_success",
-            "Requests that ended; stop and length finished, abort: the client went, error: failed.",
-            ["model_name", "finished_reason"],
-            registry=registry,
-        )
-        self.finished = {reason: finished.labels(model_name, reason) for reason in FINISHED_REASONS}
-        self.output_tokens = Counter(
-            "tideserve_gateway_output_tokens", "Tokens received.", registry=registry
         )

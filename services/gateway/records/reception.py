@@ -10,7 +10,7 @@ from services.gateway.records.request_trace import tell
 
 
 class Reception:
-    """Begins and ends records. One for all doors, so that they share the limits of the log."""
+    """Begins and ends records. All doors have one, so that they share the limits of the log."""
 
     def __init__(
         self,
@@ -19,7 +19,7 @@ class Reception:
         gateway: str = "",
         quotas: Quotas | None = None,
     ) -> None:
-        """`gateway`: its incarnation, whose beginning stands in the ids of responses."""
+        """`gateway`: this gateway's incarnation; its first digits stand in the ids of responses."""
         self._metrics = metrics
         self._tracer = tracer
         self._gateway = gateway

@@ -1,4 +1,4 @@
-"""One line for every request, when it is over; of a flood of refusals only some."""
+"""One line for each request when it is over; a flood of refusals is sampled."""
 
 import asyncio
 import logging
@@ -14,14 +14,14 @@ from services.gateway.vocabulary.errors import Unauthorized
 
 REFUSALS_PER_S = 10
 """Lines of refusals of each kind."""
-# Asked every few seconds by platforms: told at level debug.
+# Platforms probe these every few seconds: logged at level debug.
 QUIET_ROUTES = frozenset({"/live", "/ready", "/health", "/metrics"})
 
 log = logging.getLogger(__name__)
 
 
 class _Kind(Enum):
-    """Refusals that share a limit: a flood of one kind hides no other."""
+    """Refusals that share a limit: a flood of one kind hides no other kind."""
 
     FAILED = "failed"
     NO_KEY = "no key"
@@ -67,7 +67,7 @@ def _kind_of(status: int) -> _Kind:
 
 
 def fields_of(record: RequestRecord) -> dict[str, Any]:
-    """What the line says beside its ids; what is not known is left out. Times in seconds."""
+    """The fields of the line beside its ids; unknown ones are left out. Times in seconds."""
     first = record.choices[0] if record.choices else None
     stays = first.stays if first is not None else []
     fields = {

@@ -22,7 +22,7 @@ SCOPE_KEY = "tideserve.record"
 
 _SAFE_ID = re.compile(rb"[A-Za-z0-9._:=@+/-]{1,128}")
 GATEWAY_DIGITS = 8
-"""So much of a gateway's incarnation stands in the ids of its responses."""
+"""Digits of a gateway's incarnation that stand in the ids of its responses."""
 RPC = "/tideserve.gateway.v1.GatewayService/"
 OPERATIONS = {
     "/v1/chat/completions": "chat",

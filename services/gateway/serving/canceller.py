@@ -14,13 +14,13 @@ from tideserve.gateway.v1 import peer_pb2, peer_pb2_grpc
 
 FORWARD_TIMEOUT_S = 5.0
 FORWARDS_MAX = 64
-"""Gateways that are asked at a time for one owner; beyond that its cancels are refused."""
+"""Calls to other gateways at a time for one owner; more cancels of the owner are refused."""
 ALL_FORWARDS_MAX = 256
-"""The same for all owners together; beyond that whoever has none still gets one cancel."""
+"""The same for all owners together; beyond it an owner without one still gets one cancel."""
 
 
 class Canceller:
-    """Cancels at the gateway that the id names; ids of clients name none, so at all gateways."""
+    """Cancels at the gateway that the id names; a client's own id names none: all are asked."""
 
     def __init__(
         self, running: RunningRequests, view: ClusterView, dial: Dial, incarnation: str
@@ -33,9 +33,9 @@ class Canceller:
         self._forwards = Line(FORWARDS_MAX, ALL_FORWARDS_MAX)
 
     async def cancel(self, owner: str, request_id: str) -> bool:
-        """End the requests of that owner that go by that id; whether there was one.
+        """End the requests of an owner that have this id; returns whether there was one.
 
-        One that is nowhere is over, or never was.
+        A request that no gateway has is over, or has never been.
 
         Raises:
             QueueFull: if its owner cancels too many elsewhere.
@@ -66,7 +66,7 @@ class Canceller:
         return found
 
     async def _forward(self, address: str, owner: str, request_id: str) -> bool | None:
-        """Whether the request was there; None if nobody answers."""
+        """Whether the gateway had the request; None if it does not answer."""
         request = peer_pb2.EndRequestRequest(owner=owner, request_id=request_id)
         async with self._dial(address, "gateway") as channel:
             stub = peer_pb2_grpc.GatewayPeerServiceStub(channel)

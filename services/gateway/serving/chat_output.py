@@ -22,7 +22,7 @@ from services.gateway.vocabulary.delta import TOOL_CALLS, Delta, ToolCallDelta
 
 
 def call_id(form: ToolFormat) -> str:
-    """A new id of a call; templates of Mistral take only such of nine letters and digits."""
+    """A new id of a call; Mistral's templates accept only nine letters and digits."""
     if form is ToolFormat.MISTRAL:
         return secrets.token_hex(5)[:9]
     return f"call_{secrets.token_hex(12)}"
@@ -41,9 +41,9 @@ class ChatOutput:
         self._called = False
 
     def push(self, piece: OutputPiece) -> list[OutputPiece]:
-        """The piece with what it says: several if one delta cannot tell the order of that.
+        """The piece with its delta; several pieces if one delta cannot express the order.
 
-        The first of several has the tokens, the last one the ending.
+        The first of several has the tokens, the last one has the finish reason.
         """
         last = piece.finish_reason is not None
         events = self._read(piece.text)
@@ -66,7 +66,7 @@ class ChatOutput:
         return self._content(self._split.push(text) if self._split else [Content(text)])
 
     def _finish(self) -> list[Event]:
-        """What was held back; calls that end here were cut short."""
+        """Events of text that was held back; calls that end here were cut short."""
         events = self._content(self._split.finish()) if self._split else []
         return events + (self._calls.finish() if self._calls is not None else [])
 
@@ -80,7 +80,7 @@ class ChatOutput:
         return found
 
     def _runs(self, events: Iterable[Event]) -> list[list[Event]]:
-        """The events in as few deltas as tell their order; at least one."""
+        """The events in as few deltas as express their order; at least one delta."""
         runs: list[list[Event]] = [[]]
         latest = 0
         for event in events:
@@ -112,7 +112,7 @@ class ChatOutput:
 
 
 def _place(event: Event) -> int:
-    """Where in a delta it stands; see Delta."""
+    """The position of an event in a delta; see Delta."""
     match event:
         case Reasoning():
             return 0

@@ -86,7 +86,7 @@ class ChoiceRunner:
                     returned = True
                 except WorkerLost:
                     lost += 1
-                    # Once a token is out, another worker would have to go on from it.
+                    # After the first token another worker would have to continue from it.
                     if begun or lost == LOST_MAX:
                         raise
                     log.info(

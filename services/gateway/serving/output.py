@@ -11,10 +11,10 @@ from services.gateway.vocabulary.delta import Delta, Said
 from services.gateway.vocabulary.errors import BadRequest
 from services.gateway.vocabulary.message import Finish, Fresh
 
-# JSON has no infinity; servers of this kind send this instead, and so does every door.
+# JSON has no infinity; like other servers, every door sends this number instead.
 LOGPROB_MIN = -9999.0
 OUTPUT_LOGPROBS_MAX = 2**17
-"""Most log probabilities of the output that a whole answer tells, of all its choices."""
+"""Most log probabilities in an answer that is not streamed, all choices together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class TokenNote:
 
 
 def numbers_in(*told: Sequence[TokenNote]) -> int:
-    """About how many log probabilities there are."""
+    """The approximate number of log probabilities."""
     return sum(
         len(notes) * (1 if (last := notes[-1].told) is None else 1 + len(last.top))
         for notes in told
@@ -48,7 +48,7 @@ def numbers_in(*told: Sequence[TokenNote]) -> int:
 
 
 def finite(logprob: float) -> float:
-    """A log probability as clients are told it."""
+    """A log probability as it is sent to clients."""
     # Also not a number, which compares as false.
     return logprob if logprob > LOGPROB_MIN else LOGPROB_MIN
 
@@ -124,8 +124,8 @@ class Output:
 class ToldCount:
     """Counts the log probabilities of a request's output that are kept for the end of its answer.
 
-    How many tokens there will be is not known before, and most outputs end long before they may.
-    So it is too many only when there are.
+    The number of tokens is not known before, and most outputs end long before their limit. So a
+    request is refused only when it has produced too many.
     """
 
     def __init__(self, param: str) -> None:
@@ -134,7 +134,7 @@ class ToldCount:
         self._count = 0
 
     def add(self, notes: Sequence[TokenNote]) -> None:
-        """Count more; raises BadRequest if they are too many."""
+        """Count further log probabilities; raises BadRequest if there are too many."""
         self._count += numbers_in(notes)
         if self._count > OUTPUT_LOGPROBS_MAX:
             raise BadRequest(

@@ -37,7 +37,7 @@ MARK_TOKENS = 16
 
 
 class Preparer:
-    """Knows the model; makes prepared requests of bodies."""
+    """Makes prepared requests of bodies, for one model."""
 
     def __init__(
         self,
@@ -196,7 +196,7 @@ class Preparer:
     async def _grammar(
         self, body: GenerationRequest, record: RequestRecord, where: Thinking
     ) -> Grammar | None:
-        """What the whole output must match, checked; raises GatewayError."""
+        """The checked grammar of the whole output; raises GatewayError."""
         answer = body.structure
         if answer is not None:
             checked = await self._checker.check(answer, record.guest)
@@ -229,7 +229,7 @@ class Preparer:
         logprobs: LogprobOptions,
         service: Service,
     ) -> list[PreparedChoice]:
-        """The choices of a prompt, alike but for their seeds; `echo` is what is shown of it."""
+        """The choices of a prompt, which differ in their seeds; `echo` is its shown text."""
         eos_ids = self._model.eos_ids
         stop_ids = frozenset(body.stop_token_ids or ())
         if not body.ignore_eos:
@@ -260,7 +260,7 @@ class Preparer:
         return [_seeded(first, choice) for choice in range(body.choices)]
 
     async def _echo(self, body: GenerationRequest, number: int, prompt_ids: tuple[int, ...]) -> str:
-        """The text of prompt `number` if it is shown; of one that was cut, what is left of it."""
+        """The text of prompt `number` if it is echoed; of a truncated prompt, what is left."""
         if not isinstance(body, CompletionRequest) or not body.echo:
             return ""
         prompt = body.prompt[number]
@@ -304,7 +304,7 @@ class Preparer:
 def _truncated(
     body: GenerationRequest, prompt_ids: tuple[int, ...], context: int
 ) -> tuple[int, ...]:
-    """The part of a prompt that the client wants to be kept if it is longer."""
+    """The prompt, truncated if the client asks for that and the prompt is too long."""
     keep = body.truncate_prompt_tokens
     assert keep is not None, "it is to be cut"
     if keep == -1:
@@ -323,14 +323,14 @@ def _seeded(first: PreparedChoice, choice: int) -> PreparedChoice:
 
 
 def _numbered(choice: PreparedChoice, index: int) -> PreparedChoice:
-    """`choice` as one of several of its request."""
+    """`choice` with an id of its own among several choices."""
     request = choice.request
     request = replace(request, request_id=f"{request.request_id}-{index}", choice=index)
     return replace(choice, request=request)
 
 
 def _note(record: RequestRecord, body: GenerationRequest, model: str) -> None:
-    """Tell the record what is asked for; nothing of what was said."""
+    """Note the settings of the request in its record; no text is noted."""
     prompts = len(body.prompt) if isinstance(body, CompletionRequest) else 1
     choices = prompts * body.choices
     settings = {

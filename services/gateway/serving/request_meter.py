@@ -11,7 +11,7 @@ from services.gateway.vocabulary.errors import GatewayError
 
 
 class RequestMeter:
-    """Of one choice; use `measured` to make it."""
+    """The meter of one choice; `measured` makes it."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Requests that run at this gateway, to be cancelled; and the ids that clients chose lately."""
+"""Requests that run at this gateway and can be cancelled, and recent ids that clients chose."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
@@ -12,7 +12,7 @@ REMEMBERED_MAX = 100_000
 REMEMBER_S = 600.0
 
 Key = tuple[str, str]
-"""Owner and id: nobody cancels, or blocks, the requests of others."""
+"""Owner and id: an owner can neither cancel nor block requests of other owners."""
 
 
 class RunningRequests:
@@ -60,7 +60,7 @@ class RunningRequests:
             yield
 
     def cancel(self, owner: str, request_id: str) -> bool:
-        """End the requests of that owner that go by that id; whether there was one here."""
+        """End the requests of an owner that have this id; returns whether there was one here."""
         found = self._running.get((owner, request_id), ())
         for interruption in found:
             interruption.interrupt(
@@ -102,7 +102,7 @@ class RunningRequests:
                 self._began_s.pop(key, None)
 
     def _forget(self, now_s: float) -> None:
-        """Drop what is too old, and the oldest of too many."""
+        """Drop ids that are too old, and the oldest ones if there are too many."""
         while self._began_s:
             key, began_s = next(iter(self._began_s.items()))
             if now_s - began_s < REMEMBER_S and len(self._began_s) < self._remembered_max:

@@ -57,7 +57,7 @@ def warnings_of(
 
 
 def _class(body: GenerationRequest, headers: Mapping[str, str]) -> ServiceClass:
-    """The class that all places which name one agree on."""
+    """The class of the request; raises BadRequest if two places name different ones."""
     named: dict[str, ServiceClass] = {}
     if (tier := _TIERS.get(body.service_tier or "")) is not None:
         named["service_tier"] = tier

@@ -15,7 +15,7 @@ PEER_SERVICE = "tideserve.gateway.v1.GatewayPeerService"
 
 
 class PeerServicer(peer_pb2_grpc.GatewayPeerServiceServicer):
-    """Ends requests for other gateways, which have seen who asks."""
+    """Ends requests for other gateways, which have authenticated the caller."""
 
     def __init__(self, running: RunningRequests) -> None:
         self._running = running

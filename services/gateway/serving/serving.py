@@ -50,9 +50,9 @@ class Writer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RequestServing:
-    """What every door needs to serve requests; times in seconds.
+    """What every door uses to serve requests; times in seconds.
 
-    `refuse_unknown`: whether unknown fields are errors, for those who parse bodies.
+    `refuse_unknown`: whether unknown fields of a body are errors.
     """
 
     preparer: Preparer
@@ -70,7 +70,7 @@ class RequestServing:
         """Count a request in from before its body is read, and out at the end.
 
         Raises:
-            GatewayError: if the gateway takes no more, or no more of its owner.
+            GatewayError: if the gateway is full, or the owner's quota is used up.
         """
         with self._quota(record), self.drain.enter(), self.bodies.lease() as lease:
             yield lease
@@ -106,7 +106,7 @@ class RequestServing:
         chosen_id = body.value.request_id
         try:
             async with asyncio.TaskGroup() as tasks:
-                # As a task first: else it would never be awaited if the request does not begin.
+                # First, so that the coroutine is awaited even if the request does not begin.
                 guard = None if hang_up is None else tasks.create_task(hang_up)
                 with (
                     Interruption() as interruption,

@@ -115,4 +115,4 @@ class CheckClient:
         for asked in self._asked.values():
             if not asked.done():
                 asked.set_exception(ServiceUnavailable(error))
-                asked.exception()  # whoever asked may have gone, and then nobody else takes it
+                asked.exception()  # the caller may have gone, and then no one else retrieves it

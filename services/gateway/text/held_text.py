@@ -24,8 +24,8 @@ def undecided(text: str, marks: Sequence[str], at: int = 0) -> int:
 class HeldText:
     """Text that has come and is not read, behind blanks that nobody has claimed.
 
-    Every character is read once, however the text was cut and however long the blanks are: who
-    reads moves `at` on, and what it leaves at the end of a push is shorter than a mark.
+    Every character is read once, however the text was cut and however long the blanks are: a
+    reader advances `at`, and what it leaves at the end of a push is shorter than a mark.
     """
 
     def __init__(self) -> None:

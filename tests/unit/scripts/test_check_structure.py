@@ -91,11 +91,11 @@ def test_what_a_function_does_is_its_shape(old: str, new: str) -> None:
 
 
 def test_a_copy_in_the_simulator_is_found() -> None:
-    drives = "from services.core.changeover import machine"
+    drives = "from services.core.changeover.state import Changeover"
     found = check_structure.one_machine(
         read(
             services__core__changeover="",
-            services__core__changeover__machine="",
+            services__core__changeover__state="",
             services__worker="",
             services__worker__engine=drives,
             services__worker__engine__member=ONE + "class Member:\n    class Inner: ...",
@@ -112,9 +112,11 @@ def test_a_copy_in_the_simulator_is_found() -> None:
 def test_a_side_without_the_change_over_is_named() -> None:
     sources = read(
         services__core__changeover="",
-        services__worker__engine="from services.core.changeover import *",
+        services__core__changeover__state="",
+        services__worker__engine="from services.core.changeover import state",
         services__worker="",
-        tideserve__sim="import services.core",
+        tideserve__sim="from services.core.changeover import route",
+        services__core__changeover__route="",
         services__core="",
     )
     assert list(check_structure.one_machine(sources)) == ["import tideserve.sim"]
@@ -132,9 +134,9 @@ def test_an_entry_that_is_not_needed_any_more_is_an_error() -> None:
         a__x="import b.y",
         b="",
         b__y="import a.x",
-        services__worker__engine="import services.core.changeover",
-        tideserve__sim="import services.core.changeover",
-        services__core__changeover="",
+        services__worker__engine="import services.core.changeover.state",
+        tideserve__sim="import services.core.changeover.state",
+        services__core__changeover__state="",
     )
     allowed = frozenset({"cycle a", "cycle b"})
     assert check_structure.findings(sources, allowed) == []

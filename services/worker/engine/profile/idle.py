@@ -1,4 +1,4 @@
-"""Profiling by a worker that nobody asks for anything: one batch at a time."""
+"""Profiling by an idle worker: one batch at a time."""
 
 import logging
 from collections.abc import Callable
