@@ -19,7 +19,7 @@ PAUSE_S = 0.05
 
 
 class DemandReporter:
-    """Reports the queue to the memory manager. The loss of that one changes nothing here."""
+    """Reports the queue to the memory manager, as long as there is one."""
 
     def __init__(
         self,

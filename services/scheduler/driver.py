@@ -112,7 +112,7 @@ class SchedulerDriver:
 
     @contextmanager
     def gateway_stream(self) -> Iterator[GatewayOutbox]:
-        """A new gateway's outbox. After its end its requests are kept for the grace time."""
+        """The outbox of a new gateway stream; its requests are kept for a grace time after it."""
         outbox = GatewayOutbox(self._next_stream_id, self._outbox_limit)
         self._next_stream_id += 1
         self._outboxes[outbox.stream_id] = outbox

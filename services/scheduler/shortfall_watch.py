@@ -18,7 +18,7 @@ from tideserve.common.v1 import record_pb2
 from tideserve.memmgr.v1 import memmgr_pb2, memmgr_pb2_grpc
 
 SILENCE_S = 5.0
-"""A memory manager that says nothing for this long knows nothing; it speaks every second."""
+"""After this silence the last shortfalls no longer count; a report comes every second."""
 OLDER_RETRY_S = 30.0
 """A memory manager of an older version, without such reports, is asked again after this."""
 

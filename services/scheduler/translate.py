@@ -38,7 +38,7 @@ def to_admit_event(
     """The event in a gateway's frame, or None for a kind that this version does not know.
 
     Raises:
-        InvalidReport: if it passes on a load that cannot be.
+        InvalidReport: if it passes on an impossible load.
     """
     match frame.WhichOneof("body"):
         case "ask":
@@ -74,7 +74,7 @@ def to_load_event(load: load_pb2.WorkerLoad, now_s: float, passed_on: bool = Fal
     """A worker's load.
 
     Raises:
-        InvalidReport: if it cannot be.
+        InvalidReport: if a number is impossible or a name is missing.
     """
     return LoadReported(now_s, to_load_report(load), passed_on)
 

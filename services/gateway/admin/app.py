@@ -92,7 +92,7 @@ class _FeedResponse(Response):
         self._feed = feed
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """raise ServiceUnavailable, before anything is sent, if there are too many viewers."""
+        """Raise ServiceUnavailable, before anything is sent, if there are too many viewers."""
         headers = {name.decode(): value.decode() for name, value in HEADERS}
         with self._feed.viewer() as frames:
             await StreamingResponse(frames, headers=headers)(scope, receive, send)

@@ -1,4 +1,4 @@
-"""The live feed: one producer, shared by all viewers; nobody looks, nothing is asked."""
+"""The live feed: one producer, shared by all viewers; without viewers nothing is asked."""
 
 import asyncio
 import contextlib
@@ -12,7 +12,7 @@ from services.common.push import wait_set
 from services.gateway.vocabulary.errors import ServiceUnavailable
 
 PERIOD_S = 0.25
-# So much of a large cluster's state is made and sent in a second, however many workers it has.
+# Workers whose state is sent in a second; larger clusters are shown less often.
 WORKERS_PER_S = 400
 HEARTBEAT_S = 2.0
 VIEWERS_MAX = 32
@@ -21,7 +21,7 @@ HEARTBEAT = b": the feed lives\n\n"
 
 
 class _Viewer:
-    """Sees the newest state only, so that a slow one holds nothing back and collects nothing."""
+    """Sees the newest state only, so that nothing piles up for a slow viewer."""
 
     def __init__(self) -> None:
         self.frame: bytes | None = None
@@ -29,7 +29,7 @@ class _Viewer:
 
 
 class Feed:
-    """Looks at the cluster four times a second while somebody watches."""
+    """Looks at the cluster four times a second while there are viewers."""
 
     def __init__(self, look: Callable[[], Awaitable[dict[str, Any]]]) -> None:
         self._look = look
@@ -80,7 +80,7 @@ class Feed:
                 self._frame = None
 
     async def _frames(self, viewer: _Viewer) -> AsyncIterator[bytes]:
-        # A page that comes later need not wait for the next change.
+        # A later page gets the state at once, without a change.
         yield self._frame or HEARTBEAT
         while not self._closed:
             await wait_set(viewer.news, HEARTBEAT_S)

@@ -1,4 +1,4 @@
-"""What every request to the admin port passes first.
+"""The checks that every request to the admin port passes first.
 
 Browsers carry requests of any website to any address that they reach, this machine's own included.
 So a request must name a host that is ours (a name that an attacker points at 127.0.0.1 is not),
@@ -83,7 +83,7 @@ class Guard:
                 record.fail(error)
             finally:
                 record.endpoint, record.ended_s = endpoint_of(scope), monotonic_s()
-                # Programs look several times a second; what changes something leaves a line.
+                # Programs poll several times a second; only changes are logged.
                 if scope["method"] not in OPEN_METHODS or record.status >= ERRORS:
                     self._log.write(record)
 

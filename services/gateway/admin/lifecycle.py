@@ -1,4 +1,4 @@
-"""How the work of the admin port lives: a failure of it is told, and never reaches the clients."""
+"""Failures of the admin port's work are logged, and never reach clients of the gateway."""
 
 import asyncio
 import logging
@@ -30,7 +30,7 @@ async def kept_up(work: Callable[[], Awaitable[None]], name: str) -> None:
 
 
 async def kept_apart(work: Awaitable[None], name: str) -> None:
-    """Do `work` to its end; whatever it raises is logged, and those who wait here go on."""
+    """Do `work` to its end; whatever it raises is logged, and the caller goes on."""
     try:
         await work
     except Exception:

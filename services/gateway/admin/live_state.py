@@ -16,7 +16,7 @@ DECISIONS_SHOWN = 12
 
 
 class LiveState:
-    """Gathers the cluster's memory each time, and the services now and then."""
+    """Gathers the cluster's memory at each look, and the services' state less often."""
 
     def __init__(
         self, model: str, cluster: ClusterClient, probe: ReadinessProbe, metrics: Metrics

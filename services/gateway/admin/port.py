@@ -44,7 +44,7 @@ class AdminPort:
         self._http = HttpServer(app, None if is_loopback(host) else tls)
 
     async def run(self, listener: socket.socket) -> None:
-        """Serve until `close`, which ends the feeds of those who watch; never fails."""
+        """Serve until `close`, which ends the feeds of all viewers; never fails."""
         log.info("listening for operators on %s:%d", *listener.getsockname()[:2])
         await kept_apart(self._serve(listener), "the port for operators")
 
@@ -55,6 +55,6 @@ class AdminPort:
             feed.cancel()
 
     def close(self) -> None:
-        """Have `run` return within seconds."""
+        """End `run` within seconds."""
         self._feed.close()
         self._http.should_exit = True

@@ -14,17 +14,17 @@ PARAM = "messages"
 MESSAGES_MAX = 4096
 """Most messages of a chat."""
 MESSAGE_CHARS = 64
-"""What a message costs that says nothing, in characters of one that does."""
+"""Cost of an empty message, in characters of text."""
 CALLS_MAX = 128
 """Most calls in one message."""
 
-# Fields of messages that mean nothing here; clients send back what they were given.
+# Fields without a meaning here; clients send back fields of earlier answers.
 _HARMLESS = ("name",)
 _UNSUPPORTED = ("annotations", "audio", "function_call", "refusal")
 
 
 class _Part(BaseModel):
-    """A part of a message: what else clients send back in it is not looked at."""
+    """A part of a message; unknown fields, which clients send back, are ignored."""
 
     model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
 
@@ -70,14 +70,14 @@ class Message(BaseModel):
 
     @property
     def size(self) -> int:
-        """About how many characters it has, of which every part has some."""
+        """The approximate cost of the message in characters; every part costs some."""
         calls = sum(MESSAGE_CHARS + len(call.function.arguments) for call in self.tool_calls or ())
         reasoning = self.reasoning or self.reasoning_content or ""
         return MESSAGE_CHARS + len(self.content or "") + len(reasoning) + calls
 
 
 def check_count(messages: Sequence[Any]) -> None:
-    """Raise BadRequest if they are too many; before anybody looks at them."""
+    """Raise BadRequest if there are too many messages; call it before they are read."""
     if len(messages) > MESSAGES_MAX:
         raise _wrong(
             f"there are {len(messages)} messages, but {MESSAGES_MAX} are the most; send fewer"
@@ -107,7 +107,7 @@ def plain_message(message: Any, unknown: UnknownFields) -> Any:
 
 
 def check_conversation(messages: Sequence[Message]) -> None:
-    """Raise BadRequest if a message does not fit its role or those before it."""
+    """Raise BadRequest if a message does not fit its role or the messages before it."""
     called: set[str] = set()
     for message in messages:
         if message.role == "tool":

@@ -38,7 +38,7 @@ class Vocabulary:
 
     @property
     def passed_on(self) -> frozenset[str]:
-        """Fields of the chat that it has under the same name."""
+        """Fields of the chat that the dialect has under the same name."""
         return frozenset(ChatRequest.model_fields) - self.names.keys() - self.absent - self.own
 
     def split(
@@ -68,7 +68,7 @@ class Vocabulary:
             raise type(error)(message, param=param, code=error.code) from None
 
     def renamed(self, error: GatewayError) -> tuple[str, str | None]:
-        """Message and field of an error that came later, by the names that the client used."""
+        """Message and field of an error from the chat's checks, by the client's names."""
         if error.code == UNKNOWN_PARAMETER:
             # The name that the client used was the wrong one.
             return error.message, error.param

@@ -20,7 +20,7 @@ TokenId = Annotated[int, Field(ge=0, le=INT32_MAX)]
 
 
 def refusal(message: str) -> PydanticCustomError:
-    """What a check raises; `message` says what the value must be."""
+    """The error that a check raises; `message` says what the value must be."""
     return PydanticCustomError("refused", "{why}", {"why": message})
 
 
@@ -36,7 +36,7 @@ def is_text(value: Any) -> bool:
 
 
 def _parse_texts(count_max: int, chars_max: int) -> Callable[[Any], tuple[str, ...]]:
-    """Of strings in a list, or a single one."""
+    """A parser of a string or a list of strings."""
 
     def parse(value: Any) -> tuple[str, ...]:
         if value is None:
@@ -114,7 +114,7 @@ LogitBias = Annotated[
 
 
 def token_ids(value: Sequence[Any]) -> tuple[int, ...] | None:
-    """The ids in a nonempty list of nothing else."""
+    """The ids in a nonempty list of token ids; None if it is something else."""
     if not value or not all(type(item) is int and 0 <= item <= INT32_MAX for item in value):
         return None
     return tuple(value)

@@ -250,7 +250,7 @@ class GenerationRequest(Strict):
 
     @property
     def structure(self) -> Structure | None:
-        """The form that the output, or the answer in it, must have."""
+        """The required form of the output, or of the answer in it."""
         return next(iter(self._structures()), None)
 
     @property
@@ -260,7 +260,7 @@ class GenerationRequest(Strict):
 
     @property
     def output_logprobs(self) -> int | None:
-        """Of how many tokens beside each output token log probabilities are told; None: of none."""
+        """How many alternatives are told beside each output token; None: no log probabilities."""
         raise NotImplementedError
 
     @property

@@ -61,7 +61,7 @@ def parse_object(
 
 
 def _has_many(text: str) -> bool:
-    """Whether it has more values or parts than it may."""
+    """Whether the text has more values or parts than allowed."""
     # Cheap, and enough for all but long texts.
     values, parts = _counts(text)
     if values <= VALUES_MAX and parts + text.count('"') // 2 <= PARTS_MAX:

@@ -57,7 +57,7 @@ class ThinkingBlock(_Block):
 
 
 class RedactedThinking(_Block):
-    """Thoughts in a form that only their maker reads."""
+    """Thoughts in a form that only the server that wrote them can read."""
 
     type: Literal["redacted_thinking"]
 

@@ -14,7 +14,7 @@ NAME_CHARS = 64
 LIMITS = frozenset({"max_tokens", "max_completion_tokens", "max_output_tokens"})
 """What the dialects call the most output tokens."""
 _SIMILAR = 0.8
-"""Names that are at least so similar are taken for misspelt ones, by difflib's measure."""
+"""Names with at least this similarity (difflib's ratio) count as misspelt."""
 _PLAIN = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_.-")
 
 
@@ -95,7 +95,7 @@ COMPLETION = Policy(
 
 
 class UnknownFields:
-    """Those that a body has: the first one is refused, or all are noted for a warning."""
+    """Unknown fields of a body: the first one is refused, or all are noted for a warning."""
 
     def __init__(self, refuse: bool) -> None:
         self._refuse = refuse
@@ -131,7 +131,7 @@ class UnknownFields:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """A sentence that names them, if there are any; in letters that fit into a header."""
+        """A sentence that names the unknown fields, if there are any; ASCII, for a header."""
         if not self._count:
             return ()
         more = self._count - len(self._names)
@@ -185,7 +185,7 @@ def _meant(name: str, known: Collection[str]) -> str:
 
 
 def shown(name: str) -> str:
-    """A name from outside as it may stand in an error."""
+    """A client's name, made safe for an error."""
     return name[:NAME_CHARS].encode("ascii", "backslashreplace").decode()
 
 

@@ -21,7 +21,7 @@ _ITEMS = frozenset({"message", "reasoning", "function_call", "function_call_outp
 
 
 class _InputPart(BaseModel):
-    """A part of the input; what else clients send back in it is not looked at."""
+    """A part of the input; unknown fields, which clients send back, are ignored."""
 
     model_config = ConfigDict(strict=True, extra="ignore", frozen=True, allow_inf_nan=False)
 

@@ -1,4 +1,4 @@
-"""What clients may tell the chat template: an allow-list, for templates are programs."""
+"""Variables that clients may set for the chat template: an allow-list of names and types."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal

@@ -17,7 +17,7 @@ from services.gateway.vocabulary.errors import BadRequest
 TEXT_TOKENS_MAX = 2**17
 """Most tokens that are turned into text at once."""
 
-# Fields of chats that have a say in the prompt.
+# Fields of chats that affect the prompt.
 _CHAT_FIELDS = (
     "messages",
     "add_generation_prompt",
@@ -56,7 +56,7 @@ class ReadBody(Protocol):
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What the client should know of its fields."""
+        """ASCII sentences about fields that were ignored."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,7 +43,7 @@ def router(serving: RequestServing, pool: TextPool) -> APIRouter:
         "/count_tokens", response_class=JSONResponse, openapi_extra=described(CountTokensRequest)
     )
     async def count_tokens(request: Request) -> Response:
-        """How many tokens a message would have as its input."""
+        """How many input tokens a message would have."""
 
         async def answer(body: ChatRequest) -> tuple[Content, int]:
             ids = await serving.preparer.token_ids(body, record_of(request.scope))

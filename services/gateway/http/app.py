@@ -32,7 +32,7 @@ def build(
     public_metrics: bool,
     cors_origins: Sequence[str] = (),
 ) -> ASGIApp:
-    """All routes for clients behind the front door; those for operators are at the admin port."""
+    """All routes for clients, behind the front door; the admin port has the operators' routes."""
     app = FastAPI(
         title="tideserve",
         version=installed_version(),

@@ -49,7 +49,7 @@ def with_cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
         app,
         allow_origins=origins,
         allow_methods=METHODS,
-        # Those that the browser asks for: clients' libraries have many of their own.
+        # The headers that the browser asks for: client libraries have many headers of their own.
         allow_headers=[ANY],
         allow_credentials=False,
         expose_headers=EXPOSED,

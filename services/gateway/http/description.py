@@ -33,7 +33,7 @@ def takes(
     passed_on: Collection[str] = (),
     error: Mapping[str, Any] = _ERROR,
 ) -> dict[str, Any]:
-    """The part of a route's description that tells what it takes and how it refuses.
+    """The description of a route's body and of its errors.
 
     The bodies are parsed stricter than the framework would. `policy` has the fields that are
     ignored, `passed_on` are those of the chat that the body has, too. `error` is the schema of
@@ -68,7 +68,7 @@ def _schema(kind: type[BaseModel]) -> dict[str, Any]:
 
 @cache
 def _generated(kind: type[BaseModel]) -> dict[str, Any]:
-    """The schema that pydantic makes, 10 to 40 ms each; several routes have those of the chat."""
+    """Pydantic's schema of `kind`: it takes 10 to 40 ms, and several routes share the chat's."""
     return kind.model_json_schema()
 
 

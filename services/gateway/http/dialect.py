@@ -13,7 +13,7 @@ from services.gateway.serving.serving import Writer
 from services.gateway.vocabulary.errors import GatewayError
 
 SLICE_BYTES = 64 * 2**10
-"""So much of a response is sent at a time; the server waits for the client when it has more."""
+"""A response is sent in slices of this size; after each the server waits until there is room."""
 
 
 class StreamWriter(Writer, Protocol):
@@ -29,8 +29,8 @@ class StreamWriter(Writer, Protocol):
 class Dialect(Protocol):
     """One endpoint's form of a request and its response; an object serves one request.
 
-    It holds nothing of the body but what the response repeats, about `kept_bytes` when it is
-    parsed. Nor do its writers.
+    A dialect and its writers hold nothing of the body but what the response repeats: about
+    `kept_bytes` once the body is parsed.
     """
 
     kept_bytes: int
@@ -53,7 +53,7 @@ async def send_json(client: WatchedClient[Message], data: dict[str, Any]) -> Non
 async def send_body(client: WatchedClient[Message], body: bytes) -> None:
     """Send a whole response that is written, and wait until its client has taken a long one.
 
-    A server takes whatever it is given at once, and would hold it with nobody counting that.
+    The HTTP server buffers whatever it is given at once, without counting the bytes.
     """
     headers = [
         (b"content-type", b"application/json"),
@@ -77,7 +77,7 @@ async def hang_up(receive: Receive) -> None:
 
 
 async def send_watched(client: WatchedClient[Message], receive: Receive, body: bytes) -> None:
-    """`send_body` to a client that nobody watches. Raises ClientGone if it takes nothing."""
+    """`send_body` to a client without a guard of its own. Raises ClientGone if it takes nothing."""
     try:
         async with asyncio.TaskGroup() as tasks:
             guard = tasks.create_task(hang_up(receive))

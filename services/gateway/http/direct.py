@@ -22,7 +22,7 @@ class Direct:
     """Calls the endpoints that generate, and passes all other requests to the application."""
 
     def __init__(self, app: ASGIApp, routers: Iterable[APIRouter]) -> None:
-        """`routers`: where the endpoints stand; all their handlers take the request only."""
+        """`routers` have the endpoints; a handler's only argument is the request."""
         self._app = app
         self._routes = {
             route.path: (route, cast(Endpoint, route.endpoint))

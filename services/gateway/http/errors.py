@@ -68,13 +68,13 @@ async def _http_error(request: Request, error: Exception) -> Response:
 
 
 async def _crash(request: Request, error: Exception) -> Response:
-    # What went wrong is in the log, where the front door writes it; clients learn no internals.
+    # The front door logs what went wrong; clients learn no internals.
     return _response(request, GatewayError("internal error of the gateway; try again"))
 
 
 def _response(
     request: Request, error: GatewayError, headers: Mapping[str, str] | None = None
 ) -> Response:
-    """The response, with the request's record told."""
+    """The response to an error, which the request's record notes."""
     record_of(request.scope).fail(error)
     return error_response(error, request.scope, headers)

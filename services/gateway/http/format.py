@@ -16,7 +16,7 @@ from services.gateway.vocabulary.delta import Delta, Said, ToolCallDelta
 
 @dataclass(frozen=True, slots=True)
 class Envelope:
-    """What all objects of one response share."""
+    """Fields that all objects of one response share."""
 
     response_id: str
     created: int
@@ -39,12 +39,12 @@ class Envelope:
 
 
 def tier_of(body: GenerationRequest) -> str | None:
-    """The tier that is used, if the client names any: so far there is one."""
+    """The service tier that is used, if the client names one; so far there is one tier."""
     return "default" if body.service_tier is not None else None
 
 
 def envelope_of(prepared: PreparedRequest, tier: str | None) -> Envelope:
-    """What a response has around its choices."""
+    """The fields of a response around its choices."""
     return Envelope(prepared.response_id, prepared.created, prepared.model, tier)
 
 
@@ -58,7 +58,7 @@ class Format(Protocol):
         """The choice of the first event, if the endpoint begins with one of its own."""
 
     def tells(self, piece: OutputPiece) -> bool:
-        """Whether an event of a piece that ends nothing has something for the client."""
+        """Whether a piece without an ending has something for the client."""
 
     def chunk(self, index: int, piece: OutputPiece) -> dict[str, Any]:
         """The choice of an event with new text, an ending or both."""
@@ -146,12 +146,12 @@ class ChatFormat:
 
 
 def _plain_delta(piece: OutputPiece) -> dict[str, Any]:
-    """What a piece that is content alone adds to the message."""
+    """The message delta of a piece that is content alone."""
     return {} if piece.finish_reason is not None and not piece.text else {"content": piece.text}
 
 
 def _chat_delta(said: Delta) -> dict[str, Any]:
-    """What a piece adds to the message; a piece that adds nothing has empty content."""
+    """The message delta of a piece; a piece that adds nothing has empty content."""
     delta: dict[str, Any] = _thoughts(said.reasoning)
     if calls := _calls_in(said):
         delta["tool_calls"] = [_call_delta(call) for call in calls]
@@ -161,7 +161,7 @@ def _chat_delta(said: Delta) -> dict[str, Any]:
 
 
 def _calls_in(said: Delta) -> list[ToolCallDelta]:
-    """What is added to calls, without those that only end."""
+    """The deltas of calls, without calls that only end."""
     return [call for call in said.tool_calls if call.id or call.arguments]
 
 

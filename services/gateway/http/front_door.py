@@ -21,7 +21,7 @@ HEADERS_MAX = 100
 URI_BYTES_MAX = 8 * 2**10
 # Probes of the platform carry no key.
 OPEN_ROUTES = frozenset({"/live", "/ready", "/health"})
-# What tells of all owners.
+# Shows figures of all owners.
 OPERATORS_ROUTES = frozenset({"/metrics"})
 
 log = logging.getLogger(__name__)
@@ -69,7 +69,7 @@ class HttpFrontDoor:
                 # The server would write the exception's message, which may quote the client.
                 log.exception("a request failed")
                 failure = GatewayError("internal error of the gateway; try again")
-                # Else the client has been told, or its response breaks off here.
+                # Otherwise the client has its error already, or its response breaks off here.
                 if not started:
                     await error_response(failure, scope)(scope, receive, noted_send)
                 record.fail(failure)
@@ -104,7 +104,7 @@ def check_size(scope: Scope) -> None:
 
 
 def authorization_of(scope: Scope) -> str | None:
-    """What a request shows to be let in; never part of the URL, which others see.
+    """The key of a request. It is never taken from the URL, which others may see.
 
     Clients of Anthropic's API show their key in a header of its own.
     """

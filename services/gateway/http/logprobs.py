@@ -62,7 +62,7 @@ class LogprobFormat:
         return self._texts.data(token_id).decode(errors="replace")
 
     def _top(self, token_id: int, told: TokenLogprobs) -> dict[str, float]:
-        """The likeliest by their text, and the token itself; of those that look alike the first."""
+        """The likeliest tokens and the token itself, by text; of equal texts the first."""
         found: dict[str, float] = {}
         for other, logprob in (*told.top, (token_id, told.logprob)):
             found.setdefault(self._text(other), finite(logprob))

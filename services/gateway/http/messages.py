@@ -153,7 +153,7 @@ class _WrittenBlock:
         return {"type": "content_block_start", "index": self.index, "content_block": self._empty}
 
     def grow(self, text: str) -> Event:
-        """The event of more of it."""
+        """The event of further text or JSON of the block."""
         self._texts.append(text)
         kind, field = _DELTAS[self.kind]
         delta = {"type": kind, field: text}

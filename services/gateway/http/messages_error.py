@@ -20,7 +20,7 @@ SCHEMA: dict[str, Any] = {
         "request_id": {"type": "string"},
     },
 }
-# By HTTP status; what is not here is the client's fault below 500, else the server's.
+# By HTTP status. Others: below 500 the request is invalid, from 500 on the server failed.
 _KINDS = {
     401: "authentication_error",
     403: "permission_error",
@@ -40,7 +40,7 @@ def error_body(error: GatewayError, request_id: str | None = None) -> dict[str, 
     message, param = VOCABULARY.renamed(error)
     told: dict[str, Any] = {"type": kind, "message": message}
     if param == THREAD:
-        # So clients learn that they must send the conversation themselves.
+        # Clients must send the whole conversation themselves.
         told["details"] = {"error_code": "thread_unsupported_request", "unsupported": [THREAD]}
     body = {"type": "error", "error": told}
     return body if request_id is None else body | {"request_id": request_id}

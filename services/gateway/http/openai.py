@@ -74,7 +74,7 @@ def _add_models(routes: APIRouter, model: ServedModel, serving: RequestServing) 
             "root": model.name,
             "parent": None,
             "max_model_len": serving.preparer.max_model_len(),
-            # What clients of Anthropic's API read.
+            # Fields that clients of Anthropic's API read.
             "type": "model",
             "display_name": name,
             "created_at": datetime.fromtimestamp(created, UTC).isoformat(),
@@ -86,7 +86,7 @@ def _add_models(routes: APIRouter, model: ServedModel, serving: RequestServing) 
 
     @routes.get("/models", response_class=JSONResponse)
     async def list_models(request: Request) -> Response:
-        """The served model and its aliases, as far as the key allows them."""
+        """The served model and its aliases that the key may use."""
         data = [describe(name) for name in allowed(request)]
         ends = {"first_id": data[0]["id"], "last_id": data[-1]["id"]} if data else {}
         return JSONResponse({"object": "list", "data": data, "has_more": False} | ends)

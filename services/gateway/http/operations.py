@@ -34,7 +34,7 @@ def router(probe: ReadinessProbe, metrics: Metrics, public_metrics: bool) -> API
 
     @routes.get("/version", response_class=JSONResponse)
     async def version() -> Response:
-        """The release."""
+        """The version of this release."""
         return JSONResponse({"version": installed_version()})
 
     if public_metrics:

@@ -1,4 +1,4 @@
-"""Tells clients of a gateway that leaves to connect anew, which leads to another gateway."""
+"""Makes clients of a leaving gateway reconnect: they then reach another gateway."""
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -10,7 +10,7 @@ _CLOSE = (b"connection", b"close")
 class Parting:
     """ASGI middleware: once the gateway leaves, every answer is the last one on its connection.
 
-    A kept connection would go on bringing requests long after the platform has taken this gateway
+    A kept-alive connection would bring requests long after the platform has taken this gateway
     out of its list.
     """
 

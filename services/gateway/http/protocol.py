@@ -26,17 +26,17 @@ INCOMPLETE_BYTES_MAX = 64 * 2**10
 PIPELINED_MAX = 8
 """Requests of one connection that may wait while another one is answered."""
 PIPELINED_BYTES_MAX = 64 * 2**10
-"""What their bodies may have together."""
-# Clients that still send would not see the answer if the connection was cut at once.
+"""Bytes that the bodies of waiting requests may have together."""
+# A client that still sends would miss the answer if the connection were cut at once.
 LINGER_S = 1.0
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    """Ends connections whose clients send too much, or too slowly, of what is no request yet."""
+    """Ends connections of clients that send incomplete requests too slowly or without bound."""
 
-    # Bytes since the parser had something complete.
+    # Bytes since the parser last completed something.
     _incomplete_bytes = 0
-    # Of the headers that are kept.
+    # Bytes of the headers that are kept.
     _header_bytes = 0
     _timer: asyncio.TimerHandle | None = None
     _refused = False
@@ -91,13 +91,13 @@ class BoundedProtocol(HttpToolsProtocol):
                 if not self._offers_upgrade:
                     continue
             if self._headers_full:
-                # Those that were not kept may say how long the body is.
+                # Headers that were not kept may say how long the body is.
                 self._refuse(_too_large(HEADER_BYTES_MAX))
                 return
             self.parser.feed_data(self._head_without_offer())
 
     def _head_without_offer(self) -> bytes:
-        """The latest request up to its body, without what offers another protocol."""
+        """The head of the latest request, without its offer of another protocol."""
         version = self.parser.get_http_version().encode()
         lines = [self.parser.get_method() + b" " + self.url + b" HTTP/" + version]
         lines += [name + b": " + value for name, value in self.headers if name != b"upgrade"]
@@ -146,7 +146,7 @@ class BoundedProtocol(HttpToolsProtocol):
             super().on_message_complete()
 
     def send_400_response(self, msg: str) -> None:
-        """Answer what is no HTTP; in the midst of another answer only the end can tell."""
+        """Answer bytes that are no HTTP; within another answer the connection just ends."""
         if self._answering:
             self._end()
         else:
@@ -164,7 +164,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     @property
     def _answering(self) -> bool:
-        """Whether a request has not got its answer."""
+        """Whether a request is unanswered."""
         return self.cycle is not None and not self.cycle.response_complete
 
     def _stop_timer(self) -> None:
@@ -179,7 +179,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self.transport.close()
 
     def _refuse(self, error: GatewayError) -> None:
-        """Answer, if it can be told from other answers, and read no more requests."""
+        """Answer, unless another answer is being sent, and read no more requests."""
         self._stop_timer()
         self._refused = True
         if self._answering or self.transport.is_closing():

@@ -26,10 +26,10 @@ KEY_BYTES = 32
 FILE_BYTES_MAX = 64 * 2**20
 ID_DIGITS = 12
 LIMIT_MAX = 10**12
-"""Most of anything in a minute, or at once."""
+"""The highest limit that a key may have."""
 
 _ALPHABET = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
-# So many digits hold any 32 bytes.
+# Digits of base 62 that hold any 32 bytes.
 _KEY_DIGITS = 43
 _HASH = re.compile(r"[0-9a-f]{64}")
 _OWNER = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@:/+-]{0,63}")
@@ -54,7 +54,7 @@ class KeyEntry:
                 "'owner' must be 1 to 64 letters, digits and ._@:/+-, and begin with one of the"
                 " first two"
             )
-        # What stands there may be a key by mistake, so it is not quoted.
+        # The field may hold a key by mistake, so it is not quoted.
         if not _HASH.fullmatch(self.sha256):
             raise ConfigError("'sha256' must be 64 hexadecimal digits, in small letters")
         if self.models is not None and not (
@@ -69,11 +69,11 @@ class KeyEntry:
 
     @property
     def limits(self) -> QuotaLimits:
-        """Of all keys of the owner together."""
+        """The limits of all keys of the owner together."""
         return QuotaLimits(self.requests_per_minute, self.tokens_per_minute, self.concurrent)
 
     def principal(self) -> Principal:
-        """The principal that bears the key."""
+        """The principal of the key's bearer."""
         models = None if self.models is None else frozenset(self.models)
         return Principal(self.owner, self.admin, models, self.limits, self.key_id)
 
@@ -84,7 +84,7 @@ class KeyEntry:
 
 
 def new_key() -> str:
-    """A key that nobody has."""
+    """A new random key."""
     number, digits = secrets.randbits(8 * KEY_BYTES), []
     for _ in range(_KEY_DIGITS):
         number, digit = divmod(number, len(_ALPHABET))
@@ -119,7 +119,7 @@ def read_keys(path: Path) -> list[KeyEntry]:
 
 
 def check_mode(path: Path, mode: int) -> None:
-    """Raise ConfigError if others than the file's owner may write it."""
+    """Raise ConfigError if another user than the file's owner may write to it."""
     if mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise ConfigError(
             f"others may write the keys file {path} (mode {mode:04o}) and let anybody in; change"
@@ -149,7 +149,7 @@ def _parse_line(line: str, place: str) -> KeyEntry:
     try:
         data = json.loads(line, object_pairs_hook=_unique)
     except (ValueError, RecursionError):
-        # Without the error: it could quote a key.
+        # The error is left out: it could quote a key.
         raise ConfigError(f"{place} is not a JSON object with each key once; correct it") from None
     if not isinstance(data, dict):
         raise ConfigError(f"{place} is not a JSON object; correct it")
@@ -168,7 +168,7 @@ def _unique(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _check_together(entries: Mapping[int, KeyEntry], source: str) -> None:
-    """Refuse what each line alone does not show. Raises ConfigError."""
+    """Check the lines against each other. Raises ConfigError."""
     seen: dict[str, int] = {}
     owners: dict[str, tuple[int, QuotaLimits]] = {}
     for place, entry in entries.items():

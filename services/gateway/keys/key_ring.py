@@ -18,7 +18,7 @@ DIGEST_DIGITS = 12
 class KeyRing:
     """Keys from the settings and from a file.
 
-    A key is looked up by its hash, so the time that it takes tells nothing of the keys there are.
+    A key is looked up by its hash, so the time of a look-up reveals nothing about other keys.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class KeyRing:
 
     @property
     def failing(self) -> bool:
-        """Whether the file has changed into something that is not usable."""
+        """Whether the file has changed and is not usable now."""
         return self._source is not None and self._source.failing
 
     @property
@@ -59,11 +59,11 @@ class KeyRing:
 
     @property
     def has_file(self) -> bool:
-        """Whether there is a file, and with it perhaps owners with limits."""
+        """Whether there is a file of keys; only then can owners have limits."""
         return self._source is not None
 
     def limited(self) -> dict[tuple[str, Limit], int]:
-        """Each owner that has limits, with each of those and what it is."""
+        """The limits of each owner that has some."""
         return {
             (one.owner, limit): value
             for one in self._clients.values()
@@ -104,7 +104,7 @@ class KeyRing:
         """Follow the file until cancelled."""
         while self._source is not None:
             await asyncio.sleep(POLL_S)
-            # A file of a network may take its time.
+            # Reading a file on a network may be slow.
             if await asyncio.to_thread(self._source.poll):
                 self._take_over()
 
@@ -112,7 +112,7 @@ class KeyRing:
         clients: dict[str, Principal] = {}
         if self._api_key is not None:
             clients[self._api_key] = ANYONE
-        # A key that has limits there keeps them.
+        # A key that has limits in the file keeps them.
         if self._source is not None:
             clients |= {one.sha256: one.principal() for one in self._source.entries}
         operators = {digest: one for digest, one in clients.items() if one.admin}

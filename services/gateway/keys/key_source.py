@@ -16,7 +16,7 @@ Stamp = tuple[int, int, int, int]
 
 
 class KeySource:
-    """The entries of one file; `failing` while what is there now is not what is in force."""
+    """The entries of one file; `failing` while its present content is not usable."""
 
     def __init__(self, path: Path) -> None:
         """Read the file. Raises ConfigError."""
@@ -30,7 +30,7 @@ class KeySource:
         self.failing = False
 
     def poll(self) -> bool:
-        """Read the file if it has changed; whether there are other entries now. It may block."""
+        """Read the file if it has changed; returns whether the entries differ. It may block."""
         stamp = _stamp(self._path)
         if self._settled and stamp is not None and stamp == self._stamp:
             self.failing = False
@@ -40,7 +40,7 @@ class KeySource:
         try:
             stamp, entries = _read(self._path)
         except ConfigError as error:
-            # Told once for each state of the file.
+            # Logged once for each state of the file.
             self._refused, self.failing = stamp, True
             log.error("the keys stay as they were: %s", error)
             return False
@@ -59,7 +59,7 @@ def _read(path: Path) -> tuple[Stamp | None, list[KeyEntry]]:
         try:
             entries = read_keys(path)
         except ConfigError:
-            # A Secret of Kubernetes may be swapped on the way to the file.
+            # Kubernetes may swap a Secret while its file is being opened.
             if _stamp(path) == before:
                 raise
             continue
@@ -75,7 +75,7 @@ def _digest(entries: Iterable[KeyEntry]) -> str:
 
 
 def _stamp(path: Path) -> Stamp | None:
-    """What differs after the file was written or replaced; None while there is none."""
+    """Changes when the file is written or replaced; None while there is no file."""
     try:
         seen = path.stat()
     except OSError:

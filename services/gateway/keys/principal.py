@@ -18,7 +18,7 @@ class Principal:
 
     @property
     def operates(self) -> bool:
-        """Whether it may see what is of all owners, as their metrics: it runs the gateway."""
+        """Whether the bearer may see figures of all owners, such as metrics."""
         return self.admin or not self.owner
 
     def may_use(self, *names: str) -> bool:

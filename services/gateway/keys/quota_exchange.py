@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 
 class QuotaExchange:
-    """Tells and hears once in `TELL_S`. While etcd cannot be reached the shares stay as they are.
+    """Writes and reads reports every `TELL_S`. While etcd cannot be reached the shares stay.
 
     `sharing` says whether it can.
     """
@@ -56,7 +56,7 @@ class QuotaExchange:
             await asyncio.sleep(TELL_S)
 
     async def withdraw(self) -> None:
-        """Leave the others our part at once; call after `run` was cancelled."""
+        """Delete this gateway's report: the others take its shares. Call after `run` has ended."""
         lease, self._lease = self._lease, 0
         if lease:
             try:
@@ -67,7 +67,7 @@ class QuotaExchange:
     async def _exchange(self) -> None:
         await self._hold_lease()
         wishes = self._state.tell(self._now_s())
-        # Many owners take their time to be written down.
+        # Encoding a report of many owners takes a while.
         value = await asyncio.to_thread(_encoded, self._incarnation, wishes)
         if wishes or value != self._told:
             await self._store.put(self._key, value, self._lease)
@@ -116,7 +116,7 @@ def _encoded(incarnation: str, wishes: Mapping[str, Wish]) -> bytes:
 
 
 def _decoded(listing: Mapping[str, Entry], before: Mapping[str, Told]) -> dict[str, Told]:
-    """What the records tell; those that have not changed are not read again."""
+    """The reports in the records; unchanged records are not decoded again."""
     told = {}
     for key, entry in listing.items():
         last = before.get(key)

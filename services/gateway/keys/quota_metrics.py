@@ -11,10 +11,10 @@ Owned = tuple[str, Limit]
 
 
 class QuotaMetrics:
-    """Told of those owners that have limits now; all others are forgotten."""
+    """Metrics of the owners that have limits now; other owners are dropped."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        """They are added to `registry`."""
+        """The metrics are added to `registry`."""
         self._limits = Gauge(
             "tideserve_gateway_quota_limit",
             "What an owner of keys may use: requests or tokens a minute, or requests at once"

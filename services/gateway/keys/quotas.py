@@ -26,7 +26,7 @@ _OURS = (ServiceUnavailable, Expired, EngineFailed)
 
 
 class Quotas:
-    """All owners with limits; `metrics` are told what they use, and who meets which limit."""
+    """All owners with limits; `metrics` show their use, and which limits refused requests."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class Quotas:
             self._metrics.running(principal.owner, use.running)
 
     def headers(self, principal: Principal) -> Headers:
-        """What every answer tells its owner, in the form of OpenAI's API; empty without limits."""
+        """The headers about an owner's limits, as OpenAI's API has them; empty without limits."""
         use = self._use(principal)
         return () if use is None else tuple(_headers(use, self._now_s()))
 
@@ -85,7 +85,7 @@ class Quotas:
     def settle(
         self, owner: str, use: OwnerUse, reserved: Reservation, output_tokens: int, served: bool
     ) -> None:
-        """Count what a request has really used; one that was not served gives all back."""
+        """Settle a reservation by the real use; a request that was not served gives all back."""
         now_s = self._now_s()
         use.settle(reserved, output_tokens, served, now_s)
         if not served:
@@ -106,7 +106,7 @@ class Quotas:
 
 
 class QuotaLease:
-    """What one request has taken."""
+    """What one request has taken from the quota of its owner."""
 
     def __init__(self, quotas: Quotas, owner: str, use: OwnerUse) -> None:
         self._quotas = quotas
@@ -121,14 +121,14 @@ class QuotaLease:
         """Take the tokens of a prompt, and of outputs that may have so many.
 
         Raises:
-            OverQuota: if the owner has not so many left.
+            OverQuota: if the owner has fewer left.
         """
         self._reserved = self._quotas.reserve(self._owner, self._use, prompt_tokens, outputs_max)
 
     def settle(self, ours: bool = False) -> None:
         """Give back what was not used; everything if nothing came of it by our own fault.
 
-        A second time does nothing.
+        Further calls do nothing.
         """
         if not self._settled:
             self._settled = True

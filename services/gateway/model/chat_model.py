@@ -1,4 +1,4 @@
-"""What chats with a model look like: its template, and the forms of its calls and reasoning."""
+"""The form of chats with a model: its template, and the formats of calls and reasoning."""
 
 from collections.abc import Mapping, Sequence
 
@@ -34,7 +34,7 @@ PARAM = "tools"
 
 
 class ChatModel:
-    """Knows how the model is asked and how it answers."""
+    """Writes prompts for a model and tells how its answers are read."""
 
     def __init__(
         self,
@@ -96,7 +96,7 @@ class ChatModel:
     def structure(
         self, body: ChatRequest, answer: Structure | None, where: Thinking
     ) -> Structure | None:
-        """What holds for the whole output, if `answer` does for the answer.
+        """The required form of the whole output, if `answer` is that of the answer.
 
         Raises:
             BadRequest: if the tools make no grammar.

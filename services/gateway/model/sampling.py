@@ -1,4 +1,4 @@
-"""How tokens are chosen: a body's fields and the model's defaults as core's words."""
+"""Sampling options of core, from a body's fields and the model's defaults."""
 
 import hashlib
 import secrets
@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class SamplingDefaults:
-    """What holds for fields that a client leaves out.
+    """Defaults of fields that a client leaves out.
 
     `max_tokens`: most output tokens, None for what the context allows.
     """
@@ -39,7 +39,7 @@ class SamplingDefaults:
 
 
 PLAIN_DEFAULTS = SamplingDefaults()
-"""Those of the OpenAI API."""
+"""The defaults of the OpenAI API."""
 
 
 def check_ids(body: GenerationRequest, vocab_size: int) -> None:

@@ -37,11 +37,11 @@ class ServedModel:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All by which clients may call it, its own first."""
+        """All names by which clients may call the model, its own first."""
         return (self.name, *self.aliases)
 
     def allowed_names(self, principal: Principal) -> tuple[str, ...]:
-        """Those of `names` that the bearer of a key may use: what every list of models shows."""
+        """The `names` that the bearer of a key may use; every list of models shows these."""
         return tuple(name for name in self.names if principal.may_use(name, self.name))
 
 
@@ -90,7 +90,7 @@ def load_model(
 
 
 def _defaults(model_dir: Path, vocab_size: int) -> SamplingDefaults:
-    """What the model's makers advise; raises ConfigError if it cannot be."""
+    """The defaults of generation_config.json; raises ConfigError if one is impossible."""
     path = model_dir / "generation_config.json"
     given = read_json(path)
     ranges = {

@@ -57,7 +57,7 @@ class ChatTemplate:
         Raises:
             BadRequest: if the template refuses these messages.
         """
-        # As transformers has it: what there is none of is none, not undefined.
+        # As in transformers: an absent value is none, not undefined.
         told = {
             "tools": list(tools) or None,
             "documents": None,

@@ -78,7 +78,7 @@ class ChoiceRecord:
 
     @property
     def queue_s(self) -> float:
-        """Seconds of waiting for a place."""
+        """Seconds in the scheduler's queue."""
         return sum(end_s - began_s for began_s, end_s in self.queued_s)
 
 
@@ -141,12 +141,12 @@ class RequestRecord:
 
     @property
     def guest(self) -> str:
-        """The guest that it counts for: the owner of keys, else an address."""
+        """The guest that the request counts for: the owner of its key, else an address."""
         return f"owner {self.principal.owner}" if self.principal.owner else self.address
 
     @property
     def phases(self) -> Phases:
-        """Where the time went so far, as far as workers have told it."""
+        """The phases so far, as far as workers have reported them."""
         times = [stay.times for one in self.choices for stay in one.stays if stay.times is not None]
         return Phases(
             max((choice.queue_s for choice in self.choices), default=0.0)
@@ -158,7 +158,7 @@ class RequestRecord:
 
     @property
     def operation(self) -> str | None:
-        """Of the GenAI conventions; None for what does not generate."""
+        """The operation of the GenAI conventions; None for requests that do not generate."""
         return OPERATIONS.get(self.path)
 
     @property
@@ -185,7 +185,7 @@ class RequestRecord:
             self.request_id = chosen_id
 
     def limit_headers(self) -> Headers:
-        """What the answer tells of the limits that its owner has."""
+        """The headers about the limits of the request's owner."""
         return self.quotas.headers(self.principal) if self.quotas is not None else ()
 
     def fail(self, error: GatewayError) -> None:
@@ -194,11 +194,11 @@ class RequestRecord:
         self.retry_after_s = error.retry_after_s
 
     def hang_up(self) -> None:
-        """The client went away, or took nothing any more."""
+        """Note that the client went away, or took nothing any more."""
         self.status, self.code = HUNG_UP, "client_gone"
 
     def add_choice(self) -> ChoiceRecord:
-        """One more choice sets out."""
+        """Add a record for a further choice."""
         self.choices.append(ChoiceRecord())
         return self.choices[-1]
 
@@ -228,7 +228,7 @@ def gateway_of(response_id: str) -> str | None:
 
 
 def record_of(scope: Mapping[str, Any]) -> RequestRecord:
-    """The record of the request that an ASGI scope is about."""
+    """The record of the request of an ASGI scope."""
     record = scope[SCOPE_KEY]
     assert isinstance(record, RequestRecord)
     return record

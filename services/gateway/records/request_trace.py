@@ -22,7 +22,7 @@ def tell(tracer: Tracer, record: RequestRecord) -> None:
 
 
 def request_span(record: RequestRecord) -> Span:
-    """The request with all that it did."""
+    """The root span of the request, with its children."""
     assert record.operation is not None
     end_s = record.ended_s
     root = Span(
@@ -42,7 +42,7 @@ def request_span(record: RequestRecord) -> Span:
         root.events += _events(choice)
         root.links += [move.link for move in choice.moves if move.link is not None]
     if record.status >= 500:
-        # The message may hold the client's words.
+        # The message may quote the client's text.
         root.error = record.code or "failed"
     return root
 
@@ -78,7 +78,7 @@ def _attributes(record: RequestRecord) -> dict[str, Value]:
 
 
 def _door(record: RequestRecord) -> dict[str, Value | None]:
-    """By which door it came."""
+    """Attributes of the door by which the request came."""
     if record.grpc_code is None:
         return {genai.HTTP_ROUTE: record.endpoint, genai.HTTP_STATUS: record.status}
     return {

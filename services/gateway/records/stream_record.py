@@ -24,7 +24,7 @@ class StreamRecord:
     def stream(self, request: Request) -> Iterator[Callable[[FinishReason | None], None]]:
         """Note the beginning of a request and its end, whatever that is.
 
-        What it yields is to be told each piece's finish reason.
+        Call what it yields with each piece's finish reason.
         """
         if self._log is None:
             yield lambda reason: None
@@ -47,7 +47,7 @@ class StreamRecord:
             self._log.append(FACT, [StreamEnded(monotonic_s(), request.request_id, outcome)])
 
     def forwarded(self, request_id: str, first_index: int, token_ids: Sequence[int]) -> None:
-        """Note tokens that go to the client now."""
+        """Note tokens that are sent to the client now."""
         if self._log is not None and token_ids:
             fact = TokensForwarded(request_id, first_index, tuple(token_ids))
             self._log.append(FACT, [fact])
