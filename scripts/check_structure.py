@@ -29,16 +29,8 @@ LONG_FUNCTIONS_MAX = 2
 SHARED_NAMES_MAX = 13
 ALLOWED = frozenset(
     {
-        "class Adopt",
-        "class Capacity",
-        "class Configuration",
-        "class LeaderExchange",
         "class Member",
-        "class MemberExchange",
-        "class Preparation",
         "class StageMemory",
-        "import services.worker.engine",
-        "import tideserve.sim",
     }
 )
 

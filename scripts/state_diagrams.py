@@ -4,6 +4,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from enum import Enum
 
+from services.core.changeover import state as changeover
 from services.core.groups import attempt, coordinator
 from services.core.planner import sequence
 
@@ -56,6 +57,21 @@ MACHINES = (
             attempt.AttemptPhase.COMMITTING: "All members are ready, and the commit is written.",
             attempt.AttemptPhase.COMMITTED: "The new groups are in force.",
             attempt.AttemptPhase.ABORTED: "Everything is as it was; the marks are removed.",
+        },
+    ),
+    Machine(
+        "A member whose group changes",
+        "services/core/changeover/state.py",
+        changeover.TRANSITIONS,
+        changeover.Phase.SERVING,
+        {
+            changeover.Phase.SERVING: "No change is under way here; another may be prepared.",
+            changeover.Phase.DRAINING: "A change is committed;"
+            " microbatches of the present configuration come back.",
+            changeover.Phase.JOINING: "It leads the new group, and waits until every stage"
+            " has told how many blocks it has.",
+            changeover.Phase.ADOPTING: "Sequences go from old leaders to new ones.",
+            changeover.Phase.MIGRATING: "KV travels to where its sequence runs.",
         },
     ),
     Machine(

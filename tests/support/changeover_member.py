@@ -92,7 +92,7 @@ class WorldMember:
             words.ConnectMembers: self._begin_restoring,
             words.RestoreSlab: self._restore,
             words.EndPreparation: self._end_preparation,
-            words.NoteUndone: self._stop_restoring,
+            words.NoteAborted: self._stop_restoring,
             words.NoteAdopted: lambda one: self.world.clients.adopt(self.worker_id, one),
             words.NoteMoved: lambda one: self.world.clients.move(self.worker_id, one),
             EmitToken: lambda one: self.world.clients.tell(self.worker_id, one),
@@ -235,7 +235,7 @@ class WorldMember:
         self.memory.map_slab(command.slab)
         self._begin_restoring(command)
 
-    def _stop_restoring(self, _command: words.NoteUndone | None = None) -> None:
+    def _stop_restoring(self, _command: words.NoteAborted | None = None) -> None:
         self.restoring = None
 
     def _end_preparation(self, command: words.EndPreparation) -> None:

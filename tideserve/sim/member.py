@@ -38,7 +38,7 @@ TURN_S = 0.1
 """While something is under way, an idle worker takes a turn as often, for what only time ends."""
 _NOTHING_TO_DO = (
     *(MoveBlocks, words.CancelTransfer),
-    *(words.NoteUndone, words.NoteAdopted, words.NoteMoved),
+    *(words.NoteAborted, words.NoteAdopted, words.NoteMoved),
 )
 """Copies within a device take no time, and whatever was sent arrives."""
 Answered = Callable[[str, str, bool, str], None]

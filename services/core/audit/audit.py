@@ -107,7 +107,7 @@ class Audit:
             attempt = self.groups.attempts.get(place, "")
             self.findings.check(
                 "I4",
-                attempt not in engine.undone,
+                attempt not in engine.aborted,
                 "attempt {} was committed, though {} had aborted it",
                 *(attempt, engine.worker_id),
             )

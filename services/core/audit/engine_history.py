@@ -13,7 +13,7 @@ from services.core.changeover.vocabulary import (
     FrameReceived,
     NoteAdopted,
     NoteMoved,
-    NoteUndone,
+    NoteAborted,
     RunStage,
 )
 from services.core.groups.layer_map import serves
@@ -56,7 +56,7 @@ class EngineHistory:
     epoch: int = 0
     switches: list[EngineSwitched] = field(default_factory=list)
     memory: list[MemoryHeld] = field(default_factory=list)
-    undone: set[str] = field(default_factory=set)
+    aborted: set[str] = field(default_factory=set)
     tokens: dict[Key, Emitted] = field(default_factory=dict)
     arrived: Counter[str] = field(default_factory=Counter)
     finished: Counter[str] = field(default_factory=Counter)
@@ -88,8 +88,8 @@ class EngineHistory:
                     self._hold(value)
                 case EngineStarted():
                     self._start(value)
-                case NoteUndone():
-                    self.undone.add(value.attempt)
+                case NoteAborted():
+                    self.aborted.add(value.attempt)
                 case _:
                     self._take_work(value)
 

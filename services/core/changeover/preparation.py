@@ -19,7 +19,7 @@ from services.core.changeover.vocabulary import (
     MapKv,
     MeasureRestore,
     MembersConnected,
-    NoteUndone,
+    NoteAborted,
     PreparationAsked,
     RestoreFailed,
     RestoreMeasured,
@@ -107,7 +107,7 @@ class Preparation:
             self._undo()
 
     def end(self, new: Configuration) -> None:
-        """A change is carried out: use what was prepared if it is for that, or else undo it.
+        """A change is carried out: use what was prepared if it is for that, or else abort it.
 
         Other groups may have been prepared: when a member of those is lost before this worker has
         entered them, `new` keeps the layers that it had in them. A request to prepare the change
@@ -263,6 +263,6 @@ class Preparation:
         now = self._now
         assert now is not None
         self._now = None
-        self._context.commands.append(NoteUndone(now.attempt))
+        self._context.commands.append(NoteAborted(now.attempt))
         if now.restoring:
             self._context.commands.append(UndoRestore(now.attempt))

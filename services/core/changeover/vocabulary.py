@@ -316,8 +316,8 @@ class EndPreparation:
 
 
 @dataclass(frozen=True, slots=True)
-class NoteUndone:
-    """A preparation was undone; an audit holds it against later commits."""
+class NoteAborted:
+    """A preparation was aborted; an audit holds it against later commits."""
 
     attempt: str
 
@@ -352,7 +352,7 @@ Command = (
     | ConnectMembers
     | RestoreSlab
     | EndPreparation
-    | NoteUndone
+    | NoteAborted
     | NoteAdopted
     | NoteMoved
 )

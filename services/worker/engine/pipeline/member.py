@@ -105,7 +105,7 @@ class Member:
             words.ConnectMembers: self._connect,
             words.RestoreSlab: self._restoring.restore,
             words.EndPreparation: self._end_preparation,
-            words.NoteUndone: self._note_undone,
+            words.NoteAborted: self._note_aborted,
             words.NoteAdopted: self._serving.note_adopted,
             words.NoteMoved: self._note_moved,
             EmitToken: self._serving.tell,
@@ -345,9 +345,9 @@ class Member:
         answer = Prepared(command.attempt, command.refusal or "")
         self._serving.news.prepared.append(answer)
 
-    def _note_undone(self, command: words.NoteUndone) -> None:
+    def _note_aborted(self, command: words.NoteAborted) -> None:
         self._restoring.stop()
-        log.info("the preparation %s was undone", command.attempt)
+        log.info("the preparation %s was aborted", command.attempt)
 
     def _note_moved(self, command: words.NoteMoved) -> None:
         members = members_of(self._plans[command.group.epoch])

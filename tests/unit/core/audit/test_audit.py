@@ -19,7 +19,7 @@ from services.core.audit.findings import VIOLATIONS_MAX, Findings
 from services.core.audit.record import BATCH, COMMAND, EVENT, FACT
 from services.core.changeover.configuration import GroupStages
 from services.core.changeover.frames import Activations, StageChunk
-from services.core.changeover.vocabulary import NoteAdopted, NoteMoved, NoteUndone, RunStage
+from services.core.changeover.vocabulary import NoteAdopted, NoteMoved, NoteAborted, RunStage
 from services.core.groups.layer_map import Stage
 from services.core.groups.vocabulary import (
     ClusterListed,
@@ -265,7 +265,7 @@ def consent_of_another_process(run: Run) -> None:
 
 
 def committed_undone(run: Run) -> None:
-    run.b.insert(4, Line(COMMAND, NoteUndone("7-1")))
+    run.b.insert(4, Line(COMMAND, NoteAborted("7-1")))
 
 
 def deposed_leader(run: Run) -> None:
