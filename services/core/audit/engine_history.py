@@ -11,9 +11,9 @@ from services.core.audit.record import Recorded
 from services.core.changeover.frames import Samples
 from services.core.changeover.vocabulary import (
     FrameReceived,
+    NoteAborted,
     NoteAdopted,
     NoteMoved,
-    NoteAborted,
     RunStage,
 )
 from services.core.groups.layer_map import serves

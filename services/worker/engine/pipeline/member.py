@@ -272,8 +272,9 @@ class Member:
         if lost != self._lost and self.changeover.phase is not Phase.JOINING:
             self._lost = lost
             self._apply(words.PeersLost(self._now_s(), lost))
-        # A worker in another group matters only for as long as requests move.
-        group = configuration.own.workers if self.settled else members.keys()
+        # A worker in another group matters only for as long as requests of this change move.
+        moving = self.changeover.phase in (Phase.JOINING, Phase.ADOPTING, Phase.MIGRATING)
+        group = members.keys() if moving else configuration.own.workers
         self._connections.check_reachable(members[name] for name in group)
 
     # --- events and commands

@@ -19,7 +19,7 @@ from services.core.audit.findings import VIOLATIONS_MAX, Findings
 from services.core.audit.record import BATCH, COMMAND, EVENT, FACT
 from services.core.changeover.configuration import GroupStages
 from services.core.changeover.frames import Activations, StageChunk
-from services.core.changeover.vocabulary import NoteAdopted, NoteMoved, NoteAborted, RunStage
+from services.core.changeover.vocabulary import NoteAborted, NoteAdopted, NoteMoved, RunStage
 from services.core.groups.layer_map import Stage
 from services.core.groups.vocabulary import (
     ClusterListed,
