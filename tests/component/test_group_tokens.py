@@ -29,6 +29,7 @@ from services.core.request import (
 from services.worker.engine.compute.runner import ModelRunner
 from services.worker.engine.compute.runner_config import RunnerConfig
 from services.worker.engine.memory.stage_memory import StageMemory
+from services.worker.engine.pipeline.connections import UNREACHABLE_S
 from services.worker.engine.pipeline.member import Member
 from services.worker.engine.transfer.errors import UcxUnavailable
 from services.worker.engine.transfer.ucx_transport import load_ucxx
@@ -730,5 +731,29 @@ def test_an_abort_follows_its_request_without_a_gateway(config: RunnerConfig, mo
             group.streams["r"].aborted = True
             group.finish()
         group.check_at_rest()
+    finally:
+        group.close()
+
+
+def test_a_partner_that_left_long_ago_ends_no_engine_when_groups_change_again(
+    config: RunnerConfig, oracle: Oracle
+) -> None:
+    """Its process is gone, and matters no more: nothing of the change that it was in moves."""
+    network = QueueNetwork()
+    roomy = replace(config, budget_bytes=config.budget_bytes + 16 * LAYERS * CHUNK_BYTES)
+    group = EngineGroup(roomy, 3, seed=0, network=network)
+    try:
+        group.reconfigure([split_in(["w0", "w1"], [1])])
+        group.settle()
+        group.reconfigure([[Stage("w0", 0, LAYERS)], [Stage("w1", 0, LAYERS)]])
+        group.settle()
+        group.lose("w1")
+        for _ in range(50):
+            group.turn()
+        network.skip(UNREACHABLE_S + 10.0)
+        group.start(oracle.requests[0], "w0")
+        group.reconfigure([split_in(["w0", "w2"], [1])])
+        group.finish()
+        oracle.check(group.streams[oracle.requests[0].request_id])
     finally:
         group.close()

@@ -57,6 +57,10 @@ class QueueNetwork(EngineNetwork):
         self._now_s += TURN_S
         return self._now_s
 
+    def skip(self, seconds: float) -> None:
+        """Time passes in which nothing happens."""
+        self._now_s += seconds
+
     def deliveries(self) -> list[Callable[[], None]]:
         found: list[Callable[[], None]] = []
         for network in (self._activations, self._bulk):

@@ -33,11 +33,14 @@ class MemberCapacity:
     def note(self, peer: str, frame: Capacity) -> None:
         """A member reports its blocks; it may ask for an answer when no more are in use."""
         index = self._stage_of(peer)
-        if index:
-            self._context.change(CapacityReported(index, frame.blocks))
-            self._asked.pop(peer, None)
-            if frame.attempt:
-                self._asked[peer] = frame
+        if not index:
+            return
+        self._context.change(CapacityReported(index, frame.blocks))
+        asked = self._asked.get(peer)
+        if frame.attempt:
+            self._asked[peer] = frame
+        elif asked is not None and frame.blocks > asked.blocks:
+            del self._asked[peer]  # it has aborted that preparation
 
     def credit(self, peer: str, frame: Credit) -> None:
         """A member has freed blocks of other leaders' requests."""

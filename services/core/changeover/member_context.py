@@ -28,11 +28,18 @@ class MemberContext:
     configuration: Configuration | None = None
     now_s: float = 0.0
     commands: list[Command] = field(default_factory=list)
+    announced_blocks: int | None = None  # to the leader, which may still use more
 
     @property
     def table(self) -> StageTable:
         """The blocks of this worker, by sequence."""
         return self.planner.table
+
+    @property
+    def capacity(self) -> int:
+        """The blocks that the leader may count on: none that were announced to go."""
+        usable = self.table.pool.usable
+        return usable if self.announced_blocks is None else min(usable, self.announced_blocks)
 
     @property
     def leads(self) -> bool:

@@ -155,6 +155,7 @@ class Preparation:
             self._context.change(PoolLimited(now.limit))
             self._advance(now)
         else:
+            self._context.announced_blocks = now.limit
             self._context.send(self._context.leader, Capacity(now.limit, now.attempt))
 
     def note_kept(self, attempt: str) -> None:
@@ -162,6 +163,7 @@ class Preparation:
         now = self._at(Step.CAPACITY, attempt)
         if now is not None:
             self._context.change(PoolLimited(now.limit))
+            self._context.announced_blocks = None
             now.step = Step.RELOCATION
 
     def note_shrunk(self, event: KvShrunk) -> None:
@@ -263,6 +265,7 @@ class Preparation:
         now = self._now
         assert now is not None
         self._now = None
+        self._context.announced_blocks = None
         self._context.commands.append(NoteAborted(now.attempt))
         if now.restoring:
             self._context.commands.append(UndoRestore(now.attempt))

@@ -55,6 +55,7 @@ class StageKv:
         self._context = context
         self._departed = False
         self._departing: set[str] = set()
+        self._fewer_depart = False  # since KV of them was released last
         self._unclaimed: set[str] = set()
         self._expected: dict[str, _Transfer] = {}
         self._sending: dict[str, _Transfer] = {}
@@ -88,6 +89,7 @@ class StageKv:
         self._departed = switched.departed
         self._unclaimed = set(names)
         self._departing = set(names) if switched.departed else set()
+        self._fewer_depart = False
         self._expected.clear()
         self._sending.clear()
         self._freed.clear()
@@ -119,12 +121,16 @@ class StageKv:
         return released
 
     def forget(self, released: Iterable[str]) -> None:
-        """Refuse transfers to requests whose blocks were released.
+        """Refuse transfers to and from requests whose blocks were released.
 
-        To be called before another event: other requests may be given these blocks at once.
+        To be called before another event: other requests, or these anew, may be given these blocks
+        at once.
         """
+        names = frozenset(released)
+        if not self._departing.isdisjoint(names):
+            self._departing -= names
+            self._fewer_depart = True
         if self._expected:
-            names = frozenset(released)
             self._expected = {
                 transfer_id: entry
                 for transfer_id, entry in self._expected.items()
@@ -141,7 +147,10 @@ class StageKv:
     # --- KV that leaves
 
     def send(self, peer: str, frame: SendKv) -> None:
-        """Begin a transfer in the background."""
+        """Begin a transfer in the background, unless the request was released meanwhile."""
+        if frame.request_id not in self._departing:
+            self._context.send(peer, KvEnded(frame.request_id, frame.transfer_id, intact=False))
+            return
         self._sending[frame.transfer_id] = _Transfer(frame.request_id, peer)
         self._context.commands.append(
             SendBlocks(frame.transfer_id, frame.request_id, frame.transfer, frame.blocks)
@@ -194,8 +203,9 @@ class StageKv:
         if not self._departed:
             return
         gone = [name for name in self._departing if name not in table]
-        if gone or not self._departing:
+        if gone or self._fewer_depart or not self._departing:
             self._departing.difference_update(gone)
+            self._fewer_depart = False
             self._release(_Freed(None))
 
     def note_released(self, answer: DepartedReleased) -> None:
@@ -213,7 +223,7 @@ class StageKv:
 
     def _tell(self, freed: _Freed, grown: bool) -> None:
         context = self._context
-        capacity = context.table.pool.usable
+        capacity = context.capacity
         if freed.peer is not None:
             context.send(freed.peer, KvFreed(freed.request_id, capacity))
         if context.leads:

@@ -32,6 +32,10 @@ OPERATIONS = ("start", "start", "prepare", "commit", "commit", "turns", "turns",
 FAULTS = ("lose", "jump")
 
 
+ONCE_WRONG = (96, 408, 1433, 1670, 2656, 4426)
+"""Runs that found a defect of the machine or of the planner."""
+
+
 def explore(seed: int) -> World:
     """A run by chance."""
     world = World(seed)
@@ -42,7 +46,7 @@ def explore(seed: int) -> World:
 
 
 def test_every_request_has_its_tokens_and_nothing_is_left() -> None:
-    worlds = [explore(seed) for seed in range(RUNS)]
+    worlds = [explore(seed) for seed in (*range(RUNS), *ONCE_WRONG)]
     assert sum(world.committed for world in worlds) > RUNS
     assert sum(world.clients.asked_again for world in worlds) > 0
     preemptions = [m.planner.preemptions_total for w in worlds for m in w.members.values()]
