@@ -26,13 +26,8 @@ STATEMENTS_MIN = 6
 """Functions with fewer statements are too short for their shape to say anything."""
 LINES_MAX = 50
 LONG_FUNCTIONS_MAX = 2
-SHARED_NAMES_MAX = 13
-ALLOWED = frozenset(
-    {
-        "class Member",
-        "class StageMemory",
-    }
-)
+SHARED_NAMES_MAX = 4
+ALLOWED: frozenset[str] = frozenset()
 
 Modules = Mapping[str, ast.Module]
 """Modules by dotted name."""

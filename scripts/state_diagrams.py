@@ -63,15 +63,15 @@ MACHINES = (
         "A member whose group changes",
         "services/core/changeover/state.py",
         changeover.TRANSITIONS,
-        changeover.Phase.SERVING,
+        changeover.MemberPhase.SERVING,
         {
-            changeover.Phase.SERVING: "No change is under way here; another may be prepared.",
-            changeover.Phase.DRAINING: "A change is committed;"
+            changeover.MemberPhase.SERVING: "No change is under way here; another may be prepared.",
+            changeover.MemberPhase.DRAINING: "A change is committed;"
             " microbatches of the present configuration come back.",
-            changeover.Phase.JOINING: "It leads the new group, and waits until every stage"
+            changeover.MemberPhase.JOINING: "It leads the new group, and waits until every stage"
             " has told how many blocks it has.",
-            changeover.Phase.ADOPTING: "Sequences go from old leaders to new ones.",
-            changeover.Phase.MIGRATING: "KV travels to where its sequence runs.",
+            changeover.MemberPhase.ADOPTING: "Sequences go from old leaders to new ones.",
+            changeover.MemberPhase.MIGRATING: "KV travels to where its sequence runs.",
         },
     ),
     Machine(

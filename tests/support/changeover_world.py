@@ -252,8 +252,8 @@ class World:
             self.fail(source, command.transfer_id)
         elif peer is not None and not sending.pieces:
             del source.sending[command.transfer_id]
-            source.events.append(words.TransferSent(command.transfer_id))
-            peer.events.append(words.TransferArrived(command.transfer_id))
+            source.events.append(words.KvSent(command.transfer_id))
+            peer.events.append(words.KvArrived(command.transfer_id))
 
     def fail(self, source: WorldMember, transfer_id: str) -> None:
         """A transfer ends before it is complete, or was cancelled; both ends hear of it."""
@@ -262,7 +262,7 @@ class World:
             return
         for name in (source.worker_id, sending.command.transfer.destination):
             if name in self.members:
-                self.members[name].events.append(words.TransferFailed(transfer_id))
+                self.members[name].events.append(words.KvFailed(transfer_id))
 
     # --- the coordinator
 
@@ -337,7 +337,7 @@ class World:
         self.queues = {way: queue for way, queue in self.queues.items() if lost not in way}
         for member in self.members.values():
             for transfer_id in list(member.machine._kv._expected):
-                member.events.append(words.TransferFailed(transfer_id))
+                member.events.append(words.KvFailed(transfer_id))
 
     def _ask_again(self, stream: Stream) -> None:
         """Ask some leader for a request that has no token yet, under the same id."""

@@ -32,7 +32,7 @@ from tideserve.sim.coordinator import Coordinator, workers_of
 from tideserve.sim.delays import Delays
 from tideserve.sim.engine import Simulation
 from tideserve.sim.instance import Instance
-from tideserve.sim.member import Member, World
+from tideserve.sim.member import SimulatedMember, World
 from tideserve.sim.network import Network
 from tideserve.sim.record_store import FIRST_EPOCH, RecordStore
 from tideserve.sim.report import KvSample, Outcome, Outcomes, Record
@@ -96,7 +96,7 @@ class Cluster:
             for name in (f"worker-{index:04d}" for index in range(spec.instances))
         }
         self.outcomes = Outcomes(spec.instances * spec.iteration.num_blocks)
-        self.members: dict[str, Member] = {}
+        self.members: dict[str, SimulatedMember] = {}
         self.coordinator: Coordinator | None = None
         if spec.change is not None:
             self.coordinator = self._coordinator(spec.change, time_model)
@@ -153,7 +153,7 @@ class Cluster:
         facts = {}
         for index, (name, instance) in enumerate(self.instances.items()):
             group = store.groups[group_id_of(name)].group
-            member = self.members[name] = Member(instance, world, group)
+            member = self.members[name] = SimulatedMember(instance, world, group)
             assert member.memory.blocks >= self._spec.iteration.num_blocks
             host = index // change.workers_per_host
             facts[name] = WorkerFacts(

@@ -31,7 +31,7 @@ from tideserve.sim.engine import Simulation
 from tideserve.sim.instance import Busy, Instance
 from tideserve.sim.network import MESSAGE_BYTES, Network
 from tideserve.sim.pipeline import Pipeline, StageRun
-from tideserve.sim.stage_memory import StageMemory
+from tideserve.sim.stage_memory import MemoryModel
 from tideserve.sim.time_model import TimeModel
 
 TURN_S = 0.1
@@ -54,7 +54,7 @@ class World:
     time_model: TimeModel
     spec: ChangeSpec
     log: ChangeLog
-    members: dict[str, "Member"]
+    members: dict[str, "SimulatedMember"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,11 +62,11 @@ class _Sent:
     """What travels between members: a frame, or KV that is whole with it; `run` for stages."""
 
     peer: str
-    content: MemberFrame | words.TransferArrived
+    content: MemberFrame | words.KvArrived
     run: StageRun | None = None
 
 
-class Member:
+class SimulatedMember:
     """Joins an instance with the group protocol; `pipeline` is that of the group that it leads."""
 
     def __init__(self, instance: Instance, world: World, group: Group) -> None:
@@ -74,7 +74,7 @@ class Member:
         self.instance = instance
         self.name = instance.name
         self.state = instance.state
-        self.memory = StageMemory(shape, world.spec.arena_bytes, self.state.config.block_size)
+        self.memory = MemoryModel(shape, world.spec.arena_bytes, self.state.config.block_size)
         self.fence = MemberState(self.name, self.name, group_id=group.group_id, epoch=group.epoch)
         self.changeover = Changeover(
             self.name,
@@ -202,8 +202,8 @@ class Member:
         content = sent.content
         if not self._frames.admits(epoch, sent):
             return None
-        if isinstance(content, words.TransferArrived):
-            self._world.members[sent.peer].post(words.TransferSent(content.transfer_id))
+        if isinstance(content, words.KvArrived):
+            self._world.members[sent.peer].post(words.KvSent(content.transfer_id))
             return self.apply(content)
         if isinstance(content, Samples):
             # Nearly every frame: what the machine does with it, without making tokens.
@@ -291,7 +291,7 @@ class Member:
         size_bytes = command.blocks * self.memory.block_bytes * layers
         self._world.log.note_moved(self.name, size_bytes)
         member = self._world.members[transfer.destination]
-        sent = _Sent(self.name, words.TransferArrived(command.transfer_id))
+        sent = _Sent(self.name, words.KvArrived(command.transfer_id))
         arguments = (member.instance.post, member._take, self._frames.epoch, sent)
         self._world.network.send_bulk(self.name, size_bytes, *arguments)
 
@@ -322,7 +322,7 @@ class Member:
         arguments = (holder.instance.post, holder._send_slab, self, command)
         self._world.network.send(self.name, MESSAGE_BYTES, *arguments)
 
-    def _send_slab(self, asker: "Member", command: words.RestoreSlab) -> None:
+    def _send_slab(self, asker: "SimulatedMember", command: words.RestoreSlab) -> None:
         """A member restores a slab that this one runs."""
         network, memory = self._world.network, self.memory
         if command.slab in memory.slabs_of(memory.layers):

@@ -10,7 +10,7 @@ from services.core.groups.layer_map import ModelShape
 from services.core.groups.slab_names import EMBEDDING, HEAD, stage_slabs
 
 
-class StageMemory:
+class MemoryModel:
     """`blocks` of `block_bytes` is what every layer of the stage has."""
 
     def __init__(self, shape: ModelShape, arena_bytes: int, block_size: int) -> None:

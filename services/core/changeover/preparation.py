@@ -42,7 +42,7 @@ BUSY = "another change is being prepared here; try again"
 NO_ROOM = "the parameters of the returning layers leave no room for KV"
 
 
-class Step(Enum):
+class PreparationStep(Enum):
     """What an attempt waits for."""
 
     LAST_CHANGE = auto()
@@ -60,7 +60,7 @@ class Step(Enum):
 class _Attempt:
     attempt: str
     new: Configuration
-    step: Step = Step.LAST_CHANGE
+    step: PreparationStep = PreparationStep.LAST_CHANGE
     limit: int = 0
     restoring: bool = False
     missing: list[str] = field(default_factory=list)
@@ -79,7 +79,7 @@ class Preparation:
     @property
     def running(self) -> bool:
         """Whether it needs turns."""
-        waits = self._now is not None and self._now.step is not Step.COMMIT
+        waits = self._now is not None and self._now.step is not PreparationStep.COMMIT
         return self._next is not None or waits
 
     def ask(self, asked: PreparationAsked) -> None:
@@ -94,7 +94,7 @@ class Preparation:
         """Go on as far as this turn allows; `settled`: the last change is over here."""
         if self._next is not None and settled:
             self._now, self._next = self._next, None
-            self._now.step = Step.CONNECTIONS
+            self._now.step = PreparationStep.CONNECTIONS
             self._context.commands.append(ConnectMembers(self._now.attempt))
         elif self._now is not None:
             self._advance(self._now)
@@ -114,8 +114,10 @@ class Preparation:
         after it goes on waiting.
         """
         now = self._now
-        if now is not None and (now.step is not Step.COMMIT or now.new.stage != new.stage):
-            self._undo()
+        if now is not None:
+            ready = now.step is PreparationStep.COMMIT and now.new.stage == new.stage
+            if not ready:
+                self._undo()
         self._now = None
         if self._next is not None and self._next.new.epoch <= new.epoch:
             self._next = None
@@ -124,20 +126,20 @@ class Preparation:
 
     def note_connected(self, event: MembersConnected) -> None:
         """The lanes are there, or one cannot be had."""
-        now = self._at(Step.CONNECTIONS, event.attempt)
+        now = self._at(PreparationStep.CONNECTIONS, event.attempt)
         if now is None:
             return
         if event.unreachable:
             self._refuse(f"{event.unreachable} cannot be reached for transfers")
             return
-        now.step = Step.MEASUREMENT
+        now.step = PreparationStep.MEASUREMENT
         stage = now.new.stage
         self._context.commands.append(MeasureRestore(stage.first_layer, stage.end_layer))
 
     def note_measured(self, event: RestoreMeasured) -> None:
         """What is missing, and what room there is beside it."""
         now = self._now
-        if now is None or now.step is not Step.MEASUREMENT:
+        if now is None or now.step is not PreparationStep.MEASUREMENT:
             return
         if not event.missing and not event.returning:
             self._ready()
@@ -147,7 +149,7 @@ class Preparation:
             self._refuse(NO_ROOM)
             return
         now.limit, now.missing = event.blocks, list(event.missing)
-        now.returning, now.step = event.returning, Step.CAPACITY
+        now.returning, now.step = event.returning, PreparationStep.CAPACITY
         pool = self._context.table.pool
         if now.limit >= pool.num_blocks:
             self._shrink(now)
@@ -160,22 +162,22 @@ class Preparation:
 
     def note_kept(self, attempt: str) -> None:
         """The leader keeps the use of this stage below the limit, for that attempt."""
-        now = self._at(Step.CAPACITY, attempt)
+        now = self._at(PreparationStep.CAPACITY, attempt)
         if now is not None:
             self._context.change(PoolLimited(now.limit))
             self._context.announced_blocks = None
-            now.step = Step.RELOCATION
+            now.step = PreparationStep.RELOCATION
 
     def note_shrunk(self, event: KvShrunk) -> None:
         """There is memory for parameters."""
-        now = self._at(Step.MEMORY, event.attempt)
+        now = self._at(PreparationStep.MEMORY, event.attempt)
         if now is not None:
-            now.step = Step.PARAMETERS
+            now.step = PreparationStep.PARAMETERS
             self._restore_next(now)
 
     def note_verified(self, event: SlabVerified) -> None:
         """A slab may run, or has to come from elsewhere."""
-        now = self._at(Step.PARAMETERS, event.attempt)
+        now = self._at(PreparationStep.PARAMETERS, event.attempt)
         if now is None or not now.missing or now.missing[0] != event.slab:
             return
         if event.intact:
@@ -187,12 +189,12 @@ class Preparation:
 
     def note_mapped(self) -> None:
         """All is here."""
-        if self._now is not None and self._now.step is Step.KV:
+        if self._now is not None and self._now.step is PreparationStep.KV:
             self._ready()
 
     def note_failed(self, event: RestoreFailed) -> None:
         """The layers cannot be had."""
-        if self._now is not None and self._now.step is not Step.COMMIT:
+        if self._now is not None and self._now.step is not PreparationStep.COMMIT:
             self._refuse(event.reason)
 
     def note_undone(self, event: RestoreUndone) -> None:
@@ -203,17 +205,17 @@ class Preparation:
 
     # --- steps
 
-    def _at(self, step: Step, attempt: str) -> _Attempt | None:
+    def _at(self, step: PreparationStep, attempt: str) -> _Attempt | None:
         now = self._now
         return now if now is not None and now.attempt == attempt and now.step is step else None
 
     def _advance(self, now: _Attempt) -> None:
         table = self._context.table
-        if now.step is Step.CAPACITY and self._context.leads:
+        if now.step is PreparationStep.CAPACITY and self._context.leads:
             if table.pool.taken_count > now.limit:
                 return
-            now.step = Step.RELOCATION
-        if now.step is Step.RELOCATION:
+            now.step = PreparationStep.RELOCATION
+        if now.step is PreparationStep.RELOCATION:
             if self._context.highest_block(table.request_ids) >= now.limit:
                 self._context.change(BlocksRelocated(now.limit, MOVES_PER_TURN))
                 return
@@ -221,13 +223,13 @@ class Preparation:
             self._shrink(now)
 
     def _shrink(self, now: _Attempt) -> None:
-        now.step = Step.MEMORY
+        now.step = PreparationStep.MEMORY
         used = self._context.highest_block(self._context.table.request_ids) + 1
         self._context.commands.append(ShrinkKv(now.attempt, now.limit, used))
 
     def _restore_next(self, now: _Attempt) -> None:
         if not now.missing:
-            now.step = Step.KV
+            now.step = PreparationStep.KV
             self._context.commands.append(MapKv(now.returning))
             return
         slab = now.missing[0]
@@ -253,7 +255,7 @@ class Preparation:
 
     def _ready(self) -> None:
         assert self._now is not None
-        self._now.step = Step.COMMIT
+        self._now.step = PreparationStep.COMMIT
         self._context.commands.append(EndPreparation(self._now.attempt))
 
     def _refuse(self, reason: str) -> None:

@@ -64,7 +64,7 @@ EXCHANGE_WINDOW = 4
 """Requests whose KV a leader has moved at the same time."""
 
 
-class Phase(StrEnum):
+class MemberPhase(StrEnum):
     """How far this member is with the newest change that it knows."""
 
     SERVING = "serving"
@@ -74,11 +74,11 @@ class Phase(StrEnum):
     MIGRATING = "migrating"
 
 
-_SETTLING = (Phase.ADOPTING, Phase.MIGRATING, Phase.SERVING)
+_SETTLING = (MemberPhase.ADOPTING, MemberPhase.MIGRATING, MemberPhase.SERVING)
 TRANSITIONS = {
-    *((phase, Phase.DRAINING) for phase in Phase if phase is not Phase.DRAINING),
-    *((Phase.DRAINING, phase) for phase in (Phase.JOINING, *_SETTLING)),
-    *((Phase.JOINING, phase) for phase in _SETTLING),
+    *((phase, MemberPhase.DRAINING) for phase in MemberPhase if phase is not MemberPhase.DRAINING),
+    *((MemberPhase.DRAINING, phase) for phase in (MemberPhase.JOINING, *_SETTLING)),
+    *((MemberPhase.JOINING, phase) for phase in _SETTLING),
     *((before, after) for before in _SETTLING for after in _SETTLING if before is not after),
 }
 """A request that comes after this member stopped leading is handed on: ADOPTING again."""
@@ -148,22 +148,27 @@ class Changeover:
         return self._context.leads
 
     @property
-    def phase(self) -> Phase:
+    def phase(self) -> MemberPhase:
         """How far the newest change is here."""
         if self._next is not None:
-            return Phase.DRAINING
+            return MemberPhase.DRAINING
         if self._takeover.waiting:
-            return Phase.JOINING
+            return MemberPhase.JOINING
         if not (self._takeover.settled and self._handover.settled):
-            return Phase.ADOPTING
+            return MemberPhase.ADOPTING
         if not (self._moves.settled and self._kv.settled) or self._kv.unclaimed:
-            return Phase.MIGRATING
-        return Phase.SERVING
+            return MemberPhase.MIGRATING
+        return MemberPhase.SERVING
 
     @property
     def settled(self) -> bool:
         """Whether the last change is wholly over, so that another one may be prepared."""
-        return self.phase is Phase.SERVING
+        return self.phase is MemberPhase.SERVING
+
+    @property
+    def requests_move(self) -> bool:
+        """Whether requests may move between the groups of the present configuration's change."""
+        return self.phase in (MemberPhase.JOINING, MemberPhase.ADOPTING, MemberPhase.MIGRATING)
 
     @property
     def busy(self) -> bool:
@@ -467,9 +472,9 @@ _EVENTS: dict[type[Any], Callable[[Changeover, Any], None]] = {
     words.PeersLost: Changeover._note_lost,
     words.StageSwitched: Changeover._switched,
     words.DepartedReleased: lambda self, event: self._kv.note_released(event),
-    words.TransferArrived: lambda self, event: self._kv.note_arrived(event.transfer_id),
-    words.TransferSent: lambda self, event: self._kv.note_sent(event.transfer_id),
-    words.TransferFailed: lambda self, event: self._kv.note_failed(event.transfer_id),
+    words.KvArrived: lambda self, event: self._kv.note_arrived(event.transfer_id),
+    words.KvSent: lambda self, event: self._kv.note_sent(event.transfer_id),
+    words.KvFailed: lambda self, event: self._kv.note_failed(event.transfer_id),
     words.PreparationAsked: lambda self, event: self._preparation.ask(event),
     words.PreparationAborted: lambda self, event: self._preparation.abort(event.attempt),
     words.MembersConnected: lambda self, event: self._preparation.note_connected(event),

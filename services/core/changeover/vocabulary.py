@@ -79,21 +79,21 @@ class DepartedReleased:
 
 
 @dataclass(frozen=True, slots=True)
-class TransferArrived:
+class KvArrived:
     """A transfer of KV to this member is complete and verified."""
 
     transfer_id: str
 
 
 @dataclass(frozen=True, slots=True)
-class TransferSent:
+class KvSent:
     """A transfer of KV from this member is complete; its receiver says so to the leader."""
 
     transfer_id: str
 
 
 @dataclass(frozen=True, slots=True)
-class TransferFailed:
+class KvFailed:
     """A transfer of KV from or to this member has failed."""
 
     transfer_id: str
@@ -181,9 +181,9 @@ Event = (
     | PeersLost
     | StageSwitched
     | DepartedReleased
-    | TransferArrived
-    | TransferSent
-    | TransferFailed
+    | KvArrived
+    | KvSent
+    | KvFailed
     | PreparationAsked
     | PreparationAborted
     | MembersConnected

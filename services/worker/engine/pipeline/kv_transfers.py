@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 
 from services.core.changeover.state import Changeover
-from services.core.changeover.vocabulary import SendBlocks, TransferFailed
+from services.core.changeover.vocabulary import KvFailed, SendBlocks
 from services.worker.engine.pipeline.links import Links
 from services.worker.engine.pipeline.stage_runner import StageRunner
 from services.worker.engine.transfer.errors import MoverFull, TransferRefused
@@ -29,7 +29,7 @@ class KvTransfers:
         self._stage = stage
         self._mover = mover
 
-    def send(self, command: SendBlocks) -> TransferFailed | None:
+    def send(self, command: SendBlocks) -> KvFailed | None:
         """Begin a transfer in the background; its failure if there is no place for it."""
         memory = self._stage.runner.stage_memory
         cut = KvCut(
@@ -49,7 +49,7 @@ class KvTransfers:
                 pieces,
             )
         except MoverFull:
-            return TransferFailed(command.transfer_id)
+            return KvFailed(command.transfer_id)
         return None
 
     def take(self, piece: KvPiece, payload: Bytes) -> None:

@@ -14,7 +14,7 @@ from services.core.audit.record import BATCH, COMMAND, EVENT
 from services.core.changeover import vocabulary as words
 from services.core.changeover.configuration import Configuration
 from services.core.changeover.frames import Samples
-from services.core.changeover.state import Changeover, Phase
+from services.core.changeover.state import Changeover, MemberPhase
 from services.core.cost.bubble import StageTime
 from services.core.cost.iteration_time import IterationTime
 from services.core.cost.iteration_tokens import IterationTokens
@@ -256,24 +256,24 @@ class Member:
                     self._connections.note_bulk(event)
                 case TransferReceived(transfer_id=transfer_id):
                     if not self._restoring.note_transfer(transfer_id, intact=True):
-                        self._apply(words.TransferArrived(transfer_id))
+                        self._apply(words.KvArrived(transfer_id))
                 case TransferSent(transfer_id=transfer_id):
-                    self._apply(words.TransferSent(transfer_id))
+                    self._apply(words.KvSent(transfer_id))
                 case TransferFailed(transfer_id=transfer_id, reason=reason):
                     log.warning("transfer %s failed: %s", transfer_id, reason)
                     if not self._restoring.note_transfer(transfer_id, intact=False):
-                        self._apply(words.TransferFailed(transfer_id))
+                        self._apply(words.KvFailed(transfer_id))
         return bool(events)
 
     def _look_after_lost(self, configuration: Configuration) -> None:
         """Give up work that only lost peers could do. Raises MemberUnreachable."""
         members = members_of(self._plans[configuration.epoch])
         lost = frozenset(self._connections.lost(members.values()))
-        if lost != self._lost and self.changeover.phase is not Phase.JOINING:
+        if lost != self._lost and self.changeover.phase is not MemberPhase.JOINING:
             self._lost = lost
             self._apply(words.PeersLost(self._now_s(), lost))
         # A worker in another group matters only for as long as requests of this change move.
-        moving = self.changeover.phase in (Phase.JOINING, Phase.ADOPTING, Phase.MIGRATING)
+        moving = self.changeover.requests_move
         group = members.keys() if moving else configuration.own.workers
         self._connections.check_reachable(members[name] for name in group)
 

@@ -3,7 +3,12 @@
 from services.core.changeover import vocabulary as words
 from services.core.changeover.configuration import GroupStages
 from services.core.changeover.frames import Activations, Adopt, Drained, activations
-from services.core.changeover.state import DRAIN_TIMEOUT_S, DRAINED_TIMEOUT_S, Changeover, Phase
+from services.core.changeover.state import (
+    DRAIN_TIMEOUT_S,
+    DRAINED_TIMEOUT_S,
+    Changeover,
+    MemberPhase,
+)
 from services.core.groups.layer_map import Stage
 from services.core.planner.config import IterationConfig
 from services.core.planner.events import IterationFinished, RequestArrived
@@ -92,7 +97,7 @@ def test_a_leader_waits_for_what_is_in_flight() -> None:
     pair.part()
     pair.a.turn()
     pair.b.turn()
-    assert pair.a.machine.phase is pair.b.machine.phase is Phase.DRAINING
+    assert pair.a.machine.phase is pair.b.machine.phase is MemberPhase.DRAINING
     pair.a.do(IterationFinished(0.1, {"r": 7}, pair.number))
     (told,) = drained(pair.a.turn())
     assert told.frame == Drained(())
