@@ -21,7 +21,7 @@ from services.core.request import Request
 from services.worker.config import WorkerConfig
 from services.worker.ipc import (
     FRAMES_MAX,
-    Abandon,
+    AbortAttempt,
     AbortRequest,
     ApplyConfiguration,
     EngineReady,
@@ -169,7 +169,7 @@ class EngineClient:
 
     async def abort_preparation(self, attempt: str) -> None:
         """Have an attempt aborted."""
-        await self._send(Abandon(attempt))
+        await self._send(AbortAttempt(attempt))
 
     async def stop(self) -> None:
         """Kill the process and remove the socket."""

@@ -169,7 +169,7 @@ class Prepare(msgspec.Struct, tag=True, frozen=True):
     groups: list[GroupPlan]
 
 
-class Abandon(msgspec.Struct, tag=True, frozen=True):
+class AbortAttempt(msgspec.Struct, tag=True, frozen=True):
     """To the engine: abort the preparation for `attempt`; unknown ones are ignored."""
 
     attempt: str
@@ -182,7 +182,7 @@ class Prepared(msgspec.Struct, tag=True, frozen=True):
     error: str = ""
 
 
-GroupCommand = ApplyConfiguration | Prepare | Abandon
+GroupCommand = ApplyConfiguration | Prepare | AbortAttempt
 ToEngine = StartRequest | AbortRequest | GroupCommand
 FromEngine = EngineReady | EngineUnusable | Progress | Prepared
 

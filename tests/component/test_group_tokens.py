@@ -273,7 +273,7 @@ class Scenario:
         attempt = group.prepare(targets)
         if rng.random() < 0.2:
             self.wait()
-            group.abandon(attempt, targets)
+            group.abort_attempt(attempt, targets)
             return
         if rng.random() < 0.5:
             self.stop()
@@ -281,7 +281,7 @@ class Scenario:
             group.commit(targets)
             self.changes += 1
         else:
-            group.abandon(attempt, targets)
+            group.abort_attempt(attempt, targets)
 
     def cuts(self, stages: int) -> list[int]:
         """Where the layers of so many stages are cut."""
@@ -473,7 +473,7 @@ def retried_scenario(config: RunnerConfig, requests: list[Request], seed: int) -
     if ready:
         group.commit(targets)
     else:
-        group.abandon(attempt, targets)
+        group.abort_attempt(attempt, targets)
     for _ in range(rng.choice([5, 20, 60, 150])):
         if group.gateway.without_token(names[1:]):
             break  # at one that others, too, have KV of

@@ -156,7 +156,7 @@ def test_with_preemptions_and_changes_of_groups(case: Case) -> None:
                 group.commit(targets)
                 changes += 1
             else:
-                group.abandon(attempt, targets)
+                group.abort_attempt(attempt, targets)
         for request in waiting:
             group.start(request)
         group.finish()

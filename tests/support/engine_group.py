@@ -227,11 +227,11 @@ class EngineGroup:
             self.turn()
         return False
 
-    def abandon(self, attempt: str, groups: Sequence[Sequence[Stage]]) -> None:
-        """Give an attempt up."""
+    def abort_attempt(self, attempt: str, groups: Sequence[Sequence[Stage]]) -> None:
+        """Abort an attempt."""
         for group in groups:
             for stage in group:
-                self.engines[stage.worker_id].member.abandon(attempt)
+                self.engines[stage.worker_id].member.abort(attempt)
 
     def commit(self, groups: Sequence[Sequence[Stage]], late: Collection[str] = ()) -> None:
         """Commit: members hear of it at different moments, who is `late` not before the next."""

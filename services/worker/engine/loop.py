@@ -19,7 +19,7 @@ from services.worker.engine.pipeline.member import Member
 from services.worker.engine.profile.idle import IdleProfiler
 from services.worker.ipc import (
     FRAMES_MAX,
-    Abandon,
+    AbortAttempt,
     AbortRequest,
     ApplyConfiguration,
     FromEngine,
@@ -146,8 +146,8 @@ class EngineLoop:
                     self._member.apply(frame)
                 case Prepare():
                     self._member.prepare(frame)
-                case Abandon(attempt=attempt):
-                    self._member.abandon(attempt)
+                case AbortAttempt(attempt=attempt):
+                    self._member.abort(attempt)
 
     def _take_checked(self) -> None:
         """Requests whose grammars are compiled now, or will never be."""

@@ -7,7 +7,7 @@ from services.core.planner.events import EmitToken, RefuseRequest
 from services.core.report import EngineReport, Load
 from services.core.request import FinishReason
 from services.worker.ipc import (
-    Abandon,
+    AbortAttempt,
     AdoptedRequest,
     ApplyConfiguration,
     GroupPlan,
@@ -33,7 +33,7 @@ MEMBERS = [
     [
         ApplyConfiguration([GroupPlan("g", 7, MEMBERS)]),
         Prepare("attempt", [GroupPlan("g", 7, MEMBERS)]),
-        Abandon("attempt"),
+        AbortAttempt("attempt"),
     ],
 )
 def test_to_the_engine(frame) -> None:

@@ -137,7 +137,7 @@ class Member:
         self._asked[command.attempt] = command.groups
         self._apply(words.PreparationAsked(command.attempt, stages_of(command.groups)))
 
-    def abandon(self, attempt: str) -> None:
+    def abort(self, attempt: str) -> None:
         """Abort a preparation; unknown ones are ignored."""
         self._asked.pop(attempt, None)
         self._apply(words.PreparationAborted(attempt))
