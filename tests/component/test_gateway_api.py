@@ -307,6 +307,12 @@ async def test_refusals(
 async def test_status_metrics_and_probes(case: Case) -> None:
     await case.complete(max_tokens=4)
     assert (await case.http.get("/tideserve/v1/status")).status_code == 404
+
+    async def registered() -> bool:
+        rows = (await case.admin.get("/tideserve/v1/status")).json()["services"]
+        return "gateway" in {row["name"] for row in rows}
+
+    await eventually(registered)
     status = (await case.admin.get("/tideserve/v1/status")).json()
     assert set(status) == {"services", "etcd", "workers", "groups", "decisions", "shortfalls"}
     services = {row["name"]: row for row in status["services"]}

@@ -109,7 +109,7 @@ def test_numbers_are_those_of_the_code() -> None:
     assert f"at most {lobby.WAITING_MAX:,} calls whose message" in PAGE
     assert f"of which {lobby.READING_MAX} are read" in PAGE
     assert f"{lobby.STREAMS_MAX} open streams" in PAGE and f"{lobby.PARKED_MAX} such calls" in PAGE
-    assert f"More than {lobby.ALL_MAX:,}" in PAGE
+    assert f"more than {lobby.ALL_MAX:,}" in PAGE
     assert f"{CONNECTION_AGE_S // 60} minutes and `request_timeout_s`" in PAGE
     assert f"for {REMEMBER_S / 60:g} minutes" in PAGE and f"last {REMEMBERED_MAX:,}" in PAGE
 

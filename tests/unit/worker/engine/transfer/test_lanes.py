@@ -10,7 +10,7 @@ import pytest
 
 from services.common.address import listen
 from services.common.errors import ConfigError
-from services.worker.engine.pipeline.frames import KINDS, FetchRefused
+from services.worker.engine.pipeline.frames import KINDS, SlabRefused
 from services.worker.engine.transfer.errors import PeerUnknown
 from services.worker.engine.transfer.frame import Frame
 from services.worker.engine.transfer.lane import Identity, PeerLost
@@ -68,7 +68,7 @@ def test_without_ucx_there_are_lanes_that_reach_no_peer(monkeypatch: pytest.Monk
         assert lane.events() == [PeerLost(Identity("w1", ""), "this worker runs without UCX")]
         assert lane.events() == [] and select.select([lane], [], [], 0)[0] == []
         with pytest.raises(PeerUnknown, match="without UCX"):
-            lane.send("w1", Frame("g", 1, FetchRefused("layer 0", "t")))
+            lane.send("w1", Frame("g", 1, SlabRefused("layer 0", "t")))
         lane.disconnect("w1")
         lane.close()
 
