@@ -46,7 +46,7 @@ class CostTimeModel:
     def stage_s(self, shape: IterationShape, share: float) -> float:
         """A stage's part in a microbatch."""
         model = self.model
-        seconds = self._decoding_s(shape.decodes, shape.decode_prefix_tokens)
+        seconds = model.decodes_alone_s(shape.decodes, shape.decode_prefix_tokens)
         for prefix, new in shape.prefills:
             seconds += model.chunk_s(prefix, new)
         shared = shape.decodes + len(shape.prefills) - 1
@@ -57,13 +57,5 @@ class CostTimeModel:
 
     def decodes_s(self, decodes: int, prefix_tokens: int, count: int) -> float:
         """`count` iterations of the same decodes, each of which gains a token in each."""
-        prefix_sum = count * prefix_tokens + decodes * (count * (count - 1) // 2)
-        shared = count * (decodes - 1)
-        seconds = self._decoding_s(count * decodes, prefix_sum)
-        seconds += count * self.model.excess_s(decodes) - shared * self.model.lam
+        seconds = self.model.decodes_s(decodes, prefix_tokens, count)
         return self.decode_scale * seconds + count * self.overhead_s
-
-    def _decoding_s(self, decodes: int, prefix_tokens: int) -> float:
-        """Cost of decodes without what they share: linear in number and prefix."""
-        alone_s = self.model.chunk_s(0, 1)
-        return decodes * alone_s + prefix_tokens * (self.model.chunk_s(1, 1) - alone_s)

@@ -85,6 +85,21 @@ class CostModel:
             tokens += new
         return total_s - max(0, count - 1) * self.lam + self.excess_s(tokens)
 
+    def decodes_s(self, decodes: int, prefix_tokens: int, count: int = 1) -> float:
+        """Seconds of `count` iterations of the same decodes, each of which gains a token in each.
+
+        `prefix_tokens` is the sum of their prefixes in the first. O(1).
+        """
+        prefix_sum = count * prefix_tokens + decodes * (count * (count - 1) // 2)
+        shared = count * (decodes - 1)
+        seconds = self.decodes_alone_s(count * decodes, prefix_sum)
+        return seconds + (count * self.excess_s(decodes) - shared * self.lam)
+
+    def decodes_alone_s(self, decodes: int, prefix_tokens: int) -> float:
+        """Cost of decodes without what a batch shares: linear in their number and prefixes."""
+        alone_s = self.chunk_s(0, 1)
+        return decodes * alone_s + prefix_tokens * (self.chunk_s(1, 1) - alone_s)
+
     def excess_s(self, tokens: int) -> float:
         """What a batch of so many new tokens costs for those beyond the knee."""
         return self.mu * max(0, tokens - self.knee)

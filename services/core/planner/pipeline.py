@@ -56,7 +56,7 @@ class PipelinePlanner:
         costs = [self._decode_cost(seq) for seq in ready]
         count = decodes_to_run(costs, [other.decode_cost for other in in_flight], self.stages)
         chosen = ready[: min(count, self.config.max_batch_tokens)]
-        # The oldest takes its block first, so no sequence that has been added is preempted.
+        # The oldest takes its block first, so `victims.newest` preempts none that was added.
         chosen.sort(key=lambda seq: seq.age)
         preempted = False
         block_size = self.config.block_size
@@ -69,6 +69,8 @@ class PipelinePlanner:
                     continue
             sequence.turn = plan.number
             plan.decodes.append(sequence)
+        if preempted:  # by a policy perhaps one that was added
+            plan.decodes = [one for one in plan.decodes if one.phase is Phase.RUNNING]
         return preempted
 
     def _form(self, plan: Plan, admit: bool) -> None:

@@ -9,19 +9,26 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from services.core.line_order import LineKey, LineOrder, by_arrival
 from services.core.overtaking import next_to_start, start
 from services.core.planner.block_ledger import BlockLedger, Follower
 from services.core.planner.block_table import StageTable
 from services.core.planner.sequence import Age, Phase, Sequence
+from services.core.planner.victims import Victims, newest
 from services.core.request import blocks_for
 
 
 @dataclass(slots=True)
 class SequenceTable:
-    """Sequences that wait, run or are held, oldest first; `table` has the own stage's blocks."""
+    """Sequences that run or are held, oldest first, and those that wait, in the order of `line`.
+
+    `table` has the own stage's blocks. `victims` chooses what gives blocks up to what runs.
+    """
 
     block_size: int
     table: StageTable
+    line: LineOrder = by_arrival
+    victims: Victims = newest
     ledger: BlockLedger = field(init=False)
     sequences: dict[str, Sequence] = field(default_factory=dict)
     waiting: deque[Sequence] = field(default_factory=deque)
@@ -37,7 +44,7 @@ class SequenceTable:
     # --- beginning and end
 
     def add(self, sequence: Sequence) -> None:
-        """Take a sequence without blocks in: it waits in its place by age."""
+        """Take a sequence without blocks in: it waits at its place in the line."""
         self.sequences[sequence.request_id] = sequence
         self._queue(sequence)
 
@@ -101,7 +108,7 @@ class SequenceTable:
         """Take a block for a running `sequence`; returns whether another one was preempted."""
         preempted = False
         while sequence.phase is Phase.RUNNING and self.ledger.least_room <= 0:
-            self.preempt(self._newest_owner())
+            self.preempt(self.victims(self.running, self.held, self.ledger.full_stages))
             preempted = True
         if sequence.phase is Phase.RUNNING:
             self.add_block(sequence)
@@ -196,9 +203,9 @@ class SequenceTable:
             (Phase.RUNNING, self.running),
             (Phase.HELD, self.held),
         ):
-            ages = [seq.age for seq in members]
             assert all(seq.phase is phase for seq in members)
-            assert ages == sorted(ages), "oldest first"
+            places = [self._key(s) if phase is Phase.WAITING else s.age for s in members]
+            assert places == sorted(places), "oldest first, or in the order of the line"
         everybody = (*self.waiting, *self.running, *self.held)
         assert len(everybody) == len(self.sequences)
         assert all(self.sequences[seq.request_id] is seq for seq in everybody)
@@ -213,18 +220,6 @@ class SequenceTable:
         assert promised == self.ledger.promised
         assert not any(seq.blocks or seq.computed for seq in self.waiting)
         assert all(seq.blocks and not seq.absent for seq in self.running)
-
-    def _newest_owner(self) -> Sequence:
-        """The newest running or held sequence with blocks at every stage that is full."""
-        newest = self.running[-1]
-        if self.held and self.held[-1].age > newest.age:
-            full = self.ledger.full_stages()
-            for sequence in reversed(self.held):
-                if sequence.age < newest.age:
-                    break
-                if sequence.blocks and not sequence.absent & full:
-                    return sequence
-        return newest
 
     def _free(self, sequence: Sequence) -> None:
         """Free its blocks, wherever it has some, and tell the stages."""
@@ -246,15 +241,19 @@ class SequenceTable:
                 self.waiting.remove(sequence)
 
     def _queue(self, sequence: Sequence) -> None:
-        """Enter the queue by age: nearly always as the first or the last."""
-        waiting, age = self.waiting, sequence.age
-        if not waiting or waiting[-1].age < age:
+        """Enter the line at its place: nearly always as the first or the last."""
+        waiting, key = self.waiting, self._key(sequence)
+        if not waiting or self._key(waiting[-1]) < key:
             waiting.append(sequence)
             return
         place = 0
-        while waiting[place].age < age:
+        while self._key(waiting[place]) < key:
             place += 1
         waiting.insert(place, sequence)
+
+    def _key(self, sequence: Sequence) -> tuple[LineKey, Age]:
+        """Its place in the line; among equals the older one is first."""
+        return self.line(sequence.request.service, sequence.arrival_s), sequence.age
 
 
 def _age(sequence: Sequence) -> Age:

@@ -43,6 +43,8 @@ class SinglePlanner:
                 if sequence.phase is not Phase.RUNNING:
                     continue
             decodes.append(sequence)
+        if preempted:  # by a policy perhaps one that was added
+            decodes[:] = [one for one in decodes if one.phase is Phase.RUNNING]
         return preempted
 
     def _add_prefills(self, plan: Plan, budget: int) -> int:
