@@ -148,9 +148,10 @@ class AllAdopted:
 
 @dataclass(frozen=True, slots=True)
 class Passed:
-    """From a member of the change: it will never enter the envelope's epoch, a newer one came.
+    """From a member of the change: it has left the envelope's epoch, or will never enter it.
 
-    What was to come from it in this epoch does not come; KV that it was to send is computed again.
+    What was to come from it in this epoch does not come, what went to it was in vain, and KV that
+    it was to send is computed again.
     """
 
 

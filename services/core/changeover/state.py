@@ -156,9 +156,13 @@ class Changeover:
             return MemberPhase.JOINING
         if not (self._takeover.settled and self._handover.settled):
             return MemberPhase.ADOPTING
-        if not (self._moves.settled and self._kv.settled) or self._kv.unclaimed:
-            return MemberPhase.MIGRATING
-        return MemberPhase.SERVING
+        return MemberPhase.MIGRATING if self._moving else MemberPhase.SERVING
+
+    @property
+    def _moving(self) -> bool:
+        """Whether requests or KV of the present configuration's change still move."""
+        parts = (self._takeover, self._handover, self._moves, self._kv)
+        return not all(part.settled for part in parts) or bool(self._kv.unclaimed)
 
     @property
     def settled(self) -> bool:
@@ -283,7 +287,7 @@ class Changeover:
     def _take_turn(self, event: words.TurnTaken) -> None:
         self._preparation.advance(self.settled)
         if self._next is not None and self._is_drained(self._next, event.now_s):
-            self._end_configuration()
+            self._end_configuration(self._next)
             self._preparation.end(self._next)
             self._context.commands.append(words.SwitchStage(self._next))
             return  # the answer goes on
@@ -305,13 +309,17 @@ class Changeover:
             return self._handover.settled_beside(self._context.leader)
         return self._context.leads and self._handover.settled and not self.planner.in_flight
 
-    def _end_configuration(self) -> None:
+    def _end_configuration(self, new: Configuration) -> None:
         """Free all that this configuration does not pass on, and tell its other stages.
 
         Only now: the next configuration has other stages, whose leader is told how many blocks
-        this one uses.
+        this one uses. Members of the last change that are not in this one do not wait any more for
+        what was still to move.
         """
-        context = self._context
+        context, old = self._context, self._context.configuration
+        if old is not None and self._moving:
+            for peer in sorted(old.members - old.own.workers - new.members):
+                context.send(peer, frames.Passed())
         if context.planner.in_flight:
             context.change(FlightDiscarded())  # they did not come back in time, and run again
         self._handover.end_aborted()

@@ -1,0 +1,89 @@
+"""A member that leaves a change before that is over tells those that would wait for it."""
+
+import pytest
+
+from services.core.changeover import vocabulary as words
+from services.core.changeover.configuration import GroupStages
+from services.core.changeover.frames import Adopt, AllAdopted, Joined, Passed
+from services.core.changeover.state import Changeover, MemberConfig
+from services.core.groups.layer_map import Stage
+from services.core.planner.config import IterationConfig
+from services.core.planner.events import RequestArrived
+from services.core.request import Limits, Request, Sampling
+
+LAYERS = 4
+BOTH = (GroupStages("g-a", 1, (Stage("a", 0, 2), Stage("b", 2, 4))),)
+APART = (
+    GroupStages("g-a", 2, (Stage("a", 0, LAYERS),)),
+    GroupStages("g-b", 2, (Stage("b", 0, 2), Stage("c", 2, LAYERS))),
+)
+LOST = (GroupStages("g-b", 3, (Stage("b", 0, 2),)),)
+
+
+def member(name: str) -> Changeover:
+    planner = IterationConfig(4, 16, 32, 4, 10)
+    return Changeover.of(MemberConfig(name, LAYERS, tied_embeddings=False, planner=planner))
+
+
+def enter(machine: Changeover, groups: tuple[GroupStages, ...]) -> list[words.Command]:
+    """Commit, drain and switch; returns all commands."""
+    found = machine.handle(words.ConfigurationCommitted(0.0, groups))
+    found += machine.handle(words.TurnTaken(0.0))
+    assert isinstance(found[-1], words.SwitchStage)
+    return [*found, *machine.handle(words.StageSwitched(16, departed=False))]
+
+
+def received(machine: Changeover, peer: str, frame: object) -> list[words.Command]:
+    return machine.handle(words.FrameReceived(0.0, peer, frame))  # type: ignore[arg-type]
+
+
+def frames_to(peer: str, commands: list[words.Command]) -> list[object]:
+    return [c.frame for c in commands if isinstance(c, words.SendFrame) and c.peer == peer]
+
+
+def take_own(machine: Changeover, commands: list[words.Command]) -> None:
+    """Have "a" take what it sends to itself."""
+    for frame in frames_to("a", commands):
+        take_own(machine, received(machine, "a", frame))
+
+
+def test_who_still_expects_requests_says_that_it_has_left() -> None:
+    b = member("b")
+    enter(b, APART)
+    assert not b.settled, "a has not said that it hands over no more"
+    assert frames_to("a", enter(b, LOST)) == [Passed()]
+
+
+def test_who_has_settled_says_nothing() -> None:
+    b = member("b")
+    enter(b, APART)
+    received(b, "c", Joined(16, 0))
+    for peer in "ac":
+        received(b, peer, AllAdopted())
+    b.handle(words.TurnTaken(0.0))
+    assert b.settled
+    assert frames_to("a", enter(b, LOST)) == []
+
+
+@pytest.mark.parametrize("entered", [True, False])
+def test_what_was_handed_to_it_comes_back(entered: bool) -> None:
+    """Whether or not the peer had entered the epoch: a request without KV runs at once."""
+    a = member("a")
+    enter(a, BOTH)
+    received(a, "b", Joined(16, 0))
+    for name in ("r", "s"):
+        request = Request(name, (5,) * 4, Sampling(), Limits(4), 0.0)
+        a.handle(RequestArrived(0.0, request))
+    received(a, "b", AllAdopted())
+    commands = enter(a, APART)
+    (adopt,) = [one for one in frames_to("b", commands) if isinstance(one, Adopt)]
+    if entered:
+        received(a, "b", AllAdopted())
+    received(a, "c", AllAdopted())
+    a.handle(words.TurnTaken(0.0))
+    assert not a.settled
+    take_own(a, received(a, "b", Passed()))
+    a.handle(words.TurnTaken(0.0))
+    assert a.settled
+    assert adopt.sequence.request.request_id in {one.request_id for one in a.planner.waiting}
+    a.check_invariants()
