@@ -298,7 +298,7 @@ def ucx_network() -> EngineNetwork:
 
 
 SCENARIOS = range(int(os.environ.get("TIDESERVE_SCENARIOS", "500")))
-QUICK = 200
+QUICK = 120
 """Of the scenarios: those that are not left to `make test-slow`."""
 
 

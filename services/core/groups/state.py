@@ -3,7 +3,7 @@
 Only a committed record tells which process may act. So every decision here is a transaction that
 compares all records that it rests on. Epochs never go back; a dissolved group's record stays as a
 tombstone for that, until its worker has been gone for long (`departed`). docs/protocol.md has the
-rules and the invariants I1-I5.
+rules and the invariants I1-I10.
 
 A registered worker forms the group `group_id_of(worker)` alone, with all layers. `Reconfigure`
 merges and splits groups in three steps: mark their records with a fresh attempt, have every member
