@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from services.core.changeover import vocabulary as words
 from services.core.changeover.epoch_fence import EpochFence
 from services.core.changeover.frames import Activations, MemberFrame, Samples, activations
-from services.core.changeover.state import DRAIN_TIMEOUT_S, Changeover, MemberPhase
+from services.core.changeover.state import DRAIN_TIMEOUT_S, Changeover
 from services.core.groups.layer_map import Stage
 from services.core.planner.batch import SampleSpec
 from services.core.planner.config import IterationConfig
@@ -155,7 +155,7 @@ class WorldMember:
     @property
     def has_lost(self) -> bool:
         """Whether it has yet to be told that a member of the change was lost."""
-        if self.ripe or self.machine.phase is MemberPhase.JOINING:
+        if self.ripe:
             return False  # what came before is taken first
         return self._lost != self._told_lost
 

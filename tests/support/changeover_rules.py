@@ -130,7 +130,9 @@ RULES: dict[str, Removal] = {
     "a sequence is held until its KV is whole": _resumes_at_once,
     "a superseded sequence is not adopted": _put(Takeover, "_is_superseded", lambda *_: False),
     "transfers to released requests are refused": _put(StageKv, "forget", lambda *_: None),
-    "unclaimed KV keeps a member unsettled": _put(StageKv, "unclaimed", property(lambda _: [])),
+    "unclaimed KV keeps a member unsettled": _put(
+        StageKv, "has_unclaimed", property(lambda _: False)
+    ),
     "a preparation begins when all is settled": _begins_unsettled,
     "names of released requests go before blocks": _keeps_released_names,
     "an abort waits while stages join": _put(Changeover, "_abort", _aborts_while_joining),
@@ -138,7 +140,7 @@ RULES: dict[str, Removal] = {
     "freed blocks of other leaders are credited": _tells_no_credit,
     "a transfer of freed KV is cancelled": _cancels_nothing,
     "a new leader counts what is in use": _counts_no_joined_use,
-    "a preparation for another change is undone": _put(
+    "a preparation for another change is aborted": _put(
         Preparation, "end", _keeps_what_was_prepared
     ),
     "blocks move below the limit first": _put(Preparation, "_advance", _shrinks_without_moving),

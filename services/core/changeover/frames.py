@@ -143,7 +143,10 @@ class RequestDropped:
 
 @dataclass(frozen=True, slots=True)
 class AllAdopted:
-    """From an old leader: no `Adopt` of the envelope's epoch follows."""
+    """From an old leader: no `Adopt` of the envelope's epoch follows.
+
+    From the leader of a configuration that ends to its stages: nor does an `Adopted`.
+    """
 
 
 @dataclass(frozen=True, slots=True)

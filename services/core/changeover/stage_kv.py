@@ -56,6 +56,7 @@ class StageKv:
         self._departed = False
         self._departing: set[str] = set()
         self._fewer_depart = False  # since KV of them was released last
+        self._held: set[str] = set()  # requests whose KV of the last change is here still
         self._unclaimed: set[str] = set()
         self._expected: dict[str, _Transfer] = {}
         self._sending: dict[str, _Transfer] = {}
@@ -78,6 +79,12 @@ class StageKv:
         table, led = self._context.table, self._context.planner.sequences
         return [name for name in self._unclaimed if name in table and name not in led]
 
+    @property
+    def has_unclaimed(self) -> bool:
+        """Whether there is one; stops at the first."""
+        table, led = self._context.table, self._context.planner.sequences
+        return any(name in table and name not in led for name in self._unclaimed)
+
     def claim(self, request_ids: Iterable[str]) -> None:
         """These requests belong to this worker's group."""
         if self._unclaimed:
@@ -90,6 +97,7 @@ class StageKv:
         self._unclaimed = set(names)
         self._departing = set(names) if switched.departed else set()
         self._fewer_depart = False
+        self._held = set(names)
         self._expected.clear()
         self._sending.clear()
         self._freed.clear()
@@ -127,6 +135,7 @@ class StageKv:
         at once.
         """
         names = frozenset(released)
+        self._held -= names
         if not self._departing.isdisjoint(names):
             self._departing -= names
             self._fewer_depart = True
@@ -148,7 +157,7 @@ class StageKv:
 
     def send(self, peer: str, frame: SendKv) -> None:
         """Begin a transfer in the background, unless the request was released meanwhile."""
-        if frame.request_id not in self._departing:
+        if frame.request_id not in self._held:
             self._context.send(peer, KvEnded(frame.request_id, frame.transfer_id, intact=False))
             return
         self._sending[frame.transfer_id] = _Transfer(frame.request_id, peer)
@@ -172,6 +181,8 @@ class StageKv:
         context, name = self._context, frame.request_id
         self._unclaimed.discard(name)
         self._departing.discard(name)
+        if frame.whole_table:
+            self._held.discard(name)
         for transfer_id, entry in self._sending.items():
             if entry.request_id == name:
                 context.commands.append(CancelTransfer(transfer_id))
@@ -188,6 +199,7 @@ class StageKv:
         """No other group can fetch KV here any more: what is not of this leader's requests goes."""
         gone = self.unclaimed
         self._unclaimed.clear()
+        self._held.difference_update(gone)
         for name in gone:
             self._context.change(BlocksReleased(name))
 

@@ -116,8 +116,10 @@ class Changeover:
         self._preparation = Preparation(self._context)
         self._next: Configuration | None = None
         self._drained = False  # the leader has said so
+        self._leader_has_left = False  # it adopts no more
         self._drain_until_s = 0.0
         self._lost: frozenset[str] = frozenset()  # of this change, in other groups
+        self._told_lost: frozenset[str] = frozenset()  # of this change
         self._aborted: list[str] = []  # sequences, while a new leader waits for its stages
 
     @classmethod
@@ -161,8 +163,9 @@ class Changeover:
     @property
     def _moving(self) -> bool:
         """Whether requests or KV of the present configuration's change still move."""
-        parts = (self._takeover, self._handover, self._moves, self._kv)
-        return not all(part.settled for part in parts) or bool(self._kv.unclaimed)
+        settled = self._takeover.settled and self._handover.settled
+        settled = settled and self._moves.settled and self._kv.settled
+        return not settled or self._kv.has_unclaimed
 
     @property
     def settled(self) -> bool:
@@ -305,7 +308,8 @@ class Changeover:
         if now_s > self._drain_until_s or not self._serves(new):
             return True
         if not self._context.leads and self._drained:
-            # Its leader has left, too, and adopts nothing more.
+            if not self._leader_has_left:
+                return self._handover.settled
             return self._handover.settled_beside(self._context.leader)
         return self._context.leads and self._handover.settled and not self.planner.in_flight
 
@@ -326,6 +330,8 @@ class Changeover:
         released = context.take_freed(ConfigurationEnded())
         if context.leads:
             context.send_along(frames.Drained(released))
+            for stage in context.stages[1:]:  # by the way of what it has adopted from them
+                context.send(stage.worker_id, frames.AllAdopted())
 
     def _switched(self, answer: words.StageSwitched) -> None:
         """This worker runs other layers from here on."""
@@ -337,8 +343,8 @@ class Changeover:
             context.change(PoolGrown(answer.blocks))
         self._handover.begin()
         context.configuration, self._next = new, None
-        self._drained = False
-        self._lost = frozenset()
+        self._drained = self._leader_has_left = False
+        self._lost = self._told_lost = frozenset()
         self._kv.enter(answer)
         self._moves.enter()
         self._capacity.enter()
@@ -367,6 +373,7 @@ class Changeover:
     def _begin_when_joined(self) -> None:
         for peer, frame in self._takeover.begin_when_joined():
             self._take_frame(peer, frame)
+        self._leave_lost()
         if self._aborted and not self._takeover.waiting:
             aborted, self._aborted = self._aborted, []
             for name in aborted:
@@ -376,10 +383,15 @@ class Changeover:
 
     def _note_lost(self, event: words.PeersLost) -> None:
         """Give up work that only lost workers of other groups could do."""
+        self._told_lost = event.workers
+        self._leave_lost()
+
+    def _leave_lost(self) -> None:
+        """Not while stages join: what came from those workers before is deferred until then."""
         configuration = self._context.configuration
         if configuration is None or self._takeover.waiting:
             return
-        for worker_id in sorted(event.workers - configuration.own.workers - self._lost):
+        for worker_id in sorted(self._told_lost - configuration.own.workers - self._lost):
             self._leave(worker_id)
 
     def _note_passed(self, peer: str, _frame: frames.Passed) -> None:
@@ -443,6 +455,12 @@ class Changeover:
         self._drained = True
         self._context.send_along(frame)
 
+    def _note_all_adopted(self, peer: str, _frame: frames.AllAdopted) -> None:
+        """No `Adopt` follows from an old leader; from the own one, which drains, no `Adopted`."""
+        self._takeover.note_all_adopted(peer)
+        if peer == self._context.leader:
+            self._leader_has_left = True
+
     def _reserve(self, _peer: str, frame: frames.Reserve) -> None:
         self._capacity.pass_on(frame)
         if frame.worker_id == self._context.worker_id:
@@ -504,7 +522,7 @@ _FRAMES: dict[type[Any], Callable[[Changeover, str, Any], None]] = {
     frames.Adopt: lambda self, peer, frame: self._takeover.adopt(peer, frame),
     frames.Adopted: lambda self, peer, frame: self._handover.note_adopted(peer, frame),
     frames.RequestDropped: lambda self, _peer, frame: self._abort(frame.request_id),
-    frames.AllAdopted: lambda self, peer, _frame: self._takeover.note_all_adopted(peer),
+    frames.AllAdopted: Changeover._note_all_adopted,
     frames.Passed: Changeover._note_passed,
     frames.Reserve: Changeover._reserve,
     frames.Reserved: lambda self, peer, frame: self._moves.note_reserved(peer, frame),

@@ -14,7 +14,7 @@ from services.core.audit.record import BATCH, COMMAND, EVENT
 from services.core.changeover import vocabulary as words
 from services.core.changeover.configuration import Configuration
 from services.core.changeover.frames import Samples
-from services.core.changeover.state import Changeover, MemberPhase
+from services.core.changeover.state import Changeover
 from services.core.cost.bubble import StageTime
 from services.core.cost.iteration_time import IterationTime
 from services.core.cost.iteration_tokens import IterationTokens
@@ -120,6 +120,8 @@ class Member:
             name = self._names.name(event.request.request_id)
             event = replace(event, request=replace(event.request, request_id=name))
             self._serving.begin(name, event.request.arrival_s)
+        elif isinstance(event, RequestAborted):
+            self._serving.abort(self.changeover.name_of(event.request_id))
         self._apply(event)
 
     def refuse(self, refusal: RefuseRequest) -> None:
@@ -128,7 +130,7 @@ class Member:
 
     def apply(self, command: ApplyConfiguration) -> None:
         """Change to a committed configuration, unless it is not newer."""
-        self._plans[command.groups[0].epoch] = command.groups
+        self._plans.setdefault(command.groups[0].epoch, command.groups)
         groups = stages_of(command.groups)
         self._apply(words.ConfigurationCommitted(self._now_s(), groups))
 
@@ -269,7 +271,7 @@ class Member:
         """Give up work that only lost peers could do. Raises MemberUnreachable."""
         members = members_of(self._plans[configuration.epoch])
         lost = frozenset(self._connections.lost(members.values()))
-        if lost != self._lost and self.changeover.phase is not MemberPhase.JOINING:
+        if lost != self._lost:
             self._lost = lost
             self._apply(words.PeersLost(self._now_s(), lost))
         # A worker in another group matters only for as long as requests of this change move.

@@ -70,7 +70,10 @@ class Restoring:
         """Do a little; the end of what was begun, if it is over."""
         if self._steps is None:
             return None
-        end = next(self._steps)
+        try:
+            end = next(self._steps)
+        except WorkerError as error:
+            end = RestoreFailed(str(error))
         if end is not None:
             self._steps = None
         return end
@@ -93,11 +96,15 @@ class Restoring:
             yield None
         yield MembersConnected(attempt)
 
-    def shrink(self, command: ShrinkKv) -> None:
-        """Unmap KV tails; what they leave is swept by `finish_drop`, see `note_swept`."""
+    def shrink(self, command: ShrinkKv) -> RestoreFailed | None:
+        """Unmap KV tails; what they leave is swept slice by slice."""
         memory = self.stage.runner.stage_memory
-        memory.shrink_kv(command.blocks, used_blocks=command.used)
+        try:
+            memory.shrink_kv(command.blocks, used_blocks=command.used)
+        except WorkerError as error:
+            return RestoreFailed(str(error))
         self._steps = self._sweep(command.attempt)
+        return None
 
     def _sweep(self, attempt: str) -> Iterator[End | None]:
         while True:

@@ -58,10 +58,15 @@ class Serving:
         self._clock.prune(self._state.sequences, len(self._state.sequences))
         self._clock.begin(name, arrival_s)
 
+    def abort(self, name: str) -> None:
+        """Nobody wants a sequence any more."""
+        self._clock.end(name, self._now_s())
+
     def tell(self, command: EmitToken | RefuseRequest) -> None:
         """Note what the planner has for a client."""
         name = command.request_id
         if isinstance(command, RefuseRequest):
+            self._clock.end(name, self._now_s())
             self.news.refusals.append(replace(command, request_id=request_of(name)))
             return
         if command.index == 0:

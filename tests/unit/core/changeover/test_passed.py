@@ -4,7 +4,19 @@ import pytest
 
 from services.core.changeover import vocabulary as words
 from services.core.changeover.configuration import GroupStages
-from services.core.changeover.frames import Adopt, AllAdopted, Joined, Passed
+from services.core.changeover.frames import (
+    Activations,
+    Adopt,
+    AllAdopted,
+    Drained,
+    FreeKv,
+    Joined,
+    KvEnded,
+    Passed,
+    SendKv,
+    StageChunk,
+)
+from services.core.changeover.route import Transfer
 from services.core.changeover.state import Changeover, MemberConfig
 from services.core.groups.layer_map import Stage
 from services.core.planner.config import IterationConfig
@@ -87,3 +99,22 @@ def test_what_was_handed_to_it_comes_back(entered: bool) -> None:
     assert a.settled
     assert adopt.sequence.request.request_id in {one.request_id for one in a.planner.waiting}
     a.check_invariants()
+
+
+def test_kv_of_a_stage_that_keeps_its_layers_is_sent() -> None:
+    """After a split "b" runs all layers, of which "a" wants some: nothing departs from "b"."""
+    b = member("b")
+    enter(b, BOTH)
+    chunk = StageChunk("r", 0, 4, 1, None)
+    received(b, "a", Activations(1, (), (chunk,)))
+    apart = tuple(GroupStages(f"g-{one}", 2, (Stage(one, 0, LAYERS),)) for one in "ab")
+    received(b, "a", Drained(()))
+    enter(b, apart)
+    wanted = SendKv("r", "2/r/b>a", Transfer("b", "a", 2, LAYERS), 1)
+    (sent,) = received(b, "a", wanted)
+    assert isinstance(sent, words.SendBlocks)
+    received(b, "a", FreeKv("r", whole_table=True))
+    again = SendKv("r", "2/r/b>a again", Transfer("b", "a", 2, LAYERS), 1)
+    assert frames_to("a", received(b, "a", again)) == [
+        KvEnded("r", again.transfer_id, intact=False)
+    ]
