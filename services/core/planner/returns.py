@@ -16,37 +16,41 @@ RETURN_AFTER_S = 0.2
 
 @dataclass(slots=True)
 class Returns:
-    """Since when each such request waits here, the first that came first."""
+    """Since when each such request is here, the first that came first."""
 
     _since_s: dict[str, float] = field(default_factory=dict)
 
-    def note(self, sequence: Sequence, now_s: float) -> None:
-        """A request has arrived and waits."""
+    def note(self, sequence: Sequence, now_s: float, sequences: Mapping[str, Sequence]) -> None:
+        """A request has arrived and waits. The oldest that have begun or gone are forgotten."""
+        while self._since_s and not _may_wait(sequences.get(first := next(iter(self._since_s)))):
+            del self._since_s[first]
         if sequence.request.returnable:
             self._since_s.pop(sequence.request_id, None)
             self._since_s[sequence.request_id] = now_s
 
     def due_s(self, sequences: Mapping[str, Sequence]) -> float | None:
-        """When the first of them will have waited too long; None if there is none.
-
-        Those that have begun or gone are forgotten.
-        """
-        while self._since_s:
-            request_id, since_s = next(iter(self._since_s.items()))
+        """When the first of them will have waited too long; None if there is none."""
+        for request_id, since_s in self._since_s.items():
             if _waits(sequences.get(request_id)):
                 return since_s + RETURN_AFTER_S
-            del self._since_s[request_id]
         return None
 
     def take(self, sequences: Mapping[str, Sequence], now_s: float) -> list[Sequence]:
         """Those that have waited too long; they are forgotten."""
-        found = []
-        while (due_s := self.due_s(sequences)) is not None and due_s <= now_s:
-            request_id = next(iter(self._since_s))
-            del self._since_s[request_id]
-            found.append(sequences[request_id])
+        found = [
+            sequences[request_id]
+            for request_id, since_s in self._since_s.items()
+            if since_s + RETURN_AFTER_S <= now_s and _waits(sequences.get(request_id))
+        ]
+        for sequence in found:
+            del self._since_s[sequence.request_id]
         return found
 
 
+def _may_wait(sequence: Sequence | None) -> bool:
+    """Whether it has not begun; one that is held waits again afterwards."""
+    return sequence is not None and not sequence.begun
+
+
 def _waits(sequence: Sequence | None) -> bool:
-    return sequence is not None and sequence.phase is Phase.WAITING and not sequence.begun
+    return sequence is not None and not sequence.begun and sequence.phase is Phase.WAITING

@@ -113,6 +113,7 @@ class Sequence:
         sequence.token_ids += state.output_ids
         sequence.computed = state.computed
         sequence.blocks = state.blocks
+        sequence.begun = bool(state.blocks or state.output_ids)
         if state.logprobs is not None:
             sequence.logprobs.append(state.logprobs)
         if state.prompt_logprobs is not None:

@@ -311,7 +311,7 @@ class PlannerState:
         self._arrivals += 1
         self._newest_s = arrival_s
         self.sequence_table.add(sequence)
-        self._returns.note(sequence, event.now_s)
+        self._returns.note(sequence, event.now_s, self.sequences)
         return []
 
     def _abort(self, event: RequestAborted) -> list[Command]:

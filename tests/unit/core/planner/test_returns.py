@@ -5,7 +5,14 @@ from dataclasses import replace
 
 import pytest
 
-from services.core.planner.configuration_events import SequenceAdopted, SequencePreempted
+from services.core.planner.configuration_events import (
+    BlocksReleased,
+    SequenceAdopted,
+    SequenceHeld,
+    SequencePreempted,
+    SequenceReset,
+    SequenceResumed,
+)
 from services.core.planner.events import (
     IterationFinished,
     RefuseRequest,
@@ -47,7 +54,7 @@ def full() -> PlannerState:
     return state
 
 
-def test_who_has_waited_for_long_without_room_goes_back_in_order() -> None:
+def test_those_that_have_waited_for_long_without_room_go_back_in_order() -> None:
     state = full()
     for name in ("first", "second"):
         arrive(state, name, 20, 1.0, returnable=True)
@@ -61,13 +68,13 @@ def test_who_has_waited_for_long_without_room_goes_back_in_order() -> None:
     assert list(state.sequences) == ["runs", "stays"] and state.return_due_s is None
 
 
-def test_nobody_goes_back_while_one_can_start() -> None:
+def test_none_goes_back_while_one_can_start() -> None:
     state = full()
     arrive(state, "short", 2, 1.0, returnable=True)
     assert state.return_due_s is None
 
 
-def test_who_has_begun_stays_even_if_it_lost_its_blocks() -> None:
+def test_one_that_has_begun_stays_even_if_it_lost_its_blocks() -> None:
     state = full()
     state.handle(IterationFinished(0.1, {"runs": 1}))
     state.handle(SequencePreempted("runs"))
@@ -75,11 +82,35 @@ def test_who_has_begun_stays_even_if_it_lost_its_blocks() -> None:
     assert list(state.sequences) == ["runs"]
 
 
-def test_who_came_from_another_leader_stays() -> None:
+def test_one_from_another_leader_stays() -> None:
     state, other = full(), make_state()
     arrive(other, "moved", 20, 1.0, returnable=True)
     assert state.handle(SequenceAdopted(other.export("moved"))) == []
     assert state.return_due_s is None and returned(state, 10.0) == []
+
+
+@pytest.mark.parametrize("read", [False, True])
+def test_one_that_is_held_goes_back_afterwards_whether_somebody_looked_or_not(read: bool) -> None:
+    state = full()
+    arrive(state, "held", 20, 1.0, returnable=True)
+    state.handle(SequenceHeld("held"))
+    if read:
+        assert state.return_due_s is None
+    assert returned(state, 10.0) == []
+    arrive(state, "next", 20, 10.0)
+    state.handle(SequenceResumed("held"))
+    assert state.return_due_s == 1.0 + RETURN_AFTER_S
+    assert returned(state, 10.0) == ["held"]
+
+
+def test_one_with_tokens_stays_even_if_it_was_reset() -> None:
+    state = full()
+    state.handle(IterationFinished(0.1, {"runs": 1}))
+    state.handle(SequenceReset("runs"))
+    state.handle(BlocksReleased("runs"))
+    state.handle(SequenceResumed("runs"))
+    assert returned(state, 10.0) == []
+    assert list(state.sequences) == ["runs"]
 
 
 @pytest.mark.parametrize("seed", range(20))
