@@ -18,7 +18,8 @@ class Load:
     `running` sequences have blocks; `waiting` ones need `kv_blocks_wanted` before they can run.
     `kv_blocks_total` are those of the smallest stage. `preemptions_total` counts the times that a
     sequence lost its blocks, `prompt_tokens_total` the tokens of the prompts whose first output
-    token came from here.
+    token came from here. `batch_running`, `batch_waiting` and `kv_blocks_batch` are what the class
+    `batch` has of those; nothing decides by them so far.
     """
 
     running: int
@@ -28,6 +29,9 @@ class Load:
     preemptions_total: int = 0
     kv_blocks_total: int = 0
     prompt_tokens_total: int = 0
+    batch_running: int = 0
+    batch_waiting: int = 0
+    kv_blocks_batch: int = 0
 
 
 @dataclass(frozen=True, slots=True)

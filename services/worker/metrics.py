@@ -119,6 +119,10 @@ class WorkerCollector(Collector):
                 "KV blocks that its waiting requests need before they can run.",
                 load.kv_blocks_wanted,
             ),
+            "kv_blocks_batch": (
+                "KV blocks of running requests of the class batch.",
+                load.kv_blocks_batch,
+            ),
         }
         for name, (text, value) in gauges.items():
             yield self._gauge(name, text, value)

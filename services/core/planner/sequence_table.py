@@ -16,6 +16,7 @@ from services.core.planner.block_table import StageTable
 from services.core.planner.sequence import Age, Phase, Sequence
 from services.core.planner.victims import Victims, newest
 from services.core.request import blocks_for
+from services.core.service import ServiceClass
 
 
 @dataclass(slots=True)
@@ -31,6 +32,7 @@ class SequenceTable:
     victims: Victims = newest
     ledger: BlockLedger = field(init=False)
     sequences: dict[str, Sequence] = field(default_factory=dict)
+    batch: dict[str, Sequence] = field(default_factory=dict)  # those of the class `batch`
     waiting: deque[Sequence] = field(default_factory=deque)
     running: list[Sequence] = field(default_factory=list)
     held: list[Sequence] = field(default_factory=list)
@@ -45,7 +47,7 @@ class SequenceTable:
 
     def add(self, sequence: Sequence) -> None:
         """Take a sequence without blocks in: it waits at its place in the line."""
-        self.sequences[sequence.request_id] = sequence
+        self._enter(sequence)
         self._queue(sequence)
 
     def adopt(self, sequence: Sequence, absent: frozenset[int], held: bool) -> None:
@@ -62,7 +64,7 @@ class SequenceTable:
             raise ValueError(f"{sequence.request_id} cannot run without blocks at {sorted(absent)}")
         sequence.absent = absent
         self.ledger.promise(sequence.blocks, absent)
-        self.sequences[sequence.request_id] = sequence
+        self._enter(sequence)
         sequence.phase = Phase.HELD if held else Phase.RUNNING
         insort(self.held if held else self.running, sequence, key=_age)
 
@@ -70,14 +72,14 @@ class SequenceTable:
         """Leave a sequence to another leader: its blocks stay where they are, and in use."""
         self.ledger.promise(-sequence.blocks, sequence.absent)
         self._leave(sequence)
-        del self.sequences[sequence.request_id]
+        self._remove(sequence)
 
     def end(self, sequence: Sequence) -> None:
         """Let a sequence go, with its blocks."""
         self._leave(sequence)
         sequence.move(Phase.ENDED)
         self._free(sequence)
-        del self.sequences[sequence.request_id]
+        self._remove(sequence)
 
     # --- blocks
 
@@ -209,6 +211,8 @@ class SequenceTable:
         everybody = (*self.waiting, *self.running, *self.held)
         assert len(everybody) == len(self.sequences)
         assert all(self.sequences[seq.request_id] is seq for seq in everybody)
+        kinds = {seq.request_id: seq.request.service.service_class for seq in everybody}
+        assert self.batch.keys() == {i for i, kind in kinds.items() if kind is ServiceClass.BATCH}
         promised = [0] * self.ledger.stages
         for seq in everybody:
             own = len(self.table.block_ids(seq.request_id))
@@ -230,6 +234,15 @@ class SequenceTable:
             self.released.append(sequence.request_id)
             sequence.blocks = 0
             sequence.absent = frozenset()
+
+    def _enter(self, sequence: Sequence) -> None:
+        self.sequences[sequence.request_id] = sequence
+        if sequence.request.service.service_class is ServiceClass.BATCH:
+            self.batch[sequence.request_id] = sequence
+
+    def _remove(self, sequence: Sequence) -> None:
+        del self.sequences[sequence.request_id]
+        self.batch.pop(sequence.request_id, None)
 
     def _leave(self, sequence: Sequence) -> None:
         match sequence.phase:

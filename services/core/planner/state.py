@@ -120,7 +120,8 @@ class PlannerState:
 
     def load(self) -> Load:
         """How busy the worker is now."""
-        block_size = self.config.block_size
+        block_size, batch = self.config.block_size, self.sequence_table.batch.values()
+        batch_waiting = sum(sequence.phase is Phase.WAITING for sequence in batch)
         return Load(
             running=len(self.running) + len(self.held),
             waiting=len(self.waiting),
@@ -129,6 +130,9 @@ class PlannerState:
             preemptions_total=self.preemptions_total,
             kv_blocks_total=self.sequence_table.ledger.least_capacity,
             prompt_tokens_total=self.sequence_table.prompt_tokens_total,
+            batch_running=len(batch) - batch_waiting,
+            batch_waiting=batch_waiting,
+            kv_blocks_batch=sum(sequence.blocks for sequence in batch),
         )
 
     def check_invariants(self) -> None:

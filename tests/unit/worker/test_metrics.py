@@ -23,7 +23,7 @@ def engine(**reported: Any) -> Any:
     for tokens in (1, 200):
         meter.ran(tokens)
     report = EngineReport(
-        Load(3, 2, 10, 7, 5, 40, 99),
+        Load(3, 2, 10, 7, 5, 40, 99, 1, 1, 6),
         4,
         False,
         2000,
@@ -72,6 +72,7 @@ def test_its_memory_and_times_are_told() -> None:
         "kv_blocks_free": 10,
         "kv_blocks_total": 40,
         "kv_blocks_wanted": 7,
+        "kv_blocks_batch": 6,
         "engine_responsive": 1,
         "engine_silence_seconds": 0.25,
         "epoch": 4,

@@ -36,6 +36,9 @@ class WorkerLoad(_message.Message):
     KV_BLOCKS_WANTED_FIELD_NUMBER: _builtins.int
     KV_BLOCKS_TOTAL_FIELD_NUMBER: _builtins.int
     RECEIVED_REQUEST_IDS_FIELD_NUMBER: _builtins.int
+    BATCH_RUNNING_FIELD_NUMBER: _builtins.int
+    BATCH_WAITING_FIELD_NUMBER: _builtins.int
+    KV_BLOCKS_BATCH_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Worker that it is of."""
     incarnation: _builtins.str
@@ -56,6 +59,12 @@ class WorkerLoad(_message.Message):
     """KV blocks that its group has in all; they change as parameters ebb and come back. 0 if not
     told: then those of the worker's record count.
     """
+    batch_running: _builtins.int
+    """Of `running`, the sequences of the class `batch`."""
+    batch_waiting: _builtins.int
+    """Of `waiting`, the sequences of the class `batch`."""
+    kv_blocks_batch: _builtins.int
+    """KV blocks that sequences of the class `batch` have."""
     @_builtins.property
     def received_request_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Ids of requests that arrived at the worker since its last ReportLoadRequest or the one before:
@@ -75,10 +84,13 @@ class WorkerLoad(_message.Message):
         kv_blocks_wanted: _builtins.int = ...,
         kv_blocks_total: _builtins.int = ...,
         received_request_ids: _abc.Iterable[_builtins.str] | None = ...,
+        batch_running: _builtins.int = ...,
+        batch_waiting: _builtins.int = ...,
+        kv_blocks_batch: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "incarnation", b"incarnation", "kv_blocks_free", b"kv_blocks_free", "kv_blocks_total", b"kv_blocks_total", "kv_blocks_wanted", b"kv_blocks_wanted", "number", b"number", "received_request_ids", b"received_request_ids", "running", b"running", "waiting", b"waiting", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_running", b"batch_running", "batch_waiting", b"batch_waiting", "epoch", b"epoch", "incarnation", b"incarnation", "kv_blocks_batch", b"kv_blocks_batch", "kv_blocks_free", b"kv_blocks_free", "kv_blocks_total", b"kv_blocks_total", "kv_blocks_wanted", b"kv_blocks_wanted", "number", b"number", "received_request_ids", b"received_request_ids", "running", b"running", "waiting", b"waiting", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

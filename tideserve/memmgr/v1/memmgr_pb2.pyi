@@ -139,6 +139,9 @@ class WorkerMemory(_message.Message):
     DECODE_S_FIELD_NUMBER: _builtins.int
     DECODE_PREDICTED_S_FIELD_NUMBER: _builtins.int
     UNSETTLED_FIELD_NUMBER: _builtins.int
+    BATCH_RUNNING_FIELD_NUMBER: _builtins.int
+    BATCH_WAITING_FIELD_NUMBER: _builtins.int
+    KV_BLOCKS_BATCH_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Worker that reports."""
     incarnation: _builtins.str
@@ -181,6 +184,12 @@ class WorkerMemory(_message.Message):
     """The change that led to `epoch` is not over for this worker: requests still move to it or from
     it, or their KV does.
     """
+    batch_running: _builtins.int
+    """Of `running`, the sequences of the class `batch`."""
+    batch_waiting: _builtins.int
+    """Of `waiting`, the sequences of the class `batch`."""
+    kv_blocks_batch: _builtins.int
+    """KV blocks that sequences of the class `batch` have."""
     @_builtins.property
     def pids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The worker's process ids: servicer, engine."""
@@ -209,10 +218,13 @@ class WorkerMemory(_message.Message):
         decode_s: _builtins.float = ...,
         decode_predicted_s: _builtins.float = ...,
         unsettled: _builtins.bool = ...,
+        batch_running: _builtins.int = ...,
+        batch_waiting: _builtins.int = ...,
+        kv_blocks_batch: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["budget_bytes", b"budget_bytes", "decode_predicted_s", b"decode_predicted_s", "decode_s", b"decode_s", "epoch", b"epoch", "incarnation", b"incarnation", "kv_block_bytes", b"kv_block_bytes", "kv_blocks_free", b"kv_blocks_free", "kv_blocks_total", b"kv_blocks_total", "kv_blocks_wanted", b"kv_blocks_wanted", "parameter_bytes", b"parameter_bytes", "pids", b"pids", "pipeline_bubble_s", b"pipeline_bubble_s", "pipeline_busy_s", b"pipeline_busy_s", "preemptions_total", b"preemptions_total", "prefill_predicted_s", b"prefill_predicted_s", "prefill_s", b"prefill_s", "running", b"running", "staging_bytes", b"staging_bytes", "unsettled", b"unsettled", "waiting", b"waiting", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_running", b"batch_running", "batch_waiting", b"batch_waiting", "budget_bytes", b"budget_bytes", "decode_predicted_s", b"decode_predicted_s", "decode_s", b"decode_s", "epoch", b"epoch", "incarnation", b"incarnation", "kv_block_bytes", b"kv_block_bytes", "kv_blocks_batch", b"kv_blocks_batch", "kv_blocks_free", b"kv_blocks_free", "kv_blocks_total", b"kv_blocks_total", "kv_blocks_wanted", b"kv_blocks_wanted", "parameter_bytes", b"parameter_bytes", "pids", b"pids", "pipeline_bubble_s", b"pipeline_bubble_s", "pipeline_busy_s", b"pipeline_busy_s", "preemptions_total", b"preemptions_total", "prefill_predicted_s", b"prefill_predicted_s", "prefill_s", b"prefill_s", "running", b"running", "staging_bytes", b"staging_bytes", "unsettled", b"unsettled", "waiting", b"waiting", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,0 +1,46 @@
+"""What a planner tells of its load, by class."""
+
+import random
+from dataclasses import replace
+
+from services.core.planner.configuration_events import SequenceAdopted, SequenceForgotten
+from services.core.planner.events import RequestAborted, RequestArrived
+from services.core.planner.state import PlannerState
+from services.core.report import Load
+from services.core.service import Service, ServiceClass
+from tests.unit.core.planner.test_state import FakeModel, drive, make_request, make_state
+
+BATCH = Service(ServiceClass.BATCH)
+
+
+def arrive(state: PlannerState, name: str, prompt: int, **fields: object) -> None:
+    request = replace(make_request(name, prompt, 4, random.Random(1)), **fields)
+    assert state.handle(RequestArrived(0.0, request)) == []
+
+
+def of_batch(load: Load) -> tuple[int, int, int]:
+    return load.batch_running, load.batch_waiting, load.kv_blocks_batch
+
+
+def test_requests_of_the_class_batch_are_counted_apart() -> None:
+    state = make_state(max_batch_tokens=64)
+    arrive(state, "online", 8)
+    assert of_batch(state.load()) == (0, 0, 0)
+    arrive(state, "small", 8, service=BATCH)
+    arrive(state, "large", 60, service=BATCH)
+    assert of_batch(state.load()) == (0, 2, 0)
+    state.plan(0.0)
+    assert of_batch(state.load()) == (1, 1, 2)
+    assert (state.load().running, state.load().waiting) == (2, 1)
+    state.handle(RequestAborted(0.0, "large"))
+    assert of_batch(state.load()) == (1, 0, 2)
+
+
+def test_one_that_moves_counts_where_it_runs() -> None:
+    state, other = make_state(), make_state()
+    arrive(other, "moves", 20, service=BATCH)
+    assert state.handle(SequenceAdopted(other.export("moves"))) == []
+    other.handle(SequenceForgotten("moves"))
+    assert of_batch(other.load()) == (0, 0, 0) and of_batch(state.load()) == (0, 1, 0)
+    drive(state, FakeModel(state.config), {})
+    assert of_batch(state.load()) == (0, 0, 0)
