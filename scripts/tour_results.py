@@ -12,7 +12,6 @@ from typing import Any
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from tour_environments import CLIENTS, LISTS, VLLM, Client
-from tours.tour import LIMIT
 
 from tideserve.bench.systems.vllm_install import VLLM_VERSION
 
@@ -48,7 +47,7 @@ def _absent(lines: Sequence[Line]) -> str:
     told += [
         f"{_cell(line['call'])}: refused, see [{line['detail']}]({line['detail']})"
         for line in lines
-        if line["kind"] == LIMIT and line["ok"]
+        if line["kind"] == "limit" and line["ok"]
     ]
     return "; ".join(told)
 

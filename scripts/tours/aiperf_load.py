@@ -9,19 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tours import task
-from tours.tour import (
-    CANCEL,
-    ERROR,
-    LOAD,
-    SCHEMA,
-    STREAM,
-    TOOL,
-    UNARY,
-    Tour,
-    check,
-    equal,
-    validate,
-)
+from tours.tour import Tour, check, check_tool, equal, validate
 
 tour = Tour()
 REQUESTS = 3
@@ -107,11 +95,11 @@ def compared(kind: str, streaming: bool) -> str:
 
 
 for endpoint in ("chat", "completions", "responses", "messages"):
-    tour.call(STREAM, endpoint)(partial(compared, endpoint, streaming=True))
-    tour.call(UNARY, endpoint)(partial(compared, endpoint, streaming=False))
+    tour.call("stream", endpoint)(partial(compared, endpoint, streaming=True))
+    tour.call("unary", endpoint)(partial(compared, endpoint, streaming=False))
 
 
-@tour.call(LOAD, "synthetic chats, four at once, usage of the server and of each chunk")
+@tour.call("load", "synthetic chats, four at once, usage of the server and of each chunk")
 def _concurrent() -> str:
     made = ("--synthetic-input-tokens-mean", "24", "--use-server-token-count", "--per-chunk-usage")
     records = run("chat", *made, "--request-count", "12", "--concurrency", "4", ignore_eos=True)
@@ -119,14 +107,14 @@ def _concurrent() -> str:
     return "12 requests"
 
 
-@tour.call(LOAD, "synthetic completions at a rate")
+@tour.call("load", "synthetic completions at a rate")
 def _rate() -> str:
     made = ("--synthetic-input-tokens-mean", "24", "--request-rate", "4")
     good(run("completions", *made, "--request-count", "8"), 8)
     return "8 requests"
 
 
-@tour.call(CANCEL, "requests that it cancels after a second")
+@tour.call("cancel", "requests that it cancels after a second")
 def _cancel() -> str:
     options = ("--request-cancellation-rate", "100", "--request-cancellation-delay", "1")
     with tour.given_up():
@@ -138,27 +126,23 @@ def _cancel() -> str:
     return f"{REQUESTS} requests"
 
 
-@tour.call(ERROR, "unknown model")
+@tour.call("error", "unknown model")
 def _unknown_model() -> str:
     records = run("chat", text=task.QUESTION, model=task.UNKNOWN_MODEL)
     equal([record["error"]["code"] for record in records], [404] * REQUESTS, "status")
     return f"{REQUESTS} requests"
 
 
-@tour.call(SCHEMA, "chat with response_format json_schema")
+@tour.call("schema", "chat with response_format json_schema")
 def _schema() -> str:
-    form = {
-        "type": "json_schema",
-        "json_schema": {"name": "city", "strict": True, "schema": task.CITY_SCHEMA},
-    }
     asked: Any = {"text": task.CITY_QUESTION, "max_tokens": task.ANSWER_TOKENS}
-    good(run("chat", **asked, response_format=form))
+    good(run("chat", **asked, response_format=task.CITY_FORM))
     for text in texts():
         validate(json.loads(text), task.CITY_SCHEMA)
     return f"{REQUESTS} requests"
 
 
-@tour.call(TOOL, "chat with a tool that tool_choice names")
+@tour.call("tool", "chat with a tool that tool_choice names")
 def _named() -> str:
     asked: Any = {"text": task.TOOL_MESSAGES[0]["content"], "max_tokens": task.ANSWER_TOKENS}
     tools = {"tools": [task.TOOL], "tool_choice": task.TOOL_CHOICE}
@@ -166,6 +150,5 @@ def _named() -> str:
     for record in rows_of(RAW):
         message = json.loads(record["responses"][0]["text"])["choices"][0]["message"]
         (call,) = message["tool_calls"]
-        equal(call["function"]["name"], task.TOOL_NAME, "tool")
-        validate(json.loads(call["function"]["arguments"]), task.TOOL_SCHEMA)
+        check_tool(call["function"]["name"], call["function"]["arguments"])
     return f"{REQUESTS} requests"

@@ -11,19 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tours import task
-from tours.tour import (
-    CANCEL,
-    ERROR,
-    LOAD,
-    SCHEMA,
-    STREAM,
-    TOOL,
-    UNARY,
-    Tour,
-    check,
-    equal,
-    validate,
-)
+from tours.tour import Tour, check, check_tool, equal, validate
 
 tour = Tour()
 REQUESTS = 3
@@ -128,61 +116,22 @@ def good(requests: Any, wanted: int = REQUESTS) -> Any:
     return requests["successful"]
 
 
-def chat(**more: Any) -> str:
-    """A run of chats whose text is compared."""
-    rows = [{"prompt": task.QUESTION}] * REQUESTS
-    for one in good(run(CHAT, rows, **more)):
-        equal(one["output"], tour.plain.chat_text)
+def compared(route: str, **more: Any) -> str:
+    """A run whose text must be that of plain HTTP."""
+    asked, wanted = task.QUESTION, tour.plain.chat_text
+    if route == TEXT:
+        asked, wanted = task.PROMPT, tour.plain.completion_text
+    for one in good(run(route, [{"prompt": asked}] * REQUESTS, **more)):
+        equal(one["output"], wanted)
     return f"{REQUESTS} requests"
 
 
-@tour.call(STREAM, "chat, the default")
-def _chat() -> str:
-    return chat()
+for endpoint, path in (("chat", CHAT), ("completions", TEXT), ("responses", RESPONSES)):
+    tour.call("stream", endpoint)(partial(compared, path))
+    tour.call("unary", endpoint)(partial(compared, path, stream=False))
 
 
-@tour.call(UNARY, "chat, unary")
-def _chat_unary() -> str:
-    return chat(stream=False)
-
-
-def complete(**more: Any) -> str:
-    """A run of completions whose text is compared."""
-    rows = [{"prompt": task.PROMPT}] * REQUESTS
-    for one in good(run(TEXT, rows, **more)):
-        equal(one["output"], tour.plain.completion_text)
-    return f"{REQUESTS} requests"
-
-
-@tour.call(STREAM, "completions")
-def _complete() -> str:
-    return complete()
-
-
-@tour.call(UNARY, "completions, unary")
-def _complete_unary() -> str:
-    return complete(stream=False)
-
-
-def respond(**more: Any) -> str:
-    """A run of responses whose text is compared."""
-    rows = [{"prompt": task.QUESTION}] * REQUESTS
-    for one in good(run(RESPONSES, rows, **more)):
-        equal(one["output"], tour.plain.chat_text)
-    return f"{REQUESTS} requests"
-
-
-@tour.call(STREAM, "responses")
-def _respond() -> str:
-    return respond()
-
-
-@tour.call(UNARY, "responses, unary")
-def _respond_unary() -> str:
-    return respond(stream=False)
-
-
-@tour.call(LOAD, "synthetic text, four at once")
+@tour.call("load", "synthetic text, four at once")
 def _concurrent() -> str:
     many = {"kind": "max_requests", "count": 12}
     requests = run(CHAT, profile={"kind": "concurrent", "streams": 4}, constraint=many)
@@ -191,20 +140,20 @@ def _concurrent() -> str:
     return "12 requests"
 
 
-@tour.call(LOAD, "synthetic text, conversations of two turns")
+@tour.call("load", "synthetic text, conversations of two turns")
 def _turns() -> str:
     good(run(CHAT, {**SYNTHETIC, "turns": 2}))
     return f"{REQUESTS} requests"
 
 
-@tour.call(LOAD, "synthetic text, as fast as it goes, completions")
+@tour.call("load", "synthetic text, as fast as it goes, completions")
 def _throughput() -> str:
     many = {"kind": "max_requests", "count": 12}
     good(run(TEXT, profile={"kind": "throughput", "max_concurrency": 8}, constraint=many), 12)
     return "12 requests"
 
 
-@tour.call(LOAD, "a sweep: one by one, as fast as it goes, and two rates between")
+@tour.call("load", "a sweep: one by one, as fast as it goes, and two rates between")
 def _sweep() -> str:
     few = {"kind": "max_requests", "count": 6}
     found = steps(CHAT, SYNTHETIC, GREEDY, {"kind": "sweep", "sweep_size": 4}, few)
@@ -214,7 +163,7 @@ def _sweep() -> str:
     return "24 requests"
 
 
-@tour.call(CANCEL, "requests in flight when the time is over")
+@tour.call("cancel", "requests in flight when the time is over")
 def _cancel() -> str:
     short = {"kind": "max_duration", "seconds": 3}
     rows = [{"prompt": task.QUESTION}] * REQUESTS
@@ -230,7 +179,7 @@ def _cancel() -> str:
     return f"{len(requests['incomplete'])} requests"
 
 
-@tour.call(ERROR, "unknown model")
+@tour.call("error", "unknown model")
 def _unknown_model() -> None:
     requests = run(CHAT, [{"prompt": task.QUESTION}] * REQUESTS, model=task.UNKNOWN_MODEL)
     errors = [one["info"]["error"] for one in requests["errored"]]
@@ -238,23 +187,13 @@ def _unknown_model() -> None:
     check("404" in errors[0], errors[0])
 
 
-@tour.call(SCHEMA, "chat with response_format json_schema")
+@tour.call("schema", "chat with response_format json_schema")
 def _schema() -> str:
-    form = {
-        "type": "json_schema",
-        "json_schema": {"name": "city", "strict": True, "schema": task.CITY_SCHEMA},
-    }
     rows = [{"prompt": task.CITY_QUESTION}] * REQUESTS
-    body = {"temperature": 0, "response_format": form}
+    body = {"temperature": 0, "response_format": task.CITY_FORM}
     for one in good(run(CHAT, rows, body, max_tokens=task.ANSWER_TOKENS)):
         validate(json.loads(one["output"]), task.CITY_SCHEMA)
     return f"{REQUESTS} requests"
-
-
-def _check_tool(one: Any) -> None:
-    (call,) = one["tool_calls"]
-    equal(call["function"]["name"], task.TOOL_NAME, "tool")
-    validate(json.loads(call["function"]["arguments"]), task.TOOL_SCHEMA)
 
 
 def call_tools(**more: Any) -> str:
@@ -273,14 +212,15 @@ def call_tools(**more: Any) -> str:
     called = [one for one in requests if one["tool_calls"]]
     equal(len(called), 2, "requests that called")
     for one in called:
-        _check_tool(one)
+        (call,) = one["tool_calls"]
+        check_tool(call["function"]["name"], call["function"]["arguments"])
     return "4 requests"
 
 
 # Without the field so small a model calls again and again: guidellm sets no limit of tokens here.
-tour.call(TOOL, "a tool of the data, required, whose result is sent back")(
+tour.call("tool", "a tool of the data, required, whose result is sent back")(
     partial(call_tools, parallel_tool_calls=False)
 )
-tour.call(TOOL, "a tool of the data that tool_choice names")(
+tour.call("tool", "a tool of the data that tool_choice names")(
     partial(call_tools, tool_choice=task.TOOL_CHOICE)
 )

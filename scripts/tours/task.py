@@ -23,6 +23,10 @@ CITY_SCHEMA: dict[str, Any] = {
     "required": ["city", "millions"],
     "additionalProperties": False,
 }
+CITY_FORM: Any = {
+    "type": "json_schema",
+    "json_schema": {"name": "city", "strict": True, "schema": CITY_SCHEMA},
+}
 CITY_QUESTION = "Name the capital of France and how many million people live there, as JSON."
 CITY_MESSAGES: list[dict[str, Any]] = [{"role": "user", "content": CITY_QUESTION}]
 ANSWER_TOKENS = 64

@@ -2,7 +2,7 @@
 
 Standard library only. A tour prints one JSON object per call:
 {client, call, kind, ok, seconds, detail}; `ok` null is a call that the client cannot make, and the
-detail of a call of the kind LIMIT names the page that says why it is refused.
+detail of a call of the kind `limit` names the page that says why it is refused.
 """
 
 import asyncio
@@ -12,17 +12,15 @@ import os
 import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal, get_args
 
 from tours.plain import Plain
-from tours.task import LONG_TOKENS
+from tours.task import LONG_TOKENS, TOOL_NAME, TOOL_SCHEMA
 
-ABOUT, UNARY, STREAM, CANCEL = "about", "unary", "stream", "cancel"
-ERROR, SCHEMA, TOOL, LOAD = "error", "schema", "tool", "load"
-LIMIT = "limit"
-"""A call that the server refuses by decision; a page of docs/ says so."""
-KINDS = (ABOUT, UNARY, STREAM, CANCEL, ERROR, SCHEMA, TOOL, LOAD, LIMIT)
-REQUIRED_KINDS = (UNARY, STREAM, CANCEL, ERROR, SCHEMA, TOOL)
+Kind = Literal["about", "unary", "stream", "cancel", "error", "schema", "tool", "load", "limit"]
+"""Of a call; a limit is one that the server refuses by decision, and a page of docs/ says so."""
+KINDS: tuple[Kind, ...] = get_args(Kind)
+REQUIRED_KINDS: tuple[Kind, ...] = ("unary", "stream", "cancel", "error", "schema", "tool")
 """Each tour has a call of each of these, or says why the client cannot make one."""
 
 CALL_TIMEOUT_S = 120.0
@@ -51,7 +49,7 @@ class Tour:
         self.plain = Plain(self.url, self.api_key)
         self.model = self.plain.model
 
-    def call(self, kind: str, name: str) -> Callable[[Call], None]:
+    def call(self, kind: Kind, name: str) -> Callable[[Call], None]:
         """Make the decorated call now and record it; it may return a detail worth telling.
 
         One that was made before is left out, and when the time is over the tour ends.
@@ -81,11 +79,11 @@ class Tour:
                 result = function()
                 return _then(result, page) if inspect.iscoroutine(result) else page
 
-            self.call(LIMIT, name)(expected)
+            self.call("limit", name)(expected)
 
         return make
 
-    def cannot(self, kind: str, reason: str) -> None:
+    def cannot(self, kind: Kind, reason: str) -> None:
         """Record that the client has no such call."""
         if (kind, name := f"no {kind}") not in self._done:
             self._record(name, kind, None, 0.0, reason)
@@ -101,6 +99,15 @@ class Tour:
         self.plain.wait_until_quiet()
         made = self.plain.output_tokens() - before
         check(made < LONG_TOKENS, f"all {made} tokens were made after the call was given up")
+
+    async def cancelled(self, call: Coroutine[Any, Any, object]) -> None:
+        """Cancel the task of a call for LONG_TOKENS after a second: the server must stop, too."""
+        with self.given_up():
+            running = asyncio.create_task(call)
+            await asyncio.sleep(1)
+            running.cancel()
+            await asyncio.wait([running])
+            check(running.cancelled(), "it was over")
 
     def _record(self, name: str, kind: str, ok: bool | None, seconds: float, detail: str) -> None:
         line = {
@@ -149,6 +156,21 @@ def refused(call: Callable[[], object], kind: type[BaseException]) -> Any:
     except kind as error:
         return error
     raise Failure(f"no {kind.__name__}, but {str(answer)[:200]}")
+
+
+async def refused_later(call: Coroutine[Any, Any, object], kind: type[BaseException]) -> Any:
+    """As `refused`, of a coroutine."""
+    try:
+        answer = await call
+    except kind as error:
+        return error
+    raise Failure(f"no {kind.__name__}, but {str(answer)[:200]}")
+
+
+def check_tool(name: object, arguments: Any) -> None:
+    """Raise Failure unless tours.task's tool was called as its schema says; JSON is parsed."""
+    equal(name, TOOL_NAME, "tool")
+    validate(json.loads(arguments) if isinstance(arguments, str) else arguments, TOOL_SCHEMA)
 
 
 def validate(value: Any, schema: Mapping[str, Any]) -> None:

@@ -16,21 +16,7 @@ import tritonclient.grpc.aio as triton_aio
 from tritonclient.utils import InferenceServerException
 
 from tours import task
-from tours.tour import (
-    ABOUT,
-    CANCEL,
-    ERROR,
-    SCHEMA,
-    STREAM,
-    TOOL,
-    UNARY,
-    Tour,
-    check,
-    equal,
-    joined,
-    refused,
-    validate,
-)
+from tours.tour import Tour, check, equal, joined, refused, validate
 
 tour = Tour()
 client = triton.InferenceServerClient(tour.grpc)
@@ -109,7 +95,7 @@ def _until_final(answers: Answers) -> list[str]:
             return pieces
 
 
-@tour.call(ABOUT, "is_server_live, is_server_ready, is_model_ready")
+@tour.call("about", "is_server_live, is_server_ready, is_model_ready")
 def _ready() -> None:
     check(client.is_server_live(headers=HEADERS), "not live")
     check(client.is_server_ready(headers=HEADERS), "not ready")
@@ -117,7 +103,7 @@ def _ready() -> None:
     check(not client.is_model_ready(task.UNKNOWN_MODEL, headers=HEADERS), "a model too many")
 
 
-@tour.call(ABOUT, "get_server_metadata, get_model_metadata, get_model_config")
+@tour.call("about", "get_server_metadata, get_model_metadata, get_model_config")
 def _metadata() -> None:
     equal(client.get_server_metadata(headers=HEADERS).name, "tideserve", "name")
     model = client.get_model_metadata(tour.model, headers=HEADERS)
@@ -127,19 +113,19 @@ def _metadata() -> None:
     check(config.model_transaction_policy.decoupled, "not decoupled")
 
 
-@tour.call(UNARY, "infer, Triton's dialect")
+@tour.call("unary", "infer, Triton's dialect")
 def _infer() -> None:
     result = client.infer(tour.model, vllm_inputs(task.PROMPT), headers=HEADERS)
     equal(text_of(result), tour.plain.completion_text)
 
 
-@tour.call(UNARY, "infer, Dynamo's dialect")
+@tour.call("unary", "infer, Dynamo's dialect")
 def _infer_dynamo() -> None:
     result = client.infer(tour.model, headers=HEADERS, **dynamo(task.PROMPT))
     equal(text_of(result), tour.plain.completion_text)
 
 
-@tour.call(UNARY, "async_infer, four at once")
+@tour.call("unary", "async_infer, four at once")
 def _at_once() -> None:
     answers: Answers = queue.Queue()
     for _ in range(4):
@@ -154,14 +140,14 @@ def _at_once() -> None:
         check(error is None and text_of(result), str(error))
 
 
-@tour.call(UNARY, "infer of asyncio")
+@tour.call("unary", "infer of asyncio")
 async def _infer_async() -> None:
     async with triton_aio.InferenceServerClient(tour.grpc) as opened:
         result = await opened.infer(tour.model, vllm_inputs(task.PROMPT), headers=HEADERS)
     equal(text_of(result), tour.plain.completion_text)
 
 
-@tour.call(UNARY, "infer: sampling parameters")
+@tour.call("unary", "infer: sampling parameters")
 def _sampling() -> None:
     sampled: Any = {"temperature": 0.8, "seed": 5, "top_p": 0.9, "top_k": 20, "min_p": 0.05}
     inputs = vllm_inputs(task.PROMPT, **sampled, presence_penalty=0.1, stop=["zzz"])
@@ -170,25 +156,25 @@ def _sampling() -> None:
     equal(text_of(first), text_of(again))
 
 
-@tour.call(STREAM, "async_stream_infer, Triton's dialect")
+@tour.call("stream", "async_stream_infer, Triton's dialect")
 def _stream() -> None:
     (pieces,) = streamed([{"inputs": vllm_inputs(task.PROMPT, stream=True)}])
     equal(joined(pieces), tour.plain.completion_text)
 
 
-@tour.call(STREAM, "async_stream_infer, Dynamo's dialect, two on one stream")
+@tour.call("stream", "async_stream_infer, Dynamo's dialect, two on one stream")
 def _stream_dynamo() -> None:
     for pieces in streamed([dynamo(task.PROMPT, stream=True)] * 2):
         equal(joined(pieces), tour.plain.completion_text)
 
 
-@tour.call(STREAM, "async_stream_infer of a whole answer")
+@tour.call("stream", "async_stream_infer of a whole answer")
 def _stream_whole() -> None:
     (pieces,) = streamed([{"inputs": vllm_inputs(task.PROMPT)}])
     equal(joined(pieces), tour.plain.completion_text)
 
 
-@tour.call(STREAM, "stream_infer of asyncio")
+@tour.call("stream", "stream_infer of asyncio")
 async def _stream_async() -> None:
     async def requests() -> Any:
         yield {
@@ -209,7 +195,7 @@ async def _stream_async() -> None:
     equal(joined(pieces), tour.plain.completion_text)
 
 
-@tour.call(CANCEL, "stop_stream with cancel_requests")
+@tour.call("cancel", "stop_stream with cancel_requests")
 def _stop() -> None:
     with tour.given_up(), streaming() as (opened, answers):
         opened.async_stream_infer(tour.model, **dynamo(task.PROMPT, stream=True, **LONG))
@@ -218,7 +204,7 @@ def _stop() -> None:
         opened.stop_stream(cancel_requests=True)
 
 
-@tour.call(CANCEL, "async_infer that is cancelled")
+@tour.call("cancel", "async_infer that is cancelled")
 def _cancel() -> None:
     answers: Answers = queue.Queue()
     with tour.given_up():
@@ -235,7 +221,7 @@ def _cancel() -> None:
     check("cancel" in str(error).lower(), str(error))
 
 
-@tour.call(ERROR, "unknown model")
+@tour.call("error", "unknown model")
 def _unknown_model() -> None:
     error = refused(
         lambda: client.infer(task.UNKNOWN_MODEL, vllm_inputs(task.PROMPT), headers=HEADERS),
@@ -244,7 +230,7 @@ def _unknown_model() -> None:
     equal(error.status(), "StatusCode.NOT_FOUND", "status")
 
 
-@tour.call(ERROR, "temperature out of range; the stream goes on")
+@tour.call("error", "temperature out of range; the stream goes on")
 def _bad_value() -> None:
     with streaming() as (opened, answers):
         opened.async_stream_infer(tour.model, vllm_inputs(task.PROMPT, temperature=9))
@@ -256,7 +242,7 @@ def _bad_value() -> None:
         equal(joined(_until_final(answers)), tour.plain.completion_text)
 
 
-@tour.call(ERROR, "an input that no model has")
+@tour.call("error", "an input that no model has")
 def _bad_input() -> None:
     inputs = [tensor("pixels", "0")]
     error = refused(
@@ -273,7 +259,7 @@ def _repository() -> None:
     equal(error.status(), "StatusCode.UNIMPLEMENTED", "status")
 
 
-@tour.call(SCHEMA, "infer: structured_outputs with a JSON schema")
+@tour.call("schema", "infer: structured_outputs with a JSON schema")
 def _schema() -> None:
     sampling: Any = {
         "max_tokens": task.ANSWER_TOKENS,
@@ -284,4 +270,4 @@ def _schema() -> None:
     validate(json.loads(text_of(result)), task.CITY_SCHEMA)
 
 
-tour.cannot(TOOL, "it sends a prompt as text, and KServe's protocol has no tools")
+tour.cannot("tool", "it sends a prompt as text, and KServe's protocol has no tools")

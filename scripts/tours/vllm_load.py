@@ -4,23 +4,12 @@ import json
 import os
 import signal
 import subprocess
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from tours import task
-from tours.tour import (
-    CANCEL,
-    ERROR,
-    LOAD,
-    SCHEMA,
-    STREAM,
-    TOOL,
-    UNARY,
-    Tour,
-    check,
-    equal,
-    validate,
-)
+from tours.tour import Tour, check, equal, validate
 
 tour = Tour()
 REQUESTS = 3
@@ -90,21 +79,21 @@ def good(result: Any, wanted: int = REQUESTS) -> Any:
     return result
 
 
-@tour.call(STREAM, "openai-chat")
-def _chat() -> str:
-    result = good(run("openai-chat", text=task.QUESTION))
-    equal(result["generated_texts"], [tour.plain.chat_text] * REQUESTS, "texts")
+def compared(backend: str) -> str:
+    """A run whose text must be that of plain HTTP."""
+    asked, wanted = task.QUESTION, tour.plain.chat_text
+    if backend == "openai":
+        asked, wanted = task.PROMPT, tour.plain.completion_text
+    result = good(run(backend, text=asked))
+    equal(result["generated_texts"], [wanted] * REQUESTS, "texts")
     return f"{REQUESTS} requests"
 
 
-@tour.call(STREAM, "openai: completions")
-def _complete() -> str:
-    result = good(run("openai", text=task.PROMPT))
-    equal(result["generated_texts"], [tour.plain.completion_text] * REQUESTS, "texts")
-    return f"{REQUESTS} requests"
+for door in ("openai-chat", "openai", "openai-responses"):
+    tour.call("stream", door)(partial(compared, door))
 
 
-@tour.call(STREAM, "vllm: completions with logprobs and penalties")
+@tour.call("stream", "vllm: completions with logprobs and penalties")
 def _fields() -> str:
     options = ("--logprobs", "2", "--repetition-penalty", "1.1", "--top-k", "20", "--min-p", "0.1")
     penalties = ("--presence-penalty", "0.2", "--frequency-penalty", "0.2")
@@ -112,37 +101,30 @@ def _fields() -> str:
     return f"{REQUESTS} requests"
 
 
-@tour.call(STREAM, "openai-responses")
-def _respond() -> str:
-    result = good(run("openai-responses", text=task.QUESTION))
-    equal(result["generated_texts"], [tour.plain.chat_text] * REQUESTS, "texts")
-    return f"{REQUESTS} requests"
+tour.cannot("unary", "it streams every request")
 
 
-tour.cannot(UNARY, "it streams every request")
-
-
-@tour.call(LOAD, "openai: 16 random prompts, four at once")
+@tour.call("load", "openai: 16 random prompts, four at once")
 def _random() -> str:
     # Some of the prompts that it draws hold U+0000.
     good(run("openai", "--max-concurrency", "4", "--ignore-eos", requests=16, max_tokens=8), 16)
     return "16 requests"
 
 
-@tour.call(LOAD, "openai-chat: 12 random prompts at a rate")
+@tour.call("load", "openai-chat: 12 random prompts at a rate")
 def _rate() -> str:
     options = ("--max-concurrency", "4", "--request-rate", "4", "--ignore-eos")
     good(run("openai-chat", *options, requests=12, max_tokens=8), 12)
     return "12 requests"
 
 
-@tour.call(LOAD, "vllm: prompts with a common prefix")
+@tour.call("load", "vllm: prompts with a common prefix")
 def _prefix() -> str:
     good(run("vllm", "--random-prefix-len", "32", requests=8, max_tokens=8), 8)
     return "8 requests"
 
 
-@tour.call(CANCEL, "it is interrupted in the middle of a request")
+@tour.call("cancel", "it is interrupted in the middle of a request")
 def _cancel() -> None:
     asked = command("openai-chat", "--ignore-eos", text=task.QUESTION, max_tokens=task.LONG_TOKENS)
     before = tour.plain.output_tokens()
@@ -160,7 +142,7 @@ def _cancel() -> None:
             process.kill()
 
 
-@tour.call(ERROR, "unknown model")
+@tour.call("error", "unknown model")
 def _unknown_model() -> None:
     told = ""
     try:
@@ -170,19 +152,17 @@ def _unknown_model() -> None:
     check("Not Found" in told, told)
 
 
-@tour.call(SCHEMA, "openai-chat with response_format json_schema")
+@tour.call("schema", "openai-chat with response_format json_schema")
 def _schema() -> str:
-    form = {
-        "type": "json_schema",
-        "json_schema": {"name": "city", "strict": True, "schema": task.CITY_SCHEMA},
-    }
     asked: Any = {"text": task.CITY_QUESTION, "max_tokens": task.ANSWER_TOKENS}
-    for text in good(run("openai-chat", **asked, response_format=form))["generated_texts"]:
+    for text in good(run("openai-chat", **asked, response_format=task.CITY_FORM))[
+        "generated_texts"
+    ]:
         validate(json.loads(text), task.CITY_SCHEMA)
     return f"{REQUESTS} requests"
 
 
-@tour.call(TOOL, "openai-chat with a tool that tool_choice names")
+@tour.call("tool", "openai-chat with a tool that tool_choice names")
 def _named() -> str:
     asked: Any = {"text": task.TOOL_MESSAGES[0]["content"], "max_tokens": task.ANSWER_TOKENS}
     result = good(run("openai-chat", **asked, tools=[task.TOOL], tool_choice=task.TOOL_CHOICE))
