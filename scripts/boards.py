@@ -8,25 +8,22 @@ from typing import Any
 FOLDER = "deploy/observability/grafana/dashboards"
 SOURCE = {"type": "prometheus", "uid": "${datasource}"}
 WIDTH, HEIGHT, PER_ROW = 8, 7, 3
-M = 'model_name=~"$model_name"'
+MODEL = 'model_name=~"$model_name"'
+M = f"{{{MODEL}}}"
 EACH = "[$__rate_interval]"
 SERVICE = "on (job, instance) group_left (service) tideserve_build_info"
-
-
-@dataclass(frozen=True, slots=True)
-class Query:
-    """PromQL, and how its series are named."""
-
-    expression: str
-    legend: str = ""
+WORKER = "{{worker}}"
 
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """One panel; `unit` by Grafana's names, `stacked` adds the series up."""
+    """One panel: PromQL by the names of its series; `unit` by Grafana's names.
+
+    `stacked` adds the series up.
+    """
 
     title: str
-    queries: tuple[Query, ...]
+    queries: Mapping[str, str]
     unit: str = "short"
     help: str = ""
     stacked: bool = False
@@ -46,32 +43,21 @@ class Board:
         return [panel for panels in self.rows.values() for panel in panels]
 
 
-def one(
-    title: str, expression: str, legend: str = "", unit: str = "short", help: str = ""
-) -> Panel:
-    """A panel with one query."""
-    return Panel(title, (Query(expression, legend),), unit, help)
+def rate(counter: str, by: str = "", window: str = EACH) -> str:
+    """The sum of a counter's rates, by labels if some are given."""
+    return f"sum{f' by ({by}) ' if by else ''}(rate({counter}{window}))"
 
 
-def quantiles(title: str, metric: str, help: str = "") -> Panel:
+def percentile(part: float, histogram: str, by: str = "le", window: str = EACH) -> str:
+    """A share of a histogram, such as 0.95, of the model or of all; by labels beside its bounds."""
+    labels = M if histogram.startswith("vllm:") else ""
+    return f"histogram_quantile({part}, {rate(f'{histogram}_bucket{labels}', by, window)})"
+
+
+def quantiles(title: str, metric: str) -> Panel:
     """The median, 95 % and 99 % of a histogram of seconds."""
-    return Panel(
-        title,
-        tuple(
-            Query(
-                f"histogram_quantile({part}, sum by (le) (rate({metric}_bucket{{{M}}}{EACH})))",
-                f"p{round(part * 100)}",
-            )
-            for part in (0.5, 0.95, 0.99)
-        ),
-        "s",
-        help,
-    )
-
-
-def per_worker(expression: str) -> Query:
-    """A query whose series are workers."""
-    return Query(expression, "{{worker}}")
+    shares = (0.5, 0.95, 0.99)
+    return Panel(title, {f"p{round(one * 100)}": percentile(one, metric) for one in shares}, "s")
 
 
 OVERVIEW = Board(
@@ -81,91 +67,81 @@ OVERVIEW = Board(
         "Requests": (
             Panel(
                 "Requests that ended",
-                (
-                    Query(
-                        f"sum by (finished_reason) (rate(vllm:request_success_total{{{M}}}{EACH}))",
-                        "{{finished_reason}}",
-                    ),
-                ),
+                {"{{finished_reason}}": rate(f"vllm:request_success_total{M}", "finished_reason")},
                 "reqps",
                 "stop and length finished, abort: the client went, error: failed.",
             ),
             Panel(
                 "Where requests are",
-                (
-                    Query(f"sum(vllm:num_requests_running{{{M}}})", "running"),
-                    Query(f'sum(vllm:num_requests_waiting{{{M},engine!="queue"}})', "at workers"),
-                    Query(f'sum(vllm:num_requests_waiting{{{M},engine="queue"}})', "in the queue"),
-                ),
+                {
+                    "running": f"sum(vllm:num_requests_running{M})",
+                    "at workers": f'sum(vllm:num_requests_waiting{{{MODEL},engine!="queue"}})',
+                    "in the queue": f'sum(vllm:num_requests_waiting{{{MODEL},engine="queue"}})',
+                },
                 help="Requests wait in the scheduler's queue until a group has room.",
                 stacked=True,
             ),
             Panel(
                 "Tokens",
-                (
-                    Query(f"sum(rate(vllm:prompt_tokens_total{{{M}}}{EACH}))", "prompt"),
-                    Query(f"sum(rate(vllm:generation_tokens_total{{{M}}}{EACH}))", "generated"),
-                ),
+                {
+                    "prompt": rate(f"vllm:prompt_tokens_total{M}"),
+                    "generated": rate(f"vllm:generation_tokens_total{M}"),
+                },
                 "tokens/s",
             ),
             quantiles("Time to first token", "vllm:time_to_first_token_seconds"),
             quantiles("Time between tokens", "vllm:inter_token_latency_seconds"),
             quantiles("Time of a request", "vllm:e2e_request_latency_seconds"),
-            one(
+            Panel(
                 "HTTP answers",
-                f"sum by (status) (rate(tideserve_gateway_requests_total{EACH}))",
-                "{{status}}",
+                {"{{status}}": rate("tideserve_gateway_requests_total", "status")},
                 "reqps",
                 "499 is a client that hung up.",
             ),
-            one(
+            Panel(
                 "Refused for want of room",
-                f"sum by (reason) (rate(vllm:admission_rejections_total{{{M}}}{EACH}))",
-                "{{reason}}",
+                {"{{reason}}": rate(f"vllm:admission_rejections_total{M}", "reason")},
                 "reqps",
             ),
-            one(
+            Panel(
                 "Tokens of an iteration",
-                "histogram_quantile(0.95, sum by (le, engine) "
-                f"(rate(vllm:iteration_tokens_total_bucket{{{M}}}{EACH})))",
-                "{{engine}} p95",
+                {"{{engine}} p95": percentile(0.95, "vllm:iteration_tokens_total", "le, engine")},
             ),
         ),
         "Owners of keys": (
             Panel(
                 "Use of their limits",
-                (
-                    Query(
-                        "sum by (owner, limit)"
-                        f" (rate(tideserve_gateway_quota_used_total{EACH})) * 60"
-                        " / max by (owner, limit) (tideserve_gateway_quota_limit)",
-                        "{{owner}}: {{limit}} a minute",
+                {
+                    "{{owner}}: {{limit}} a minute": (
+                        rate("tideserve_gateway_quota_used_total", "owner, limit")
+                        + " * 60 / max by (owner, limit) (tideserve_gateway_quota_limit)"
                     ),
-                    Query(
+                    "{{owner}}: at once": (
                         "sum by (owner) (tideserve_gateway_quota_running)"
-                        ' / max by (owner) (tideserve_gateway_quota_limit{limit="concurrent"})',
-                        "{{owner}}: at once",
+                        ' / max by (owner) (tideserve_gateway_quota_limit{limit="concurrent"})'
                     ),
-                ),
+                },
                 "percentunit",
                 "At all gateways; nothing of owners without limits. Told when requests end.",
             ),
-            one(
+            Panel(
                 "Refused with 429",
-                f"sum by (owner, limit) (rate(tideserve_gateway_quota_refusals_total{EACH}))",
-                "{{owner}}: {{limit}}",
+                {
+                    "{{owner}}: {{limit}}": rate(
+                        "tideserve_gateway_quota_refusals_total", "owner, limit"
+                    )
+                },
                 "reqps",
             ),
             Panel(
                 "Trouble with keys",
-                (
-                    Query("sum(tideserve_gateway_keys_file_refused)", "file refused"),
-                    Query(
-                        'count(count_values("digest", tideserve_gateway_keys_digest)) - 1',
-                        "versions of the keys beyond one",
+                {
+                    "file refused": "sum(tideserve_gateway_keys_file_refused)",
+                    "versions of the keys beyond one": (
+                        'count(count_values("digest", tideserve_gateway_keys_digest)) - 1'
                     ),
-                    Query("sum(tideserve_gateway_quota_sharing == bool 0)", "quotas not shared"),
-                ),
+                    "quotas not shared": "sum(tideserve_gateway_quota_sharing == bool 0)",
+                },
                 help="Gateways that refuse the file of keys, versions of it beyond one, and"
                 " gateways that cannot tell others of quotas.",
             ),
@@ -173,64 +149,69 @@ OVERVIEW = Board(
         "Services": (
             Panel(
                 "Processes",
-                (Query("count by (service) (tideserve_build_info)", "{{service}}"),),
+                {"{{service}}": "count by (service) (tideserve_build_info)"},
                 help="Those that Prometheus reaches.",
             ),
             Panel(
                 "Leaders",
-                (
-                    Query("sum(tideserve_scheduler_leader)", "scheduler"),
-                    Query("sum(tideserve_memmgr_leader)", "memory manager"),
-                    Query("min(tideserve_gateway_ready)", "all gateways ready"),
-                ),
+                {
+                    "scheduler": "sum(tideserve_scheduler_leader)",
+                    "memory manager": "sum(tideserve_memmgr_leader)",
+                    "all gateways ready": "min(tideserve_gateway_ready)",
+                },
                 help="Each should be 1.",
             ),
-            one(
+            Panel(
                 "Processor",
-                f"sum by (service) (rate(process_cpu_seconds_total{EACH}) * {SERVICE})",
-                "{{service}}",
+                {
+                    "{{service}}": "sum by (service)"
+                    f" (rate(process_cpu_seconds_total{EACH}) * {SERVICE})"
+                },
                 help="Cores of the servicer processes; engines are processes of their own.",
             ),
-            one(
+            Panel(
                 "Memory",
-                f"sum by (service) (process_resident_memory_bytes * {SERVICE})",
-                "{{service}}",
+                {"{{service}}": f"sum by (service) (process_resident_memory_bytes * {SERVICE})"},
                 "bytes",
             ),
             Panel(
                 "Calls to etcd",
-                (
-                    Query(
-                        "histogram_quantile(0.99, sum by (le) "
-                        f"(rate(tideserve_etcd_call_duration_seconds_bucket{EACH})))",
-                        "p99",
-                    ),
-                ),
+                {"p99": percentile(0.99, "tideserve_etcd_call_duration_seconds")},
                 "s",
             ),
             Panel(
                 "Trouble",
-                (
-                    Query(
-                        f"sum(rate(tideserve_etcd_call_failures_total{EACH}))", "etcd failures/s"
-                    ),
-                    Query("sum(tideserve_worker_engine_responsive == bool 0)", "silent engines"),
-                    Query(
+                {
+                    "etcd failures/s": rate("tideserve_etcd_call_failures_total"),
+                    "silent engines": "sum(tideserve_worker_engine_responsive == bool 0)",
+                    "certificates that expire within 14 days": (
                         "count(tideserve_tls_certificate_expiry_seconds - time() < 14 * 86400)"
-                        " or vector(0)",
-                        "certificates that expire within 14 days",
+                        " or vector(0)"
                     ),
-                    Query(
-                        'sum(tideserve_gateway_grpc_calls{state="parked"})',
-                        "gRPC calls that take nothing",
+                    "gRPC calls that take nothing": (
+                        'sum(tideserve_gateway_grpc_calls{state="parked"})'
                     ),
-                ),
+                },
             ),
         ),
     },
 )
 
+
+def _measured(phase: str) -> Panel:
+    """Times of a phase of iterations beside what the cost model predicts."""
+    took, predicted = (
+        f"rate(tideserve_worker_{phase}_{kind}seconds_total{M}{EACH})"
+        for kind in ("", "predicted_")
+    )
+    help = "1 is as the profile of the device says; nothing without a profile."
+    return Panel(f"Measured over predicted: {phase}", {WORKER: f"{took} / {predicted}"}, help=help)
+
+
 _USED = "(1 - tideserve_worker_kv_blocks_free / tideserve_worker_kv_blocks_total)"
+_BUBBLE, _BUSY = (
+    f"rate(tideserve_worker_pipeline_{kind}_seconds_total{M}{EACH})" for kind in ("bubble", "busy")
+)
 
 MEMORY = Board(
     "memory",
@@ -239,133 +220,106 @@ MEMORY = Board(
         "Parameters ebb when the KV cache floods": (
             Panel(
                 "Memory of all workers",
-                (
-                    Query(f"sum(tideserve_worker_parameter_bytes{{{M}}})", "parameters"),
-                    Query(f"sum(tideserve_worker_kv_bytes{{{M}}} * {_USED})", "KV in use"),
-                    Query(f"sum(tideserve_worker_kv_bytes{{{M}}} * (1 - {_USED}))", "KV free"),
-                    Query(f"sum(tideserve_worker_staging_bytes{{{M}}})", "staging"),
-                ),
+                {
+                    "parameters": f"sum(tideserve_worker_parameter_bytes{M})",
+                    "KV in use": f"sum(tideserve_worker_kv_bytes{M} * {_USED})",
+                    "KV free": f"sum(tideserve_worker_kv_bytes{M} * (1 - {_USED}))",
+                    "staging": f"sum(tideserve_worker_staging_bytes{M})",
+                },
                 "bytes",
                 "Layers that several workers hold are dropped at all but one of them.",
                 stacked=True,
             ),
+            Panel("Parameters", {WORKER: f"tideserve_worker_parameter_bytes{M}"}, "bytes"),
+            Panel("KV in use", {"{{engine}}": f"vllm:kv_cache_usage_perc{M}"}, "percentunit"),
             Panel(
-                "Parameters",
-                (per_worker(f"tideserve_worker_parameter_bytes{{{M}}}"),),
-                "bytes",
-            ),
-            Panel(
-                "KV in use",
-                (Query(f"vllm:kv_cache_usage_perc{{{M}}}", "{{engine}}"),),
-                "percentunit",
-            ),
-            one(
                 "KV blocks that requests can fill",
-                f"sum by (model_name) (tideserve_memmgr_usable_kv_blocks{{{M}}})",
-                "{{model_name}}",
+                {"{{model_name}}": f"sum by (model_name) (tideserve_memmgr_usable_kv_blocks{M})"},
             ),
             Panel(
                 "KV blocks wanted and free",
-                (
-                    Query(f"sum(tideserve_worker_kv_blocks_wanted{{{M}}})", "wanted"),
-                    Query(f"sum(tideserve_worker_kv_blocks_free{{{M}}})", "free"),
-                ),
+                {
+                    "wanted": f"sum(tideserve_worker_kv_blocks_wanted{M})",
+                    "free": f"sum(tideserve_worker_kv_blocks_free{M})",
+                },
             ),
-            one(
+            Panel(
                 "Preemptions",
-                f"sum by (engine) (rate(vllm:num_preemptions_total{{{M}}}{EACH}))",
-                "{{engine}}",
+                {"{{engine}}": rate(f"vllm:num_preemptions_total{M}", "engine")},
                 "ops",
             ),
         ),
         "Groups": (
             Panel(
                 "Groups",
-                (
-                    Query("sum by (phase) (tideserve_memmgr_groups)", "{{phase}}"),
-                    Query("sum(tideserve_memmgr_merged_groups)", "merged"),
-                ),
+                {
+                    "{{phase}}": "sum by (phase) (tideserve_memmgr_groups)",
+                    "merged": "sum(tideserve_memmgr_merged_groups)",
+                },
             ),
-            one(
+            Panel(
                 "Decisions",
-                "sum by (action) (increase(tideserve_memmgr_decisions_total[5m]))",
-                "{{action}}",
+                {"{{action}}": "sum by (action) (increase(tideserve_memmgr_decisions_total[5m]))"},
                 help="Within 5 minutes.",
             ),
-            one(
+            Panel(
                 "Changes",
-                "sum by (result) (increase(tideserve_memmgr_changes_total[5m]))",
-                "{{result}}",
+                {"{{result}}": "sum by (result) (increase(tideserve_memmgr_changes_total[5m]))"},
                 help="Within 5 minutes; after one that failed, groups are as before.",
             ),
-            one(
+            Panel(
                 "Time of a change",
-                "histogram_quantile(0.95, sum by (le) "
-                "(rate(tideserve_memmgr_change_duration_seconds_bucket[5m])))",
-                "p95",
+                {
+                    "p95": percentile(
+                        0.95, "tideserve_memmgr_change_duration_seconds", window="[5m]"
+                    )
+                },
                 "s",
             ),
-            one(
+            Panel(
                 "Merges exhausted",
-                f"max by (model_name) (tideserve_memmgr_relief_exhausted{{{M}}})",
-                "{{model_name}}",
+                {"{{model_name}}": f"max by (model_name) (tideserve_memmgr_relief_exhausted{M})"},
                 help="1 while no merge can gain more: add workers.",
             ),
-            one(
+            Panel(
                 "Streams that moved",
-                f"sum(rate(tideserve_gateway_moved_streams_total{EACH}))",
-                "moves",
+                {"moves": rate("tideserve_gateway_moved_streams_total")},
                 "ops",
             ),
         ),
         "Pipelines and iterations": (
             Panel(
                 "Share of bubbles",
-                (
-                    per_worker(
-                        f"rate(tideserve_worker_pipeline_bubble_seconds_total{{{M}}}{EACH})"
-                        f" / (rate(tideserve_worker_pipeline_bubble_seconds_total{{{M}}}{EACH})"
-                        f" + rate(tideserve_worker_pipeline_busy_seconds_total{{{M}}}{EACH}))"
-                    ),
-                ),
+                {WORKER: f"{_BUBBLE} / ({_BUBBLE} + {_BUSY})"},
                 "percentunit",
                 "Idle while a microbatch is anywhere in the pipeline; nothing while there is none.",
             ),
-            Panel(
-                "Measured over predicted: decode",
-                (
-                    per_worker(
-                        f"rate(tideserve_worker_decode_seconds_total{{{M}}}{EACH})"
-                        f" / rate(tideserve_worker_decode_predicted_seconds_total{{{M}}}{EACH})"
-                    ),
-                ),
-                help="1 is as the profile of the device says; nothing without a profile.",
-            ),
-            Panel(
-                "Measured over predicted: prefill",
-                (
-                    per_worker(
-                        f"rate(tideserve_worker_prefill_seconds_total{{{M}}}{EACH})"
-                        f" / rate(tideserve_worker_prefill_predicted_seconds_total{{{M}}}{EACH})"
-                    ),
-                ),
-                help="1 is as the profile of the device says; nothing without a profile.",
-            ),
+            _measured("decode"),
+            _measured("prefill"),
         ),
     },
 )
 
 
 def _good(window: str) -> str:
-    finished = f'vllm:request_success_total{{{M},finished_reason=~"stop|length"}}'
-    all_of_them = f'vllm:request_success_total{{{M},finished_reason!="abort"}}'
-    return f"sum(rate({finished}[{window}])) / sum(rate({all_of_them}[{window}]))"
+    finished, all_of_them = (
+        rate(f"vllm:request_success_total{{{MODEL},finished_reason{which}}}", window=window)
+        for which in ('=~"stop|length"', '!="abort"')
+    )
+    return f"{finished} / {all_of_them}"
 
 
-def _fast(metric: str, bound: str) -> str:
-    bucket = f'{metric}_bucket{{{M},le="{bound}"}}'
-    return f"sum(rate({bucket}{EACH})) / sum(rate({metric}_count{{{M}}}{EACH}))"
+def _within(title: str, metric: str, bounds: Sequence[str]) -> Panel:
+    """The share of a histogram that is below each of some bounds, in seconds."""
+    shares = {
+        f"{bound} s": rate(f'{metric}_bucket{{{MODEL},le="{bound}"}}')
+        + f" / {rate(f'{metric}_count{M}')}"
+        for bound in bounds
+    }
+    return Panel(title, shares, "percentunit")
 
+
+_ENDED = rate(f"vllm:request_success_total{M}")
 
 SLO = Board(
     "slo",
@@ -374,68 +328,50 @@ SLO = Board(
         "Levels": (
             Panel(
                 "Requests that were answered",
-                (
-                    Query(_good("$__rate_interval"), "now"),
-                    Query(_good("1h"), "1 h"),
-                    Query(_good("6h"), "6 h"),
-                ),
+                {"now": _good(EACH), "1 h": _good("[1h]"), "6 h": _good("[6h]")},
                 "percentunit",
                 "Without those that their clients gave up.",
             ),
-            Panel(
-                "First token within",
-                tuple(
-                    Query(_fast("vllm:time_to_first_token_seconds", bound), f"{bound} s")
-                    for bound in ("0.5", "1.0", "5.0")
-                ),
-                "percentunit",
+            _within(
+                "First token within", "vllm:time_to_first_token_seconds", ("0.5", "1.0", "5.0")
             ),
-            Panel(
-                "Next token within",
-                tuple(
-                    Query(_fast("vllm:inter_token_latency_seconds", bound), f"{bound} s")
-                    for bound in ("0.05", "0.1", "0.5")
-                ),
-                "percentunit",
+            _within(
+                "Next token within", "vllm:inter_token_latency_seconds", ("0.05", "0.1", "0.5")
             ),
             quantiles("Wait", "vllm:request_queue_time_seconds"),
             quantiles("Prefill", "vllm:request_prefill_time_seconds"),
             quantiles("Decode", "vllm:request_decode_time_seconds"),
         ),
         "What threatens them": (
-            one(
+            Panel(
                 "Oldest wait, of the queue's deadline",
-                "max(tideserve_scheduler_oldest_wait_seconds"
-                " / tideserve_scheduler_queue_deadline_seconds)",
-                "share",
+                {
+                    "share": "max(tideserve_scheduler_oldest_wait_seconds"
+                    " / tideserve_scheduler_queue_deadline_seconds)"
+                },
                 "percentunit",
             ),
-            one(
+            Panel(
                 "Streams that break",
-                "(sum(rate(tideserve_gateway_stream_errors_total"
-                f'{{code!="client_gone"}}{EACH})) or vector(0))'
-                f" / sum(rate(vllm:request_success_total{{{M}}}{EACH}))",
-                "share",
+                {
+                    "share": "("
+                    + rate('tideserve_gateway_stream_errors_total{code!="client_gone"}')
+                    + f" or vector(0)) / {_ENDED}"
+                },
                 "percentunit",
                 "After they had begun.",
             ),
-            one(
+            Panel(
                 "Refused, of what arrives",
-                f"sum(rate(vllm:admission_rejections_total{{{M}}}{EACH}))"
-                f" / sum(rate(vllm:request_success_total{{{M}}}{EACH}))",
-                "share",
+                {"share": f"{rate(f'vllm:admission_rejections_total{M}')} / {_ENDED}"},
                 "percentunit",
             ),
             Panel(
                 "Tokens of a request",
-                tuple(
-                    Query(
-                        "histogram_quantile(0.95, sum by (le) "
-                        f"(rate(vllm:request_{which}_tokens_bucket{{{M}}}{EACH})))",
-                        f"{which} p95",
-                    )
+                {
+                    f"{which} p95": percentile(0.95, f"vllm:request_{which}_tokens")
                     for which in ("prompt", "generation")
-                ),
+                },
                 help="Larger requests take longer.",
             ),
         ),
@@ -521,9 +457,9 @@ def _panel(panel: Panel) -> dict[str, Any]:
             {
                 "refId": chr(ord("A") + index),
                 "datasource": SOURCE,
-                "expr": query.expression,
-                "legendFormat": query.legend or "__auto",
+                "expr": expression,
+                "legendFormat": legend,
             }
-            for index, query in enumerate(panel.queries)
+            for index, (legend, expression) in enumerate(panel.queries.items())
         ],
     }

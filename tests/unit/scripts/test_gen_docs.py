@@ -11,6 +11,9 @@ from metrics_reference import gateway, reference, without_labels
 from openai.types import completion_create_params as completion_params
 from openai.types.chat import completion_create_params as chat_params
 
+from services.gateway.api.parameters import NAMES_TOLD
+from services.gateway.serving.output import LOGPROB_MIN
+from services.gateway.serving.service_policy import PROMISE_HEADERS
 from tideserve.cli.cluster_options import CONFIGS, SECTIONS, ClusterOptions
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -49,6 +52,12 @@ def test_every_metric_of_the_gateway_has_its_declared_labels() -> None:
     assert limit.labels == ("owner", "limit")
     bare = [dataclasses.replace(one, labels=()) if one is limit else one for one in entries]
     assert without_labels(gateway().registry, bare) == [limit.name]
+
+
+def test_what_is_written_by_hand_tells_what_the_code_has() -> None:
+    text = gen_docs.fields()
+    for told in (f"up to {NAMES_TOLD} of", f"told as {LOGPROB_MIN:g}.", *PROMISE_HEADERS):
+        assert told in text, told
 
 
 def test_a_bar_in_a_cell_does_not_end_it() -> None:

@@ -135,8 +135,8 @@ def test_every_alert_has_a_case_in_which_it_fires_and_one_in_which_it_does_not(
 def test_boards_ask_for_metrics_that_there_are(board: boards.Board) -> None:
     known = sample_names(reference())
     for panel in board.panels:
-        for query in panel.queries:
-            asked = names_in(query.expression)
+        for query in panel.queries.values():
+            asked = names_in(query)
             assert asked and asked <= known, (panel.title, asked - known)
 
 
