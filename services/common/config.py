@@ -46,17 +46,16 @@ def option(
     secret: bool = False,
     *,
     factory: Callable[[], Any] | None = None,
-    default_text: str | None = None,
-    panel: str | None = None,
+    **more: Any,
 ) -> Any:
     """A dataclass field without further checks.
 
     `help` is one sentence for the command line and the reference. A `secret` may also be given as
-    a file (key `<name>_file`) and is never shown. `factory` makes the default when it is needed;
-    `default_text` tells people what the default is where the value itself does not. `panel` is the
-    heading under which a command shows the option.
+    a file (key `<name>_file`) and is never shown. `factory` makes the default when it is needed.
+    Of `more`, which all kinds of fields take, `default_text` tells people what the default is where
+    the value itself does not, and `panel` is the heading under which a command shows the option.
     """
-    metadata = {"help": help, "secret": secret, "default_text": default_text, "panel": panel}
+    metadata = {"help": help, "secret": secret, **more}
     if factory is not None:
         return dataclasses.field(default_factory=factory, metadata=metadata, repr=not secret)
     return dataclasses.field(default=default, metadata=metadata, repr=not secret)
@@ -69,41 +68,25 @@ def number(
     minimum: float,
     maximum: float,
     multiple_of: int = 1,
-    default_text: str | None = None,
-    panel: str | None = None,
+    **more: Any,
 ) -> Any:
     """A dataclass field whose value must lie in [minimum, maximum], on a grid if that is given."""
-    metadata = {"help": help, "range": (minimum, maximum), "multiple_of": multiple_of}
-    metadata |= {"default_text": default_text, "panel": panel}
-    return dataclasses.field(default=default, metadata=metadata)
+    return option(default, help, range=(minimum, maximum), multiple_of=multiple_of, **more)
 
 
-def size(
-    default: Any = dataclasses.MISSING,
-    help: str = "",
-    *,
-    minimum: int,
-    maximum: int,
-    multiple_of: int = 1,
-    default_text: str | None = None,
-) -> Any:
-    """A dataclass field of bytes, which may also be written with a unit, such as 1GiB."""
-    metadata = {"help": help, "range": (minimum, maximum), "multiple_of": multiple_of}
-    metadata |= {"size": True, "default_text": default_text}
-    return dataclasses.field(default=default, metadata=metadata)
+def size(default: Any = dataclasses.MISSING, help: str = "", **more: Any) -> Any:
+    """A `number` of bytes, which may also be written with a unit, such as 1GiB."""
+    return number(default, help, size=True, **more)
 
 
-def choice(
-    default: Any, options: Iterable[str], help: str = "", *, default_text: str | None = None
-) -> Any:
+def choice(default: Any, options: Iterable[str], help: str = "", **more: Any) -> Any:
     """A dataclass field whose value must be one of `options`."""
-    metadata = {"help": help, "options": tuple(options), "default_text": default_text}
-    return dataclasses.field(default=default, metadata=metadata)
+    return option(default, help, options=tuple(options), **more)
 
 
 def device_name(default: Any, help: str = "") -> Any:
     """A dataclass field whose value must name a device; whether this machine has it is open."""
-    return dataclasses.field(default=default, metadata={"help": help, "pattern": _DEVICE})
+    return option(default, help, pattern=_DEVICE)
 
 
 def like(

@@ -1,11 +1,4 @@
-"""Errors that every service may raise; each message says cause and remedy in one sentence.
-
-ServiceError
-├── ConfigError       the configuration is not usable: exit code 2
-└── StoreError        etcd did not answer or refused
-    ├── StoreTimeout  etcd did not answer in time; a write may have been applied
-    └── StoreRefused  etcd does not let this user in, or not do that
-"""
+"""Errors that every service may raise; each message says cause and remedy in one sentence."""
 
 
 class ServiceError(Exception):

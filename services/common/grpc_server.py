@@ -53,7 +53,6 @@ class ProcessServicer(process_pb2_grpc.ProcessServiceServicer):
             process_pb2.GetProcessRequest, process_pb2.GetProcessResponse
         ],
     ) -> process_pb2.GetProcessResponse:
-        """See process.proto."""
         return self.describe()
 
     def describe(self) -> process_pb2.GetProcessResponse:

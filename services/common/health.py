@@ -86,7 +86,6 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
     async def Check(
         self, request: health_pb2.HealthCheckRequest, context: Context
     ) -> health_pb2.HealthCheckResponse:
-        """See grpc.health.v1."""
         status = self.status_of(request.service)
         if status == _UNKNOWN:
             known = ", ".join(sorted(self._names))
@@ -99,7 +98,6 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
     async def List(
         self, request: health_pb2.HealthListRequest, context: ListContext
     ) -> health_pb2.HealthListResponse:
-        """See grpc.health.v1."""
         statuses = {
             name: health_pb2.HealthCheckResponse(status=status)
             for name, status in self.statuses().items()

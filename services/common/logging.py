@@ -51,7 +51,6 @@ class _Formatter(logging.Formatter):
     """Of exceptions in a request it tells types and places only: their messages may quote it."""
 
     def formatException(self, ei: Any) -> str:
-        """See logging.Formatter."""
         if not _ids.get() or ei[1] is None:
             return super().formatException(ei)
         return "\n".join(_places(ei[1], CHAIN_MAX))

@@ -1,13 +1,10 @@
 """What a request is promised, between the contracts of the services and core."""
 
+from services.common.wire_enum import numbers
 from services.core.service import Service, ServiceClass
 from tideserve.common.v1 import service_pb2
 
-_CLASSES = {
-    ServiceClass.INTERACTIVE: service_pb2.SERVICE_CLASS_INTERACTIVE,
-    ServiceClass.STANDARD: service_pb2.SERVICE_CLASS_STANDARD,
-    ServiceClass.BATCH: service_pb2.SERVICE_CLASS_BATCH,
-}
+_CLASSES = numbers(ServiceClass, service_pb2.ServiceClass, "SERVICE_CLASS")
 _BY_NUMBER = {number: service_class for service_class, number in _CLASSES.items()}
 
 

@@ -15,6 +15,7 @@ from google.protobuf import json_format
 from google.protobuf.message import Message
 
 from services.common.address import host_of
+from services.common.wire_enum import numbers
 from services.core.groups.layer_map import ModelShape
 from services.core.groups.vocabulary import Assignment, Group, GroupPhase, Member, Worker
 from services.core.overload.worker_facts import WorkerFacts
@@ -29,11 +30,7 @@ PACED = "paced:"
 
 log = logging.getLogger(__name__)
 M = TypeVar("M", bound=Message)
-_PHASES = {
-    GroupPhase.STABLE: record_pb2.GROUP_PHASE_STABLE,
-    GroupPhase.DEGRADED: record_pb2.GROUP_PHASE_DEGRADED,
-    GroupPhase.DISSOLVED: record_pb2.GROUP_PHASE_DISSOLVED,
-}
+_PHASES = numbers(GroupPhase, record_pb2.GroupPhase, "GROUP_PHASE")
 _PHASES_BACK = {number: phase for phase, number in _PHASES.items()}
 
 # --- any record

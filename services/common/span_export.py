@@ -78,7 +78,6 @@ class OtlpSink:
         self._tracer = self._provider.get_tracer("tideserve")
 
     def export(self, context: TraceContext, root: Span) -> None:
-        """See `tracing.Sink`."""
         epoch_ns = unix_ns() - round(monotonic_s() * _NS)
         self._ids.trace_id, self._ids.span_id = int(context.trace_id, 16), int(context.span_id, 16)
         parent = Context()
@@ -87,7 +86,6 @@ class OtlpSink:
         self._write(root, parent, epoch_ns)
 
     def close(self) -> None:
-        """See `tracing.Sink`."""
         self._exporter.closing = True
         self._provider.shutdown()
 

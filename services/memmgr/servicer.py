@@ -50,7 +50,6 @@ class MemmgrServicer(memmgr_pb2_grpc.MemmgrServiceServicer):
         request_iterator: AsyncIterator[memmgr_pb2.ReportMemoryRequest],
         context: Context,
     ) -> memmgr_pb2.ReportMemoryResponse:
-        """See memmgr.proto."""
         async for report in request_iterator:
             try:
                 memory = to_memory_report(report.memory)
@@ -64,7 +63,6 @@ class MemmgrServicer(memmgr_pb2_grpc.MemmgrServiceServicer):
         request_iterator: AsyncIterator[memmgr_pb2.ReportDemandRequest],
         context: Context,
     ) -> memmgr_pb2.ReportDemandResponse:
-        """See memmgr.proto."""
         with self._demand.stream() as stream:
             async for report in request_iterator:
                 try:
@@ -77,7 +75,6 @@ class MemmgrServicer(memmgr_pb2_grpc.MemmgrServiceServicer):
     async def WatchShortfalls(
         self, request: memmgr_pb2.WatchShortfallsRequest, context: Context
     ) -> AsyncIterator[memmgr_pb2.WatchShortfallsResponse]:
-        """See memmgr.proto."""
         told, told_s = None, 0.0
         while True:
             found, now_s = self._watch.shortfalls, monotonic_s()
@@ -89,13 +86,11 @@ class MemmgrServicer(memmgr_pb2_grpc.MemmgrServiceServicer):
     async def ListGroups(
         self, request: memmgr_pb2.ListGroupsRequest, context: Context
     ) -> memmgr_pb2.ListGroupsResponse:
-        """See memmgr.proto."""
         return to_list_groups(self._driver.stable_groups)
 
     async def GetCluster(
         self, request: memmgr_pb2.GetClusterRequest, context: Context
     ) -> memmgr_pb2.GetClusterResponse:
-        """See memmgr.proto."""
         watch = self._watch
         return to_get_cluster(
             self._memory.workers(), self._driver.groups, watch.decisions, watch.shortfalls
@@ -104,7 +99,6 @@ class MemmgrServicer(memmgr_pb2_grpc.MemmgrServiceServicer):
     async def MergeGroups(
         self, request: memmgr_pb2.MergeGroupsRequest, context: Context
     ) -> AsyncIterator[memmgr_pb2.MergeGroupsResponse]:
-        """See memmgr.proto."""
         await self._refuse_unless_leading(context)
         driver = self._driver
         try:
@@ -117,7 +111,6 @@ class MemmgrServicer(memmgr_pb2_grpc.MemmgrServiceServicer):
     async def SplitGroup(
         self, request: memmgr_pb2.SplitGroupRequest, context: Context
     ) -> AsyncIterator[memmgr_pb2.SplitGroupResponse]:
-        """See memmgr.proto."""
         await self._refuse_unless_leading(context)
         driver = self._driver
         try:

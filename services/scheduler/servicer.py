@@ -42,7 +42,6 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     async def Admit(  # type: ignore[override]
         self, request_iterator: AsyncIterator[scheduler_pb2.AdmitRequest], context: AdmitContext
     ) -> None:
-        """See scheduler.proto."""
         await context.send_initial_metadata(TAKES_MANY)
         stalled = False
         with self._driver.gateway_stream() as outbox:
@@ -64,7 +63,6 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         request_iterator: AsyncIterator[scheduler_pb2.ReportLoadRequest],
         context: ReportLoadContext,
     ) -> scheduler_pb2.ReportLoadResponse:
-        """See scheduler.proto."""
         last: LoadReported | None = None
         try:
             async for report in request_iterator:

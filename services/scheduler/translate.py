@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from services.common import records
 from services.common.promise import to_service
 from services.common.report import demand_message, to_load_report
+from services.common.wire_enum import numbers
 from services.core.ask import FailedAssignment, RefusalReason
 from services.core.demand import ModelDemand
 from services.core.groups.vocabulary import GroupPhase
@@ -23,13 +24,7 @@ from tideserve.common.v1 import load_pb2, record_pb2
 from tideserve.memmgr.v1 import memmgr_pb2
 from tideserve.scheduler.v1 import scheduler_pb2
 
-_REASONS = {
-    RefusalReason.INVALID: scheduler_pb2.REFUSAL_REASON_INVALID,
-    RefusalReason.TOO_LARGE: scheduler_pb2.REFUSAL_REASON_TOO_LARGE,
-    RefusalReason.QUEUE_FULL: scheduler_pb2.REFUSAL_REASON_QUEUE_FULL,
-    RefusalReason.EXPIRED: scheduler_pb2.REFUSAL_REASON_EXPIRED,
-    RefusalReason.UNKNOWN_MODEL: scheduler_pb2.REFUSAL_REASON_UNKNOWN_MODEL,
-}
+_REASONS = numbers(RefusalReason, scheduler_pb2.RefusalReason, "REFUSAL_REASON")
 
 
 def to_admit_event(

@@ -37,7 +37,7 @@ class Engine(Protocol):
 
 
 class EngineParticipant:
-    """Turns the requests of the group protocol into commands of the engine.
+    """Turns the requests of the group protocol into commands of the engine; a Participant.
 
     `place` is the newest configuration that the engine got; requests for it may follow at once.
     """
@@ -70,7 +70,6 @@ class EngineParticipant:
         self.place: Place | None = None
 
     async def prepare(self, preparation: ProposedChange) -> None:
-        """See Participant."""
         self._refuse_what_it_cannot(preparation.target)
         peers = await self._resolved(preparation.peers)
         command = Prepare(preparation.attempt, plans_of(replace(preparation, peers=peers)))
@@ -80,7 +79,6 @@ class EngineParticipant:
         self._prepared = command
 
     async def abort(self, attempt: str) -> None:
-        """See Participant."""
         self._prepared = None
         await self._engine.abort_preparation(attempt)
 

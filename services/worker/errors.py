@@ -1,17 +1,4 @@
-"""Errors of a worker; every message says the cause and the remedy.
-
-WorkerError
-├── ModelError           the model folder is unsupported, incomplete or corrupted
-├── BudgetTooSmall       the memory budget cannot hold the model and a little KV cache
-├── UnsupportedDevice    no memory backend for that device
-├── ArenaExhausted       more chunks were asked for than are free
-├── LayerNotResident     a layer ran whose parameters are not in memory
-├── SlabCorrupted        restored parameters are not the ones that were dropped
-├── InvalidStage         a layer range, or a step of its change, that does not fit the moment
-├── InvalidBlocks        KV blocks that are not mapped, or bytes that are not theirs
-├── InvalidBatch         a batch that this runner cannot execute
-└── MemberUnreachable    another member of the group lives, but nothing gets through to it
-"""
+"""Errors of a worker, each a `WorkerError`; every message says the cause and the remedy."""
 
 _MIB = 1 << 20
 

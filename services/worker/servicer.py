@@ -88,7 +88,6 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     async def Generate(  # type: ignore[override]  # the stub knows generators only
         self, request_iterator: AsyncIterator[pb.GenerateRequest], context: Context
     ) -> None:
-        """See worker.proto."""
         await context.send_initial_metadata(TAKES_MANY)
         link = Link()
         self._open.add(link)

@@ -29,12 +29,6 @@ STOP_TOKENS_MAX = STOP_TOKEN_IDS_MAX + EOS_IDS_MAX
 REQUEST_ID_CHARS_MAX = 128
 TRACEPARENT_CHARS_MAX = 256
 
-_GRAMMARS = {
-    "json_schema": GrammarKind.JSON_SCHEMA,
-    "regex": GrammarKind.REGEX,
-    "lark": GrammarKind.LARK,
-}
-
 
 class InvalidStart(ValueError):
     """A field of a start is outside its range; one sentence says which."""
@@ -165,7 +159,7 @@ def _grammar(grammar: pb.Grammar) -> Grammar:
     _require(
         0 < size_bytes <= GRAMMAR_BYTES_MAX, f"grammar must have 1 to {GRAMMAR_BYTES_MAX} bytes"
     )
-    return Grammar(_GRAMMARS[form], text)
+    return Grammar(GrammarKind(form), text)
 
 
 def _logprobs(start: pb.Start, prompt_tokens: int, vocab_size: int) -> LogprobOptions:

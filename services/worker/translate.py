@@ -1,7 +1,9 @@
 """Engine results as events of the worker's contract; `start_frame.py` reads starts."""
 
 from itertools import pairwise
+from typing import Any
 
+from services.common.wire_enum import numbers
 from services.core.logprobs import LogprobRows, joined
 from services.core.planner.events import EmitToken, RefuseRequest
 from services.core.request import FinishReason
@@ -9,10 +11,9 @@ from services.worker.arrivals import UnreadOutput
 from services.worker.ipc import MovedRequest, RequestTimes
 from tideserve.worker.v1 import worker_pb2 as pb
 
-_REASONS = {
+_REASONS: dict[Any, Any] = {
     None: pb.FINISH_REASON_UNSPECIFIED,
-    FinishReason.STOP: pb.FINISH_REASON_STOP,
-    FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
+    **numbers(FinishReason, pb.FinishReason, "FINISH_REASON"),
 }
 
 

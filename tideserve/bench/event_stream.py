@@ -73,7 +73,10 @@ class StreamedAnswer:
 
 
 class HttpConnection(asyncio.Protocol):
-    """A connection to one server; `request` may be called again once it returned."""
+    """A connection to one server; `request` may be called again once it returned.
+
+    Its parser calls the methods that begin with `on_` (httptools).
+    """
 
     def __init__(self) -> None:
         self.idle_since_s = 0.0
@@ -104,13 +107,11 @@ class HttpConnection(asyncio.Protocol):
             self._transport.abort()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """See asyncio.Protocol."""
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
         self.idle_since_s = monotonic_s()
 
     def data_received(self, data: bytes) -> None:
-        """See asyncio.Protocol."""
         if self._parser is None:
             return
         try:
@@ -119,25 +120,20 @@ class HttpConnection(asyncio.Protocol):
             self._end(StreamFailed(f"the response is not HTTP: {error}"))
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """See asyncio.Protocol."""
         self._end(StreamFailed("the server closed the connection"))
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """See httptools."""
         if name.lower() == b"x-request-id":
             self._answer.request_id = value.decode("ascii", "replace")
 
     def on_headers_complete(self) -> None:
-        """See httptools."""
         assert self._parser is not None
         self._answer.status = self._parser.get_status_code()
 
     def on_body(self, body: bytes) -> None:
-        """See httptools."""
         self._answer.feed(body, monotonic_s())
 
     def on_message_complete(self) -> None:
-        """See httptools."""
         assert self._parser is not None
         if not self._parser.should_keep_alive() and self._transport is not None:
             self._transport.close()

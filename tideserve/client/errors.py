@@ -1,21 +1,6 @@
 """What a call can end with, told apart by the reason in its error details.
 
-TideserveError
-├── InvalidRequest            the request itself is wrong; `field` says where
-│   ├── ContextLengthExceeded prompt and output do not fit into the model's context
-│   └── Unsupported           it asks for something that is not served
-├── Unauthenticated           no key or a wrong one
-├── PermissionDenied          the key may not do that
-├── NotFound
-│   └── ModelNotFound
-├── AlreadyExists             the request id was used before
-├── ResourceExhausted         the request is too large
-│   └── QuotaExceeded         the key's quota is used up; see `retry_after_s`
-├── Unavailable               nobody can serve it now; see `retry_after_s`
-├── DeadlineExceeded          it waited or ran too long
-├── StreamLost                the stream broke after tokens were out; see `next_index`
-├── Cancelled
-└── ServerFailed              the server broke, or something between
+Each error is a `TideserveError`; docs/grpc.md has a table of them.
 """
 
 from collections.abc import Mapping

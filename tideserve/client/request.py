@@ -14,23 +14,15 @@ PromptLike = str | Sequence[int]
 Prompts = PromptLike | Sequence[PromptLike]
 """One prompt or several; each a text or token ids."""
 
-_ROLES = {
-    "system": pb.ROLE_SYSTEM,
-    "developer": pb.ROLE_DEVELOPER,
-    "user": pb.ROLE_USER,
-    "assistant": pb.ROLE_ASSISTANT,
-    "tool": pb.ROLE_TOOL,
-}
-_MODES = {
-    "auto": pb.TOOL_MODE_AUTO,
-    "none": pb.TOOL_MODE_NONE,
-    "required": pb.TOOL_MODE_REQUIRED,
-}
-_CLASSES = {
-    "interactive": service_pb2.SERVICE_CLASS_INTERACTIVE,
-    "standard": service_pb2.SERVICE_CLASS_STANDARD,
-    "batch": service_pb2.SERVICE_CLASS_BATCH,
-}
+
+def _numbers(wire: Any, prefix: str) -> dict[str, Any]:
+    """The values of an enumeration by their names in lower case; the first is nothing."""
+    return {name.removeprefix(prefix).lower(): value for name, value in wire.items() if value}
+
+
+_ROLES = _numbers(pb.Role, "ROLE_")
+_MODES = _numbers(pb.ToolMode, "TOOL_MODE_")
+_CLASSES = _numbers(service_pb2.ServiceClass, "SERVICE_CLASS_")
 
 
 class CommonFields(TypedDict, total=False):

@@ -70,7 +70,7 @@ class ClusterSpec:
 
 
 class Cluster:
-    """Runs a workload; the same workload and time model always give the same outcomes."""
+    """Runs a workload; the same one and time model always give the same outcomes. A Listener."""
 
     def __init__(self, spec: ClusterSpec, time_model: TimeModel, workload: Workload) -> None:
         self._spec = spec
@@ -316,7 +316,6 @@ class Cluster:
     # --- what instances tell
 
     def note_token(self, token: EmitToken) -> None:
-        """See `Listener`."""
         if token.index == 0:
             record = self._active[token.request_id]
             record.first_s = self._simulation.now_s + self._spec.delays.token_s
@@ -324,7 +323,6 @@ class Cluster:
             self._end(token.request_id, Outcome.COMPLETED)
 
     def note_refused(self, refusal: RefuseRequest) -> None:
-        """See `Listener`."""
         if refusal.returned:
             delays, request_id = self._spec.delays, refusal.request_id
             self.outcomes.returns += 1
@@ -335,7 +333,6 @@ class Cluster:
         self._end(refusal.request_id, Outcome.REJECTED, refusal.message)
 
     def note_report(self, told: LoadReport) -> None:
-        """See `Listener`."""
         self._simulation.after(self._spec.delays.report_s, self._hear, told)
 
     def note_ends(self, told: LoadReport) -> None:

@@ -92,10 +92,6 @@ class GroupHistory:
         for group in self._listed.values():
             self._note_configuration(group)
 
-    def was_committed(self, place: Place) -> bool:
-        """Whether the store has had this configuration."""
-        return place in self.configurations
-
     def _list(self, listed: ClusterListed) -> None:
         for stored in listed.groups:
             self._listed[stored.group.group_id, stored.mod_revision] = stored.group

@@ -105,12 +105,10 @@ class ChatRequest(GenerationRequest):
             )
 
     def output_limit(self) -> int | None:
-        """See GenerationRequest."""
         return self.max_tokens if self.max_tokens is not None else self.max_completion_tokens
 
     @property
     def output_logprobs(self) -> int | None:
-        """See GenerationRequest."""
         return self.top_logprobs or 0 if self.logprobs else None
 
     @property

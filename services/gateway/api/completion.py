@@ -51,7 +51,6 @@ class CompletionRequest(GenerationRequest):
 
     @property
     def output_logprobs(self) -> int | None:
-        """See GenerationRequest."""
         return self.logprobs
 
 

@@ -199,7 +199,6 @@ class MessagesRequest(CountTokensRequest):
     stop_sequences: list[str] | None = Field(None, description="Ends the output before it.")
 
     def chat(self) -> Chat:
-        """See CountTokensRequest."""
         fields = super().chat() | {"max_tokens": self.max_tokens}
         return fields if self.stop_sequences is None else fields | {"stop": self.stop_sequences}
 

@@ -13,7 +13,6 @@ class Readiness:
 
     workers_expected: int | None
     workers_registered: int
-    workers_in_groups: int
     groups_serving: int
     missing: tuple[str, ...]
 
@@ -60,7 +59,7 @@ class ReadinessProbe:
             missing.append("no group of the model is stable")
         elif serving < groups:
             missing.append(f"the scheduler sees {serving} of {groups} groups serving")
-        return Readiness(expected, registered, in_groups, serving, tuple(missing))
+        return Readiness(expected, registered, serving, tuple(missing))
 
     def ready(self) -> bool:
         """Whether requests are accepted: see `Readiness.ready`."""

@@ -8,6 +8,7 @@ from services.common.address import host_of
 from services.common.promise import service_message
 from services.common.records import paced_of, to_group
 from services.common.report import shown_memory
+from services.common.wire_enum import words
 from services.core.ask import Ask, Assignment, Refusal, RefusalReason
 from services.gateway.vocabulary.message import (
     ClusterStatus,
@@ -22,17 +23,10 @@ from tideserve.memmgr.v1 import memmgr_pb2
 from tideserve.scheduler.v1 import scheduler_pb2
 
 _REASONS = {
-    scheduler_pb2.REFUSAL_REASON_TOO_LARGE: RefusalReason.TOO_LARGE,
-    scheduler_pb2.REFUSAL_REASON_QUEUE_FULL: RefusalReason.QUEUE_FULL,
-    scheduler_pb2.REFUSAL_REASON_EXPIRED: RefusalReason.EXPIRED,
-    scheduler_pb2.REFUSAL_REASON_UNKNOWN_MODEL: RefusalReason.UNKNOWN_MODEL,
-    scheduler_pb2.REFUSAL_REASON_INVALID: RefusalReason.INVALID,
+    number: RefusalReason(word)
+    for number, word in words(scheduler_pb2.RefusalReason, "REFUSAL_REASON").items()
 }
-_STEP_PHASES = {
-    memmgr_pb2.RECONFIGURATION_PHASE_PREPARING: "preparing",
-    memmgr_pb2.RECONFIGURATION_PHASE_COMMITTED: "committed",
-    memmgr_pb2.RECONFIGURATION_PHASE_STABLE: "stable",
-}
+_STEP_PHASES = words(memmgr_pb2.ReconfigurationPhase, "RECONFIGURATION_PHASE")
 UNKNOWN = "unknown"
 """The name of an enum value that this version does not know."""
 

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import overload
 
 from services.common.promise import service_message
+from services.common.wire_enum import words
 from services.core.ask import Assignment
 from services.core.request import (
     Grammar,
@@ -18,13 +19,8 @@ from services.gateway.vocabulary.message import Finish, Moved, TokenEvent, Worke
 from tideserve.worker.v1 import worker_pb2
 
 _FINISHES = {
-    worker_pb2.FINISH_REASON_STOP: Finish.STOP,
-    worker_pb2.FINISH_REASON_LENGTH: Finish.LENGTH,
-    worker_pb2.FINISH_REASON_STALE_EPOCH: Finish.STALE_EPOCH,
-    worker_pb2.FINISH_REASON_INVALID: Finish.INVALID,
-    worker_pb2.FINISH_REASON_OVERLOADED: Finish.OVERLOADED,
-    worker_pb2.FINISH_REASON_RETURNED: Finish.RETURNED,
-    worker_pb2.FINISH_REASON_ERROR: Finish.ERROR,
+    number: Finish[word.upper()]
+    for number, word in words(worker_pb2.FinishReason, "FINISH_REASON").items()
 }
 
 

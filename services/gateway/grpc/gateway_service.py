@@ -50,11 +50,9 @@ class GatewayService:
         }
 
     async def Chat(self, call: Call) -> None:
-        """See gateway.proto."""
         await self._generate(call, _chat_body, ChatWriter(call, self._texts, self._pool))
 
     async def StreamChat(self, call: Call) -> None:
-        """See gateway.proto."""
         await self._generate(
             call,
             _stream_chat_body,
@@ -62,18 +60,15 @@ class GatewayService:
         )
 
     async def Complete(self, call: Call) -> None:
-        """See gateway.proto."""
         await self._generate(
             call, _completion_body, CompletionWriter(call, self._texts, self._pool)
         )
 
     async def StreamComplete(self, call: Call) -> None:
-        """See gateway.proto."""
         writer = MessageStreamWriter(call, self._texts, pb.StreamCompleteResponse, self._pool)
         await self._generate(call, _stream_completion_body, writer)
 
     async def Tokenize(self, call: Call) -> None:
-        """See gateway.proto."""
         serving = self._serving
         async with self._request(call, _tokenize_body) as body:
             token_ids = await serving.preparer.token_ids(body, call.record)
@@ -82,14 +77,12 @@ class GatewayService:
             await call.client.send(answer)
 
     async def Detokenize(self, call: Call) -> None:
-        """See gateway.proto."""
         async with self._request(call, _detokenize_body) as asked:
             preparer = self._serving.preparer
             text = await preparer.text_of(asked.model, asked.token_ids, call.record)
             await call.client.send(pb.DetokenizeResponse(text=text))
 
     async def ListModels(self, call: Call) -> None:
-        """See gateway.proto."""
         await call.read_small(pb.ListModelsRequest)
         models = [
             pb.Model(
@@ -104,7 +97,6 @@ class GatewayService:
         await call.client.send(pb.ListModelsResponse(models=models))
 
     async def Cancel(self, call: Call) -> None:
-        """See gateway.proto."""
         request = await call.read_small(pb.CancelRequest)
         if not request.request_id:
             raise BadRequest("'request_id' is missing; name a request", param="request_id")

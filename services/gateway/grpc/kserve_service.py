@@ -74,23 +74,19 @@ class KserveService:
         }
 
     async def ServerLive(self, call: Call) -> None:
-        """See inference.proto."""
         await call.read_small(pb.ServerLiveRequest)
         await call.client.send(pb.ServerLiveResponse(live=True))
 
     async def ServerReady(self, call: Call) -> None:
-        """See inference.proto."""
         await call.read_small(pb.ServerReadyRequest)
         await call.client.send(pb.ServerReadyResponse(ready=self._probe.ready()))
 
     async def ModelReady(self, call: Call) -> None:
-        """See inference.proto."""
         request = await call.read_small(pb.ModelReadyRequest)
         known = request.name in self._names(call) and request.version in ("", translate.VERSION)
         await call.client.send(pb.ModelReadyResponse(ready=known and self._probe.ready()))
 
     async def ServerMetadata(self, call: Call) -> None:
-        """See inference.proto."""
         await call.read_small(pb.ServerMetadataRequest)
         answer = pb.ServerMetadataResponse(
             name=NAME, version=installed_version(), extensions=["model_configuration"]
@@ -98,7 +94,6 @@ class KserveService:
         await call.client.send(answer)
 
     async def ModelMetadata(self, call: Call) -> None:
-        """See inference.proto."""
         request = await call.read_small(pb.ModelMetadataRequest)
         self._check(request.name, request.version, call)
         tensor = pb.ModelMetadataResponse.TensorMetadata
@@ -115,7 +110,6 @@ class KserveService:
         await call.client.send(answer)
 
     async def ModelConfig(self, call: Call) -> None:
-        """See inference.proto."""
         request = await call.read_small(pb.ModelConfigRequest)
         self._check(request.name, request.version, call)
         config = pb.ModelConfig(
@@ -138,7 +132,6 @@ class KserveService:
         await call.client.send(pb.ModelConfigResponse(config=config))
 
     async def ModelInfer(self, call: Call) -> None:
-        """See inference.proto."""
         serving = self._serving
         data = await call.message()
         with serving.entered(call.record) as lease:
@@ -160,7 +153,6 @@ class KserveService:
             )
 
     async def ModelStreamInfer(self, call: Call) -> None:
-        """See inference.proto."""
         try:
             with (
                 call.lobby.stream(call.guest),
@@ -320,7 +312,7 @@ Send = Callable[[pb.ModelInferResponse], Awaitable[None]]
 
 
 class _InferenceWriter:
-    """A response that is sent when all choices have ended."""
+    """A response that is sent when all choices have ended; a Writer."""
 
     def __init__(self, inference: Inference, send: Send, final: bool | None = None) -> None:
         """`final`: what it says of itself, in a stream."""
@@ -329,22 +321,19 @@ class _InferenceWriter:
         self._final = final
 
     def begin(self, prepared: PreparedRequest) -> None:
-        """See Writer."""
         self._outputs = Outputs(len(prepared.choices))
 
     async def piece(self, index: int, piece: OutputPiece) -> None:
-        """See Writer."""
         self._outputs.add(index, piece)
 
     async def finish(self, usage: Usage) -> None:
-        """See Writer."""
         texts = [self._inference.prefix + output.text for output in self._outputs.all]
         reasons = [str(output.finish_reason) for output in self._outputs.all]
         await self._send(translate.response_of(self._inference, texts, reasons, self._final))
 
 
 class _StreamWriter:
-    """A response for each piece; the one with the ending is the last."""
+    """A Writer of a response for each piece; the one with the ending is the last."""
 
     def __init__(self, inference: Inference, send: Send, final: bool | None = None) -> None:
         self._inference = inference
@@ -354,7 +343,6 @@ class _StreamWriter:
         """See Writer."""
 
     async def piece(self, index: int, piece: OutputPiece) -> None:
-        """See Writer."""
         reason = piece.finish_reason
         if piece.text or reason is not None:
             final = reason is not None

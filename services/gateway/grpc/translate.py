@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 
 from google.protobuf.message import Message
 
+from services.common.wire_enum import words
 from services.core.request import TokenLogprobs
 from services.gateway.api.json_object import parse_object
 from services.gateway.serving.output import TokenNote, finite
@@ -20,28 +21,10 @@ from tideserve.gateway.v1 import gateway_pb2 as pb
 
 Fields = dict[str, Any]
 
-_ROLES = {
-    pb.ROLE_SYSTEM: "system",
-    pb.ROLE_DEVELOPER: "developer",
-    pb.ROLE_USER: "user",
-    pb.ROLE_ASSISTANT: "assistant",
-    pb.ROLE_TOOL: "tool",
-}
-_MODES = {
-    pb.TOOL_MODE_AUTO: "auto",
-    pb.TOOL_MODE_NONE: "none",
-    pb.TOOL_MODE_REQUIRED: "required",
-}
-_CLASSES = {
-    service_pb2.SERVICE_CLASS_INTERACTIVE: "interactive",
-    service_pb2.SERVICE_CLASS_STANDARD: "standard",
-    service_pb2.SERVICE_CLASS_BATCH: "batch",
-}
-_FINISH_REASONS = {
-    "stop": pb.FINISH_REASON_STOP,
-    "length": pb.FINISH_REASON_LENGTH,
-    "tool_calls": pb.FINISH_REASON_TOOL_CALLS,
-}
+_ROLES = words(pb.Role, "ROLE")
+_MODES = words(pb.ToolMode, "TOOL_MODE")
+_CLASSES = words(service_pb2.ServiceClass, "SERVICE_CLASS")
+_FINISH_REASONS = {word: number for number, word in words(pb.FinishReason, "FINISH_REASON").items()}
 # Fields of Sampling that have the OpenAI API's form, too.
 _PLAIN = (
     "temperature",

@@ -25,7 +25,7 @@ from tideserve.gateway.v1 import gateway_pb2 as pb
 
 
 class _WholeWriter:
-    """An answer that is sent when all choices have ended."""
+    """An answer that is sent when all choices have ended; a Writer."""
 
     def __init__(self, call: Call, texts: TokenTexts, pool: TextPool) -> None:
         """`pool` is where long answers are written."""
@@ -35,17 +35,14 @@ class _WholeWriter:
         self._choices: Sequence[PreparedChoice] = ()
 
     def begin(self, prepared: PreparedRequest) -> None:
-        """See Writer."""
         self._head = _head(prepared)
         self._choices = prepared.choices
         self._outputs = Outputs(len(prepared.choices))
 
     async def piece(self, index: int, piece: OutputPiece) -> None:
-        """See Writer."""
         self._outputs.add(index, piece)
 
     async def finish(self, usage: Usage) -> None:
-        """See Writer."""
         size = sum(numbers_in(one.logprobs, one.prompt_logprobs) for one in self._outputs.all)
         answer = await self._pool.run(partial(self._answer, usage), size)
         await self._call.client.send(answer)
@@ -107,7 +104,7 @@ StreamResponse = type[pb.StreamChatResponse] | type[pb.StreamCompleteResponse]
 
 
 class MessageStreamWriter:
-    """The messages of a stream; choices may take turns.
+    """A Writer of the messages of a stream; choices may take turns.
 
     The ending of the choice that ends last waits for the counts, which follow at once.
     """
@@ -125,13 +122,11 @@ class MessageStreamWriter:
         self._turn = asyncio.Lock()
 
     def begin(self, prepared: PreparedRequest) -> None:
-        """See Writer."""
         self._head = _head(prepared)
         self._running = len(prepared.choices)
         self._sent = [0] * self._running
 
     async def piece(self, index: int, piece: OutputPiece) -> None:
-        """See Writer."""
         if piece.prompt_logprobs:
             size = numbers_in(piece.prompt_logprobs)
             message = await self._pool.run(partial(self._message, index, piece), size)
@@ -157,7 +152,6 @@ class MessageStreamWriter:
         )
 
     async def finish(self, usage: Usage) -> None:
-        """See Writer."""
         ending = self._kind(**_end(usage, self._call.record))
         self._last.MergeFrom(ending)
         await self._send(self._last)

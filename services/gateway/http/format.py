@@ -74,7 +74,7 @@ class Format(Protocol):
 
 
 class ChatFormat:
-    """/v1/chat/completions."""
+    """/v1/chat/completions; a Format."""
 
     chunk_kind = "chat.completion.chunk"
     whole_kind = "chat.completion"
@@ -105,7 +105,6 @@ class ChatFormat:
         return wanted and bool(piece.token_ids)
 
     def chunk(self, index: int, piece: OutputPiece) -> dict[str, Any]:
-        """See Format."""
         # A piece without parts needs no object for them: this is done for every token.
         finish = piece.finish_reason if piece.delta is None else piece.delta.finish_reason
         choice: dict[str, Any] = {
@@ -123,7 +122,6 @@ class ChatFormat:
         return choice
 
     def whole(self, index: int, choice: PreparedChoice, output: Output) -> dict[str, Any]:
-        """See Format."""
         logprobs = self._logprobs.chat(output.logprobs) if self._wants_logprobs else None
         written = {
             "index": index,
@@ -197,7 +195,7 @@ def _thoughts(reasoning: str) -> dict[str, Any]:
 
 
 class CompletionFormat:
-    """/v1/completions."""
+    """/v1/completions; a Format."""
 
     chunk_kind = "text_completion"
     whole_kind = "text_completion"
@@ -223,7 +221,6 @@ class CompletionFormat:
         return bool(piece.text or piece.token_ids)
 
     def chunk(self, index: int, piece: OutputPiece) -> dict[str, Any]:
-        """See Format."""
         choice = self._choice(index, piece)
         if self._wants_logprobs:
             choice["logprobs"] = self._told(piece)
@@ -244,7 +241,6 @@ class CompletionFormat:
         return choice
 
     def whole(self, index: int, choice: PreparedChoice, output: Output) -> dict[str, Any]:
-        """See Format."""
         written = {
             "index": index,
             "text": output.text,

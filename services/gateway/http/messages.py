@@ -34,18 +34,16 @@ _DELTAS = {
 
 
 class MessagesDialect:
-    """/v1/messages."""
+    """/v1/messages; a Dialect."""
 
     def __init__(self, parse: Callable[[dict[str, Any]], GenerationRequest]) -> None:
         self.parse = parse
         self.kept_bytes = 0
 
     def whole(self, client: WatchedClient[Message], body: GenerationRequest) -> Writer:
-        """See Dialect."""
         return WholeMessage(client)
 
     def stream(self, client: WatchedClient[Message], body: GenerationRequest) -> StreamWriter:
-        """See Dialect."""
         return MessageStream(client)
 
 
@@ -183,48 +181,41 @@ def _input(arguments: str) -> msgspec.Raw | dict[str, str]:
 
 
 class WholeMessage:
-    """Sends a message when it is complete."""
+    """Sends a message when it is complete; a Writer."""
 
     def __init__(self, client: WatchedClient[Message]) -> None:
         self._client = client
 
     def begin(self, prepared: PreparedRequest) -> None:
-        """See Writer."""
         self._answer = MessageAnswer(prepared)
 
     async def piece(self, index: int, piece: OutputPiece) -> None:
-        """See Writer."""
         self._answer.push(piece)
 
     async def finish(self, usage: Usage) -> None:
-        """See Writer."""
         self._answer.end(usage.completion_tokens)
         await send_json(self._client, self._answer.message(usage.completion_tokens))
 
 
 class MessageStream:
-    """Sends a message in events; the first output starts the response."""
+    """Sends a message in events; the first output starts the response; a StreamWriter."""
 
     def __init__(self, client: WatchedClient[Message]) -> None:
         self._client = client
         self._channel = EventChannel(client)
 
     def begin(self, prepared: PreparedRequest) -> None:
-        """See Writer."""
         self._answer = MessageAnswer(prepared)
 
     async def piece(self, index: int, piece: OutputPiece) -> None:
-        """See Writer."""
         events = [] if self._client.started else [self._answer.begin()]
         events += self._answer.push(piece)
         if events:
             await self._channel.send(b"".join(map(typed_event, events)))
 
     async def finish(self, usage: Usage) -> None:
-        """See Writer."""
         events = self._answer.end(usage.completion_tokens)
         await self._channel.send(b"".join(map(typed_event, events)), last=True)
 
     async def fail(self, error: GatewayError, timeout_s: float) -> None:
-        """See StreamWriter."""
         await self._channel.send_farewell(typed_event(error_body(error)), timeout_s)

@@ -21,7 +21,7 @@ B = TypeVar("B", bound=GenerationRequest)
 
 
 class OpenAIDialect(Generic[B]):
-    """Chat and completions."""
+    """Chat and completions; a Dialect."""
 
     def __init__(
         self,
@@ -36,20 +36,17 @@ class OpenAIDialect(Generic[B]):
         self._pool = pool
 
     def parse(self, data: dict[str, Any]) -> GenerationRequest:
-        """See Dialect."""
         return self._parse(data)
 
     def whole(self, client: WatchedClient[Message], body: GenerationRequest) -> Writer:
-        """See Dialect."""
         return WholeWriter(client, self._layout(cast(B, body)), body, self._pool)
 
     def stream(self, client: WatchedClient[Message], body: GenerationRequest) -> StreamWriter:
-        """See Dialect."""
         return EventStream(client, self._layout(cast(B, body)), body, self._pool)
 
 
 class WholeWriter:
-    """A response that is sent when all choices have ended."""
+    """A response that is sent when all choices have ended; a Writer."""
 
     def __init__(
         self,
@@ -64,16 +61,13 @@ class WholeWriter:
         self._pool = pool
 
     def begin(self, prepared: PreparedRequest) -> None:
-        """See Writer."""
         self._prepared = prepared
         self._outputs = Outputs(len(prepared.choices))
 
     async def piece(self, index: int, piece: OutputPiece) -> None:
-        """See Writer."""
         self._outputs.add(index, piece)
 
     async def finish(self, usage: Usage) -> None:
-        """See Writer."""
         size = sum(numbers_in(one.logprobs, one.prompt_logprobs) for one in self._outputs.all)
         await send_body(self._client, await self._pool.run(partial(self._written, usage), size))
 

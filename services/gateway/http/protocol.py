@@ -42,14 +42,12 @@ class BoundedProtocol(HttpToolsProtocol):
     _refused = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """See asyncio.Protocol."""
         super().connection_made(transport)
         # Of those that others follow, whose end uvicorn does not tell that the client is gone.
         self._overtaken: deque[RequestResponseCycle] = deque(maxlen=PIPELINED_MAX + 1)
         self._timer = self.loop.call_later(HEADER_TIMEOUT_S, self._expire)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """See asyncio.Protocol."""
         self._stop_timer()
         for cycle in self._overtaken:
             if not cycle.response_complete:
@@ -58,7 +56,6 @@ class BoundedProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """See asyncio.Protocol."""
         if self._refused:
             return
         self._incomplete_bytes += len(data)
@@ -104,7 +101,6 @@ class BoundedProtocol(HttpToolsProtocol):
         return b"\r\n".join([*lines, b"", b""])
 
     def on_message_begin(self) -> None:
-        """See httptools."""
         self._header_bytes = 0
         super().on_message_begin()
 
@@ -115,7 +111,6 @@ class BoundedProtocol(HttpToolsProtocol):
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """See httptools."""
         self._incomplete_bytes = 0
         if self._offers_upgrade:
             return
@@ -131,7 +126,6 @@ class BoundedProtocol(HttpToolsProtocol):
             self.flow.resume_reading()
 
     def on_body(self, body: bytes) -> None:
-        """See httptools."""
         self._incomplete_bytes = 0
         if self.pipeline:
             waiting = sum(len(cycle.body) for cycle, _ in self.pipeline)
@@ -140,7 +134,6 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """See httptools."""
         self._incomplete_bytes = 0
         if not self._offers_upgrade:
             super().on_message_complete()

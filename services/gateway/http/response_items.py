@@ -139,12 +139,10 @@ class _Parted(_Item):
         return {"content_index": 0}
 
     def opening(self) -> list[Event]:
-        """See _Item."""
         part = {"content_index": 0, "part": self._part()}
         return [self._item_event("added"), self._event("content_part.added", part)]
 
     def closing(self) -> list[Event]:
-        """See _Item."""
         done = self._fields() | {"text": self.text}
         part = {"content_index": 0, "part": self._part()}
         return [
@@ -166,14 +164,12 @@ class _Text(_Parted):
         self._notes: list[JsonObject] = []
 
     def grow(self, text: str, notes: list[JsonObject]) -> list[Event]:
-        """See _Parted."""
         self._texts.append(text)
         self._notes += notes
         fields = {"content_index": 0, "delta": text, "logprobs": notes}
         return [self._event("output_text.delta", fields)]
 
     def told(self) -> JsonObject:
-        """See _Item."""
         fields = {"type": "message", "role": "assistant", "content": self._content()}
         return {"id": self.id, "status": self.status, **fields}
 
@@ -189,12 +185,10 @@ class _Reasoning(_Parted):
     prefix, kind = "rs", "reasoning_text"
 
     def grow(self, text: str, notes: list[JsonObject]) -> list[Event]:
-        """See _Parted."""
         self._texts.append(text)
         return [self._event("reasoning_text.delta", {"content_index": 0, "delta": text})]
 
     def told(self) -> JsonObject:
-        """See _Item."""
         fields = {"type": "reasoning", "summary": [], "content": self._content()}
         return {"id": self.id, "status": self.status, **fields}
 
@@ -218,15 +212,12 @@ class _Call(_Item):
         return [self._event("function_call_arguments.delta", {"delta": arguments})]
 
     def told(self) -> JsonObject:
-        """See _Item."""
         fields = {"call_id": self._call_id, "name": self._name, "arguments": self.text}
         return {"type": "function_call", "id": self.id, "status": self.status, **fields}
 
     def opening(self) -> list[Event]:
-        """See _Item."""
         return [self._item_event("added")]
 
     def closing(self) -> list[Event]:
-        """See _Item."""
         done = {"name": self._name, "arguments": self.text}
         return [self._event("function_call_arguments.done", done), self._item_event("done")]

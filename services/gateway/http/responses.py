@@ -24,7 +24,7 @@ Event = dict[str, Any]
 
 
 class ResponsesDialect:
-    """/v1/responses."""
+    """/v1/responses; a Dialect."""
 
     def __init__(
         self, parse: Callable[[dict[str, Any]], PreparedResponse], texts: TokenTexts
@@ -34,17 +34,14 @@ class ResponsesDialect:
         self._logprobs = LogprobFormat(texts, by_id=False)
 
     def parse(self, data: dict[str, Any]) -> GenerationRequest:
-        """See Dialect."""
         asked = self._parse(data)
         self._repeated, self.kept_bytes = asked.repeated, asked.size_bytes
         return asked.chat
 
     def whole(self, client: WatchedClient[Message], body: GenerationRequest) -> Writer:
-        """See Dialect."""
         return WholeResponse(client, ResponseAnswer(self._repeated, body, self._logprobs))
 
     def stream(self, client: WatchedClient[Message], body: GenerationRequest) -> StreamWriter:
-        """See Dialect."""
         return ResponseStream(client, ResponseAnswer(self._repeated, body, self._logprobs))
 
 
@@ -150,27 +147,24 @@ def _failure(error: GatewayError) -> str:
 
 
 class WholeResponse:
-    """Sends a response when it is complete."""
+    """Sends a response when it is complete; a Writer."""
 
     def __init__(self, client: WatchedClient[Message], answer: ResponseAnswer) -> None:
         self._client = client
         self._answer = answer
 
     def begin(self, prepared: PreparedRequest) -> None:
-        """See Writer."""
         self._answer.prepare(prepared)
 
     async def piece(self, index: int, piece: OutputPiece) -> None:
-        """See Writer."""
         self._answer.push(piece)
 
     async def finish(self, usage: Usage) -> None:
-        """See Writer."""
         await send_json(self._client, self._answer.response(usage))
 
 
 class ResponseStream:
-    """Sends a response in events; the first output starts it."""
+    """Sends a response in events; the first output starts it; a StreamWriter."""
 
     def __init__(self, client: WatchedClient[Message], answer: ResponseAnswer) -> None:
         self._client = client
@@ -178,22 +172,18 @@ class ResponseStream:
         self._answer = answer
 
     def begin(self, prepared: PreparedRequest) -> None:
-        """See Writer."""
         self._answer.prepare(prepared)
 
     async def piece(self, index: int, piece: OutputPiece) -> None:
-        """See Writer."""
         events = [] if self._client.started else self._answer.begin()
         events += self._answer.push(piece)
         if events:
             await self._channel.send(b"".join(map(typed_event, events)))
 
     async def finish(self, usage: Usage) -> None:
-        """See Writer."""
         events = self._answer.end(usage)
         await self._channel.send(b"".join(map(typed_event, events)), last=True)
 
     async def fail(self, error: GatewayError, timeout_s: float) -> None:
-        """See StreamWriter."""
         events = self._answer.fail(error)
         await self._channel.send_farewell(b"".join(map(typed_event, events)), timeout_s)

@@ -61,7 +61,7 @@ class EventChannel:
 
 
 class EventStream:
-    """The events of one streamed response of the OpenAI API; choices may take turns."""
+    """A Writer of the events of one streamed response of the OpenAI API; choices may take turns."""
 
     def __init__(
         self,
@@ -79,7 +79,6 @@ class EventStream:
         self._opened: set[int] = set()
 
     def begin(self, prepared: PreparedRequest) -> None:
-        """See Writer."""
         self._prepared = prepared
         self._envelope = envelope_of(prepared, self._tier)
         # Output tokens of each choice.

@@ -25,7 +25,6 @@ class PeerServicer(peer_pb2_grpc.GatewayPeerServiceServicer):
         request: peer_pb2.EndRequestRequest,
         context: grpc.aio.ServicerContext[peer_pb2.EndRequestRequest, peer_pb2.EndRequestResponse],
     ) -> peer_pb2.EndRequestResponse:
-        """See peer.proto."""
         found = self._running.cancel(request.owner, request.request_id)
         return peer_pb2.EndRequestResponse(found=found)
 

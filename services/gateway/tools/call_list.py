@@ -26,11 +26,9 @@ class CallList:
 
     @property
     def undecided(self) -> str:
-        """See Body."""
         return "".join(self._held)
 
     def feed(self, text: str, at: int, events: list[Event]) -> tuple[int, Step]:
-        """See Body."""
         for index in range(at, len(text)):
             step = self._take(text[index], events)
             if step is Step.WRONG:
@@ -42,7 +40,6 @@ class CallList:
         return len(text), Step.MORE
 
     def end(self, events: list[Event]) -> None:
-        """See Body."""
         self._tell(events)
         if self._open:
             events.append(CallEnd(self.index - 1))

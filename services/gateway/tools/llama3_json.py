@@ -24,7 +24,7 @@ class _ListMode(Enum):
 class Llama3JsonCalls:
     """Text that is a call from its beginning, with or without the tag, or else is no call.
 
-    Further calls may follow after a semicolon.
+    Further calls may follow after a semicolon. A Parser.
     """
 
     def __init__(self, names: Container[str]) -> None:
@@ -37,7 +37,6 @@ class Llama3JsonCalls:
         self._call = CallList(names, 0, _OTHER_KEYS)
 
     def push(self, text: str) -> list[Event]:
-        """See Parser."""
         self._held.add(text)
         events: list[Event] = []
         while not self._held.over and self._advance(events):
@@ -45,7 +44,6 @@ class Llama3JsonCalls:
         return events
 
     def finish(self) -> list[Event]:
-        """See Parser."""
         events: list[Event] = []
         rest = self._held.take()
         if self._mode is _ListMode.CALL:

@@ -39,7 +39,7 @@ class _MarkMode(Enum):
 
 
 class MarkedCalls:
-    """Text in which calls stand between marks. Blanks around calls belong to nobody.
+    """A Parser of calls between marks. Blanks around calls belong to nobody.
 
     What is no call after a mark is content, the mark included.
     """
@@ -58,7 +58,6 @@ class MarkedCalls:
         self._after_call = False
 
     def push(self, text: str) -> list[Event]:
-        """See Parser."""
         self._held.add(text)
         events: list[Event] = []
         while not self._held.over and self._advance(events):
@@ -66,7 +65,6 @@ class MarkedCalls:
         return events
 
     def finish(self) -> list[Event]:
-        """See Parser."""
         events: list[Event] = []
         rest = self._held.take()
         match self._mode:

@@ -30,17 +30,14 @@ class _EitherBody:
 
     @property
     def index(self) -> int:
-        """See Body."""
         return self._first if self._body is None else self._body.index
 
     @property
     def undecided(self) -> str:
-        """See Body."""
         blanks = "".join(self._blanks) if self.index == self._first else ""
         return blanks if self._body is None else blanks + self._body.undecided
 
     def feed(self, text: str, at: int, events: list[Event]) -> tuple[int, Step]:
-        """See Body."""
         while self._body is None:
             if at == len(text):
                 return at, Step.MORE
@@ -53,7 +50,6 @@ class _EitherBody:
         return self._body.feed(text, at, events)
 
     def end(self, events: list[Event]) -> None:
-        """See Body."""
         if self._body is not None:
             self._body.end(events)
 
@@ -68,7 +64,6 @@ class _NamedCall:
         self.undecided = ""
 
     def feed(self, text: str, at: int, events: list[Event]) -> tuple[int, Step]:
-        """See Body."""
         if self._arguments is None:
             at, step = self._header(text, at, events)
             if self._arguments is None:
@@ -86,7 +81,6 @@ class _NamedCall:
         return len(text), Step.MORE
 
     def end(self, events: list[Event]) -> None:
-        """See Body."""
         if self._arguments is not None:
             events.append(CallEnd(self.index - 1))
             self._arguments = None

@@ -16,7 +16,7 @@ class _Mode(Enum):
 
 
 class ReasoningSplit:
-    """Parts the text at the closing mark. Blanks around the reasoning belong to nobody.
+    """A Parser that parts the text at the closing mark. Blanks there belong to nobody.
 
     Text that does not begin with the opening mark is the answer, but if the prompt has `opened`
     the reasoning already.
@@ -29,7 +29,6 @@ class ReasoningSplit:
         self._thought = False
 
     def push(self, text: str) -> list[Event]:
-        """See Parser."""
         self._held.add(text)
         events: list[Event] = []
         while not self._held.over and self._advance(events):
@@ -37,7 +36,6 @@ class ReasoningSplit:
         return events
 
     def finish(self) -> list[Event]:
-        """See Parser."""
         rest = self._held.take()
         if self._mode is _Mode.START:
             self._mode = _Mode.THINKING if self._opened else _Mode.ANSWER

@@ -1,30 +1,4 @@
-"""Errors of clients' requests, and their HTTP status.
-
-GatewayError
-├── BadRequest              400  the request itself is wrong
-│   ├── ContextExceeded     400  prompt and output do not fit into the model's context
-│   └── NotSupported        400  a known OpenAI parameter that is not served yet
-├── Unauthorized            401  no key or a wrong one
-├── Forbidden               403  not with this key, or not from there
-├── NoSuchRoute             404  no such route
-├── NoSuchModel             404  no such model
-├── MethodNotAllowed        405
-├── BodyTimeout             408  the body did not arrive in time
-├── DuplicateRequest        409  the client chose an id that it has used a short time ago
-├── BodyTooLarge            413
-├── UriTooLong              414
-├── UnsupportedMediaType    415
-├── OverQuota               429  the owner of the key has used what it may
-├── HeadersTooLarge         431
-├── CancelledByClient       499  its client cancelled it
-├── EngineFailed            500  a worker broke the protocol, or its group changed
-├── ServiceUnavailable      503  nobody can serve it now; a retry is sensible
-│   ├── QueueFull
-│   ├── WorkerLost          the worker went away with the request
-│   └── ShuttingDown        this gateway is shutting down
-└── Expired                 504  waited too long in the queue, or ran too long
-    └── ClientDeadline      504  took longer than its client wanted to wait
-"""
+"""Errors of clients' requests, and their HTTP status; each is a `GatewayError`."""
 
 from typing import Any
 

@@ -90,7 +90,6 @@ class MemberServicer(worker_pb2_grpc.MemberServiceServicer):
     async def Prepare(
         self, request: pb.PrepareRequest, context: PrepareContext
     ) -> pb.PrepareResponse:
-        """See worker.proto."""
         try:
             asked = to_prepare_asked(request)
             preparation = to_preparation(asked, request)
@@ -107,7 +106,6 @@ class MemberServicer(worker_pb2_grpc.MemberServiceServicer):
         return pb.PrepareResponse(attempt=asked.attempt, incarnation=self._state.incarnation)
 
     async def Abort(self, request: pb.AbortRequest, context: AbortContext) -> pb.AbortResponse:
-        """See worker.proto."""
         asked = to_abort_asked(request)
         if asked.incarnation != self._state.incarnation or asked.token < self._state.token:
             await context.abort(

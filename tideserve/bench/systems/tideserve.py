@@ -57,7 +57,7 @@ RESTORE_OFF_S = 3600.0
 
 
 class Tideserve:
-    """One cluster in a temporary folder on a free port."""
+    """One cluster in a temporary folder on a free port; a System."""
 
     def __init__(self, name: str, off: Sequence[str], deployment: Deployment) -> None:
         self.name = name
@@ -109,7 +109,6 @@ class Tideserve:
         return options | dict(deployment.options)
 
     def start(self, say: Say) -> None:
-        """See System."""
         say(f"{self.name}: starting a cluster of {self._deployment.workers} workers")
         self._folder = Path(tempfile.mkdtemp(prefix="tideserve-bench-"))
         port = free_port()
@@ -142,7 +141,6 @@ class Tideserve:
         self._capacity_tokens = int(blocks) * BLOCK_TOKENS if blocks else None
 
     def stop(self) -> None:
-        """See System."""
         if self._process is not None:
             self._process.stop()
             self._process = None
@@ -190,7 +188,6 @@ class Tideserve:
         return found
 
     def counters(self) -> Counters:
-        """See System."""
         metrics = self.metrics()
         blocks = metrics.get("tideserve_worker_kv_blocks_total")
         preemptions = metrics.get("vllm:num_preemptions_total")
@@ -214,7 +211,6 @@ class Tideserve:
         return capacity * self._deployment.kv_bytes_per_token // self._deployment.workers
 
     def describe(self) -> Mapping[str, Any]:
-        """See System."""
         paced, options = self._deployment.paced, self.options()
         # Results are published, so the paths of models and logs are left out.
         options["model"] = self._deployment.model_name

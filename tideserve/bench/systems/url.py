@@ -8,7 +8,7 @@ from tideserve.bench.systems.system import Counters, Say, read_metrics, served_m
 
 
 class Url:
-    """A server given as `name=URL`; it must take token ids as prompts on /v1/completions."""
+    """A System given as `name=URL`; it must take token ids as prompts on /v1/completions."""
 
     def __init__(self, name: str, url: str, api_key: str | None = None) -> None:
         self.name = name
@@ -39,7 +39,6 @@ class Url:
         return vllm_counters(read_metrics(self.urls[0], self.api_key))
 
     def describe(self) -> Mapping[str, Any]:
-        """See System."""
         return {"kind": "url", "url": self.urls[0], "model": self.model}
 
 

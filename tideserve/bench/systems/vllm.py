@@ -33,7 +33,7 @@ GIB = 1 << 30
 
 
 class Vllm:
-    """Instances behind the client's round-robin."""
+    """Instances behind the client's round-robin; a System."""
 
     def __init__(self, name: str, off: Sequence[str], deployment: Deployment) -> None:
         self.name = name
@@ -46,7 +46,6 @@ class Vllm:
         self._processes: list[ServerProcess] = []
 
     def start(self, say: Say) -> None:
-        """See System."""
         python = ensure_vllm(self._deployment.cache, say)
         self._folder = Path(tempfile.mkdtemp(prefix="tideserve-bench-"))
         blocks = self.blocks
@@ -105,7 +104,6 @@ class Vllm:
         return blocks
 
     def stop(self) -> None:
-        """See System."""
         for process in self._processes:
             process.stop()
         self._processes.clear()
@@ -120,12 +118,10 @@ class Vllm:
         return True
 
     def wake(self) -> None:
-        """See System."""
         for process in self._processes:
             process.thaw()
 
     def counters(self) -> Counters:
-        """See System."""
         found = [vllm_counters(read_metrics(url)) for url in self.urls]
         known = [one.preemptions for one in found if one.preemptions is not None]
         return Counters(
@@ -134,7 +130,6 @@ class Vllm:
         )
 
     def describe(self) -> Mapping[str, Any]:
-        """See System."""
         exact = self._deployment.kv_bytes is not None
         return {
             "kind": "vllm",

@@ -43,7 +43,6 @@ _CONFIG_ERRORS = (
 class ModelGeometry:
     """The sizes of a model. `max_model_len` counts prompt and output tokens."""
 
-    architecture: str
     num_layers: int
     hidden_size: int
     intermediate_size: int
@@ -96,7 +95,6 @@ def load_config(model_dir: Path) -> transformers.PretrainedConfig:
 def geometry_of(config: transformers.PretrainedConfig, dtype: torch.dtype) -> ModelGeometry:
     """The sizes of the model that `config` describes, served in `dtype`."""
     return ModelGeometry(
-        architecture=config.architectures[0],
         num_layers=config.num_hidden_layers,
         hidden_size=config.hidden_size,
         intermediate_size=config.intermediate_size,

@@ -1,17 +1,4 @@
-"""Errors between the engines of a group.
-
-WorkerError
-├── FrameError            bytes from a peer are no valid frame
-│   ├── ChecksumMismatch  the frame was damaged on its way
-│   └── VersionMismatch   the peer runs another release
-├── LaneError             a frame cannot be sent
-│   ├── LaneFull          the peer does not keep up: try again later
-│   ├── PeerUnknown       there is no connection to that peer
-│   └── LaneClosed        the lane was closed, or its thread has died
-├── TransferRefused       the receiver cannot take a piece
-├── MoverFull             too many transfers wait
-└── UcxUnavailable        this machine cannot load UCX: serve without merging
-"""
+"""Errors between the engines of a group."""
 
 from services.worker.errors import WorkerError
 
