@@ -1,7 +1,7 @@
 """The rules of a member's change-over, each of which can be taken out.
 
-Without one that has a seed in `test_changeover_properties.py`, the world of change-overs finds
-wrong KV, lost blocks, or members that wait for ever.
+Without it, the world of change-overs or a short scenario of `changeover_witnesses.py` finds wrong
+KV, lost blocks, members that wait for ever, or a client without its tokens.
 """
 
 from collections.abc import Callable
@@ -10,18 +10,18 @@ from typing import Any
 
 import pytest
 
-from services.core.changeover import takeover
+from services.core.changeover import state, takeover
 from services.core.changeover.capacity import MemberCapacity
 from services.core.changeover.epoch_fence import EpochFence
-from services.core.changeover.frames import CapacityKept
+from services.core.changeover.frames import CapacityKept, Passed
 from services.core.changeover.handover import Handover
 from services.core.changeover.kv_exchange import ExchangeState
 from services.core.changeover.leader_moves import LeaderMoves
-from services.core.changeover.preparation import Preparation
+from services.core.changeover.preparation import Preparation, PreparationStep
 from services.core.changeover.stage_kv import StageKv
 from services.core.changeover.state import Changeover
 from services.core.changeover.takeover import Takeover
-from services.core.changeover.vocabulary import CancelTransfer, ReleaseDeparted
+from services.core.changeover.vocabulary import CancelTransfer, PeersLost, ReleaseDeparted
 from services.core.planner.configuration_events import SequenceResumed
 from services.core.planner.events import RequestAborted
 
@@ -113,13 +113,65 @@ def _keeps_what_was_prepared(self: Preparation, _new: object) -> None:
 
 
 def _shrinks_without_moving(self: Preparation, now: Any) -> None:
-    self._shrink(now)
+    if now.step is PreparationStep.RELOCATION:
+        self._shrink(now)
 
 
 def _answers_at_once(self: MemberCapacity) -> None:
     for peer, asked in list(self._asked.items()):
         del self._asked[peer]
         self._context.send_along(CapacityKept(peer, asked.attempt, self._kv.take_released()))
+
+
+def _limits_unasked(patch: pytest.MonkeyPatch) -> None:
+    measured = Preparation.note_measured
+
+    def limit(self: Preparation, event: Any) -> None:
+        measured(self, event)
+        if self._now is not None:
+            self.note_kept(self._now.attempt)
+
+    patch.setattr(Preparation, "note_measured", limit)
+
+
+def _leaves_when_its_leader_does(patch: pytest.MonkeyPatch) -> None:
+    waits = Changeover._is_drained
+
+    def leaves(self: Changeover, new: Any, now_s: float) -> bool:
+        return waits(self, new, now_s) or (not self.leads and self._drained)
+
+    patch.setattr(Changeover, "_is_drained", leaves)
+
+
+def _forgets_lost(patch: pytest.MonkeyPatch) -> None:
+    note = state._EVENTS[PeersLost]
+
+    def forget(self: Changeover, event: Any) -> None:
+        if not self._takeover.waiting:
+            note(self, event)
+
+    patch.setitem(state._EVENTS, PeersLost, forget)
+
+
+def _ignores_passed(patch: pytest.MonkeyPatch) -> None:
+    patch.setitem(state._FRAMES, Passed, lambda *_: None)
+
+
+def _adopts_again(patch: pytest.MonkeyPatch) -> None:
+    adopt = Takeover.adopt
+
+    def again(self: Takeover, peer: str, frame: Any) -> None:
+        if frame.sequence.request.request_id in self._context.planner.sequences:
+            self._take_over(frame)
+        adopt(self, peer, frame)
+
+    patch.setattr(Takeover, "adopt", again)
+
+
+def _aborts_only_what_is_pending(self: Handover, name: str) -> bool:
+    if name in self.pending:
+        self._aborted.add(name)
+    return name in self.pending
 
 
 RULES: dict[str, Removal] = {
@@ -145,11 +197,18 @@ RULES: dict[str, Removal] = {
     ),
     "blocks move below the limit first": _put(Preparation, "_advance", _shrinks_without_moving),
     "a stage shrinks when few enough are used": _put(MemberCapacity, "answer", _answers_at_once),
+    "a stage shrinks when its leader says so": _limits_unasked,
     "a move starts when there is room": _put(ExchangeState, "_fits", lambda *_: True),
     "what a lost leader was dealt is freed": _put(Handover, "lose", lambda *_: []),
     "KV of a lost source is given up": _put(LeaderMoves, "lose", lambda *_: None),
     "a leader waits for all that may hand over": _put(
         Takeover, "settled", property(lambda self: self._joined is None)
     ),
-    "who passes over a change says so": _put(Changeover, "_note_passed", lambda *_: None),
+    "who passes over a change says so": _ignores_passed,
+    "a sequence is adopted once": _adopts_again,
+    "an abort follows a sequence that has moved": _put(
+        Handover, "abort", _aborts_only_what_is_pending
+    ),
+    "lost peers are kept in mind while stages join": _forgets_lost,
+    "a stage waits for word of its requests": _leaves_when_its_leader_does,
 }

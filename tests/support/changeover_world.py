@@ -10,7 +10,7 @@ undisturbed run, no block is taken, and all members have settled.
 import random
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from services.core.changeover import vocabulary as words
@@ -25,6 +25,9 @@ LAYERS = 4
 SLAB_UNITS = 5
 TURNS_MAX = 6_000
 TURN_S = 0.001
+STEPS = 50
+UNEQUAL = 2
+"""Of five worlds, one has workers of which each has more memory than the one before."""
 JUMP_S = 5.2
 """After it a leader has given up what is in flight; see `DRAIN_TIMEOUT_S`."""
 PATIENCE_S = 19.0
@@ -70,11 +73,13 @@ class World:
         blocks, batch = rng.choice([5, 6, 8, 12]), rng.choice([4, 8])
         config = IterationConfig(BLOCK_SIZE, blocks, batch, rng.choice([2, 4]), 50)
         self.tokens_max = blocks * BLOCK_SIZE
+        more = 3 if seed % 5 == UNEQUAL else 0
         self._workers = workers or rng.choice([2, 2, 3, 4])
         for number in range(self._workers):
-            name = f"w{number}"
+            name, blocks = f"w{number}", blocks + more * min(number, 1)
             memory = FakeMemory(LAYERS, blocks, SLAB_UNITS)
-            self.members[name] = member = WorldMember(self, name, memory, config)
+            own = replace(config, num_blocks=blocks)
+            self.members[name] = member = WorldMember(self, name, memory, own)
             self.groups.append((member.alone(),))
             member.control.append(words.ConfigurationCommitted(0.0, self._plans([self.groups[-1]])))
 
@@ -401,3 +406,12 @@ class World:
         """For a failure's message."""
         phases = {name: member.machine.phase for name, member in self.members.items()}
         return f"open {self.clients.open()}, {phases}, groups {self.groups}"
+
+
+def explore(seed: int) -> World:
+    """A run by chance."""
+    world = World(seed)
+    for _ in range(STEPS):
+        world.step()
+    world.settle()
+    return world

@@ -1,48 +1,17 @@
-"""Whatever happens to members while groups change, requests get the tokens of a calm run.
-
-The rules with a seed are needed: without one of them, the same exploration finds a violation.
-"""
+"""Whatever happens to members while groups change, requests get the tokens of a calm run."""
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.support.changeover_rules import RULES
-from tests.support.changeover_world import World
+from tests.support.changeover_world import STEPS, World, explore
 
-STEPS = 50
 RUNS = 150
 MANY_RUNS = 5_000
-SEEDS = {
-    "frames of other epochs have no effect": 0,
-    "frames wait until all stages have joined": 6,
-    "a configuration is left when it is drained": 6,
-    "a stage leaves after its leader": 6,
-    "a sequence is held until its KV is whole": 4,
-    "unclaimed KV keeps a member unsettled": 1433,
-    "a preparation begins when all is settled": 8,
-    "names of released requests go before blocks": 1,
-    "an abort waits while stages join": 9,
-    "departed KV stays until it is freed": 4,
-    "a new leader counts what is in use": 4,
-    "blocks move below the limit first": 0,
-}
-"""For a rule a run that goes wrong without it. For the other rules none was found so far."""
 OPERATIONS = ("start", "start", "prepare", "commit", "commit", "turns", "turns", "abort", "abandon")
 FAULTS = ("lose", "jump")
-
-
 ONCE_WRONG = (96, 408, 1433, 1670, 2656, 4426)
 """Runs that found a defect of the machine or of the planner."""
-
-
-def explore(seed: int) -> World:
-    """A run by chance."""
-    world = World(seed)
-    for _ in range(STEPS):
-        world.step()
-    world.settle()
-    return world
 
 
 def test_every_request_has_its_tokens_and_nothing_is_left() -> None:
@@ -75,11 +44,3 @@ def test_any_order_of_operations_comes_to_rest(
         world.rng.seed(chance)
         getattr(world, name)()
     world.settle()
-
-
-@pytest.mark.parametrize("rule", SEEDS)
-def test_each_rule_is_needed(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    explore(SEEDS[rule])
-    RULES[rule](monkeypatch)
-    with pytest.raises((AssertionError, ValueError, IndexError, KeyError)):
-        explore(SEEDS[rule])

@@ -1,0 +1,279 @@
+"""Members of a change-over that a test drives by hand: each frame waits until the test brings it.
+
+Real: `Changeover`, the planner, the fence. Memory is that of `FakeMemory` for the workers named
+`remembering`; the others have as many blocks as ever, and no KV departs there.
+"""
+
+from collections import defaultdict, deque
+from collections.abc import Iterable
+
+from services.core.changeover import vocabulary as words
+from services.core.changeover.configuration import GroupStages
+from services.core.changeover.epoch_fence import EpochFence
+from services.core.changeover.frames import Activations, MemberFrame, Samples, activations
+from services.core.changeover.state import Changeover, MemberConfig
+from services.core.groups.layer_map import Stage
+from services.core.planner.config import IterationConfig
+from services.core.planner.events import IterationFinished, MoveBlocks, RequestArrived
+from services.core.request import Limits, Request, Sampling
+from tests.support.fake_stage import FakeMemory
+
+LAYERS = 4
+BLOCK_SIZE = 4
+TOKEN = 7
+TURNS_MAX = 300
+
+Groups = tuple[GroupStages, ...]
+
+
+def groups(epoch: int, *members: str) -> Groups:
+    """Groups of these workers: "ab" is a pipeline of "a" and "b", with equal shares of layers."""
+    found = []
+    for names in members:
+        cuts = [LAYERS * number // len(names) for number in range(len(names) + 1)]
+        stages = tuple(Stage(name, cuts[i], cuts[i + 1]) for i, name in enumerate(names))
+        found.append(GroupStages(f"g-{names[0]}", epoch, stages))
+    return tuple(found)
+
+
+class Script:
+    """Workers with names of one letter. `ways`: frames by sender and receiver, with their epochs.
+
+    `stopped` are ways on which `settle` brings nothing, `sending` transfers that have begun, and
+    `steps` what a preparation does in the background at each worker.
+    """
+
+    def __init__(self, workers: str, blocks: int = 16, remembering: str = "") -> None:
+        config = IterationConfig(
+            BLOCK_SIZE, blocks, max_batch_tokens=64, max_running=4, max_waiting=9
+        )
+        self.members = {
+            name: Changeover.of(MemberConfig(name, LAYERS, tied_embeddings=False, planner=config))
+            for name in workers
+        }
+        self.memories = {name: FakeMemory(LAYERS, blocks, slab_units=5) for name in remembering}
+        self.ways: dict[tuple[str, str], deque[tuple[int, MemberFrame]]] = defaultdict(deque)
+        self.stopped: set[tuple[str, str]] = set()
+        self.sending: dict[str, words.SendBlocks] = {}
+        self.transfers_run = True
+        self.steps: dict[str, words.Command] = {}
+        self.now_s = 0.0
+        self._blocks = blocks
+        self._fences: dict[str, EpochFence[tuple[str, MemberFrame]]] = {
+            name: EpochFence() for name in workers
+        }
+        self._lost: frozenset[str] = frozenset()
+
+    # --- what happens to a member; each returns the commands, those for frames aside
+
+    def do(self, name: str, event: words.Event) -> list[words.Command]:
+        """Have a member handle an event, and carry its commands out."""
+        found = self._handle(name, event)
+        self.members[name].check_invariants()
+        return found
+
+    def turn(self, name: str) -> list[words.Command]:
+        """Time passes at a member."""
+        return self.do(name, words.TurnTaken(self.now_s))
+
+    def hear(self, new: Groups, *names: str) -> None:
+        """Members hear of a commit; all of them if none is named."""
+        for name in names or sorted({one for group in new for one in group.workers}):
+            self.do(name, words.ConfigurationCommitted(self.now_s, new))
+
+    def ask(self, leader: str, name: str, tokens: int, most: int = 4) -> list[words.Command]:
+        """A client asks for a request of so many tokens, and at most so many more."""
+        request = Request(name, (5,) * tokens, Sampling(), Limits(most), self.now_s)
+        return self.do(leader, RequestArrived(self.now_s, request))
+
+    def receive(self, peer: str, name: str, frame: MemberFrame) -> list[words.Command]:
+        """`name` receives a frame of the present epoch from `peer`."""
+        return self.do(name, words.FrameReceived(self.now_s, peer, frame))
+
+    def deliver(self, source: str, peer: str) -> list[words.Command]:
+        """The next frame on this way arrives."""
+        epoch, frame = self.ways[source, peer].popleft()
+        if not self._fences[peer].admits(epoch, (source, frame)):
+            return []
+        return self.receive(source, peer, frame)
+
+    def launch(self, leader: str) -> bool:
+        """Run what the leader plans as its first stage; False if there is nothing."""
+        member = self.members[leader]
+        microbatch = member.plan(self.now_s)
+        if microbatch is None:
+            return False
+        frame = activations(microbatch, 0.0)
+        if member.planner.stages > 1:
+            configuration = member.configuration
+            assert configuration is not None
+            self._send(leader, words.SendFrame(configuration.next_worker, frame))
+        else:
+            self.do(leader, IterationFinished(self.now_s, _sampled(frame), frame.number))
+        return True
+
+    def run(self, leader: str, microbatches: int = 40) -> None:
+        """Launch and settle as often as there is something to run."""
+        for _ in range(microbatches):
+            if not self.launch(leader):
+                return
+            self.settle()
+
+    def lose(self, lost: str) -> None:
+        """A worker dies, and all others notice."""
+        del self.members[lost]
+        self._lost |= {lost}
+        for way in [way for way in self.ways if lost in way]:
+            del self.ways[way]
+        for name in self.members:
+            self.do(name, words.PeersLost(self.now_s, self._lost))
+
+    def go_on(
+        self, name: str, *, unreachable: str = "", intact: bool = True
+    ) -> list[words.Command]:
+        """What a preparation does in the background at a member comes to its end."""
+        match self.steps.pop(name):
+            case words.ConnectMembers(attempt=attempt):
+                return self.do(name, words.MembersConnected(attempt, unreachable))
+            case words.ShrinkKv(attempt=attempt):
+                return self.do(name, words.KvShrunk(attempt))
+            case words.RestoreSlab(attempt=attempt, slab=slab):
+                if intact:
+                    self.memories[name].finish_slab(slab)
+                return self.do(name, words.SlabVerified(attempt, slab, intact))
+        raise AssertionError("nothing of that kind goes on")
+
+    def settle(self) -> None:
+        """Bring frames and KV and let time pass, until nothing happens any more."""
+        idle = 0
+        for _ in range(TURNS_MAX):
+            if self._bring_frame() or self._end_transfer():
+                continue
+            busy = [name for name, member in self.members.items() if member.busy]
+            moved = [self.turn(name) for name in busy]
+            idle = 0 if any(moved) or self._open_ways else idle + 1
+            if idle == 2:
+                return
+        raise AssertionError("no end of it")
+
+    # --- what is asked often
+
+    def names_at(self, name: str) -> list[str]:
+        """The sequences that a member has."""
+        return list(self.members[name].planner.sequences)
+
+    def taken_at(self, name: str) -> int:
+        """The blocks that are in use at a member."""
+        return self.members[name].planner.pool.taken_count
+
+    # ---
+
+    @property
+    def _open_ways(self) -> list[tuple[str, str]]:
+        return [way for way, queue in self.ways.items() if queue and way not in self.stopped]
+
+    def _bring_frame(self) -> bool:
+        for way in self._open_ways[:1]:
+            self.deliver(*way)
+            return True
+        return False
+
+    def _end_transfer(self) -> bool:
+        if not (self.sending and self.transfers_run):
+            return False
+        transfer_id, command = self.sending.popitem()
+        source, peer = command.transfer.source, command.transfer.destination
+        epoch = int(transfer_id.split("/")[0])
+        ends = [name for name in (source, peer) if name in self.members]
+        intact = [self._fences[name].epoch for name in ends] == [epoch, epoch]
+        for name in ends:
+            sent = words.KvSent(transfer_id) if name == source else words.KvArrived(transfer_id)
+            self.do(name, sent if intact else words.KvFailed(transfer_id))
+        return True
+
+    def _handle(self, name: str, event: words.Event) -> list[words.Command]:
+        found: list[words.Command] = []
+        for command in self.members[name].handle(event):
+            if isinstance(command, words.SendFrame):
+                self._send(name, command)
+                continue
+            found.append(command)
+            if isinstance(command, words.SwitchStage):
+                found += self._switch(name, command)
+            elif (answer := self._answer(name, command)) is not None:
+                found += self._handle(name, answer)
+        return found
+
+    def _send(self, name: str, command: words.SendFrame) -> None:
+        epoch = self._fences[name].epoch if command.group is None else command.group.epoch
+        if command.peer in self.members:
+            self.ways[name, command.peer].append((epoch, command.frame))
+
+    def _switch(self, name: str, command: words.SwitchStage) -> list[words.Command]:
+        stage, memory = command.configuration.stage, self.memories.get(name)
+        answer = words.StageSwitched(self._blocks, departed=False)
+        if memory is not None:
+            answer = memory.set_stage(stage.first_layer, stage.end_layer)
+        early = self._fences[name].enter(command.configuration.epoch)
+        self.steps.pop(name, None)
+        found = self._handle(name, answer)
+        for peer, frame in early:
+            found += self._handle(name, words.FrameReceived(self.now_s, peer, frame))
+        if self._lost:
+            found += self._handle(name, words.PeersLost(self.now_s, self._lost))
+        return found
+
+    def _answer(self, name: str, command: words.Command) -> words.Event | None:
+        match command:
+            case words.RunStage(frame=frame):
+                self._run(name, frame)
+            case words.SendBlocks(transfer_id=transfer_id):
+                self.sending[transfer_id] = command
+            case words.CancelTransfer(transfer_id=transfer_id):
+                self.sending.pop(transfer_id, None)
+            case words.ConnectMembers():
+                self.steps[name] = command
+            case words.NoteAborted():
+                self.steps.pop(name, None)
+            case words.MeasureRestore() if name not in self.memories:
+                return words.RestoreMeasured(self._blocks, (), ())
+            case _ if name in self.memories:
+                return self._remember(name, self.memories[name], command)
+        return None
+
+    def _remember(
+        self, name: str, memory: FakeMemory, command: words.Command
+    ) -> words.Event | None:
+        match command:
+            case words.ShrinkKv(blocks=blocks, used=used):
+                memory.shrink(blocks, used)
+                self.steps[name] = command
+            case words.RestoreSlab(slab=slab):
+                memory.map_slab(slab)
+                self.steps[name] = command
+            case MoveBlocks(moves=moves):
+                memory.relocate(moves)
+            case words.MeasureRestore(first_layer=first_layer, end_layer=end_layer):
+                return memory.measure(first_layer, end_layer)
+            case words.ReleaseDeparted(blocks=blocks):
+                return memory.release_departed(blocks)
+            case words.MapKv(layers=layers):
+                return memory.map_kv(layers)
+            case words.UndoRestore():
+                return memory.undo()
+        return None
+
+    def _run(self, name: str, frame: Activations) -> None:
+        configuration = self.members[name].configuration
+        assert configuration is not None
+        passed_on = Samples(frame.number, _sampled(frame)) if configuration.is_last else frame
+        self._send(name, words.SendFrame(configuration.next_worker, passed_on))
+
+
+def _sampled(frame: Activations) -> dict[str, int]:
+    return {chunk.request_id: TOKEN for chunk in frame.chunks if chunk.sample is not None}
+
+
+def kinds(commands: Iterable[words.Command]) -> list[type]:
+    """Of commands."""
+    return [type(command) for command in commands]

@@ -1,0 +1,319 @@
+"""For rules of a change-over a short scenario each, that goes wrong without that rule.
+
+A scenario returns if all is well, and raises if not. "a" and "b" are a pipeline most of the time,
+"a" leads it, and they part.
+"""
+
+from collections.abc import Callable
+
+from services.core.changeover import vocabulary as words
+from services.core.changeover.configuration import GroupStages
+from services.core.changeover.frames import Activations, Adopt, Reserve, StageChunk
+from services.core.changeover.state import DRAIN_TIMEOUT_S, MemberPhase
+from services.core.groups.layer_map import Stage
+from services.core.planner.events import RequestAborted
+from tests.support.changeover_script import LAYERS, Script, groups, kinds
+
+Witness = Callable[[], None]
+WITNESSES: dict[str, Witness] = {}
+"""By rule."""
+
+APART = groups(2, "a", "b")
+
+
+def _witness(rule: str) -> Callable[[Witness], Witness]:
+    def note(witness: Witness) -> Witness:
+        WITNESSES[rule] = witness
+        return witness
+
+    return note
+
+
+def pipeline(*running: str, waiting: tuple[str, ...] = (), tokens: int = 8) -> Script:
+    """ "a" leads "b", "c" is alone. The `running` ones have a token each and 3 blocks."""
+    script = Script("abc")
+    script.hear(groups(1, "ab", "c"))
+    script.settle()
+    for name in running:
+        script.ask("a", name, tokens)
+    if running:
+        script.launch("a")
+        script.settle()
+    for name in waiting:
+        script.ask("a", name, tokens)
+    return script
+
+
+def part(script: Script) -> None:
+    """ "a" and "b" enter groups of their own; what "a" hands to "b" has not yet arrived."""
+    script.hear(APART)
+    script.turn("a")
+    while script.members["b"].phase is MemberPhase.DRAINING:
+        script.deliver("a", "b")
+        script.turn("b")
+
+
+def go_on_when_ready(script: Script) -> None:
+    """The change after it comes as soon as "b" gets ready for it."""
+    after = groups(3, "bc")
+    script.do("b", words.PreparationAsked("t", after))
+    if words.ConnectMembers in kinds(script.turn("b")):
+        script.hear(after)
+        script.turn("b")
+
+
+@_witness("a stage leaves after its leader")
+@_witness("a configuration is left when it is drained")
+def all_stages_have_the_blocks_of_what_was_in_flight() -> None:
+    script = pipeline("r", "s")
+    while script.launch("a"):
+        pass
+    script.hear(APART)
+    script.turn("b")
+    script.turn("a")
+    script.settle()
+    assert script.names_at("a") == ["r"] and script.names_at("b") == ["s"]
+
+
+@_witness("unclaimed KV keeps a member unsettled")
+def kv_is_not_left_before_it_is_fetched() -> None:
+    script = pipeline("r")
+    script.transfers_run = False
+    script.hear(APART)
+    script.settle()
+    go_on_when_ready(script)
+    script.transfers_run = True
+    script.settle()
+    assert script.members["a"].settled
+
+
+@_witness("a superseded sequence is not adopted")
+def a_request_that_was_asked_for_again_has_one_sequence() -> None:
+    script = pipeline(waiting=("r#g.1", "s#g.1"))
+    part(script)
+    script.ask("b", "s#g.2", 8)
+    script.settle()
+    assert script.names_at("b") == ["s#g.2"]
+    assert script.names_at("a") == ["r#g.1"]
+
+
+@_witness("transfers to released requests are refused")
+def nothing_is_stored_in_blocks_that_a_sequence_was_given_anew() -> None:
+    script = pipeline()
+    stage = script.members["b"]
+    script.receive("a", "b", Reserve("b", "r", 2, ("t",)))
+    assert stage.kv_blocks_for("t", "r") == (0, 1)
+    script.receive("a", "b", Activations(1, ("r",), (StageChunk("r", 0, 8, 2, None),)))
+    assert stage.kv_blocks_for("t", "r") == ()
+
+
+@_witness("freed blocks of other leaders are credited")
+def a_leader_counts_what_its_stage_uses() -> None:
+    script = pipeline("r")
+    script.hear(groups(2, "a", "cb"))
+    script.settle()
+    assert script.names_at("a") == ["r"]
+    ledger = script.members["c"].planner.sequence_table.ledger
+    assert ledger.used == [script.taken_at("b")] == [0]
+
+
+@_witness("a transfer of freed KV is cancelled")
+def what_is_being_sent_is_there() -> None:
+    script = Script("ab", remembering="b")
+    script.hear(groups(1, "a", "b"))
+    script.settle()
+    script.ask("b", "r", 8)
+    script.launch("b")
+    table, memory = script.members["b"].planner.table, script.memories["b"]
+    for layer in range(LAYERS):
+        memory.write(layer, table.block_ids("r"), "r", 0, (5,) * 4)
+    script.transfers_run = False
+    script.hear(groups(2, "ab"))
+    script.settle()
+    assert [one.transfer.source for one in script.sending.values()] == ["b"]
+    script.do("a", RequestAborted(0.0, "r"))
+    script.settle()
+    for one in script.sending.values():
+        memory.pack(one.transfer.first_layer, table.block_ids("r")[0])
+
+
+@_witness("a preparation for another change is aborted")
+def a_stage_that_keeps_its_layers_has_no_half_restored_one() -> None:
+    script = restoring("b")
+    while not isinstance(script.steps.get("b"), words.RestoreSlab):
+        script.go_on("b")
+        script.settle()
+    script.hear((GroupStages("g-b", 4, (Stage("b", 2, LAYERS),)),))
+    script.turn("b")
+    assert script.members["b"].configuration is not None
+    assert script.members["b"].configuration.epoch == 4
+
+
+@_witness("a stage shrinks when few enough are used")
+def a_stage_has_the_blocks_that_its_leader_has_given_out() -> None:
+    """ "s" has its blocks in the leader's books before a microbatch tells the stage of them."""
+    script = restoring("b")
+    script.ask("a", "r", 60)
+    script.ask("a", "s", 40)
+    script.launch("a")
+    script.settle()
+    assert (script.taken_at("a"), script.taken_at("b")) == (25, 15)
+    script.go_on("b")  # its limit is 16
+    script.settle()
+    script.run("a")
+    assert isinstance(script.steps["b"], words.ShrinkKv), "both have ended"
+
+
+@_witness("a stage shrinks when its leader says so")
+def a_stage_has_the_blocks_that_its_leader_has_planned_with() -> None:
+    script = restoring("b", blocks=8)
+    script.stopped = {("b", "a"), ("a", "b")}
+    for name in "rst":
+        script.ask("a", name, 20)
+    script.launch("a")
+    assert script.taken_at("a") == 15
+    script.go_on("b")  # its limit is 8
+    script.stopped.clear()
+    script.settle()
+    script.run("a")
+    assert isinstance(script.steps["b"], words.ShrinkKv), "all have ended"
+    assert script.taken_at("b") == 0
+
+
+def restoring(*workers: str, blocks: int = 16) -> Script:
+    """ "a" leads "b", and those named get ready to serve alone, connecting first."""
+    script = Script("ab", blocks, remembering="ab")
+    script.hear(groups(1, "a", "b"))
+    script.settle()
+    script.hear(groups(2, "ab"))
+    script.settle()
+    for name in workers:
+        script.do(name, words.PreparationAsked("t", groups(3, "a", "b")))
+    script.settle()
+    return script
+
+
+@_witness("a move starts when there is room")
+def no_stage_takes_in_more_than_it_has() -> None:
+    script = Script("ab")
+    script.hear(groups(1, "a", "b"))
+    script.settle()
+    for name, request in (("a", "r"), ("b", "s")):
+        script.ask(name, request, 40)
+        script.launch(name)
+        assert script.taken_at(name) == 10
+    script.hear(groups(2, "ab"))
+    script.settle()
+    assert script.members["a"].settled
+    assert [one.blocks for one in script.members["a"].planner.sequences.values()].count(0) == 1
+
+
+@_witness("what a lost leader was dealt is freed")
+def sequences_come_back_from_a_lost_leader() -> None:
+    script = pipeline("r", "s")
+    part(script)
+    script.stopped = {("b", "a")}
+    script.settle()
+    assert script.members["a"].phase is MemberPhase.ADOPTING, "it has not heard of s"
+    script.lose("b")
+    script.settle()
+    assert script.members["a"].settled
+    assert script.names_at("a") == ["r", "s"]
+    assert script.members["a"].planner.table.request_ids == ("r",)
+
+
+@_witness("KV of a lost source is given up")
+def kv_that_does_not_come_is_computed_again() -> None:
+    script = pipeline("r")
+    script.transfers_run = False
+    script.hear(APART)
+    script.settle()
+    assert script.members["a"].phase is MemberPhase.MIGRATING
+    script.lose("b")
+    script.settle()
+    assert script.members["a"].settled
+    assert [one.request_id for one in script.members["a"].planner.waiting] == ["r"]
+
+
+@_witness("a leader waits for all that may hand over")
+def who_gets_sequences_prepares_no_change_before_it_has_them() -> None:
+    script = pipeline(waiting=("r", "s"))
+    part(script)
+    go_on_when_ready(script)
+    script.settle()
+    assert script.members["a"].settled
+    assert script.names_at("b") == ["s"]
+    assert isinstance(script.steps["b"], words.ConnectMembers)
+
+
+@_witness("who passes over a change says so")
+def what_was_handed_to_a_member_that_passes_comes_back() -> None:
+    script = pipeline(waiting=("r", "s"))
+    script.hear(groups(2, "a", "bc"), "a", "b")
+    script.lose("c")
+    script.hear((GroupStages("g-b", 3, (Stage("b", 0, 2),)),))
+    script.settle()
+    assert script.members["a"].settled
+    assert script.names_at("a") == ["r", "s"]
+
+
+@_witness("a sequence is adopted once")
+def a_reader_is_told_of_a_sequence_once() -> None:
+    script = pipeline(waiting=("r", "s"))
+    part(script)
+    (adopt,) = [frame for _, frame in script.ways["a", "b"] if isinstance(frame, Adopt)]
+    script.settle()
+    script.launch("b")
+    again = script.receive("a", "b", adopt)
+    assert words.NoteAdopted not in kinds(again), "it would read from the first token on"
+    script.settle()
+    assert script.members["b"].settled
+    assert script.names_at("b") == ["s"]
+
+
+@_witness("an abort follows a sequence that has moved")
+def who_hangs_up_where_a_sequence_was_ends_it() -> None:
+    script = pipeline(waiting=("r", "s"))
+    part(script)
+    script.settle()
+    assert script.names_at("b") == ["s"]
+    script.do("a", RequestAborted(0.0, "s"))
+    script.settle()
+    assert script.names_at("b") == []
+
+
+@_witness("lost peers are kept in mind while stages join")
+def a_member_lost_while_stages_join_is_not_waited_for() -> None:
+    script = pipeline(waiting=("r", "s"))
+    script.stopped = {("c", "a"), ("a", "b")}
+    script.hear(groups(2, "ac", "b"), "a", "c")
+    script.settle()
+    assert script.members["a"].phase is MemberPhase.JOINING
+    script.hear(groups(3, "a", "c"), "a")
+    script.lose("b")
+    assert script.members["a"].phase is MemberPhase.DRAINING
+    script.now_s = DRAIN_TIMEOUT_S / 2
+    script.stopped.clear()
+    script.settle()
+    configuration = script.members["a"].configuration
+    assert configuration is not None and configuration.epoch == 3
+    assert script.names_at("a") == ["r", "s"]
+
+
+@_witness("a stage waits for word of its requests")
+def a_sequence_has_one_leader() -> None:
+    """ "c" hands a request that came late to "a", which leaves, and says both to "c"."""
+    script = Script("abc")
+    script.hear(groups(1, "abc"))
+    script.settle()
+    script.ask("a", "q", 8)
+    script.ask("c", "r", 8)
+    script.stopped = {("a", "c")}
+    script.settle()
+    assert script.names_at("a") == ["q", "r"]
+    script.hear(groups(2, "a", "b", "c"))
+    script.settle()
+    script.stopped.clear()
+    script.settle()
+    assert all(member.settled for member in script.members.values())
+    assert [name for name in "abc" if "r" in script.names_at(name)] == ["b"]

@@ -1,0 +1,173 @@
+"""Sequences find their new leader, or come back, whatever happens to either side meanwhile."""
+
+from dataclasses import replace
+
+import pytest
+
+from services.core.changeover import vocabulary as words
+from services.core.changeover.configuration import GroupStages
+from services.core.changeover.frames import Adopt, Adopted, FreeKv
+from services.core.changeover.state import MemberPhase
+from services.core.groups.layer_map import Stage
+from services.core.planner.events import RefuseRequest, RequestAborted
+from services.core.request import Limits
+from tests.support.changeover_script import Script, groups, kinds
+from tests.support.changeover_witnesses import APART, part, pipeline
+
+LEFT = (GroupStages("g-b", 3, (Stage("b", 2, 4),)),)
+
+
+def adopting() -> Script:
+    """ "a" has handed "s" to "b", where it has just arrived; word of that is on its way."""
+    script = pipeline("r", "s")
+    part(script)
+    script.stopped = {("b", "a")}
+    script.settle()
+    assert script.members["a"].phase is MemberPhase.ADOPTING
+    assert script.names_at("b") == ["s"]
+    return script
+
+
+def handed(script: Script) -> Adopt:
+    """What is on its way from "a" to "b"."""
+    (adopt,) = [frame for _, frame in script.ways["a", "b"] if isinstance(frame, Adopt)]
+    return adopt
+
+
+def frames(script: Script, source: str, peer: str, kind: type) -> list[object]:
+    return [frame for _, frame in script.ways[source, peer] if isinstance(frame, kind)]
+
+
+def test_an_abort_does_not_overtake_the_sequence() -> None:
+    script = adopting()
+    script.do("a", RequestAborted(0.0, "s"))
+    assert "s" in script.names_at("a"), "b is not known to have it"
+    script.stopped.clear()
+    script.settle()
+    assert script.names_at("a") == ["r"] and script.names_at("b") == []
+    assert script.members["a"].settled and script.members["b"].settled
+
+
+def test_an_aborted_sequence_does_not_come_back_from_a_lost_leader() -> None:
+    script = adopting()
+    script.do("a", RequestAborted(0.0, "s"))
+    script.lose("b")
+    script.settle()
+    assert script.members["a"].settled
+    assert script.names_at("a") == ["r"]
+    assert script.members["a"].planner.table.request_ids == ("r",)
+
+
+def test_an_aborted_sequence_ends_with_the_change() -> None:
+    script = adopting()
+    script.do("a", RequestAborted(0.0, "s"))
+    del script.members["b"]  # and nobody says so
+    script.now_s = 10.0
+    script.hear(groups(3, "a"))
+    script.now_s = 20.0
+    script.settle()
+    assert script.names_at("a") == ["r"]
+
+
+def test_what_comes_back_to_a_stage_goes_to_its_leader() -> None:
+    """ "a" leads no more; "b" never enters the change in which it was to lead "s"."""
+    script = pipeline("r", "s")
+    script.hear(groups(2, "ca", "b"))
+    script.turn("a")
+    script.settle()
+    assert script.names_at("c") == ["s"] and script.names_at("b") == ["r"]
+    script = pipeline("r", "s")
+    script.hear(groups(2, "ca", "b"))
+    script.stopped = {("a", "b")}
+    script.settle()
+    script.hear(LEFT)
+    script.turn("b")
+    script.stopped.clear()
+    script.settle()
+    assert sorted(script.names_at("c")) == ["r", "s"]
+    assert script.names_at("a") == []
+
+
+def test_a_sequence_that_is_too_large_is_refused_and_its_kv_freed() -> None:
+    script = pipeline("r", "s")
+    part(script)
+    adopt = handed(script)
+    state = adopt.sequence
+    long = replace(state, request=replace(state.request, limits=Limits(1000)))
+    script.ways["a", "b"].clear()
+    commands = script.receive("a", "b", replace(adopt, sequence=long))
+    assert [one.request_id for one in commands if isinstance(one, RefuseRequest)] == ["s"]
+    assert frames(script, "b", "a", Adopted) == [Adopted("s", 1)]
+    for peer in "ab":
+        assert frames(script, "b", peer, FreeKv) == [FreeKv("s", whole_table=True)]
+    script.stopped = {("b", "c")}
+    script.settle()
+    assert script.names_at("b") == [] and script.names_at("a") == ["r"]
+    assert script.taken_at("b") == 0
+
+
+def test_kv_of_a_superseded_sequence_is_freed() -> None:
+    script = pipeline("r#g.1", "s#g.1")
+    part(script)
+    script.ask("b", "s#g.2", 8)
+    script.settle()
+    assert script.names_at("b") == ["s#g.2"]
+    assert script.members["a"].settled and script.members["b"].settled
+    assert script.taken_at("b") == 0
+
+
+def test_who_leads_no_more_adopts_nothing() -> None:
+    script = pipeline("r", "s")
+    part(script)
+    adopt = handed(script)
+    script.settle()
+    script.hear(groups(3, "cb"))
+    script.settle()
+    assert script.receive("a", "b", adopt) == []
+    assert not frames(script, "b", "a", Adopted)
+
+
+@pytest.mark.parametrize("adopted", [True, False])
+def test_a_request_is_begun_anew_only_if_its_sequence_was_adopted(adopted: bool) -> None:
+    """Its gateway has lost the worker where it began, and does not know where it is now."""
+    script = pipeline("r#g.1", "s#g.1")
+    part(script)
+    script.settle()
+    leader, name = ("b", "s") if adopted else ("a", "r")
+    assert script.names_at(leader) == [f"{name}#g.1"]
+    commands = script.ask(leader, f"{name}#g.2", 8)
+    assert (RefuseRequest in kinds(commands)) is not adopted
+    assert script.names_at(leader) == [f"{name}#g.{2 if adopted else 1}"]
+
+
+def test_what_comes_to_a_stage_late_goes_to_its_leader() -> None:
+    script = pipeline("r")
+    script.ask("b", "late", 8)
+    assert script.names_at("b") == ["late"]
+    script.settle()
+    assert script.names_at("b") == [] and script.names_at("a") == ["r", "late"]
+
+
+def test_all_that_was_left_to_lost_leaders_is_freed() -> None:
+    """ "b" holds KV of "r", which "a" leads now; nobody can fetch it when "a" is gone."""
+    script = pipeline("r")
+    script.transfers_run = False
+    script.hear(APART)
+    script.settle()
+    assert script.taken_at("b") == 2 and script.members["b"].phase is MemberPhase.MIGRATING
+    script.lose("a")
+    script.settle()
+    assert script.taken_at("b") == 0 and script.members["b"].settled
+
+
+def test_a_transfer_that_fails_is_computed_again() -> None:
+    script = pipeline("r")
+    script.transfers_run = False
+    script.hear(APART)
+    script.settle()
+    ((transfer_id, _),) = script.sending.items()
+    script.do("a", words.KvFailed(transfer_id))
+    script.do("b", words.KvFailed(transfer_id))
+    script.settle()
+    assert [one.request_id for one in script.members["a"].planner.waiting] == ["r"]
+    assert script.taken_at("b") == 0

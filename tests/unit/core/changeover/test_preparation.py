@@ -1,0 +1,173 @@
+"""A member gets ready for other groups, or says why it cannot, and is then as it was."""
+
+import pytest
+
+from services.core.changeover import vocabulary as words
+from services.core.changeover.frames import Capacity
+from services.core.changeover.preparation import BUSY, NO_ROOM
+from tests.support.changeover_script import LAYERS, Script, groups
+from tests.support.changeover_witnesses import restoring
+
+NEXT = groups(3, "a", "b")
+
+
+def refusals(commands: list[words.Command]) -> list[str | None]:
+    return [one.refusal for one in commands if isinstance(one, words.EndPreparation)]
+
+
+def capacities(script: Script) -> list[int]:
+    """What "b" has yet to tell "a" of its blocks."""
+    frames = [frame for _, frame in script.ways["b", "a"]]
+    return [frame.blocks for frame in frames if isinstance(frame, Capacity)]
+
+
+def fetching(script: Script) -> words.RestoreSlab:
+    """Have "b" make room for its first slab."""
+    while not isinstance(script.steps["b"], words.RestoreSlab):
+        script.go_on("b")
+        script.settle()
+    step = script.steps["b"]
+    assert isinstance(step, words.RestoreSlab)
+    return step
+
+
+def fetch_all(script: Script, name: str) -> list[words.Command]:
+    found: list[words.Command] = []
+    while name in script.steps:
+        found += script.go_on(name)
+        script.settle()
+    return found
+
+
+@pytest.mark.parametrize("begun", [True, False])
+def test_one_attempt_at_a_time(begun: bool) -> None:
+    script = Script("ab")
+    script.hear(groups(1, "a", "b"))
+    if begun:
+        script.settle()
+    for attempt, expected in (("t", []), ("u", [BUSY])):
+        asked = words.PreparationAsked(attempt, groups(2, "ab"))
+        assert refusals(script.do("a", asked)) == expected
+    script.settle()
+    assert refusals(script.go_on("a")) == [None]
+    assert refusals(script.do("a", words.PreparationAsked("u", groups(2, "ab")))) == [BUSY]
+    assert not script.members["a"].busy, "a member that is ready needs no turns"
+
+
+def test_a_member_that_cannot_be_reached_is_named() -> None:
+    script = restoring("b")
+    commands = script.go_on("b", unreachable="a")
+    assert refusals(commands) == ["a cannot be reached for transfers"]
+    assert words.NoteAborted("t") in commands
+    assert words.UndoRestore("t") not in commands, "nothing has been done to the memory"
+
+
+def test_there_must_be_room_beside_what_returns() -> None:
+    script = restoring("b")
+    machine = script.members["b"]
+    machine.handle(words.MembersConnected("t"))
+    commands = machine.handle(words.RestoreMeasured(0, ("model.layers.0",), (0, 1)))
+    assert refusals(commands) == [NO_ROOM]
+
+
+def test_a_restore_that_fails_is_undone() -> None:
+    script = restoring("b")
+    before = script.memories["b"].num_blocks
+    step = fetching(script)
+    assert script.members["b"].planner.pool.num_blocks < before
+    commands = script.do("b", words.RestoreFailed("the folder has other parameters"))
+    assert refusals(commands) == ["the folder has other parameters"]
+    assert not script.memories["b"].filling, f"{step.slab} was begun"
+    assert script.members["b"].planner.pool.usable == before
+    assert capacities(script) == [before]
+    script.settle()
+    ledger = script.members["a"].planner.sequence_table.ledger
+    assert ledger.capacity == [before]
+
+
+@pytest.mark.parametrize("attempt", ["t", "another"])
+def test_an_abort_ends_the_attempt_of_that_name(attempt: str) -> None:
+    script = restoring("b")
+    fetching(script)
+    commands = script.do("b", words.PreparationAborted(attempt))
+    assert (words.UndoRestore("t") in commands) is (attempt == "t")
+    assert script.members["b"].busy is (attempt != "t")
+    assert not refusals(commands), "whoever aborts it knows"
+
+
+def test_an_attempt_that_waits_for_the_last_change_is_aborted_silently() -> None:
+    script = Script("ab")
+    script.hear(groups(1, "a", "b"), "b")
+    script.do("b", words.PreparationAsked("t", groups(2, "ab")))
+    assert script.do("b", words.PreparationAborted("t")) == []
+    script.hear(groups(1, "a", "b"), "a")
+    script.settle()
+    assert not script.steps and script.members["b"].settled
+
+
+def test_what_a_member_sent_not_whole_comes_from_the_folder() -> None:
+    script = restoring("b")
+    first = fetching(script)
+    assert first.holder == "a"
+    assert script.go_on("b", intact=False) == [words.RestoreSlab("t", first.slab, "")]
+    (second,) = script.go_on("b")
+    assert isinstance(second, words.RestoreSlab)
+    assert second.slab != first.slab and second.holder == "a"
+
+
+def test_parameters_of_a_member_that_leaves_come_from_the_folder() -> None:
+    script = restoring()
+    script.do("b", words.PreparationAsked("t", groups(3, "b")))
+    script.settle()
+    assert fetching(script).holder == ""
+
+
+def test_late_answers_have_no_effect() -> None:
+    script = restoring("b")
+    step = fetching(script)
+    late: list[words.Event] = [
+        words.MembersConnected("t"),
+        words.MembersConnected("earlier", "a"),
+        words.RestoreMeasured(1, (), ()),
+        words.KvShrunk("t"),
+        words.SlabVerified("t", "model.layers.3", intact=True),
+        words.SlabVerified("earlier", step.slab, intact=True),
+        words.KvMapped(),
+    ]
+    assert [script.do("b", event) for event in late] == [[]] * len(late)
+    assert script.steps["b"] == step
+    assert refusals(fetch_all(script, "b")) == [None]
+    assert script.do("b", words.RestoreFailed("too late")) == []
+
+
+def test_what_was_prepared_is_used() -> None:
+    """Both get their layers back; KV of running requests moves below the limit first."""
+    script = restoring("a", "b", blocks=8)
+    for name in "rst":
+        script.ask("a", name, 16)
+    script.launch("a")
+    script.settle()
+    taken = script.members["b"].planner.pool.taken
+    assert max(taken) >= 8, "more than a member alone has"
+    for name in "ab":
+        script.go_on(name)
+    script.settle()
+    script.run("a")
+    for name in "ab":
+        assert refusals(fetch_all(script, name)) == [None]
+    script.hear(NEXT)
+    script.settle()
+    for name in "ab":
+        assert script.members[name].settled
+        assert script.memories[name].layers == range(LAYERS)
+        assert script.members[name].planner.pool.usable == 8
+
+
+@pytest.mark.parametrize("epoch", [2, 3])
+def test_an_attempt_for_a_later_change_waits_on(epoch: int) -> None:
+    script = Script("ab")
+    script.hear(groups(1, "a", "b"), "a")
+    script.do("a", words.PreparationAsked("t", groups(epoch, "ab")))
+    script.hear(groups(2, "a"), "a")
+    script.settle()
+    assert ("a" in script.steps) is (epoch == 3)
