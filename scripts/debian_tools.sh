@@ -26,25 +26,39 @@ flock -w 900 9 || cannot "another run has held $folder/.lock for 15 minutes"
 
 apt=$folder/.apt
 mkdir -p "$apt/sources" "$apt/lists/partial" "$apt/cache/archives/partial" "$apt/debs"
-sources=/etc/apt/sources.list.d/debian.sources
-if [ -r "$sources" ]; then
-    cp "$sources" "$apt/sources/"
-elif [ -r /etc/apt/sources.list ]; then
-    cp /etc/apt/sources.list "$apt/sources/here.list"
-else
-    cannot "no sources of Debian packages in /etc/apt"
-fi
+etc=${APT_FOLDER:-/etc/apt}
+sources=$etc/sources.list.d/debian.sources
+[ -r "$sources" ] || [ -r "$etc/sources.list" ] || cannot "no sources of Debian packages in $etc"
+# The lists of this machine's own release, only if a package comes from it.
+for package in "$@"; do
+    case $package in */*) continue ;; esac
+    [ ! -r "$sources" ] || cp "$sources" "$apt/sources/"
+    [ -r "$sources" ] || cp "$etc/sources.list" "$apt/sources/here.list"
+done
+
+# The source of a release at the mirror of Debian itself, without its updates.
+source_of() {
+    if [ -r "$sources" ]; then
+        awk -v RS= 'NR == 1 { first = $0 }
+            /(^|\n)URIs:[^\n]*\/debian\/?( |\n|$)/ { first = $0; exit } END { print first }' "$sources" |
+            sed "s/^Suites:.*/Suites: $1/"
+        return
+    fi
+    mirror=$(sed -n 's#^deb \(\[[^]]*\] *\)\{0,1\}\([^ ]*/debian/\{0,1\}\) .*#\2#p' "$etc/sources.list")
+    [ -n "$mirror" ] || return 1
+    printf 'Types: deb\nURIs: %s\nSuites: %s\nComponents: main\n' "${mirror%%
+*}" "$1"
+}
+
 : >"$apt/preferences"
 for release in $(printf '%s\n' "$@" | sed -n 's,^[^/]*/,,p' | sort -u); do
-    [ -r "$sources" ] || cannot "packages of $release need $sources, which names the mirror"
-    # The first stanza alone: the release itself, without its updates.
-    sed -e '/^$/q' -e "s/^Suites:.*/Suites: $release/" "$sources" >"$apt/sources/$release.sources"
+    source_of "$release" >"$apt/sources/$release.sources" || cannot "apt has no Debian mirror here"
     printf 'Package: *\nPin: release n=%s\nPin-Priority: 100\n\n' "$release" >>"$apt/preferences"
 done
 private="-o Dir::Etc::SourceList=/dev/null -o Dir::Etc::SourceParts=$apt/sources
     -o Dir::Etc::Preferences=$apt/preferences -o Dir::Etc::PreferencesParts=/dev/null
     -o Dir::State::Lists=$apt/lists -o Dir::Cache=$apt/cache -o APT::Sandbox::User=root
-    -o Acquire::Retries=3 -o Acquire::http::Timeout=30"
+    -o Acquire::Languages=none -o Acquire::Retries=3 -o Acquire::http::Timeout=30"
 # shellcheck disable=SC2086
 apt-get -qq $private update || cannot "the lists of Debian packages cannot be fetched"
 # shellcheck disable=SC2086

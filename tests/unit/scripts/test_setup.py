@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from long_step import StepFailed
 
-from tideserve.cli.etcd_package import EtcdNotFetched
+from tideserve.cli.etcd_binary import cached_etcd
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -248,7 +248,7 @@ def test_an_etcd_that_cannot_be_had_is_tried_again_a_day_later(
 
     def fetch(cache: Path) -> Path:
         tries.append(cache)
-        raise EtcdNotFetched("there is no apt-get")
+        raise StepFailed("there is no apt-get")
 
     for name, value in {
         "STAMPS": tmp_path,
@@ -263,3 +263,72 @@ def test_an_etcd_that_cannot_be_had_is_tried_again_a_day_later(
     os.utime(tmp_path / "etcd", (0, 0))
     setup.ensure_etcd()
     assert len(tries) == 2
+
+
+STANZAS = """Types: deb
+# a comment: with a colon
+URIs: http://mirror.test/debian-security
+Suites: bookworm-security
+Components: main
+
+Types: deb
+URIs: http://mirror.test/debian
+Suites: bookworm bookworm-updates
+Components: main contrib
+Signed-By: /a/key.gpg
+"""
+
+
+@pytest.fixture
+def apt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder on PATH with a fake apt-get and dpkg; `calls` beside it lists what they did."""
+    folder, calls = tmp_path / "programs", tmp_path / "calls"
+    (tmp_path / "etc" / "sources.list.d").mkdir(parents=True)
+    (tmp_path / "etc" / "sources.list.d" / "debian.sources").write_text(STANZAS)
+    folder.mkdir()
+    write_program(
+        folder / "apt-get", f'echo "$@" >> {calls}; case "$*" in *download*) > x.deb;; esac'
+    )
+    write_program(folder / "dpkg", "mkdir -p $3/usr/bin; echo 3.5.16 > $3/usr/bin/etcd")
+    monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("APT_FOLDER", str(tmp_path / "etc"))
+    return folder
+
+
+def write_program(path: Path, script: str) -> None:
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+
+
+def test_an_etcd_is_unpacked_into_the_cache_and_nothing_else(apt: Path, tmp_path: Path) -> None:
+    import setup
+
+    target = cached_etcd(tmp_path / "cache")
+    setup.fetch_etcd(tmp_path / "cache")
+    assert target.read_text() == "3.5.16\n"
+    assert os.listdir(target.parent) == ["etcd"]
+    calls = (tmp_path / "calls").read_text().splitlines()
+    assert [call.split()[-1] for call in calls] == ["update", "etcd-server/trixie"]
+    assert all(f"Dir::State::Lists={target.parent}" in call for call in calls)
+
+
+@pytest.mark.parametrize(
+    ("script", "cause"),
+    [
+        ("exit 100", "the lists of Debian packages cannot be fetched"),
+        ("exec sleep 60", "it took too long"),
+        ("> x.deb", "its package has none"),
+    ],
+)
+def test_an_etcd_that_is_not_fetched_leaves_nothing(
+    apt: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, cause: str
+) -> None:
+    import setup
+
+    monkeypatch.setattr(setup, "ETCD_FETCH_S", 0.5 if "sleep" in script else 20)
+    write_program(apt / "apt-get", script)
+    write_program(apt / "dpkg", "mkdir -p $3")
+    with pytest.raises(StepFailed, match=cause):
+        setup.fetch_etcd(tmp_path / "cache")
+    left = cached_etcd(tmp_path / "cache").parent
+    assert list((tmp_path / "cache").rglob("*")) == [left.parent, left]

@@ -3,8 +3,7 @@ from pathlib import Path
 import pytest
 
 from tideserve.cli import etcd_binary
-from tideserve.cli.etcd_binary import EtcdBinary, EtcdMissing, find_etcd
-from tideserve.cli.etcd_package import cached_etcd
+from tideserve.cli.etcd_binary import EtcdBinary, EtcdMissing, cached_etcd, find_etcd
 
 CACHE = Path("/nonexistent")
 
