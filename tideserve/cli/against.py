@@ -28,7 +28,7 @@ from tideserve.bench.errors import BenchError
 from tideserve.bench.scenarios.scenario import Case, LoadChoice, find_scenario
 from tideserve.bench.workload import Workload as Requests
 from tideserve.cli.cache import PROFILES, cache_root
-from tideserve.cli.errors import EXIT_UNUSABLE, CommandError
+from tideserve.cli.errors import EXIT_UNUSABLE, CommandError, unusable
 from tideserve.cli.files import check_writable
 from tideserve.cli.report import Report
 from tideserve.sim.change_spec import ChangeSpec
@@ -116,14 +116,13 @@ def run_against(
     """
     check_writable(json_path)
     try:
-        result = _read(path)
-        calibration = None
-        if calibrate is not None:
-            calibration = Calibration(calibrate, _read(calibrate), calibrate.samefile(path))
-        device = _device(result["config"], profile)
-        rows = _compared(result, device, calibration, path)
-    except (BenchError, ConfigError) as error:
-        raise CommandError(str(error), EXIT_UNUSABLE) from error
+        with unusable(BenchError, ConfigError):
+            result = _read(path)
+            calibration = None
+            if calibrate is not None:
+                calibration = Calibration(calibrate, _read(calibrate), calibrate.samefile(path))
+            device = _device(result["config"], profile)
+            rows = _compared(result, device, calibration, path)
     except (KeyError, TypeError) as error:
         raise CommandError(
             f"{path} is no result of this version's 'tideserve bench': {error}", EXIT_UNUSABLE

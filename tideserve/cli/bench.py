@@ -30,7 +30,7 @@ from tideserve.bench.systems.system import Deployment
 from tideserve.cli.cache import cache_root
 from tideserve.cli.cluster_options import profile_name, read_options
 from tideserve.cli.default import DEFAULT_WORKERS
-from tideserve.cli.errors import EXIT_FAILED, EXIT_UNUSABLE, CommandError
+from tideserve.cli.errors import EXIT_FAILED, EXIT_UNUSABLE, CommandError, unusable
 from tideserve.cli.files import check_writable
 from tideserve.cli.model_store import ModelUnavailable, resolve_model
 from tideserve.cli.report import Report
@@ -74,19 +74,14 @@ def run_bench(arguments: BenchArguments) -> None:
     if (trial := find_trials().get(arguments.scenario)) is not None:
         _run_trial(arguments, trial, report)
         return
-    try:
-        with tempfile.TemporaryDirectory(prefix="tideserve-bench-") as folder:
-            _check_options(arguments)
-            for path in (arguments.json, arguments.plot):
-                check_writable(path)
-            _check_picture(arguments.plot)
-            plan = _plan(arguments, report, Path(folder))
-            with report.step(f"Measuring {plan.scenario.name}"):
-                outcomes = Runner(plan, report.line, report.doing).run()
-    except (BenchError, ConfigError, ModelUnavailable) as error:
-        raise CommandError(str(error), EXIT_UNUSABLE) from error
-    except KeyboardInterrupt:
-        raise CommandError("stopped before the end; nothing was written", 130) from None
+    with _told(), tempfile.TemporaryDirectory(prefix="tideserve-bench-") as folder:
+        _check_options(arguments)
+        for path in (arguments.json, arguments.plot):
+            check_writable(path)
+        _check_picture(arguments.plot)
+        plan = _plan(arguments, report, Path(folder))
+        with report.step(f"Measuring {plan.scenario.name}"):
+            outcomes = Runner(plan, report.line, report.doing).run()
     _publish(arguments, report, plan, outcomes)
     if outcomes.unavailable:
         names = ", ".join(outcomes.unavailable)
@@ -95,7 +90,7 @@ def run_bench(arguments: BenchArguments) -> None:
 
 def _run_drop_cost(arguments: BenchArguments, report: Report) -> None:
     """What a drop costs without load. Raises CommandError as `run_bench` does."""
-    try:
+    with _told():
         _check_options(arguments)
         _refuse_load(arguments, "serves no requests")
         check_writable(arguments.json)
@@ -105,22 +100,16 @@ def _run_drop_cost(arguments: BenchArguments, report: Report) -> None:
         with report.step("Measuring what a drop costs"):
             wanted = drop_cost.probes(deployment, arguments.choice.quick)
             found = drop_cost.measure(wanted, report.doing)
-    except (BenchError, ConfigError, ModelUnavailable) as error:
-        raise CommandError(str(error), EXIT_UNUSABLE) from error
-    except KeyboardInterrupt:
-        raise CommandError("stopped before the end; nothing was written", 130) from None
     report.box("what a drop costs", drop_cost.rows(found))
-    if arguments.json is not None:
-        result = {"scenario": drop_cost.NAME, "machine": describe_machine(deployment)} | found
-        arguments.json.write_bytes(orjson.dumps(result, option=orjson.OPT_INDENT_2))
-        report.line(f"figures: {arguments.json}")
+    result = {"scenario": drop_cost.NAME, "machine": describe_machine(deployment)} | found
+    _write(result, arguments, report)
     if found["unavailable"]:
         raise CommandError("; ".join(found["unavailable"].values()), EXIT_FAILED)
 
 
 def _run_trial(arguments: BenchArguments, trial: Trial, report: Report) -> None:
     """Run a trial. Raises CommandError as `run_bench` does, and if the trial fails."""
-    try:
+    with _told():
         _check_options(arguments)
         _refuse_load(arguments, "compares nothing")
         check_writable(arguments.json)
@@ -128,21 +117,32 @@ def _run_trial(arguments: BenchArguments, trial: Trial, report: Report) -> None:
             with report.step(f"{trial.name}: {trial.summary}"):
                 verdict = trial.run(deployment, arguments.choice, report.line, report.doing)
             machine = describe_machine(deployment)
-    except SystemUnavailable as error:
-        raise CommandError(str(error), EXIT_FAILED) from error
-    except (BenchError, ConfigError, ModelUnavailable) as error:
-        raise CommandError(str(error), EXIT_UNUSABLE) from error
-    except KeyboardInterrupt:
-        raise CommandError("stopped before the end; nothing was written", 130) from None
     report.box(trial.summary, list(verdict.rows))
     for problem in verdict.problems:
         report.warn(problem)
-    if arguments.json is not None:
-        result = {"scenario": trial.name, "machine": machine} | dict(verdict.figures)
-        arguments.json.write_bytes(orjson.dumps(result, option=orjson.OPT_INDENT_2))
-        report.line(f"figures: {arguments.json}")
+    result = {"scenario": trial.name, "machine": machine} | dict(verdict.figures)
+    _write(result, arguments, report)
     if verdict.problems:
         raise CommandError(f"{trial.name} has failed: {verdict.problems[0]}", EXIT_FAILED)
+
+
+@contextmanager
+def _told() -> Iterator[None]:
+    """What ends a measurement, as the command's error."""
+    try:
+        with unusable(BenchError, ConfigError, ModelUnavailable):
+            yield
+    except SystemUnavailable as error:
+        raise CommandError(str(error), EXIT_FAILED) from error
+    except KeyboardInterrupt:
+        raise CommandError("stopped before the end; nothing was written", 130) from None
+
+
+def _write(result: Mapping[str, Any], arguments: BenchArguments, report: Report) -> None:
+    """Write the figures if that was asked for."""
+    if arguments.json is not None:
+        arguments.json.write_bytes(orjson.dumps(result, option=orjson.OPT_INDENT_2))
+        report.line(f"figures: {arguments.json}")
 
 
 @contextmanager
@@ -311,9 +311,7 @@ def _publish(
     show(result, report.console)
     for sentence in result.get("too_mild", ()):
         report.warn(sentence)
-    if arguments.json is not None:
-        arguments.json.write_bytes(orjson.dumps(result, option=orjson.OPT_INDENT_2))
-        report.line(f"figures: {arguments.json}")
+    _write(result, arguments, report)
     if arguments.plot is not None and outcomes.rounds:
         _draw(arguments.plot, plan, outcomes, result["machine"])
         report.line(f"pictures: {arguments.plot}")

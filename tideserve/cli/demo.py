@@ -24,7 +24,7 @@ from tideserve.bench.workload import TOKEN_ID_MIN, PlannedRequest
 from tideserve.cli.cache import cache_root
 from tideserve.cli.demo_state import ClusterSnapshot, FloodProgress, Score, snapshot_of
 from tideserve.cli.demo_view import conclusion, outcome, plain_line, scores_table, screen
-from tideserve.cli.errors import EXIT_FAILED, EXIT_UNUSABLE, CommandError
+from tideserve.cli.errors import EXIT_FAILED, CommandError, unusable
 from tideserve.cli.model_store import ModelUnavailable, resolve_model
 from tideserve.cli.report import Report
 from tideserve.cli.status import read_status
@@ -78,13 +78,14 @@ def run_demo() -> None:
     report, scores = Report(), list[Score]()
     end_s = monotonic_s() + LIMIT_S
     try:
-        with tempfile.TemporaryDirectory(prefix="tideserve-demo-") as folder:
+        with (
+            unusable(ModelUnavailable),
+            tempfile.TemporaryDirectory(prefix="tideserve-demo-") as folder,
+        ):
             model_dir = write_tiny_model(Path(folder) / "model", _tokenizer_dir(report), DEEP)
             _introduce(report)
             for policy in POLICIES:
                 _show_policy(policy, model_dir, end_s, report, scores)
-    except ModelUnavailable as error:
-        raise CommandError(str(error), EXIT_UNUSABLE) from error
     except (SystemUnavailable, OSError) as error:
         raise CommandError(f"the demo cannot run: {error}", EXIT_FAILED) from error
     except KeyboardInterrupt:

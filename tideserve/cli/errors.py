@@ -1,15 +1,24 @@
-"""Errors with which the `tideserve` command ends.
+"""Errors with which the `tideserve` command ends."""
 
-CommandError   one sentence for people, cause and remedy, and an exit code
-"""
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 EXIT_FAILED = 1
 EXIT_UNUSABLE = 2
 
 
 class CommandError(Exception):
-    """Ends the command with a sentence on standard error and `exit_code`."""
+    """Ends the command with one sentence on standard error, cause and remedy, and `exit_code`."""
 
     def __init__(self, sentence: str, exit_code: int = EXIT_FAILED) -> None:
         super().__init__(sentence)
         self.exit_code = exit_code
+
+
+@contextmanager
+def unusable(*kinds: type[Exception]) -> Iterator[None]:
+    """Errors of these kinds, which say what cannot be used and why, end the command."""
+    try:
+        yield
+    except kinds as error:
+        raise CommandError(str(error), EXIT_UNUSABLE) from error

@@ -16,7 +16,7 @@ from services.common.service_config import ServiceConfig
 from services.common.settings import given_in_mapping
 from tideserve.cli.client import HttpClient
 from tideserve.cli.cluster_folder import ClusterFolder
-from tideserve.cli.errors import EXIT_UNUSABLE, CommandError
+from tideserve.cli.errors import EXIT_UNUSABLE, CommandError, unusable
 from tideserve.cli.etcd_binary import EtcdBinary
 from tideserve.cli.process import Program, child_environment
 
@@ -49,10 +49,8 @@ def check_given_etcd(access: Mapping[str, Any]) -> None:
             await store.close()
         return [key for listing in listings for key in listing]
 
-    try:
+    with unusable(ConfigError, StoreError):
         keys = asyncio.run(registered())
-    except (ConfigError, StoreError) as error:
-        raise CommandError(str(error), EXIT_UNUSABLE) from error
     if keys:
         raise CommandError(
             f"another cluster uses the etcd at {access['etcd_url']} ({keys[0]} is registered);"

@@ -23,7 +23,7 @@ from services.gateway.keys.key_file import (
     parse_keys,
     read_keys,
 )
-from tideserve.cli.errors import EXIT_UNUSABLE, CommandError
+from tideserve.cli.errors import EXIT_UNUSABLE, CommandError, unusable
 
 _LIMITS = ("requests_per_minute", "tokens_per_minute", "concurrent")
 
@@ -114,9 +114,8 @@ def show_keys(path: Path, as_json: bool) -> None:
 def _told() -> Iterator[None]:
     """What is wrong with a file, as the command's error."""
     try:
-        yield
-    except ConfigError as error:
-        raise CommandError(str(error), EXIT_UNUSABLE) from error
+        with unusable(ConfigError):
+            yield
     except OSError as error:
         raise CommandError(
             f"cannot change {error.filename}: {error.strerror}; correct the path or the"

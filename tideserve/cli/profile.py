@@ -14,7 +14,7 @@ from rich.table import Table
 from services.common.errors import ConfigError
 from tideserve.cli.cache import PROFILES, cache_root, create_cache
 from tideserve.cli.cluster_options import ClusterOptions, read_options
-from tideserve.cli.errors import EXIT_UNUSABLE, CommandError
+from tideserve.cli.errors import EXIT_UNUSABLE, CommandError, unusable
 from tideserve.cli.model_store import ModelUnavailable, resolve_model
 from tideserve.cli.process import child_environment
 from tideserve.cli.report import Report
@@ -26,11 +26,9 @@ STOP_GRACE_S = 5.0
 def run_profile(flags: Mapping[str, Any], quick: bool, as_json: bool) -> None:
     """Profile, store and print. Raises CommandError."""
     report = Report(sys.stderr if as_json else sys.stdout)
-    try:
+    with unusable(ConfigError, ModelUnavailable):
         options = read_options(None, flags)
         model_dir = resolve_model(options.model, cache_root(), report.line, options.load_format)
-    except (ConfigError, ModelUnavailable) as error:
-        raise CommandError(str(error), EXIT_UNUSABLE) from error
     create_cache(cache_root())
     config = {
         "model_dir": str(model_dir),

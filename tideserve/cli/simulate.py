@@ -7,7 +7,7 @@ from typing import Any
 
 from services.common.clock import monotonic_s
 from services.common.errors import ConfigError
-from tideserve.cli.errors import EXIT_UNUSABLE, CommandError
+from tideserve.cli.errors import CommandError, unusable
 from tideserve.cli.files import check_writable
 from tideserve.cli.report import SLOW_STEP_S, Report
 from tideserve.cli.simulation_options import PreparedSimulation, read_simulation
@@ -43,10 +43,8 @@ class ProgressLines:
 def run_simulation(path: Path, seed: int | None, json_path: Path | None) -> None:
     """Simulate what the file describes. Raises CommandError."""
     check_writable(json_path)
-    try:
+    with unusable(ConfigError):
         prepared = read_simulation(path, seed)
-    except ConfigError as error:
-        raise CommandError(str(error), EXIT_UNUSABLE) from error
     report = Report()
     for note in prepared.notes:
         report.warn(note)

@@ -28,7 +28,7 @@ from tideserve.cli.cluster_folder import (
 )
 from tideserve.cli.cluster_options import ClusterOptions
 from tideserve.cli.default import DEFAULT_URL
-from tideserve.cli.errors import EXIT_UNUSABLE, CommandError
+from tideserve.cli.errors import CommandError, unusable
 from tideserve.cli.etcd_binary import EtcdMissing, find_etcd
 from tideserve.cli.etcd_process import answers, check_given_etcd, private_etcd
 from tideserve.cli.host import (
@@ -126,10 +126,8 @@ class Up:
     def _check_keys(self) -> None:
         """Told here rather than in the gateway's log."""
         if self.options.api_keys is not None:
-            try:
+            with unusable(ConfigError):
                 read_keys(self.options.api_keys.expanduser())
-            except ConfigError as error:
-                raise CommandError(str(error), EXIT_UNUSABLE) from error
 
     def _choose_admin_port(self) -> None:
         """As the section says, else one that is free: as far as can be, always the same."""
@@ -180,13 +178,12 @@ class Up:
 
     def _resolve_model(self) -> Path:
         options = self.options
-        with self.report.step(f"Model {options.model or '(the default one)'}"):
-            try:
-                return resolve_model(
-                    options.model, cache_root(), self.report.line, options.load_format
-                )
-            except ModelUnavailable as error:
-                raise CommandError(str(error), EXIT_UNUSABLE) from error
+        title = f"Model {options.model or '(the default one)'}"
+        with self.report.step(title), unusable(ModelUnavailable):
+            found = resolve_model(
+                options.model, cache_root(), self.report.line, options.load_format
+            )
+        return found
 
     def _start(self, model_dir: Path) -> None:
         self.folder.rotate_logs()
@@ -216,10 +213,8 @@ class Up:
             self.cluster.start(self._program(name, kind, path))
 
     def _start_etcd(self) -> None:
-        try:
+        with unusable(EtcdMissing):
             binary = find_etcd(cache_root())
-        except EtcdMissing as error:
-            raise CommandError(str(error), EXIT_UNUSABLE) from error
         self.folder.clear_etcd_data()
         if binary.has_upstream_warning:
             self.report.warn(

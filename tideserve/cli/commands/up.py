@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
-from tideserve.cli.errors import EXIT_UNUSABLE, CommandError
+from tideserve.cli.errors import unusable
 from tideserve.cli.option_command import Flags
 from tideserve.cli.option_types import ApiKey, ClusterDir
 
@@ -54,8 +54,6 @@ def up(
     from tideserve.cli.cluster_options import read_options
     from tideserve.cli.up import Up
 
-    try:
+    with unusable(ConfigError):
         options = read_options(config, flags)
-    except ConfigError as error:
-        raise CommandError(str(error), EXIT_UNUSABLE) from error
     Up(options, signals).run()

@@ -29,7 +29,7 @@ from tideserve.cli.doctor.front import check_admin, check_gateway
 from tideserve.cli.doctor.keys import check_keys
 from tideserve.cli.doctor.machine import check_free_port, check_limits, read_limits
 from tideserve.cli.doctor.records import check_records, read_records
-from tideserve.cli.errors import EXIT_FAILED, EXIT_UNUSABLE, CommandError
+from tideserve.cli.errors import EXIT_FAILED, CommandError, unusable
 
 PARTS = ("ca", "cert", "key")
 GATEWAY_ONLY = (
@@ -69,10 +69,8 @@ def target_of_folder(
     if state is None:
         return None
     path = folder.configs / "gateway.yaml"
-    try:
+    with unusable(ConfigError):
         config = load_settings(GatewayConfig, path, {}).config
-    except ConfigError as error:
-        raise CommandError(str(error), EXIT_UNUSABLE) from error
     front = CertificateFiles(
         "http_tls", cert=config.http_tls_cert_file, key=config.http_tls_key_file
     )
@@ -95,10 +93,8 @@ def target_of_options(options: Mapping[str, Any], doors: Mapping[str, Any]) -> D
         CommandError: if an option is not usable.
     """
     given = {key: value for key, value in options.items() if value is not None}
-    try:
+    with unusable(ConfigError):
         config = from_mapping(ServiceConfig, given, "the command line") if given else None
-    except ConfigError as error:
-        raise CommandError(str(error), EXIT_UNUSABLE) from error
     return DoctorTarget(services=config, **doors)
 
 
