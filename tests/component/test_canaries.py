@@ -258,7 +258,7 @@ async def told(seen: Seen) -> str:
     return "\n".join(pages)
 
 
-async def test_nobodys_words_and_keys_are_told(
+async def test_no_words_or_keys_of_clients_are_told(
     seen: Seen,
     lines: LogLines,
     tmp_path: Path,

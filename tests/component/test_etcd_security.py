@@ -95,7 +95,7 @@ async def test_a_user_without_the_right_to_a_prefix_is_one_sentence(etcd: EtcdSe
         ({"etcd_user": None, "etcd_password": None}, "a call without user .*; set 'etcd_user'"),
     ],
 )
-async def test_who_is_not_let_in_is_told_at_once(
+async def test_a_user_that_etcd_refuses_is_one_sentence_at_once(
     etcd: EtcdServer, changes: dict[str, object], sentence: str
 ) -> None:
     store = open_store(config_of(etcd, "one", **changes))

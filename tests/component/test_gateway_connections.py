@@ -180,7 +180,7 @@ async def test_few_requests_may_wait_for_the_answer_to_another_one(case: Case) -
                 assert await until_end(reader) == b"", "all the same who sent it had its answers"
 
 
-async def test_who_hangs_up_ends_its_request_also_if_another_one_waits(case: Case) -> None:
+async def test_a_client_that_hangs_up_ends_its_request_even_while_another_waits(case: Case) -> None:
     worker = case.cluster.workers[0]
     worker.pause_at = 1
     large = completion(blanks=PIPELINED_BYTES_MAX)
@@ -197,7 +197,7 @@ async def test_who_hangs_up_ends_its_request_also_if_another_one_waits(case: Cas
             await eventually(lambda: len(worker.aborted) == 1 and not worker.active)
 
 
-async def test_who_offers_another_protocol_is_answered_in_this_one(case: Case) -> None:
+async def test_an_offer_to_upgrade_is_answered_in_http_1(case: Case) -> None:
     offer = b"connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: AAMAAABk\r\n"
     head, _, body = completion().partition(b"\r\n\r\n")
     first, _, lines = head.partition(b"\r\n")

@@ -60,7 +60,7 @@ def certified(tmp_path: Path) -> Certified:
     return certified
 
 
-async def test_only_tls_and_only_whom_the_client_trusts(
+async def test_only_tls_is_answered_and_only_a_trusted_server_is_called(
     store: Store, tmp_path: Path, certified: Certified
 ) -> None:
     stranger = tmp_path / "stranger.pem"

@@ -47,7 +47,7 @@ def threads(monkeypatch: pytest.MonkeyPatch) -> dict[str, set[bool]]:
     return found
 
 
-async def test_they_are_read_and_written_off_the_loop(
+async def test_prompt_logprobs_over_http_are_read_and_written_off_the_loop(
     case: Case, threads: dict[str, set[bool]]
 ) -> None:
     await case.complete(prompt=PROMPT, prompt_logprobs=20, max_tokens=2)
@@ -68,7 +68,7 @@ async def test_they_are_read_and_written_off_the_loop(
     assert threads == {"__iter__": {False}, "prompt": {False}}
 
 
-async def test_so_are_those_over_grpc(case: Case, threads: dict[str, set[bool]]) -> None:
+async def test_prompt_logprobs_over_grpc_are_read_and_written_off_the_loop(case: Case, threads: dict[str, set[bool]]) -> None:
     told = {"model": "m", "max_tokens": 2}
     whole = await case.grpc.complete(PROMPT, prompt_logprobs=20, **told)
     assert len(whole.choices[0].prompt_logprobs) == len(PROMPT) - 1
@@ -83,7 +83,7 @@ async def test_so_are_those_over_grpc(case: Case, threads: dict[str, set[bool]])
     assert threads == {"__iter__": {False}, "logprobs": {False}}
 
 
-async def test_they_are_bounded_over_all_choices(case: Case) -> None:
+async def test_prompt_logprobs_are_bounded_over_all_choices(case: Case) -> None:
     few = {"prompt": ["x" * 1900] * 3, "prompt_logprobs": 20, "max_tokens": 1}
     assert (await case.complete(**few)).status_code == 200
     # These are 119,700 numbers, below the bound of 131,072 which two choices of each are above.

@@ -120,7 +120,7 @@ async def test_whole(case: Case) -> None:
     }
 
 
-async def test_one_that_is_cut_is_incomplete(case: Case) -> None:
+async def test_a_truncated_response_is_incomplete(case: Case) -> None:
     answer = await case.openai.responses.create(model="m", input="hi", max_output_tokens=8)
     assert (answer.status, answer.output_text) == ("incomplete", TEXT[:8])
     assert answer.incomplete_details is not None

@@ -210,7 +210,7 @@ async def test_a_refusal_leaves_everything_as_it_was(store: Store) -> None:
 
 
 @pytest.mark.parametrize("refuse", ["", "no room for that"])
-async def test_it_counts_as_preparing_until_the_change_is_committed_or_given_up(
+async def test_it_counts_as_preparing_until_the_change_is_committed_or_aborted(
     store: Store, refuse: str
 ) -> None:
     async with pair(store) as (address, one, two):
@@ -224,7 +224,7 @@ async def test_it_counts_as_preparing_until_the_change_is_committed_or_given_up(
         await eventually(lambda: not one.servicer.preparing and not two.servicer.preparing)
 
 
-async def test_one_that_stops_agrees_to_nothing(store: Store) -> None:
+async def test_a_leaving_worker_refuses_every_preparation(store: Store) -> None:
     async with pair(store) as (address, one, two):
         two.servicer.refuse_all()
         last = (await merge(address))[-1]
@@ -331,7 +331,7 @@ async def _standby(store: Store) -> str:
 
 
 class TestTwoMemoryManagers:
-    async def test_the_second_answers_reads_and_decides_nothing(self, store: Store) -> None:
+    async def test_a_standby_answers_reads_and_decides_nothing(self, store: Store) -> None:
         async with memmgr(store) as first, memmgr(store), member(store, "w0") as one:
             await serves(one)
             standby = await _standby(store)

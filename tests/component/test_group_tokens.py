@@ -374,7 +374,7 @@ def test_one_swapped_block_is_noticed(
 
 
 @pytest.mark.parametrize("leaves", ["w0", "w1"])
-def test_who_is_about_to_stop_hands_everything_over(
+def test_a_leaving_member_hands_over_all_of_its_requests(
     config: RunnerConfig, oracle: Oracle, leaves: str
 ) -> None:
     """A leader or a follower parts from its group and keeps no request; each goes on elsewhere."""
@@ -518,7 +518,7 @@ def test_a_request_that_is_asked_for_again_has_nothing_of_its_first_sequence(
 
 @pytest.mark.parametrize("late", [(), ("w0",)])
 @pytest.mark.parametrize("turns", [0, 4])
-def test_who_was_left_alone_before_it_changed_keeps_the_layers_that_it_prepared(
+def test_a_survivor_that_had_not_switched_keeps_the_layers_that_it_prepared(
     config: RunnerConfig, oracle: Oracle, late: tuple[str, ...], turns: int
 ) -> None:
     """A commit gives it more layers; the other one dies before it has switched to these.
@@ -586,7 +586,7 @@ def moves_of(leader: Member) -> list[Move]:
     ],
 )
 @pytest.mark.parametrize("seed", [0, 1])
-def test_who_parted_from_a_group_serves_on_when_another_one_dies(
+def test_a_worker_that_was_split_off_serves_on_when_another_one_dies(
     config: RunnerConfig,
     oracle: Oracle,
     moment: Callable[[EngineGroup, str], bool],
@@ -735,7 +735,7 @@ def test_an_abort_follows_its_request_without_a_gateway(config: RunnerConfig, mo
         group.close()
 
 
-def test_a_partner_that_left_long_ago_ends_no_engine_when_groups_change_again(
+def test_a_peer_lost_long_ago_ends_no_engine_when_groups_change_again(
     config: RunnerConfig, oracle: Oracle
 ) -> None:
     """Its process is gone, and matters no more: nothing of the change that it was in moves."""

@@ -100,7 +100,7 @@ async def test_a_restart_adopts_groups(store: Store) -> None:
             assert (await store.list_prefix(GROUPS))[f"{GROUPS}group-w0"] == before
 
 
-async def test_a_worker_that_went_while_nobody_looked(store: Store) -> None:
+async def test_a_worker_that_left_while_no_memory_manager_ran(store: Store) -> None:
     await put(store, f"{GROUPS}group-w0", group_record(worker_record(), epoch=7))
     async with memmgr(store):
         await group_becomes(store, tombstone(epoch=8))
@@ -323,7 +323,7 @@ async def test_the_scheduler_tells_what_waits_there(store: Store) -> None:
         await eventually(told)
 
 
-async def test_what_no_merge_can_gain_is_told_until_the_memory_manager_ends(store: Store) -> None:
+async def test_a_shortfall_is_told_until_the_memory_manager_ends(store: Store) -> None:
     """One full worker and a queue: there is nothing to merge it with."""
     heard: list[ShortfallsTold] = []
     services = Directory(store, SERVICES, record_pb2.ServiceRecord)

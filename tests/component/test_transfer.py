@@ -241,7 +241,7 @@ def quiet_pair(transports: str) -> tuple[UcxLane, UcxLane]:
 
 
 @pytest.mark.parametrize("size_bytes", [100, 300_000])
-def test_who_waits_is_woken_by_what_comes(transports: str, size_bytes: int) -> None:
+def test_a_waiting_lane_is_woken_by_a_frame(transports: str, size_bytes: int) -> None:
     ours, theirs = quiet_pair(transports)
     count, payload = 500, bytes_of(size_bytes)
 
@@ -438,7 +438,7 @@ def test_a_wrong_nonce_is_refused_and_a_right_one_is_good_once(
     assert collector.frames == []
 
 
-def test_who_speaks_another_version_is_told_so(
+def test_a_peer_of_another_version_is_told_so(
     peer: PeerProcess, transports: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     later = PROTOCOL_VERSION + 1
@@ -451,7 +451,7 @@ def test_who_speaks_another_version_is_told_so(
 
 
 @pytest.mark.parametrize("greeting", [b"", b"\xff" * 100, b"\x04\0\0\0junk"])
-def test_strangers_are_shown_out(peer: PeerProcess, ours: UcxLane, greeting: bytes) -> None:
+def test_a_connection_without_a_handshake_is_closed(peer: PeerProcess, ours: UcxLane, greeting: bytes) -> None:
     host, _, port = peer.activations.rpartition(":")
     with socket.create_connection((host, int(port)), timeout=DEADLINE_S) as stranger:
         stranger.sendall(greeting)

@@ -204,7 +204,7 @@ async def test_rules_and_log_probabilities_of_a_start(worker: Worker) -> None:
         reference.check_logprobs(request, output, rows(list(first.prompt_logprobs)), rows(told))
 
 
-async def test_nobody_who_did_not_ask_is_told(worker: Worker) -> None:
+async def test_log_probabilities_are_told_only_where_they_are_asked_for(worker: Worker) -> None:
     await worker.send("plain")
     await worker.end_of("plain")
     assert all(not event.logprobs for event in worker.answers["plain"])

@@ -66,7 +66,7 @@ async def over_grpc(cluster: Cluster, endpoint: str, body: dict[str, Any]) -> st
         return str((await call.code()).name)
 
 
-async def test_no_service_tells_what_its_clients_say(
+async def test_no_service_logs_what_its_clients_say(
     cluster: Cluster, receiver: OtlpReceiver
 ) -> None:
     for endpoint, body in good():

@@ -1,4 +1,4 @@
-"""Which leader gets which sequence when groups change, and how many blocks it finds."""
+"""Which leader gets which sequence when groups change, and which blocks the leader finds."""
 
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Row
@@ -9,9 +9,9 @@ from services.core.planner.sequence import Sequence
 
 
 def deal(sequences: Iterable[Sequence], leaders: Iterable[str]) -> list[tuple[Sequence, str]]:
-    """Give each sequence of an old leader to one of the new ones, which get as many blocks each.
+    """Give each sequence of an old leader to one of the new ones, so that blocks are balanced.
 
-    Those with most blocks come first, as they are to be handed over.
+    Sequences with most blocks come first, in the order in which they are to be handed over.
     """
     dealt = dict.fromkeys(leaders, 0)
     found = []

@@ -83,8 +83,8 @@ class Joined:
 class Capacity:
     """To the leader: this member has `blocks` blocks.
 
-    Perhaps fewer than before, to make room for parameters: then `attempt` says for which
-    preparation, and the leader answers with `CapacityKept` once no more are in use.
+    If they are fewer, to make room for parameters, `attempt` names the preparation, and the leader
+    answers with `CapacityKept` once no more are in use.
     """
 
     blocks: int
@@ -145,7 +145,7 @@ class RequestDropped:
 class AllAdopted:
     """From an old leader: no `Adopt` of the envelope's epoch follows.
 
-    From the leader of a configuration that ends to its stages: nor does an `Adopted`.
+    From the leader of a configuration that ends to its stages: no `Adopted` follows either.
     """
 
 
@@ -153,8 +153,8 @@ class AllAdopted:
 class Passed:
     """From a member of the change: it has left the envelope's epoch, or will never enter it.
 
-    What was to come from it in this epoch does not come, what went to it was in vain, and KV that
-    it was to send is computed again.
+    It sends no more frames of this epoch, it ignores those that it gets, and KV that it was to send
+    is computed again.
     """
 
 
@@ -204,7 +204,7 @@ class KvEnded:
 class FreeKv:
     """From the leader: the request's departing KV is not needed any more; answered by `KvFreed`.
 
-    `whole_table`: nor is the rest of what this member holds of it.
+    `whole_table`: the member frees all blocks of the request, not only departing layers.
     """
 
     request_id: str

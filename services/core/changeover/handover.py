@@ -34,7 +34,7 @@ class Handover:
         self._context = context
         self._aborted: set[str] = set()  # of `pending`
         self._moved: dict[str, str] = {}  # sequence → the leader that has adopted it
-        self._dealt: dict[str, str] = {}  # to whom each sequence went, pending or adopted since
+        self._dealt: dict[str, str] = {}  # sequence → its new leader, pending or adopted since
         self._freeing: dict[str, set[str]] = {}  # sequence that came back → where its KV still is
 
     @property
@@ -43,7 +43,7 @@ class Handover:
         return not self.pending and not self._freeing
 
     def settled_beside(self, leader: str) -> bool:
-        """Whether every request has found its leader, but those for that one."""
+        """Whether every request has found its leader, except those that wait for `leader`."""
         return not self._freeing and all(to == leader for to in self.pending.values())
 
     def begin(self) -> None:
@@ -55,7 +55,7 @@ class Handover:
         self.old_group = configuration.own.group_id if configuration is not None else ""
 
     def end_aborted(self) -> None:
-        """End what was aborted on its way to a leader that was lost before it adopted it."""
+        """End sequences that were aborted on the way to a leader that was lost meanwhile."""
         for name in self._aborted & self._context.planner.sequences.keys():
             self._end(name)
         self._aborted.clear()
@@ -94,12 +94,11 @@ class Handover:
         )
 
     def lose(self, leader: str, gone: Container[str]) -> list[str]:
-        """A new leader is gone: have what it was dealt freed where it was.
+        """A new leader is gone: have the old stages free the KV of its sequences.
 
-        Returns the sequences that come back: those that it had not adopted for all that is known
-        here. They are held until `note_freed`: what they have at any stage, that one frees, and
-        tells its own leader. `gone` are all members that nothing can be sent to. One that was
-        aborted meanwhile ends.
+        Returns the sequences that come back: those that it had not adopted, as far as is known
+        here. They are held until every stage has freed their KV (`note_freed`). `gone` are all
+        members that nothing can be sent to. A sequence that was aborted meanwhile ends.
         """
         back = []
         stages = {stage.worker_id for stage in self.old_stages if stage.worker_id not in gone}
@@ -118,7 +117,7 @@ class Handover:
         return back
 
     def note_freed(self, worker_id: str, name: str) -> bool:
-        """A stage has freed a request's KV; whether one that came back may go on now."""
+        """A stage has freed a request's KV; returns whether the request came back and may go on."""
         left = self._freeing.get(name)
         if left is None:
             return False
@@ -135,7 +134,7 @@ class Handover:
     def abort(self, name: str) -> bool:
         """Pass an abort on to the leader that has the request now; False if that is this one."""
         if name in self.pending:
-            # It goes there in any case; the abort must not overtake it.
+            # The sequence goes there in any case; the abort must not overtake it.
             self._aborted.add(name)
             return True
         leader = self._moved.pop(name, None)

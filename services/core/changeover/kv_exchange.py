@@ -157,7 +157,7 @@ class ResumeRequest:
 
 @dataclass(frozen=True, slots=True)
 class RecomputeRequest:
-    """Give the request's KV up everywhere; it waits and is computed again."""
+    """Free the request's KV everywhere; it waits and is computed again."""
 
     request_id: str
 
@@ -241,7 +241,7 @@ class ExchangeState:
             self._complete(move, commands)
 
     def _lose(self, worker_id: str, commands: list[ExchangeCommand]) -> None:
-        """Give up what can only come from `worker_id`, and expect nothing more of it."""
+        """Recompute requests whose KV can only come from `worker_id`; expect nothing more of it."""
         self._lost.add(worker_id)
         self._freeing = {entry for entry in self._freeing if entry[1] != worker_id}
         unfinished = {name: set(move.transfers) for name, move in self.waiting.items()}

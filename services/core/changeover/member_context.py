@@ -37,7 +37,7 @@ class MemberContext:
 
     @property
     def capacity(self) -> int:
-        """The blocks that the leader may count on: none that were announced to go."""
+        """The blocks that the leader may count on, without those that were announced to go."""
         usable = self.table.pool.usable
         return usable if self.announced_blocks is None else min(usable, self.announced_blocks)
 
@@ -69,7 +69,7 @@ class MemberContext:
             self.send(configuration.next_worker, frame)
 
     def change(self, event: Event) -> None:
-        """Have the planner apply an event; what it has for clients of current sequences is told."""
+        """Have the planner apply an event; add its commands for clients of current sequences."""
         for command in self.planner.handle(event):
             if isinstance(command, BlocksFreed):
                 raise AssertionError("names of released requests would be lost")

@@ -107,11 +107,11 @@ class Preparation:
             self._undo()
 
     def end(self, new: Configuration) -> None:
-        """A change is carried out: use what was prepared if it is for that, or else abort it.
+        """A change is carried out: keep what was prepared if it fits, or else abort it.
 
-        Other groups may have been prepared: when a member of those is lost before this worker has
-        entered them, `new` keeps the layers that it had in them. A request to prepare the change
-        after it goes on waiting.
+        It fits if this worker runs the prepared layers in `new`. `new` may be a later change: a
+        member of the prepared groups was lost before this worker entered them. A preparation of the
+        change after `new` goes on waiting.
         """
         now = self._now
         if now is not None:
@@ -137,7 +137,7 @@ class Preparation:
         self._context.commands.append(MeasureRestore(stage.first_layer, stage.end_layer))
 
     def note_measured(self, event: RestoreMeasured) -> None:
-        """What is missing, and what room there is beside it."""
+        """Go on with what is missing, and with the blocks that remain beside it."""
         now = self._now
         if now is None or now.step is not PreparationStep.MEASUREMENT:
             return
@@ -198,7 +198,7 @@ class Preparation:
             self._refuse(event.reason)
 
     def note_undone(self, event: RestoreUndone) -> None:
-        """The layers that run now are as before."""
+        """The memory is as it was before the preparation."""
         self._context.change(PoolGrown(event.blocks))
         if not self._context.leads:
             self._context.send(self._context.leader, Capacity(event.blocks))

@@ -1,4 +1,4 @@
-"""KV of requests at one member while layers change hands: what leaves, what comes, whose it is.
+"""A member's KV while layers change hands: what leaves, what comes, and to which leader it belongs.
 
 It serves the leaders of these requests, which may lead other groups by now. KV of layers that the
 stage does not run any more is *departing* until its leader frees it. KV of a request that no leader
@@ -131,8 +131,7 @@ class StageKv:
     def forget(self, released: Iterable[str]) -> None:
         """Refuse transfers to and from requests whose blocks were released.
 
-        To be called before another event: other requests, or these anew, may be given these blocks
-        at once.
+        Call it before another event, which may give these blocks to other requests, or to these.
         """
         names = frozenset(released)
         self._held -= names
@@ -196,7 +195,7 @@ class StageKv:
             self._tell(freed, grown=False)
 
     def release_unclaimed(self) -> None:
-        """No other group can fetch KV here any more: what is not of this leader's requests goes."""
+        """Free KV of requests that this leader does not have: no other group can fetch it now."""
         gone = self.unclaimed
         self._unclaimed.clear()
         self._held.difference_update(gone)
@@ -244,6 +243,6 @@ class StageKv:
         if asked_by_another or (freed.peer is None and grown):
             context.send(context.leader, Capacity(capacity))
         if freed.blocks:
-            # Not even a leader that asked knows how many there were: since it has the request no
-            # more, or never took it, these are of none of its sequences.
+            # Even a leader that asked counts these blocks for none of its sequences: it has the
+            # request no more, or never took it.
             context.send(context.leader, Credit(freed.blocks))

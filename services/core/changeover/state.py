@@ -7,7 +7,7 @@ it may ask for a microbatch with `plan`. Both change the planner inside, which e
 Every change (merge, re-merge, split) has the same steps at every member:
 
 1. DRAINING: the old leader launches nothing more, waits until nothing is in flight, and tells its
-   stages (`Drained`). It gives results up that do not come in time: those positions run again.
+   stages (`Drained`). Results that do not come in time are discarded; their positions run again.
 2. The switch: each member runs its new layers and tells its new leader how many blocks it has
    (`Joined`). JOINING is a leader that waits for that; it takes nothing else meanwhile.
 3. ADOPTING: old leaders hand their sequences to the new ones (`Adopt`). MIGRATING: KV is on its
@@ -56,12 +56,12 @@ from services.core.planner.sequence_names import SequenceNames, request_of
 from services.core.planner.state import PlannerState
 
 DRAIN_TIMEOUT_S = 5.0
-"""After it, a leader gives up what is in flight."""
+"""After it, a leader discards the microbatches in flight."""
 DRAINED_TIMEOUT_S = 20.0
-"""After it, a stage gives its leader up: longer than a leader that lives can take, even one that
-hears of the change late, since only the leader knows which requests' blocks are to be freed."""
+"""After it, a stage switches without its leader. It is longer than a living leader can take that
+hears of the change late: only the leader knows which requests' blocks are to be freed."""
 EXCHANGE_WINDOW = 4
-"""Requests whose KV a leader has moved at the same time."""
+"""For how many requests a leader moves KV at the same time."""
 
 
 class MemberPhase(StrEnum):
@@ -238,9 +238,9 @@ class Changeover:
     # --- requests
 
     def _arrive(self, event: RequestArrived) -> None:
-        """One that another sequence answers here goes on as it is.
+        """Start a request; one that a sequence answers here already goes on as it is.
 
-        Unless that was adopted: its gateway, which has lost its worker, does not know of it.
+        An adopted sequence is replaced: the gateway lost its worker and does not know of it.
         """
         context = self._context
         name = event.request.request_id
@@ -252,7 +252,7 @@ class Changeover:
             self._abort(current)
         context.names.begin(name)
         context.change(event)
-        # Before a switch it waits for that, as all others do.
+        # Before a switch it waits for the switch, as all others do.
         if self._next is None and not context.leads and name in context.planner.sequences:
             # It came after this worker had stopped leading.
             self._handover.send(name, context.leader)
@@ -301,9 +301,9 @@ class Changeover:
         self._kv.sweep()
 
     def _is_drained(self, new: Configuration, now_s: float) -> bool:
-        """Whether the present configuration can be left: nothing of it has yet to come.
+        """Whether the present configuration can be left: no frame of it is expected any more.
 
-        At once if a member was lost, since nothing comes back then.
+        True at once if a member was lost, since nothing comes back then.
         """
         if now_s > self._drain_until_s or not self._serves(new):
             return True
@@ -316,9 +316,8 @@ class Changeover:
     def _end_configuration(self, new: Configuration) -> None:
         """Free all that this configuration does not pass on, and tell its other stages.
 
-        Only now: the next configuration has other stages, whose leader is told how many blocks
-        this one uses. Members of the last change that are not in this one do not wait any more for
-        what was still to move.
+        It comes right before the switch, after which the next leader is told how many blocks are
+        used here. Members of the last change that are not in this one are told not to wait.
         """
         context, old = self._context, self._context.configuration
         if old is not None and self._moving:
@@ -330,7 +329,7 @@ class Changeover:
         released = context.take_freed(ConfigurationEnded())
         if context.leads:
             context.send_along(frames.Drained(released))
-            for stage in context.stages[1:]:  # by the way of what it has adopted from them
+            for stage in context.stages[1:]:  # behind every `Adopted` that goes to them
                 context.send(stage.worker_id, frames.AllAdopted())
 
     def _switched(self, answer: words.StageSwitched) -> None:
@@ -387,7 +386,7 @@ class Changeover:
         self._leave_lost()
 
     def _leave_lost(self) -> None:
-        """Not while stages join: what came from those workers before is deferred until then."""
+        """Leave lost workers, but not while stages join: frames that they sent are deferred."""
         configuration = self._context.configuration
         if configuration is None or self._takeover.waiting:
             return
@@ -400,9 +399,9 @@ class Changeover:
             self._leave(peer)
 
     def _leave(self, worker_id: str) -> None:
-        """A worker outside the own group is gone, to or from which requests may move.
+        """Stop waiting for a lost worker of another group of this change.
 
-        KV that it had is computed again, and requests that it leads now are over.
+        Its KV is computed again, and requests that it leads now are over.
         """
         self._lost |= {worker_id}
         self._handover.lose(worker_id, self._lost)
@@ -446,17 +445,17 @@ class Changeover:
         self._context.change(IterationFinished(now_s, frame.tokens, frame.number, frame.notes))
 
     def _note_drained(self, _peer: str, frame: frames.Drained) -> None:
-        """The leader says so: what it has released is free, and what still comes is given up.
+        """The leader has drained: blocks that it released are free, later microbatches ignored.
 
-        From stage to stage, as microbatches go: none is behind it, so that every stage has the
-        blocks of all that were ever launched.
+        The frame goes from stage to stage behind all microbatches, so that every stage has the
+        blocks of all that were launched.
         """
         self._context.change(MicrobatchFollowed(frame.released))
         self._drained = True
         self._context.send_along(frame)
 
     def _note_all_adopted(self, peer: str, _frame: frames.AllAdopted) -> None:
-        """No `Adopt` follows from an old leader; from the own one, which drains, no `Adopted`."""
+        """No `Adopt` follows from an old leader. From this member's leader: no `Adopted` either."""
         self._takeover.note_all_adopted(peer)
         if peer == self._context.leader:
             self._leader_has_left = True

@@ -21,7 +21,7 @@ from services.core.planner.sequence_names import request_of
 
 
 class Takeover:
-    """Frames that come before all stages have joined are deferred: blocks are not counted yet."""
+    """Defers frames until all stages have joined: their blocks are not counted before."""
 
     def __init__(self, context: MemberContext, moves: LeaderMoves, handover: Handover) -> None:
         self._context = context
@@ -104,7 +104,7 @@ class Takeover:
         if name in sequences:
             self._moves.add(name, adopt.origin, adopt.stages, adopt.highest_block)
         else:
-            # It is too large for this leader, and was refused, or nobody wants it any more.
+            # It was refused as too large for this leader, or nobody wants it any more.
             for stage in adopt.stages:
                 context.send(stage.worker_id, FreeKv(name, whole_table=True))
 

@@ -117,7 +117,7 @@ class GroupUse:
 
     @property
     def can_split(self) -> bool:
-        """Whether all its requests would fit into each member alone."""
+        """Whether its KV in use fits into each member alone; requests that wait do not count."""
         least = min(member.unmerged_tokens for member in self.members)
         return len(self.members) > 1 and self.used_tokens <= least
 

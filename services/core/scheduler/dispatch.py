@@ -1,7 +1,7 @@
 """Which group takes a request: filter and score; `GroupIndex.pick` picks.
 
-Filters and scores are small pure functions; `SCORES` has the scores by name. A score depends on
-the load alone; what changes with time is a filter.
+Filters and scores are small pure functions. `SCORES` has the scores by name; the scheduler's option
+`dispatch` chooses one. A score depends on the load alone; what changes with time is a filter.
 """
 
 from collections.abc import Callable

@@ -169,7 +169,7 @@ async def test_a_role_may_call_what_its_row_says_and_nothing_else(
     assert answers == expected
 
 
-async def test_a_method_without_a_row_is_nobodys(
+async def test_a_method_without_a_row_is_refused_to_all(
     certified: Certified, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     method = "/tideserve.worker.v1.WorkerService/Generate"
@@ -180,7 +180,7 @@ async def test_a_method_without_a_row_is_nobodys(
                 assert await answer_of(channel, method) is grpc.StatusCode.PERMISSION_DENIED
 
 
-async def test_a_refusal_says_who_may(certified: Certified) -> None:
+async def test_a_refusal_names_the_role_that_may_call(certified: Certified) -> None:
     async with (
         serving(certified.transport("worker")) as address,
         certified.transport("scheduler").dial(address, "worker") as channel,
@@ -227,7 +227,7 @@ async def test_without_a_certificate_nothing_is_answered(certified: Certified) -
             assert await answer_of(channel, health) is grpc.StatusCode.UNAVAILABLE
 
 
-async def test_who_is_of_another_role_is_not_talked_to(certified: Certified) -> None:
+async def test_a_server_of_another_role_is_not_called(certified: Certified) -> None:
     """Whatever its address: etcd could name a wrong one."""
     async with (
         serving(certified.transport("worker")) as address,

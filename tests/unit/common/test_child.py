@@ -30,7 +30,7 @@ def test_a_child_reads_writes_and_ends_under_both_event_loops() -> None:
     uvloop.run(run())
 
 
-async def test_a_child_is_killed_and_whoever_gives_up_waiting_harms_nobody() -> None:
+async def test_a_child_is_killed_and_a_cancelled_wait_harms_no_other() -> None:
     child = Child(SLEEP, new_session=True, quiet=True)
     waiting = asyncio.create_task(child.wait())
     await asyncio.sleep(0)

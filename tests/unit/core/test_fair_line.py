@@ -36,7 +36,7 @@ def test_what_all_have_leaves_every_line() -> None:
     assert len(line) == 1 and line.next() == "own" and line.next() is None
 
 
-def test_who_is_passed_over_keeps_their_turn() -> None:
+def test_an_owner_that_is_passed_over_keeps_its_turn() -> None:
     line = FairLine[str](9)
     for owner, item in (("a", "a1"), ("a", "a2"), ("b", "b1"), ("c", "c1"), ("b", "b2")):
         assert line.join(owner, item)

@@ -20,7 +20,7 @@ def leave(steadiness: Steadiness, worker_id: str, *times_s: float) -> None:
     steadiness.check_invariants()
 
 
-def test_who_leaves_often_flaps_until_it_stays() -> None:
+def test_a_worker_that_leaves_often_flaps_until_it_stays() -> None:
     seen = Steadiness()
     leave(seen, "w0", *(10.0 * number for number in range(LEAVES_MAX - 1)))
     assert not seen.flaps("w0", 20.0)
@@ -54,7 +54,7 @@ def test_what_is_remembered_is_bounded_by_number_and_age() -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_it_judges_as_a_look_at_the_whole_past_would(seed: int) -> None:
+def test_it_judges_as_the_whole_history_would(seed: int) -> None:
     rng, seen, now_s = random.Random(seed), Steadiness(), 0.0
     left_s: dict[str, list[float]] = {name: [] for name in ("a", "b", "c")}
     away = set[str]()

@@ -108,7 +108,7 @@ def merged_at(state: ActionState, now_s: float) -> set[str]:
     return {name for change in plan.changes for name in change.group_ids}
 
 
-def test_who_falls_silent_often_is_not_merged() -> None:
+def test_a_worker_that_falls_silent_often_is_not_merged() -> None:
     state = ActionState(backoff_s=1.0, backoff_max_s=1.0)
     for minute in range(3):
         looks(state, FACTS, 60.0 * minute, 60.0 * minute + 50)
@@ -116,7 +116,7 @@ def test_who_falls_silent_often_is_not_merged() -> None:
     assert "group-w1" not in merged_at(state, 180.0)
 
 
-def test_a_stall_of_the_memory_manager_is_nobodys_leaving() -> None:
+def test_a_stall_of_the_memory_manager_does_not_count_as_leaving() -> None:
     """The first looks after it find no report, then some, for a moment."""
     state = ActionState(backoff_s=1.0, backoff_max_s=1.0)
     for minute in range(4):
@@ -127,7 +127,7 @@ def test_a_stall_of_the_memory_manager_is_nobodys_leaving() -> None:
     assert merged_at(state, 240.0) == {"group-w0", "group-w1"}
 
 
-def test_if_all_are_silent_at_once_none_of_them_has_left() -> None:
+def test_workers_that_are_silent_all_at_once_have_not_left() -> None:
     state = ActionState(backoff_s=1.0, backoff_max_s=1.0)
     for minute in range(4):
         looks(state, FACTS, 60.0 * minute, 60.0 * minute + 50)
@@ -148,7 +148,7 @@ def test_workers_that_cannot_drop_are_left_out(changes: dict[str, Any]) -> None:
     "changes",
     [{"model_digest": "another"}, {"build": "2:another"}, {"settings": "block_size 32"}],
 )
-def test_who_has_other_weights_or_code_joins_nobody(changes: dict[str, Any]) -> None:
+def test_workers_with_other_weights_or_code_do_not_merge(changes: dict[str, Any]) -> None:
     facts = FACTS | {"w1": replace(FACTS["w1"], **changes)}
     (change,) = merges([alone("w0"), alone("w1"), alone("w2")], facts, {}, 1)
     assert change.group_ids == ("group-w0", "group-w2")
@@ -156,7 +156,7 @@ def test_who_has_other_weights_or_code_joins_nobody(changes: dict[str, Any]) -> 
         merges([alone("w0"), alone("w1")], facts, {}, 1)
 
 
-def test_each_weights_of_a_name_merge_by_their_own_shape() -> None:
+def test_different_weights_of_one_name_merge_by_their_own_shape() -> None:
     """A first release of a model with four layers, and its next one with eight."""
     eight = ModelShape(8, 1000, 0, 0, False, 5)
     later = {
@@ -195,7 +195,7 @@ def test_a_full_group_merges_with_one_that_has_room() -> None:
     assert plan.changes == () and "no group that has room" in plan.reason
 
 
-def test_what_merges_that_run_will_gain_is_not_gained_again() -> None:
+def test_tokens_that_running_merges_will_free_are_not_asked_for_again() -> None:
     state = ActionState(1.0, 1.0)
     groups = [alone(name) for name in FACTS]
 
@@ -320,7 +320,7 @@ async def test_a_split_does_not_wait_because_there_was_no_merge() -> None:
         assert len(one.driver.asked) == 1
 
 
-async def test_a_split_that_cannot_be_keeps_no_merge_waiting() -> None:
+async def test_an_impossible_split_keeps_no_merge_waiting() -> None:
     async with bench() as one:
         assert "are being changed already" in await one.act(Action.SPLIT, "group-gone")
         await one.act(Action.MERGE)

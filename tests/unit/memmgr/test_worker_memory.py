@@ -11,7 +11,7 @@ LOAD = Load(1, 0, 4, 0, kv_blocks_total=9)
 MEMORY = memory_report("w0", EngineReport(LOAD, epoch=3), "a")
 
 
-def test_reports_of_strangers_are_ignored() -> None:
+def test_reports_of_unregistered_workers_are_ignored() -> None:
     view = MemoryView()
     view.report(MEMORY)
     assert view.workers() == []

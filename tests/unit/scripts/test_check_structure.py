@@ -40,7 +40,7 @@ def function(text: str) -> check_structure.Function:
     return next(check_structure.functions(ast.parse(text)))
 
 
-def test_two_packages_that_import_each_other_are_a_knot() -> None:
+def test_two_packages_that_import_each_other_are_a_cycle() -> None:
     found = check_structure.knots(
         read(
             a="", a__x="from a.b.y import f", a__b="", a__b__y="import a.z", a__z="", c="import a.x"
@@ -51,7 +51,7 @@ def test_two_packages_that_import_each_other_are_a_knot() -> None:
     assert found["cycle a.b"] == "a.b is in a cycle of packages: a.b.y imports a.z"
 
 
-def test_a_knot_over_three_packages_leaves_out_who_only_looks_on() -> None:
+def test_a_cycle_of_three_packages_leaves_out_one_that_only_imports_them() -> None:
     found = check_structure.knots(
         read(
             a="",
@@ -67,7 +67,7 @@ def test_a_knot_over_three_packages_leaves_out_who_only_looks_on() -> None:
     assert list(found) == ["cycle a", "cycle b", "cycle c"]
 
 
-def test_imports_inside_a_package_are_no_knot() -> None:
+def test_imports_inside_a_package_are_no_cycle() -> None:
     assert not check_structure.knots(
         read(a="", a__x="from a import y", a__y="from a.x import f", a__b="", a__b__z="import os")
     )

@@ -59,7 +59,7 @@ def test_a_range_is_covered_as_a_whole():
     assert len(list(check_ways([Way("worker", "worker", 50063, 50095)], [both]))) == 2
 
 
-def test_strangers_come_in_where_no_source_is_named():
+def test_any_source_may_call_where_none_is_named():
     assert not lets_strangers_in([IN], "worker", 50051)
     assert lets_strangers_in([policy("worker", ingress=[{}])], "worker", 50051)
     everywhere = {"from": [{"namespaceSelector": {}}], "ports": [{"port": 50051}]}

@@ -25,7 +25,7 @@ def moved(request_id: str, epoch: int) -> MovedRequest:
     return MovedRequest(request_id, "w", "w:1", "g", epoch, 0)
 
 
-def test_the_two_meet_in_either_order() -> None:
+def test_a_request_and_its_reader_may_come_in_either_order() -> None:
     arrivals: Arrivals[str] = Arrivals()
     assert arrivals.adopt(adopted("a", 5), 0.0)
     assert arrivals.match("a") is None

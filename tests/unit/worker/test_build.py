@@ -21,6 +21,6 @@ def test_every_file_and_its_name_counts(tmp_path: Path) -> None:
     assert code_digest(tmp_path, ["core"]) == seen[-1]
 
 
-def test_that_of_this_tree_does_not_depend_on_who_asks() -> None:
+def test_the_build_of_this_tree_is_always_the_same() -> None:
     assert code_digest() == code_digest()
     assert len(code_digest()) == 64

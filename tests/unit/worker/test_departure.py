@@ -28,7 +28,7 @@ SHARED = Place("g", 4, leads=False, shared=True)
         (replace(IDLE, epoch=5), ALONE, 0, False),
     ],
 )
-def test_who_holds_what_others_need_stays(
+def test_a_worker_stays_while_others_need_what_it_holds(
     report: EngineReport, place: Place | None, active: int, needed: bool
 ) -> None:
     assert is_needed(report, place, active) is needed

@@ -61,7 +61,7 @@ def test_it_has_the_names_that_dashboards_read() -> None:
     assert value(found, bucket, **LABELS, le="256.0") == 2
 
 
-def test_its_memory_and_times_are_told() -> None:
+def test_a_worker_tells_its_memory_and_times() -> None:
     found = told(engine(), place=Place("g", 4, True, shared=True))
     expected = {
         "budget_bytes": 10_000,

@@ -64,7 +64,7 @@ async def test_a_request_that_came_is_told_to_the_scheduler() -> None:
     assert (beside.number, list(beside.received_request_ids)) == (3, ["request"])
 
 
-async def test_of_a_frozen_engine_nothing_is_told_until_it_speaks() -> None:
+async def test_a_frozen_engine_is_not_reported_until_it_speaks() -> None:
     frozen = make_reporter(responsive=False)
     first = [
         asyncio.ensure_future(anext(one))

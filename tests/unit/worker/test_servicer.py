@@ -348,7 +348,7 @@ async def test_attaching_before_the_request_comes() -> None:
         ]
 
 
-async def test_who_waits_in_vain_is_given_up() -> None:
+async def test_a_stream_that_waits_too_long_for_its_request_fails() -> None:
     async with Bench() as bench:
         call = bench.stub.Generate()
         bench.emit(adopted("kept"), adopted("ended"), adopted("refused"))

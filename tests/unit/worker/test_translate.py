@@ -58,7 +58,7 @@ def rows(first: int, end: int) -> LogprobRows:
 
 @pytest.mark.parametrize("emitted", [0, 1, 4])
 @pytest.mark.parametrize("from_index", [0, 1, 4, 6])
-def test_who_attaches_gets_every_row_once(emitted: int, from_index: int) -> None:
+def test_an_attached_reader_gets_every_row_once(emitted: int, from_index: int) -> None:
     kept = arrivals(rows(0, emitted) if emitted else None, emitted)
     for index in range(emitted, 6):
         kept.add_token(token(index))
@@ -94,7 +94,7 @@ def test_a_prompts_rows_come_with_its_first_token_after_a_move() -> None:
     assert len(event.prompt_logprobs) == 2 and len(event.token_ids) == 1
 
 
-def test_nobody_who_did_not_ask_is_told() -> None:
+def test_log_probabilities_are_told_only_where_they_are_asked_for() -> None:
     kept: Arrivals[None] = Arrivals()
     kept.adopt(AdoptedRequest("a", "g", 8, [50]), 0.0)
     kept.add_token(EmitToken("a", 1, 51, FinishReason.STOP))

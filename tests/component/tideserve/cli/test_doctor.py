@@ -122,7 +122,7 @@ async def test_nothing_is_wrong(world: World) -> None:
     assert "5 services and 4 lanes can be reached from here" in told
 
 
-async def test_who_sees_the_gateway_only_is_told_so() -> None:
+async def test_a_user_who_reaches_only_the_gateway_is_told_so() -> None:
     with refusing_address() as address:
         found = await examine(DoctorTarget(url=f"http://{address}"))
     (sentence,) = wrong(found, Level.WARNING)

@@ -100,7 +100,7 @@ def test_a_dead_process_is_started_again_and_its_children_go_with_it(make: Any) 
         assert cluster.etcd_url == old_url
 
 
-def test_a_deaf_process_is_killed_at_the_second_request(make: Any) -> None:
+def test_a_process_that_ignores_signals_is_killed_at_the_second_request(make: Any) -> None:
     # Without the second request it would have ten minutes to end by itself.
     with make(workers=1, gateway={"fake_deaf": True, "drain_timeout_s": 600}) as cluster:
         os.kill(cluster.up_pid, signal.SIGINT)

@@ -397,13 +397,13 @@ def test_a_broken_invariant_is_told_in_a_sentence(
     )
 
 
-def test_tokens_that_are_lost_on_the_way_are_missed() -> None:
+def test_tokens_lost_on_the_way_are_noticed() -> None:
     run = Run()
     change(run.gateway, TokensForwarded, 2, token_ids=(11,))
     assert run.audit().violations == ["I8: r ended (length) with 2 of 3 tokens"]
 
 
-def test_who_aborts_or_is_refused_has_ended_and_an_engine_that_died_is_asked_nothing() -> None:
+def test_aborted_and_refused_requests_have_ended_and_a_dead_engine_owes_nothing() -> None:
     run = Run()
     run.b += [
         Line(EVENT, RequestArrived(40.0, request("t"))),
@@ -436,7 +436,7 @@ def test_a_second_attempt_after_an_aborted_one_needs_its_own_consent_only() -> N
     assert run.audit().violations == []
 
 
-def test_what_is_broken_very_often_is_told_a_hundred_times() -> None:
+def test_an_invariant_broken_very_often_is_told_a_hundred_times() -> None:
     findings = Findings()
     for number in range(VIOLATIONS_MAX + 50):
         findings.check("I8", False, "number {}", number)

@@ -108,7 +108,7 @@ def test_a_leader_waits_for_what_is_in_flight() -> None:
     assert pair.b.machine.planner.table.request_ids == ("r",)
 
 
-def test_blocks_of_what_was_given_up_are_free_at_every_stage() -> None:
+def test_blocks_of_discarded_microbatches_are_free_at_every_stage() -> None:
     pair = Pair()
     pair.part()
     sent = pair.a.turn(DRAIN_TIMEOUT_S + 0.1)
@@ -125,7 +125,7 @@ def test_blocks_of_what_was_given_up_are_free_at_every_stage() -> None:
     assert "r" in pair.a.machine.planner.sequences
 
 
-def test_blocks_of_who_never_ran_are_free_before_the_next_leader_counts() -> None:
+def test_blocks_of_a_request_that_never_ran_are_free_before_the_next_leader_counts() -> None:
     """Requests are dealt by the blocks that they have then."""
     pair = Pair()
     pair.arrive("long", 40)
@@ -144,7 +144,7 @@ def test_blocks_of_who_never_ran_are_free_before_the_next_leader_counts() -> Non
     assert pair.b.machine.planner.table.request_ids == ("r", "long")
 
 
-def test_a_stage_gives_a_leader_up_in_the_end() -> None:
+def test_a_stage_switches_without_its_leader_after_a_deadline() -> None:
     pair = Pair()
     pair.part()
     pair.b.turn(DRAINED_TIMEOUT_S)

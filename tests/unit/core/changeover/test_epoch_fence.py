@@ -16,7 +16,7 @@ def test_a_frame_counts_in_its_own_epoch_only() -> None:
     assert not fence.admits(3, "late")
 
 
-def test_who_passes_an_epoch_over_drops_its_frames() -> None:
+def test_a_member_that_skips_an_epoch_drops_its_frames() -> None:
     fence: EpochFence[str] = EpochFence(epoch=1)
     for epoch in (2, 3, 4):
         assert not fence.admits(epoch, f"of {epoch}")

@@ -59,14 +59,14 @@ def take_own(machine: Changeover, commands: list[words.Command]) -> None:
         take_own(machine, received(machine, "a", frame))
 
 
-def test_who_still_expects_requests_says_that_it_has_left() -> None:
+def test_a_member_that_still_expects_requests_says_that_it_leaves() -> None:
     b = member("b")
     enter(b, APART)
     assert not b.settled, "a has not said that it hands over no more"
     assert frames_to("a", enter(b, LOST)) == [Passed()]
 
 
-def test_who_has_settled_says_nothing() -> None:
+def test_a_settled_member_does_not_say_that_it_leaves() -> None:
     b = member("b")
     enter(b, APART)
     received(b, "c", Joined(16, 0))
@@ -78,7 +78,7 @@ def test_who_has_settled_says_nothing() -> None:
 
 
 @pytest.mark.parametrize("entered", [True, False])
-def test_what_was_handed_to_it_comes_back(entered: bool) -> None:
+def test_requests_handed_to_a_member_that_left_come_back(entered: bool) -> None:
     """Whether or not the peer had entered the epoch: a request without KV runs at once."""
     a = member("a")
     enter(a, BOTH)

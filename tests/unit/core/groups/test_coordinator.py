@@ -262,7 +262,7 @@ def test_changes_wait_for_their_turn_but_not_those_by_hand() -> None:
     assert cluster.steps["w4+w5"] == [PREPARING], "a stable change makes room"
 
 
-def test_who_loses_the_leadership_fails_what_it_has_not_committed() -> None:
+def test_a_lost_leadership_fails_every_change_that_is_not_committed() -> None:
     cluster = Cluster()
     cluster.ask("c", merge("w0", "w1"))
     cluster.commit_all()

@@ -94,7 +94,7 @@ def store() -> Store:
     return Store()
 
 
-def test_who_is_gone_for_long_is_forgotten_at_a_floor_above_all_its_epochs(store: Store) -> None:
+def test_a_worker_that_is_gone_for_long_is_forgotten_at_a_floor_above_all_its_epochs(store: Store) -> None:
     store.left_behind("w0", epoch=41)
     assert store.read(0.0) == []
     assert store.pass_time(GONE_AFTER_S - 0.1) == []
@@ -111,7 +111,7 @@ def test_who_is_gone_for_long_is_forgotten_at_a_floor_above_all_its_epochs(store
 
 
 @pytest.mark.parametrize("restarted", [False, True])
-def test_who_comes_back_gets_an_epoch_above_all_it_has_seen(store: Store, restarted: bool) -> None:
+def test_a_worker_that_comes_back_gets_an_epoch_above_all_it_has_seen(store: Store, restarted: bool) -> None:
     store.left_behind("w0", epoch=41)
     store.read(0.0)
     (removal,) = store.pass_time(GONE_AFTER_S)
@@ -124,7 +124,7 @@ def test_who_comes_back_gets_an_epoch_above_all_it_has_seen(store: Store, restar
     assert [one.epoch for one in settlement.assignments] == [42]
 
 
-def test_who_comes_back_in_time_keeps_its_records(store: Store) -> None:
+def test_a_worker_that_comes_back_in_time_keeps_its_records(store: Store) -> None:
     store.left_behind("w0", epoch=3)
     store.read(0.0)
     store.register("w0", "w0-b")
@@ -183,7 +183,7 @@ def test_many_are_forgotten_some_at_a_time(store: Store) -> None:
     assert store.epoch_floor == FORGOTTEN_MAX + 3
 
 
-def test_who_does_not_lead_removes_nothing(store: Store) -> None:
+def test_a_standby_removes_nothing(store: Store) -> None:
     store.state = GroupState(ProtocolConfig(gone_after_s=GONE_AFTER_S))
     store.left_behind("w0", epoch=3)
     assert store.read(0.0) == []

@@ -91,14 +91,14 @@ def test_a_record_that_bears_the_mark_may_come_before_the_request(state: MemberS
     assert state.ask(ASKED).verdict is Verdict.ACCEPTED
 
 
-def test_what_a_commit_that_was_not_seen_has_fetched_is_not_lost(state: MemberState) -> None:
+def test_layers_fetched_for_a_commit_that_was_not_seen_are_kept(state: MemberState) -> None:
     """The target may have been committed and followed by another one before anybody looked."""
     state.ask(ASKED)
     later = replace(ALONE, epoch=6, phase=GroupPhase.DEGRADED)
     assert state.observe([StoredGroup(later, 50)]) == [Apply(later, superseded="7-1")]
 
 
-def test_nor_is_it_lost_while_the_member_has_no_place(state: MemberState) -> None:
+def test_a_prepared_layer_is_kept_while_the_member_has_no_group(state: MemberState) -> None:
     """The target was committed, unseen, and dissolved when the member's lease had ended."""
     state.ask(ASKED)
     gone_on = Group("group-w0", 5, GroupPhase.DISSOLVED, (), "m")
@@ -108,7 +108,7 @@ def test_nor_is_it_lost_while_the_member_has_no_place(state: MemberState) -> Non
     assert state.observe([StoredGroup(back, 40)]) == [Apply(back, superseded="7-1")]
 
 
-def test_a_tombstone_and_another_incarnations_record_are_nobodys(state: MemberState) -> None:
+def test_a_tombstone_and_a_record_of_another_incarnation_have_no_effect(state: MemberState) -> None:
     gone = replace(ALONE, epoch=9, phase=GroupPhase.DISSOLVED, members=())
     other = replace(ALONE, epoch=9, members=(Member("w0", "z", 0, 4),))
     assert state.observe([StoredGroup(gone, 60)]) == []

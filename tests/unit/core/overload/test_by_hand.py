@@ -42,19 +42,19 @@ def test_groups_merge_in_the_order_in_which_they_are_named() -> None:
     assert counts(all_of_them) == [("w0", 4), ("w1", 4), ("w2", 4)]
 
 
-def test_who_has_less_memory_runs_fewer_layers() -> None:
+def test_a_member_with_less_memory_runs_fewer_layers() -> None:
     facts = FACTS | {"w1": replace(FACTS["w1"], arena_bytes=ARENA_BYTES // 2)}
     (stages,) = merge_of(ALONE[:2], [], facts).targets
     assert counts(stages) == [("w0", 8), ("w1", 4)]
 
 
-def test_who_is_about_to_stop_joins_nobody() -> None:
+def test_a_leaving_worker_merges_with_nobody() -> None:
     facts = FACTS | {"w1": replace(FACTS["w1"], draining=True)}
     with pytest.raises(InvalidChange, match="w1 is about to stop; name other groups"):
         merge_of(ALONE, [], facts)
 
 
-def test_who_keeps_a_large_head_runs_fewer_layers() -> None:
+def test_a_member_that_keeps_a_large_head_runs_fewer_layers() -> None:
     shape = replace(SHAPE, head_bytes=8000, head_cost=8.0)
     facts = {name: replace(one, shape=shape, arena_bytes=30_000) for name, one in FACTS.items()}
     (stages,) = merge_of(ALONE[:2], [], facts).targets

@@ -139,7 +139,7 @@ def common(one: tuple[PlanGroup, ...], other: tuple[PlanGroup, ...]) -> tuple[st
     return prefix
 
 
-def test_it_is_the_plain_algorithm() -> None:
+def test_the_fast_plan_is_that_of_the_plain_algorithm() -> None:
     """Without equal KV there is one answer."""
     rng = Random(5)
     shares = set()
@@ -225,7 +225,7 @@ def test_near_before_little_kv_before_far() -> None:
     assert len(odd.members) == 5
 
 
-def test_odd_one_joins_the_nearest() -> None:
+def test_an_odd_group_joins_the_nearest() -> None:
     groups = [
         group("g0", KEYS[0], place="xp1"),
         group("g1", KEYS[0], 2, place="yq1"),
@@ -235,7 +235,7 @@ def test_odd_one_joins_the_nearest() -> None:
     assert merge.group_ids == ("g0", "g2")
 
 
-def test_odd_one_joins_the_one_with_least_kv_of_those_as_near() -> None:
+def test_an_odd_group_joins_the_one_with_least_kv_of_those_as_near() -> None:
     groups = [
         group("g0", KEYS[0], place="xp1"),
         group("g1", KEYS[0], 2, place="xp2", kv=5),

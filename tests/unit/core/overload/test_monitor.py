@@ -186,7 +186,7 @@ def test_below_the_threshold_of_a_split_a_full_group_is_no_overload() -> None:
     assert decisions_of((full_beside_half_empty(0)[1], *idle)) == []
 
 
-def test_a_group_that_a_member_leaves_does_not_hold_the_others_up() -> None:
+def test_a_group_with_a_leaving_member_does_not_hold_up_other_groups() -> None:
     pair = tuple(MemberUse(f"w{n}", 5600, 100, 1300) for n in range(2))
     leaving = GroupUse("g0", MODEL, pair, draining=True)
     flooded = tuple(
@@ -325,7 +325,7 @@ def test_silent_groups_hold_nothing() -> None:
     assert decisions_of(unknown, 40, queue) == []
 
 
-def test_what_a_draining_worker_holds_is_no_capacity() -> None:
+def test_kv_of_a_leaving_worker_is_no_capacity() -> None:
     members = (MemberUse("w0", 1000, 0, 1000),)
     draining = GroupUse("g0", MODEL, members, draining=True)
     full = GroupUse("g1", MODEL, (MemberUse("w1", 1000, 1000, 1000),))
@@ -345,7 +345,7 @@ def test_a_group_that_changes_over_for_ever_holds_nobody_up_for_ever() -> None:
     assert decisions_of((changing, leaving), 5)[0].group_ids == ("x0",)
 
 
-def test_a_worker_that_falls_silent_now_and_then_does_not_undo_the_dwell() -> None:
+def test_a_worker_that_falls_silent_now_and_then_does_not_restart_the_dwell_time() -> None:
     pair = tuple(MemberUse(f"w{n}", 1800, 100, 1000) for n in range(2))
     merged = GroupUse("g0", MODEL, pair)
     monitor, found = OverloadMonitor(), []
@@ -462,7 +462,7 @@ def test_a_regretted_split_makes_the_next_wait_longer() -> None:
     assert dwells == [5.0, 10.0, 20.0, 40.0, 80.0, 80.0]
 
 
-def test_who_is_about_to_stop_is_let_go_however_full_its_group_is(world: World) -> None:
+def test_a_group_with_a_leaving_member_splits_however_full_it_is(world: World) -> None:
     """Also while there is overload; a group of one need not be split."""
     world.used, world.queued_tokens = 2500, 1000
     world.merged = True

@@ -107,7 +107,7 @@ def test_a_jump_equals_its_steps(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_after_the_runway_something_happens(seed: int) -> None:
+def test_after_the_fast_forward_something_happens(seed: int) -> None:
     rng = random.Random(seed)
     config = random_config(rng)
     state = PlannerState(config)
@@ -135,7 +135,7 @@ def test_after_the_runway_something_happens(seed: int) -> None:
     assert not state.sequences and state.pool.free_count == config.num_blocks
 
 
-def test_no_runway_where_something_may_happen() -> None:
+def test_no_fast_forward_where_something_may_happen() -> None:
     config = IterationConfig(4, 100, 8, 8, 10)
     state = PlannerState(config)
     assert decode_runway(state) == 0, "nobody runs"

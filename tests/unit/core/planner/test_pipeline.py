@@ -158,7 +158,7 @@ def test_discarded_positions_run_again_and_late_results_are_ignored() -> None:
         state.handle(IterationDropped(0.0))
 
 
-def test_the_smallest_stage_admits() -> None:
+def test_the_smallest_stage_limits_what_starts() -> None:
     state = make_state(num_blocks=40)
     state.handle(CapacityReported(1, 10))
     arrive(state, "a", 20, 4)
@@ -176,7 +176,7 @@ def test_the_smallest_stage_admits() -> None:
         state.handle(CapacityReported(2, 1))
 
 
-def test_a_promise_is_kept_before_newcomers_start() -> None:
+def test_promised_blocks_are_given_before_new_requests_start() -> None:
     """A group of two takes over a sequence of the second's; its KV has to move to the first."""
     source = make_state(stages=1)
     started(source, "moved", prompt=30)
@@ -206,7 +206,7 @@ def test_a_promise_is_kept_before_newcomers_start() -> None:
     assert run == ["moved", "own"]
 
 
-def test_what_never_ran_has_no_blocks_when_a_configuration_ends() -> None:
+def test_a_sequence_that_never_ran_has_no_blocks_when_a_configuration_ends() -> None:
     """Another leader counts what `table` has then, and is told that such a sequence has none."""
     state = make_state(num_blocks=40)
     started(state, "a")
@@ -230,7 +230,7 @@ def test_what_never_ran_has_no_blocks_when_a_configuration_ends() -> None:
     state.check_invariants()
 
 
-def test_who_starts_over_is_counted_until_its_stages_say_that_its_blocks_are_free() -> None:
+def test_a_reset_sequence_is_counted_until_its_stages_say_that_its_blocks_are_free() -> None:
     state = make_state()
     started(state, "a", prompt=9)
     output, blocks = state.export("a").output_ids, state.sequences["a"].blocks

@@ -54,7 +54,7 @@ def full() -> PlannerState:
     return state
 
 
-def test_those_that_have_waited_for_long_without_room_go_back_in_order() -> None:
+def test_requests_that_wait_long_without_room_go_back_in_order() -> None:
     state = full()
     for name in ("first", "second"):
         arrive(state, name, 20, 1.0, returnable=True)
@@ -68,13 +68,13 @@ def test_those_that_have_waited_for_long_without_room_go_back_in_order() -> None
     assert list(state.sequences) == ["runs", "stays"] and state.return_due_s is None
 
 
-def test_none_goes_back_while_one_can_start() -> None:
+def test_no_request_goes_back_while_one_can_start() -> None:
     state = full()
     arrive(state, "short", 2, 1.0, returnable=True)
     assert state.return_due_s is None
 
 
-def test_one_that_has_begun_stays_even_if_it_lost_its_blocks() -> None:
+def test_a_request_that_has_begun_stays_even_if_it_lost_its_blocks() -> None:
     state = full()
     state.handle(IterationFinished(0.1, {"runs": 1}))
     state.handle(SequencePreempted("runs"))
@@ -82,7 +82,7 @@ def test_one_that_has_begun_stays_even_if_it_lost_its_blocks() -> None:
     assert list(state.sequences) == ["runs"]
 
 
-def test_one_from_another_leader_stays() -> None:
+def test_an_adopted_request_stays() -> None:
     state, other = full(), make_state()
     arrive(other, "moved", 20, 1.0, returnable=True)
     assert state.handle(SequenceAdopted(other.export("moved"))) == []
@@ -90,7 +90,7 @@ def test_one_from_another_leader_stays() -> None:
 
 
 @pytest.mark.parametrize("read", [False, True])
-def test_one_that_is_held_goes_back_afterwards_whether_somebody_looked_or_not(read: bool) -> None:
+def test_a_held_request_goes_back_afterwards_whether_somebody_looked_or_not(read: bool) -> None:
     state = full()
     arrive(state, "held", 20, 1.0, returnable=True)
     state.handle(SequenceHeld("held"))
@@ -103,7 +103,7 @@ def test_one_that_is_held_goes_back_afterwards_whether_somebody_looked_or_not(re
     assert returned(state, 10.0) == ["held"]
 
 
-def test_one_with_tokens_stays_even_if_it_was_reset() -> None:
+def test_a_request_with_tokens_stays_even_if_it_was_reset() -> None:
     state = full()
     state.handle(IterationFinished(0.1, {"runs": 1}))
     state.handle(SequenceReset("runs"))

@@ -40,7 +40,7 @@ def test_the_names_process_cannot_be_mistaken_for_a_part_of_the_id() -> None:
         NameSource("w#0")
 
 
-def test_only_what_answers_is_told_and_its_last_word_ends_it() -> None:
+def test_only_the_current_sequence_of_a_request_answers_and_its_end_is_final() -> None:
     names = Engine("w0")
     first = names.start("r")
     assert told(names, EmitToken(first, 0, 7, None)) == [EmitToken(first, 0, 7, None)]
@@ -58,7 +58,7 @@ def test_only_what_answers_is_told_and_its_last_word_ends_it() -> None:
     assert told(names, MoveBlocks(())) == [MoveBlocks(())], "that is for no client"
 
 
-def test_who_was_adopted_is_known_until_another_one_begins() -> None:
+def test_an_adopted_sequence_is_known_until_another_one_begins() -> None:
     there, here = Engine("w0"), Engine("w1")
     name = there.start("r")
     here.adopt(name)

@@ -148,7 +148,7 @@ def test_overflow_preempts_the_newest_and_the_oldest_advances() -> None:
 
 
 @pytest.mark.parametrize("overtaken_max", [0, 3])
-def test_short_ones_overtake_one_that_does_not_fit_but_not_for_ever(overtaken_max: int) -> None:
+def test_short_requests_overtake_one_that_does_not_fit_but_not_for_ever(overtaken_max: int) -> None:
     state, rng = make_state(max_batch_tokens=64, overtaken_max=overtaken_max), random.Random(1)
     state.handle(RequestArrived(0.0, make_request("runs", 40, 16, rng)))
     model, outputs, started = FakeModel(state.config), {}, []
@@ -250,7 +250,7 @@ def test_bounds_are_checked() -> None:
         make_state(max_running=17)
 
 
-def test_who_cannot_go_on_is_refused_and_leaves_nothing() -> None:
+def test_a_sequence_that_cannot_go_on_is_refused_and_leaves_nothing() -> None:
     """No token could be chosen: of one at its first, of another in the middle."""
     state, rng = make_state(), random.Random(0)
     for name in ("first", "later", "fine"):
@@ -284,7 +284,7 @@ def test_who_cannot_go_on_is_refused_and_leaves_nothing() -> None:
     assert not state.sequences and state.pool.free_count == state.config.num_blocks
 
 
-def test_a_sampler_is_told_once_and_again_after_a_preemption() -> None:
+def test_sampling_terms_are_sent_once_and_again_after_a_preemption() -> None:
     state, rng = make_state(), random.Random(0)
     sampling = Sampling(repetition_penalty=1.2)
     request = replace(make_request("a", 5, 6, rng), sampling=sampling)

@@ -53,7 +53,7 @@ def test_never_more_than_the_limit_and_a_bucket(
 
 
 @given(st.floats(0.01, 100), st.integers(1, 5000), st.integers(1, 20_000))
-def test_who_waits_as_long_as_told_has_room(first: float, per_minute: int, amount: int) -> None:
+def test_an_owner_that_waits_as_long_as_told_has_room(first: float, per_minute: int, amount: int) -> None:
     one = SharedRate(TOKENS_BURST_MIN, 1)
     one.take(first, per_minute, 0.0)
     for _ in range(3):
@@ -133,7 +133,7 @@ def test_tokens_are_reserved_and_settled() -> None:
     assert reserved(one.reserve(0, (10_000,), 0.0)).tokens == 21
 
 
-def test_who_is_in_debt_is_refused_before_anything_is_read() -> None:
+def test_an_owner_in_debt_is_refused_before_anything_is_read() -> None:
     one = use(tokens=6000)
     one.settle(reserved(one.reserve(100, (10_000,), 0.0)), 5000, True, 0.0)
     refused = exceeded(one.enter(0.0))

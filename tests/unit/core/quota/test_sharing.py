@@ -189,7 +189,7 @@ def test_places_are_shared_and_free_ones_are_found() -> None:
     assert max(busy[30:]) == 8 and pair.running["b"] == 0
 
 
-def test_owners_who_ask_nothing_are_forgotten() -> None:
+def test_owners_that_ask_nothing_are_forgotten() -> None:
     state = QuotaState()
     for n in range(100):
         state.use(f"owner-{n}", REQUESTS, 0.0).enter(0.0)

@@ -183,7 +183,7 @@ def test_with_0_the_head_of_the_line_is_not_overtaken() -> None:
     assert assigned(scheduler.report(free=30)) == ["large", "small"]
 
 
-def test_short_ones_overtake_one_that_does_not_fit_but_not_for_ever(scheduler: Scheduler) -> None:
+def test_short_requests_overtake_one_that_does_not_fit_but_not_for_ever(scheduler: Scheduler) -> None:
     scheduler.join()
     scheduler.report(free=10)
     scheduler.ask("large", prompt_tokens=320)
@@ -194,7 +194,7 @@ def test_short_ones_overtake_one_that_does_not_fit_but_not_for_ever(scheduler: S
     assert assigned(scheduler.report(free=30)) == ["large", "late"]
 
 
-def test_who_runs_has_room_to_grow(scheduler: Scheduler) -> None:
+def test_running_requests_have_room_to_grow(scheduler: Scheduler) -> None:
     scheduler.join()
     scheduler.report(free=10, running=8)
     assert assigned(scheduler.ask("needs 3")) == []
@@ -270,7 +270,7 @@ class TestRoom:
 
 
 class TestReports:
-    def test_old_ones_do_not_count(self, scheduler: Scheduler) -> None:
+    def test_old_reports_do_not_count(self, scheduler: Scheduler) -> None:
         scheduler.join()
         scheduler.report(now_s=0.0)
         assert scheduler.state.snapshot(3.0).groups_serving == 1
@@ -292,7 +292,7 @@ class TestReports:
         assert assigned(scheduler.ask("r1")) == []
         assert assigned(scheduler.report(epoch=2)) == ["r1"]
 
-    def test_one_whose_reports_end_takes_nothing(self, scheduler: Scheduler) -> None:
+    def test_a_worker_whose_reports_end_takes_nothing(self, scheduler: Scheduler) -> None:
         scheduler.join("w0")
         scheduler.join("w1")
         scheduler.report("w0")
@@ -314,7 +314,7 @@ class TestReports:
         scheduler.lose("stranger")
         assert assigned(scheduler.ask("r1")) == ["r1"]
 
-    def test_one_that_was_overtaken_only_tells_what_was_received(
+    def test_an_overtaken_report_only_tells_what_was_received(
         self, scheduler: Scheduler
     ) -> None:
         scheduler.join()
@@ -327,7 +327,7 @@ class TestReports:
         assert kinds(scheduler(ask("r3"))) == [SendTicket], "the newer one told of 5 blocks"
         assert kinds(scheduler.report(number=4)) == [SendAssignment]
 
-    def test_one_that_was_passed_on_says_nothing_about_life(self, scheduler: Scheduler) -> None:
+    def test_a_report_that_a_gateway_passed_on_is_no_sign_of_life(self, scheduler: Scheduler) -> None:
         scheduler.join()
         assert scheduler.report(passed_on=True) == []
         assert kinds(scheduler(ask("r1"))) == [SendTicket], "its worker never reported"
@@ -339,7 +339,7 @@ class TestReports:
         scheduler.report(now_s=2.9, passed_on=True)
         assert kinds(scheduler(ask("r3", now_s=3.5))) == [SendTicket], "its last report is old"
 
-    def test_one_that_was_overtaken_does_not_bring_an_old_epoch_back(
+    def test_an_overtaken_report_does_not_bring_an_old_epoch_back(
         self, scheduler: Scheduler
     ) -> None:
         scheduler.join()
@@ -369,7 +369,7 @@ class TestGroups:
         scheduler.join()
         assert assigned(scheduler.ask("r1")) == ["r1"]
 
-    def test_one_that_left_takes_nothing(self, scheduler: Scheduler) -> None:
+    def test_a_group_that_left_takes_nothing(self, scheduler: Scheduler) -> None:
         scheduler.join()
         scheduler.report()
         scheduler(GroupLeft(0.0, "group-w0"))
@@ -429,7 +429,7 @@ class TestReturns:
             failed=FailedAssignment(place.group_id, place.epoch, returned=True),
         )
 
-    def test_it_keeps_its_place_in_the_line(self) -> None:
+    def test_a_returned_request_keeps_its_place_in_the_line(self) -> None:
         scheduler = self.two_groups()
         scheduler.ask("old", now_s=0.0)
         place = self.place(scheduler.report("w0", free=3))
@@ -462,7 +462,7 @@ class TestReturns:
         stranger = scheduler.ask("r3", failed=FailedAssignment("group-w0", 1, returned=True))
         assert refusal(stranger).reason is RefusalReason.QUEUE_FULL, "it never had a place"
 
-    def test_it_comes_back_only_so_often_and_only_where_there_is_another_group(self) -> None:
+    def test_a_request_is_returned_only_so_often_and_only_where_there_is_another_group(self) -> None:
         scheduler = self.two_groups()
         scheduler.ask("r1")
         for number in range(RETURNS_MAX + 1):
@@ -497,12 +497,12 @@ class TestUnsteadyWorkers:
         (found,) = [one for one in commands if isinstance(one, SendAssignment)]
         return found.worker_id
 
-    def test_it_is_chosen_last(self) -> None:
+    def test_a_flapping_worker_is_chosen_last(self) -> None:
         scheduler = self.unsteady()
         assert self.chosen(scheduler, "r1", 30.0) == "w1", "though w0 is empty"
         assert self.chosen(scheduler, "large", 30.0, prompt_tokens=400) == "w0", "nobody else can"
 
-    def test_it_is_chosen_like_others_once_it_has_stayed(self) -> None:
+    def test_a_flapping_worker_is_chosen_like_others_once_it_has_stayed(self) -> None:
         scheduler = self.unsteady()
         for second in range(31, 31 + 120):
             scheduler.report("w0", now_s=float(second))
@@ -510,7 +510,7 @@ class TestUnsteadyWorkers:
             scheduler(Ticked(float(second)))
         assert self.chosen(scheduler, "r1", 150.0) == "w0"
 
-    def test_a_stall_of_the_scheduler_is_nobodys_leaving(self) -> None:
+    def test_a_stall_of_the_scheduler_does_not_count_as_leaving(self) -> None:
         """After each stall it finds all reports old, and streams that workers have given up."""
         scheduler = Scheduler()
         scheduler.join("w0")
@@ -610,7 +610,7 @@ class TestRefusals:
         assert scheduler.state.snapshot(10.0).queued == queued
         return scheduler
 
-    def test_who_would_expire_is_refused_at_once_where_no_merge_helps(self) -> None:
+    def test_a_request_that_would_expire_is_refused_at_once_where_no_merge_helps(self) -> None:
         scheduler = self.pressed(queued=41, deadline_s=5.0)
         hopeful = scheduler.ask("hopeful", now_s=10.0)
         assert hopeful == [SendTicket(1, "hopeful")], "groups may merge"
@@ -749,7 +749,7 @@ class TestRefusals:
             {"failed": FailedAssignment("g", -1)},
         ],
     )
-    def test_nonsense_is_refused_alone(
+    def test_a_malformed_ask_is_refused_alone(
         self, scheduler: Scheduler, changes: dict[str, object]
     ) -> None:
         bad = ask(**({"request_id": "bad"} | changes))  # type: ignore[arg-type]
@@ -758,14 +758,14 @@ class TestRefusals:
 
 
 class TestRepeats:
-    def test_a_waiting_one_gets_its_ticket_again(self, scheduler: Scheduler) -> None:
+    def test_a_waiting_request_gets_its_ticket_again(self, scheduler: Scheduler) -> None:
         scheduler.ask("r1", stream_id=1)
         assert scheduler.ask("r1", stream_id=2) == [SendTicket(2, "r1")]
         scheduler.join()
         (command,) = scheduler.report()
         assert command == SendAssignment("r1", "group-w0", 1, "w0", "w0:1", stream_id=2)
 
-    def test_an_assigned_one_gets_its_assignment_again(self, scheduler: Scheduler) -> None:
+    def test_an_assigned_request_gets_its_assignment_again(self, scheduler: Scheduler) -> None:
         scheduler.join()
         scheduler.report()
         (_, first) = scheduler.ask("r1", stream_id=1)

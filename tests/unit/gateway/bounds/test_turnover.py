@@ -15,7 +15,7 @@ class Clock:
         return self.now_s
 
 
-def test_who_is_refused_waits_for_those_before() -> None:
+def test_refused_requests_are_told_to_come_one_after_another() -> None:
     clock = Clock()
     turnover = Turnover(clock)
     assert turnover.refuse() == 60, "nobody leaves"

@@ -65,7 +65,7 @@ async def test_requests_wait_for_room_until_what_is_there_is_written() -> None:
     assert held == [2, 2, 2]
 
 
-async def test_who_finds_no_room_in_time_is_refused_and_blocks_nobody() -> None:
+async def test_a_request_that_finds_no_room_in_time_is_refused_and_blocks_nobody() -> None:
     outbox: Outbox[Frame] = Outbox(bytes_max=1, room_timeout_s=0.05)
     outbox.put(abort(0))
     for _ in range(2):

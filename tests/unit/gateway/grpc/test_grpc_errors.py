@@ -89,7 +89,7 @@ def test_a_wrong_field_is_named() -> None:
     assert resource is not None and resource.resource_type == "model"
 
 
-def test_who_may_try_again_is_told_when() -> None:
+def test_an_error_that_passes_says_when_to_try_again() -> None:
     error = errors.QueueFull("full", retry_after_s=1.2345)
     status = status_of(error, "id")
     retry = detail(status, error_details_pb2.RetryInfo)

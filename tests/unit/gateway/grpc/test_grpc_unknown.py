@@ -27,7 +27,7 @@ def hi() -> pb.Message:
     return pb.Message(role=pb.ROLE_USER, text="hi")
 
 
-def test_they_are_named_where_they_are() -> None:
+def test_unknown_fields_are_named_with_their_place() -> None:
     parts = pb.ContentParts(parts=[pb.ContentPart(text="a"), pb.ContentPart(text="b")])
     request = pb.ChatRequest(model="m", messages=[hi(), pb.Message(parts=parts)])
     assert warnings(request) == ()
@@ -43,7 +43,7 @@ def test_they_are_named_where_they_are() -> None:
     assert warnings(request) == (f"unknown and ignored: {names}",)
 
 
-def test_what_is_unknown_is_not_there_any_more() -> None:
+def test_unknown_fields_are_removed() -> None:
     request = pb.ChatRequest(model="m", messages=[hi()])
     data = request.SerializeToString()
     read = decoded_known(pb.ChatRequest, data + ODD, UnknownFields(refuse=False))
@@ -58,7 +58,7 @@ def test_other_ways_of_writing_the_same_are_not_unknown() -> None:
     assert decoded_known(pb.ChatRequest, data, unknown) == request
 
 
-def test_however_much_there_is_the_names_are_few() -> None:
+def test_few_unknown_fields_are_named_however_many_there_are() -> None:
     request = pb.ChatRequest(messages=[hi() for _ in range(20)])
     for message in request.messages:
         odd(message)

@@ -36,7 +36,7 @@ def test_addresses_are_told_as_over_http(peer: str, address: str) -> None:
     assert address_of(peer) == address
 
 
-def test_a_line_that_is_full_takes_those_who_have_none_in_it() -> None:
+def test_a_full_line_takes_guests_that_have_no_call_in_it() -> None:
     line = Line(each_max=3, all_max=4)
     with contextlib.ExitStack() as stack:
         for guest in ("a", "a", "a", "b"):
@@ -58,7 +58,7 @@ async def test_calls_are_read_in_turn_and_one_guest_is_in_no_others_way() -> Non
         pass
 
 
-async def test_those_whose_turn_comes_begin() -> None:
+async def test_calls_begin_when_their_turn_comes() -> None:
     room = Lobby(reading_max=1, turn_timeout_s=60)
     began: list[int] = []
 

@@ -44,7 +44,7 @@ async def answer(scope: Any, receive: Any, send: Any) -> None:
         ({"x-long": "x" * HEADER_BYTES_MAX}, 431, 0),
     ],
 )
-async def test_only_who_is_let_in_decides_what_is_traced(
+async def test_only_an_authorized_caller_decides_what_is_traced(
     headers: dict[str, str], status: int, told: int
 ) -> None:
     kept = Kept()

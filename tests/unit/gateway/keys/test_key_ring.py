@@ -50,7 +50,7 @@ def test_the_key_of_the_settings() -> None:
     assert all(refused(ring, one) for one in wrong)
 
 
-def test_who_bears_which_key(tmp_path: Path) -> None:
+def test_each_key_has_its_owner_and_its_rights(tmp_path: Path) -> None:
     path = tmp_path / "keys"
     write(path, alice="a-key", ROOT="root-key")
     ring = KeyRing("old-key", "admin-key", path)

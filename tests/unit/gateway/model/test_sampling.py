@@ -94,7 +94,7 @@ def test_too_many_bad_words() -> None:
         ({"prompt_logprobs": 2, "logprobs": 0}, True, LogprobOptions(0, 2)),
     ],
 )
-def test_which_log_probabilities_the_worker_tells(
+def test_which_log_probabilities_the_worker_is_asked_for(
     fields: dict[str, int], echo: bool, options: LogprobOptions
 ) -> None:
     assert logprob_options(parse_completion(COMPLETION | fields), echo, 100) == options

@@ -169,7 +169,7 @@ async def test_bombs_leave_the_process_as_it_was(checker: GrammarChecker) -> Non
     assert client is not None and checker._client is client and client.usable
 
 
-async def test_whoever_leaves_goes_at_once_and_the_check_ends_with_its_place(
+async def test_a_caller_that_leaves_goes_at_once_and_the_check_ends_with_its_place(
     checker: GrammarChecker,
 ) -> None:
     await checker.run(delay_s=0)
@@ -184,7 +184,7 @@ async def test_whoever_leaves_goes_at_once_and_the_check_ends_with_its_place(
     assert checker._client is client and client.usable
 
 
-async def test_who_leaves_a_process_that_does_not_run_ends_no_check_of_others(
+async def test_a_caller_that_leaves_a_stopped_process_ends_no_check_of_others(
     checker: GrammarChecker,
 ) -> None:
     await checker.run(delay_s=0)
@@ -317,7 +317,7 @@ async def test_answers_are_bounded(
     assert len(checker._verdicts) == 5
 
 
-async def test_whoever_gives_up_leaves_a_checker_that_works(checker: GrammarChecker) -> None:
+async def test_a_caller_that_gives_up_leaves_a_checker_that_works(checker: GrammarChecker) -> None:
     tasks = [asyncio.create_task(checker.check(of_schema(BOMB), OWNER)) for _ in range(4)]
     await asyncio.sleep(0.1)
     for task in tasks:

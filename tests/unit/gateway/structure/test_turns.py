@@ -60,7 +60,7 @@ async def test_one_owner_leaves_places_to_others() -> None:
 
 
 @pytest.mark.parametrize("seed", range(30))
-async def test_no_place_is_lost_whoever_gives_up_and_when(seed: int) -> None:
+async def test_no_place_is_lost_when_callers_give_up_at_any_time(seed: int) -> None:
     rng = random.Random(seed)
     turns, inside, most = Turns(2, 2, 100), 0, 0
     loop = asyncio.get_running_loop()

@@ -199,7 +199,7 @@ def test_a_port_of_its_own_is_none_that_others_get_by_chance() -> None:
     assert len(ports) > 1 and all(port in OWN_PORTS for port in ports)
 
 
-def test_who_speaks_no_http_is_not_there() -> None:
+def test_a_port_that_does_not_speak_http_is_no_server() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
 

@@ -85,7 +85,7 @@ DEAF = "import signal, time\nsignal.signal(15, signal.SIG_IGN)\nprint('deaf')\nt
 
 
 @pytest.mark.parametrize(("grace_s", "hurry"), [(0.1, False), (600.0, True)])
-def test_a_deaf_one_is_killed_after_its_grace_or_in_a_hurry(
+def test_a_process_that_ignores_signals_is_killed_after_its_grace_or_in_a_hurry(
     tmp_path: Path, grace_s: float, hurry: bool
 ) -> None:
     one = child(tmp_path, DEAF, grace_s)
@@ -95,7 +95,7 @@ def test_a_deaf_one_is_killed_after_its_grace_or_in_a_hurry(
     assert wait(one, hurry) == -9
 
 
-def test_one_that_drains_is_left_to_it(tmp_path: Path) -> None:
+def test_a_process_that_drains_is_not_killed(tmp_path: Path) -> None:
     code = (
         "import signal, sys\nsignal.signal(15, lambda *_: sys.exit(0))\nprint('up')\nsignal.pause()"
     )

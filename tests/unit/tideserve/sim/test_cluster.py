@@ -160,7 +160,7 @@ def test_a_closed_loop_keeps_its_concurrency() -> None:
         assert len(meanwhile) <= 5
 
 
-def test_who_asks_again_after_an_answer_finds_the_worker_idle_however_late_reports_are() -> None:
+def test_a_client_that_asks_again_finds_its_worker_idle_however_late_reports_are() -> None:
     requests = iter([Arrival(0.0, 64, 20 + 7 * (number % 5)) for number in range(60)])
     spec = make_spec(instances=2, delays=Delays(report_s=0.05))
     _, outcomes = run(spec, ClosedLoop(requests, 2))

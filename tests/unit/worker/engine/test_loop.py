@@ -20,7 +20,7 @@ from services.worker.ipc import Progress, from_engine_decoder
 WAIT_MS = 10_000
 
 
-def test_what_others_sent_is_told_before_the_next_microbatch_runs() -> None:
+def test_tokens_of_other_stages_are_published_before_the_next_microbatch_runs() -> None:
     context = zmq.Context.instance()
     servicer, engine = context.socket(zmq.PAIR), context.socket(zmq.PAIR)
     came = News()

@@ -207,7 +207,7 @@ def test_a_slab_comes_from_a_peer_in_pieces(memory: StageMemory) -> None:
     peer.arena.close()
 
 
-def test_a_restore_can_be_abandoned_at_any_step(memory: StageMemory) -> None:
+def test_a_restore_can_be_aborted_at_any_step(memory: StageMemory) -> None:
     memory.set_stage(0, 3)
     memory.release_departed(0)
     memory.finish_drop(None)

@@ -80,7 +80,7 @@ def bulk_cut() -> Pair:
     return pair
 
 
-def test_who_is_expected_is_let_in() -> None:
+def test_an_expected_peer_connects() -> None:
     pair = Pair()
     pair.open("w1", 1)
     pair.open("w0", 1)
@@ -89,7 +89,7 @@ def test_who_is_expected_is_let_in() -> None:
     pair.close()
 
 
-def test_who_is_refused_asks_again_a_while_later() -> None:
+def test_a_refused_peer_asks_again_a_while_later() -> None:
     """A peer in a long iteration has not read yet whom to expect; it is not stormed meanwhile."""
     pair = Pair()
     refusals = 0
@@ -106,7 +106,7 @@ def test_who_is_refused_asks_again_a_while_later() -> None:
     pair.close()
 
 
-def test_an_attempt_given_up_before_the_peer_came_is_no_obstacle() -> None:
+def test_an_attempt_aborted_before_the_peer_came_is_no_obstacle() -> None:
     pair = Pair()
     pair.open("w1", 1)
     pair.open("w1", 2)
@@ -116,7 +116,7 @@ def test_an_attempt_given_up_before_the_peer_came_is_no_obstacle() -> None:
     pair.close()
 
 
-def test_a_dial_of_an_attempt_given_up_is_repeated_with_the_new_nonce() -> None:
+def test_a_dial_of_an_aborted_attempt_is_repeated_with_the_new_nonce() -> None:
     pair = Pair()
     pair.open("w0", 1)
     pair.open("w1", 2)
@@ -129,7 +129,7 @@ def test_a_dial_of_an_attempt_given_up_is_repeated_with_the_new_nonce() -> None:
     pair.close()
 
 
-def test_who_stays_a_member_but_unreachable_is_noticed_once_its_lease_would_have_ended() -> None:
+def test_an_unreachable_member_is_noticed_once_its_lease_would_have_ended() -> None:
     pair = bulk_cut()
     w0 = pair.ends["w0"]
     w0.check_reachable([plan("w1", 1)])
@@ -142,7 +142,7 @@ def test_who_stays_a_member_but_unreachable_is_noticed_once_its_lease_would_have
 
 
 @pytest.mark.parametrize("entered", [False, True])
-def test_what_was_lost_is_missing_until_the_next_configuration(entered: bool) -> None:
+def test_a_lost_peer_is_missing_until_the_next_configuration(entered: bool) -> None:
     """A connection that a preparation has made anew brings back no frame that the old one lost."""
     pair = Pair()
     for attempt in (1, 2):

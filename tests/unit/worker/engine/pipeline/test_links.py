@@ -62,7 +62,7 @@ def test_frames_of_another_epoch_wait_or_are_dropped(ends: Ends) -> None:
     assert ends.received() == [("c", 10), ("c", 11)]
 
 
-def test_who_is_far_behind_loses_nothing(
+def test_a_member_that_is_far_behind_loses_no_frame(
     ends: Ends, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(links_module, "EARLY_MAX", 5)

@@ -233,7 +233,7 @@ def worker_config(model_dir: Path, **values: Any) -> WorkerConfig:
     return config_module.from_mapping(WorkerConfig, given | values, "a test")
 
 
-def test_who_profiles(
+def test_only_an_unpaced_worker_with_a_folder_profiles_when_idle(
     runner: ModelRunner, state: PlannerState, model_dir: Path, tmp_path: Path
 ) -> None:
     def wanted(**values: Any) -> bool:

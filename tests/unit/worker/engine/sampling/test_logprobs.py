@@ -65,7 +65,7 @@ def test_they_are_raw_whatever_is_done_to_the_logits() -> None:
     assert made.logprobs["1"].unpacked()[0].top[0][0] == best != made.tokens["1"]
 
 
-def test_nobody_who_did_not_ask_is_told() -> None:
+def test_log_probabilities_are_told_only_where_they_are_asked_for() -> None:
     logits = torch.randn(3, 50)
     made = choose(
         logits,

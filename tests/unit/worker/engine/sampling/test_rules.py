@@ -140,7 +140,7 @@ def test_min_p_is_that_of_transformers(min_p: float) -> None:
         assert {token for token in kept.tolist() if weights[token] > 2e-3} <= draws
 
 
-def test_state_that_is_told_bit_by_bit_is_that_told_at_once() -> None:
+def test_history_told_in_parts_equals_history_told_at_once() -> None:
     sampling = Sampling(
         0.8,
         seed=5,
@@ -204,13 +204,13 @@ def test_contradicting_rules_fail_the_request_alone() -> None:
     assert made.tokens == {"0": int(logits[0].argmax()), "3": 4}
 
 
-def test_who_was_never_told_of_is_a_defect() -> None:
+def test_a_request_without_terms_is_a_defect() -> None:
     sampler = Sampler(VOCAB, Grammars(NO_FOLDER, VOCAB))
     with pytest.raises(InvalidBatch, match="never got"):
         sampler.sample(row(0), [("a", SampleSpec(None, 1))], Sampled())
 
 
-def test_what_has_no_blocks_is_forgotten() -> None:
+def test_a_request_without_blocks_is_forgotten() -> None:
     sampler = Sampler(VOCAB, Grammars(NO_FOLDER, VOCAB))
     for name in ("a", "b", "c"):
         sampler.sample(row(0), [(name, SampleSpec(SampleTerms(GREEDY), 0))], Sampled())

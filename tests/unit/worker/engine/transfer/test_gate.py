@@ -20,7 +20,7 @@ def test_it_is_busy_while_anybody_is_inside() -> None:
     assert not gate.busy and clears == [False]
 
 
-def test_nobody_leaves_who_has_not_entered() -> None:
+def test_leaving_the_gate_without_entering_it_is_an_error() -> None:
     with pytest.raises(ValueError, match="without having entered"):
         ActivationGate().leave()
 

@@ -118,7 +118,7 @@ def test_a_cut_peer_is_lost_with_what_was_on_its_way() -> None:
         b.send("a", note(""))
 
 
-def test_who_disconnects_is_not_told() -> None:
+def test_the_side_that_disconnects_gets_no_event() -> None:
     network, a, b = pair()
     network.pump()
     a.events(), b.events()

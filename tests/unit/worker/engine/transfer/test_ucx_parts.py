@@ -149,7 +149,7 @@ def test_a_peer_may_come_back_before_its_old_connection_is_missed(opened: Open) 
     ours.poll.register(connection.link.fileno())
 
 
-def test_parting_is_news_only_at_the_peer(opened: Open) -> None:
+def test_a_disconnect_is_an_event_only_at_the_peer(opened: Open) -> None:
     ours, theirs = pair(opened)
     connection = ours.connections.forget("theirs")
     assert connection is not None
