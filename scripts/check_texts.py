@@ -2,9 +2,10 @@
 
 Sources   A source is described in docs/references.md and nowhere else; other files cite its key.
           A section sign follows a key, and titles and links of papers stand on that page only.
-Sentences No sentence begins with "who" unless it asks: its subject is named.
+Sentences No sentence begins with "who" unless it asks. No docstring or comment begins with "of",
+          "that" or "those". Its subject is named.
 Words     docs/glossary.md lists words that are not used, and what to say instead. Pages,
-          docstrings, comments and messages are read; names of code, and backquotes, are not.
+          docstrings, comments, messages and names of tests are read; backquotes are not.
 Paths     Files and tests that a page names are there.
 """
 
@@ -36,8 +37,10 @@ LINK = re.compile(r"arxiv(?:\.org|:\s*\d)|doi\.org|openreview\.net", re.IGNORECA
 NAMELESS = re.compile(r"\b(?:the|this|that) papers?\b(?!')", re.IGNORECASE)
 SECTION = re.compile(r"(?:(RFC \d+)|([\w.-]+))?,?\s*\u00a7")
 RFC = re.compile(r"\bRFC \d+")
-HEADLESS = re.compile(r"\bWho(?:ever|m|se)?\b[^.?!|]*(?:[.!|]|\Z)")
-"""A sentence that begins with "who", up to its end, unless that is a question mark."""
+HEADLESS = re.compile(
+    r"\b(Who(?:ever|m|se)?)\b[^.?!|]*(?:[.!|]|\Z)|\A(?:\"{3}|'{3}|#)\s*(Of|That|Those)\b"
+)
+"""A sentence that begins with "who", unless it is a question; a passage that names no subject."""
 FENCED = re.compile(r"^ *```.*?^ *```", re.DOTALL | re.MULTILINE)
 QUOTED = re.compile(r"`[^`\n]*`")
 TOPS = "|".join(FOLDERS)
@@ -127,6 +130,8 @@ def prose(name: str, text: str) -> Iterator[tuple[int, str]]:
             passage = token.type == tokenize.STRING and " " in token.string
             if passage or token.type == tokenize.COMMENT:
                 yield token.start[0], QUOTED.sub("``", token.string)
+            elif token.string.startswith("test_"):
+                yield token.start[0], token.string[5:].replace("_", " ").capitalize()
     elif name.endswith(".md"):
         plain = FENCED.sub(lambda match: "\n" * match[0].count("\n"), text)
         yield 1, QUOTED.sub("``", plain)
@@ -136,17 +141,12 @@ def prose(name: str, text: str) -> Iterator[tuple[int, str]]:
 
 
 def words(name: str, text: str, glossary: str) -> Iterator[Finding]:
-    """Words that `glossary` has other words for, and sentences without a subject.
-
-    Tests may say what they like.
-    """
-    if name == GLOSSARY or name.startswith("tests/"):
-        return
-    for first, passage in prose(name, text):
+    """Words that `glossary` has other words for, and sentences without a subject."""
+    for first, passage in () if name == GLOSSARY else prose(name, text):
         for match in HEADLESS.finditer(passage):
             number = first + passage.count("\n", 0, match.start())
-            what = f"'{match[0].split()[0]}' begins a sentence; name its subject ({GLOSSARY})"
-            yield number, what
+            begins = match[1] or match[2]
+            yield number, f"'{begins}' begins a sentence; name its subject ({GLOSSARY})"
         for pattern, instead in unused_words(glossary):
             for match in pattern.finditer(passage):
                 number = first + _line(passage, match) - 1

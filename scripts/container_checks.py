@@ -162,7 +162,7 @@ async def two_gateways(cluster: Containers) -> None:
 
 
 async def two_memmgrs(cluster: Containers) -> None:
-    """Of two memory managers one leads; when it ends, the other one does, and streams go on."""
+    """One of two memory managers leads; when it ends, the other one does, and streams go on."""
     await asyncio.to_thread(cluster.up, "--no-deps", "--scale", "memmgr=2", "memmgr")
     try:
         (first,) = await asyncio.to_thread(eventually, lambda: leaders(cluster))

@@ -11,7 +11,7 @@ from deploy_objects import ROOT, Object
 
 SERVICES = ("gateway", "scheduler", "memmgr", "worker")
 STUB = re.compile(r"\b(\w+)_pb2_grpc\.\w+Stub\(")
-# Every service has it, and those who ask may ask any of them.
+# Every service has it, and a caller may ask any of them.
 EVERYWHERE = "process"
 # What instances of one service ask each other, by the contract's file.
 PEERS = {"peer": "gateway"}

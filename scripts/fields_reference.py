@@ -81,7 +81,7 @@ def values_of(schema: Mapping[str, Any]) -> str:
 
 
 def _typed(schema: Mapping[str, Any]) -> str:
-    """Of a schema with one type, or a reference to an object."""
+    """The type in words, of a schema with one type or a reference to an object."""
     match schema.get("type", "object"):
         case "string":
             return _bounded("text", schema, "Length", "characters")

@@ -199,7 +199,7 @@ async def at_once(good: Client, bombers: Sequence[Client]) -> Seen:
 
 
 async def hanging_up(good: Client, bombers: Sequence[Client]) -> Seen:
-    """Two bombs at a time of each bomber, who does not wait for the answer."""
+    """Two bombs at a time of each bomber, which does not wait for the answer."""
     seen = Seen()
 
     async def attack(bomber: Client) -> None:

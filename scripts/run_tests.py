@@ -49,7 +49,7 @@ def selection(slow: bool) -> list[str]:
 
 
 def environment() -> dict[str, str]:
-    """That of this process, but bytecode is kept, and not in the tree."""
+    """The environment of this process, but bytecode is kept outside the tree."""
     kept = {key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"}
     return kept | {"PYTHONPYCACHEPREFIX": str(BYTECODE)}
 

@@ -38,7 +38,7 @@ class FileScheduling(LoadScopeScheduling):  # type: ignore[misc]
 
 
 def place_of(item: pytest.Item) -> int:
-    """Of a test's file among the longest ones, or after them."""
+    """The place of a test's file among the longest ones, or after them."""
     return LONGEST.index(item.path.name) if item.path.name in LONGEST else len(LONGEST)
 
 

@@ -38,7 +38,7 @@ def advertised_host(advertise: str, host: str, etcd_url: str) -> str:
         return _parsed(advertise)[0]
     if not is_wildcard(host):
         return host.strip("[]")
-    # What listens on 0.0.0.0 does not hear IPv6; what listens on :: hears both.
+    # A socket on 0.0.0.0 does not hear IPv6; a socket on :: hears both.
     families = (socket.AF_INET, socket.AF_INET6) if ":" in host else (socket.AF_INET,)
     for endpoint in etcd_url.split(","):
         name, port = split_address(endpoint.strip().rpartition("//")[2].rstrip("/"))

@@ -79,11 +79,11 @@ class Child:
             (os.killpg if self._leads else os.kill)(self.pid, signal.SIGKILL)
 
     def _watch(self) -> None:
-        # Its id stays its own until the loop knows of the end: `kill` hits nobody else.
+        # The id is not used again before the loop knows of the end: `kill` hits no other process.
         os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
         try:
             self._loop.call_soon_threadsafe(self._reap)
-        except RuntimeError:  # the loop is over, and with it everybody who wants to know
+        except RuntimeError:  # the loop is over: nobody waits any more
             self._popen.wait()
 
     def _reap(self) -> None:

@@ -9,7 +9,7 @@ def monotonic_s() -> float:
 
 
 def cpu_s() -> float:
-    """CPU seconds that this process has used, in all threads: what a busy machine does not blur."""
+    """CPU seconds that this process has used, in all threads; other load hardly changes them."""
     return time.process_time()
 
 

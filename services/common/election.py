@@ -64,7 +64,7 @@ class Election:
                 continue
             if entry is not None and entry.value == self._value:
                 return entry.create_revision
-            # It was deleted under us; the registration finds out at its next renewal.
+            # Somebody deleted it; the registration finds out at its next renewal.
             await asyncio.sleep(RETRY_S)
         return 0
 

@@ -215,7 +215,7 @@ class Store:
         async def grant(member: EtcdMember) -> LeaseGrantResponse:
             return await member.lease.grant(ttl=ttl_s, timeout=CALL_TIMEOUT_S)
 
-        # One that was granted without our learning of it ends by itself.
+        # A lease that was granted although no answer came ends by itself.
         return int((await self._connection.call_any(grant)).ID)
 
     async def keep_alive(self, lease: int) -> float:

@@ -20,9 +20,9 @@ class EtcdCalls:
 
     @contextmanager
     def timed(self, failures: tuple[type[BaseException], ...]) -> Iterator[None]:
-        """The body is one call, which ends with an answer or one of `failures`.
+        """Count the body as one call, which ends with an answer or one of `failures`.
 
-        Ended in another way, by being cancelled say, it is not counted.
+        A call that ends in another way, by being cancelled say, is not counted.
         """
         started_s = monotonic_s()
         try:

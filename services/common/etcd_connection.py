@@ -2,8 +2,8 @@
 
 A member is used until it fails; then the next one is. Each has a channel of its own: in one channel
 gRPC would check the certificates of all against one name.
-A token ends with its time, with etcd's restart and with a change of users: a call that is refused
-for it was not applied, and is repeated once with a new one.
+A token ends with its time, with etcd's restart and with a change of users. A call that is refused
+for an invalid token was not applied, and is repeated once with a new token.
 """
 
 import asyncio
@@ -57,7 +57,7 @@ UNREACHABLE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
 
 @dataclass(frozen=True, slots=True)
 class EtcdLogin:
-    """How to be let in by etcd, beside its URL."""
+    """The user of etcd, its password, and the files of TLS."""
 
     user: str | None = None
     password: str | None = field(default=None, repr=False)
@@ -70,7 +70,7 @@ class EtcdMember:
     def __init__(self, address: str, tls: bool, certificates: Certificates | None) -> None:
         options = tuple(ETCD_OPTIONS.items())
         if tls:
-            # Without a CA of its own it is checked against those that everybody trusts.
+            # Without a configured CA the public CAs are trusted.
             shown = certificates or Certificates(None, None, None)
             credentials = grpc.ssl_channel_credentials(shown.ca, shown.key, shown.cert)
             self._channel = grpc.aio.secure_channel(address, credentials, options=options)
@@ -85,7 +85,7 @@ class EtcdMember:
 
     @property
     def token(self) -> str:
-        """What calls show for the user; empty: nothing."""
+        """The token that calls carry for the user; empty without one."""
         return self._token
 
     @token.setter
@@ -147,7 +147,7 @@ class EtcdConnection:
             raise self._translated(error) from error
 
     async def call_any(self, operation: Operation[T]) -> T:
-        """As `call`, but each member is asked until one answers: for what may be done twice."""
+        """As `call`, but each member is asked until one answers: for idempotent operations."""
         for _ in self._endpoints.addresses[1:]:
             try:
                 return await self._attempt(operation)

@@ -19,11 +19,11 @@ FRAMES_MAX = 256
 BYTES_MAX = 4 * 2**20
 """What one message holds at most, unless a single frame is larger."""
 ALONE_BYTES = 64 * 2**10
-"""A frame of that size goes alone: to put it beside others is to copy it."""
+"""A frame of that size goes alone: joining it with others would copy it."""
 
 
 def takes_many(metadata: Iterable[Any] | None) -> bool:
-    """Whether the peer that sent this metadata does."""
+    """Whether the peer that sent this metadata takes several frames in one message."""
     return any(tuple(pair) == TAKES_MANY[0] for pair in metadata or ())
 
 

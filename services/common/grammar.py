@@ -9,7 +9,7 @@ LEXER_STATES_MAX = 50_000
 
 
 def source_of(grammar: Grammar) -> str:
-    """What `LLMatcher` takes, and finds the errors in."""
+    """The grammar as `LLMatcher` takes it, which also finds its errors."""
     match grammar.kind:
         case GrammarKind.JSON_SCHEMA:
             return LLMatcher.grammar_from_json_schema(grammar.text)

@@ -93,7 +93,7 @@ class LateServices(grpc.GenericRpcHandler):
         self._handlers |= {f"/{name}/{method}": handler for method, handler in handlers.items()}
 
     def service(self, handler_call_details: Any) -> Any:
-        """What answers the call; None for a method of nobody here."""
+        """The handler of the call; None for a method that no service here has."""
         method = handler_call_details.method
         if method in self._handlers:
             return self._handlers[method]

@@ -26,11 +26,11 @@ ListContext = grpc.aio.ServicerContext[health_pb2.HealthListRequest, health_pb2.
 
 
 class TooManyWatchers(ServiceError):
-    """Nobody else can watch now."""
+    """As many watch as may."""
 
 
 class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
-    """Serves "" from the beginning, and `names` while `ready()` holds and nobody has drained."""
+    """Serves "" from the beginning, and `names` while `ready()` holds and no drain began."""
 
     def __init__(self, names: Collection[str], ready: Callable[[], bool]) -> None:
         self._names = frozenset(names)
@@ -40,7 +40,7 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
         self._watchers = 0
 
     def drain(self) -> None:
-        """From now on the names do not serve, whatever `ready` says."""
+        """Report the names as not serving from now on, whatever `ready` says."""
         self._draining = True
 
     def close(self) -> None:
@@ -56,13 +56,13 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
         return _SERVING if self._ready() and not self._draining else _NOT_SERVING
 
     def statuses(self) -> dict[str, int]:
-        """Of all services by name."""
+        """The status of all services by name."""
         return {name: self.status_of(name) for name in ("", *self._names)}
 
     async def changes(self, name: str) -> AsyncGenerator[int, None]:
         """The status of a service, and each other one within `WATCH_INTERVAL_S`, until the end.
 
-        What it is at the end is told, too.
+        The status at the end is yielded, too.
 
         Raises:
             TooManyWatchers: if many watch already.

@@ -18,7 +18,7 @@ FIELDS = "fields"
 """Key of `extra` for more fields of a line: `log.info("…", extra={FIELDS: {"worker": "w0"}})`."""
 
 CHAIN_MAX = 8
-"""Exceptions that one follows from, of which a line tells."""
+"""Most causes of an exception that a line names."""
 
 # A line break in a message would look like a line of its own, and a terminal obeys the others:
 # the C0 and C1 control characters, and the two separators that end a line in Unicode.
@@ -48,7 +48,7 @@ def request_ids(request_id: str, trace_id: str) -> Iterator[None]:
 
 
 class _Formatter(logging.Formatter):
-    """Of exceptions in a request it tells types and places only: their messages may quote it."""
+    """Tells only types and places of exceptions in a request, which their messages may quote."""
 
     def formatException(self, ei: Any) -> str:
         if not _ids.get() or ei[1] is None:

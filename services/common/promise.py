@@ -1,4 +1,4 @@
-"""What a request is promised, between the contracts of the services and core."""
+"""Translates what a request is promised between the contracts of the services and core."""
 
 from services.common.wire_enum import numbers
 from services.core.service import Service, ServiceClass

@@ -2,7 +2,7 @@
 
 
 class RateLimit:
-    """So many in each second of the clock that `take` is told."""
+    """Allows so many events in each second of the clock that `take` is told."""
 
     def __init__(self, per_second: int) -> None:
         self._per_second = per_second

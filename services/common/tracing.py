@@ -35,7 +35,7 @@ _SAMPLED = 1
 class TraceContext:
     """Ids of a trace and of its span that is the parent of others; hexadecimal digits.
 
-    `parent_id` is who called, "" if the trace begins here.
+    `parent_id` is the caller's span, "" if the trace begins here.
     """
 
     trace_id: str

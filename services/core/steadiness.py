@@ -13,7 +13,7 @@ LEAVES_MAX = 3
 WINDOW_S = 300.0
 STEADY_S = 120.0
 LATE_S = 1.0
-"""A look that comes later than this after the one before follows a stall of the one who looks."""
+"""A longer pause between two looks means that the observer itself has stalled."""
 WAKING_S = 3.0
 """After a stall, silence means nothing for this long: reports are still to be read, or to come."""
 WORKERS_MAX = 10_000
@@ -22,13 +22,13 @@ WORKERS_MAX = 10_000
 
 @dataclass(slots=True)
 class Attention:
-    """Whether who looks at others has been awake; if not, their silence is its own fault."""
+    """Whether an observer has been awake; if not, the silence of others is its own fault."""
 
     _looked_s: float = math.inf
     _woke_s: float = -math.inf
 
     def look(self, now_s: float) -> bool:
-        """Note a look, a few times a second; whether those who are silent have left."""
+        """Note a look, a few times a second; returns whether silent workers have left."""
         if now_s - self._looked_s > LATE_S:
             self._woke_s = now_s
         self._looked_s = now_s
@@ -86,7 +86,7 @@ class Steadiness:
             assert list(leaves.times_s) == sorted(leaves.times_s)
 
     def _forget_old(self, now_s: float) -> None:
-        """Drop whose leaves count no more, and the oldest if there are too many."""
+        """Drop workers whose leaves count no more, and the oldest if there are too many."""
         while self._leaves:
             worker_id, leaves = next(iter(self._leaves.items()))
             lapsed = now_s - leaves.times_s[-1] > WINDOW_S

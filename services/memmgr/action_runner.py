@@ -71,7 +71,7 @@ class ActionRunner:
         self._state.see({one: memory.incarnation for one, memory in spoken.items()}, now_s)
 
     def act(self, logged: LoggedDecision) -> ActionPlan | None:
-        """Begin the changes of a decision; `logged` learns their outcome. None: another leads."""
+        """Begin the changes of a decision; `logged` gets their outcome. None: another leads."""
         decision, driver = logged.decision, self._driver
         if self._tasks is None or not driver.leads:
             logged.note(decision.model, "another memory manager leads")

@@ -219,7 +219,7 @@ class Driver:
 
     def _apply(self, event: Event) -> None:
         commands = self._state.handle(event)
-        # Time that passes without a consequence is of no interest, and passes all the time.
+        # Time that passes without a consequence is not logged.
         if self._event_log is not None and (commands or not isinstance(event, TimePassed)):
             self._event_log.append(EVENT, [event])
             self._event_log.append(COMMAND, commands)

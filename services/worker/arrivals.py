@@ -58,7 +58,7 @@ class Expected(Generic[R]):
 class Arrivals(Generic[R]):
     """Adopted requests without a reader, readers without a request, aborts without either.
 
-    Each is kept for `timeout_s` and then given up. A request is in at most one of the three.
+    Each is kept for `timeout_s` and then dropped. A request is in at most one of the three.
     """
 
     timeout_s: float = ATTACH_TIMEOUT_S
@@ -93,7 +93,7 @@ class Arrivals(Generic[R]):
         return True
 
     def expect(self, expected: Expected[R]) -> bool:
-        """Have a reader wait; False if the request was given up before, or too many wait.
+        """Have a reader wait; False if the request was dropped before, or too many wait.
 
         A later reader of the same request replaces an earlier one. What is left from an earlier
         stay of the request here is dropped: a reader that comes for epoch e must not be sent away
@@ -164,7 +164,7 @@ class Arrivals(Generic[R]):
         return waiting
 
     def expire(self, now_s: float) -> tuple[list[str], list[Expected[R]]]:
-        """Give up what is overdue: requests that the engine must abort, and readers."""
+        """Drop what is overdue: requests that the engine must abort, and readers."""
         overdue = _take_while(self._arrived, lambda arrival: arrival.expires_s <= now_s)
         running = [request_id for request_id, a in overdue.items() if a.ending is None]
         for request_id in running:

@@ -90,7 +90,7 @@ class Departure:
     async def _unused(self) -> None:
         """Return when it is not needed; in a group of several when it was not for a while."""
         needed_s = monotonic_s()
-        # What an engine has not told yet, it does within a heartbeat.
+        # The engine tells within a heartbeat what it has not told yet.
         while self._is_needed or (self._is_shared and monotonic_s() - needed_s < UNUSED_S):
             if self._is_needed:
                 needed_s = monotonic_s()

@@ -110,7 +110,7 @@ class EngineClient:
                 (first, ended), timeout=config.start_timeout_s, return_when=asyncio.FIRST_COMPLETED
             )
             if not first.done() and ended.done():
-                # Its last words may still be on their way.
+                # Its last frame may still be on its way.
                 await asyncio.wait((first,), timeout=1.0)
             if not first.done():
                 raise ServiceError(self._start_failure(config.start_timeout_s))

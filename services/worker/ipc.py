@@ -127,7 +127,7 @@ class MemberPlan(msgspec.Struct, frozen=True):
     """A member's part in a configuration: layers `first_layer` to `end_layer` (exclusive).
 
     `activations` and `bulk` are its lanes; `grpc_address` (host:port) is where gateways find it.
-    `draining`: it is about to stop.
+    `draining`: it is leaving.
     """
 
     worker_id: str

@@ -73,7 +73,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         return len(self._links) + len(self._arrivals)
 
     async def run(self) -> None:
-        """Give up requests without gateways and gateways without requests, until cancelled."""
+        """Drop requests without gateways and gateways without requests, until cancelled."""
         while True:
             with contextlib.suppress(TimeoutError):
                 async with timeout(SWEEP_S):
@@ -147,7 +147,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             link.post(events, load if link in told_end else None)
 
     async def sweep(self) -> None:
-        """Give up requests and readers that have waited too long."""
+        """Drop requests and readers that have waited too long."""
         overdue, disappointed = self._arrivals.expire(self._clock())
         for expected in disappointed:
             message = (
@@ -279,7 +279,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         self._note_activity()
 
     async def _abort(self, request_id: str, link: Link) -> None:
-        """Give a request up; one that another gateway reads goes on."""
+        """Abort a request, unless another gateway reads it."""
         owner = self._links.get(request_id)
         if owner is link:
             self._forget(request_id, link)
@@ -290,7 +290,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             await self._discard(request_id, arrival, link)
 
     async def _discard(self, request_id: str, arrival: UnreadOutput | None, link: Link) -> None:
-        """Give up a kept request; `link` learns where it went, to pass the abort on."""
+        """Drop a kept request; `link` learns where it went, to pass the abort on."""
         if arrival is None:
             return
         if arrival.ending is None:
@@ -299,7 +299,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             link.post([to_moved(arrival.ending)])
 
     def _abandon(self, link: Link) -> None:
-        """Give up the requests of a broken stream; `run` has the engine abort them."""
+        """Drop the requests of a broken stream; `run` has the engine abort them."""
         for request_id in [*link.request_ids]:
             self._forget(request_id, link)
             self._unwanted.add(request_id)

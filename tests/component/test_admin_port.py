@@ -1,4 +1,4 @@
-"""The admin port of a real gateway: the feed, its producer, and who is let in."""
+"""The admin port of a real gateway: the feed, its producer, and which callers it admits."""
 
 import asyncio
 import json

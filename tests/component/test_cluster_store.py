@@ -123,7 +123,7 @@ async def test_workers_that_have_gone_are_forgotten_above_a_floor(
     )
     stale = replace(removal, floor_revision=written)
     assert await records.write(stale) is None
-    # Who has registered meanwhile is not forgotten.
+    # A worker that has registered meanwhile is not forgotten.
     key = f"{WORKERS}w0"
     await store.put_if(key, b"{}", 0)
     assert await records.write(removal) is None

@@ -17,7 +17,7 @@ PROMPT, DECODED = 21, 20
 
 @torch.inference_mode()
 def logits(runner: ModelRunner, batch: Batch) -> torch.Tensor:
-    """Of the last token of each chunk, in float64."""
+    """Logits of the last token of each chunk, in float64."""
     tokens = torch.tensor([token for chunk in batch.chunks for token in chunk.token_ids])
     positions = [c.start + index for c in batch.chunks for index in range(len(c.token_ids))]
     decoder = runner.decoder

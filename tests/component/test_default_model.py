@@ -17,7 +17,7 @@ from tideserve.cli.model_store import prepare_default_model
 
 NEW_TOKENS = 64
 ALONE_TOKENS = 32
-"""Of a request without others, the beginning is enough: its steps are the slowest here."""
+"""The beginning of a lone request is enough: its steps are the slowest here."""
 PROMPTS = (
     "The capital of France is",
     "Once upon a time, in a village by the sea,",

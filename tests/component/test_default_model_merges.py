@@ -37,10 +37,10 @@ NAMES = ("w0", "w1")
 SCENARIOS = 10
 EVENTS = 6
 EXCUSED_MAX = 0.005
-"""Of all tokens: more near-ties than that would be no accident."""
+"""Share of all tokens: more near-ties than that would be no accident."""
 MEMORY_BYTES = 557 << 20
 BLOCKS = range(6, 11)
-"""Of a worker that serves alone: room for two requests or three, so that some are preempted."""
+"""Blocks of a worker that serves alone: room for two or three requests; some are preempted."""
 TEXTS = (
     "The capital of France is",
     "Once upon a time, in a village by the sea, there lived",

@@ -32,7 +32,7 @@ from tideserve.cli.model_store import prepare_default_model
 TOKENS = 24
 EOS = 2
 TOLERANCE = 1e-3
-"""Of log probabilities in float32, as rounding explains."""
+"""Difference of log probabilities in float32 that rounding explains."""
 PROMPTS = (
     "The capital of France is",
     "Once upon a time, in a village by the sea,",

@@ -1,4 +1,4 @@
-"""Who leads, against a real etcd."""
+"""The election of a leader, against a real etcd."""
 
 import asyncio
 from collections.abc import AsyncIterator

@@ -68,7 +68,7 @@ async def until_end(reader: asyncio.StreamReader) -> bytes:
 
 
 async def status(reader: asyncio.StreamReader) -> int:
-    """That of the next answer, which is read."""
+    """The status of the next answer, which is read."""
     head = (await reader.readuntil(b"\r\n\r\n")).split(b"\r\n")
     sizes = [line.split()[1] for line in head if line.startswith(b"content-length:")]
     await reader.readexactly(int(sizes[0]))
@@ -177,7 +177,7 @@ async def test_few_requests_may_wait_for_the_answer_to_another_one(case: Case) -
             worker.go.set()
             assert [await status(reader) for _ in range(1 + answered)] == [200] * (1 + answered)
             if ends:
-                assert await until_end(reader) == b"", "all the same who sent it had its answers"
+                assert await until_end(reader) == b"", "all the same its sender had its answers"
 
 
 async def test_a_client_that_hangs_up_ends_its_request_even_while_another_waits(case: Case) -> None:

@@ -41,7 +41,7 @@ class Answer:
 
     choices: tuple[tuple[str, int, Any, tuple[float, ...]], ...] = ()
     usage: tuple[int, int, int] | None = None
-    # Of an error: HTTP's status, reason, field, sentence.
+    # Parts of an error: HTTP's status, reason, field, sentence.
     error: tuple[int, str, str | None, str] | None = None
 
 

@@ -453,7 +453,7 @@ async def test_before_it_drains_it_says_so_and_takes_requests_yet(
         }
         answer = await case.complete()
         assert answer.status_code == 200
-        # Who comes again connects anew, and so reaches another gateway.
+        # A client that comes again connects anew, and so reaches another gateway.
         assert answer.headers["connection"] == "close"
         over.set()
 

@@ -20,7 +20,7 @@ from tideserve.gateway.v1 import gateway_pb2_grpc
 CALLS = 3 * READING_MAX
 MESSAGE_BYTES = 4 * 2**20
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
-# Of frames in HTTP/2.
+# Types of frames in HTTP/2.
 DATA, HEADERS, RST_STREAM, SETTINGS, PING = 0, 1, 3, 4, 6
 ACK, END_STREAM, END_HEADERS = 1, 1, 4
 INITIAL_WINDOW_SIZE = 4

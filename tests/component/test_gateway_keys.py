@@ -115,7 +115,7 @@ async def test_keys_rotate_under_load_without_a_lost_request(
             old, new = current[0], add_key(keys, "alice", False, None, QuotaLimits())
             await eventually(lambda new=new: taken(new))
             current[0], before = new, done[0]
-            # Whoever still had the old one has ended meanwhile.
+            # The requests with the old one have ended meanwhile.
             await eventually(lambda before=before: done[0] >= before + 20)
             revoke_keys(keys, [hash_of(old)[:ID_DIGITS]], None)
             await eventually(lambda old=old: refused(old))
@@ -153,7 +153,7 @@ async def test_keys_of_a_secret_of_kubernetes_rotate_at_both_doors(
         for let_in in (over_http, over_grpc):
             await eventually(lambda let_in=let_in: let_in(new))
             assert await let_in(old)
-        # Not usable: whoever was let in still is, and it shows.
+        # The file is not usable: the old keys stay valid, and it shows.
         volume.update({FILE: "replace-me\n"})
         await eventually(file_refused)
         assert await over_http(new) and await over_grpc(old)

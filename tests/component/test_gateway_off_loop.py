@@ -68,7 +68,9 @@ async def test_prompt_logprobs_over_http_are_read_and_written_off_the_loop(
     assert threads == {"__iter__": {False}, "prompt": {False}}
 
 
-async def test_prompt_logprobs_over_grpc_are_read_and_written_off_the_loop(case: Case, threads: dict[str, set[bool]]) -> None:
+async def test_prompt_logprobs_over_grpc_are_read_and_written_off_the_loop(
+    case: Case, threads: dict[str, set[bool]]
+) -> None:
     told = {"model": "m", "max_tokens": 2}
     whole = await case.grpc.complete(PROMPT, prompt_logprobs=20, **told)
     assert len(whole.choices[0].prompt_logprobs) == len(PROMPT) - 1

@@ -386,7 +386,7 @@ class TestTwoMemoryManagers:
                     await eventually(lambda: unmarked(store))
                     before = await store.list_prefix(GROUPS)
                     frozen.send_signal(signal.SIGCONT)
-                    # It notices that its lease is over, and tells who has asked it.
+                    # It notices that its lease is over, and tells its callers.
                     (*_, last) = await merging
                     assert last.phase == FAILED
                     assert await store.list_prefix(GROUPS) == before
@@ -399,7 +399,7 @@ class TestTwoMemoryManagers:
 
 
 class TestMember:
-    """What a member refuses, whoever asks."""
+    """What a member refuses to every caller."""
 
     @pytest.mark.parametrize(
         ("changes", "code"),

@@ -299,7 +299,7 @@ def ucx_network() -> EngineNetwork:
 
 SCENARIOS = range(int(os.environ.get("TIDESERVE_SCENARIOS", "500")))
 QUICK = 120
-"""Of the scenarios: those that are not left to `make test-slow`."""
+"""Scenarios that are not left to `make test-slow`."""
 
 
 @pytest.mark.parametrize(
@@ -323,7 +323,7 @@ def test_every_interleaving_gives_the_tokens_of_an_undisturbed_run(
 
 
 def test_the_undisturbed_runs_show_what_was_asked_for(config: RunnerConfig, oracle: Oracle) -> None:
-    """Who came to an end has matched its grammar; every kind of log probabilities is asked for."""
+    """Outputs that ended match their grammar; every kind of log probabilities is asked for."""
     tokenizer = Tokenizer.from_file(str(config.model_dir / "tokenizer.json"))
     ended = 0
     for request in oracle.requests:
@@ -536,7 +536,7 @@ def test_a_survivor_that_had_not_switched_keeps_the_layers_that_it_prepared(
         attempt = group.prepare(targets)
         assert group.await_answers(attempt, targets)
         left = group.engines["w0"].member
-        group.commit(targets, ("w1", *late))  # a leader waits for who is in the old one
+        group.commit(targets, ("w1", *late))  # a leader waits for members in the old one
         for _ in range(turns):
             group.turn()
         assert left.links.epoch < group.epoch, "it should not have switched yet"
@@ -639,10 +639,10 @@ def test_a_worker_that_was_split_off_serves_on_when_another_one_dies(
 def test_the_rest_of_a_split_group_counts_right_when_the_other_part_dies(
     config: RunnerConfig, oracle: Oracle, names: tuple[str, str], turns: int
 ) -> None:
-    """Of three that part, two stay together, led by the old leader or by another one.
+    """Two of three members stay together, led by the old leader or by another one.
 
-    What the third was dealt comes back to the old leader, or is over; blocks of it are freed at
-    both, and the one that leads now counts them as free.
+    Requests that were dealt to the third come back to the old leader, or are over. Their blocks
+    are freed at both, and the present leader counts them as free.
     """
     group = EngineGroup(replace(config, budget_bytes=config.budget_bytes + (1 << 20)), 3, seed=1)
     try:

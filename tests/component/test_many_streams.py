@@ -1,6 +1,6 @@
 """Two thousand streams through one gateway process, readers that read nothing among them.
 
-The gateway and those who read are processes of their own; all behind it is faked in this one.
+The gateway and the readers are processes of their own; all behind it is faked in this one.
 """
 
 import asyncio
@@ -43,7 +43,7 @@ SPREAD_S = 0.002
 DEAF, DEAF_TOKENS = 20, 30_000
 STALL_S = 4.0
 LIVE_S = 1.0
-"""Of 100 probes, 99 are answered within it."""
+"""99 of 100 probes are answered within it."""
 RSS_GROWTH = 1.10
 WAVE_LIMIT_S = 120.0
 ENOUGH = text_ids(TEXT) * 600

@@ -134,7 +134,7 @@ class Collector:
 
 @pytest.fixture(params=["sm,tcp", "tcp"])
 def transports(request: pytest.FixtureRequest) -> str:
-    """Of UCX."""
+    """The transports of UCX."""
     try:
         load_ucxx()
     except UcxUnavailable as error:
@@ -451,7 +451,9 @@ def test_a_peer_of_another_version_is_told_so(
 
 
 @pytest.mark.parametrize("greeting", [b"", b"\xff" * 100, b"\x04\0\0\0junk"])
-def test_a_connection_without_a_handshake_is_closed(peer: PeerProcess, ours: UcxLane, greeting: bytes) -> None:
+def test_a_connection_without_a_handshake_is_closed(
+    peer: PeerProcess, ours: UcxLane, greeting: bytes
+) -> None:
     host, _, port = peer.activations.rpartition(":")
     with socket.create_connection((host, int(port)), timeout=DEADLINE_S) as stranger:
         stranger.sendall(greeting)

@@ -59,7 +59,7 @@ def test_together_they_hold_the_tree_and_no_file_twice(wheels: dict[str, Path]) 
     assert "tideserve/__init__.py" not in shared, "it is a namespace of several wheels"
     assert {"tideserve/client/py.typed", "tideserve/client/sync.py"} <= client
     assert all(f"{top}/py.typed" in shared for top in tops_of(shared)), "types would not be read"
-    # Whoever has tideserve-api may have other stubs of KServe's protocol.
+    # A user of tideserve-api may have other stubs of KServe's protocol.
     assert "tideserve/kserve/v2/inference_pb2.py" in server - api
     assert "tideserve/worker/py.typed" in api
 

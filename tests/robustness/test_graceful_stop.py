@@ -28,7 +28,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         memory="32MiB",
         dtype="float64",
         chunk_size="64KiB",
-        overload_policy="recompute",  # groups change by hand only, or for who leaves
+        overload_policy="recompute",  # groups change by hand only, or for a leaving worker
     ) as running:
         yield running
 

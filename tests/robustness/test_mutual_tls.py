@@ -135,12 +135,12 @@ async def test_no_request_is_lost_while_certificates_and_the_ca_change(secured: 
 
 
 async def everybody_refuses_the_former_ca(secured: Secured, former: Authority) -> None:
-    """And who has no certificate at all."""
+    """And a caller without any certificate."""
     certified = secured.certified
     dial = certified.transport("gateway").dial
 
     async def answering() -> list[tuple[str, str]]:
-        """Everybody, once what is registered is only who lives."""
+        """All instances, once only living ones are registered."""
         found = await registered(secured.etcd)
         health = [await health_of(dial(address, role)) for role, address in found]
         return found if set(health) == {None} else []

@@ -10,7 +10,7 @@ from typing import Any
 
 CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 COMPLETION: dict[str, Any] = {"model": "m", "prompt": "hi"}
-# Of the models of tests/support/byte_tokenizer.py behind tests/support/gateway.py.
+# Names of the models of tests/support/byte_tokenizer.py behind tests/support/gateway.py.
 VOCABULARY = 259
 CONTEXT = 256
 
@@ -20,7 +20,7 @@ class BadInput:
     """A body's fields, over those of a good one, and what the error names.
 
     `endpoint` is "chat" or "completion"; with `absent` that field is left out. `needs_model`: only
-    who knows the model can tell.
+    a door that knows the model can tell.
     """
 
     endpoint: str
@@ -43,7 +43,7 @@ class BadInput:
         return f"{self.endpoint}:{shown or f'no {self.absent}'}"
 
 
-# Of every body. Below: values that are not in the range of the field that they are for.
+# Fields of every body. Below: values that are not in the range of their field.
 BOTH: dict[str, list[Any]] = {
     "model": [None, 1, "", "x" * 513],
     "max_tokens": [-1, 1.5, 1.0, "5", True, 2**31, 2**63, [], {}],
@@ -210,7 +210,7 @@ TOGETHER: list[tuple[str, dict[str, Any], str]] = [
 ]  # fmt: skip
 # It keeps llguidance busy for ever.
 BOMB = {"allOf": [{"type": "integer", "multipleOf": n} for n in (9973, 9967, 9949, 9941)]}
-# What only who knows the model can tell.
+# Faults that only a door that knows the model can tell.
 MODEL: list[tuple[str, dict[str, Any], str, int]] = [
     ("chat", {"model": "other"}, "model", 404),
     ("chat", {"model": "../x"}, "model", 404),

@@ -44,7 +44,7 @@ class Stream:
 
     @property
     def output(self) -> list[int]:
-        """Of the undisturbed run."""
+        """The output of the undisturbed run."""
         return list(self.truth[len(self.request.prompt_ids) :])
 
 

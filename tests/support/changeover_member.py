@@ -133,7 +133,7 @@ class WorldMember:
 
     @property
     def epoch(self) -> int:
-        """Of the present configuration."""
+        """The epoch of the present configuration."""
         return self.fence.epoch
 
     def take_control(self) -> None:

@@ -279,7 +279,7 @@ class World:
                 self._abandon(attempt)
 
     def members_of(self, attempt: str) -> set[str]:
-        """Those that an attempt needs."""
+        """The members that an attempt needs."""
         return self.attempts[attempt].members if attempt in self.attempts else set()
 
     def _abandon(self, name: str) -> None:

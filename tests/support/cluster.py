@@ -175,7 +175,7 @@ class Cluster:
         return dict(self._state()["pids"])
 
     def get(self, path: str, url: str | None = None) -> Any:
-        """The JSON that the gateway, or who is at `url`, answers with; raises urllib's errors."""
+        """The JSON that the gateway, or the server at `url`, answers; raises urllib's errors."""
         headers = {"Authorization": f"Bearer {self._api_key}"} if self._api_key else {}
         request = urllib.request.Request((url or self.url) + path, headers=headers)
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))

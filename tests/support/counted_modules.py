@@ -78,7 +78,7 @@ def _parsed(path: str) -> ast.Module:
 
 
 def _chars(value: object) -> int:
-    """Of a text, or of the texts in a sequence."""
+    """Characters of a text, or of the texts in a sequence."""
     if isinstance(value, str):
         return len(value)
     return sum(map(_chars, value)) if type(value) in (list, tuple) else 0
@@ -102,7 +102,7 @@ def _cost(function: Any, args: Sequence[Any], result: object) -> int:
 
 
 def _name(kind: type[ast.AST]) -> str:
-    """Of an operation in a copy."""
+    """The name of an operation in a copy."""
     return f"{COUNTED}_{kind.__name__}"
 
 

@@ -33,7 +33,7 @@ class Unread:
 
 
 class EngineGateway:
-    """Of an `EngineGroup`. Unless it `asks_again`, requests of who dies are over.
+    """The gateway of an `EngineGroup`. Unless it `asks_again`, requests of a lost engine are over.
 
     `asked` counts how often it has asked again.
     """
@@ -53,7 +53,7 @@ class EngineGateway:
         return found
 
     def without_token(self, leaders: Collection[str]) -> list[str]:
-        """Those of `leaders` that have a request without a token, once for each."""
+        """The `leaders` of requests without a token, once for each request."""
         streams, owner = self._group.streams, self._group.owner
         return [
             owner[name]
@@ -91,7 +91,7 @@ class EngineGateway:
         return self._group.owner[request_id] not in self._group.engines
 
     def adopted(self, worker_id: str, adopted: AdoptedRequest) -> bool:
-        """Take note of it; False if whoever reads the request goes on there at once."""
+        """Take note of it; False if the request's reader goes on there at once."""
         request_id = adopted.request_id
         if not self.asks_again:
             return False
@@ -114,7 +114,7 @@ class EngineGateway:
         return known
 
     def moved(self, worker_id: str, moved: MovedRequest) -> None:
-        """A leader sends whoever reads a request on."""
+        """A leader sends the reader of a request on."""
         place = worker_id, moved.request_id
         if place in self._unread:
             self._unread[place].moved_to = moved.worker_id

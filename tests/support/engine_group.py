@@ -1,6 +1,6 @@
 """Several engines in one process: real arenas, planners, transfers and models, no clock, no thread.
 
-A seeded random order decides who takes a turn, which frame is delivered next, and when a transfer
+A seeded random order decides which engine takes a turn, which frame comes next, and when a transfer
 moves a piece, so that a test explores interleavings and can repeat each of them; over a
 `UcxNetwork`, when frames arrive is up to UCX.
 """
@@ -107,7 +107,7 @@ class EngineGroup:
         self.now_s = self.network.now_s()
         self.epoch = 0
         self.streams: dict[str, Stream] = {}
-        self.owner: dict[str, str] = {}  # request id → who streams it
+        self.owner: dict[str, str] = {}  # request id → the engine that streams it
         self.groups: list[list[Stage]] = []
         self.prepared: dict[tuple[str, str], Prepared] = {}
         self.violations: list[str] = []
@@ -234,7 +234,7 @@ class EngineGroup:
                 self.engines[stage.worker_id].member.abort(attempt)
 
     def commit(self, groups: Sequence[Sequence[Stage]], late: Collection[str] = ()) -> None:
-        """Commit: members hear of it at different moments, who is `late` not before the next."""
+        """Commit: members hear of it at different moments, `late` ones not before the next."""
         self.epoch += 1
         plans = self._plans(groups, self.epoch)
         names = [member.worker_id for group in plans for member in group.members]
@@ -360,7 +360,7 @@ class EngineGroup:
         return found
 
     def check_invariants(self) -> None:
-        """Of every planner, table and arena."""
+        """Check every planner, table and arena."""
         assert not self.violations, self.violations
         for engine in self.engines.values():
             if engine.member.configuration is None or engine.member.configuration.leads:
@@ -446,7 +446,7 @@ class EngineGroup:
         self._look_for_stop(adopted.request_id)
 
     def note_token(self, worker_id: str, token: EmitToken) -> None:
-        """A token comes to who reads its request."""
+        """A token comes to the reader of its request."""
         request_id = token.request_id
         stream = self.streams[request_id]
         if stream.aborted:

@@ -77,7 +77,7 @@ class QueueNetwork(EngineNetwork):
 
 
 class UcxNetwork(EngineNetwork):
-    """Real lanes with their threads: who takes a turn is seeded, when a frame arrives is not.
+    """Real lanes with their threads: the order of turns is seeded, the time of a frame is not.
 
     Raises UcxUnavailable when lanes are asked for.
     """

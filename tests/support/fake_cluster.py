@@ -32,7 +32,7 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
         self.workers = workers
         self.asks: list[scheduler_pb2.Ask] = []
         self.withdrawn: list[str] = []
-        # Of which workers loads were passed on, and how many asks had come before.
+        # The workers whose loads were passed on, and how many asks had come before.
         self.loads: list[tuple[str, int]] = []
         # A frozen one takes frames and says nothing; a holding one gives tickets only.
         self.frozen = False

@@ -33,7 +33,7 @@ def require(holds: bool, what: str) -> None:
 
 
 class FakeMemory:
-    """Of a worker that begins with all layers, each with `blocks` blocks."""
+    """The memory of a worker that begins with all layers, each with `blocks` blocks."""
 
     def __init__(self, num_layers: int, blocks: int, slab_units: int) -> None:
         self.num_layers = num_layers

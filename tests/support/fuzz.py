@@ -65,7 +65,7 @@ def _tokens(rng: random.Random) -> int:
     return rng.randint(0, TOKENS_MAX)
 
 
-# Of fields whose schema allows what the fakes cannot serve, or not in short.
+# Values of fields whose schema allows what the fakes cannot serve, or not quickly.
 _DRAWN: dict[str, Callable[[random.Random], Any]] = {
     "model": lambda rng: "m",
     "messages": lambda rng: [_message(rng) for _ in range(rng.randint(1, 3))],

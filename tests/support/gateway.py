@@ -38,11 +38,11 @@ def endless(prompt_ids: Sequence[int]) -> list[int]:
 
 @dataclass
 class Case:
-    """A gateway, who talks to it, and what is behind it."""
+    """A gateway, its clients, and what is behind it."""
 
     url: str
     http: httpx.AsyncClient
-    # Who talks to the admin port.
+    # The client of the admin port.
     admin: httpx.AsyncClient
     openai: AsyncOpenAI
     grpc: AsyncClient

@@ -427,7 +427,7 @@ class World:
         self._feed(self.rng.randrange(2), TimePassed(self.now_s))
 
     def _take_over(self) -> None:
-        """The other one is elected; who led does not know yet."""
+        """The other one is elected; the former leader does not know yet."""
         leads = self.tokens.index(self.store.token)
         self.tokens[1 - leads] = self.store.elect()
         self._feed(1 - leads, LeadershipChanged(self.now_s, self.store.token))

@@ -95,7 +95,7 @@ class GrpcFuzz:
         except grpc.aio.AioRpcError:
             pass
         except asyncio.CancelledError:
-            # Only this call is; not whoever waits for it.
+            # Only this call is, and not the task that waits for it.
             if not cut:
                 raise
         code = await call.code()

@@ -11,7 +11,7 @@ import httpx
 from tests.support.fuzz import random_body
 
 PATHS = {"chat": "/v1/chat/completions", "completion": "/v1/completions"}
-# Of a request that is read to its end, or of one that asks for something that is not there.
+# Statuses of a request that is read to its end, or that asks for something that is not there.
 STATUSES = {200, 400, 404, 409}
 
 

@@ -1,4 +1,4 @@
-"""Gateways that keep a quota together, in simulated time: who dies, joins, or hears nothing."""
+"""Gateways that keep a quota together, in simulated time; they die, join, or hear nothing."""
 
 import heapq
 import itertools

@@ -37,7 +37,7 @@ class ToldSampler:
     outputs: dict[str, list[int]] = field(default_factory=dict)
 
     def keep_only(self, known: Collection[str]) -> None:
-        """Forget who has no blocks."""
+        """Forget requests without blocks."""
         for name in [name for name in self.terms if name not in known]:
             del self.terms[name], self.outputs[name]
 

@@ -1,4 +1,4 @@
-"""The folder of a cluster: configurations, logs, etcd's data, and who runs.
+"""The folder of a cluster: configurations, logs, etcd's data, and which processes run.
 
 lock           held while `tideserve up` runs
 cluster.json   addresses, pid of up, pids by name, folders; gone after a clean stop

@@ -43,7 +43,7 @@ CONFIG: Mapping[str, Any] = {
     "eos_token_id": 2,
     "dtype": "float32",
 }
-# Of a cluster that serves it. Small chunks, because the whole memory is small.
+# Options of a cluster that serves it. Small chunks, because the whole memory is small.
 TINY_OPTIONS = {"load_format": "dummy", "chunk_size": "64KiB"}
 COPIED = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 

@@ -410,7 +410,7 @@ def command_name() -> str:
 
 
 class Missing(NamedTuple):
-    """What a cluster waits for: all of it, and as a line for somebody who waits."""
+    """What a cluster waits for: all of it, and as a line for a user who waits."""
 
     sentences: str
     line: str

@@ -40,7 +40,7 @@ OPTIONS: tuple[tuple[str, int | str], ...] = (
 class Tls:
     """TLS to the gateway. Files are PEM.
 
-    `ca_file`: who is trusted; None: as grpc has it by default. `cert_file` and `key_file`: the
+    `ca_file`: the CAs that are trusted; None: grpc's defaults. `cert_file` and `key_file`: the
     client's own certificate, where a proxy before the gateway asks for one. `server_name`: what the
     server's certificate names, if it is not the address.
     """

@@ -137,7 +137,7 @@ class Cluster:
         return outcomes
 
     def check_invariants(self) -> None:
-        """Those of core, at every worker and of the whole; for tests."""
+        """Check the states of core, at every worker and of the whole; for tests."""
         self.scheduler.check_invariants()
         for member in self.members.values():
             member.check_invariants()

@@ -103,7 +103,7 @@ class Coordinator:
         self._world.simulation.after(self._world.spec.costs.tick_s, self._tick)
 
     def check_invariants(self) -> None:
-        """Those of the states of core."""
+        """Check the states of core."""
         self.state.check_invariants()
         self.monitor.check_invariants()
 

@@ -11,7 +11,7 @@ from services.core.planner.config import IterationConfig
 from services.core.planner.events import EmitToken, RefuseRequest, RequestArrived, WaitLooked
 from services.core.planner.fast_forward import (
     advance_decodes,
-    decode_runway,
+    decodes_ahead,
     finish_filled,
     plan_shape,
 )
@@ -164,8 +164,8 @@ class Instance:
             self._rest()
         elif self.state.stages > 1:
             self._launch()
-        elif self._fast_forward and (runway := decode_runway(self.state)) >= RUN_MIN:
-            self._begin_run(runway)
+        elif self._fast_forward and (ahead := decodes_ahead(self.state)) >= RUN_MIN:
+            self._begin_run(ahead)
         elif (shape := self._plan_alone()) is None:
             self._rest()
         else:
@@ -254,11 +254,11 @@ class Instance:
 
     # --- jumps over plain decodes
 
-    def _begin_run(self, runway: int) -> None:
+    def _begin_run(self, ahead: int) -> None:
         running = self.state.running
         prefix_tokens = sum([sequence.computed for sequence in running])
-        run = _Run(self._simulation.now_s, len(running), prefix_tokens, runway)
-        if self._run_s(run, runway) > self._longest_run_s:
+        run = _Run(self._simulation.now_s, len(running), prefix_tokens, ahead)
+        if self._run_s(run, ahead) > self._longest_run_s:
             run.count = max(1, self._iterations_within(run, self._longest_run_s))
         due_s = self.state.return_due_s
         if due_s is not None:

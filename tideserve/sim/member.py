@@ -123,7 +123,7 @@ class SimulatedMember:
         return self._world.simulation.now_s
 
     def check_invariants(self) -> None:
-        """Those of core, of the memory, and that both agree."""
+        """Check the machine of core, the memory, and that both agree."""
         self.fence.check_invariants()
         self.changeover.check_invariants()
         self.memory.check_invariants()

@@ -21,7 +21,7 @@ class StageRun:
 
     @property
     def size_bytes(self) -> int:
-        """Of what a stage sends to the next one."""
+        """Bytes that a stage sends to the next one."""
         return MESSAGE_BYTES + self.tokens * self.pipeline.hidden_bytes
 
 

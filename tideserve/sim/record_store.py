@@ -16,7 +16,7 @@ from services.core.groups.vocabulary import (
 from services.core.ids import group_id_of
 
 TOKEN = 1
-"""Of the one coordinator that there is."""
+"""The token of the only coordinator."""
 FIRST_EPOCH = 1
 
 

@@ -10,7 +10,7 @@ from services.core.groups.layer_map import Stage
 class GroupStages:
     """A group that a change makes, with its stages in order; the first leads.
 
-    `draining`: workers of it that are about to stop.
+    `draining`: its leaving workers.
     """
 
     group_id: str
@@ -45,12 +45,12 @@ class Configuration:
 
     @property
     def epoch(self) -> int:
-        """Of the group."""
+        """The epoch of the group."""
         return self.own.epoch
 
     @property
     def stages(self) -> tuple[Stage, ...]:
-        """Of the group; the first leads."""
+        """The stages of the group; the first leads."""
         return self.own.stages
 
     @property
@@ -90,7 +90,7 @@ class Configuration:
 
     @property
     def leaders(self) -> frozenset[str]:
-        """Of all groups of the change."""
+        """The leaders of all groups of the change."""
         return frozenset(group.leader for group in self.groups)
 
     def leaders_for(self, workers: Collection[str]) -> frozenset[str]:

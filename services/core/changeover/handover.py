@@ -22,7 +22,7 @@ from services.core.planner.events import RequestAborted
 
 
 class Handover:
-    """Of the last change. `pending`: sequence → the leader that has yet to adopt it.
+    """The last hand-over. `pending`: sequence → the leader that has yet to adopt it.
 
     `old_stages` held the sequences until then, as the group `old_group`.
     """

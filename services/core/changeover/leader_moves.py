@@ -54,7 +54,7 @@ class LeaderMoves:
         return self._exchange.settled
 
     def check_invariants(self) -> None:
-        """Those of the exchange."""
+        """Check those of the exchange."""
         self._exchange.check_invariants()
 
     def enter(self) -> None:

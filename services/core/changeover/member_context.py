@@ -48,14 +48,14 @@ class MemberContext:
 
     @property
     def stages(self) -> tuple[Stage, ...]:
-        """Of the present group."""
+        """The stages of the present group."""
         if self.configuration is None:
             return (Stage(self.worker_id, 0, self.num_layers),)
         return self.configuration.stages
 
     @property
     def leader(self) -> str:
-        """Of the present group."""
+        """The leader of the present group."""
         return self.stages[0].worker_id
 
     def send(self, peer: str, frame: MemberFrame) -> None:

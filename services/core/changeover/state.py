@@ -118,8 +118,8 @@ class Changeover:
         self._drained = False  # the leader has said so
         self._leader_has_left = False  # it adopts no more
         self._drain_until_s = 0.0
-        self._lost: frozenset[str] = frozenset()  # of this change, in other groups
-        self._told_lost: frozenset[str] = frozenset()  # of this change
+        self._lost: frozenset[str] = frozenset()  # workers of this change, in other groups
+        self._told_lost: frozenset[str] = frozenset()  # workers of this change
         self._aborted: list[str] = []  # sequences, while a new leader waits for its stages
 
     @classmethod
@@ -136,7 +136,7 @@ class Changeover:
 
     @property
     def planner(self) -> PlannerState:
-        """Of this worker; to be read."""
+        """The planner of this worker; to be read only."""
         return self._context.planner
 
     @property
@@ -199,7 +199,7 @@ class Changeover:
         return self._kv.blocks_for(transfer_id, request_id)
 
     def check_invariants(self) -> None:
-        """Those of the parts, and that they agree; call it after every event in tests."""
+        """Check the parts, and that they agree; call it after every event in tests."""
         self._moves.check_invariants()
         if self.leads and self._next is None:
             self.planner.check_invariants()

@@ -229,7 +229,7 @@ class SwitchStage:
 
 @dataclass(frozen=True, slots=True)
 class ReleaseDeparted:
-    """Of KV of departed layers only blocks below `blocks` are needed any more.
+    """Free KV of departed layers from block `blocks` on; only lower blocks are needed.
 
     Answered by `DepartedReleased`.
     """

@@ -24,7 +24,7 @@ class IterationTokenMeter:
 
     @property
     def total(self) -> IterationTokens:
-        """Of all iterations so far."""
+        """The histogram of all iterations so far."""
         return IterationTokens(tuple(self._counts), self._tokens)
 
     def ran(self, tokens: int) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from math import sqrt
 
 TOLERANCE = 1e-12
-"""Of the residual's slope along a unit column, relative to the target's length."""
+"""A smaller slope of the residual along a unit column, relative to the target's length, is none."""
 
 
 def solve_nonnegative(rows: Sequence[Sequence[float]], target: Sequence[float]) -> list[float]:

@@ -9,10 +9,10 @@ to etcd and calls members; the simulator's writes to a table and waits.
 A change is QUEUED while `running_max` changes run; one asked for by hand is urgent and begins at
 once. If another write is in its way, it is BLOCKED and asked for again every `look_s`, up to
 `blocked_max_s`. While an attempt runs it is PREPARING. An attempt that is aborted ends the change:
-it has FAILED, and whoever wanted it decides anew. A committed change cannot fail any more, but its
+it has FAILED, and its asker decides anew. A committed change cannot fail any more, but its
 members may be late: it is COMMITTED until all of them report its epoch or a later one, at most
 `change_over_timeout_s`. Then it is STABLE: it makes room for the next one in the queue, and is
-followed until all members have settled. One whose KV takes too long to move is LEFT to its members.
+followed until all members have settled. A change whose KV moves too long is LEFT to its members.
 
 Survivors of a lost member get their layers back by attempts that nobody asked for. They are
 followed from the moment when their members are asked, under the id of the attempt.
@@ -176,7 +176,7 @@ class _Change:
         return ChangeStepped(self.change_id, phase, message, self.epoch)
 
     def move(self, phase: ChangePhase) -> None:
-        """Go to `phase` without a word."""
+        """Go to `phase`, and tell nobody."""
         assert (self.phase, phase) in TRANSITIONS, f"a change went from {self.phase} to {phase}"
         self.phase = phase
 

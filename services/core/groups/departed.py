@@ -1,9 +1,9 @@
 """Records of workers that have gone for good are removed, though epochs never go back.
 
 Where workers are named after their pods, every rolling update leaves the assignments and tombstones
-of the old names behind. They are there to fence: whoever comes back under a name must get an epoch
-above all that it, or anybody, has seen under that name. One record does the same for all names that
-are forgotten: the epoch floor.
+of the old names behind. They fence: a worker that comes back under a name must get an epoch above
+every epoch that was ever seen under that name. One record does the same for all names that are
+forgotten: the epoch floor.
 
 Why that is safe. A worker's assignment has the largest epoch of all configurations with the worker
 in them, since a commit writes both, and the tombstone has the largest of all with its group's name.
@@ -44,7 +44,7 @@ class Departed:
     def due(
         self, records: Records, now_s: float, gone_after_s: float, busy: set[str]
     ) -> tuple[str, ...]:
-        """Workers that have been away for so long, and whose records nothing rests on; some."""
+        """Some workers that have been away for so long, and whose records nothing needs."""
         long_gone = [name for name, at_s in self._since_s.items() if now_s - at_s >= gone_after_s]
         if not long_gone:
             return ()

@@ -137,7 +137,7 @@ def _check(model: ModelShape, rooms: Sequence[StageRoom]) -> None:
 
 
 def _free_bytes(model: ModelShape, rooms: Sequence[StageRoom]) -> list[int]:
-    """Of each member, what is left for layers and their KV."""
+    """The memory that each member has left for layers and their KV."""
     last = len(rooms) - 1
     return [
         room.arena_bytes - model.kept_bytes(index == 0, index == last)
@@ -152,7 +152,7 @@ def _most_layers(model: ModelShape, frees: Sequence[int], tokens: int) -> list[i
 
 
 def _smaller(ones: Sequence[int], others: Sequence[int]) -> list[int]:
-    """Of each member the smaller limit."""
+    """The smaller limit of each member."""
     return list(map(min, ones, others))
 
 
@@ -196,7 +196,7 @@ def _within_time(model: ModelShape, limits: Sequence[int]) -> list[int]:
 
     `limits` suffice; so does the result.
     """
-    # Of each member: the time of 1, 2, … layers. The slowest stage's time is one of all these, so
+    # The time of 1, 2, … layers at each member. The slowest stage's time is one of all these, so
     # floats are only compared with themselves.
     times = [
         [extra + count * model.layer_cost for count in range(1, limit + 1)]

@@ -148,8 +148,8 @@ class _Greedy:
             model: min(shape.num_layers, members_max) for model, shape in shapes.items()
         }
         self._given = len(groups)
-        # Of every group: what it was made of, its KV (exact as a float, and sooner sorted), what
-        # its merges have freed.
+        # By group: what it was made of, its KV (exact as a float, and sooner sorted), what its
+        # merges have freed.
         self._sources: list[tuple[PlanGroup, ...]] = list(zip(groups, strict=True))
         self._kv_bytes = list(map(float, map(_running_kv_bytes, groups)))
         self._freed_bytes = [0] * len(groups)

@@ -28,7 +28,7 @@ class Cause(StrEnum):
     OVERLOAD = "overload"
     SUBSIDED = "subsided"
     MANUAL = "manual"
-    # A member of a group is about to stop; the others go on without it.
+    # A member of a group is leaving; the others go on without it.
     DRAINING = "draining"
 
 
@@ -83,7 +83,7 @@ class GroupUse:
     """A group that serves; unless `reports` are current it has `silent_ids`, not `members`.
 
     `waiting` requests need `waiting_tokens` of KV before they can run. `draining`: a member is
-    about to stop.
+    leaving.
     """
 
     group_id: str

@@ -8,7 +8,7 @@ Subsided demand: demand is below half of the *undropped* capacity; then the seco
 does not count. A drop only adds capacity, so demand is never overload and subsided at once. Dwell
 times, and a longer one after each split that was too early, keep merges and splits from taking
 turns.
-A merged group that a member is about to leave is split immediately, without dwell time.
+A merged group with a leaving member is split immediately, without dwell time.
 """
 
 from collections.abc import Sequence
@@ -76,8 +76,8 @@ class _Model:
 class OverloadMonitor:
     """Watches demand and capacity of every model; models and groups that vanish are forgotten.
 
-    Groups without current reports, and those that a member is about to leave, are known, but count
-    neither as demand nor as capacity.
+    Groups without current reports, and groups with a leaving member, are known, but count neither
+    as demand nor as capacity.
     """
 
     config: OverloadConfig = field(default_factory=OverloadConfig)
@@ -157,7 +157,7 @@ class OverloadMonitor:
             state.mean_demand_tokens = None
             state.settles_s = max(state.settles_s, now_s + self.config.report_s)
         if layout != state.layout:
-            # What was decided shows by now.
+            # The last decision shows by now.
             state.settles_s = now_s + self.config.report_s
             state.overloaded_since_s = state.subsided_since_s = None
             ids = {group.group_id for group in groups}
@@ -166,7 +166,7 @@ class OverloadMonitor:
 
     def _decide(self, name: str, now_s: float) -> list[Decision]:
         if not self._groups[name]:
-            # An overload cannot be seen now; one that was told must end all the same.
+            # No overload can be seen now; a shortfall that was told must end all the same.
             self._note_calm(self._models[name], True, now_s)
             return []
         numbers = self.numbers(name)
@@ -209,7 +209,7 @@ class OverloadMonitor:
             state.exhausted = False
 
     def _split_left(self, name: str, numbers: Numbers, now_s: float) -> list[Decision]:
-        """Split merged groups that a member is about to leave; others of the model go on."""
+        """Split merged groups with a leaving member; other groups of the model go on."""
         state = self._models[name]
         left = tuple(one for one in self._left(name) if now_s >= state.leaving_s.get(one, now_s))
         if not left:
@@ -228,7 +228,7 @@ class OverloadMonitor:
         threshold = numbers.capacity_tokens if merge else self._subsided_tokens(numbers)
         why = Why(Cause.MANUAL, threshold, 0.0, 0.0, numbers)
         state.held_s = {changed.action: changed.now_s + self.config.manual_hold_s}
-        # The groups that were seen last are gone, and with them what was true of them.
+        # The groups that were seen last are gone: what was measured on them does not hold.
         state.settles_s = changed.now_s + self.config.settle_s
         state.overloaded_since_s = state.subsided_since_s = None
         return [
@@ -286,7 +286,7 @@ class OverloadMonitor:
         return tuple(group.group_id for group in self._groups[name] if group.can_split)
 
     def _left(self, name: str) -> tuple[str, ...]:
-        """The merged groups that a member is about to leave, whether or not their KV fits then."""
+        """The merged groups with a leaving member, whether or not their KV fits after a split."""
         return tuple(
             group.group_id
             for group in self._groups[name]
@@ -294,7 +294,7 @@ class OverloadMonitor:
         )
 
     def _staying(self, name: str) -> list[GroupUse]:
-        """The groups that count: not those that a member is about to leave."""
+        """The groups that count: those without a leaving member."""
         return [group for group in self._groups[name] if not group.draining]
 
     def _subsided_tokens(self, numbers: Numbers) -> int:

@@ -11,7 +11,7 @@ class WorkerFacts:
     """A registered worker. `kv_blocks_total` is what it has with all layers.
 
     `shape` is None if the worker does not report it; then its groups cannot be planned for.
-    `can_drop`: whether it can run part of the layers. `draining`: it is about to stop.
+    `can_drop`: whether it can run part of the layers. `draining`: it is leaving.
     `build`: what code it runs. `settings`: the settings in which the members of a group must agree.
     """
 

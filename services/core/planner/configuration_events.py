@@ -47,17 +47,17 @@ class BlocksCredited:
 
 @dataclass(frozen=True, slots=True)
 class ReleasedTaken:
-    """The names of released requests go another way than with a microbatch, as `BlocksFreed`."""
+    """Take the names of released requests, as `BlocksFreed`; no microbatch carries them then."""
 
 
 @dataclass(frozen=True, slots=True)
 class FlightDiscarded:
-    """All microbatches in flight are given up: their positions run again, results are ignored."""
+    """Discard all microbatches in flight: their positions run again, results are ignored."""
 
 
 @dataclass(frozen=True, slots=True)
 class SequenceAdopted:
-    """Go on with another leader's sequence, in its place by age; a repetition changes nothing.
+    """Go on with another leader's sequence, at its place by age; a repetition changes nothing.
 
     At the stages in `absent` it has no blocks yet: they are promised to it, see `SequencePlaced`;
     at the others it has them, and the table or the stage's count of used blocks includes them. A
@@ -71,35 +71,35 @@ class SequenceAdopted:
 
 @dataclass(frozen=True, slots=True)
 class SequenceForgotten:
-    """Another leader has adopted it: its blocks stay in use until its KV is moved and freed."""
+    """Another leader has adopted the sequence. Its blocks are in use until its KV has moved."""
 
     request_id: str
 
 
 @dataclass(frozen=True, slots=True)
 class SequenceHeld:
-    """It keeps its blocks and is planned no more; no effect if it is held."""
+    """The sequence keeps its blocks and is not planned; no effect if it is held already."""
 
     request_id: str
 
 
 @dataclass(frozen=True, slots=True)
 class SequenceResumed:
-    """It goes on; no effect on one that is not held, which a preemption has resumed."""
+    """The sequence goes on; no effect if it is not held, since a preemption resumed it."""
 
     request_id: str
 
 
 @dataclass(frozen=True, slots=True)
 class SequencePreempted:
-    """Its KV is given up, held or running: it is computed again."""
+    """The KV of a held or running sequence is freed, and computed again."""
 
     request_id: str
 
 
 @dataclass(frozen=True, slots=True)
 class SequenceReset:
-    """It is held without its KV, which is to be freed where it is.
+    """The sequence is held without its KV, which the stages that have it free.
 
     Its blocks stay in use until the stages that have them report them free. Unlike
     `SequencePreempted`, this is for a sequence whose stages may not be those of this planner.
@@ -110,11 +110,11 @@ class SequenceReset:
 
 @dataclass(frozen=True, slots=True)
 class SequencePlaced:
-    """It takes the blocks promised to it at `stage`, where there is room.
+    """The sequence takes the blocks promised to it at `stage`, where there is room.
 
-    At the own stage they are in the table then, and free to be written when what was planned before
-    has run. Another stage's table has to adopt as many, in sequence: after all that was planned and
-    the names of `ReleasedTaken` have passed it.
+    At the own stage they are in the table then, and may be written once earlier microbatches have
+    run. Another stage has to adopt as many, in order: after the earlier microbatches and the names
+    of `ReleasedTaken` have passed it.
     """
 
     request_id: str

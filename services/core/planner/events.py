@@ -79,8 +79,8 @@ class EmitToken:
 class RefuseRequest:
     """Tell the client that the request cannot be served; cause and remedy in `message`.
 
-    `retryable` when it could be served at another time. One that runs is over with it. `returned`:
-    it has not begun here, and shall be given a place anew under the same id.
+    `retryable`: it could be served at another time. A running request ends with it. `returned`: the
+    request has not begun here, and shall get another place under the same id.
     """
 
     request_id: str

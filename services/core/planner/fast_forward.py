@@ -1,6 +1,6 @@
 """Fast-forward for a simulator: what `PlannerState` decides, without tokens and without commands.
 
-Friends of `PlannerState`: the state is afterwards as after the events that these stand for.
+The functions use private parts of `PlannerState`. They leave it as the events that they replace.
 """
 
 from collections.abc import Iterable
@@ -50,7 +50,7 @@ def finish_filled(state: PlannerState, token_id: int, number: int | None = None)
     return commands
 
 
-def decode_runway(state: PlannerState) -> int:
+def decodes_ahead(state: PlannerState) -> int:
     """How many iterations are certain to be the same decodes if nothing arrives.
 
     In them no sequence starts, ends, is preempted or has its first token. 0 in an iteration.
@@ -64,7 +64,7 @@ def decode_runway(state: PlannerState) -> int:
 
 
 def advance_decodes(state: PlannerState, count: int, token_id: int) -> None:
-    """Run `count` ≤ `decode_runway` iterations at once; each sample is `token_id`.
+    """Run `count` ≤ `decodes_ahead` iterations at once; each sample is `token_id`.
 
     The commands, one token of each running request in each iteration, are left out. Stop tokens are
     not looked for.

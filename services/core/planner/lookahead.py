@@ -25,8 +25,8 @@ SLACK = 1e-6
 """Relative: sums of the same costs in another order are the same."""
 
 LONGER = 0.02
-"""By how much a round may be longer than the shortest if it has more parts: the more, the smaller
-is what a stage waits for. Modelled: a sixth less bubbles, first tokens up to a sixth later."""
+"""By how much a round with more parts may be longer than the shortest one: stages wait less in it.
+Modelled: a sixth less bubbles, first tokens up to a sixth later."""
 
 BALANCED = 2e-3
 """How close the largest cost of the parts comes to the least one, relative to it."""
@@ -73,7 +73,7 @@ def form_round(
     tokens_max: int,
     base: float = 0.0,
 ) -> list[list[Piece[Key]]]:
-    """Deal `pieces`, in their order, into microbatches of similar cost; a short such round.
+    """Deal `pieces`, in their order, into microbatches of similar cost that make a short round.
 
     No part has more than `tokens_max` tokens, and on average they have more than half of
     `tokens_min` where there are several. A piece that is cut appears in consecutive parts. `base`
@@ -126,7 +126,7 @@ class _Dealer(Generic[Key]):
         self._model = model
         self._tokens_max = tokens_max
         costs = (marginal(model, prefix, tokens) for _, prefix, tokens in pieces)
-        # Of the first 0, 1, 2, … pieces together.
+        # Entry i is the cost of the first i pieces together.
         self._costs = list(accumulate(costs, initial=0.0))
         self.tokens = list(accumulate((piece.tokens for piece in pieces), initial=0))
 
@@ -201,7 +201,7 @@ class _Dealer(Generic[Key]):
 def _round_cost_of(
     parts: Iterable[list[Piece[Key]]], stages: int, model: CostModel, base: float
 ) -> float:
-    """Of these parts, with the decodes that join each of them."""
+    """The cost of a round of these parts, with the decodes that join each of them."""
     shared = model.lam if base else 0.0
     costs = [batch_cost(model, part) + base - shared for part in parts]
     if base:

@@ -21,7 +21,7 @@ class Prefill(NamedTuple):
 class Plan:
     """One microbatch: `decodes` run one token each, `prefills` as many as stand in them.
 
-    `decode_cost` is what those of its sequences cost that decode when it has run.
+    `decode_cost` is the cost of its sequences that decode after it has run.
     """
 
     number: int

@@ -1,9 +1,9 @@
 """Requests that wait at a worker without having begun, which may be given back to the scheduler.
 
-What the scheduler took for room may be gone when a request arrives: those that run have grown. It
-would wait for them, however much room another group has by then. So a request that is `returnable`
-and has not begun within `RETURN_AFTER_S` goes back, keeps its place in the line by its time of
-arrival, and runs wherever there is room first.
+The room that the scheduler saw may be gone when a request arrives, since running requests grow. The
+request would wait for these, however much room another group has by then. So a request that is
+`returnable` and has not begun within `RETURN_AFTER_S` goes back, keeps its place in the line by its
+time of arrival, and runs wherever there is room first.
 """
 
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ RETURN_AFTER_S = 0.2
 
 @dataclass(slots=True)
 class Returns:
-    """Since when each such request is here, the first that came first."""
+    """The returnable requests that wait, with the times of their arrival here, oldest first."""
 
     _since_s: dict[str, float] = field(default_factory=dict)
 
@@ -36,7 +36,7 @@ class Returns:
         return None
 
     def take(self, sequences: Mapping[str, Sequence], now_s: float) -> list[Sequence]:
-        """Those that have waited too long; they are forgotten."""
+        """The requests that have waited too long; they are forgotten."""
         found = [
             sequences[request_id]
             for request_id, since_s in self._since_s.items()
@@ -48,7 +48,7 @@ class Returns:
 
 
 def _may_wait(sequence: Sequence | None) -> bool:
-    """Whether it has not begun; one that is held waits again afterwards."""
+    """Whether the sequence may wait yet: it has not begun. A held one waits again afterwards."""
     return sequence is not None and not sequence.begun
 
 

@@ -14,7 +14,7 @@ from services.core.planner.batch import (
 from services.core.request import FinishReason, Request, admission_blocks
 
 LOGPROBS_CARRIED_BYTES = 4 << 20
-"""Log probabilities of outputs that go with a sequence to another leader: the newest ones."""
+"""Log probabilities of the newest outputs that go with a sequence to another leader."""
 
 
 class Phase(Enum):
@@ -51,8 +51,8 @@ class SequenceState:
 
     K/V of the first `computed` of prompt + `output_ids` is in `blocks` blocks at every stage.
     Log probabilities that were asked for: `prompt_logprobs` of the prompt tokens so far, from the
-    second on, and `logprobs` of the last outputs, at most `LOGPROBS_CARRIED_BYTES`: of all where a
-    client that has lagged behind no more than that can tell.
+    second on, and `logprobs` of the newest outputs, at most `LOGPROBS_CARRIED_BYTES`. A client
+    that lags behind by no more than that misses none.
     """
 
     request: Request
@@ -70,8 +70,8 @@ class Sequence:
     """`token_ids` is prompt plus output; the first `computed` of them have been planned.
 
     K/V of these is in its `blocks` blocks, or will be once the microbatches in flight have run.
-    So a sequence whose next token is being sampled has nothing that remains. It never exceeds
-    `tokens_max` tokens. `absent` are the stages that have no blocks for it yet, while its K/V
+    So `remaining` is 0 while its next token is being sampled. It never exceeds `tokens_max`
+    tokens. `absent` are the stages that have no blocks for it yet, while its K/V
     moves; `sample_due` says that it was preempted while its next token is being sampled.
 
     `told` counts the output tokens that the sampler knows; None while it knows nothing of the

@@ -2,8 +2,8 @@
 
 When a worker is lost before a request has its first token, its gateway asks for it again under the
 same id, at any leader. Members may still hold KV of the first sequence then, and orders about that
-are on their way. Tables, transfers and orders go by the name, so that whatever comes late has no
-effect on the sequence that runs now. Clients, and what they are told, go by the id.
+are on their way. Tables, transfers and orders go by the name, so that a late one has no effect on
+the sequence that runs now. Clients, and what they are told, go by the id.
 """
 
 from collections.abc import Iterable
@@ -44,7 +44,7 @@ class NameSource:
 
 @dataclass(slots=True)
 class SequenceNames:
-    """Which sequence answers which request at one engine; of a request, one does."""
+    """Which sequence answers which request at one engine; at most one does."""
 
     _current: dict[str, _Current] = field(default_factory=dict)
 
@@ -66,7 +66,7 @@ class SequenceNames:
         return self._current.get(request_of(name)) == _Current(name, adopted=True)
 
     def end(self, name: str) -> None:
-        """A sequence is over, or nobody wants it: what comes of it is told to nobody."""
+        """A sequence is over, or nobody wants it: clients get nothing more of it."""
         request_id = request_of(name)
         current = self._current.get(request_id)
         if current is not None and current.name == name:
@@ -82,7 +82,7 @@ class SequenceNames:
     def keeps(self, command: Command) -> bool:
         """Whether a command is for the clients of a request that its sequence still answers.
 
-        The last word of a sequence ends it. Commands for others than clients are kept.
+        The final command of a sequence ends it. Commands for others than clients are kept.
         """
         if not isinstance(command, EmitToken | RefuseRequest):
             return True

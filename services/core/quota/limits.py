@@ -38,9 +38,9 @@ NO_LIMITS = QuotaLimits()
 
 @dataclass(frozen=True, slots=True)
 class Exceeded:
-    """A request has no room. `asked` and `remaining` are of the limit, `maximum` is it.
+    """A request does not fit: it needs `asked`, and `remaining` are left of the limit `maximum`.
 
-    `retry_after_s` None: it never has.
+    `retry_after_s` None: it never will have room.
     """
 
     limit: Limit

@@ -28,9 +28,9 @@ class SharedRate:
     """A bucket. `burst_min`: the least size of all gateways' together, unless the limit is less;
     `unit`: the least of one gateway's.
 
-    `others_per_s` is the demand at other gateways, `told` how often in turn they were told of some
-    here, `share` that of the time until now, which stays as it is while `held`, and `spilt` what
-    did not fit since the beginning.
+    `others_per_s` is the demand at other gateways. `told` counts the reports in a row that told
+    them of demand here. `share` is this gateway's until now, unchanged while `held`. `spilt` is
+    what has not fitted since the beginning.
     """
 
     burst_min: float

@@ -158,5 +158,5 @@ class Snapshot:
     returned_total: int
     refused_total: dict[RefusalReason, int]
     queue_deadline_s: float
-    # Of every model that groups serve, and of those that requests wait for all the same.
+    # Every model that groups serve has an entry, and so has any other with waiting requests.
     queued_by_model: dict[str, int]

@@ -89,7 +89,7 @@ class BodyLease:
 class TakenOnce(Generic[T]):
     """What was parsed of a body, on its way to the code that needs it last.
 
-    Its objects may take dozens of times the bytes that a lease counts, so whoever passes them on
+    Its objects may take dozens of times the bytes that a lease counts, so code that passes them on
     has to forget them.
     """
 
@@ -98,11 +98,11 @@ class TakenOnce(Generic[T]):
 
     @property
     def value(self) -> T:
-        """It; not to be kept."""
+        """What was parsed; not to be kept."""
         assert self._value is not None, "it was taken"
         return self._value
 
     def take(self) -> T:
-        """It, which is then no longer here."""
+        """What was parsed, which is then no longer here."""
         value, self._value = self.value, None
         return value

@@ -24,7 +24,7 @@ STREAM_IDLE_S = 300.0
 SMALL_BYTES_MAX = 64 * 2**10
 """Longest message of calls that are no requests."""
 
-# Of bytes: messages are parsed where it is known how large they are.
+# Messages are bytes here: they are parsed where it is known how large they are.
 Context = grpc.aio.ServicerContext[bytes, bytes]
 Metadata = tuple[tuple[str, str], ...]
 T = TypeVar("T")
@@ -46,8 +46,8 @@ class Call:
         lobby: Lobby,
         identify: Callable[[], Principal],
     ) -> None:
-        """`stall_s`: how long the client may take nothing; `identify`: who it is by its key now,
-        which raises Unauthorized when that is no longer known.
+        """`stall_s`: how long the client may take nothing; `identify`: its principal now, by its
+        key, which raises Unauthorized when the key is no longer known.
         """
         self._context = context
         self.record = record
@@ -61,7 +61,7 @@ class Call:
         self._headed = False
         self._turn = asyncio.Lock()
         self._operations: set[asyncio.Task[Any]] = set()
-        # Of the message that is written.
+        # Bytes of the message that is being written.
         self.unread_bytes = 0
         # Output tokens of the first choice that were sent.
         self.tokens_sent = 0

@@ -18,9 +18,9 @@ from tideserve.kserve.v2 import inference_pb2 as pb
 Fields = dict[str, Any]
 
 VERSION = "1"
-"""Of every model; there is one."""
+"""The only version of every model."""
 ID_CHARS_MAX = 1024
-"""Of the id of a request, which stays until it has its answer."""
+"""Longest id of a request, which is kept until the request has its answer."""
 FINAL = "triton_final_response"
 OUTPUTS = ("text_output", "finish_reason")
 # What each input holds, and its type.

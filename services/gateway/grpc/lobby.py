@@ -18,7 +18,7 @@ from services.gateway.vocabulary.errors import QueueFull
 WAITING_MAX = 2048
 """Most calls of one guest while their message has not come."""
 READING_MAX = 32
-"""Those of them whose message is read; each may have a message's bytes in gRPC's memory."""
+"""Most of these calls whose message is read; each may fill gRPC's memory with a message."""
 STREAMS_MAX = 32
 """Streams of requests that one guest may have open; each is read at all times, see above."""
 PARKED_MAX = 64
@@ -26,7 +26,7 @@ PARKED_MAX = 64
 PARKED_BYTES = 256 * 2**10
 """A message of so many bytes that nobody takes counts as one more call."""
 ALL_MAX = 8192
-"""The same for all guests together, of each kind; a guest that has none still gets one."""
+"""Most calls of each kind of all guests together; a guest that has none still gets one."""
 TURN_TIMEOUT_S = 30.0
 
 

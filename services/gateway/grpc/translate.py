@@ -223,7 +223,7 @@ def _reasoning(reasoning: pb.Reasoning) -> Fields:
 
 
 def _given(message: Message, names: Iterable[str]) -> Fields:
-    """Those of the optional fields that are set."""
+    """The optional fields that are set."""
     return {name: getattr(message, name) for name in names if message.HasField(name)}
 
 

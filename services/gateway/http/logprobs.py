@@ -22,7 +22,7 @@ class LogprobFormat:
         self._by_id = by_id
 
     def chat(self, notes: Iterable[TokenNote]) -> dict[str, Any]:
-        """Of /v1/chat/completions."""
+        """The form of /v1/chat/completions."""
         content = [
             _written(
                 self._entry(note.token_id, note.told.logprob)
@@ -34,7 +34,7 @@ class LogprobFormat:
         return {"content": content, "refusal": None}
 
     def completion(self, notes: Sequence[TokenNote]) -> dict[str, Any]:
-        """Of /v1/completions; the first token of a prompt has null for both."""
+        """The form of /v1/completions; the first token of a prompt has null for both."""
         return {
             "text_offset": [note.offset for note in notes],
             "token_logprobs": [note.told and finite(note.told.logprob) for note in notes],

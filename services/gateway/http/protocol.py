@@ -43,7 +43,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        # Of those that others follow, whose end uvicorn does not tell that the client is gone.
+        # Requests that others follow: uvicorn does not tell them that the client is gone.
         self._overtaken: deque[RequestResponseCycle] = deque(maxlen=PIPELINED_MAX + 1)
         self._timer = self.loop.call_later(HEADER_TIMEOUT_S, self._expire)
 

@@ -20,7 +20,7 @@ class Items:
         self._logprobs = logprobs
         self._items: list[_Item] = []
         self._open: _Item | None = None
-        # Of tokens whose text is still to come.
+        # Notes of tokens whose text is still to come.
         self._notes: list[JsonObject] = []
         self._told = ToldCount("top_logprobs")
 

@@ -130,6 +130,6 @@ class EventStream:
         return chunk
 
     def _usage(self, index: int) -> dict[str, Any]:
-        """Of one choice so far; the last event counts all of them."""
+        """The usage of one choice so far; the last event counts all choices."""
         prompt_tokens = len(self._prepared.choices[index].request.prompt_ids)
         return usage_body(Usage(prompt_tokens, self._counts[index]))

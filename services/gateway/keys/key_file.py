@@ -1,8 +1,8 @@
 """The file of keys: one JSON object a line, with the SHA-256 of a key and what it allows.
 
 A key is a prefix, by which scanners for leaked secrets know it, and 32 random bytes. So much chance
-cannot be guessed from its hash, and the file needs no slow one. It says who is let in, so nobody
-else may write it. Empty lines and those that begin with # say nothing.
+cannot be guessed from its hash, and the file needs no slow one. It says which clients are let in,
+so only its owner may write it. Empty lines and lines that begin with # are ignored.
 """
 
 import hashlib

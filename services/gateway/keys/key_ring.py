@@ -11,7 +11,7 @@ from services.gateway.keys.principal import ANYONE, Principal
 from services.gateway.vocabulary.errors import Forbidden, Unauthorized
 
 POLL_S = 1.0
-# Of a digest as a number, which must be one of 64 bits with a fraction.
+# So many digits of a digest are exact in a float of 64 bits.
 DIGEST_DIGITS = 12
 
 

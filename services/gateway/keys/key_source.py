@@ -69,7 +69,7 @@ def _read(path: Path) -> tuple[Stamp | None, list[KeyEntry]]:
 
 
 def _digest(entries: Iterable[KeyEntry]) -> str:
-    """Of the lines in any order, without comments."""
+    """A digest of the lines, whatever their order, without comments."""
     lines = sorted(entry.line() for entry in entries)
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 

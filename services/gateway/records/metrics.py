@@ -19,7 +19,7 @@ from services.gateway.vocabulary.errors import (
 
 _DURATION_BUCKETS = (0.01, 0.05, 0.1, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 FINISHED_REASONS = ("stop", "length", "abort", "error")
-# Of a request that could have been served at another time.
+# Errors of requests that could have been served at another time.
 REFUSALS: tuple[type[GatewayError], ...] = (QueueFull, ServiceUnavailable, Expired, ShuttingDown)
 # The last bucket of token counts.
 TOKENS_MAX = 1_000_000

@@ -105,7 +105,7 @@ class RequestRecord:
 
     `trace_id` is "" where nobody traces; `context` is set while this gateway does. `settings` are
     what the client asked for, by the names of attributes. `address` is where it comes from, without
-    a port; `principal` who it is from, whom `quotas` hold to limits, and `quota` what it has taken
+    a port; `principal` is its sender, which `quotas` hold to limits, and `quota` what it has taken
     of those; `promise` what headers (or metadata) of `service_policy` say, by their names.
     `warnings` are ASCII sentences for the client, without quotes. `grpc_code` is set at gRPC's
     door, where `status` is what it would have been over HTTP.

@@ -253,7 +253,7 @@ class OutputText:
         )
 
     def _prompt_notes(self, told: Sequence[TokenLogprobs]) -> tuple[TokenNote, ...]:
-        """Of every prompt token; a prompt of one token has none to tell but it."""
+        """Notes of every prompt token, the first of which has no log probability."""
         request = self._choice.request
         if request.logprobs.prompt is None:
             return ()

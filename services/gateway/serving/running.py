@@ -32,7 +32,7 @@ class RunningRequests:
         self._remembered_max = remembered_max
         self._now_s = now_s
         self._running: dict[Key, list[Interruption]] = {}
-        # Of chosen ids; in the order of their beginning.
+        # When requests with chosen ids began, in that order.
         self._began_s: dict[Key, float] = {}
         self._claimed: set[Key] = set()
 

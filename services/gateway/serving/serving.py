@@ -96,7 +96,7 @@ class RequestServing:
     ) -> None:
         """Serve one request.
 
-        `client`: who gets what is written, if it is to be cut when it takes nothing. `hang_up` runs
+        `client`: the receiver, if it is to be cut when it takes nothing. `hang_up` runs
         meanwhile, and raises ClientGone. `timeout_s`: how long its client waits, if that is less
         than a request may take.
 

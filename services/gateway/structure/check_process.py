@@ -213,7 +213,7 @@ def check(grammar: Grammar, tokenizer: LLTokenizer) -> dict[str, Any]:
 def _check_ebnf(text: str, tokenizer: LLTokenizer) -> dict[str, Any]:
     try:
         lark = grammar_from("ebnf", text)
-    # Of whatever type its errors are, they mean that the text is no EBNF.
+    # An error of any type means that the text is no EBNF.
     except Exception as error:  # noqa: BLE001
         return {"error": str(error)}
     if len(lark.encode()) > GRAMMAR_BYTES_MAX:

@@ -1,6 +1,6 @@
 """Has grammars checked by a process that no grammar brings down, and remembers the answers.
 
-Guests take turns, so that one who sends many bombs waits for them alone.
+Guests take turns, so that a guest that sends many bombs waits for them alone.
 """
 
 import asyncio
@@ -21,16 +21,16 @@ from services.gateway.structure.turns import Turn, Turns
 from services.gateway.vocabulary.errors import BadRequest, QueueFull, ServiceUnavailable
 
 CHECKS_MAX = 8
-"""That run at once; they share what the machine has to spare."""
+"""Checks that run at once; they share what the machine has to spare."""
 GUEST_CHECKS_MAX = 2
-"""Those of one guest: what costs much does not take all places."""
+"""Checks of one guest that run at once: expensive ones do not take all places."""
 WAITING_MAX = 256
 """Checks of one guest that may wait for a place."""
 VERDICTS_MAX = 1024
 CHECK_TIMEOUT_S = 10.0
-"""For waiting in line, starting a process and the check, which itself is bounded in CPU time."""
+"""Time for the wait in line, the start of a process and the check, bounded in CPU time itself."""
 START_DELAY_S = 1.0
-"""While a gateway starts, it has better things to do than to start another process."""
+"""The process starts so long after the gateway, which is busy with its own start."""
 STARTS_MAX = 3
 REASON_CHARS_MAX = 200
 

@@ -11,7 +11,7 @@ _BLANK = "\u2581"
 
 
 def _byte_letters() -> dict[str, int]:
-    """Of each letter of byte-level vocabularies (GPT-2's), the byte that it stands for."""
+    """The byte that each letter of byte-level vocabularies (GPT-2's) stands for."""
     shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     letters = {chr(byte): byte for byte in shown}
     others = (byte for byte in range(256) if byte not in set(shown))

@@ -36,7 +36,7 @@ class CallObject:
         self._expect = _ExpectInCall.OPEN
         self._key = ""
         self._value = JsonValue()
-        # Of the key or value that is being read.
+        # Characters of the key or value that is being read.
         self._text: list[str] = []
         self._known_name = ""
         self._arguments: list[str] | None = None

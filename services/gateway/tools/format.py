@@ -8,7 +8,7 @@ from services.gateway.tools.event import Parser
 
 AUTO = "auto"
 """Configured: look for it."""
-# Of templates whose calls are XML with one element for each argument.
+# Found in templates whose calls are XML with one element for each argument.
 _XML_ARGUMENTS = "<function="
 
 

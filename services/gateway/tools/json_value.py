@@ -77,7 +77,7 @@ class JsonValue:
             self._escape = 0
             return Step.MORE if char in _ESCAPES else Step.WRONG
         if self._escape:
-            # Of the four digits after "u", which count down to the end of the escape.
+            # One of the four digits after "u", which count down to the end of the escape.
             self._escape = self._escape - 1 if self._escape > 2 else 0
             return Step.MORE if char in _HEX else Step.WRONG
         if char == "\\":

@@ -139,7 +139,7 @@ def lanes_config(config: WorkerConfig) -> LanesConfig:
 def planner_config(
     runner: ModelRunner, config: WorkerConfig, cost_model: CostModel | None
 ) -> IterationConfig:
-    """Of a planner over the blocks that the runner has."""
+    """The configuration of a planner over the blocks that the runner has."""
     return IterationConfig(
         block_size=runner.block_size,
         num_blocks=runner.num_blocks,

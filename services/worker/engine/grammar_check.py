@@ -31,7 +31,7 @@ WAIT_MAX_S = 5.0
 CHECKING_MAX = 1_000
 """Requests whose grammars are being compiled; more are refused for now."""
 OWNED_MAX = CHECKING_MAX // 2
-"""Of these, requests of one owner."""
+"""How many of these may be requests of one owner."""
 
 K = TypeVar("K")
 

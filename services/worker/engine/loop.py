@@ -97,7 +97,7 @@ class EngineLoop:
                 self._waiting.poll(BUSY_WAIT_MS if self._member.busy_changing else wait_ms)
 
     def _interrupts(self, request_ids: frozenset[str]) -> Callable[[], bool] | None:
-        """An iteration is given up when one of its requests is aborted meanwhile.
+        """Interrupt an iteration when one of its requests is aborted meanwhile.
 
         So blocks are free within a layer's time, however long the iteration. Never two in a row,
         or a storm of aborts would stop all requests.

@@ -14,7 +14,7 @@ class PrepareRefused(Exception):
 class SourceMember:
     """A member of the sources of a change-over; this worker is one of them.
 
-    `draining`: the worker is about to stop. The nonces are secrets of the attempt: a peer that
+    `draining`: the worker is leaving. The nonces are secrets of the attempt: a peer that
     connects to one of the lanes must prove that it holds the lane's nonce.
     """
 

@@ -1,4 +1,4 @@
-"""Every method with every role, over real connections; who has no certificate gets nowhere."""
+"""Every method with every role, over real connections, and with no certificate at all."""
 
 import importlib
 import pkgutil
@@ -26,7 +26,7 @@ from tideserve.cli.certificates import Authority, write_pair
 
 TIMEOUT_S = 20.0
 STRANGER = "stranger"
-# For clients, who have keys instead of certificates, at a port of its own.
+# For clients, which have keys instead of certificates, at a port of its own.
 PUBLIC = "tideserve.gateway.v1.GatewayService"
 OFFERED_BY_EVERY_SERVER = ("tideserve.common.v1.ProcessService", "grpc.")
 

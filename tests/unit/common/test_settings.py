@@ -1,4 +1,4 @@
-"""Configuration from environment, file and secret files: who wins, and what is said otherwise."""
+"""Configuration from environment, file and secret files: which wins, and what errors say."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

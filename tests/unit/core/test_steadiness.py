@@ -1,4 +1,4 @@
-"""Who leaves often flaps until it has stayed for a while; everybody else does not."""
+"""A worker that leaves often flaps until it has stayed for a while; others do not."""
 
 import random
 

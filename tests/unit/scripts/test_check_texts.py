@@ -94,7 +94,7 @@ def test_a_source_is_described_on_its_page_and_beside_data_whose_licence_asks_fo
         ("a.md", "a tide, a boat\n", []),
         ("a.proto", "message Ebbing {}\n// ebbing\n", [2]),
         ("a.yaml", "ebbing: true  # ebbing\n", []),
-        ("tests/a.py", "# ebbing\n", []),
+        ("tests/a.py", "# ebbing\ndef test_it_is_ebbing() -> None: ...\n", [1, 2]),
         ("docs/glossary.md", "ebbing\n", []),
     ],
 )
@@ -111,6 +111,9 @@ def test_words_that_are_not_used(name: str, text: str, lines: list[int]) -> None
         ("'''Who may send? The leader may.'''\n", []),
         ("# the one who sends, or whoever it is\nwho = Who\n", []),
         ("# `Who` is a name, and so is Whole.\n", []),
+        ("def test_who_waits_is_told() -> None:\n    '''Of a list.'''\n", [1, 2]),
+        ("one = 1  # of these\n# Those of one.\ntwo = 'Of two'\n", [2]),
+        ("'''One.\n\nOf these, one.\n'''\n", []),
     ],
 )
 def test_a_sentence_that_begins_with_who_asks(text: str, lines: list[int]) -> None:

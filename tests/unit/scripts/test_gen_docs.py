@@ -65,7 +65,7 @@ def test_a_bar_in_a_cell_does_not_end_it() -> None:
     assert text == "| a | b |\n| --- | --- |\n| x\\|y | z |\n"
 
 
-# Of vLLM's requests, what OpenAI's do not have; internals of its servers are left out.
+# Fields of vLLM's requests that OpenAI's lack; internals of its servers are left out.
 OF_VLLM = """
     add_special_tokens allowed_token_ids bad_words cache_salt ignore_eos
     include_stop_str_in_output kv_transfer_params length_penalty logits_processors min_p min_tokens

@@ -38,7 +38,7 @@ PACED = replace(
 MODEL = {"num_hidden_layers": 4, "intermediate_size": 256}
 TRICKLE_REQUESTS, TRICKLE_RATE_PER_S = 12, 1.0
 TRICKLE_SHARE = 0.3
-"""Of the time limit."""
+"""Share of the time limit."""
 MAX_BATCH_TOKENS = 2048
 
 

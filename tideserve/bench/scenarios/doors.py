@@ -35,7 +35,7 @@ ROUND_TIMEOUT_S = 120.0
 
 @dataclass(frozen=True, slots=True)
 class DoorCost:
-    """Of one load over one door: processor time less that of an idle gateway, in seconds."""
+    """Cost of one load over one door: processor time less that of an idle gateway, in seconds."""
 
     cpu_s: float
     requests: int

@@ -50,7 +50,7 @@ TIMES = {
     "decode_s": "decode",
     "decode_predicted_s": "decode_predicted",
 }
-"""Of `Counters`, by the name of the metric."""
+"""Fields of `Counters`, by the name of the metric."""
 TARGETS_FILE = "prometheus_targets.json"
 RESTORE_OFF_S = 3600.0
 """A dwell time that is longer than any run."""

@@ -1,4 +1,4 @@
-"""Whether a gateway can use the file of keys, and whom it lets in."""
+"""Whether a gateway can use the file of keys, and which keys it accepts."""
 
 import stat
 from pathlib import Path

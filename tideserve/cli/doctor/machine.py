@@ -26,7 +26,7 @@ class ProcessLimits:
 
 
 def read_limits() -> ProcessLimits:
-    """Those of this machine; what it does not tell counts as enough."""
+    """The limits of this machine; one that it does not tell counts as enough."""
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     try:
         maps = int(Path("/proc/sys/vm/max_map_count").read_text())

@@ -9,18 +9,18 @@ from services.worker.ipc import Lane as LanePlan
 from services.worker.ipc import MemberPlan
 
 RETRY_S = 0.05
-"""A peer in the middle of an iteration expects us after that; until then it refuses us."""
+"""A peer in the middle of an iteration refuses a connection until the iteration has ended."""
 UNREACHABLE_S = 30.0
 """A member that was lost is out of its group by then: longer than its lease and a change take."""
 
 
 @dataclass(slots=True)
 class _Peers:
-    """Of one lane: the process that each name is connected to, and names that are awaited.
+    """The connections of one lane: the process behind each name, and the names that are awaited.
 
-    `awaited`: with the nonce that goes between us. `retry_s`: when a peer that refused us may be
-    asked again. `lost_s`: when a process that was connected was lost, also if it is connected
-    again: until the next configuration, what went between us is missing.
+    `awaited`: with the nonce of the connection. `retry_s`: when a peer that refused may be asked
+    again. `lost_s`: when a connected process was lost, even if it is connected again: frames
+    between the two are missing until the next configuration.
     """
 
     lane: Lane
@@ -46,7 +46,7 @@ class _Peers:
 
 
 class Connections:
-    """Of a pair, the worker whose id is smaller connects; the other one expects it."""
+    """Connects pairs of workers: the one with the smaller id dials, the other one expects it."""
 
     def __init__(self, activations: Lane, bulk: Lane, now_s: Callable[[], float]) -> None:
         self._now_s = now_s
@@ -71,7 +71,7 @@ class Connections:
                 self._expect(peers, identity, ours)
 
     def _dial(self, peers: _Peers, peer: Identity, theirs: LanePlan) -> None:
-        """Connect, unless an attempt to do so is under way: its end is told."""
+        """Connect, unless an attempt to do so is under way, the end of which is an event."""
         name = peer.worker_id
         waiting, _ = peers.awaited.get(name, (None, ""))
         if waiting != peer and self._now_s() >= peers.retry_s.get(name, 0.0):
@@ -111,8 +111,8 @@ class Connections:
     def check_reachable(self, members: Iterable[MemberPlan]) -> None:
         """Raise MemberUnreachable if one was lost `UNREACHABLE_S` ago.
 
-        It lives, then, or its group would have changed. What was sent to it is lost, and with it
-        requests of the group: only a new start of this engine ends them.
+        It lives, or its group would have changed. Frames to it are lost, and requests of the group
+        hang: only a new start of this engine ends them.
         """
         late_s = self._now_s() - UNREACHABLE_S
         for member in members:

@@ -62,7 +62,7 @@ class FactLog:
             self._log.append(kind, [value], log_name)
 
     def look(self, epoch: int, settled: bool) -> None:
-        """Note the use of memory if somebody began or ceased to use it; call it in each turn."""
+        """Note the use of memory if its users have changed; call it in each turn."""
         if self._log is None:
             return
         memory, pool = self._memory, self._state.pool

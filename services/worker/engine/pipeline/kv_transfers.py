@@ -19,7 +19,7 @@ from services.worker.engine.transfer.pieces import KvCut, KvPiece, kv_pieces
 
 
 class KvTransfers:
-    """One engine's."""
+    """The KV transfers of one engine."""
 
     def __init__(
         self, changeover: Changeover, links: Links, stage: StageRunner, mover: Mover

@@ -1,7 +1,7 @@
 """Frames between members, fenced: only those of the present configuration have an effect.
 
-What a member sends to itself takes no detour, so that a leader can treat its own stage as any
-other.
+Frames that a member sends to itself are delivered like others, so that a leader can treat its own
+stage as any other.
 
 Back-pressure: frames that a peer cannot accept are queued at the sender, so no frame is lost to a
 full queue. A member that is far behind takes no more frames from peers that are ahead, which then
@@ -24,7 +24,7 @@ from services.worker.engine.transfer.lane import Lane, LaneEvent
 
 EARLY_MAX = 4096
 EARLY_BYTES_MAX = 64 << 20
-"""Frames of newer epochs, and their bytes, from which on no more are taken; a few may exceed it."""
+"""With so many frames of newer epochs, or bytes, no more are taken; a few may exceed it."""
 UNSENT_MAX = 65_536
 """Frames for one peer: several times those of all the requests that an engine may have."""
 
@@ -55,14 +55,14 @@ class Links:
         self._own: deque[Received] = deque()
         self._fence: EpochFence[tuple[str, Frame]] = EpochFence()
         self._early_bytes = 0
-        self._ahead: set[str] = set()  # whose frames are early
+        self._ahead: set[str] = set()  # peers with early frames
         self._said_early = False
         self._ripe: deque[tuple[str, Frame]] = deque()
         self._unsent: dict[str, deque[Frame]] = {}
 
     @property
     def epoch(self) -> int:
-        """Of the present configuration."""
+        """The epoch of the present configuration."""
         return self._fence.epoch
 
     def enter(self, group_id: str, epoch: int) -> None:
@@ -79,8 +79,8 @@ class Links:
     ) -> None:
         """Send a frame; to a peer that is lost it is dropped, since a change of group follows.
 
-        It goes out with the present epoch, or with that of `group`. What the lane has no room for
-        waits here. Raises LaneFull if `UNSENT_MAX` wait already.
+        It goes out with the present epoch, or with that of `group`. Frames that find no room in the
+        lane wait here. Raises LaneFull if `UNSENT_MAX` wait already.
         """
         if peer == self.worker_id:
             self._own.append(Received(peer, body, payload))
@@ -99,7 +99,7 @@ class Links:
             self._keep(peer, frame)
 
     def receive(self) -> list[Received]:
-        """What has come since the last call, in the order of each sender."""
+        """The frames that came since the last call, in the order of each sender."""
         self._send_what_waits()
         taken = list(self._own)
         self._own.clear()
@@ -139,7 +139,7 @@ class Links:
         waiting = self._unsent.setdefault(peer, deque())
         if len(waiting) >= UNSENT_MAX:
             raise LaneFull(f"{peer} takes nothing: {UNSENT_MAX} frames wait for it")
-        # The lane copies what it takes; then the sender may use the memory for something else.
+        # The lane copies a frame that it takes: then the sender may reuse the memory.
         waiting.append(replace(frame, payload=as_bytes(frame.payload).copy()))
 
     def _send_what_waits(self) -> None:

@@ -7,7 +7,7 @@ from enum import Enum, auto
 from services.worker.ipc import RequestTimes
 
 PREEMPTIONS_TOLD = 32
-# Requests whose end nobody told are forgotten once so many more are known than run.
+# Requests that never ended are forgotten once so many more are known than run.
 SLACK = 64
 
 
@@ -36,7 +36,7 @@ class RequestClock:
 
     def __init__(self) -> None:
         self._entries: dict[str, _Entry] = {}
-        # Those that wait to run (again): usually none, so that an iteration costs nothing.
+        # Requests that wait to run (again): usually none, so that an iteration costs nothing.
         self._waiting: set[str] = set()
 
     def begin(self, request_id: str, now_s: float, decodes: bool = False) -> None:
@@ -94,6 +94,6 @@ class RequestClock:
                 self.end(request_id, 0.0)
 
     def check_invariants(self, running: Mapping[str, object]) -> None:
-        """Raise AssertionError if somebody waits who is not known, or one of `running` is not."""
+        """Raise AssertionError if a waiting request or one of `running` is not known."""
         assert self._waiting <= self._entries.keys()
         assert running.keys() <= self._entries.keys()

@@ -67,7 +67,7 @@ class Restoring:
         return self._steps is not None
 
     def step(self) -> End | None:
-        """Do a little; the end of what was begun, if it is over."""
+        """Do a little; returns the event of slow work that has ended."""
         if self._steps is None:
             return None
         try:
@@ -184,7 +184,7 @@ class Restoring:
         return KvMapped()
 
     def undo(self, _command: UndoRestore) -> RestoreUndone:
-        """Take back every step; what was begun ends without a word."""
+        """Take back every step; slow work that was begun ends without an event."""
         self.stop()
         return RestoreUndone(self.stage.runner.stage_memory.abandon_restore())
 

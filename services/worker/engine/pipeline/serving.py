@@ -114,7 +114,7 @@ class Serving:
     # --- what runs
 
     def note_planned(self, microbatch: Microbatch | None, now_s: float) -> None:
-        """What the planner was asked for, and gave."""
+        """Note a call of the planner and its answer."""
         state = self._state
         if state.preemptions_total != self._preemptions_seen:
             self._preemptions_seen = state.preemptions_total
@@ -148,7 +148,7 @@ class Serving:
         return None
 
     def pause(self) -> None:
-        """Nothing may be launched now: the time until something is belongs to no iteration."""
+        """Nothing may be launched now: the time until the next launch belongs to no iteration."""
         self._ended_s = None
 
     def follow(self, configuration: Configuration, frame: Activations, payload: Any) -> None:

@@ -39,7 +39,7 @@ def test_stages_measure_a_pause_as_no_bubble() -> None:
     follower.ran(ahead_s + 104.0, ahead_s + 107.0, vacant_s)
     leader.finished(2, 107.0)
     assert leader.total == StageTime(pipeline_busy_s=4.0, pipeline_bubble_s=4.0)
-    # Of its first wait it knows nothing; of the other, 3 s were the leader's stage.
+    # It knows nothing of its first wait; 3 s of the other one were the leader's stage.
     assert follower.total == StageTime(pipeline_busy_s=4.0, pipeline_bubble_s=3.0)
 
 

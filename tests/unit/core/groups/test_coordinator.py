@@ -169,9 +169,9 @@ def test_a_change_is_followed_until_its_members_have_settled() -> None:
 
 def test_what_cannot_be_has_failed_at_once() -> None:
     cluster = Cluster()
-    cluster.ask("c", merge("w0", "stranger"))
+    cluster.ask("c", merge("w0", "unknown"))
     assert cluster.steps["c"] == [FAILED]
-    assert "stranger is not registered" in cluster.messages["c"]
+    assert "unknown is not registered" in cluster.messages["c"]
 
 
 def test_a_member_that_refuses_ends_the_change() -> None:

@@ -94,7 +94,9 @@ def store() -> Store:
     return Store()
 
 
-def test_a_worker_that_is_gone_for_long_is_forgotten_at_a_floor_above_all_its_epochs(store: Store) -> None:
+def test_a_worker_that_is_gone_for_long_is_forgotten_at_a_floor_above_all_its_epochs(
+    store: Store,
+) -> None:
     store.left_behind("w0", epoch=41)
     assert store.read(0.0) == []
     assert store.pass_time(GONE_AFTER_S - 0.1) == []
@@ -111,7 +113,9 @@ def test_a_worker_that_is_gone_for_long_is_forgotten_at_a_floor_above_all_its_ep
 
 
 @pytest.mark.parametrize("restarted", [False, True])
-def test_a_worker_that_comes_back_gets_an_epoch_above_all_it_has_seen(store: Store, restarted: bool) -> None:
+def test_a_worker_that_comes_back_gets_an_epoch_above_all_it_has_seen(
+    store: Store, restarted: bool
+) -> None:
     store.left_behind("w0", epoch=41)
     store.read(0.0)
     (removal,) = store.pass_time(GONE_AFTER_S)
@@ -164,7 +168,7 @@ def test_the_rest_of_a_group_is_settled_first(store: Store) -> None:
     (removal,) = store.commit(dissolved, GONE_AFTER_S)
     assert removal.forgotten == ("w0", "w1")
     assert removal.epoch_floor == 6
-    # Of w1 there is an assignment alone.
+    # There is only an assignment of w1.
     assert removal.group_revisions == {"group-w0": store.revision, "group-w1": 0}
 
 

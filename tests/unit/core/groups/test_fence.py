@@ -1,4 +1,4 @@
-"""The member's fence: what it takes from whom."""
+"""The member's fence: which requests and records it accepts."""
 
 from dataclasses import replace
 

@@ -293,7 +293,7 @@ class TestReconfigure:
         pair.now_s = 11.5
         pair.prepare(MERGE)
 
-    @pytest.mark.parametrize("answer", ["another attempt", "another incarnation", "a stranger"])
+    @pytest.mark.parametrize("answer", ["another attempt", "another incarnation", "no member"])
     def test_an_answer_that_is_not_the_asked_ones_has_no_effect(
         self, pair: Store, answer: str
     ) -> None:

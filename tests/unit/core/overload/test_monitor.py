@@ -181,7 +181,7 @@ def test_full_groups_are_overloaded_whatever_room_another_has() -> None:
 
 
 def test_below_the_threshold_of_a_split_a_full_group_is_no_overload() -> None:
-    """Else a merge would be undone at once, and made again."""
+    """Otherwise groups would merge, split at once, and merge again."""
     idle = tuple(GroupUse(f"i{n}", MODEL, (MemberUse(f"i{n}", 1300, 0, 1300),)) for n in range(6))
     assert decisions_of((full_beside_half_empty(0)[1], *idle)) == []
 
@@ -381,7 +381,7 @@ def test_recompute_never_merges() -> None:
 def test_by_hand(world: World) -> None:
     merge = world.change(Action.MERGE)
     assert (merge.why.cause, merge.action, merge.group_ids) == (Cause.MANUAL, Action.MERGE, ("g0",))
-    # Not undone at once although there is no demand.
+    # The groups stay merged although there is no demand.
     assert world.tick(200) == [] and world.merged
     restore = world.change(Action.SPLIT)
     assert (restore.why.cause, restore.why.threshold_tokens) == (Cause.MANUAL, 1000)

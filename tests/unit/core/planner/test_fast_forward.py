@@ -8,7 +8,7 @@ from services.core.planner.config import IterationConfig
 from services.core.planner.events import EmitToken, IterationFinished, RequestArrived
 from services.core.planner.fast_forward import (
     advance_decodes,
-    decode_runway,
+    decodes_ahead,
     finish_filled,
     plan_shape,
 )
@@ -85,10 +85,10 @@ def test_a_jump_equals_its_steps(seed: int) -> None:
             number += 1
             arrived = RequestArrived(0.0, random_request(rng, number, config))
             assert stepping.handle(arrived) == jumping.handle(arrived)
-        runway = decode_runway(jumping)
-        assert (decode_runway(jumping), picture(jumping)) == (runway, picture(stepping))
-        if runway:
-            count = rng.randint(1, runway)
+        ahead = decodes_ahead(jumping)
+        assert (decodes_ahead(jumping), picture(jumping)) == (ahead, picture(stepping))
+        if ahead:
+            count = rng.randint(1, ahead)
             before = {s.request_id: s.output_count for s in jumping.running}
             advance_decodes(jumping, count, FILLER)
             for done in range(count):
@@ -115,13 +115,13 @@ def test_after_the_fast_forward_something_happens(seed: int) -> None:
     for number in range(12):
         state.handle(RequestArrived(0.0, random_request(rng, number, config)))
     for _ in range(400):
-        runway = decode_runway(state)
-        if runway == 0:
+        ahead = decodes_ahead(state)
+        if ahead == 0:
             if step(state) is None:
                 break
             continue
         names, preempted = [s.request_id for s in state.running], state.preemptions_total
-        advance_decodes(state, runway, FILLER)
+        advance_decodes(state, ahead, FILLER)
         tokens = step(state)
         assert tokens is not None
         happened = (
@@ -129,7 +129,7 @@ def test_after_the_fast_forward_something_happens(seed: int) -> None:
             or state.preemptions_total > preempted
             or [s.request_id for s in state.running] != names
         )
-        assert happened, "the runway could have been longer"
+        assert happened, "more decodes could have been skipped"
         ended += 1
     assert ended > 2 or is_tight(config)
     assert not state.sequences and state.pool.free_count == config.num_blocks
@@ -138,13 +138,13 @@ def test_after_the_fast_forward_something_happens(seed: int) -> None:
 def test_no_fast_forward_where_something_may_happen() -> None:
     config = IterationConfig(4, 100, 8, 8, 10)
     state = PlannerState(config)
-    assert decode_runway(state) == 0, "nobody runs"
+    assert decodes_ahead(state) == 0, "nobody runs"
     state.handle(RequestArrived(0.0, Request("a", (0,) * 20, Sampling(), Limits(10), 0.0)))
-    assert decode_runway(state) == 0, "somebody can start"
+    assert decodes_ahead(state) == 0, "somebody can start"
     assert plan_shape(state, 0.0) is not None
-    assert decode_runway(state) == 0, "an iteration runs"
+    assert decodes_ahead(state) == 0, "an iteration runs"
     assert finish_filled(state, FILLER) == []
-    assert decode_runway(state) == 0, "the prompt is incomplete"
+    assert decodes_ahead(state) == 0, "the prompt is incomplete"
     step(state)
     assert [t.index for t in step_filled(state) or []] == [0]
-    assert decode_runway(state) == 8, "nine more tokens, the last of which ends it"
+    assert decodes_ahead(state) == 8, "nine more tokens, the last of which ends it"

@@ -26,7 +26,7 @@ A100 = CostModel(
 )
 MODELS = {"quadratic": QUADRATIC, "linear": LINEAR, "launch-bound": LAUNCH_BOUND}
 WORST_RATIO = 1.2
-"""Of the heuristic's round cost over the best; measured: 1.18 quadratic, 1.13, 1.00."""
+"""Bound on the heuristic's round cost over the best; measured: 1.18 quadratic, 1.13, 1.00."""
 
 
 def compositions(total: int, parts: int) -> Iterator[tuple[int, ...]]:

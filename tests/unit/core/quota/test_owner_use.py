@@ -53,7 +53,9 @@ def test_never_more_than_the_limit_and_a_bucket(
 
 
 @given(st.floats(0.01, 100), st.integers(1, 5000), st.integers(1, 20_000))
-def test_an_owner_that_waits_as_long_as_told_has_room(first: float, per_minute: int, amount: int) -> None:
+def test_an_owner_that_waits_as_long_as_told_has_room(
+    first: float, per_minute: int, amount: int
+) -> None:
     one = SharedRate(TOKENS_BURST_MIN, 1)
     one.take(first, per_minute, 0.0)
     for _ in range(3):

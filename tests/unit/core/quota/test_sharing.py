@@ -175,7 +175,7 @@ class Pair:
 
 def test_places_are_shared_and_free_ones_are_found() -> None:
     """There are no more requests at once than may be, but for those that were not heard of yet; and
-    who comes to one gateway has all places there.
+    an owner that comes to one gateway has all places there.
     """
     pair = Pair(8)
     for _ in range(60):

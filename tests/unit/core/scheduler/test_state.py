@@ -183,7 +183,9 @@ def test_with_0_the_head_of_the_line_is_not_overtaken() -> None:
     assert assigned(scheduler.report(free=30)) == ["large", "small"]
 
 
-def test_short_requests_overtake_one_that_does_not_fit_but_not_for_ever(scheduler: Scheduler) -> None:
+def test_short_requests_overtake_one_that_does_not_fit_but_not_for_ever(
+    scheduler: Scheduler,
+) -> None:
     scheduler.join()
     scheduler.report(free=10)
     scheduler.ask("large", prompt_tokens=320)
@@ -314,9 +316,7 @@ class TestReports:
         scheduler.lose("stranger")
         assert assigned(scheduler.ask("r1")) == ["r1"]
 
-    def test_an_overtaken_report_only_tells_what_was_received(
-        self, scheduler: Scheduler
-    ) -> None:
+    def test_an_overtaken_report_only_tells_what_was_received(self, scheduler: Scheduler) -> None:
         scheduler.join()
         scheduler.report(number=1)
         scheduler(ask("r1"))
@@ -327,7 +327,9 @@ class TestReports:
         assert kinds(scheduler(ask("r3"))) == [SendTicket], "the newer one told of 5 blocks"
         assert kinds(scheduler.report(number=4)) == [SendAssignment]
 
-    def test_a_report_that_a_gateway_passed_on_is_no_sign_of_life(self, scheduler: Scheduler) -> None:
+    def test_a_report_that_a_gateway_passed_on_is_no_sign_of_life(
+        self, scheduler: Scheduler
+    ) -> None:
         scheduler.join()
         assert scheduler.report(passed_on=True) == []
         assert kinds(scheduler(ask("r1"))) == [SendTicket], "its worker never reported"
@@ -462,7 +464,9 @@ class TestReturns:
         stranger = scheduler.ask("r3", failed=FailedAssignment("group-w0", 1, returned=True))
         assert refusal(stranger).reason is RefusalReason.QUEUE_FULL, "it never had a place"
 
-    def test_a_request_is_returned_only_so_often_and_only_where_there_is_another_group(self) -> None:
+    def test_a_request_is_returned_only_so_often_and_only_where_there_is_another_group(
+        self,
+    ) -> None:
         scheduler = self.two_groups()
         scheduler.ask("r1")
         for number in range(RETURNS_MAX + 1):
@@ -652,7 +656,7 @@ class TestRefusals:
         assert len(assigned(end)) == 32
 
     def test_light_load_does_not_tell_the_pace_of_a_line(self) -> None:
-        """Whoever came lately found room at once: what the workers can do nobody has seen."""
+        """Recent requests found room at once, so the pace of the workers is unknown."""
         scheduler = Scheduler(queue_limit=200)
         scheduler.join()
         scheduler(ShortfallsTold(0.0, {"m": 100}))

@@ -1,4 +1,4 @@
-"""Calls that are no requests: who makes too many is in nobody's way but its own."""
+"""Calls that are no requests: a guest that makes too many is in no other guest's way."""
 
 import asyncio
 import contextlib

@@ -138,7 +138,7 @@ def test_what_we_do_not_serve_costs_nothing() -> None:
     assert (case.remaining("requests"), case.remaining("tokens")) == (4, 2880)
     assert case.told("used_total", limit="requests") == 1
     assert case.told("used_total", limit="tokens") == 120
-    # Who hangs up, or waits for less than it takes, has had the prompt read.
+    # The prompt of a client that hangs up, or waits too briefly, has been read.
     with pytest.raises(ValueError):
         case.send(ValueError)
     assert (case.remaining("requests"), case.remaining("tokens")) == (3, 2780)

@@ -7,7 +7,7 @@ from tideserve.bench.scenarios.doors import GRPC, HTTP, LONG, SHORT, DoorCost, P
 
 
 def cost(request_s: float, token_s: float, length: int, count: int = 10) -> DoorCost:
-    """Of so many requests of that length, at these prices."""
+    """The cost of so many requests of that length, at these prices."""
     return DoorCost(count * (request_s + length * token_s), count, count * length, 0.05)
 
 

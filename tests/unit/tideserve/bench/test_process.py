@@ -45,5 +45,5 @@ def test_it_is_frozen_thawed_and_stopped_with_its_children(log: Path) -> None:
     until(lambda: not any(still()))
     server.freeze()
     server.stop()
-    # Who has taken the orphan over may reap it late.
+    # The process that took the orphan over may reap it late.
     until(lambda: not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in both))

@@ -107,7 +107,7 @@ def test_another_result_tells_how_much_longer_iterations_take(
     capsys.readouterr()
     slower = simulated(tmp_path, measured, other=slow)
     said = capsys.readouterr().out
-    # Of the same load, if that was measured there.
+    # The figures are those of the same load, if that was measured there.
     slow["scenarios"]["burst"] = {"systems": {"recompute": {"cost_scale": ONCE}}}
     assert simulated(tmp_path, measured, other=slow) == plain
     del slow["scenarios"]["burst"]

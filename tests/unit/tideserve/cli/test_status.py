@@ -157,7 +157,7 @@ def test_decisions_show_their_numbers() -> None:
         demand,
         above,
         DECISION["outcome"],
-        "m[x]: restore g0, g1 (relief)",
+        f"m[x]: restore g0, g1 ({restore['cause']})",
         demand,
         below,
         DECISION["outcome"],

@@ -90,7 +90,7 @@ def test_an_expected_peer_connects() -> None:
 
 
 def test_a_refused_peer_asks_again_a_while_later() -> None:
-    """A peer in a long iteration has not read yet whom to expect; it is not stormed meanwhile."""
+    """A peer in a long iteration does not know yet which peers to expect; few ask it meanwhile."""
     pair = Pair()
     refusals = 0
     for _ in range(100):
@@ -179,5 +179,5 @@ def test_a_lost_process_stays_lost_while_its_connection_is_gone() -> None:
     # A successor of that name is another process.
     assert w0.lost([replace(plan("w1", 1), incarnation="w1-2")]) == []
     w0.enter([plan("w0", 1)])
-    assert w0.lost([plan("w1", 1)]) == [], "of who is no member nothing is missed"
+    assert w0.lost([plan("w1", 1)]) == [], "nothing of a worker that is no member is missed"
     pair.close()

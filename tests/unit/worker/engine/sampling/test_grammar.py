@@ -28,7 +28,7 @@ from tests.support.tiny_models import EOS_TOKEN_ID, make_tiny_model
 
 VOCAB = 320
 ROWS = 352
-"""Of logits: more than the tokenizer has tokens, as many models have."""
+"""Rows of logits: more than the tokenizer has tokens, as many models have."""
 STOP = frozenset({EOS_TOKEN_ID})
 GREEDY = Sampling(temperature=0.0)
 

@@ -102,7 +102,7 @@ def test_a_peer_without_the_nonce_is_refused(opened: Open, expected: bool) -> No
     step_until(lambda: ours.news, ours, theirs)
     assert [type(event) for event in ours.news] == [PeerLost]
     assert isinstance(sent.error, PeerUnknown)
-    # Somebody who was never let in is no news.
+    # A peer that never proved itself makes no event.
     assert theirs.news == [] and not theirs.connections.by_descriptor
 
 
