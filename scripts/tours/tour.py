@@ -18,7 +18,7 @@ from tours.plain import Plain
 from tours.task import LONG_TOKENS, TOOL_NAME, TOOL_SCHEMA
 
 Kind = Literal["about", "unary", "stream", "cancel", "error", "schema", "tool", "load", "limit"]
-"""Of a call; a limit is one that the server refuses by decision, and a page of docs/ says so."""
+"""Kinds of calls; the server refuses a limit by decision, and a page of docs/ says so."""
 KINDS: tuple[Kind, ...] = get_args(Kind)
 REQUIRED_KINDS: tuple[Kind, ...] = ("unary", "stream", "cancel", "error", "schema", "tool")
 """Each tour has a call of each of these, or says why the client cannot make one."""

@@ -275,5 +275,5 @@ def _sampled(frame: Activations) -> dict[str, int]:
 
 
 def kinds(commands: Iterable[words.Command]) -> list[type]:
-    """Of commands."""
+    """The kinds of commands."""
     return [type(command) for command in commands]

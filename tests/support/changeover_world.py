@@ -27,9 +27,9 @@ TURNS_MAX = 6_000
 TURN_S = 0.001
 STEPS = 50
 UNEQUAL = 2
-"""Of five worlds, one has workers of which each has more memory than the one before."""
+"""In one of five worlds, each worker has more memory than the one before."""
 JUMP_S = 5.2
-"""After it a leader has given up what is in flight; see `DRAIN_TIMEOUT_S`."""
+"""After it a leader has discarded what is in flight; see `DRAIN_TIMEOUT_S`."""
 PATIENCE_S = 19.0
 """A follower is not made to wait longer for a leader that lives."""
 

@@ -116,7 +116,7 @@ def test_kv_of_a_superseded_sequence_is_freed() -> None:
     assert script.taken_at("b") == 0
 
 
-def test_who_leads_no_more_adopts_nothing() -> None:
+def test_a_member_that_leads_no_more_adopts_nothing() -> None:
     script = pipeline("r", "s")
     part(script)
     adopt = handed(script)

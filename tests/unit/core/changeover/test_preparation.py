@@ -70,7 +70,7 @@ def test_there_must_be_room_beside_what_returns() -> None:
     assert refusals(commands) == [NO_ROOM]
 
 
-def test_a_restore_that_fails_is_undone() -> None:
+def test_a_restore_that_fails_is_taken_back() -> None:
     script = restoring("b")
     before = script.memories["b"].num_blocks
     step = fetching(script)
