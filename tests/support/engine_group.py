@@ -100,6 +100,7 @@ class EngineGroup:
         max_running: int = 16,
         network: EngineNetwork | None = None,
         event_logs: Path | None = None,
+        load: Callable[[RunnerConfig], ModelRunner] = ModelRunner.load,
     ) -> None:
         """`network` is a `QueueNetwork` if none is given; in `event_logs` each engine keeps one."""
         self.rng = random.Random(seed)
@@ -116,6 +117,7 @@ class EngineGroup:
         self._attempts = 0
         self._idle_turns = 0
         self._event_logs = event_logs
+        self._load = load
         self.engines: dict[str, Engine] = {}
         for index in range(workers):
             self._add(f"w{index}", config, max_batch_tokens, max_running)
@@ -130,7 +132,7 @@ class EngineGroup:
         self, worker_id: str, config: RunnerConfig, max_batch_tokens: int, max_running: int
     ) -> None:
         identity = Identity(worker_id, f"{worker_id}-1")
-        runner = ModelRunner.load(config)
+        runner = self._load(config)
         made_with = IterationConfig(
             block_size=runner.block_size,
             num_blocks=runner.num_blocks,

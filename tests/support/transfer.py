@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 import msgspec
 import numpy as np
 
+from services.core.changeover.epoch_fence import Standing
 from services.worker.engine.transfer.errors import TransferRefused
 from services.worker.engine.transfer.frame import Bytes, FrameCodec
 from services.worker.engine.transfer.pieces import (
@@ -14,7 +15,6 @@ from services.worker.engine.transfer.pieces import (
     KvPiece,
     SlabCut,
 )
-from services.worker.engine.transfer.transfer_event import Standing
 
 
 class Note(msgspec.Struct, frozen=True, array_like=True):
@@ -64,10 +64,7 @@ class Memory:
 
     def standing(self, group_id: str, epoch: int) -> Standing:
         """By the epoch that the test has set."""
-        ours = self.epochs.get(group_id, 0)
-        if epoch == ours:
-            return Standing.CURRENT
-        return Standing.FUTURE if epoch > ours else Standing.STALE
+        return Standing.of(epoch, self.epochs.get(group_id, 0))
 
     def unpack(self, piece: BulkPiece, payload: Bytes) -> None:
         """Store a piece."""

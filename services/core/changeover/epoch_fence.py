@@ -5,9 +5,25 @@ switched, and one of an older epoch is dropped: its sender has not yet heard of 
 """
 
 from collections import deque
+from enum import Enum, auto
 from typing import Generic, TypeVar
 
 FrameT = TypeVar("FrameT")
+
+
+class Standing(Enum):
+    """How the epoch of a frame relates to its receiver's. Frames of a future epoch wait."""
+
+    CURRENT = auto()
+    STALE = auto()
+    FUTURE = auto()
+
+    @classmethod
+    def of(cls, epoch: int, own: int) -> "Standing":
+        """Of a frame of `epoch` at a member that is in `own`."""
+        if epoch == own:
+            return cls.CURRENT
+        return cls.FUTURE if epoch > own else cls.STALE
 
 
 class EpochFence(Generic[FrameT]):
@@ -19,9 +35,10 @@ class EpochFence(Generic[FrameT]):
 
     def admits(self, epoch: int, frame: FrameT) -> bool:
         """Whether a frame of `epoch` has an effect now; one that is early is kept."""
-        if epoch > self.epoch:
+        standing = Standing.of(epoch, self.epoch)
+        if standing is Standing.FUTURE:
             self.early.append((epoch, frame))
-        return epoch == self.epoch
+        return standing is Standing.CURRENT
 
     def enter(self, epoch: int) -> list[FrameT]:
         """Admit frames of this epoch from now on; returns those that came before."""

@@ -21,13 +21,14 @@ import numpy as np
 
 from services.common.clock import monotonic_s
 from services.common.lifecycle import die_with_parent
+from services.core.changeover.epoch_fence import Standing
 from services.worker.engine.transfer.errors import LaneClosed
 from services.worker.engine.transfer.frame import Bytes, Frame, FrameCodec
 from services.worker.engine.transfer.gate import ActivationGate
 from services.worker.engine.transfer.lane import Identity, PeerLost
 from services.worker.engine.transfer.mover import Mover, MoverConfig
 from services.worker.engine.transfer.pieces import BULK_KINDS, BulkPiece, SlabCut, parameter_pieces
-from services.worker.engine.transfer.transfer_event import Standing, TransferSent
+from services.worker.engine.transfer.transfer_event import TransferSent
 from services.worker.engine.transfer.ucx_config import UcxLaneConfig
 from services.worker.engine.transfer.ucx_lane import UcxLane
 

@@ -56,7 +56,8 @@ class Connections:
     def open(self, own: MemberPlan, peer: MemberPlan) -> None:
         """Connect to a peer, or expect it, on each lane that has no connection to it.
 
-        To be repeated until `has`: a peer that connects before it is expected is refused.
+        To be repeated until `has`: a peer that connects before it is expected is refused. Raises
+        LaneFull if too many are expected.
         """
         identity = Identity(peer.worker_id, peer.incarnation)
         for peers, theirs, ours in (
@@ -81,8 +82,8 @@ class Connections:
     def _expect(self, peers: _Peers, peer: Identity, ours: LanePlan) -> None:
         """Let a peer in; one that never came in an earlier attempt has another nonce now."""
         if peers.awaited.get(peer.worker_id) != (peer, ours.nonce):
-            peers.awaited[peer.worker_id] = (peer, ours.nonce)
             peers.lane.expect(peer, ours.nonce.encode())
+            peers.awaited[peer.worker_id] = (peer, ours.nonce)
 
     def has(self, peer: MemberPlan) -> bool:
         """Whether frames flow to and from a peer on both lanes."""

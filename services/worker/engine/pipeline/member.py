@@ -1,8 +1,8 @@
 """A worker's engine as a member of its group: drives `core.changeover` and the model.
 
-Each event goes to the machine; its commands are carried out in order, those of the memory with the
-stage's lock held, and an answer of the memory goes back before the next command. Running a stage
-and talking to the mover wait until the lock is free.
+Each event goes to the machine, and its commands are carried out in order; an answer of the memory
+goes back before the next command. All that holds the stage's lock, which the mover's thread takes
+for each piece. Only running a stage, which takes long and changes no table, waits until it is free.
 """
 
 import logging
@@ -13,6 +13,7 @@ from typing import Any
 from services.core.audit.record import BATCH, COMMAND, EVENT
 from services.core.changeover import vocabulary as words
 from services.core.changeover.configuration import Configuration
+from services.core.changeover.epoch_fence import Standing
 from services.core.changeover.frames import Samples
 from services.core.changeover.state import Changeover
 from services.core.cost.bubble import StageTime
@@ -45,16 +46,14 @@ from services.worker.engine.transfer.mover import Mover
 from services.worker.engine.transfer.pieces import BulkPiece, KvPiece
 from services.worker.engine.transfer.receiver import IsCurrent, Unpack
 from services.worker.engine.transfer.transfer_event import (
-    Standing,
     TransferFailed,
     TransferReceived,
     TransferSent,
 )
+from services.worker.errors import InvalidBlocks
 from services.worker.ipc import ApplyConfiguration, GroupPlan, Prepare, Prepared
 
 log = logging.getLogger(__name__)
-
-_LATER = (words.RunStage, words.SendBlocks, words.CancelTransfer)
 
 
 class Member:
@@ -91,10 +90,13 @@ class Member:
         self._asked: dict[str, list[GroupPlan]] = {}  # by attempt
         self._lost: frozenset[str] = frozenset()  # told to the machine in this configuration
         self._payload: Any = b""  # of the frame that is handled now
-        self._later: list[words.Command] = []
+        self._to_run: list[words.RunStage] = []
         self._swept = True
         self._carriers: dict[type, Callable[[Any], words.Event | None]] = {
             words.SendFrame: self._send,
+            words.RunStage: self._to_run.append,
+            words.SendBlocks: self._transfers.send,
+            words.CancelTransfer: self._cancel,
             words.SwitchStage: self._switch,
             words.ReleaseDeparted: self._release_departed,
             words.MeasureRestore: self._restoring.measure,
@@ -135,9 +137,10 @@ class Member:
         self._apply(words.ConfigurationCommitted(self._now_s(), groups))
 
     def prepare(self, command: Prepare) -> None:
-        """Get ready for groups that may be committed; `News.prepared` has the answer."""
-        self._asked[command.attempt] = command.groups
-        self._apply(words.PreparationAsked(command.attempt, stages_of(command.groups)))
+        """Get ready for groups that may be committed; `News.prepared` has the one answer."""
+        if command.attempt not in self._asked:  # else the answer is yet to come
+            self._asked[command.attempt] = command.groups
+            self._apply(words.PreparationAsked(command.attempt, stages_of(command.groups)))
 
     def abort(self, attempt: str) -> None:
         """Abort a preparation; unknown ones are ignored."""
@@ -285,9 +288,9 @@ class Member:
         """Have the machine handle an event, and carry its commands out."""
         with self.stage.lock:
             self._handle(event)
-        later, self._later = self._later, []
-        for command in later:
-            self._carry_out_later(command)
+        while self._to_run:
+            assert self.configuration is not None
+            self._serving.follow(self.configuration, self._to_run.pop().frame, self._payload)
 
     def _handle(self, event: words.Event) -> None:
         self._facts.record(EVENT, event)
@@ -295,24 +298,14 @@ class Member:
         for command in commands:
             self._facts.record(COMMAND, command)
         for command in commands:
-            if isinstance(command, _LATER):
-                self._later.append(command)
-            elif (answer := self._carriers[type(command)](command)) is not None:
+            if (answer := self._carriers[type(command)](command)) is not None:
                 self._handle(answer)
-
-    def _carry_out_later(self, command: words.Command) -> None:
-        match command:
-            case words.RunStage(frame=frame):
-                assert self.configuration is not None
-                self._serving.follow(self.configuration, frame, self._payload)
-            case words.SendBlocks():
-                if (failed := self._transfers.send(command)) is not None:
-                    self._apply(failed)
-            case words.CancelTransfer(transfer_id=transfer_id):
-                self.mover.cancel(transfer_id)
 
     def _send(self, command: words.SendFrame[Any]) -> None:
         self.links.send(command.peer, command.frame, group=command.group)
+
+    def _cancel(self, command: words.CancelTransfer) -> None:
+        self.mover.cancel(command.transfer_id)
 
     def _switch(self, command: words.SwitchStage) -> words.StageSwitched:
         new, memory = command.configuration, self.stage.runner.stage_memory
@@ -337,8 +330,15 @@ class Member:
         return words.DepartedReleased(blocks, bool(memory.departed_layers))
 
     def _move_blocks(self, command: MoveBlocks) -> None:
+        """Raises InvalidBlocks, after which only a new engine helps: the table has changed."""
         moves = [(move.source, move.target) for move in command.moves]
-        self.stage.runner.stage_memory.relocate(moves)
+        try:
+            self.stage.runner.stage_memory.relocate(moves)
+        except InvalidBlocks as error:
+            raise InvalidBlocks(
+                f"KV cannot follow the block table: {error}. This engine ends, since requests would"
+                " read KV of others; report it, with the event log if there is one"
+            ) from error
 
     def _connect(self, command: words.ConnectMembers) -> None:
         self._restoring.connect(command.attempt, members_of(self._asked[command.attempt]))
@@ -349,6 +349,7 @@ class Member:
         self._serving.news.prepared.append(answer)
 
     def _note_aborted(self, command: words.NoteAborted) -> None:
+        self._asked.pop(command.attempt, None)
         self._restoring.stop()
         log.info("the preparation %s was aborted", command.attempt)
 
@@ -359,10 +360,8 @@ class Member:
     # --- on the mover's thread
 
     def _standing_of(self, group_id: str, epoch: int) -> Standing:
-        """Whether a piece of this epoch is current."""
-        if not group_id or epoch == self.links.epoch:
-            return Standing.CURRENT
-        return Standing.FUTURE if epoch > self.links.epoch else Standing.STALE
+        """Whether a piece of this epoch is current; parameters, which have no group, always are."""
+        return Standing.of(epoch, self.links.epoch) if group_id else Standing.CURRENT
 
     def _unpack(self, piece: BulkPiece, payload: Bytes) -> None:
         """Store a piece."""

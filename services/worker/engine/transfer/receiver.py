@@ -4,6 +4,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from services.core.changeover.epoch_fence import Standing
 from services.worker.engine.transfer.frame import Bytes, Frame
 from services.worker.engine.transfer.incoming import IncomingTransfers, Key
 from services.worker.engine.transfer.lane import Lane
@@ -11,7 +12,6 @@ from services.worker.engine.transfer.pieces import BulkPiece, PieceTaken, Transf
 from services.worker.engine.transfer.sender import notify
 from services.worker.engine.transfer.transfer_event import (
     CANCELLED,
-    Standing,
     TransferEvent,
     TransferFailed,
     TransferReceived,

@@ -1,15 +1,6 @@
 """The ends of a transfer. Every transfer has exactly one; its memory is in use until then."""
 
 from dataclasses import dataclass
-from enum import Enum, auto
-
-
-class Standing(Enum):
-    """How the epoch of a piece relates to the receiver's. Pieces of a future epoch wait."""
-
-    CURRENT = auto()
-    STALE = auto()
-    FUTURE = auto()
 
 
 @dataclass(frozen=True, slots=True)

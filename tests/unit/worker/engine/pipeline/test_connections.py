@@ -5,6 +5,8 @@ from msgspec.structs import replace
 
 from services.worker.engine.pipeline.connections import RETRY_S, UNREACHABLE_S, Connections
 from services.worker.engine.pipeline.frames import KINDS
+from services.worker.engine.transfer import handshake
+from services.worker.engine.transfer.errors import LaneFull
 from services.worker.engine.transfer.frame import FrameCodec
 from services.worker.engine.transfer.lane import Identity
 from services.worker.engine.transfer.pieces import BULK_KINDS
@@ -138,6 +140,21 @@ def test_an_unreachable_member_is_noticed_once_its_lease_would_have_ended() -> N
     with pytest.raises(MemberUnreachable, match="connection to w1 ended"):
         w0.check_reachable([plan("w0", 1), plan("w1", 1)])
     assert w0.lost([plan("w0", 1), plan("w1", 1)]) == ["w1"]
+    pair.close()
+
+
+def test_a_peer_that_there_was_no_place_to_expect_is_expected_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pair = Pair()
+    with monkeypatch.context() as full:
+        full.setattr(handshake, "EXPECTED_MAX", 0)
+        with pytest.raises(LaneFull, match="0 peers are expected already"):
+            pair.open("w1", 1)
+    pair.open("w1", 1)
+    pair.open("w0", 1)
+    pair.deliver()
+    assert pair.connected
     pair.close()
 
 

@@ -1,0 +1,25 @@
+"""Members over real memory, planners and transfers, with integers as a model."""
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from tests.support.engine_group import EngineGroup
+from tests.support.fake_model import FAKE, load_fake
+
+MakeGroup = Callable[..., EngineGroup]
+
+
+@pytest.fixture
+def make_group() -> Iterator[MakeGroup]:
+    """Makes workers that are settled, each alone, and gives their memory back."""
+    made: list[EngineGroup] = []
+
+    def make(workers: int = 2, seed: int = 1, **options: object) -> EngineGroup:
+        made.append(EngineGroup(FAKE, workers, seed, load=load_fake, **options))
+        made[-1].settle()
+        return made[-1]
+
+    yield make
+    for group in made:
+        group.close()
