@@ -144,6 +144,14 @@ class WorldMember:
             event = words.ConfigurationCommitted(self.now_s, event.groups)
         self.handle(event)
 
+    def supersede(self, left: words.ConfigurationCommitted) -> None:
+        """It hears of this commit, perhaps instead of one before: it reads what records say now."""
+        if self.world.rng.random() < 0.5:
+            known = (one for one in self.control if isinstance(one, words.ConfigurationCommitted))
+            for one in tuple(known):
+                self.control.remove(one)
+        self.control.append(left)
+
     def take_turn(self) -> None:
         """Go on with what is under way."""
         if self.has_lost:

@@ -1,7 +1,7 @@
 """The rules of a member's change-over, each of which can be taken out.
 
-Without it, the world of change-overs or a short scenario of `changeover_witnesses.py` finds wrong
-KV, lost blocks, members that wait for ever, or a client without its tokens.
+Without it, its scenario in `changeover_witnesses.py` has wrong KV, lost blocks, a member that waits
+for ever, or a client without its tokens.
 """
 
 from collections.abc import Callable
@@ -205,6 +205,7 @@ RULES: dict[str, Removal] = {
         Takeover, "settled", property(lambda self: self._joined is None)
     ),
     "who passes over a change says so": _ignores_passed,
+    "so does who may have missed a change": _put(Preparation, "ready_before", lambda *_: None),
     "a sequence is adopted once": _adopts_again,
     "an abort follows a sequence that has moved": _put(
         Handover, "abort", _aborts_only_what_is_pending

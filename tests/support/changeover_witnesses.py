@@ -12,13 +12,20 @@ from services.core.changeover.frames import Activations, Adopt, Reserve, StageCh
 from services.core.changeover.state import DRAIN_TIMEOUT_S, MemberPhase
 from services.core.groups.layer_map import Stage
 from services.core.planner.events import RequestAborted
+from tests.support.changeover_scenes import (
+    APART,
+    go_on_when_ready,
+    leaving,
+    part,
+    pipeline,
+    read_what_is_sent,
+    restoring,
+)
 from tests.support.changeover_script import LAYERS, Script, groups, kinds
 
 Witness = Callable[[], None]
 WITNESSES: dict[str, Witness] = {}
 """By rule."""
-
-APART = groups(2, "a", "b")
 
 
 def _witness(rule: str) -> Callable[[Witness], Witness]:
@@ -29,37 +36,44 @@ def _witness(rule: str) -> Callable[[Witness], Witness]:
     return note
 
 
-def pipeline(*running: str, waiting: tuple[str, ...] = (), tokens: int = 8) -> Script:
-    """ "a" leads "b", "c" is alone. The `running` ones have a token each and 3 blocks."""
-    script = Script("abc")
-    script.hear(groups(1, "ab", "c"))
+@_witness("frames of other epochs have no effect")
+def what_an_old_leader_says_has_no_effect() -> None:
+    script = pipeline("r")
+    script.launch("a")
+    script.hear((GroupStages("g-b", 2, (Stage("b", 2, LAYERS),)),))
+    script.turn("b")
+    assert script.taken_at("b") == 0
     script.settle()
-    for name in running:
-        script.ask("a", name, tokens)
-    if running:
-        script.launch("a")
-        script.settle()
-    for name in waiting:
-        script.ask("a", name, tokens)
-    return script
+    assert script.taken_at("b") == 0
 
 
-def part(script: Script) -> None:
-    """ "a" and "b" enter groups of their own; what "a" hands to "b" has not yet arrived."""
-    script.hear(APART)
-    script.turn("a")
-    while script.members["b"].phase is MemberPhase.DRAINING:
-        script.deliver("a", "b")
-        script.turn("b")
+@_witness("frames wait until all stages have joined")
+def sequences_come_to_a_leader_that_knows_its_stages() -> None:
+    script = Script("abc")
+    script.hear(groups(1, "a", "b", "c"))
+    script.settle()
+    script.ask("c", "r", 8)
+    script.run("c", 1)
+    script.stopped = {("b", "a")}
+    script.hear(groups(2, "abc"))
+    script.settle()
+    assert script.members["a"].phase is MemberPhase.JOINING
+    script.stopped.clear()
+    script.settle()
+    assert script.names_at("a") == ["r"] and script.members["a"].settled
 
 
-def go_on_when_ready(script: Script) -> None:
-    """The change after it comes as soon as "b" gets ready for it."""
-    after = groups(3, "bc")
-    script.do("b", words.PreparationAsked("t", after))
-    if words.ConnectMembers in kinds(script.turn("b")):
-        script.hear(after)
-        script.turn("b")
+@_witness("an abort waits while stages join")
+def kv_of_what_is_aborted_while_stages_join_is_freed() -> None:
+    script = pipeline("r")
+    script.stopped = {("c", "a")}
+    script.hear(groups(2, "ac", "b"))
+    script.settle()
+    assert script.members["a"].phase is MemberPhase.JOINING
+    script.do("a", RequestAborted(0.0, "r"))
+    script.stopped.clear()
+    script.settle()
+    assert script.taken_at("b") == 0
 
 
 @_witness("a stage leaves after its leader")
@@ -73,6 +87,18 @@ def all_stages_have_the_blocks_of_what_was_in_flight() -> None:
     script.turn("a")
     script.settle()
     assert script.names_at("a") == ["r"] and script.names_at("b") == ["s"]
+
+
+@_witness("a sequence is held until its KV is whole")
+def what_lacks_kv_does_not_run() -> None:
+    script = pipeline("r")
+    script.transfers_run = False
+    script.hear(APART)
+    script.settle()
+    assert not script.launch("a"), "KV of the layers of b is not there"
+    script.transfers_run = True
+    script.settle()
+    assert script.launch("a")
 
 
 @_witness("unclaimed KV keeps a member unsettled")
@@ -107,6 +133,7 @@ def nothing_is_stored_in_blocks_that_a_sequence_was_given_anew() -> None:
     assert stage.kv_blocks_for("t", "r") == ()
 
 
+@_witness("a new leader counts what is in use")
 @_witness("freed blocks of other leaders are credited")
 def a_leader_counts_what_its_stage_uses() -> None:
     script = pipeline("r")
@@ -119,22 +146,34 @@ def a_leader_counts_what_its_stage_uses() -> None:
 
 @_witness("a transfer of freed KV is cancelled")
 def what_is_being_sent_is_there() -> None:
-    script = Script("ab", remembering="b")
-    script.hear(groups(1, "a", "b"))
-    script.settle()
-    script.ask("b", "r", 8)
-    script.launch("b")
-    table, memory = script.members["b"].planner.table, script.memories["b"]
-    for layer in range(LAYERS):
-        memory.write(layer, table.block_ids("r"), "r", 0, (5,) * 4)
-    script.transfers_run = False
-    script.hear(groups(2, "ab"))
-    script.settle()
-    assert [one.transfer.source for one in script.sending.values()] == ["b"]
+    script = leaving("r")
+    read_what_is_sent(script)
     script.do("a", RequestAborted(0.0, "r"))
     script.settle()
-    for one in script.sending.values():
-        memory.pack(one.transfer.first_layer, table.block_ids("r")[0])
+    read_what_is_sent(script)
+
+
+@_witness("departed KV stays until it is freed")
+def what_is_still_to_be_sent_is_there() -> None:
+    script = leaving("r", "s")
+    script.do("a", RequestAborted(0.0, "r"))
+    script.settle()
+    assert {one.request_id for one in script.sending.values()} == {"s"}
+    read_what_is_sent(script)
+
+
+@_witness("a preparation begins when all is settled")
+def layers_return_when_their_old_kv_has_gone() -> None:
+    script = leaving("r")
+    script.do("b", words.PreparationAsked("t", groups(3, "a", "b")))
+    for _ in range(2):
+        script.settle()
+        while "b" in script.steps:
+            script.go_on("b")
+            script.settle()
+        script.transfers_run = True
+    assert not script.members["b"].busy, "it is ready"
+    assert all(script.memories["b"].blocks.values())
 
 
 @_witness("a preparation for another change is aborted")
@@ -147,6 +186,38 @@ def a_stage_that_keeps_its_layers_has_no_half_restored_one() -> None:
     script.turn("b")
     assert script.members["b"].configuration is not None
     assert script.members["b"].configuration.epoch == 4
+
+
+@_witness("blocks move below the limit first")
+def a_stage_keeps_the_blocks_that_it_needs() -> None:
+    script = restoring("b", blocks=8)
+    for name in "rst":
+        script.ask("a", name, 16)
+    script.launch("a")
+    script.settle()
+    assert script.members["b"].planner.table.block_ids("t") == (8, 9, 10, 11)
+    for name in "rs":
+        script.do("a", RequestAborted(0.0, name))
+    script.go_on("b")  # its limit is 8
+    script.settle()
+    assert isinstance(script.steps["b"], words.ShrinkKv)
+    assert max(script.members["b"].planner.table.block_ids("t")) < 8
+
+
+@_witness("names of released requests go before blocks")
+def a_stage_frees_what_its_leader_counts_on() -> None:
+    script = restoring("b")
+    script.ask("a", "r", 56)
+    script.launch("a")
+    script.settle()
+    script.do("a", RequestAborted(0.0, "r"))
+    assert (script.taken_at("a"), script.taken_at("b")) == (0, 14)
+    script.go_on("b")  # its limit is 16
+    script.settle()
+    script.ask("a", "s", 40)
+    script.launch("a")
+    script.settle()
+    assert script.taken_at("b") == 10
 
 
 @_witness("a stage shrinks when few enough are used")
@@ -178,19 +249,6 @@ def a_stage_has_the_blocks_that_its_leader_has_planned_with() -> None:
     script.run("a")
     assert isinstance(script.steps["b"], words.ShrinkKv), "all have ended"
     assert script.taken_at("b") == 0
-
-
-def restoring(*workers: str, blocks: int = 16) -> Script:
-    """ "a" leads "b", and those named get ready to serve alone, connecting first."""
-    script = Script("ab", blocks, remembering="ab")
-    script.hear(groups(1, "a", "b"))
-    script.settle()
-    script.hear(groups(2, "ab"))
-    script.settle()
-    for name in workers:
-        script.do(name, words.PreparationAsked("t", groups(3, "a", "b")))
-    script.settle()
-    return script
 
 
 @_witness("a move starts when there is room")
@@ -250,6 +308,24 @@ def who_gets_sequences_prepares_no_change_before_it_has_them() -> None:
 def what_was_handed_to_a_member_that_passes_comes_back() -> None:
     script = pipeline(waiting=("r", "s"))
     script.hear(groups(2, "a", "bc"), "a", "b")
+    script.lose("c")
+    script.hear((GroupStages("g-b", 3, (Stage("b", 0, 2),)),))
+    script.settle()
+    assert script.members["a"].settled
+    assert script.names_at("a") == ["r", "s"]
+
+
+@_witness("so does who may have missed a change")
+def nobody_waits_for_a_member_that_never_heard_of_the_change() -> None:
+    """It was ready, and reads only that a member was lost since."""
+    script = pipeline(waiting=("r", "s"))
+    apart = groups(2, "a", "bc")
+    for name in "abc":
+        script.do(name, words.PreparationAsked("t", apart))
+    script.settle()
+    for name in "abc":
+        script.go_on(name)
+    script.hear(apart, "a")
     script.lose("c")
     script.hear((GroupStages("g-b", 3, (Stage("b", 0, 2),)),))
     script.settle()

@@ -25,7 +25,6 @@ LAYERS = 4
 SLAB_UNITS = 5
 TURNS_MAX = 6_000
 TURN_S = 0.001
-STEPS = 50
 UNEQUAL = 2
 """In one of five worlds, each worker has more memory than the one before."""
 JUMP_S = 5.2
@@ -161,7 +160,7 @@ class World:
             if stage.worker_id != lost:
                 self.groups.append((stage,))
                 left = words.ConfigurationCommitted(self.now_s, self._plans([(stage,)]))
-                self.members[stage.worker_id].control.append(left)
+                self.members[stage.worker_id].supersede(left)
 
     def jump(self) -> None:
         """Time passes, and nothing happens; not longer than a member that lives would take."""
@@ -406,12 +405,3 @@ class World:
         """For a failure's message."""
         phases = {name: member.machine.phase for name, member in self.members.items()}
         return f"open {self.clients.open()}, {phases}, groups {self.groups}"
-
-
-def explore(seed: int) -> World:
-    """A run by chance."""
-    world = World(seed)
-    for _ in range(STEPS):
-        world.step()
-    world.settle()
-    return world

@@ -106,6 +106,13 @@ class Preparation:
         if self._now is not None and self._now.attempt == attempt:
             self._undo()
 
+    def ready_before(self, new: Configuration) -> Configuration | None:
+        """What is ready here and older than `new`: it may have been committed unheard."""
+        now = self._now
+        if now is None or now.step is not PreparationStep.COMMIT or now.new.epoch >= new.epoch:
+            return None
+        return now.new
+
     def end(self, new: Configuration) -> None:
         """A change is carried out: keep what was prepared if it fits, or else abort it.
 

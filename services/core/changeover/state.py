@@ -278,11 +278,10 @@ class Changeover:
         newest = self._next or self._context.configuration
         if newest is not None and new.epoch <= newest.epoch:
             return
-        if self._next is not None:
-            for peer in sorted(self._next.members - {new.worker_id}):
-                self._context.commands.append(
-                    words.SendFrame(peer, frames.Passed(), self._next.own)
-                )
+        passed = self._next or self._preparation.ready_before(new)
+        if passed is not None:
+            for peer in sorted(passed.members - {new.worker_id}):
+                self._context.commands.append(words.SendFrame(peer, frames.Passed(), passed.own))
         self._next = new
         timeout_s = DRAIN_TIMEOUT_S if self._context.leads else DRAINED_TIMEOUT_S
         self._drain_until_s = event.now_s + timeout_s

@@ -10,9 +10,10 @@ from services.core.changeover.frames import Adopt, Adopted, FreeKv
 from services.core.changeover.state import MemberPhase
 from services.core.groups.layer_map import Stage
 from services.core.planner.events import RefuseRequest, RequestAborted
+from services.core.planner.sequence import Phase
 from services.core.request import Limits
+from tests.support.changeover_scenes import APART, part, pipeline
 from tests.support.changeover_script import Script, groups, kinds
-from tests.support.changeover_witnesses import APART, part, pipeline
 
 LEFT = (GroupStages("g-b", 3, (Stage("b", 2, 4),)),)
 
@@ -171,3 +172,35 @@ def test_a_transfer_that_fails_is_computed_again() -> None:
     script.settle()
     assert [one.request_id for one in script.members["a"].planner.waiting] == ["r"]
     assert script.taken_at("b") == 0
+
+
+def test_a_sequence_that_comes_back_does_not_wait_for_a_stage_that_is_lost() -> None:
+    script = Script("abc")
+    script.hear(groups(1, "abc"))
+    script.settle()
+    for name in "rst":
+        script.ask("a", name, 8)
+    script.launch("a")
+    script.settle()
+    script.stopped = {("b", "a")}
+    script.hear(groups(2, "a", "b", "c"))
+    script.settle()
+    assert script.names_at("a") == ["r", "s"] and script.names_at("c") == ["t"]
+    script.stopped = {("c", "a")}
+    script.lose("b")
+    script.settle()
+    assert script.members["a"].planner.sequences["s"].phase is Phase.HELD, "c may have KV of it"
+    script.lose("c")
+    script.settle()
+    assert script.members["a"].settled
+    assert [one.request_id for one in script.members["a"].planner.waiting] == ["s"]
+
+
+@pytest.mark.parametrize("epoch", [1, 2])
+def test_a_configuration_that_is_not_newer_has_no_effect(epoch: int) -> None:
+    script = Script("ab")
+    script.hear(groups(2, "ab"))
+    script.settle()
+    script.hear(groups(epoch, "a", "b"))
+    assert all(member.settled for member in script.members.values())
+    assert not any(script.ways.values())

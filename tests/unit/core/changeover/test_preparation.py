@@ -5,8 +5,8 @@ import pytest
 from services.core.changeover import vocabulary as words
 from services.core.changeover.frames import Capacity
 from services.core.changeover.preparation import BUSY, NO_ROOM
+from tests.support.changeover_scenes import restoring
 from tests.support.changeover_script import LAYERS, Script, groups
-from tests.support.changeover_witnesses import restoring
 
 NEXT = groups(3, "a", "b")
 
@@ -171,3 +171,14 @@ def test_an_attempt_for_a_later_change_waits_on(epoch: int) -> None:
     script.hear(groups(2, "a"), "a")
     script.settle()
     assert ("a" in script.steps) is (epoch == 3)
+
+
+def test_a_stage_with_room_for_what_returns_gives_no_block_up() -> None:
+    script = restoring("b")
+    machine = script.members["b"]
+    blocks = machine.planner.pool.usable
+    machine.handle(words.MembersConnected("t"))
+    commands = machine.handle(words.RestoreMeasured(blocks, ("model.layers.0",), (0, 1)))
+    assert commands == [words.ShrinkKv("t", blocks, 0)]
+    assert machine.planner.pool.usable == blocks
+    assert not capacities(script)
