@@ -204,8 +204,10 @@ RULES: dict[str, Removal] = {
     "a leader waits for all that may hand over": _put(
         Takeover, "settled", property(lambda self: self._joined is None)
     ),
-    "who passes over a change says so": _ignores_passed,
-    "so does who may have missed a change": _put(Preparation, "ready_before", lambda *_: None),
+    "a member that passes over a change says so": _ignores_passed,
+    "a member that may have missed a change says so": _put(
+        Preparation, "ready_before", lambda *_: None
+    ),
     "a sequence is adopted once": _adopts_again,
     "an abort follows a sequence that has moved": _put(
         Handover, "abort", _aborts_only_what_is_pending

@@ -304,7 +304,7 @@ def who_gets_sequences_prepares_no_change_before_it_has_them() -> None:
     assert isinstance(script.steps["b"], words.ConnectMembers)
 
 
-@_witness("who passes over a change says so")
+@_witness("a member that passes over a change says so")
 def what_was_handed_to_a_member_that_passes_comes_back() -> None:
     script = pipeline(waiting=("r", "s"))
     script.hear(groups(2, "a", "bc"), "a", "b")
@@ -315,7 +315,7 @@ def what_was_handed_to_a_member_that_passes_comes_back() -> None:
     assert script.names_at("a") == ["r", "s"]
 
 
-@_witness("so does who may have missed a change")
+@_witness("a member that may have missed a change says so")
 def nobody_waits_for_a_member_that_never_heard_of_the_change() -> None:
     """It was ready, and reads only that a member was lost since."""
     script = pipeline(waiting=("r", "s"))

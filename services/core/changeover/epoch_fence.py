@@ -20,7 +20,7 @@ class Standing(Enum):
 
     @classmethod
     def of(cls, epoch: int, own: int) -> "Standing":
-        """Of a frame of `epoch` at a member that is in `own`."""
+        """The standing of a frame of `epoch` at a member that is in `own`."""
         if epoch == own:
             return cls.CURRENT
         return cls.FUTURE if epoch > own else cls.STALE
