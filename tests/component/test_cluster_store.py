@@ -25,7 +25,7 @@ ASSIGNMENT = Assignment("w0", "w0-a", "group-w0", 1, 0, 4)
 
 
 class LosingStore(Store):
-    """Carries transactions out, or not, and never tells."""
+    """Carries transactions out, or not, and never answers."""
 
     def __init__(self, store: Store, applies: bool) -> None:
         self.__dict__ = store.__dict__
@@ -134,7 +134,7 @@ async def test_workers_that_have_gone_are_forgotten_above_a_floor(
     cluster = await records.list_until_answered()
     assert (cluster.listing.groups, cluster.listing.assignments) == ((), ())
     assert (cluster.listing.epoch_floor, cluster.listing.floor_revision) == (7, revision)
-    # An attempt of before that comes late finds another floor.
+    # An earlier attempt that comes late finds another floor.
     assert await records.write(removal) is None
 
 

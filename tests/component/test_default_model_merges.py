@@ -238,7 +238,7 @@ class Scenario:
             self.engines.stop_after(name, tokens + self.rng.randint(0, 3))
 
     async def wait(self) -> None:
-        """For a request's next tokens."""
+        """Wait for a request's next tokens."""
         if (name := self.open_one()) is not None:
             stream = self.engines.streams[name]
             enough = len(stream.tokens) + self.rng.randint(1, 3)
@@ -279,7 +279,7 @@ async def test_every_interleaving_gives_the_tokens_of_an_undisturbed_run(
 async def test_requests_go_on_under_another_leader(
     engines: EngineProcesses, oracle: Oracle
 ) -> None:
-    """All at a worker that then follows the other: again if they had ended before it did.
+    """Start all requests at a worker that then follows the other; repeat if they ended too early.
 
     The scenarios move some only where the machine is quick enough.
     """
@@ -305,7 +305,7 @@ async def test_requests_go_on_under_another_leader(
 
 
 async def test_what_does_not_fit_is_preempted(engines: EngineProcesses, oracle: Oracle) -> None:
-    """All at one worker that serves alone."""
+    """Start all requests at one worker that serves alone."""
     if len(engines.groups) == 1:
         assert await engines.reconfigure([[engines.alone(name)] for name in NAMES])
     names = [f"flood-{number}" for number in range(len(oracle.requests))]

@@ -136,7 +136,7 @@ async def test_an_etcd_of_another_ca_is_not_trusted(etcd: EtcdServer, tmp_path: 
 
 @pytest.fixture
 def members() -> Iterator[list[EtcdServer]]:
-    """Two that know nothing of each other, so that it shows which one answers."""
+    """Two etcds that do not know each other, so that it shows which one answers."""
     with ExitStack() as stack:
         yield [stack.enter_context(running_etcd()) for _ in range(2)]
 

@@ -88,7 +88,7 @@ async def test_a_cluster_that_changes_groups_decides_the_same_again(tmp_path: Pa
 
 
 def check_scheduler(path: Path, requests_min: int) -> None:
-    """It assigned every request, and would again."""
+    """The scheduler assigned every request; the replay assigns it alike."""
     entries = list(read_entries(path, SCHEDULER_TYPES))
     assigned = sum(isinstance(entry.value, SendAssignment) for entry in entries)
     assert assigned >= requests_min

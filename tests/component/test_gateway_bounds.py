@@ -36,7 +36,7 @@ async def case(store: Store, tmp_path: Path) -> AsyncIterator[Case]:
 
 
 def bodies() -> list[Any]:
-    """The bodies that are held by anybody in this process."""
+    """The bodies that this process holds."""
     kinds = (GenerationRequest, ResponsesRequest)
     # Not isinstance: some objects of libraries warn when they are asked for their class.
     return [one for one in gc.get_objects() if issubclass(type(one), kinds)]
@@ -165,7 +165,7 @@ async def test_log_probabilities_of_whole_answers_are_bounded(
     assert stream.text.endswith("data: [DONE]\n\n"), "a stream keeps none"
     with pytest.raises(tide.InvalidRequest):
         await case.grpc.chat("hi", model="m", logprobs=True, top_logprobs=4, max_tokens=21)
-    # Which repeats them in its last event.
+    # A response repeats them in its last event.
     asked = {"model": "m", "input": "hi", "top_logprobs": 4, "max_output_tokens": 21}
     whole = await case.http.post("/v1/responses", json=asked)
     assert (whole.status_code, whole.json()["error"]["param"]) == (400, "top_logprobs")

@@ -1,4 +1,4 @@
-"""HTTP connections that send too much, or too slowly, of what is no request yet."""
+"""HTTP connections that send incomplete requests, too much of them or too slowly."""
 
 import asyncio
 import json

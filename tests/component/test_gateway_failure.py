@@ -548,7 +548,7 @@ async def test_bodies_together_are_bounded(store: Store, tmp_path: Path) -> None
                     told = re.search(rb"retry-after: (\d+)\r\n", head)
                     assert told is not None and 1 <= int(told[1]) <= 60
                     assert b"queue_full" in await refused.readuntil(b"}}")
-                # What the refused one held is free again.
+                # The room that the refused request held is free again.
                 await eventually(lambda: body_bytes_are(case, 2 * held))
             await eventually(lambda: body_bytes_are(case, held))
             async with unfinished_body(case, size):

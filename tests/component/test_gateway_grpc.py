@@ -212,7 +212,7 @@ def odd(request: Any) -> bytes:
 
 
 def unknown_requests() -> dict[str, Any]:
-    """By method."""
+    """The metrics of calls by method."""
     chat = pb.ChatRequest(model="m", messages=[pb.Message(role=pb.ROLE_USER, text="hi")])
     completion = pb.CompleteRequest(model="m", prompts=[pb.Prompt(text="hi")])
     chat.sampling.max_tokens = completion.sampling.max_tokens = 1

@@ -22,7 +22,7 @@ CHANGE = TraceContext("c" * 32, "d" * 16, sampled=True)
 
 @pytest.fixture
 def lines() -> Iterator[LogLines]:
-    # What the test's own clients say is nobody's log.
+    # Log lines of the test's own clients are not looked at.
     with log_lines("httpx", "httpcore", "openai") as lines:
         yield lines
 

@@ -34,7 +34,7 @@ ENDLESS = f"{HEALTH}Watch"
 
 
 class Keys(NamedTuple):
-    """One for the model that is served, one for another."""
+    """A key for the served model, and one for another model."""
 
     client: str
     foreign: str
@@ -251,7 +251,7 @@ FOREIGN_HTTP: dict[str, tuple[dict[str, Any], int]] = {
     "/v1/messages/count_tokens": ({"messages": MESSAGES}, 403),
     "/tokenize": ({"prompt": "hi"}, 403),
     "/detokenize": ({"tokens": [5]}, 403),
-    # Nobody has that.
+    # No gateway has that.
     "/v1/embeddings": ({"input": "hi"}, 400),
     "/v1/requests/{request_id:path}/cancel": ({}, 200),
 }

@@ -93,7 +93,7 @@ def run_and_change(group: EngineGroup, rng: random.Random) -> None:
 
 
 def check_sources_wait(group: EngineGroup) -> None:
-    """Nobody counts as settled, and so changes groups, while another still fetches KV from it."""
+    """No member counts as settled, and so changes groups, while another fetches KV from it."""
     for engine in group.engines.values():
         exchange = engine.member.changeover._moves._exchange
         moves = [*exchange.waiting.values(), *(one.move for one in exchange.underway.values())]
@@ -126,7 +126,7 @@ def test_engines_that_merge_and_split_decide_the_same_again(
     seed: int,
     late: bool,
 ) -> None:
-    """Also if what is in flight when groups change does not come back in time."""
+    """Also if microbatches in flight do not come back in time when groups change."""
     if late:
         monkeypatch.setattr(changeover, "DRAIN_TIMEOUT_S", 0.0)
     group = EngineGroup(replace(config), WORKERS, seed, event_logs=tmp_path)

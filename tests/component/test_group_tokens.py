@@ -504,7 +504,7 @@ RETRIED = range(int(os.environ.get("TIDESERVE_RETRIED_SCENARIOS", "20")))
 def test_a_request_that_is_asked_for_again_has_nothing_of_its_first_sequence(
     config: RunnerConfig, oracle: Oracle, seed: int
 ) -> None:
-    """Whatever comes late of that one: orders, KV, its adoption, its tokens."""
+    """Late orders, KV, adoption and tokens of the first sequence have no effect."""
     group = retried_scenario(config, oracle.requests, seed)
     try:
         group.finish()
@@ -521,7 +521,7 @@ def test_a_request_that_is_asked_for_again_has_nothing_of_its_first_sequence(
 def test_a_survivor_that_had_not_switched_keeps_the_layers_that_it_prepared(
     config: RunnerConfig, oracle: Oracle, late: tuple[str, ...], turns: int
 ) -> None:
-    """A commit gives it more layers; the other one dies before it has switched to these.
+    """A commit gives the worker more layers; the other one dies before it has switched.
 
     It may not even have heard of that commit.
     """
@@ -550,7 +550,7 @@ def test_a_survivor_that_had_not_switched_keeps_the_layers_that_it_prepared(
 
 
 def is_dealt(group: EngineGroup, worker_id: str) -> bool:
-    """Whether a request is on its way to that leader, for all that another one knows."""
+    """Whether a request is on its way to that leader, as far as another leader knows."""
     return any(worker_id in one.changeover._handover.pending.values() for one in members(group))
 
 
@@ -594,10 +594,10 @@ def test_a_worker_that_was_split_off_serves_on_when_another_one_dies(
     engines: int,
     seed: int,
 ) -> None:
-    """Its requests go on, recomputed where their KV is gone; it keeps none of what nobody leads.
+    """Requests go on, recomputed where their KV is gone; no worker keeps KV that has no leader.
 
-    Of three, the old leader knows what it has handed out; when that one is lost, the other two may
-    have to start anew.
+    The old leader of three knows what it has handed out; when it is lost, the other two may have
+    to start anew.
     """
     names = [f"w{index}" for index in range(engines)]
     group = EngineGroup(
@@ -706,7 +706,7 @@ def test_parameters_that_a_peer_sends_damaged_come_from_the_model_folder(
 
 @pytest.mark.parametrize("moment", ["handed over", "adopted", "asked for anew"])
 def test_an_abort_follows_its_request_without_a_gateway(config: RunnerConfig, moment: str) -> None:
-    """It comes to the old leader, before or after that knows that the new one has the request."""
+    """An abort reaches the old leader before or after `Adopted` has."""
     group = EngineGroup(replace(config, budget_bytes=config.budget_bytes + (1 << 20)), 2, seed=1)
     request = Request("r", (5, 6, 7), Sampling(temperature=0.0), Limits(150), 0.0)
     try:
@@ -738,7 +738,7 @@ def test_an_abort_follows_its_request_without_a_gateway(config: RunnerConfig, mo
 def test_a_peer_lost_long_ago_ends_no_engine_when_groups_change_again(
     config: RunnerConfig, oracle: Oracle
 ) -> None:
-    """Its process is gone, and matters no more: nothing of the change that it was in moves."""
+    """No request of the change that the lost peer was in moves any more."""
     network = QueueNetwork()
     roomy = replace(config, budget_bytes=config.budget_bytes + 16 * LAYERS * CHUNK_BYTES)
     group = EngineGroup(roomy, 3, seed=0, network=network)

@@ -30,7 +30,7 @@ pytestmark = pytest.mark.skipif(
 async def watched(
     store: Store, tmp_path: Path, **fields: Any
 ) -> AsyncIterator[tuple[Page, str, tuple[FakeMember, FakeMember]]]:
-    """The page of a cluster of two, its URL and the members; nothing it does may be odd."""
+    """The page of a cluster of two, its URL and the members; the page must log no error."""
     async with members(store) as pair:
         for one in pair:
             one.engine.blocks_total, one.engine.blocks_free = 100, 100

@@ -107,7 +107,7 @@ async def test_a_worker_that_left_while_no_memory_manager_ran(store: Store) -> N
 
 
 async def test_two_memory_managers_agree(store: Store) -> None:
-    """They see changes at different times, so epochs may be spent, but never go back."""
+    """Both see changes at different times, so epochs may be skipped, but never go back."""
     epochs = [0]
 
     async def becomes(phase: int) -> bool:

@@ -138,7 +138,7 @@ async def test_a_stream_moves_at_any_token(bench: Bench, order: str) -> None:
             old.emit(name, TOKENS, 0, index)
             told = await hand_over(name, old, new, index, order)
             new.emit(name, TOKENS, told, N)
-            # What the old one still says of it comes too late.
+            # Late events of the old worker are ignored.
             old.emit(name, [99] * N, index, N)
             assert await read(stream) == TOKENS
         await bench.all_idle()
@@ -328,7 +328,7 @@ async def test_an_answered_stream_may_be_silent(bench: Bench) -> None:
         # Longer than the time for attaching: its KV is on the way, say.
         new.now_s += 2 * ATTACH_TIMEOUT_S
         await asyncio.sleep(1)
-        # A late word of the old one has no effect.
+        # A late event of the old worker has no effect.
         old.tell(old.moved("r", third, 0))
         new.emit("r", TOKENS, 0, N)
         assert await read(stream) == TOKENS

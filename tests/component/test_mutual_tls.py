@@ -81,7 +81,7 @@ async def gateway(
 
 @asynccontextmanager
 async def scheduler(store: Store, certified: Certified, reports: Reports) -> AsyncIterator[None]:
-    """One to which the worker reports."""
+    """A scheduler to which the worker reports."""
     config = SchedulerConfig(
         etcd_url=store.url, lease_ttl_s=LEASE_TTL_S, **certified.config("scheduler")
     )
@@ -123,7 +123,7 @@ class Load:
 
 
 async def all_ready(admin: httpx.AsyncClient) -> bool:
-    """Whether the gateway hears from everybody that they are ready."""
+    """Whether all services tell the gateway that they are ready."""
     status = (await admin.get("/tideserve/v1/status")).json()
     ready = {row["name"] for row in status["services"] if row["ready"]}
     return ready >= {"gateway", "scheduler", "memmgr", "w0"} and "errors" not in status
@@ -158,7 +158,7 @@ async def test_certificates_and_the_ca_change_without_a_lost_request(
             certified.trust(*trusted)
             for role in SERVICE_ROLES:
                 certified.issue(role, issuer)
-            # The one of before has ended meanwhile: everybody connects to another.
+            # The former scheduler has ended meanwhile: all connect to another one.
             async with scheduler(store, certified, reports):
                 await load.some_more()
                 await eventually(lambda: all_ready(admin))

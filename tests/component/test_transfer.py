@@ -263,7 +263,7 @@ def test_a_waiting_lane_is_woken_by_a_frame(transports: str, size_bytes: int) ->
 
 
 def test_what_comes_while_the_receiver_sends_and_computes(transports: str) -> None:
-    """Both send while nobody attends; that a send may bring something in is rare luck here."""
+    """Both send while neither receives; that a send also receives is rare luck here."""
     ours, theirs = quiet_pair(transports)
     Collector(ours).wait_news(PeerConnected)
     Collector(theirs).wait_news(PeerConnected)

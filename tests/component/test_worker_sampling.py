@@ -116,7 +116,7 @@ class Worker:
         await self.call.write(pb.GenerateRequest(abort=pb.Abort(request_id=name)))
 
     async def end_of(self, name: str) -> pb.RequestEvent:
-        """Its last event. Raises TimeoutError, and whatever has ended the engine."""
+        """The last event of a request. Raises TimeoutError, and the error that ended the engine."""
 
         def over() -> bool:
             for task in self.tasks:
@@ -130,7 +130,7 @@ class Worker:
         return self.answers[name][-1]
 
     def tokens(self, name: str) -> list[int]:
-        """All its output; indices have no gap."""
+        """All output of a request; indices have no gap."""
         tokens: list[int] = []
         for event in self.answers[name]:
             assert not event.token_ids or event.first_index == len(tokens)

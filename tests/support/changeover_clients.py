@@ -50,7 +50,7 @@ class Stream:
 
 @dataclass
 class Source:
-    """What a worker has told of a sequence, whether or not somebody reads it."""
+    """What a worker has told of a sequence, even without a reader."""
 
     name: str
     tokens: list[int]
@@ -114,7 +114,7 @@ class Clients:
         self._read(request_id)
 
     def lose(self, lost: str, workers: set[str], ask_again: bool) -> None:
-        """Nobody reads at these workers any more, of which one is lost."""
+        """Readers leave these workers, one of which is lost."""
         self.sources = {at: one for at, one in self.sources.items() if at[0] != lost}
         for stream in self.streams.values():
             if stream.owner in workers and not stream.over:

@@ -162,7 +162,7 @@ class WorldMember:
 
     @property
     def has_lost(self) -> bool:
-        """Whether it has yet to be told that a member of the change was lost."""
+        """Whether the machine has yet to be told that a member of the change was lost."""
         if self.ripe:
             return False  # what came before is taken first
         return self._lost != self._told_lost

@@ -126,7 +126,7 @@ class World:
             self.members[name].control.append(asked)
 
     def abandon(self) -> None:
-        """Give an attempt up."""
+        """Abort an attempt."""
         if self.attempts:
             self._abandon(self.rng.choice(list(self.attempts)))
 
@@ -388,7 +388,7 @@ class World:
             self._check_books(member)
 
     def _check_books(self, member: WorldMember) -> None:
-        """A leader counts at each stage what that has."""
+        """Check that a leader counts the blocks that each stage has."""
         configuration = member.machine.configuration
         if configuration is None or not configuration.leads:
             return

@@ -68,7 +68,7 @@ class Cluster:
             "ready_timeout": READY_TIMEOUT_S,
             **({"model": str(model_dir)} if model_dir else {}),
             **options,
-            # Nobody's test is about what a worker does when it has nothing to do, but one's.
+            # Only one test is about what an idle worker does.
             "worker": {"profile_when_idle": False, **options.get("worker", {})},
         }
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from tests.support.engine_group import EngineGroup
 
 EXPIRES = 0.05
-"""The chance that what nobody reads is aborted, each time that it is looked at."""
+"""The chance that a request without a reader is aborted, each time that it is looked at."""
 
 Place = tuple[str, str]
 """A worker and a request."""
@@ -67,7 +67,7 @@ class EngineGateway:
         self._lose(request_id)
 
     def lose(self, worker_id: str, rest: set[str]) -> None:
-        """A worker dies, and the `rest` of its group gives everything up, soon."""
+        """A worker dies, and the `rest` of its group drops all requests, soon."""
         group = self._group
         for place in [one for one in (*self._unread, *self._left) if one[0] in {worker_id, *rest}]:
             self._unread.pop(place, None)
@@ -99,7 +99,7 @@ class EngineGateway:
         return True
 
     def token(self, worker_id: str, token: EmitToken) -> bool:
-        """Keep a token that nobody reads; False if its stream is read."""
+        """Keep a token without a reader; False if its stream has one."""
         place = worker_id, token.request_id
         if place in self._unread:
             self._unread[place].tokens.append(token)
@@ -107,7 +107,7 @@ class EngineGateway:
         return place in self._left
 
     def refused(self, worker_id: str, request_id: str) -> bool:
-        """Whether nobody reads the request that a worker refuses."""
+        """Whether the request that a worker refuses has no reader."""
         place = worker_id, request_id
         known = place in self._left or self._unread.pop(place, None) is not None
         self._left.discard(place)

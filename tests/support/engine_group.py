@@ -289,7 +289,7 @@ class EngineGroup:
         If the gateway asks again, it does so for those that have no token yet.
         """
         found = [one for one in self.groups if any(s.worker_id == worker_id for s in one)]
-        group = found[0] if found else []  # it served nothing
+        group = found[0] if found else []  # the worker served nothing
         self.groups = [one for one in self.groups if one is not group]
         lost = self.engines.pop(worker_id)
         self.network.cut(worker_id)
@@ -342,7 +342,7 @@ class EngineGroup:
         return f"open {left}, settled {settled}, groups {self.groups}, wrong books {books}"
 
     def wrong_books(self) -> list[str]:
-        """Where a leader counts other blocks at a stage than that has; none are wrong at rest."""
+        """Stages of which a leader counts other blocks than they have; none are wrong at rest."""
         found = []
         for engine in self.engines.values():
             configuration, ledger = (

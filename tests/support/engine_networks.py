@@ -31,7 +31,7 @@ class EngineNetwork(ABC):
 
     @abstractmethod
     def deliveries(self) -> list[Callable[[], None]]:
-        """What could arrive now; calling one makes it arrive."""
+        """The deliveries that are possible now; calling one makes it happen."""
 
     @abstractmethod
     def rest(self) -> None:

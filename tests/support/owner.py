@@ -99,7 +99,7 @@ class Owner:
         assert self.servicer.active == 0
 
     def moved(self, request_id: str, to: "Owner", next_index: int) -> MovedRequest:
-        """What this engine says once it has handed a request to `to`: each time a newer epoch."""
+        """The engine's event after it has handed a request to `to`: each time a newer epoch."""
         epoch = next(EPOCHS)
         group_id = to.place.group_id
         return MovedRequest(request_id, to.worker_id, to.address, group_id, epoch, next_index)
@@ -121,7 +121,7 @@ class Owner:
         await self._has(self.servicer._arrivals._aborted, request_id)
 
     async def has_aborted(self, request_id: str) -> None:
-        """Wait until the engine is told to give a request up."""
+        """Wait until the engine is told to abort a request."""
         await self._has(self.aborted, request_id)
 
     async def _has(self, ids: Container[str], request_id: str) -> None:

@@ -1,4 +1,4 @@
-"""Nobody is overtaken more often than may be, and nobody starts before its turn otherwise."""
+"""No request is overtaken too often, and none starts before its turn otherwise."""
 
 import random
 from dataclasses import dataclass

@@ -177,7 +177,7 @@ def test_different_weights_of_one_name_merge_by_their_own_shape() -> None:
 
 
 def test_a_full_group_merges_with_one_that_has_room() -> None:
-    """Near ones first, then the emptiest; nobody else merges for it."""
+    """Near groups first, then the emptiest; no other groups merge for it."""
     groups = [alone(name) for name in FACTS]
     used = {"w0": engine(0), "w2": engine(20), "w3": engine(90)}
     (change,) = merges_of_full(groups, ("group-w0",), FACTS, used)
@@ -186,7 +186,7 @@ def test_a_full_group_merges_with_one_that_has_room() -> None:
     assert set(change.group_ids) == {"group-w0", "group-w3"}
     both = merges_of_full(groups, ("group-w0", "group-w1"), FACTS, used)
     assert [len({"group-w0", "group-w1"} & set(one.group_ids)) for one in both] == [1, 1]
-    # During a rolling update it is the only one of its release.
+    # During a rolling update the worker is the only one of its release.
     facts = FACTS | {"w0": replace(FACTS["w0"], build="1:old")}
     with pytest.raises(NoPlan, match="no group that has room"):
         merges_of_full(groups, ("group-w0",), facts, used)

@@ -1,4 +1,4 @@
-"""Whether other workers need one that wants to leave."""
+"""Whether other workers need a leaving one."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""A worker whose configuration names neither it nor a folder, as that of a Deployment."""
+"""A worker without a name and a folder in its configuration, as in a Deployment."""
 
 import socket
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Reports of load and memory: when they are made, and of what. See also core's `test_reporting`."""
+"""When reports of load and memory are made, and what they hold. See also `test_reporting`."""
 
 import asyncio
 from types import SimpleNamespace
@@ -16,7 +16,7 @@ FACTS = EngineReady(1024, 100, 16, 40, 4096, 10_000, 3000, 500)
 
 
 def make_reporter(responsive: bool = True) -> ReportSender:
-    """One whose engine runs one request at epoch 6; requests find the worker at epoch 7."""
+    """A sender whose engine runs one request at epoch 6; requests find the worker at epoch 7."""
     report = EngineReport(Load(1, 0, 9, 0, 3, 10), 6, unsettled=True, parameter_bytes=2000)
     engine = SimpleNamespace(report=report, responsive=responsive)
     unused = cast(Any, None)

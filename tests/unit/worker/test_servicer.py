@@ -225,7 +225,7 @@ async def test_what_a_lost_group_gives_up_is_aborted() -> None:
         assert (event.request_id, event.finish_reason) == ("a", pb.FINISH_REASON_ERROR)
         await bench.servicer.sweep()
         assert await bench.engine.next() == ("abort", "a")
-        # What its engine still says of it is no second ending.
+        # A late event of its engine is no second ending.
         await call.write(start("b"))
         await bench.engine.next()
         bench.emit(EmitToken("a", 0, 5, FinishReason.STOP), RefuseRequest("a", "too late"))
@@ -406,7 +406,7 @@ async def test_an_abort_comes_before_its_request(how: str, awaited: bool) -> Non
             await eventually(lambda: not bench.servicer.active)
         bench.emit(adopted("a"))
         await bench.servicer.sweep()
-        # A stream that knew nothing of the request takes nothing with it.
+        # The end of a stream that did not know the request does not end it.
         if awaited or how == "abort":
             assert await bench.engine.next() == ("abort", "a")
         else:

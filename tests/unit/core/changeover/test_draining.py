@@ -170,7 +170,7 @@ def test_nothing_runs_after_its_leader_has_said_that_it_leaves() -> None:
 
 
 def test_a_stage_does_not_wait_for_a_leader_that_has_left_to_adopt() -> None:
-    """A request came to the stage, and on its way to the leader that one has left."""
+    """A request came to the stage, and its leader left while it was on its way there."""
     pair = Pair()
     request = Request("late", (5,) * 6, Sampling(), Limits(4), 0.0)
     (sent,) = pair.b.do(RequestArrived(0.1, request))

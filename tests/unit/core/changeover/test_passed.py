@@ -1,4 +1,4 @@
-"""A member that leaves a change before that is over tells those that would wait for it."""
+"""A member that leaves a change before its end tells the members that would wait for it."""
 
 import pytest
 

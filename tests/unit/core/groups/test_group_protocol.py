@@ -26,7 +26,7 @@ def test_the_invariants_hold_and_all_groups_become_stable(first_seed: int) -> No
 
 
 # The first seed is near one that shows it, so that the search is short. The leader's token is not
-# among them: revisions and consent cover for it, here as in thousands of other walks.
+# among them: revisions and consent have the same effect, here as in thousands of other walks.
 @pytest.mark.parametrize(
     ("removed", "first_seed"),
     [

@@ -1,4 +1,4 @@
-"""Overload and subsided demand, from their numbers; and they do not take turns."""
+"""Overload and subsided demand from their numbers; they must not alternate."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -43,7 +43,7 @@ class World:
         self._change: tuple[float, bool] | None = None
 
     def tick(self, count: int = 1) -> list[Decision]:
-        """What is decided meanwhile."""
+        """Let time pass in ticks; returns the decisions."""
         before = len(self.decisions)
         for _ in range(count):
             self.now_s += TICK_S
@@ -119,7 +119,7 @@ def test_a_full_cluster_without_a_queue_is_not_overloaded(world: World) -> None:
 
 
 def test_a_queue_without_demand_is_not_overload(world: World) -> None:
-    """Such as one that waits for a place in the batch."""
+    """The queue may wait for a place in the batch."""
     world.used, world.queued_tokens = 500, 300
     assert world.tick(50) == []
 
@@ -171,7 +171,7 @@ def decisions_of(
 
 
 def test_full_groups_are_overloaded_whatever_room_another_has() -> None:
-    """Their requests are assigned, and cannot go elsewhere."""
+    """Requests of full groups are assigned, and cannot go elsewhere."""
     first = decisions_of(full_beside_half_empty(2800))[0]
     assert (first.action, first.why.cause) == (Action.MERGE, Cause.OVERLOAD)
     numbers = first.why.numbers

@@ -335,7 +335,7 @@ def test_lookahead_leaves_smaller_bubbles_than_token_counts(
 
 @pytest.mark.parametrize("stages", [2, 3])
 def test_stages_measure_the_bubbles_that_there_are(stages: int) -> None:
-    """All but what a later stage waits for the first microbatch and after its last one."""
+    """All bubbles, except a later stage's before its first microbatch and after its last one."""
     state = make_state(
         stages,
         block_size=16,

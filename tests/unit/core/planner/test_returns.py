@@ -1,4 +1,4 @@
-"""What waits at a worker without having begun is given back; nothing else is."""
+"""Requests that wait at a worker and have not begun are given back; no others are."""
 
 import random
 from dataclasses import replace
@@ -47,7 +47,7 @@ def returned(state: PlannerState, now_s: float) -> list[str]:
 
 
 def full() -> PlannerState:
-    """One runs; no other prompt of more than some tokens fits."""
+    """A planner with one running request; no other prompt of more than some tokens fits."""
     state = make_state(max_batch_tokens=64)
     arrive(state, "runs", 56, 0.0, returnable=True)
     state.plan(0.0)

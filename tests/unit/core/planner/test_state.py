@@ -251,7 +251,7 @@ def test_bounds_are_checked() -> None:
 
 
 def test_a_sequence_that_cannot_go_on_is_refused_and_leaves_nothing() -> None:
-    """No token could be chosen: of one at its first, of another in the middle."""
+    """One request gets no token at its first position, another one in the middle."""
     state, rng = make_state(), random.Random(0)
     for name in ("first", "later", "fine"):
         state.handle(RequestArrived(0.0, make_request(name, 5, 6, rng)))

@@ -73,7 +73,7 @@ def test_a_quota_is_kept_over_any_minute(way: str, limits: QuotaLimits, overload
 
 @pytest.mark.parametrize("limits", [REQUESTS, TOKENS], ids=["requests", "tokens"])
 def test_gateways_die_and_join(limits: QuotaLimits) -> None:
-    """What a dead one had is missing until its silence is noticed; never is there too much."""
+    """A dead gateway's share is missing until its silence is noticed; it is never given twice."""
     for seed in SEEDS:
         way: Parts = {name: [(0, 1 / 3)] for name in "abc"}
         made, rates = fleet(limits, way, 5, seed)
@@ -174,8 +174,8 @@ class Pair:
 
 
 def test_places_are_shared_and_free_ones_are_found() -> None:
-    """There are no more requests at once than may be, but for those that were not heard of yet; and
-    an owner that comes to one gateway has all places there.
+    """Requests at once exceed the limit only by those that gateways have not heard of yet; an owner
+    that comes to one gateway has all places there.
     """
     pair = Pair(8)
     for _ in range(60):

@@ -411,7 +411,7 @@ class TestGroups:
 
 
 class TestReturns:
-    """What a worker could not begin keeps its place, and comes back a few times only."""
+    """Requests that a worker could not begin keep their place, and come back a few times only."""
 
     def two_groups(self, **fields: object) -> Scheduler:
         scheduler = Scheduler(**fields)  # type: ignore[arg-type]
@@ -482,7 +482,7 @@ class TestReturns:
 
 
 class TestUnsteadyWorkers:
-    """One that comes and goes gets what nobody else has room for, until it stays."""
+    """A flapping worker gets only requests that no other has room for, until it stays."""
 
     def unsteady(self) -> Scheduler:
         scheduler = Scheduler()
@@ -809,7 +809,7 @@ class TestRepeats:
         if known == "before":
             merge()
         scheduler.report("w1", epoch=2, now_s=1.0, received=("r1",))
-        # Not offered to the group that is known as long as the worker has said that it is gone.
+        # The request is not offered to the known group after the worker refused its epoch.
         held = scheduler.ask("r1", now_s=1.0, failed=refused)
         if known == "after":
             assert assigned(held) == ["r1"], "the other group still takes requests"
@@ -838,7 +838,7 @@ class TestRepeats:
         (_, second) = scheduler.ask("r1", failed=refused)
         assert isinstance(second, SendAssignment)
         assert (first.worker_id, second.worker_id) == ("w0", "w1")
-        # Both groups are at epoch 1: it is the group that tells which one came to nothing.
+        # Both groups are at epoch 1: the group's id tells which assignment failed.
         assert scheduler.ask("r1", failed=refused) == [second]
 
     def test_an_assignment_to_a_group_that_has_gone_is_decided_anew(

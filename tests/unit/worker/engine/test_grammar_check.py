@@ -1,4 +1,4 @@
-"""Grammars are compiled beside the loop, and nobody waits for ever."""
+"""Grammars are compiled beside the loop, and no request waits for ever."""
 
 import select
 from collections.abc import Iterator

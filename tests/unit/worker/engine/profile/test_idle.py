@@ -253,7 +253,7 @@ def test_a_stored_profile_is_not_measured_again(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """One that is damaged is."""
+    """A damaged profile is measured again."""
     monkeypatch.setattr(idle, "IDLE_BEFORE_S", 0.0)
     monkeypatch.setattr("services.worker.engine.__main__.IDLE", TINY)
     own = worker_config(model_dir, profile_dir=str(tmp_path))

@@ -93,7 +93,7 @@ def test_rows_beyond_the_tokenizer_are_never_chosen(model_dir: Path, grammars: G
 def test_a_random_model_writes_what_the_schema_says(
     model_dir: Path, tokenizer: Tokenizer, temperature: float, filters: dict[str, float]
 ) -> None:
-    """Logits that know nothing; state told bit by bit is that told at once."""
+    """Random logits; history told in parts equals history told at once."""
     schema = {
         "type": "object",
         "properties": {
@@ -188,7 +188,7 @@ def test_hard_expressions_are_no_trouble_for_a_linear_matcher(
 def test_work_that_grows_beyond_bounds_fails_the_request_that_does_it(
     model_dir: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is too much only after some tokens, so that nobody could tell before."""
+    """The work is too much only after some tokens, which no check could tell before."""
     limits = LLParserLimits(max_lexer_states=100, verbose_errors=False)
     monkeypatch.setattr(grammar_module, "PARSER_LIMITS", limits)
     ids, rng = tokenizer.encode("ab").ids, random.Random(0)

@@ -46,7 +46,7 @@ def test_a_proof_is_of_all_facts_and_a_wrong_one_uses_nothing_up(facts: Facts) -
 
 
 def test_another_version_is_told_apart_from_an_unauthenticated_peer_and_uses_nothing_up() -> None:
-    """One of before there was a version says one thing less, one of later perhaps one more."""
+    """A message of a release without a version has a field less, a later one perhaps one more."""
     earlier = msgspec.convert(["a", "1", b"endpoint", 7], Facts)
     later = msgspec.convert(["a", "1", b"endpoint", 7, PROTOCOL_VERSION + 1, "news"], Facts)
     expected = ExpectedPeers()
