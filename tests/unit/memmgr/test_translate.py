@@ -118,54 +118,12 @@ def test_an_assignment_survives_the_store_and_fences_if_it_does_not(
     assert listing.assignments == (StoredAssignment(found, 9),)
 
 
-def memory(**changes: object) -> memmgr_pb2.WorkerMemory:
-    fields: dict[str, object] = {
-        "worker_id": "w0",
-        "incarnation": "w0-a",
-        "budget_bytes": 2**40,
-        "parameter_bytes": 5,
-        "staging_bytes": 6,
-        "kv_blocks_total": 10,
-        "kv_blocks_free": 7,
-        "kv_block_bytes": 8,
-        "running": 1,
-        "waiting": 2,
-        "preemptions_total": 3,
-        "pids": [11, 12],
-        "kv_blocks_wanted": 4,
-        "pipeline_busy_s": 2.5,
-        "pipeline_bubble_s": 0.5,
-        "prefill_s": 3.0,
-        "prefill_predicted_s": 2.0,
-        "decode_s": 5.0,
-        "decode_predicted_s": 4.0,
-    }
-    return memmgr_pb2.WorkerMemory(**(fields | changes))  # type: ignore[arg-type]
-
-
 def test_a_memory_report_survives() -> None:
-    answer = to_get_cluster([to_memory_report(memory())], [STABLE])
-    assert list(answer.workers) == [memory()]
+    """Its fields, and what makes a report invalid: `tests/unit/common/test_report.py`."""
+    memory = memmgr_pb2.WorkerMemory(worker_id="w0", incarnation="w0-a", budget_bytes=2**40)
+    answer = to_get_cluster([to_memory_report(memory)], [STABLE])
+    assert list(answer.workers) == [memory]
     assert list(answer.groups) == [to_group_record(STABLE)]
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"worker_id": ""},
-        {"incarnation": ""},
-        {"budget_bytes": -1},
-        {"preemptions_total": -1},
-        {"kv_blocks_free": 11},
-        {"kv_blocks_wanted": -1},
-        {"pipeline_bubble_s": -0.1},
-        {"pipeline_busy_s": float("nan")},
-        {"decode_predicted_s": -1.0},
-    ],
-)
-def test_impossible_reports(changes: dict[str, object]) -> None:
-    with pytest.raises(InvalidReport):
-        to_memory_report(memory(**changes))
 
 
 def demand(**changes: object) -> memmgr_pb2.ModelDemand:

@@ -103,24 +103,12 @@ def test_frames_of_gateways() -> None:
     assert passed_on == LoadReported(2.0, report, passed_on=True)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "number",
-        "epoch",
-        "running",
-        "waiting",
-        "kv_blocks_free",
-        "kv_blocks_wanted",
-        "kv_blocks_total",
-    ],
-)
-def test_negative_numbers_are_no_report(name: str) -> None:
-    load = load_pb2.WorkerLoad(worker_id="w", incarnation="i")
-    setattr(load, name, -1)
-    with pytest.raises(InvalidReport, match=name):
+def test_negative_numbers_are_no_report() -> None:
+    """Whichever way the report came; for all fields see `tests/unit/common/test_report.py`."""
+    load = load_pb2.WorkerLoad(worker_id="w", incarnation="i", running=-1)
+    with pytest.raises(InvalidReport, match="running"):
         to_load_event(load, 0.0)
-    with pytest.raises(InvalidReport, match=name):
+    with pytest.raises(InvalidReport, match="running"):
         to_admit_event(scheduler_pb2.AdmitRequest(load=load), 1, 0.0)
 
 
