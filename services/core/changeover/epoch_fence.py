@@ -27,7 +27,7 @@ class Standing(Enum):
 
 
 class EpochFence(Generic[FrameT]):
-    """One member's. `early` are the frames that wait, with their epochs, in the order they came."""
+    """The fence of one member. `early` are waiting frames with their epochs, as they came."""
 
     def __init__(self, epoch: int = 0) -> None:
         self.epoch = epoch
