@@ -1,0 +1,108 @@
+"""What clients are told of their requests, and what is told of iterations."""
+
+from typing import Any
+
+import pytest
+
+from services.core.cost.iteration_time import IterationTime
+from services.core.planner.events import (
+    RefuseRequest,
+    RequestAborted,
+    RequestArrived,
+)
+from tests.support.fake_model import BLOCKS, SHAPE
+from tests.support.integer_group import LONG, check_tokens, member, merged, request, start, started
+from tests.unit.worker.engine.pipeline.conftest import MakeGroup
+
+
+def test_what_has_ended_is_out_of_the_clock(make_group: MakeGroup) -> None:
+    """Else each iteration would be looked through for requests that wait for ever."""
+    group = make_group(1)
+    lone = member(group, "w0")
+    clock = lone._serving._clock
+    group.start(request(0, output=60))
+    group.start(request(1))
+    lone.handle(RequestAborted(0.0, "r1"))  # it never ran
+    lone.handle(RequestAborted(0.0, "unknown"))
+    lone.launch()
+    lone.handle(RequestArrived(0.0, request(0)))  # it is here already: refused
+    refused = lone.take_news().refusals
+    assert [one.request_id for one in refused] == ["r0"]
+    asked: list[int] = []
+    clock.launched(lambda: asked.append(1) or [], 1.0)
+    assert not asked, "somebody waits"
+    assert len(clock._entries) == 1
+    lone.handle(RequestAborted(0.0, "r0"))
+    assert not clock._entries
+
+
+def test_the_last_event_of_a_request_has_its_times(make_group: MakeGroup) -> None:
+    group = make_group(1)
+    lone = member(group, "w0")
+    group.now_s = 5.0
+    lone.handle(RequestArrived(5.0, request(0, output=2)))
+    for group.now_s in (6.0, 8.0):
+        assert lone.launch()
+    news = lone.take_news()
+    assert [one.index for one in news.tokens] == [0, 1] and bool(news)
+    times = news.times["r0"]
+    assert (times.wait_s, times.prefill_s, times.decode_s) == (6.0, 0.0, 2.0)
+    assert not lone.take_news()
+    assert not lone.launch()
+
+
+def test_an_iteration_that_is_given_up_runs_again(make_group: MakeGroup) -> None:
+    group = make_group(1)
+    lone = member(group, "w0")
+    group.start(request(0))
+    asked: list[frozenset[str]] = []
+
+    def interrupts(names: frozenset[str]) -> Any:
+        asked.append(names)
+        return (lambda: True) if len(asked) % 2 else None
+
+    while not group.streams["r0"].over:
+        assert lone.launch(interrupts)
+        group._hear(group.engines["w0"])
+    assert asked == [frozenset({"r0"})] * (2 * LONG)
+    assert lone.iteration_tokens.tokens == 9 + LONG - 1
+    check_tokens(group)
+
+
+def test_a_request_that_the_planner_never_saw_is_refused(make_group: MakeGroup) -> None:
+    lone = member(make_group(1), "w0")
+    refusal = RefuseRequest("r9", "no such grammar")
+    lone.refuse(refusal)
+    assert lone.take_news().refusals == [refusal]
+
+
+def test_a_preempted_request_goes_on_as_if_it_had_not_been(make_group: MakeGroup) -> None:
+    group = make_group(1)
+    tokens = BLOCKS * SHAPE.block_size
+    start(group, *(request(number, 12, tokens // 3) for number in range(5)))
+    check_tokens(group)
+    assert member(group, "w0").state.preemptions_total
+
+
+def test_times_of_stages_and_tokens_of_iterations_are_told(make_group: MakeGroup) -> None:
+    group = merged(make_group())
+    ran: list[int] = []
+
+    def run() -> None:
+        """It takes a second."""
+        ran.append(1)
+        group.network.skip(1.0)  # type: ignore[attr-defined]
+        group.now_s += 1.0
+
+    for engine in group.engines.values():
+        engine.runner.before_run = run  # type: ignore[attr-defined]
+    started(group)
+    check_tokens(group)
+    leader, last = member(group, "w0"), member(group, "w1")
+    busy_s = [one.pipeline_time.pipeline_busy_s for one in (leader, last)]
+    assert busy_s == pytest.approx([len(ran) / 2] * 2)
+    assert leader.pipeline_time.pipeline_bubble_s > 0
+    assert leader.iteration_tokens.tokens == 4 * (9 + LONG - 1)
+    assert not last.iteration_tokens.tokens
+    assert leader.iteration_time == IterationTime(), "there is no cost model to compare with"
+    assert not leader.alone and member(make_group(1), "w0").alone
