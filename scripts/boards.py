@@ -330,7 +330,7 @@ SLO = Board(
                 "Requests that were answered",
                 {"now": _good(EACH), "1 h": _good("[1h]"), "6 h": _good("[6h]")},
                 "percentunit",
-                "Without those that their clients gave up.",
+                "Requests whose client hung up are not counted.",
             ),
             _within(
                 "First token within", "vllm:time_to_first_token_seconds", ("0.5", "1.0", "5.0")

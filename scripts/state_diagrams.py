@@ -34,14 +34,14 @@ MACHINES = (
         coordinator.TRANSITIONS,
         coordinator.ChangePhase.QUEUED,
         {
-            coordinator.ChangePhase.QUEUED: "As many changes run as may.",
-            coordinator.ChangePhase.BLOCKED: "Another write is in its way; it is asked for again.",
+            coordinator.ChangePhase.QUEUED: "The change waits: as many run as may at once.",
+            coordinator.ChangePhase.BLOCKED: "Another write is in its way; it will be tried again.",
             coordinator.ChangePhase.PREPARING: "An attempt runs: records are marked,"
             " members prepare, the commit is written.",
             coordinator.ChangePhase.COMMITTED: "Its members change over.",
             coordinator.ChangePhase.STABLE: "All members serve the new groups; KV still moves.",
-            coordinator.ChangePhase.SETTLED: "Nothing of it is left to do.",
-            coordinator.ChangePhase.LEFT: "Its KV moves for too long, and it is followed no more.",
+            coordinator.ChangePhase.SETTLED: "Nothing of the change is left to do.",
+            coordinator.ChangePhase.LEFT: "Its KV moves for too long; members finish it alone.",
             coordinator.ChangePhase.FAILED: "It was refused or aborted,"
             " or a member has not changed over in time.",
         },

@@ -89,7 +89,7 @@ def _shape(names: Sequence[str], facts: Mapping[str, WorkerFacts]) -> ModelShape
         )
     leaving = [one.worker_id for one in known if one is not None and one.draining]
     if leaving:
-        raise InvalidChange(f"{', '.join(leaving)} is about to stop; name other groups")
+        raise InvalidChange(f"{', '.join(leaving)} is leaving; name other groups")
     for one in known:
         if one is not None and one.shape is not None:
             return one.shape

@@ -15,7 +15,7 @@ SENTENCES = {
         " Groups merge and drop layers that both hold."
     ),
     "restore manual": "Somebody asked for it: {names} splits, and its parameters come back.",
-    "restore draining": "A worker of {names} is about to stop, so the group splits.",
+    "restore draining": "A worker of {names} is leaving, so the group splits.",
     "restore": (
         "Demand fell to {wanted:,} tokens of KV, below {threshold_tokens:,}: {names} splits, and"
         " its parameters come back."

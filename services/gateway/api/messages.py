@@ -214,8 +214,8 @@ VOCABULARY = Vocabulary(
             "diagnostics": "no cache of prompts yet",
             "inference_geo": "the cluster is where it is",
             "speed": "there is one",
-            "user_profile_id": "nobody looks at it",
-            "workspace_id": "nobody looks at it",
+            "user_profile_id": "it is not used",
+            "workspace_id": "it is not used",
         },
         refused={
             **CHAT.refused,

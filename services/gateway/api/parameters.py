@@ -52,12 +52,12 @@ _IGNORED = {
     "prompt_cache_key": "no cache of prompts yet",
     "prompt_cache_options": "no cache of prompts yet",
     "prompt_cache_retention": "no cache of prompts yet",
-    "safety_identifier": "nobody looks at it",
+    "safety_identifier": "it is not used",
     "session_id": "a request goes where there is room",
     "spaces_between_special_tokens": "a tokenizer of this kind adds none",
     "store": "nothing is stored",
     "stream_interval": "tokens are sent as they come",
-    "user": "nobody looks at it",
+    "user": "it is not used",
     "vllm_xargs": "for extensions of another server",
 }
 _REFUSED = {

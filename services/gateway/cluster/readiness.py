@@ -66,7 +66,7 @@ class ReadinessProbe:
         return self.look().ready
 
     def healthy(self) -> bool:
-        """At least one group serves, and this gateway is not about to stop."""
+        """At least one group serves, and this gateway is not leaving."""
         return self.look().groups_serving > 0 and not self._drain.leaving
 
     def queued(self) -> int | None:

@@ -50,7 +50,7 @@ def test_a_member_with_less_memory_runs_fewer_layers() -> None:
 
 def test_a_leaving_worker_merges_with_nobody() -> None:
     facts = FACTS | {"w1": replace(FACTS["w1"], draining=True)}
-    with pytest.raises(InvalidChange, match="w1 is about to stop; name other groups"):
+    with pytest.raises(InvalidChange, match="w1 is leaving; name other groups"):
         merge_of(ALONE, [], facts)
 
 
