@@ -178,7 +178,7 @@ DECISION = {
         ({}, "need 3,300 tokens of KV; there is room for 2,048"),
         ({"cause": "manual", "group_ids": ["g", "h"]}, "asked for it: g, h merge"),
         ({"action": "restore", "cause": "relief", "group_ids": ["g"]}, "2,048: g splits"),
-        ({"action": "restore", "cause": "draining", "group_ids": ["g"]}, "A worker of g is leaving"),
+        ({"action": "restore", "cause": "draining", "group_ids": ["g"]}, "worker of g is leaving"),
         ({"action": "restore", "cause": "manual", "group_ids": ["g"]}, "asked for it: g splits"),
         ({"action": "exhausted"}, "need 900 tokens of KV more than there is"),
         ({"action": "new", "cause": "unknown"}, "new (unknown)"),
