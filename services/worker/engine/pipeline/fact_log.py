@@ -1,6 +1,7 @@
 """The event log of an engine: what its machine did, and facts for audits beside it."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from services.common.event_log import EventLog
@@ -18,33 +19,27 @@ from services.worker.engine.memory.stage_memory import StageMemory
 from services.worker.engine.transfer.lane import Identity
 
 
+@dataclass(slots=True)
 class FactLog:
     """Without a log nothing is noted, and nothing looked at."""
 
-    def __init__(
-        self,
-        log: EventLog | None,
-        state: PlannerState,
-        memory: StageMemory,
-        now_s: Callable[[], float],
-    ) -> None:
-        self._log = log
-        self._state = state
-        self._memory = memory
-        self._now_s = now_s
-        self._noted: tuple[object, ...] = ()
+    log: EventLog | None
+    state: PlannerState
+    memory: StageMemory
+    now_s: Callable[[], float]
+    _noted: tuple[object, ...] = ()
 
     def start(self, identity: Identity, budget_bytes: int) -> None:
         """The model is loaded."""
-        if self._log is None:
+        if self.log is None:
             return
         self._note(
             EngineStarted(
-                self._now_s(),
+                self.now_s(),
                 identity.worker_id,
                 identity.incarnation,
-                self._memory.parameters_digest.hex(),
-                self._memory.num_layers,
+                self.memory.parameters_digest.hex(),
+                self.memory.num_layers,
                 budget_bytes,
             )
         )
@@ -53,20 +48,20 @@ class FactLog:
     def switch(self, configuration: Configuration) -> None:
         """Another configuration is run from now on."""
         group_id, epoch = configuration.own.group_id, configuration.epoch
-        self._note(EngineSwitched(self._now_s(), group_id, epoch, configuration.stages))
+        self._note(EngineSwitched(self.now_s(), group_id, epoch, configuration.stages))
         self.look(epoch, settled=False)
 
     def record(self, kind: str, value: Any) -> None:
         """Write an event, a command or a plan of the member's machine."""
-        if self._log is not None:
-            self._log.append(kind, [value], log_name)
+        if self.log is not None:
+            self.log.append(kind, [value], log_name)
 
     def look(self, epoch: int, settled: bool) -> None:
         """Note the use of memory if its users have changed; call it in each turn."""
-        if self._log is None:
+        if self.log is None:
             return
-        memory, pool = self._memory, self._state.pool
-        sequences, owners = len(self._state.sequences), len(self._state.table)
+        memory, pool = self.memory, self.state.pool
+        sequences, owners = len(self.state.sequences), len(self.state.table)
         resident = tuple(
             layer for layer in range(memory.num_layers) if memory.slabs[layer_name(layer)].resident
         )
@@ -77,7 +72,7 @@ class FactLog:
         chunks = sum(kv_range.mapped_chunks for kv_range in memory.kv_ranges)
         self._note(
             MemoryHeld(
-                self._now_s(),
+                self.now_s(),
                 epoch,
                 memory.layers.start,
                 memory.layers.stop,
@@ -94,5 +89,5 @@ class FactLog:
         )
 
     def _note(self, fact: Any) -> None:
-        if self._log is not None:
-            self._log.append(FACT, [fact])
+        if self.log is not None:
+            self.log.append(FACT, [fact])

@@ -5,6 +5,7 @@ of a request that is gone is refused, and never written to blocks of another req
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
@@ -18,20 +19,18 @@ from services.worker.engine.transfer.mover import Mover
 from services.worker.engine.transfer.pieces import KvCut, KvPiece, kv_pieces
 
 
+@dataclass(slots=True)
 class KvTransfers:
     """The KV transfers of one engine."""
 
-    def __init__(
-        self, changeover: Changeover, links: Links, stage: StageRunner, mover: Mover
-    ) -> None:
-        self._changeover = changeover
-        self._links = links
-        self._stage = stage
-        self._mover = mover
+    changeover: Changeover
+    links: Links
+    stage: StageRunner
+    mover: Mover
 
     def send(self, command: SendBlocks) -> KvFailed | None:
         """Begin a transfer in the background; its failure if there is no place for it."""
-        memory = self._stage.runner.stage_memory
+        memory = self.stage.runner.stage_memory
         cut = KvCut(
             command.transfer_id,
             command.request_id,
@@ -39,13 +38,13 @@ class KvTransfers:
             command.blocks,
             memory.kv_ranges[0].shape.size_bytes,
         )
-        pieces = kv_pieces(cut, lambda: self._mover.chunk_bytes, self._packer(command.request_id))
+        pieces = kv_pieces(cut, lambda: self.mover.chunk_bytes, self._packer(command.request_id))
         try:
-            self._mover.send(
+            self.mover.send(
                 command.transfer_id,
                 command.transfer.destination,
-                self._links.group_id,
-                self._links.epoch,
+                self.links.group_id,
+                self.links.epoch,
                 pieces,
             )
         except MoverFull:
@@ -54,24 +53,24 @@ class KvTransfers:
 
     def take(self, piece: KvPiece, payload: Bytes) -> None:
         """Store a piece that arrived; on the mover's thread. Raises TransferRefused."""
-        with self._stage.lock:
-            ids = self._changeover.kv_blocks_for(piece.transfer_id, piece.request_id)
+        with self.stage.lock:
+            ids = self.changeover.kv_blocks_for(piece.transfer_id, piece.request_id)
             end = piece.first_block + piece.num_blocks
             if end > len(ids):
                 raise TransferRefused(f"{piece.request_id} is not expected here any more")
             blocks = ids[piece.first_block : end]
-            memory = self._stage.runner.stage_memory
+            memory = self.stage.runner.stage_memory
             memory.unpack_kv(piece.layer, blocks, torch.from_numpy(payload))
 
     def _packer(self, request_id: str) -> Callable[[int, int, int], object]:
         """Reads the blocks that the request has now; refuses once it has others, or none."""
-        had = self._stage.table.block_ids(request_id)
+        had = self.stage.table.block_ids(request_id)
 
         def pack(layer: int, first: int, count: int) -> object:
-            with self._stage.lock:
-                ids = self._stage.table.block_ids(request_id)[first : first + count]
+            with self.stage.lock:
+                ids = self.stage.table.block_ids(request_id)[first : first + count]
                 if len(ids) < count or ids != had[first : first + count]:
                     raise TransferRefused(f"{request_id} is gone")
-                return self._stage.runner.stage_memory.pack_kv(layer, ids)
+                return self.stage.runner.stage_memory.pack_kv(layer, ids)
 
         return pack

@@ -1,8 +1,9 @@
 """A worker's engine as a member of its group: drives `core.changeover` and the model.
 
 Each event goes to the machine, and its commands are carried out in order; an answer of the memory
-goes back before the next command. All that holds the stage's lock, which the mover's thread takes
-for each piece. Only running a stage, which takes long and changes no table, waits until it is free.
+goes back before the next command. The stage's lock is held meanwhile: for each piece of a transfer,
+the mover's thread takes it too. A stage runs without the lock, since that takes long, and before
+the next event.
 """
 
 import logging
@@ -50,10 +51,13 @@ from services.worker.engine.transfer.transfer_event import (
     TransferReceived,
     TransferSent,
 )
-from services.worker.errors import InvalidBlocks
+from services.worker.errors import InvalidBlocks, WorkerError
 from services.worker.ipc import ApplyConfiguration, GroupPlan, Prepare, Prepared
 
 log = logging.getLogger(__name__)
+
+_MAY_FAIL = (words.MeasureRestore, words.ShrinkKv, words.MapKv)
+"""What the memory may be unable to do: nothing has changed then, and only the attempt ends."""
 
 
 class Member:
@@ -96,7 +100,7 @@ class Member:
             words.SendFrame: self._send,
             words.RunStage: self._to_run.append,
             words.SendBlocks: self._transfers.send,
-            words.CancelTransfer: self._cancel,
+            words.CancelTransfer: lambda command: self.mover.cancel(command.transfer_id),
             words.SwitchStage: self._switch,
             words.ReleaseDeparted: self._release_departed,
             words.MeasureRestore: self._restoring.measure,
@@ -298,14 +302,17 @@ class Member:
         for command in commands:
             self._facts.record(COMMAND, command)
         for command in commands:
-            if (answer := self._carriers[type(command)](command)) is not None:
+            try:
+                answer = self._carriers[type(command)](command)
+            except WorkerError as error:
+                if not isinstance(command, _MAY_FAIL):
+                    raise
+                answer = words.RestoreFailed(str(error))
+            if answer is not None:
                 self._handle(answer)
 
     def _send(self, command: words.SendFrame[Any]) -> None:
         self.links.send(command.peer, command.frame, group=command.group)
-
-    def _cancel(self, command: words.CancelTransfer) -> None:
-        self.mover.cancel(command.transfer_id)
 
     def _switch(self, command: words.SwitchStage) -> words.StageSwitched:
         new, memory = command.configuration, self.stage.runner.stage_memory

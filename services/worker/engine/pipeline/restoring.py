@@ -96,15 +96,10 @@ class Restoring:
             yield None
         yield MembersConnected(attempt)
 
-    def shrink(self, command: ShrinkKv) -> RestoreFailed | None:
+    def shrink(self, command: ShrinkKv) -> None:
         """Unmap KV tails; what they leave is swept slice by slice."""
-        memory = self.stage.runner.stage_memory
-        try:
-            memory.shrink_kv(command.blocks, used_blocks=command.used)
-        except WorkerError as error:
-            return RestoreFailed(str(error))
+        self.stage.runner.stage_memory.shrink_kv(command.blocks, used_blocks=command.used)
         self._steps = self._sweep(command.attempt)
-        return None
 
     def _sweep(self, attempt: str) -> Iterator[End | None]:
         while True:
@@ -162,25 +157,19 @@ class Restoring:
 
     # --- quick work, with the stage's lock held
 
-    def measure(self, command: MeasureRestore) -> RestoreMeasured | RestoreFailed:
+    def measure(self, command: MeasureRestore) -> RestoreMeasured:
         """What is missing for these layers, and the blocks beside it."""
         memory = self.stage.runner.stage_memory
         first, end = command.first_layer, command.end_layer
-        try:
-            return RestoreMeasured(
-                memory.blocks_beside(first, end),
-                tuple(memory.missing_slabs(first, end)),
-                tuple(sorted(set(range(first, end)) - set(memory.layers))),
-            )
-        except WorkerError as error:
-            return RestoreFailed(str(error))
+        return RestoreMeasured(
+            memory.blocks_beside(first, end),
+            tuple(memory.missing_slabs(first, end)),
+            tuple(sorted(set(range(first, end)) - set(memory.layers))),
+        )
 
-    def map_kv(self, command: MapKv) -> KvMapped | RestoreFailed:
+    def map_kv(self, command: MapKv) -> KvMapped:
         """Give layers that come back as many blocks as the stage has."""
-        try:
-            self.stage.runner.stage_memory.map_kv_of(command.layers)
-        except WorkerError as error:
-            return RestoreFailed(str(error))
+        self.stage.runner.stage_memory.map_kv_of(command.layers)
         return KvMapped()
 
     def undo(self, _command: UndoRestore) -> RestoreUndone:
