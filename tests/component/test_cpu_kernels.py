@@ -5,11 +5,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from services.core.groups.slab_names import EMBEDDING, layer_name
 from services.core.planner.batch import Batch, Chunk
 from services.worker.engine.compute.runner import ModelRunner
 from services.worker.engine.model.fused_layer import FusedLayer
 from services.worker.engine.model.linear import SlabLinear
 from tests.support.generation import load_runner
+from tests.support.panels import needs_panel_product
 from tests.support.tiny_models import make_tiny_model
 
 PROMPT, DECODED = 21, 20
@@ -37,20 +39,34 @@ def uses_kernels(runner: ModelRunner) -> bool:
     products = [one for one in modules if isinstance(one, SlabLinear)]
     assert products
     return all(isinstance(layer, FusedLayer) for layer in layers) and all(
-        one._of_few_rows is not None for one in products
+        one._compiled is not None for one in products
     )
 
 
+def uses_panels(runner: ModelRunner) -> bool:
+    return all(runner.stage_memory.slabs[name].layout.tag for name in (layer_name(0), EMBEDDING))
+
+
 @pytest.mark.parametrize("architecture", ["llama", "mistral", "qwen2", "qwen3"])
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 0.1)])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance", "panels"),
+    [
+        (torch.float32, 1e-4, False),
+        (torch.bfloat16, 0.1, False),
+        pytest.param(torch.bfloat16, 0.1, True, marks=needs_panel_product),
+    ],
+)
 def test_logits_are_those_of_float64(
-    architecture: str, dtype: torch.dtype, tolerance: float, tmp_path: Path
+    architecture: str, dtype: torch.dtype, tolerance: float, panels: bool, tmp_path: Path
 ) -> None:
     """A prompt, then decoding of three sequences at once, their contexts of different lengths."""
     options = {"sliding_window": 13} if architecture == "mistral" else {}
+    if panels:  # every weight fits, also that of the head, which looks tokens up as well
+        options |= {"hidden": 128, "heads": 2, "kv_heads": 1, "tie_word_embeddings": True}
     model_dir = make_tiny_model(tmp_path, architecture, vocab=320, norm_std=0.3, **options)
     exact, fast = load_runner(model_dir), load_runner(model_dir, dtype)
     assert uses_kernels(fast) and not uses_kernels(exact)
+    assert uses_panels(fast) is panels
     tables = [tuple(range(first, first + 4)) for first in (0, 4, 8)]
     lengths = [PROMPT, 1, 33]
     generator = torch.Generator().manual_seed(0)

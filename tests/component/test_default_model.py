@@ -1,5 +1,6 @@
 """SmolLM2 in float32 against `transformers`, and in bfloat16 within what rounding explains."""
 
+import copy
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -98,7 +99,10 @@ def test_bfloat16_is_near(
     reference: transformers.PreTrainedModel,
     prompts: list[list[int]],
 ) -> None:
-    """Only weights and KV are rounded, so most positions keep the reference's best token."""
+    """Weights, KV and inputs of products are rounded; most positions keep the best token.
+
+    `transformers` rounds more, so its own bfloat16 is not nearer to its float32.
+    """
     runner, prompt = bfloat16_runner, prompts[5]
     batch = Batch((Chunk("a", 0, tuple(prompt), tuple(range(40)), None),))
     hidden = runner.decoder.run_layers(
@@ -107,9 +111,18 @@ def test_bfloat16_is_near(
         runner.metadata(batch),
         runner.stage_memory.layers,
     )
-    actual = torch.log_softmax(runner.decoder.logits(hidden), -1)
-    expected = torch.log_softmax(reference(torch.tensor([prompt])).logits[0], -1)
-    divergence = torch.nn.functional.kl_div(actual, expected, log_target=True, reduction="none")
-    assert float(divergence.sum(-1).mean()) < 0.01
-    agree = actual.argmax(-1) == expected.argmax(-1)
-    assert float(agree.double().mean()) > 0.95
+    tokens = torch.tensor([prompt])
+    expected = torch.log_softmax(reference(tokens).logits[0], -1)
+
+    def beside(logits: torch.Tensor) -> tuple[float, float]:
+        """The mean divergence, and the share of positions with the same best token."""
+        actual = torch.log_softmax(logits.float(), -1)
+        divergence = torch.nn.functional.kl_div(actual, expected, log_target=True, reduction="none")
+        agree = actual.argmax(-1) == expected.argmax(-1)
+        return float(divergence.sum(-1).mean()), float(agree.double().mean())
+
+    divergence, agreement = beside(runner.decoder.logits(hidden))
+    rounded = copy.deepcopy(reference).to(torch.bfloat16)
+    most, least = beside(rounded(tokens).logits[0])
+    print(f"divergence {divergence:.2g} ({most:.2g}), agreement {agreement:.3f} ({least:.3f})")
+    assert divergence < min(0.01, 1.2 * most) and agreement > max(0.95, least - 0.02)

@@ -53,7 +53,9 @@ def load_model(config: RunnerConfig) -> LoadedModel:
     model_config = load_config(config.model_dir)
     geometry = _limited(geometry_of(model_config, config.dtype), config.max_model_len)
     skeleton = build_skeleton(model_config, ATTENTION_NAME)
-    layouts = slab_layouts(skeleton, config.dtype)
+    compiled = cpu_kernels.fit(device, config.dtype, compute_dtype(device, config.dtype))
+    panels = compiled and cpu_kernels.has_panel_product(config.dtype)
+    layouts = slab_layouts(skeleton, config.dtype, panels=panels)
     block_shape = KvBlockShape(
         config.block_size, geometry.num_kv_heads, geometry.head_dim, config.dtype
     )

@@ -2,13 +2,14 @@
 
 import hashlib
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
 
 import torch
 
+from services.worker.engine.memory import panels
 from services.worker.engine.memory.arena import Arena, Handles
 from services.worker.errors import InvalidStage, LayerNotResident, SlabCorrupted
 
@@ -25,10 +26,14 @@ class SlabState(Enum):
 
 @dataclass(frozen=True, slots=True)
 class TensorPlace:
-    """Where a parameter lies in its slab; `offset_bytes` is a multiple of `ALIGNMENT_BYTES`."""
+    """Where a parameter lies in its slab; `offset_bytes` is a multiple of `ALIGNMENT_BYTES`.
+
+    `in_panels`: its values are in the order of `panels`.
+    """
 
     shape: tuple[int, ...]
     offset_bytes: int
+    in_panels: bool = False
 
     @property
     def elements(self) -> int:
@@ -45,22 +50,35 @@ class SlabLayout:
     size_bytes: int
 
     @classmethod
-    def of(cls, shapes: Iterable[tuple[str, tuple[int, ...]]], dtype: torch.dtype) -> "SlabLayout":
-        """Place `shapes` (name, shape) one after the other."""
+    def of(
+        cls,
+        shapes: Iterable[tuple[str, tuple[int, ...]]],
+        dtype: torch.dtype,
+        in_panels: Collection[str] = (),
+    ) -> "SlabLayout":
+        """Place `shapes` (name, shape) one after the other; those `in_panels` fit so."""
         places: dict[str, TensorPlace] = {}
         end_bytes = 0
         for name, shape in shapes:
             offset_bytes = -(-end_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-            places[name] = TensorPlace(shape, offset_bytes)
+            places[name] = TensorPlace(shape, offset_bytes, name in in_panels)
             end_bytes = offset_bytes + math.prod(shape) * dtype.itemsize
         return cls(dtype, places, end_bytes)
+
+    @property
+    def tag(self) -> bytes:
+        """Names the order of the values; empty if every parameter is in its own."""
+        return panels.TAG if any(one.in_panels for one in self.places.values()) else b""
 
 
 class WeightSource(Protocol):
     """Where parameters come from."""
 
     def fill(self, name: str, target: torch.Tensor) -> None:
-        """Write the parameter `name` into `target`, cast to its dtype. Raises ModelError."""
+        """Write the parameter `name` into `target`, contiguous, cast to its dtype.
+
+        Raises ModelError.
+        """
 
     def close(self) -> None:
         """Close files. Idempotent."""
@@ -69,8 +87,9 @@ class WeightSource(Protocol):
 class LayerSlab:
     """A slab in the arena; `name` appears in errors.
 
-    The digest covers parameters and padding. It is computed when the slab is first filled; a later
-    restore must have the same digest. Workers that load the same model have the same digests.
+    The digest covers parameters, padding and the layout's tag. It is computed when the slab is
+    first filled; a later restore must have the same digest. Workers that load the same model, and
+    keep it in the same order, have the same digests.
     """
 
     def __init__(self, arena: Arena, name: str, layout: SlabLayout) -> None:
@@ -85,8 +104,7 @@ class LayerSlab:
         }
         self._state = SlabState.ABSENT
         self._digest: bytes | None = None
-        self._hash = hashlib.sha256()
-        self._hashed_bytes = 0
+        self._hash, self._hashed_bytes = hashlib.sha256(layout.tag), 0
 
     @property
     def state(self) -> SlabState:
@@ -110,7 +128,10 @@ class LayerSlab:
         return self._digest
 
     def views(self) -> dict[str, torch.Tensor]:
-        """The parameters by name, as views of the range: always valid, readable if resident."""
+        """The parameters by name, as views of the range: always valid, readable if resident.
+
+        One in panels has the shape of its panels.
+        """
         return self._views
 
     def map(self, handles: Sequence[int] | Handles | None = None, *, cold: bool = False) -> None:
@@ -158,7 +179,12 @@ class LayerSlab:
         for name, place in self.layout.places.items():
             filling[end_bytes : place.offset_bytes] = 0
             end_bytes = place.offset_bytes + place.elements * self.layout.dtype.itemsize
-            source.fill(name, self._views[name])
+            if place.in_panels:
+                weight = torch.empty(place.shape, dtype=self.layout.dtype)
+                source.fill(name, weight)
+                self._views[name].copy_(panels.panels_of(weight))
+            else:
+                source.fill(name, self._views[name])
 
     def finish(self, max_bytes: int | None = None) -> bool:
         """Hash up to `max_bytes` more (None: all); returns whether the slab is resident now.
@@ -202,9 +228,9 @@ class LayerSlab:
         self._hashed_bytes = end_bytes
 
     def _restart_hash(self) -> None:
-        self._hash = hashlib.sha256()
-        self._hashed_bytes = 0
+        self._hash, self._hashed_bytes = hashlib.sha256(self.layout.tag), 0
 
     def _view(self, flat: torch.Tensor, place: TensorPlace) -> torch.Tensor:
         start = place.offset_bytes // self.layout.dtype.itemsize
-        return flat[start : start + place.elements].view(place.shape)
+        shape = panels.panel_shape(place.shape) if place.in_panels else place.shape
+        return flat[start : start + place.elements].view(shape)

@@ -16,6 +16,7 @@ from transformers import AttentionInterface, PretrainedConfig
 from services.core.groups.slab_names import EMBEDDING, HEAD, NORM, layer_name
 from services.worker.engine.memory.kv_range import KvRange
 from services.worker.engine.memory.layer_slab import LayerSlab, SlabLayout
+from services.worker.engine.memory.panels import fits, rows_of
 from services.worker.engine.model.attention.paged import AttentionMetadata, PagedAttention
 from services.worker.engine.model.fused_layer import fused_layer
 from services.worker.engine.model.linear import Float32RmsNorm, SlabLinear, UpcastScratch
@@ -23,26 +24,32 @@ from services.worker.engine.model.linear import Float32RmsNorm, SlabLinear, Upca
 ATTENTION_NAME = "tideserve_paged"
 
 
-def slab_layouts(skeleton: Any, dtype: torch.dtype) -> dict[str, SlabLayout]:
+def slab_layouts(skeleton: Any, dtype: torch.dtype, *, panels: bool) -> dict[str, SlabLayout]:
     """The layouts by slab name, in the order of execution; tensors have their checkpoint names.
 
-    A tied head has no weight of its own: its slab holds only the final norm.
+    A tied head has no weight of its own: its slab holds only the final norm. `panels`: the weights
+    of a slab's products lie in panels, if all of them fit.
     """
+    tied = skeleton.config.tie_word_embeddings
+    multiplied = {
+        f"{name}.weight"
+        for name, module in skeleton.named_modules()
+        if isinstance(module, nn.Linear) or (tied and name == EMBEDDING)
+    }
 
     def layout(*modules: str) -> SlabLayout:
-        return SlabLayout.of(
-            (
-                (f"{module}.{name}", tuple(parameter.shape))
-                for module in modules
-                for name, parameter in skeleton.get_submodule(module).named_parameters()
-            ),
-            dtype,
-        )
+        shapes = {
+            f"{module}.{name}": tuple(parameter.shape)
+            for module in modules
+            for name, parameter in skeleton.get_submodule(module).named_parameters()
+        }
+        weights = multiplied & shapes.keys()
+        in_panels = panels and all(fits(shapes[name]) for name in weights)
+        return SlabLayout.of(shapes.items(), dtype, weights if in_panels else ())
 
     layouts = {EMBEDDING: layout(EMBEDDING)}
     for index in range(skeleton.config.num_hidden_layers):
         layouts[layer_name(index)] = layout(layer_name(index))
-    tied = skeleton.config.tie_word_embeddings
     layouts[HEAD] = layout(NORM) if tied else layout(NORM, HEAD)
     return layouts
 
@@ -124,6 +131,8 @@ class Decoder:
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """[tokens] → [tokens, hidden] in the compute dtype."""
         self._slabs[EMBEDDING].check_resident()
+        if self._embedding.dim() == 4:
+            return rows_of(self._embedding, token_ids).to(self._compute_dtype)
         return functional.embedding(token_ids, self._embedding).to(self._compute_dtype)
 
     def run_layers(

@@ -1,4 +1,4 @@
-"""A decoder layer as two kernels around attention, for batches of few tokens."""
+"""A decoder layer as two kernels around attention."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -6,8 +6,10 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig
 
+from services.worker.engine.memory.panels import outputs_of
+
 if TYPE_CHECKING:
-    from services.worker.engine.model.cpu_kernels.decoder_layer import DecoderLayerKernel
+    from services.worker.engine.model.cpu_kernels.layer_kernel import LayerKernel, LayerWeights
 
 _WEIGHTS = {
     "input_norm": "input_layernorm.weight",
@@ -30,10 +32,10 @@ _OPTIONAL = {
 
 
 class FusedLayer(nn.Module):
-    """Replaces a decoder layer of `transformers` for few tokens; calls that layer for more."""
+    """Replaces a decoder layer of `transformers`; calls that layer for more tokens than it can."""
 
     def __init__(
-        self, layer: nn.Module, kernel: "DecoderLayerKernel", *, sliding_window: int | None
+        self, layer: nn.Module, kernel: "LayerKernel", *, sliding_window: int | None
     ) -> None:
         super().__init__()
         self._layer = layer
@@ -43,7 +45,8 @@ class FusedLayer(nn.Module):
     def forward(self, hidden_states: torch.Tensor, **context: Any) -> torch.Tensor:
         """[1, tokens, hidden] → the same shape; `context` comes from `Decoder.run_layers`."""
         hidden = hidden_states[0]
-        if len(hidden) > self._kernel.rows_max:
+        rows_max = self._kernel.rows_max
+        if rows_max is not None and len(hidden) > rows_max:
             output: torch.Tensor = self._layer(hidden_states, **context)
             return output
         cosine, sine = context["position_embeddings"]
@@ -62,21 +65,30 @@ def fused_layer(
     *,
     sliding_window: int | None,
 ) -> nn.Module:
-    """`layer` with kernels for few tokens, or `layer` itself if the kernels cannot compute it.
+    """`layer` with kernels, or `layer` itself if the kernels cannot compute it.
 
     `views` are its parameters; their names begin with `path`. All architectures of the catalogue
     have the same kind of layer, some with biases and norms that others lack.
     """
-    from services.worker.engine.model.cpu_kernels.decoder_layer import (
-        DecoderLayerKernel,
-        LayerWeights,
-    )
+    from services.worker.engine.model.cpu_kernels.layer_kernel import LayerWeights
 
     named = {name.removeprefix(f"{path}."): view for name, view in views.items()}
     known = _WEIGHTS | {field: name for field, name in _OPTIONAL.items() if name in named}
     if set(known.values()) != set(named) or config.hidden_act != "silu":
         return layer
     weights = LayerWeights(**{field: named[name] for field, name in known.items()})
-    head_dim = len(weights.query) // config.num_attention_heads
-    kernel = DecoderLayerKernel(weights, head_dim, config.rms_norm_eps)
+    kind = _kernel_of(weights)
+    head_dim = outputs_of(weights.query) // config.num_attention_heads
+    kernel = kind(weights, head_dim, config.rms_norm_eps)
     return FusedLayer(layer, kernel, sliding_window=sliding_window)
+
+
+def _kernel_of(weights: "LayerWeights") -> "type[LayerKernel]":
+    """What computes such weights, which all lie in panels or none does."""
+    if weights.query.dim() == 4:
+        from services.worker.engine.model.cpu_kernels.panel_layer import PanelLayerKernel
+
+        return PanelLayerKernel
+    from services.worker.engine.model.cpu_kernels.decoder_layer import DecoderLayerKernel
+
+    return DecoderLayerKernel

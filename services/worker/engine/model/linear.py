@@ -4,7 +4,8 @@ The compute dtype may differ from the storage dtype. On AVX2 and from 16 rows on
 product takes five to ten times as long as a float32 product; to upcast a weight takes a few percent
 of the product, and bfloat16 halves the memory read. So weights lie in the arena in bfloat16, and
 each is upcast into one scratch buffer just before its use. For few rows, a kernel upcasts weights
-in registers.
+in registers. Where the processor has instructions for bfloat16 products, weights lie in panels, and
+rows are rounded instead.
 """
 
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from torch import nn
 from torch.nn import functional
 
 if TYPE_CHECKING:
+    from services.worker.engine.model.cpu_kernels.panel_gemm import PanelProduct
     from services.worker.engine.model.cpu_kernels.skinny_gemm import SkinnyProduct
 
 
@@ -53,7 +55,8 @@ class UpcastScratch:
 class SlabLinear(nn.Module):
     """Replaces `nn.Linear`; the parameters are slab views, upcast if there is a `scratch`.
 
-    `compiled`: use the kernel for up to `rows_max` rows.
+    `compiled`: use the kernel for up to `rows_max` rows. A weight in panels has a product of its
+    own for any rows.
     """
 
     def __init__(
@@ -68,15 +71,16 @@ class SlabLinear(nn.Module):
         self._linear = functional.linear if scratch is None else scratch.linear
         self._weight = weight
         self._bias = bias
-        self._of_few_rows = _skinny_product(weight) if compiled else None
+        self._compiled = _compiled_product(weight) if compiled else None
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         """[..., in] → [..., out]."""
         flat = rows.reshape(-1, rows.shape[-1])
-        if self._of_few_rows is None or len(flat) > self._of_few_rows.rows_max:
+        product = self._compiled
+        if product is None or len(flat) > (product.rows_max or len(flat)):
             output = self._linear(flat, self._weight, self._bias)
         else:
-            output = self._of_few_rows(flat)
+            output = product(flat)
             if self._bias is not None:
                 output += self._bias
         return output.view(*rows.shape[:-1], output.shape[-1])
@@ -101,7 +105,11 @@ class Float32RmsNorm(nn.Module):
         return normed.mul_(self._weight)
 
 
-def _skinny_product(weight: torch.Tensor) -> "SkinnyProduct":
+def _compiled_product(weight: torch.Tensor) -> "SkinnyProduct | PanelProduct":
+    if weight.dim() == 4:
+        from services.worker.engine.model.cpu_kernels.panel_gemm import PanelProduct
+
+        return PanelProduct(weight)
     from services.worker.engine.model.cpu_kernels.skinny_gemm import SkinnyProduct
 
     return SkinnyProduct(weight)

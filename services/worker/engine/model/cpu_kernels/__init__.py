@@ -6,9 +6,9 @@ To import one takes half a second, so modules import them only where they use th
 import torch
 
 ROWS_MAX = 64
-"""The most rows of a batch that any kernel accepts."""
+"""The most rows of a batch that a kernel accepts whose weights do not lie in panels."""
 STORED_DTYPES = (torch.float32, torch.bfloat16)
-"""The dtypes of weights and KV caches; the kernels compute in float32."""
+"""The dtypes of weights and KV caches; the kernels add up in float32."""
 
 
 def fit(device: torch.device, storage_dtype: torch.dtype, compute_dtype: torch.dtype) -> bool:
@@ -22,3 +22,12 @@ def fit(device: torch.device, storage_dtype: torch.dtype, compute_dtype: torch.d
         and compute_dtype == torch.float32
         and torch.get_num_threads() == 1
     )
+
+
+def has_panel_product(storage_dtype: torch.dtype) -> bool:
+    """Whether products with weights in panels are faster here; the kernels fit."""
+    if storage_dtype != torch.bfloat16:
+        return False
+    from services.worker.engine.model.cpu_kernels.panel_gemm import product_address
+
+    return product_address() is not None

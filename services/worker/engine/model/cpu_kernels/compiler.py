@@ -86,6 +86,16 @@ def float32_of(typing_context: Any, number: Any) -> tuple[Any, Callable[..., Any
 
 
 @intrinsic
+def float32_bits(typing_context: Any, number: Any) -> tuple[Any, Callable[..., Any]]:
+    """The bits of a float32, as uint32."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Sequence[Any]) -> Any:
+        return builder.bitcast(arguments[0], ir.IntType(32))
+
+    return types.uint32(number), generate
+
+
+@intrinsic
 def prefetch(
     typing_context: Any, array: Any, index: Any, offset_bytes: Any
 ) -> tuple[Any, Callable[..., Any]]:

@@ -7,12 +7,15 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from services.worker.engine.memory.panels import panels_of
 from services.worker.engine.model.cpu_kernels.skinny_gemm import FEW_ROWS
 from services.worker.engine.model.decoder import ATTENTION_NAME
 from services.worker.engine.model.fused_layer import FusedLayer, fused_layer
+from tests.support.panels import needs_panel_product
 
 EVEN = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "head_dim": 16}
 ODD = {"hidden_size": 39, "intermediate_size": 45, "num_attention_heads": 3, "head_dim": 6}
+PANELS = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "head_dim": 64}
 SMALL = {"hidden_size": 10, "intermediate_size": 7, "num_attention_heads": 2, "head_dim": 4}
 
 
@@ -78,14 +81,45 @@ def test_it_computes_what_the_layer_does(
         assert actual.asked == expected.asked
 
 
+def in_panels(stored: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The parameters with all weights of products in panels."""
+    return {
+        name: panels_of(one).contiguous() if one.dim() == 2 else one for name, one in stored.items()
+    }
+
+
+@needs_panel_product
+@pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen2", "qwen3"])
 @torch.inference_mode()
-def test_a_row_has_the_same_bits_in_any_company() -> None:
-    layer, model, stored = layer_and_rotation("llama", EVEN, torch.float32)
-    fused = fused_layer(layer, stored, "it", model.config, sliding_window=None)
-    hidden = torch.randn(FEW_ROWS, EVEN["hidden_size"])
+def test_panels_compute_what_the_layer_does_with_rounded_inputs(model_type: str) -> None:
+    layer, model, stored = layer_and_rotation(model_type, PANELS, torch.bfloat16)
+    fused = fused_layer(layer, in_panels(stored), "it", model.config, sliding_window=None)
+    assert isinstance(fused, FusedLayer)
+    for module in layer.modules():
+        if isinstance(module, torch.nn.Linear):
+            module.register_forward_pre_hook(lambda _, rows: (rows[0].bfloat16().float(),))
+    generator = torch.Generator().manual_seed(1)
+    for rows in (1, 2, 17, 64, 65, 130):
+        hidden = torch.randn(1, rows, PANELS["hidden_size"], generator=generator)
+        rotation = model.rotary_emb(hidden, torch.arange(rows)[None] + 100)
+        wanted = layer(hidden, position_embeddings=rotation, paged=Mixing())
+        got = fused(hidden, position_embeddings=rotation, paged=Mixing())
+        # A sum in another order may round to the next bfloat16.
+        error, size = (got - wanted).abs(), wanted.abs()
+        assert error.max() < 2**-7 * size.max() and error.mean() < 2**-10 * size.mean()
+
+
+@pytest.mark.parametrize("panels", [False, pytest.param(True, marks=needs_panel_product)])
+@torch.inference_mode()
+def test_a_row_has_the_same_bits_in_any_company(panels: bool) -> None:
+    sizes, dtype = (PANELS, torch.bfloat16) if panels else (EVEN, torch.float32)
+    layer, model, stored = layer_and_rotation("llama", sizes, dtype)
+    views = in_panels(stored) if panels else stored
+    fused = fused_layer(layer, views, "it", model.config, sliding_window=None)
+    hidden = torch.randn(FEW_ROWS, sizes["hidden_size"])
     cosine, sine = (one[0] for one in model.rotary_emb(hidden[None], torch.arange(FEW_ROWS)[None]))
     together = fused._kernel.before(hidden, cosine, sine)
-    attended = torch.randn(FEW_ROWS, 4, 16)
+    attended = torch.randn(FEW_ROWS, 4, sizes["head_dim"])
     after = fused._kernel.after(hidden, attended)
     for row in range(0, FEW_ROWS, 7):
         one = slice(row, row + 1)

@@ -1,0 +1,106 @@
+"""A decoder layer as two calls around attention: what its kernels have in common."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from services.worker.engine.memory.panels import outputs_of
+from services.worker.engine.model.cpu_kernels.compiler import stored_array
+
+Arrays = Sequence[np.ndarray]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWeights:
+    """The parameters of a layer, float32 or bfloat16, contiguous, in host memory.
+
+    Weights are [out, in], or lie in panels. Biases and head norms that the layer lacks are None.
+    """
+
+    input_norm: torch.Tensor
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    output: torch.Tensor
+    post_attention_norm: torch.Tensor
+    gate: torch.Tensor
+    up: torch.Tensor
+    down: torch.Tensor
+    query_bias: torch.Tensor | None = None
+    key_bias: torch.Tensor | None = None
+    value_bias: torch.Tensor | None = None
+    query_norm: torch.Tensor | None = None
+    key_norm: torch.Tensor | None = None
+
+
+class LayerKernel(ABC):
+    """A layer of the Llama shape: norm, attention, norm, gated MLP with SiLU.
+
+    `rows_max`: the most rows that it computes faster than the modules do; None for any.
+    """
+
+    rows_max: int | None = None
+
+    def __init__(self, weights: LayerWeights, head_dim: int, epsilon: float) -> None:
+        self._head_dim = head_dim
+        self._sizes = [outputs_of(one) for one in (weights.query, weights.key, weights.value)]
+        self.hidden_size = len(weights.input_norm)
+        self.gated_size = outputs_of(weights.gate)
+        none = stored_array(weights.input_norm[:0])
+
+        def array(tensor: torch.Tensor | None) -> np.ndarray:
+            return none if tensor is None else stored_array(tensor)
+
+        self.weights_before = (
+            *(array(weights.input_norm), np.float32(epsilon)),
+            *(array(weights.query), array(weights.query_bias)),
+            *(array(weights.key), array(weights.key_bias)),
+            *(array(weights.value), array(weights.value_bias)),
+            *(array(weights.query_norm), array(weights.key_norm)),
+        )
+        self.weights_after = (
+            *(array(weights.output), array(weights.post_attention_norm), np.float32(epsilon)),
+            *(array(weights.gate), array(weights.up), array(weights.down)),
+        )
+
+    def before(
+        self, hidden: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """[rows, hidden] → query, key, value [rows, head, head_dim], rotated; all float32.
+
+        `cosine` and `sine` [rows, head_dim]. Raises ValueError if they do not fit.
+        """
+        rows = len(hidden)
+        turned = (rows, self._head_dim)
+        # A kernel does not check bounds.
+        if hidden.shape[1] != self.hidden_size or cosine.shape != turned or sine.shape != turned:
+            raise ValueError(f"hidden states {tuple(hidden.shape)} do not fit this layer")
+        outputs = [hidden.new_empty(rows, size) for size in self._sizes]
+        rotation = (cosine.numpy(), sine.numpy())
+        self._run_before(hidden, rotation, [output.numpy() for output in outputs])
+        query, key, value = (output.view(rows, -1, self._head_dim) for output in outputs)
+        return query, key, value
+
+    def after(self, hidden: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
+        """[rows, hidden] before the layer and [rows, head, head_dim] attended → [rows, hidden]."""
+        rows = len(hidden)
+        attended = attended.view(rows, -1)
+        if attended.shape[1] != self._sizes[0] or hidden.shape[1] != self.hidden_size:
+            raise ValueError(f"attended {tuple(attended.shape)} does not fit this layer")
+        output = torch.empty_like(hidden)
+        gated = hidden.new_empty(2, rows, self.gated_size).numpy()
+        self._run_after(hidden, attended, gated, output.numpy())
+        return output
+
+    @abstractmethod
+    def _run_before(self, hidden: torch.Tensor, rotation: Arrays, outputs: Arrays) -> None:
+        """Fill query, key and value in `outputs`; `rotation` is cosine and sine."""
+
+    @abstractmethod
+    def _run_after(
+        self, hidden: torch.Tensor, attended: torch.Tensor, gated: Arrays, output: np.ndarray
+    ) -> None:
+        """Fill `output`; `gated` is room for gate and up."""
