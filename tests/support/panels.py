@@ -2,8 +2,8 @@
 
 import pytest
 
-from services.worker.engine.model.cpu_kernels.panel_gemm import product_address
+from services.worker.engine.model.cpu_kernels.panel_gemm import panel_calls
 
 needs_panel_product = pytest.mark.skipif(
-    product_address() is None, reason="this processor has no bfloat16 products (avx512_bf16, AMX)"
+    panel_calls() is None, reason="this processor has no bfloat16 products (avx512_bf16, AMX)"
 )

@@ -28,6 +28,6 @@ def has_panel_product(storage_dtype: torch.dtype) -> bool:
     """Whether products with weights in panels are faster here; the kernels fit."""
     if storage_dtype != torch.bfloat16:
         return False
-    from services.worker.engine.model.cpu_kernels.panel_gemm import product_address
+    from services.worker.engine.model.cpu_kernels.panel_gemm import panel_calls
 
-    return product_address() is not None
+    return panel_calls() is not None

@@ -31,24 +31,30 @@ from services.worker.engine.model.cpu_kernels.compiler import (
 
 _STEP_ROWS = 64
 """Rows of one call: what is read again for each panel stays in the first cache."""
-_SYMBOL = "_ZN2at6native7cpublas6brgemmEllllllbPKN3c108BFloat16ES5_Pfb"
+_SYMBOLS = (
+    "_ZN2at6native7cpublas6brgemmEllllllbPKN3c108BFloat16ES5_Pfb",
+    "_ZN2at6native7cpublas14brgemm_releaseEb",
+)
 _FEATURES = ("+avx512bf16", "+amx-bf16")
 """Instructions without which oneDNN has no such product, and ends the process."""
 _LONG = ir.IntType(64)
 
 
 @cache
-def product_address() -> int | None:
-    """Where the product in bfloat16 is; None if processor or torch have none that is right."""
+def panel_calls() -> np.ndarray | None:
+    """Where the product in bfloat16 is, and what ends its use of matrix registers (int64 [2]).
+
+    None if processor or torch have none that is right.
+    """
     if not any(feature in get_host_cpu_features().split(",") for feature in _FEATURES):
         return None
     library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
     try:
-        address = ctypes.cast(getattr(ctypes.CDLL(str(library)), _SYMBOL), ctypes.c_void_p).value
+        found = [getattr(ctypes.CDLL(str(library)), symbol) for symbol in _SYMBOLS]
     except (OSError, AttributeError):
         return None
-    assert address is not None
-    return address if _is_right(address) else None
+    calls = np.array([ctypes.cast(one, ctypes.c_void_p).value for one in found], np.int64)
+    return calls if _is_right(calls) else None
 
 
 @intrinsic
@@ -111,13 +117,29 @@ def round_rows(rows, rounded):  # type: ignore[no-untyped-def]
             target[k] = bfloat16_bits(row[k])
 
 
-@compiled("void(int64, uint16[:, ::1], uint16[:, :, :, ::1], float32[:, ::1], int64)")
-def multiply_panels(address, rows, panels, output, add):  # type: ignore[no-untyped-def]
-    """`output` [rows, out] = `rows` [rows, in] times a weight in panels; plus itself if `add`."""
+@intrinsic
+def _release(typing_context: Any, address: Any) -> tuple[Any, Callable[..., Any]]:
+    """Leave matrix registers (AMX) as other code expects them."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Sequence[Any]) -> Any:
+        function = ir.FunctionType(ir.VoidType(), [_LONG]).as_pointer()
+        builder.call(builder.inttoptr(arguments[0], function), [_LONG(1)])
+        return context.get_dummy_value()
+
+    return types.void(types.int64), generate
+
+
+@compiled("void(int64[::1], uint16[:, ::1], uint16[:, :, :, ::1], float32[:, ::1], int64)")
+def multiply_panels(calls, rows, panels, output, add):  # type: ignore[no-untyped-def]
+    """`output` [rows, out] = `rows` [rows, in] times a weight in panels; plus itself if `add`.
+
+    `calls` are those of `panel_calls`.
+    """
     for panel in range(len(panels)):
         for first in range(0, len(rows), _STEP_ROWS):
             count = min(_STEP_ROWS, len(rows) - first)
-            _panel_product(address, rows, first, count, panels, panel, output, add)
+            _panel_product(calls[0], rows, first, count, panels, panel, output, add)
+    _release(calls[1])
 
 
 class PanelProduct:
@@ -125,11 +147,11 @@ class PanelProduct:
 
     rows_max = None
 
-    def __init__(self, panels: torch.Tensor, address: int | None = None) -> None:
-        """`address` None: the product of this processor, which has one."""
+    def __init__(self, panels: torch.Tensor, calls: np.ndarray | None = None) -> None:
+        """`calls` None: those of this processor, which has some."""
         self._panels = stored_array(panels)
-        self._address = product_address() if address is None else address
-        assert self._address is not None, "weights lie in panels only where there is a product"
+        self._calls = panel_calls() if calls is None else calls
+        assert self._calls is not None, "weights lie in panels only where there is a product"
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         """[rows, in] in float32, which is rounded to bfloat16 → [rows, out] in float32.
@@ -143,14 +165,14 @@ class PanelProduct:
         output = torch.empty(len(rows), panels * PANEL)
         rounded = np.empty(rows.shape, np.uint16)
         round_rows(rows.contiguous().numpy(), rounded)
-        multiply_panels(self._address, rounded, self._panels, output.numpy(), 0)
+        multiply_panels(self._calls, rounded, self._panels, output.numpy(), 0)
         return output
 
 
-def _is_right(address: int) -> bool:
+def _is_right(calls: np.ndarray) -> bool:
     """Try the product, with numbers that bfloat16 has exactly."""
     generator = torch.Generator().manual_seed(1)
     rows = torch.randint(-8, 8, (_STEP_ROWS + 3, 96), generator=generator).float()
     weight = torch.randint(-8, 8, (2 * PANEL, 96), generator=generator).float()
     panels = panels_of(weight.bfloat16()).contiguous()
-    return torch.equal(PanelProduct(panels, address)(rows), rows @ weight.t())
+    return torch.equal(PanelProduct(panels, calls)(rows), rows @ weight.t())

@@ -17,7 +17,7 @@ from services.worker.engine.model.cpu_kernels.layer_kernel import (
 from services.worker.engine.model.cpu_kernels.panel_gemm import (
     bfloat16_bits,
     multiply_panels,
-    product_address,
+    panel_calls,
     round_rows,
 )
 from services.worker.engine.model.cpu_kernels.rotary import turn
@@ -40,10 +40,10 @@ def _normalize_rounded(rows, weight, epsilon, output):  # type: ignore[no-untype
             normed[k] = bfloat16_bits(row[k] * scale * float32_of(weight[k]))
 
 
-@compiled(f"void(int64, {_ROUNDED}, {_PANELS}, {_VECTOR}, {_ROWS})")
-def _project(address, rows, panels, bias, output):  # type: ignore[no-untyped-def]
+@compiled(f"void(int64[::1], {_ROUNDED}, {_PANELS}, {_VECTOR}, {_ROWS})")
+def _project(calls, rows, panels, bias, output):  # type: ignore[no-untyped-def]
     """A product, plus `bias` [out]; an empty `bias` [0] means none."""
-    multiply_panels(address, rows, panels, output, 0)
+    multiply_panels(calls, rows, panels, output, 0)
     if len(bias):
         for m in range(len(output)):
             for k in range(len(bias)):
@@ -51,18 +51,18 @@ def _project(address, rows, panels, bias, output):  # type: ignore[no-untyped-de
 
 
 @compiled(
-    f"void(int64, {_ROWS}, {_ROWS}, {_ROWS}, {_VECTOR}, float32,"
+    f"void(int64[::1], {_ROWS}, {_ROWS}, {_ROWS}, {_VECTOR}, float32,"
     + 3 * f" {_PANELS}, {_VECTOR},"
     + f" {_VECTOR}, {_VECTOR}, {_ROUNDED}, {_ROWS}, {_ROWS}, {_ROWS})"
 )
 def _before(  # type: ignore[no-untyped-def]
-    address, hidden, cosine, sine, norm, epsilon, weight_q, bias_q, weight_k, bias_k, weight_v,
+    calls, hidden, cosine, sine, norm, epsilon, weight_q, bias_q, weight_k, bias_k, weight_v,
     bias_v, norm_q, norm_k, normed, query, key, value,
 ):  # fmt: skip
     _normalize_rounded(hidden, norm, epsilon, normed)
-    _project(address, normed, weight_q, bias_q, query)
-    _project(address, normed, weight_k, bias_k, key)
-    _project(address, normed, weight_v, bias_v, value)
+    _project(calls, normed, weight_q, bias_q, query)
+    _project(calls, normed, weight_k, bias_k, key)
+    _project(calls, normed, weight_v, bias_v, value)
     turn(query, norm_q, epsilon, cosine, sine)
     turn(key, norm_k, epsilon, cosine, sine)
 
@@ -78,21 +78,22 @@ def _gate_rounded(gate, up, output):  # type: ignore[no-untyped-def]
 
 
 @compiled(
-    f"void(int64, {_ROWS}, {_ROWS}, {_PANELS}, {_VECTOR}, float32, {_PANELS}, {_PANELS}, {_PANELS},"
-    f" {_ROUNDED}, {_ROUNDED}, {_ROWS}, {_ROWS}, {_ROUNDED}, {_ROWS})"
+    f"void(int64[::1], {_ROWS}, {_ROWS}, {_PANELS}, {_VECTOR}, float32,"
+    + 3 * f" {_PANELS},"
+    + f" {_ROUNDED}, {_ROUNDED}, {_ROWS}, {_ROWS}, {_ROUNDED}, {_ROWS})"
 )
 def _after(  # type: ignore[no-untyped-def]
-    address, hidden, attended, weight_o, norm, epsilon, weight_gate, weight_up, weight_down,
+    calls, hidden, attended, weight_o, norm, epsilon, weight_gate, weight_up, weight_down,
     rounded, normed, gate, up, gated, output,
 ):  # fmt: skip
     round_rows(attended, rounded)
     output[:] = hidden
-    multiply_panels(address, rounded, weight_o, output, 1)
+    multiply_panels(calls, rounded, weight_o, output, 1)
     _normalize_rounded(output, norm, epsilon, normed)
-    multiply_panels(address, normed, weight_gate, gate, 0)
-    multiply_panels(address, normed, weight_up, up, 0)
+    multiply_panels(calls, normed, weight_gate, gate, 0)
+    multiply_panels(calls, normed, weight_up, up, 0)
     _gate_rounded(gate, up, gated)
-    multiply_panels(address, gated, weight_down, output, 1)
+    multiply_panels(calls, gated, weight_down, output, 1)
 
 
 class PanelLayerKernel(LayerKernel):
@@ -100,12 +101,12 @@ class PanelLayerKernel(LayerKernel):
 
     def __init__(self, weights: LayerWeights, head_dim: int, epsilon: float) -> None:
         super().__init__(weights, head_dim, epsilon)
-        self._address = product_address()
-        assert self._address is not None, "weights lie in panels only where there is a product"
+        self._calls = panel_calls()
+        assert self._calls is not None, "weights lie in panels only where there is a product"
 
     def _run_before(self, hidden: torch.Tensor, rotation: Arrays, outputs: Arrays) -> None:
         normed = np.empty(hidden.shape, np.uint16)
-        _before(self._address, hidden.numpy(), *rotation, *self.weights_before, normed, *outputs)
+        _before(self._calls, hidden.numpy(), *rotation, *self.weights_before, normed, *outputs)
 
     def _run_after(
         self, hidden: torch.Tensor, attended: torch.Tensor, gated: Arrays, output: np.ndarray
@@ -115,6 +116,6 @@ class PanelLayerKernel(LayerKernel):
             np.empty(shape, np.uint16) for shape in (attended.shape, hidden.shape, gate.shape)
         )
         _after(
-            *(self._address, hidden.numpy(), attended.numpy(), *self.weights_after),
+            *(self._calls, hidden.numpy(), attended.numpy(), *self.weights_after),
             *(rounded, normed, gate, up, product, output),
         )

@@ -58,15 +58,15 @@ def test_a_processor_without_the_instructions_is_not_tried(
     monkeypatch: pytest.MonkeyPatch, features: str
 ) -> None:
     monkeypatch.setattr(panel_gemm, "get_host_cpu_features", lambda: features)
-    assert panel_gemm.product_address.__wrapped__() is None
+    assert panel_gemm.panel_calls.__wrapped__() is None
 
 
 @needs_panel_product
 def test_another_torch_and_a_wrong_product_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    find = panel_gemm.product_address.__wrapped__
+    find = panel_gemm.panel_calls.__wrapped__
     assert find() is not None
     with monkeypatch.context() as patch:
-        patch.setattr(panel_gemm, "_SYMBOL", "no_such_symbol")
+        patch.setattr(panel_gemm, "_SYMBOLS", ("no_such_symbol",))
         assert find() is None
     monkeypatch.setattr(PanelProduct, "__call__", lambda _self, rows: rows @ rows.t())
     assert find() is None
