@@ -39,7 +39,7 @@ from tideserve.cli.tiny_model import DEEP, TINY_OPTIONS, write_tiny_model  # noq
 
 BOARDS = ROOT / "deploy" / "observability" / "grafana" / "dashboards"
 MODEL = "boards"
-# What Grafana fills in.
+# Grafana fills these variables in.
 FILLED = {"$__rate_interval": "20s", "$model_name": ".*"}
 SCRAPE_S = 1
 REQUESTS, PROMPT_TOKENS, OUTPUT_TOKENS = 96, 96, 96
@@ -114,7 +114,7 @@ def wait_for(url: str, process: "subprocess.Popen[bytes]") -> None:
 def wait_for_scrapes(url: str, targets: Path) -> None:
     """Return once every target has been scraped; raises RuntimeError if they are not in time.
 
-    What a counter has counted before its first scrape is no increase.
+    Counts from before a counter's first scrape are no increase.
     """
     wanted = sum(len(entry["targets"]) for entry in json.loads(targets.read_text()))
     deadline_s = time.monotonic() + START_LIMIT_S
@@ -129,7 +129,7 @@ def wait_for_scrapes(url: str, targets: Path) -> None:
 
 
 class Keyed(Tideserve):
-    """One whose doors want keys. What its gateway costs is not asked for, which would need one."""
+    """A cluster whose doors want keys; its gateway's cost is not asked for, as that needs one."""
 
     def gateway_cost(self) -> GatewayCost:
         """See Tideserve."""

@@ -26,7 +26,7 @@ OTHERS = (
     "docker/compose.test.yaml",
 )
 TIMEOUT_S = 60.0
-# What the file of the test wants to be told.
+# The file of the test needs these variables.
 SETTINGS = {"TEST_SUBNET": "10.213.0.0/24"}
 
 

@@ -7,7 +7,7 @@ One machine  The simulator and the engine drive the same change-over: both impor
 Names      Few class names stand in two files.
 Functions  Few functions are longer than a screen.
 
-What is not clean yet is named in ALLOWED. An entry that is not needed any more is an error, too.
+ALLOWED names the places that are not clean yet. An entry that is no longer needed is an error.
 """
 
 import ast

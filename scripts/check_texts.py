@@ -38,7 +38,7 @@ NAMELESS = re.compile(r"\b(?:the|this|that) papers?\b(?!')", re.IGNORECASE)
 SECTION = re.compile(r"(?:(RFC \d+)|([\w.-]+))?,?\s*\u00a7")
 RFC = re.compile(r"\bRFC \d+")
 HEADLESS = re.compile(
-    r"\b(Who(?:ever|m|se)?)\b[^.?!|]*(?:[.!|]|\Z)|\A(?:\"{3}|'{3}|#)\s*(Of|That|Those)\b"
+    r"\b(Who(?:ever|m|se)?)\b[^.?!|]*(?:[.!|]|\Z)|\A(?:['\"]{3}|#)\s*(Of|That|Those|(?<=# )What)\b"
 )
 """A sentence that begins with "who", unless it is a question; a passage that names no subject."""
 FENCED = re.compile(r"^ *```.*?^ *```", re.DOTALL | re.MULTILINE)

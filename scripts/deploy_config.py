@@ -48,7 +48,7 @@ GRACE_MARGIN_S = 15
 # Stands for what a Secret holds.
 SECRET = "a secret that is long enough"
 PROBES = ("startupProbe", "livenessProbe", "readinessProbe")
-# What compose puts in for ${NAME}, ${NAME:-default} and ${NAME-default} in an empty environment.
+# Compose replaces ${NAME}, ${NAME:-default} and ${NAME-default}; here the environment is empty.
 VARIABLE = re.compile(r"\$\{(?P<name>\w+)(?::?-(?P<default>[^}]*))?\}")
 
 

@@ -13,7 +13,7 @@ SERVICES = ("gateway", "scheduler", "memmgr", "worker")
 STUB = re.compile(r"\b(\w+)_pb2_grpc\.\w+Stub\(")
 # Every service has it, and a caller may ask any of them.
 EVERYWHERE = "process"
-# What instances of one service ask each other, by the contract's file.
+# Services whose instances ask each other, by the contract's file.
 PEERS = {"peer": "gateway"}
 
 

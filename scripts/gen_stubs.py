@@ -20,7 +20,7 @@ PROTO = ROOT / "proto"
 PACKAGE = "tideserve"
 STUBS = ROOT / PACKAGE
 LAST_RELEASE = PROTO / "last_release.binpb"
-# What people wrote in the namespace package beside the stubs.
+# People wrote these parts of the namespace package; the stubs stand beside them.
 WRITTEN = ("bench", "cli", "client", "sim")
 
 

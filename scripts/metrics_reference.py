@@ -27,7 +27,7 @@ from services.scheduler.metrics import SchedulerCollector
 from services.worker.ipc import EngineReady
 from services.worker.metrics import WorkerCollector
 
-# What the exposition adds to a histogram or tells beside a counter.
+# The exposition adds these labels to a histogram.
 _OWN_LABELS = frozenset({"le"})
 
 

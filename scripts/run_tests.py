@@ -57,7 +57,7 @@ def environment() -> dict[str, str]:
 def compile_kernels() -> None:
     """Fill their cache, so that the first engines of the tests do not all compile the same.
 
-    What fails here, fails in the tests that need it.
+    A build that fails here fails again in the tests that need it.
     """
     own_pid, package = os.getpid(), "services.worker.engine.model.cpu_kernels"
     compiling = [

@@ -1,6 +1,6 @@
 """Which caller may call what, over mutual TLS: by the role that its certificate names.
 
-What the table does not list is refused.
+A method that the table does not list is refused.
 """
 
 import contextlib

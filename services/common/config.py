@@ -282,7 +282,7 @@ def _checked(name: str, given: Given, hint: Any, metadata: Mapping[str, Any]) ->
     # An empty secret is one that somebody forgot to fill in: none would open the door.
     if metadata.get("secret") and isinstance(value, str) and not value.strip():
         raise ConfigError(f"{where} is empty; give the secret, or leave it out")
-    # What a secret is must not be told, even if it is unusable.
+    # A message must not show a secret, not even an unusable one.
     shown = "not usable" if metadata.get("secret") else repr(value)
     accepted = tuple(typing.get_origin(kind) or kind for kind in kinds)
     if not isinstance(value, accepted) or (isinstance(value, bool) and bool not in accepted):

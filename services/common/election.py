@@ -1,7 +1,7 @@
 """Which instance of a service decides: the one that holds the key `leaders/<service>`.
 
-The key lives on a lease, which only tells who is probably alive. What keeps a leader that was
-frozen from acting is the token: the revision at which its key was created. Every write compares it,
+The key lives on a lease, which only tells who is probably alive. The token, which is the
+revision at which its key was created, keeps a frozen leader from acting. Every write compares it,
 and a member that takes orders from a leader refuses a lower token than it has seen.
 """
 

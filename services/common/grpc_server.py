@@ -1,7 +1,7 @@
 """The gRPC server that every service runs: health, reflection and ProcessService included.
 
 The port is open from the start of the process, so that a probe can tell one that loads its model
-from one that is dead. What the service serves may be added later; until then its calls are refused.
+from one that is dead. Servicers may be added later; until then their calls are refused.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -137,7 +137,7 @@ class Server:
         )
         late = LateServices(services)
         self._grpc.add_generic_rpc_handlers((late,))
-        # What generated code takes for a server.
+        # Generated code adds its handlers to this object, as if it were the server.
         self.services: Any = late
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._grpc)
         process_pb2_grpc.add_ProcessServiceServicer_to_server(process, self._grpc)

@@ -2,7 +2,7 @@
 
 Raise it with every change of frames, handshake or group protocol that a worker of the version
 before would misread. Workers of different versions serve side by side, and never in one group.
-What goes between services (gRPC, records in etcd) has no number: there a field is only ever added,
+Messages between services (gRPC, records in etcd) have no number: fields are only ever added there,
 which `buf breaking` checks.
 """
 

@@ -51,7 +51,7 @@ class OtlpSink:
             raise ConfigError(
                 f"'{endpoint}' is no OTLP endpoint; give a URL such as http://collector:4317"
             )
-        # What they log of an outage would be a line for every attempt; `_OneWarning` has one.
+        # In an outage they would log a line for every attempt; `_OneWarning` logs one.
         for name in ("opentelemetry.exporter", "opentelemetry.sdk"):
             logging.getLogger(name).setLevel(logging.CRITICAL)
         resource = Resource.create(

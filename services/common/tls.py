@@ -74,8 +74,8 @@ class CertificateSource:
             certificates = read_certificates(self._files)
         except ConfigError as error:
             log.warning("certificates stay as they were: %s", error)
-            # Not again before something changes. What changed while it was read, or cannot be
-            # looked at, was not judged: it is tried the next time.
+            # Not again before something changes. Files that changed while they were read, or
+            # cannot be looked at, were not judged: they are tried the next time.
             self._refused = stamp if _stamp_or_none(self._files) == stamp else None
             return self._certificates
         self._stamp, self._certificates = stamp, certificates

@@ -95,9 +95,9 @@ class Arrivals(Generic[R]):
     def expect(self, expected: Expected[R]) -> bool:
         """Have a reader wait; False if the request was dropped before, or too many wait.
 
-        A later reader of the same request replaces an earlier one. What is left from an earlier
-        stay of the request here is dropped: a reader that comes for epoch e must not be sent away
-        by a move of that epoch or an older one.
+        A later reader of the same request replaces an earlier one. The rest of an
+        earlier stay of the request here is dropped: a move of epoch e or an older one must not
+        send away a reader that comes for epoch e.
         """
         self._expected.pop(expected.request_id, None)
         if expected.request_id in self._aborted or len(self._expected) >= EXPECTED_MAX:

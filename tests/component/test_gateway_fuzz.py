@@ -38,7 +38,7 @@ async def fuzzed(case: Case, seeds: range) -> Counter[int | str]:
         return not any(value(found, f"tideserve_gateway_{name}") for name in LEFT_OVER)
 
     await eventually(nothing_left)
-    # What the gateway lets through is what a worker takes.
+    # A worker takes every request that the gateway lets through.
     for start in worker.starts:
         to_request(start, VOCABULARY, CONTEXT, now_s=0.0)
     for good in (case.chat, case.complete):

@@ -76,7 +76,7 @@ async def fuzzed(case: Case, quotas: Quotas, key: str, seeds: range) -> Counter[
     assert "200" in statuses and "500" not in statuses
     use = quotas.state.use("alice", LIMITS, quotas._now_s())
     assert use.running == 0
-    # What the gateway lets through is what a worker takes.
+    # A worker takes every request that the gateway lets through.
     for start in worker.starts:
         to_request(start, VOCABULARY, CONTEXT, now_s=0.0)
     assert (await case.grpc.complete("hi", model="m", max_tokens=3)).usage.completion_tokens == 3

@@ -19,7 +19,7 @@ from tideserve.cli.keys import add_key
 from tideserve.scheduler.v1 import scheduler_pb2
 
 HI: list[Any] = [{"role": "user", "content": "hi"}]
-# What the template makes of HI, in tokens of one byte, two of them special.
+# HI as the template writes it, in tokens of one byte, two of them special.
 HI_TOKENS = len("user\nhi" + "\n" + "assistant\n") + 3
 ASK: dict[str, Any] = {"model": "m", "max_tokens": 8, "messages": HI}
 

@@ -17,7 +17,7 @@ from tests.support.gateway import TEXT, TOKENIZER, Case, gateway_case, text_ids
 from tests.support.waiting import eventually
 from tideserve.scheduler.v1 import scheduler_pb2
 
-# What the template makes of "hi", in tokens of one byte, two of them special.
+# "hi" as the template writes it, in tokens of one byte, two of them special.
 HI_TOKENS = len("user\nhi" + "\n" + "assistant\n") + 3
 ASK: dict[str, Any] = {"model": "m", "max_output_tokens": 8, "input": "hi"}
 ARGUMENTS = '{"city": "Köln"}'

@@ -113,7 +113,7 @@ async def test_workers_that_reach_each_other_by_the_network_alone_merge(
         assert facts.bulk_address == f"{HOSTS[worker]}:{max(LANE_PORTS)}"
         ports = listening(namespace)
         assert {ports[port] for port in LANE_PORTS} == {"0.0.0.0"}
-        # What a network policy has to let through, and nothing beside it.
+        # A network policy has to let these ports through, and no others.
         assert set(ports) <= LANE_PORTS | set(UCX_PORTS)
     for number, worker in enumerate(HOSTS):
         request = Request(f"r{number}", (3, 4, 5), Sampling(0.0), Limits(300), 0.0)

@@ -124,7 +124,7 @@ def test_in_batches(case: Case, roomy: EngineGroup) -> None:
     roomy.finish()
     case.check(roomy)
     roomy.check_at_rest()
-    # What was known of them is forgotten, once there is more of it than requests with blocks.
+    # The sampler forgets ended requests once it knows more requests than have blocks.
     roomy.start(replace(case.requests[0], request_id="last"))
     roomy.finish()
     assert len(roomy.engines["w0"].runner.sampler) <= 2

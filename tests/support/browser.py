@@ -37,7 +37,7 @@ FLAGS = (
 )
 MESSAGE_BYTES_MAX = 64 * 2**20
 DEADLINE_S = 60.0
-# What a keyboard sends: key, code, Windows' number, text.
+# A keyboard sends these: key, code, Windows' number, text.
 KEYS = {
     "Tab": ("Tab", "Tab", 9, ""),
     "Enter": ("Enter", "Enter", 13, "\r"),

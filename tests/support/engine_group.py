@@ -432,7 +432,7 @@ class EngineGroup:
     def take_over(self, worker_id: str, adopted: AdoptedRequest) -> None:
         """A request is read at the worker that has adopted it."""
         stream = self.streams[adopted.request_id]
-        # What a lost worker has told its client, nobody else knows.
+        # Only a lost worker knew which tokens its client has.
         known = self.owner[adopted.request_id] in self.engines
         if known and adopted.emitted_ids[: len(stream.tokens)] != stream.tokens:
             self.violations.append(f"{adopted.request_id} was adopted with other tokens")

@@ -131,7 +131,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
     pause_at: int | None = None
     go: asyncio.Event = field(default_factory=asyncio.Event)
     finish: "worker_pb2.FinishReason" = worker_pb2.FINISH_REASON_LENGTH
-    # What it says of a request that ends by an error.
+    # The message of a request that ends by an error.
     broken: str = "it broke"
     stale_times: int = 0
     # So many requests are given back, if they may be.

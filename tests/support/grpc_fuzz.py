@@ -17,7 +17,7 @@ from tideserve.gateway.v1 import gateway_pb2 as pb
 from tideserve.kserve.v2 import inference_pb2 as kserve
 
 TIMEOUT_S = 300.0
-# What has more of it than bodies may have together is refused for want of room.
+# A body larger than all bodies may be together is refused for want of room.
 LARGE_BYTES = 2**19
 Code = grpc.StatusCode
 ANSWERS = {Code.OK, Code.INVALID_ARGUMENT, Code.NOT_FOUND, Code.ALREADY_EXISTS}
@@ -28,7 +28,7 @@ WEIGHTS = {
     **{f"{GATEWAY}{name}": 2 for name in ("Tokenize", "Detokenize")},
 }
 UNKNOWN = (f"{GATEWAY}Embed", f"{KSERVE}RepositoryIndex", "/x/y")
-# What the client's own library says of a call that has ended before all was sent.
+# The client's own library says this of a call that has ended before all was sent.
 UNSENT = "Internal error from Core"
 
 

@@ -87,8 +87,8 @@ class LoadClient:
 
     async def _closed_loop(self) -> None:
         end_s = monotonic_s() + self._job.timeout_s
-        # What would be cut off, by what the slowest so far took, is not begun: a slow machine gets
-        # fewer requests, not failures.
+        # A request that would be cut off if it took as long as the slowest so far is not sent: a
+        # slow machine gets fewer requests, not failures.
         waiting = itertools.takewhile(
             lambda _: end_s - monotonic_s() > LAST_SEND_FACTOR * self._slowest_s,
             enumerate(self._job.requests),

@@ -52,7 +52,7 @@ def add_key(
             **asdict(limits),
         )
         line = ("" if content.endswith(b"\n") or not content else "\n") + entry.line() + "\n"
-        # What could not be read back is not written.
+        # A line that could not be read back is not written.
         parse_keys(content + line.encode(), str(path))
         os.lseek(descriptor, 0, os.SEEK_END)
         _write(descriptor, line.encode())

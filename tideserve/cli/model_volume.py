@@ -1,7 +1,7 @@
 """Put a model where containers find it: `python -m tideserve.cli.model_volume`, which then ends.
 
 `MODEL` in the environment is a hub id (organisation/name), or empty for the default model; it comes
-to lie in the folder of that name in `MODELS`. What lies there already is not asked for again.
+to lie in the folder of that name in `MODELS`. Files that lie there already are not asked for again.
 """
 
 import os

@@ -1,6 +1,6 @@
 """The memory manager of a simulated cluster: monitor, plan and protocol of `services.core`.
 
-What the service does around them over etcd and gRPC is here a record store and delays. Memory
+A record store and delays stand for what the service does over etcd and gRPC. Memory
 reports are at most a tick old.
 """
 

@@ -1,6 +1,6 @@
 """A simulated worker as a member of its group: drives `core.changeover` with bytes and delays.
 
-What services/worker/engine/pipeline/member.py does with a model and lanes. Each event goes to the
+It does without a model and lanes what worker/engine/pipeline/member.py does. Each event goes to the
 machine between iterations; its commands are carried out in order, and an answer of the memory goes
 back before the next command.
 """

@@ -58,7 +58,7 @@ def replay(
 ) -> Replayed:
     """Apply what happened in `entries` to a new `state`, compare commands and batches.
 
-    What the end of the log cuts off is not compared.
+    Decisions that the end of the log cuts off are not compared.
     """
     events = decisions = 0
     expected: list[Any] = []

@@ -1,6 +1,6 @@
 """The memory of a simulated worker: parameters and KV of the layers that it runs, in bytes.
 
-What the arena of a real worker does with chunks, without their granularity. A dropped layer's
+It counts what the arena of a real worker does with chunks, without granularity. A dropped layer's
 parameters become KV at once; KV of departed layers does so as their requests move away.
 """
 

@@ -30,7 +30,7 @@ class TimeModel(Protocol):
 class CostTimeModel:
     """A device's cost model, and `overhead_s` in each iteration for all that is not the model.
 
-    What the model says is multiplied by `prefill_scale` in iterations with a chunk of more than one
+    The model's time is multiplied by `prefill_scale` in iterations with a chunk of more than one
     token, by `decode_scale` in others: as workers measured beside it.
     """
 

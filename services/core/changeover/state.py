@@ -353,7 +353,7 @@ class Changeover:
             context.send(new.leader, frames.Joined(pool.usable, pool.taken_count))
         self._handover.deal(new)
         if not new.leads:
-            # What other stages have is the new leader's to count.
+            # The new leader counts what other stages have.
             context.change(StagesConfigured())
         for leader in sorted(new.leaders - {context.worker_id}):
             context.send(leader, frames.AllAdopted())

@@ -36,7 +36,7 @@ TRANSITIONS = {
     (AttemptPhase.PREPARING, AttemptPhase.ABORTED),
     (AttemptPhase.COMMITTING, AttemptPhase.ABORTED),
 }
-"""What is not listed cannot happen. A coordinator that loses its leadership aborts its attempts: if
+"""No other step can happen. A coordinator that loses its leadership aborts its attempts: if
 a commit is applied all the same, the next coordinator finds it in the records."""
 
 

@@ -66,7 +66,7 @@ TRANSITIONS = {
     (ChangePhase.STABLE, ChangePhase.SETTLED),
     (ChangePhase.STABLE, ChangePhase.LEFT),
 }
-"""What is not listed cannot happen."""
+"""No other step can happen."""
 
 RUNNING = frozenset({ChangePhase.BLOCKED, ChangePhase.PREPARING, ChangePhase.COMMITTED})
 """Phases that count towards `running_max`."""

@@ -12,7 +12,7 @@ above the floor (`Records.next_epoch`). It compares the records that it removes,
 replaces, and that the worker is not registered; so of two such transactions the later one sees the
 floor of the first, and none passes by a commit.
 
-What a process holds is remembered by its assignment alone. So a process that has been in a group
+The assignment alone remembers what a process holds. So a process that has been in a group
 registers again only in a transaction which compares that its assignment is there and its own; one
 that finds it gone ends, as its successor starts with all layers. Either that registration or the
 removal comes first, and the other one is then refused. No clock takes part in this: the time that a

@@ -146,7 +146,7 @@ class OverloadMonitor:
             changing = any(one.reports is Reports.CHANGING for one in groups)
             state.changing_since_s = _since(changing, state.changing_since_s, seen.now_s)
             if changing and _held_s(state.changing_since_s, seen.now_s) < CHANGING_MAX_S:
-                # What its requests use is not known; the sums over other groups would mislead.
+                # The use of its requests is not known; sums over other groups would mislead.
                 state.settles_s = max(state.settles_s, seen.now_s + self.config.report_s)
             self._note_layout(state, groups, seen.now_s)
 

@@ -143,7 +143,7 @@ class _Dealer(Generic[Key]):
                 low = trial
             else:
                 cuts, high = found, trial
-            # What has been found is nearly always close to the bound below.
+            # The limit found is nearly always close to the bound below.
             trial = (low + high) / 2 if high < 2 * low else 1.1 * low
         return self._batches(cuts)
 

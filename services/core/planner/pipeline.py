@@ -123,8 +123,8 @@ class PipelinePlanner:
     def _add_prefills(self, plan: Plan, budget: int) -> None:
         """Add the next microbatch of the round, as far as its requests still run.
 
-        What does not fit runs in the next round. A sequence whose last prompt token was dealt as a
-        decode, and that decodes since, may need a block first: `_add_decodes` takes it.
+        Tokens that do not fit run in the next round. A sequence whose last prompt token was dealt
+        as a decode, and that decodes since, may need a block first: `_add_decodes` takes it.
         """
         while self.formed and budget > 0 and not plan.prefills:
             for sequence, _, formed in self.formed.popleft():

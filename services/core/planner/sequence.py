@@ -26,7 +26,7 @@ class Phase(Enum):
     ENDED = auto()
 
 
-# What is not listed cannot happen. A preempted sequence waits again.
+# No other transition can happen. A preempted sequence waits again.
 TRANSITIONS = {
     (Phase.WAITING, Phase.RUNNING),
     (Phase.RUNNING, Phase.WAITING),

@@ -403,7 +403,7 @@ class PlannerState:
         return plan
 
     def _launch(self, plan: Plan) -> None:
-        """What was decided runs now."""
+        """The decided microbatch runs from now on."""
         plan.launch()
         self._number = plan.number
         self.in_flight.append(plan)

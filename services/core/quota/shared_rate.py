@@ -3,7 +3,7 @@
 The buckets of all gateways together fill at the limit's rate, each by its part of the demand. They
 hold a few seconds of the limit: so much can be used beyond the limit in a minute. So the quota
 holds over any minute. Use is even, so little is lost in the seconds by which shares lag behind
-traffic that moves between gateways. What a full bucket spills, others take.
+traffic that moves between gateways. Other gateways take what a full bucket spills.
 """
 
 import math
@@ -57,7 +57,7 @@ class SharedRate:
             self.share = self.slow_share = 1 / self.gateways
             self._level, self._at_s = self._size(per_minute), now_s
         length_s = max(0.0, now_s - self._at_s)
-        # What was given back beyond the size stays; not so what was left of a larger limit.
+        # Tokens given back beyond the size stay; the rest of a larger limit does not.
         surplus = max(0.0, self._level - self._size(per_minute))
         self._follow(per_minute, length_s, now_s)
         size = self._size(per_minute)

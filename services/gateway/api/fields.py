@@ -13,7 +13,7 @@ INT64_MAX = 2**63 - 1
 STOP_STRINGS_MAX = 4
 STOP_CHARS_MAX = 256
 BAD_WORD_CHARS_MAX = 256
-# What a client may use as an id of its own: it is shown in headers and logs.
+# A client's own id matches this pattern: it is shown in headers and logs.
 REQUEST_ID_PATTERN = r"^[A-Za-z0-9._:=@+/-]{1,128}$"
 
 TokenId = Annotated[int, Field(ge=0, le=INT32_MAX)]

@@ -227,7 +227,7 @@ VOCABULARY = Vocabulary(
 class PreparedResponse:
     """`chat` is what is generated; `repeated` are fields of the body that the response repeats.
 
-    What may be long is written already, `size_bytes` in all: its objects would take much more.
+    Long parts are JSON already, `size_bytes` in all: as objects they would take much more.
     """
 
     repeated: Mapping[str, Any]

@@ -27,7 +27,7 @@ class Drain:
         self.leaving = False
         # Set once no requests are taken any more.
         self.began = asyncio.Event()
-        # What is interrupted when the time for draining is over; and whether it is over.
+        # These are interrupted when the time for draining is over; `_cut`: it is over.
         self._running: set[Interruption] = set()
         self._cut = False
 

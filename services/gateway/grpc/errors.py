@@ -36,7 +36,7 @@ TABLE: dict[type[GatewayError], grpc.StatusCode] = {
     errors.NoSuchModel: grpc.StatusCode.NOT_FOUND,
     errors.DuplicateRequest: grpc.StatusCode.ALREADY_EXISTS,
     errors.BodyTimeout: grpc.StatusCode.DEADLINE_EXCEEDED,
-    # What gRPC itself answers to messages and metadata over its limits.
+    # gRPC itself gives this code to messages and metadata over its limits.
     errors.BodyTooLarge: grpc.StatusCode.RESOURCE_EXHAUSTED,
     errors.HeadersTooLarge: grpc.StatusCode.RESOURCE_EXHAUSTED,
     errors.OverQuota: grpc.StatusCode.RESOURCE_EXHAUSTED,
@@ -69,8 +69,8 @@ def status_of(
     """The status of a call that failed.
 
     `next_index`: number of output tokens of its first choice that the client has, once any tokens
-    are out. What could have been tried again before is then ABORTED, since a blind retry would
-    begin a second answer.
+    are out. An error that could be tried again is then ABORTED, since a blind retry would begin
+    a second answer.
     """
     code, reason = TABLE[type(error)], reason_of(error)
     metadata = {"http_status": str(error.status)}

@@ -144,7 +144,7 @@ class GrpcFrontDoor(grpc.aio.ServerInterceptor):
         except (GatewayError, ClientGone):
             raise
         except Exception as error:
-            # What went wrong is in the log; clients learn no internals.
+            # The log has the error; clients learn no internals.
             log.exception("a call failed")
             raise GatewayError("internal error of the gateway; try again") from error
 

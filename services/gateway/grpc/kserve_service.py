@@ -1,6 +1,6 @@
 """The methods of KServe's inference.GRPCInferenceService.
 
-What else that protocol has is refused by the door, as every method that is not here.
+The door refuses that protocol's other methods, as it refuses every unknown method.
 """
 
 import asyncio

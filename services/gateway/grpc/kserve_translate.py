@@ -23,7 +23,7 @@ ID_CHARS_MAX = 1024
 """Longest id of a request, which is kept until the request has its answer."""
 FINAL = "triton_final_response"
 OUTPUTS = ("text_output", "finish_reason")
-# What each input holds, and its type.
+# The type of each input.
 INPUTS = {
     "text_input": "BYTES",
     "stream": "BOOL",

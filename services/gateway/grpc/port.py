@@ -19,7 +19,7 @@ from services.gateway.keys.key_ring import KeyRing
 from services.gateway.records.reception import Reception
 from services.gateway.serving.serving import RequestServing
 
-# What ends with the gateway's drain has that long to tell its clients.
+# Calls that end with the gateway's drain have that long to tell their clients.
 GRACE_S = 2.0
 
 log = logging.getLogger(__name__)

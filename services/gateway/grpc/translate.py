@@ -1,7 +1,7 @@
 """Between protobuf and what every door shares: fields of the OpenAI API in, pieces of output out.
 
-What clients may send is checked behind this, once for all doors. Here only that is refused which a
-message can say and JSON cannot.
+Requests are checked behind this, once for all doors. Here only that is refused which a message can
+say and JSON cannot.
 """
 
 from collections.abc import Iterable, Sequence

@@ -13,7 +13,7 @@ from services.gateway.text.token_text import TokenTexts
 class LogprobFormat:
     """Writes what is told of tokens, whose text is their own or, `by_id`, "token_id:42".
 
-    What is told of each is JSON at once: of 100,000 tokens it would be millions of objects, and to
+    Each token's part becomes JSON at once: 100,000 tokens would be millions of objects, and to
     write them all in one go holds the interpreter's lock.
     """
 

@@ -122,7 +122,7 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_headers_complete()
         if self.pipeline:
             self._overtaken.append(before)
-            # What waits is bounded here, and only a reader sees that the client is gone.
+            # Waiting bytes are bounded here, and only a reader sees that the client is gone.
             self.flow.resume_reading()
 
     def on_body(self, body: bytes) -> None:

@@ -2,7 +2,7 @@
 
 JSON Schema allows others wherever it does not forbid them. A model that is held to such a schema
 may write properties of its own until its output is cut, and a function of the client cannot take
-them as arguments. What a closed object takes, an open one takes, too, so every output validates.
+them as arguments. An open object takes all that a closed one takes, so every output validates.
 """
 
 from collections.abc import Iterator, Mapping

@@ -17,7 +17,7 @@ ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 _OPTIONS = "x-guidance"
 # One blank where JSON allows any: small models otherwise go on writing blanks for ever.
 _COMPACT = {"whitespace_pattern": " ?"}
-# What stands under these keys is data, in which "$ref" has no meaning.
+# Values under these keys are data, in which "$ref" has no meaning.
 _DATA_KEYS = frozenset({"const", "default", "enum", "example", "examples"})
 
 

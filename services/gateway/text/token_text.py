@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-# What SentencePiece has for a blank.
+# SentencePiece's character for a blank.
 _BLANK = "\u2581"
 
 

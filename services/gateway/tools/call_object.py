@@ -25,8 +25,8 @@ class CallObject:
     """`{"name": …, "arguments": {…}}`, with "parameters" as another word, in any order.
 
     The call has begun once its name is known and its arguments have: `name` is set, and `take`
-    gives the arguments so far. What is no call is `Step.WRONG`: names that are not among `names`
-    (the tools of the request), arguments that are no object.
+    gives the arguments so far. `Step.WRONG` says that this is no call: its name is not among
+    `names` (the tools of the request), or its arguments are no object.
     """
 
     def __init__(self, names: Container[str], keys: Container[str] | None = None) -> None:

@@ -45,7 +45,7 @@ Event = Content | Reasoning | CallBegin | CallArguments | CallEnd
 
 
 class Parser(Protocol):
-    """Text in, events out. What comes out in all never depends on how the text was cut."""
+    """Text in, events out. The events in all never depend on how the text was cut."""
 
     def push(self, text: str) -> list[Event]:
         """The events of more text; some of it may be held back until it is decided."""

@@ -10,7 +10,7 @@ from services.gateway.tools.json_value import Step
 
 TAG = "<|python_tag|>"
 SEPARATOR = ";"
-# What else stands in such objects. JSON with other keys is an answer and no call.
+# Such objects may have these keys, too. JSON with other keys is an answer and no call.
 _OTHER_KEYS = frozenset({"type", "id"})
 
 
@@ -32,7 +32,7 @@ class Llama3JsonCalls:
         self._names = names
         self._mode = _ListMode.LEAD
         self._held = HeldText()
-        # What stands before a call that has not begun.
+        # Text before a call that has not begun.
         self._lead = ""
         self._call = CallList(names, 0, _OTHER_KEYS)
 

@@ -41,7 +41,7 @@ class _MarkMode(Enum):
 class MarkedCalls:
     """A Parser of calls between marks. Blanks around calls belong to nobody.
 
-    What is no call after a mark is content, the mark included.
+    Text after a mark that is no call is content, the mark included.
     """
 
     def __init__(self, opening: str, closing: str, body: Callable[[int], Body]) -> None:

@@ -30,7 +30,7 @@ STRANGER = "stranger"
 PUBLIC = "tideserve.gateway.v1.GatewayService"
 OFFERED_BY_EVERY_SERVER = ("tideserve.common.v1.ProcessService", "grpc.")
 
-# What each role may call. The code has it the other way round.
+# The methods that each role may call. The code lists the roles of each method.
 HEALTH = {"Health.Check", "Health.List", "Health.Watch"}
 GROUPS = {f"MemmgrService.{m}" for m in ("ListGroups", "GetCluster", "MergeGroups", "SplitGroup")}
 ALLOWED = {

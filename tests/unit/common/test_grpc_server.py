@@ -53,7 +53,7 @@ async def test_the_process_lives_from_the_start_and_the_names_follow_readiness()
         assert await status(stub, "") == SERVING
         bench.ready = True
         assert await status(stub, NAME) == SERVING
-        # What makes it ready may end by the passing of time.
+        # A service may cease to be ready by the passing of time alone.
         bench.ready = False
         assert await status(stub, NAME) == NOT_SERVING
         bench.ready = True

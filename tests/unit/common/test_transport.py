@@ -86,7 +86,7 @@ async def test_everything_is_rotated_below_a_standing_stream(certified: Certifie
         assert (await watch.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
         watch.cancel()
 
-    # What the former CA issued is worth nothing any more.
+    # Certificates of the former CA are refused from now on.
     certified.issue("gateway", certified.authority)
     with pytest.raises(grpc.aio.AioRpcError) as raised:
         await healthy(client, server.address)

@@ -112,7 +112,7 @@ def test_words_that_are_not_used(name: str, text: str, lines: list[int]) -> None
         ("# the one who sends, or whoever it is\nwho = Who\n", []),
         ("# `Who` is a name, and so is Whole.\n", []),
         ("def test_who_waits_is_told() -> None:\n    '''Of a list.'''\n", [1, 2]),
-        ("one = 1  # of these\n# Those of one.\ntwo = 'Of two'\n", [2]),
+        ("one = 1  # of these\n# Those of one.\ntwo = 'Of two'  # What is two.\n", [2, 3]),
         ("'''One.\n\nOf these, one.\n'''\n", []),
     ],
 )

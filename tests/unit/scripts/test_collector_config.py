@@ -18,7 +18,7 @@ def test_every_part_of_the_pipeline_is_configured_and_used() -> None:
     for kind in ("receivers", "processors", "exporters"):
         assert sorted(pipeline[kind]) == sorted(config[kind])
     assert sorted(config["service"]["extensions"]) == sorted(config["extensions"])
-    # What limits memory comes first, what makes batches last.
+    # The processor that limits memory comes first, the one that makes batches last.
     assert (pipeline["processors"][0], pipeline["processors"][-1]) == ("memory_limiter", "batch")
 
 

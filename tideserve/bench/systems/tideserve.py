@@ -33,7 +33,7 @@ POLICIES: Mapping[str, str] = {
     "drop": "drop replicated layers, merge into pipelines, exchange KV, restore (KunServe)",
     "recompute": "preempt the newest request and compute it anew later, as vLLM does",
 }
-# What `-mechanism` switches off, and the options of `tideserve up` that do it.
+# Mechanisms that `-mechanism` switches off; options of `tideserve up` that do it.
 MECHANISMS: Mapping[str, str] = {
     AMPLE: "the memory limit off: memory for the whole demand",
     "exchange": "coordination off: KV moves without standing aside for activations",

@@ -132,7 +132,7 @@ def test_what_we_do_not_serve_costs_nothing() -> None:
             case.send(fails)
         assert (case.remaining("requests"), case.remaining("tokens")) == (5, 3000)
         assert case.told("used_total", limit="requests") == 0
-    # What came before the failure was served.
+    # The requests before the failure were served.
     with pytest.raises(QueueFull):
         case.send(QueueFull, output_tokens=20)
     assert (case.remaining("requests"), case.remaining("tokens")) == (4, 2880)

@@ -44,7 +44,7 @@ def test_a_text_that_cannot_fit_is_refused_before_the_work() -> None:
         TOKENIZER.encode("x" * 100_000, True, 100)
     with pytest.raises(ContextExceeded, match="more than 40000 tokens"):
         TOKENIZER.encode("x" * 100_000, True, 40_000)
-    # What is only a little too long, or may not be, is counted exactly by the caller.
+    # The caller counts a text exactly that is, or may be, only a little too long.
     assert len(TOKENIZER.encode("x" * 101, True, 100)) == 101
     assert len(TOKENIZER.encode("x" * 41_000, True, 40_000)) == 41_000
 

@@ -68,7 +68,7 @@ CASES: list[tuple[str, str, list[Event]]] = [
         f"<tool_call>{NOW}<tool_call>{NOW}</tool_call>",
         [*call(0, "now"), *call(1, "now")],
     ),
-    # What is no call is content, the marks included.
+    # Text that is no call is content, the marks included.
     ("hermes", "a <tool_call>now()</tool_call>", text("a <tool_call>now()</tool_call>")),
     (
         "hermes",
@@ -88,7 +88,7 @@ CASES: list[tuple[str, str, list[Event]]] = [
     ("hermes", '<tool_call>{"arguments": {}}', text('<tool_call>{"arguments": {}}')),
     ("hermes", '<tool_call>{"name": 3}', text('<tool_call>{"name": 3}')),
     ("hermes", '<tool_call>\n{"name": "g', text('<tool_call>\n{"name": "g')),
-    # What breaks after it has begun ends there.
+    # A call that breaks after it has begun ends there.
     (
         "hermes",
         '<tool_call>{"name": "get", "arguments": {"a": 1',
