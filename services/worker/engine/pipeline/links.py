@@ -138,7 +138,7 @@ class Links:
         """Keep a frame until the lane has room. Raises LaneFull."""
         waiting = self._unsent.setdefault(peer, deque())
         if len(waiting) >= UNSENT_MAX:
-            raise LaneFull(f"{peer} takes nothing: {UNSENT_MAX} frames wait for it")
+            raise LaneFull(f"{peer} takes nothing: {UNSENT_MAX} frames wait for it; see its log")
         # The lane copies a frame that it takes: then the sender may reuse the memory.
         waiting.append(replace(frame, payload=as_bytes(frame.payload).copy()))
 
