@@ -16,17 +16,9 @@ from services.common.config import parse_size_bytes
 from services.common.errors import ConfigError
 from services.common.service_config import ServiceConfig
 from services.common.settings import PREFIX, load_settings, secret_names, variable
-from services.gateway.config import GatewayConfig
-from services.memmgr.config import MemmgrConfig
-from services.scheduler.config import SchedulerConfig
 from services.worker.config import WorkerConfig
+from tideserve.cli.cluster_options import CONFIGS
 
-CONFIGS: Mapping[str, type[ServiceConfig]] = {
-    "gateway": GatewayConfig,
-    "scheduler": SchedulerConfig,
-    "memmgr": MemmgrConfig,
-    "worker": WorkerConfig,
-}
 # Which key of the configuration the port of a container is, by the port's name.
 PORT_KEYS = {
     "gateway": {

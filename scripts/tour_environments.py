@@ -90,8 +90,8 @@ def ensure(client: Client, say: Callable[[str], None]) -> Path:
         venv.create(folder, with_pip=True)
         if client.torch:
             index = os.environ.get("TORCH_INDEX")
-            _run([*pip, TORCH, *(["--index-url", index] if index else [])])
-        _run([*pip, "--no-deps", "-r", str(wanted)])
+            run_pip([*pip, TORCH, *(["--index-url", index] if index else [])], TORCH)
+        run_pip([*pip, "--no-deps", "-r", str(wanted)], wanted.name)
         stamp.write_text(digest)
     if client.own:
         _install_own(pip)
@@ -106,18 +106,19 @@ def _install_own(pip: Sequence[str]) -> None:
         except build_wheels.BuildFailed as error:
             raise EnvironmentFailed(str(error)) from error
         ours = [str(one) for one in wheels if one.name.startswith(OWN)]
-        _run([*pip, "--no-deps", "--force-reinstall", *ours])
+        run_pip([*pip, "--no-deps", "--force-reinstall", *ours], "the wheels of this tree")
 
 
-def _run(command: Sequence[str]) -> None:
+def run_pip(command: Sequence[str], what: str) -> None:
+    """Run a command of pip's that installs `what`. Raises EnvironmentFailed."""
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=INSTALL_TIMEOUT_S, check=False
         )
     except subprocess.TimeoutExpired as error:
         raise EnvironmentFailed(
-            f"pip did not end within {INSTALL_TIMEOUT_S} s; try again"
+            f"pip did not install {what} within {INSTALL_TIMEOUT_S} s; try again"
         ) from error
     if done.returncode:
         last = done.stderr.strip().rpartition("\n")[2]
-        raise EnvironmentFailed(f"pip could not install the list: {last}")
+        raise EnvironmentFailed(f"pip could not install {what}: {last}")

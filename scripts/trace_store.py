@@ -6,15 +6,15 @@ them back.
 """
 
 import shutil
-import subprocess
 import sys
 import venv
 from pathlib import Path
 
+from tour_environments import EnvironmentFailed, run_pip
+
 from tideserve.cli.cache import cache_root, create_cache
 
 PACKAGE = "arize-phoenix==20.26.0"
-FETCH_TIMEOUT_S = 1200
 EXIT_MISSING = 77
 
 
@@ -34,18 +34,11 @@ def fetch() -> str:
     create_cache(cache_root())
     shutil.rmtree(folder(), ignore_errors=True)
     venv.create(folder(), with_pip=True)
-    pip = [str(folder() / "bin" / "python"), "-m", "pip", "install", "-q", PACKAGE]
     try:
-        done = subprocess.run(
-            pip, capture_output=True, text=True, timeout=FETCH_TIMEOUT_S, check=False
-        )
-    except subprocess.TimeoutExpired:
+        run_pip([str(folder() / "bin" / "python"), "-m", "pip", "install", "-q", PACKAGE], PACKAGE)
+    except EnvironmentFailed as error:
         shutil.rmtree(folder())
-        return f"pip did not install {PACKAGE} within {FETCH_TIMEOUT_S} s; try again"
-    if done.returncode:
-        shutil.rmtree(folder())
-        last = done.stderr.strip().rpartition("\n")[2]
-        return f"pip could not install {PACKAGE}: {last}"
+        return str(error)
     return ""
 
 

@@ -82,7 +82,8 @@ def run_demo() -> None:
             unusable(ModelUnavailable),
             tempfile.TemporaryDirectory(prefix="tideserve-demo-") as folder,
         ):
-            model_dir = write_tiny_model(Path(folder) / "model", _tokenizer_dir(report), DEEP)
+            tokenizer_dir = resolve_model(None, cache_root(), report.line, "auto")
+            model_dir = write_tiny_model(Path(folder) / "model", tokenizer_dir, DEEP)
             _introduce(report)
             for policy in POLICIES:
                 _show_policy(policy, model_dir, end_s, report, scores)
@@ -105,10 +106,6 @@ def requests_of_flood() -> tuple[PlannedRequest, ...]:
         )
         for index, arrival_s in enumerate(tuple(phased_times(PHASES, 1.0, rng)))
     )
-
-
-def _tokenizer_dir(report: Report) -> Path:
-    return resolve_model(None, cache_root(), report.line, "auto")
 
 
 def _introduce(report: Report) -> None:

@@ -26,7 +26,7 @@ from tideserve.cli.cluster_folder import (
     default_folder,
     remove_run_folder,
 )
-from tideserve.cli.cluster_options import ClusterOptions
+from tideserve.cli.cluster_options import CONFIGS, ClusterOptions
 from tideserve.cli.default import DEFAULT_URL
 from tideserve.cli.errors import CommandError, unusable
 from tideserve.cli.etcd_binary import EtcdMissing, find_etcd
@@ -46,12 +46,7 @@ from tideserve.cli.report import Report
 from tideserve.cli.service_config import Placement, service_configs, worker_names
 from tideserve.cli.stop_signals import StopRequested, StopSignals
 
-SERVICE_MODULES = {
-    "gateway": "services.gateway",
-    "scheduler": "services.scheduler",
-    "memmgr": "services.memmgr",
-    "worker": "services.worker",
-}
+SERVICE_MODULES = {name: f"services.{name}" for name in CONFIGS}
 # These let their requests finish first, as long as their configuration says.
 DRAINING = {"gateway": GatewayConfig, "worker": WorkerConfig}
 STOP_GRACE_S = {"gateway": 5.0, "worker": 10.0, "scheduler": 5.0, "memmgr": 5.0}

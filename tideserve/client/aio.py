@@ -7,17 +7,15 @@ import grpc
 import grpc.aio
 
 from tideserve.client import request as build
-from tideserve.client.channel import Tls, options_of, tls_of
+from tideserve.client.connection import GatewayConnection, StreamedCall
 from tideserve.client.errors import error_of
-from tideserve.client.metadata import metadata_of
-from tideserve.client.sync import TIMEOUT_S
 from tideserve.gateway.v1 import gateway_pb2 as pb
 from tideserve.gateway.v1 import gateway_pb2_grpc
 
 T = TypeVar("T", pb.StreamChatResponse, pb.StreamCompleteResponse)
 
 
-class AsyncStream(Generic[T]):
+class AsyncStream(StreamedCall, Generic[T]):
     """A streamed answer, piece by piece; leaving it early ends the request.
 
     `id` is the response's, known once the first piece has come.
@@ -25,9 +23,8 @@ class AsyncStream(Generic[T]):
 
     def __init__(self, call: Any) -> None:
         """`call`: a running call of gRPC's that yields T."""
-        self._call = call
+        super().__init__(call)
         self._pieces: AsyncIterator[T] = call.__aiter__()
-        self.id = ""
 
     async def __aenter__(self) -> Self:
         return self
@@ -47,33 +44,12 @@ class AsyncStream(Generic[T]):
         self.id = self.id or piece.id
         return piece
 
-    def close(self) -> None:
-        """End the request if it still runs."""
-        self._call.cancel()
 
-
-class AsyncClient:
+class AsyncClient(GatewayConnection):
     """A connection to tideserve, to be made and used in one event loop. See Client."""
 
-    def __init__(
-        self,
-        target: str,
-        *,
-        api_key: str | None = None,
-        tls: Tls | bool = False,
-        timeout_s: float = TIMEOUT_S,
-    ) -> None:
-        """See Client."""
-        self._api_key = api_key
-        self._timeout_s = timeout_s
-        secure, options = tls_of(tls), options_of(tls_of(tls))
-        if secure is None:
-            self._channel = grpc.aio.insecure_channel(target, options=options)
-        else:
-            self._channel = grpc.aio.secure_channel(target, secure.credentials(), options=options)
-        self._stub: gateway_pb2_grpc.GatewayServiceAsyncStub = gateway_pb2_grpc.GatewayServiceStub(
-            self._channel
-        )
+    _channels = grpc.aio
+    _stub: "gateway_pb2_grpc.GatewayServiceAsyncStub"
 
     async def __aenter__(self) -> Self:
         return self
@@ -177,9 +153,3 @@ class AsyncClient:
             return await method(request, **self._keywords(timeout_s, request_id))
         except grpc.RpcError as error:
             raise error_of(error) from None
-
-    def _keywords(self, timeout_s: float | None, request_id: str) -> dict[str, Any]:
-        return {
-            "timeout": self._timeout_s if timeout_s is None else timeout_s,
-            "metadata": metadata_of(self._api_key, request_id),
-        }

@@ -6,27 +6,19 @@ from typing import Any, Generic, Self, TypeVar, Unpack
 import grpc
 
 from tideserve.client import request as build
-from tideserve.client.channel import Tls, options_of, tls_of
+from tideserve.client.connection import GatewayConnection, StreamedCall
 from tideserve.client.errors import error_of
-from tideserve.client.metadata import metadata_of
 from tideserve.gateway.v1 import gateway_pb2 as pb
 from tideserve.gateway.v1 import gateway_pb2_grpc
-
-TIMEOUT_S = 600.0
 
 T = TypeVar("T", pb.StreamChatResponse, pb.StreamCompleteResponse)
 
 
-class Stream(Generic[T]):
+class Stream(StreamedCall, Generic[T]):
     """A streamed answer, piece by piece; leaving it early ends the request.
 
     `id` is the response's, known once the first piece has come.
     """
-
-    def __init__(self, call: Any) -> None:
-        """`call`: a running call of gRPC's that yields T."""
-        self._call = call
-        self.id = ""
 
     def __enter__(self) -> Self:
         return self
@@ -46,12 +38,8 @@ class Stream(Generic[T]):
         self.id = self.id or piece.id
         return piece
 
-    def close(self) -> None:
-        """End the request if it still runs."""
-        self._call.cancel()
 
-
-class Client:
+class Client(GatewayConnection):
     """A connection to tideserve; may be used by several threads.
 
     Every call raises TideserveError. One that nobody can serve now is made again up to three times,
@@ -59,27 +47,8 @@ class Client:
     generating and retries all count.
     """
 
-    def __init__(
-        self,
-        target: str,
-        *,
-        api_key: str | None = None,
-        tls: Tls | bool = False,
-        timeout_s: float = TIMEOUT_S,
-    ) -> None:
-        """`target`: host:port, or a gRPC name such as dns:///host:port, whose addresses take turns.
-
-        Raises:
-            OSError: if a file of `tls` cannot be read.
-        """
-        self._api_key = api_key
-        self._timeout_s = timeout_s
-        secure, options = tls_of(tls), options_of(tls_of(tls))
-        if secure is None:
-            self._channel = grpc.insecure_channel(target, options=options)
-        else:
-            self._channel = grpc.secure_channel(target, secure.credentials(), options=options)
-        self._stub = gateway_pb2_grpc.GatewayServiceStub(self._channel)
+    _channels = grpc
+    _stub: gateway_pb2_grpc.GatewayServiceStub
 
     def __enter__(self) -> Self:
         return self
@@ -183,9 +152,3 @@ class Client:
             return method(request, **self._keywords(timeout_s, request_id))
         except grpc.RpcError as error:
             raise error_of(error) from None
-
-    def _keywords(self, timeout_s: float | None, request_id: str) -> dict[str, Any]:
-        return {
-            "timeout": self._timeout_s if timeout_s is None else timeout_s,
-            "metadata": metadata_of(self._api_key, request_id),
-        }

@@ -90,35 +90,21 @@ def _function_name(value: Any) -> str:
     return name
 
 
-_NAMED = {
-    "type": "object",
-    "required": ["type", "function"],
-    "properties": {
-        "type": {"const": "function"},
-        "function": {
-            "type": "object",
-            "required": ["name"],
-            "properties": {"name": {"type": "string", "pattern": NAME_PATTERN}},
-        },
-    },
-}
-_TOOL = {
-    "type": "object",
-    "required": ["type", "function"],
-    "properties": {
-        "type": {"const": "function"},
-        "function": {
-            "type": "object",
-            "required": ["name"],
-            "properties": {
-                "name": {"type": "string", "pattern": NAME_PATTERN},
-                "description": {"type": "string"},
-                "parameters": {"type": "object"},
-                "strict": {"type": "boolean"},
-            },
-        },
-    },
-}
+def _function_schema(**more: Any) -> dict[str, Any]:
+    """The schema of a function with a name and perhaps more."""
+    properties = {"name": {"type": "string", "pattern": NAME_PATTERN}, **more}
+    function = {"type": "object", "required": ["name"], "properties": properties}
+    return {
+        "type": "object",
+        "required": ["type", "function"],
+        "properties": {"type": {"const": "function"}, "function": function},
+    }
+
+
+_NAMED = _function_schema()
+_TOOL = _function_schema(
+    description={"type": "string"}, parameters={"type": "object"}, strict={"type": "boolean"}
+)
 Tools = Annotated[
     tuple[Tool, ...],
     PlainValidator(_parse_tools),

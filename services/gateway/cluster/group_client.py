@@ -1,6 +1,7 @@
 """Asks the memory manager to merge and split groups, and passes its progress on."""
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any
 
 import grpc.aio
 
@@ -23,28 +24,25 @@ class GroupClient:
         self._view = view
         self._dial = dial
 
-    async def merge(self, group_ids: Sequence[str]) -> AsyncIterator[GroupStep]:
+    def merge(self, group_ids: Sequence[str]) -> AsyncIterator[GroupStep]:
         """Merge groups (none given: all).
 
         Raises:
             GatewayError: if it is refused, or the memory manager does not answer.
         """
-        async with self._dial(self._address(), "memmgr") as channel:
-            stub = memmgr_pb2_grpc.MemmgrServiceStub(channel)
-            request = memmgr_pb2.MergeGroupsRequest(group_ids=group_ids)
-            try:
-                async for answer in stub.MergeGroups(request, timeout=CHANGE_TIMEOUT_S):
-                    yield translate.group_step(answer.step)
-            except grpc.aio.AioRpcError as error:
-                raise _to_gateway_error(error) from error
+        request = memmgr_pb2.MergeGroupsRequest(group_ids=group_ids)
+        return self._change(lambda stub: stub.MergeGroups(request, timeout=CHANGE_TIMEOUT_S))
 
-    async def split(self, group_id: str | None) -> AsyncIterator[GroupStep]:
+    def split(self, group_id: str | None) -> AsyncIterator[GroupStep]:
         """Split a group (None: the only merged one); raises as `merge`."""
+        request = memmgr_pb2.SplitGroupRequest(group_id=group_id or "")
+        return self._change(lambda stub: stub.SplitGroup(request, timeout=CHANGE_TIMEOUT_S))
+
+    async def _change(self, call: Callable[[Any], AsyncIterator[Any]]) -> AsyncIterator[GroupStep]:
         async with self._dial(self._address(), "memmgr") as channel:
             stub = memmgr_pb2_grpc.MemmgrServiceStub(channel)
-            request = memmgr_pb2.SplitGroupRequest(group_id=group_id or "")
             try:
-                async for answer in stub.SplitGroup(request, timeout=CHANGE_TIMEOUT_S):
+                async for answer in call(stub):
                     yield translate.group_step(answer.step)
             except grpc.aio.AioRpcError as error:
                 raise _to_gateway_error(error) from error

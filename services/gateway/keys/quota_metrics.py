@@ -1,6 +1,7 @@
 """What owners with limits use of them, as metrics."""
 
 from collections.abc import Mapping
+from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
@@ -15,31 +16,28 @@ class QuotaMetrics:
 
     def __init__(self, registry: CollectorRegistry) -> None:
         """The metrics are added to `registry`."""
-        self._limits = Gauge(
+        gauge, counter = partial(Gauge, registry=registry), partial(Counter, registry=registry)
+        self._limits = gauge(
             "tideserve_gateway_quota_limit",
             "What an owner of keys may use: requests or tokens a minute, or requests at once"
             " (concurrent).",
             ["owner", "limit"],
-            registry=registry,
         )
-        self._used = Counter(
+        self._used = counter(
             "tideserve_gateway_quota_used",
             "Requests and tokens that count against the limits of their owner, told when they end.",
             ["owner", "limit"],
-            registry=registry,
         )
-        self._running = Gauge(
+        self._running = gauge(
             "tideserve_gateway_quota_running",
             "Requests at this gateway now of owners with a limit of requests at once.",
             ["owner"],
-            registry=registry,
         )
-        self._refusals = Counter(
+        self._refusals = counter(
             "tideserve_gateway_quota_refusals",
             "Requests refused because the owner of their key had used a limit: requests, tokens or"
             " concurrent.",
             ["owner", "limit"],
-            registry=registry,
         )
         self._limited: set[Owned] = set()
 

@@ -45,11 +45,11 @@ class Metrics:
         self.registry = registry
         self._model_name = model_name
         self.requests = RequestHistograms(model_name, registry)
-        self._http_requests = Counter(
+        counter = partial(Counter, registry=registry)
+        self._http_requests = counter(
             "tideserve_gateway_requests",
             "Requests answered, over HTTP and gRPC; 499: the client hung up or cancelled it.",
             ["endpoint", "status"],
-            registry=registry,
         )
         self._duration = Histogram(
             "tideserve_gateway_request_duration_seconds",
@@ -58,92 +58,71 @@ class Metrics:
             buckets=_DURATION_BUCKETS,
             registry=registry,
         )
-        self._rejections = Counter(
+        self._rejections = counter(
             "vllm:admission_rejections",
             "Requests refused for want of room: queue_full, expired, unavailable, shutting_down.",
             ["model_name", "reason"],
-            registry=registry,
         )
         for refusal in REFUSALS:
             self._rejections.labels(model_name, refusal.code)
-        self._prompt_tokens = Counter(
-            "tideserve_gateway_prompt_tokens", "Prompt tokens sent on.", registry=registry
-        )
-        self._stream_errors = Counter(
+        self._prompt_tokens = counter("tideserve_gateway_prompt_tokens", "Prompt tokens sent on.")
+        self._stream_errors = counter(
             "tideserve_gateway_stream_errors",
             "Streams that ended with an error after they had begun; client_gone: it hung up.",
             ["code"],
-            registry=registry,
         )
-        self._moved_streams = Counter(
+        self._moved_streams = counter(
             "tideserve_gateway_moved_streams",
             "Times that a running stream went over to another worker.",
-            registry=registry,
         )
-        self._add_states(registry)
-        self._add_loads(registry)
-
-    def _add_states(self, registry: CollectorRegistry) -> None:
-        """Whether quotas, keys and the cluster are as they should be."""
         self.quotas = QuotaMetrics(registry)
-        self.quota_sharing = Gauge(
+        self._add_states(partial(Gauge, registry=registry))
+        self._add_loads(partial(Gauge, registry=registry))
+
+    def _add_states(self, gauge: Callable[..., Gauge]) -> None:
+        """Whether quotas, keys and the cluster are as they should be."""
+        self.quota_sharing = gauge(
             "tideserve_gateway_quota_sharing",
             "1 while gateways report their demand to each other; 0: they keep their last parts"
             " of each quota.",
-            registry=registry,
         )
-        self.keys_refused = Gauge(
+        self.keys_refused = gauge(
             "tideserve_gateway_keys_file_refused",
             "1 while the file of keys has changed into something that is not usable, and the former"
             " keys are in force.",
-            registry=registry,
         )
-        self.keys_digest = Gauge(
+        self.keys_digest = gauge(
             "tideserve_gateway_keys_digest",
             "The first 48 bits of a SHA-256 of the keys of the file that are in force, as a number;"
             " it differs between gateways while they have different keys. 0: there is no file.",
-            registry=registry,
         )
-        self.ready = Gauge(
-            "tideserve_gateway_ready",
-            "1 while /ready says yes: a request can be placed now.",
-            registry=registry,
+        self.ready = gauge(
+            "tideserve_gateway_ready", "1 while /ready says yes: a request can be placed now."
         )
-        self.groups_serving = Gauge(
+        self.groups_serving = gauge(
             "tideserve_gateway_groups_serving",
             "Groups of the gateway's model that can take requests, as /ready counts them.",
             ["model_name"],
-            registry=registry,
         ).labels(self._model_name)
 
-    def _add_loads(self, registry: CollectorRegistry) -> None:
+    def _add_loads(self, gauge: Callable[..., Gauge]) -> None:
         """How much is under way."""
-        self._calls = Gauge(
+        self._calls = gauge(
             "tideserve_gateway_grpc_calls",
             "gRPC calls beside requests that run: waiting for their message, streams of requests,"
             " parked because their client takes nothing.",
             ["state"],
-            registry=registry,
         )
-        self.inflight = Gauge(
-            "tideserve_gateway_requests_inflight",
-            "Generation requests inside the gateway.",
-            registry=registry,
+        self.inflight = gauge(
+            "tideserve_gateway_requests_inflight", "Generation requests inside the gateway."
         )
-        self.admitting = Gauge(
-            "tideserve_gateway_requests_admitting",
-            "Requests that wait for the scheduler's answer.",
-            registry=registry,
+        self.admitting = gauge(
+            "tideserve_gateway_requests_admitting", "Requests that wait for the scheduler's answer."
         )
-        self.running = Gauge(
-            "tideserve_gateway_requests_running",
-            "Requests that are at a worker.",
-            registry=registry,
-        )
-        self.body_bytes = Gauge(
+        self.running = gauge("tideserve_gateway_requests_running", "Requests that are at a worker.")
+        self.body_bytes = gauge(
             "tideserve_gateway_body_bytes",
             "Bytes of large request bodies that are being read, parsed or tokenised.",
-            registry=registry,
         )
 
     def count_calls(self, lines: Mapping[str, Line]) -> None:

@@ -1,17 +1,17 @@
 """A server process that ends with this one, with a log of its own."""
 
 import contextlib
-import ctypes
 import os
 import signal
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from services.common.clock import monotonic_s
+from services.common.lifecycle import die_with_parent
 from tideserve.bench.errors import SystemUnavailable
 
-PR_SET_PDEATHSIG = 1
 STOP_TIMEOUT_S = 60.0
 POLL_S = 0.2
 TAIL_BYTES = 2000
@@ -34,7 +34,7 @@ class ServerProcess:
                 cwd=log_path.parent,
                 start_new_session=True,
                 # A server is started while no other thread of this process runs.
-                preexec_fn=_end_with_parent,  # noqa: PLW1509
+                preexec_fn=partial(die_with_parent, signal.SIGTERM),  # noqa: PLW1509
             )
 
     def wait_until(self, ready: Callable[[], bool], timeout_s: float) -> None:
@@ -79,7 +79,3 @@ class ServerProcess:
     def _signal(self, number: signal.Signals) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, number)
-
-
-def _end_with_parent() -> None:
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)

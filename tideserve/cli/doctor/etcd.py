@@ -2,7 +2,7 @@
 
 import ssl
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from email.utils import parsedate_to_datetime
 
 import httpx
@@ -60,7 +60,7 @@ async def _member(http: httpx.AsyncClient, url: str) -> list[Finding]:
     health = (await http.get("/health")).json()
     numbers = metrics_of((await http.get("/metrics")).text)
     skew_s = now_unix_s - parsedate_to_datetime(answer.headers["date"]).timestamp()
-    found = judge(url, version, health, numbers, skew_s)
+    found = list(judge(url, version, health, numbers, skew_s))
     return found or [fine(CHECK, f"{url} answers, is version {version} and has room")]
 
 
@@ -70,45 +70,35 @@ def judge(
     health: Mapping[str, str],
     numbers: Mapping[str, float],
     skew_s: float,
-) -> list[Finding]:
+) -> Iterator[Finding]:
     """What is wrong with a member; `skew_s`: how much this machine's clock is ahead of its."""
-    found = []
     if health.get("health") != "true":
         reason = health.get("reason", "no reason given")
-        found.append(
-            failure(
-                CHECK,
-                f"{url} is not healthy ({reason}); for NOSPACE compact, defragment and disarm the"
-                " alarm with etcdctl, else look at its log",
-            )
+        yield failure(
+            CHECK,
+            f"{url} is not healthy ({reason}); for NOSPACE compact, defragment and disarm the"
+            " alarm with etcdctl, else look at its log",
         )
     if version in INCONSISTENT:
-        found.append(
-            warning(
-                CHECK,
-                f"{url} is version {version}, whose members may disagree about the data after a"
-                " crash; upgrade it to 3.5.3 or later",
-            )
+        yield warning(
+            CHECK,
+            f"{url} is version {version}, whose members may disagree about the data after a"
+            " crash; upgrade it to 3.5.3 or later",
         )
     size, quota = numbers.get(SIZE, 0.0), numbers.get(QUOTA, 0.0)
     if quota and size > FULL_SHARE * quota:
-        found.append(
-            warning(
-                CHECK,
-                f"{url} uses {size / quota:.0%} of its quota of {quota / 2**20:.0f} MiB, and"
-                " refuses writes when it is full; compact and defragment it, or raise"
-                " --quota-backend-bytes",
-            )
+        yield warning(
+            CHECK,
+            f"{url} uses {size / quota:.0%} of its quota of {quota / 2**20:.0f} MiB, and"
+            " refuses writes when it is full; compact and defragment it, or raise"
+            " --quota-backend-bytes",
         )
     if abs(skew_s) > SKEW_MAX_S:
-        found.append(
-            warning(
-                CHECK,
-                f"the clock here differs from that of {url} by {abs(skew_s):.0f} s, so certificates"
-                " and logs do not agree; let a time service set both",
-            )
+        yield warning(
+            CHECK,
+            f"the clock here differs from that of {url} by {abs(skew_s):.0f} s, so certificates"
+            " and logs do not agree; let a time service set both",
         )
-    return found
 
 
 def metrics_of(text: str) -> dict[str, float]:

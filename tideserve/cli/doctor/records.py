@@ -1,7 +1,7 @@
 """What the records in etcd say about the cluster. Pure, but for the reading."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -57,45 +57,39 @@ async def _read(store: Store, prefix: str, kind: type[M], invalid: list[str]) ->
 
 def check_records(records: RegisteredRecords, prefix: str, etcd_is_local: bool) -> list[Finding]:
     """`etcd_is_local`: it listens on a loopback address, so all are on its machine."""
-    found = _missing(records, prefix) + _invalid(records, prefix)
-    found += _addresses(records, etcd_is_local)
-    found += _differing(records.workers)
-    found += _idle(records)
+    found = [
+        *(*_missing(records, prefix), *_invalid(records, prefix)),
+        *(*_addresses(records, etcd_is_local), *_differing(records.workers), *_idle(records)),
+    ]
     count = len(records.workers)
     summary = f"{count} worker{'s' * (count != 1)} and {len(records.services)} services"
     return found or [fine(CHECK, f"{summary} are registered and fit together")]
 
 
-def _missing(records: RegisteredRecords, prefix: str) -> list[Finding]:
+def _missing(records: RegisteredRecords, prefix: str) -> Iterator[Finding]:
     names = {record.name for record in records.services}
     if not names and not records.workers:
-        return [
-            failure(
-                CHECK,
-                f"nothing is registered under {prefix}; start the services with this etcd, or"
-                " correct the prefix",
+        yield failure(
+            CHECK,
+            f"nothing is registered under {prefix}; start the services with this etcd, or"
+            " correct the prefix",
+        )
+        return
+    for name in NEEDED:
+        if name not in names:
+            yield failure(
+                CHECK, f"no {name} is registered under {prefix}; start one, or look at its log"
             )
-        ]
-    found = [
-        failure(CHECK, f"no {name} is registered under {prefix}; start one, or look at its log")
-        for name in NEEDED
-        if name not in names
-    ]
     if not records.workers:
-        found.append(
-            failure(
-                CHECK,
-                f"no worker is registered under {prefix}; they register when the model is loaded:"
-                " wait, or look at their logs",
-            )
+        yield failure(
+            CHECK,
+            f"no worker is registered under {prefix}; they register when the model is loaded:"
+            " wait, or look at their logs",
         )
     if "memmgr" in names and "memmgr" not in records.leaders:
-        found.append(
-            failure(
-                CHECK, "no memory manager leads, so groups cannot change; wait, or look at its log"
-            )
+        yield failure(
+            CHECK, "no memory manager leads, so groups cannot change; wait, or look at its log"
         )
-    return found
 
 
 def _invalid(records: RegisteredRecords, prefix: str) -> list[Finding]:
@@ -121,9 +115,8 @@ def places(records: RegisteredRecords) -> Iterable[tuple[str, str]]:
                 yield f"a lane of {name}", address
 
 
-def _addresses(records: RegisteredRecords, etcd_is_local: bool) -> list[Finding]:
+def _addresses(records: RegisteredRecords, etcd_is_local: bool) -> Iterator[Finding]:
     """Addresses that others cannot dial: a loopback address, unless all are on one machine."""
-    found = []
     told = {host_of(address) for _, address in places(records)}
     hosts = {host for host in told if not is_wildcard(host)}
     loopback = {host for host in hosts if is_loopback(host)}
@@ -131,25 +124,20 @@ def _addresses(records: RegisteredRecords, etcd_is_local: bool) -> list[Finding]
     for name, address in places(records):
         host = host_of(address)
         if is_wildcard(host):
-            found.append(
-                failure(
-                    CHECK,
-                    f"{name} is registered at {address}, which leads nowhere; set its 'advertise'"
-                    " to auto or to an address that others reach",
-                )
+            yield failure(
+                CHECK,
+                f"{name} is registered at {address}, which leads nowhere; set its 'advertise'"
+                " to auto or to an address that others reach",
             )
         elif not one_machine and host in loopback:
-            found.append(
-                failure(
-                    CHECK,
-                    f"{name} is registered at {address}, which only its own machine reaches; set"
-                    " its 'advertise' to an address that others reach, and have it listen there",
-                )
+            yield failure(
+                CHECK,
+                f"{name} is registered at {address}, which only its own machine reaches; set"
+                " its 'advertise' to an address that others reach, and have it listen there",
             )
-    return found
 
 
-def _differing(workers: Sequence[record_pb2.WorkerRecord]) -> list[Finding]:
+def _differing(workers: Sequence[record_pb2.WorkerRecord]) -> Iterator[Finding]:
     """Workers of one model that can never be in one group."""
     differences: Mapping[str, Callable[[record_pb2.WorkerRecord], object]] = {
         "hold different parameters or configurations of {model} (digests {values}); give all the"
@@ -163,7 +151,6 @@ def _differing(workers: Sequence[record_pb2.WorkerRecord]) -> list[Finding]:
     by_model: dict[str, list[record_pb2.WorkerRecord]] = defaultdict(list)
     for worker in workers:
         by_model[worker.model].append(worker)
-    found = []
     for model, alike in by_model.items():
         for text, value in differences.items():
             names: dict[object, str] = {}
@@ -172,12 +159,11 @@ def _differing(workers: Sequence[record_pb2.WorkerRecord]) -> list[Finding]:
             if len(names) > 1:
                 values = ", ".join(f"{name}: {one or 'none'}" for one, name in names.items())
                 sentence = text.format(model=model, values=values)
-                found.append(failure(CHECK, f"the workers {sentence}"))
+                yield failure(CHECK, f"the workers {sentence}")
                 break
-    return found
 
 
-def _idle(records: RegisteredRecords) -> list[Finding]:
+def _idle(records: RegisteredRecords) -> Iterator[Finding]:
     """Workers that are in no serving group, or can never merge."""
     members = {
         (member.worker_id, member.incarnation)
@@ -185,22 +171,16 @@ def _idle(records: RegisteredRecords) -> list[Finding]:
         if group.phase == record_pb2.GROUP_PHASE_STABLE
         for member in group.members
     }
-    found = []
     for worker in records.workers:
         if (worker.worker_id, worker.incarnation) not in members and not worker.draining:
-            found.append(
-                warning(
-                    CHECK,
-                    f"the worker {worker.worker_id} is in no group that serves; wait, or look at"
-                    " the memory manager's log",
-                )
+            yield warning(
+                CHECK,
+                f"the worker {worker.worker_id} is in no group that serves; wait, or look at"
+                " the memory manager's log",
             )
         if CAN_DROP not in worker.capabilities:
-            found.append(
-                warning(
-                    CHECK,
-                    f"the worker {worker.worker_id} has no lanes to others, so it never merges; set"
-                    " its 'advertise' and look at its log",
-                )
+            yield warning(
+                CHECK,
+                f"the worker {worker.worker_id} has no lanes to others, so it never merges; set"
+                " its 'advertise' and look at its log",
             )
-    return found

@@ -16,7 +16,7 @@ from services.gateway.grpc.call import MESSAGE_TIMEOUT_S, STREAM_IDLE_S
 from services.gateway.grpc.errors import TABLE, status_of, trailer_of
 from services.gateway.grpc.server import CONNECTION_AGE_S, METADATA_BYTES_MAX, STREAMS_MAX
 from services.gateway.serving.running import REMEMBER_S, REMEMBERED_MAX
-from tideserve.client import sync
+from tideserve.client import connection
 from tideserve.client.errors import error_of
 from tideserve.client.request import ChatFields, CompletionFields
 from tideserve.client.sync import Client
@@ -102,7 +102,7 @@ def test_fields_of_the_contract_that_are_named_exist() -> None:
 
 
 def test_numbers_are_those_of_the_code() -> None:
-    assert f"({sync.TIMEOUT_S:g} s unless" in PAGE
+    assert f"({connection.TIMEOUT_S:g} s unless" in PAGE
     assert f"Messages of clients {BODY_BYTES_MAX >> 20} MiB, metadata" in PAGE
     assert f"metadata {METADATA_BYTES_MAX >> 10} KiB, {STREAMS_MAX:,} calls" in PAGE
     assert f"within {MESSAGE_TIMEOUT_S:g} s" in PAGE and f"none for {STREAM_IDLE_S:g} s" in PAGE
