@@ -3,7 +3,8 @@
 One rule for every line, the scheduler's and a worker's. A request that needs more room
 than there is would otherwise hold up all requests behind it, most of which are short. Each request
 that starts before it overtakes it; a request that has been overtaken often enough holds the line
-until it fits.
+until it fits. Where a line has several places to start, a request holds only those that it could
+use.
 """
 
 from collections.abc import Callable, Iterable
@@ -25,24 +26,34 @@ class Overtakeable(Protocol):
 Waiter = TypeVar("Waiter", bound=Overtakeable)
 
 
+def _holds_all(_waiter: Overtakeable) -> bool:
+    return True
+
+
 def next_to_start(
-    line: Iterable[Waiter], fits: Callable[[Waiter], bool], overtaken_max: int
+    line: Iterable[Waiter],
+    fits: Callable[[Waiter], bool],
+    overtaken_max: int,
+    holds_all: Callable[[Waiter], bool] = _holds_all,
 ) -> Waiter | None:
     """The request of `line`, oldest first, that may start now; None if there is none.
 
-    Call `start` when it does. O(`LOOKED_AT`).
+    `holds_all` hears of each that holds the line, and tells whether it holds every place; if not,
+    `fits` has to leave its places out from then on. Call `start` when one starts. O(`LOOKED_AT`).
     """
     for waiter in islice(line, LOOKED_AT):
         if fits(waiter):
             return waiter
-        if waiter.overtaken >= overtaken_max:
+        if waiter.overtaken >= overtaken_max and holds_all(waiter):
             return None
     return None
 
 
-def start(line: Iterable[Waiter], started: Waiter) -> None:
-    """Count that `started`, which is in `line`, overtakes all before it."""
+def start(
+    line: Iterable[Waiter], started: Waiter, wants: Callable[[Waiter], bool] = _holds_all
+) -> None:
+    """Count that `started`, which is in `line`, overtakes all before it that want its place."""
     for waiter in line:
         if waiter is started:
             return
-        waiter.overtaken += 1
+        waiter.overtaken += wants(waiter)

@@ -21,6 +21,7 @@ from services.core.changeover.preparation import Preparation, PreparationStep
 from services.core.changeover.stage_kv import StageKv
 from services.core.changeover.state import Changeover
 from services.core.changeover.takeover import Takeover
+from services.core.changeover.unclaimed import Unclaimed
 from services.core.changeover.vocabulary import CancelTransfer, PeersLost, ReleaseDeparted
 from services.core.planner.configuration_events import SequenceResumed
 from services.core.planner.events import RequestAborted
@@ -174,6 +175,11 @@ def _aborts_only_what_is_pending(self: Handover, name: str) -> bool:
     return name in self.pending
 
 
+def _puts_the_first_first(patch: pytest.MonkeyPatch) -> None:
+    superseded = Takeover._is_superseded
+    patch.setattr(Takeover, "_is_superseded", lambda self, _, name: superseded(self, "", name))
+
+
 RULES: dict[str, Removal] = {
     "frames of other epochs have no effect": _put(EpochFence, "admits", lambda *_: True),
     "frames wait until all stages have joined": _put(Takeover, "defers", lambda *_: False),
@@ -199,6 +205,8 @@ RULES: dict[str, Removal] = {
     "a stage shrinks when few enough are used": _put(MemberCapacity, "answer", _answers_at_once),
     "a stage shrinks when its leader says so": _limits_unasked,
     "a move starts when there is room": _put(ExchangeState, "_fits", lambda *_: True),
+    "KV that no leader has is released": _put(Unclaimed, "release", lambda *_: None),
+    "the later of two that one member hands on is taken": _puts_the_first_first,
     "what a lost leader was dealt is freed": _put(Handover, "lose", lambda *_: []),
     "KV of a lost source is given up": _put(LeaderMoves, "lose", lambda *_: None),
     "a leader waits for all that may hand over": _put(

@@ -34,6 +34,7 @@ def part(script: Script) -> None:
 def go_on_when_ready(script: Script) -> None:
     """The change after it comes as soon as "b" gets ready for it."""
     after = groups(3, "bc")
+    script.turn("b")  # it says that it has what it is to have, if it thinks so
     script.do("b", words.PreparationAsked("t", after))
     if words.ConnectMembers in kinds(script.turn("b")):
         script.hear(after)

@@ -376,6 +376,38 @@ def a_member_lost_while_stages_join_is_not_waited_for() -> None:
     assert script.names_at("a") == ["r", "s"]
 
 
+@_witness("KV that no leader has is released")
+def nobody_keeps_kv_for_an_old_leader_that_died() -> None:
+    for new in (("a", "b", "c"), ("a", "bc")):
+        script = Script("abc")
+        script.hear(groups(1, "abc"))
+        script.settle()
+        script.ask("a", "r", 8)
+        script.launch("a")
+        script.settle()
+        script.transfers_run = False
+        script.hear(groups(2, *new))
+        script.settle()
+        assert script.names_at("a") == ["r"]
+        assert script.members["a"].phase is MemberPhase.MIGRATING
+        script.lose("a")
+        script.settle()
+        assert all(member.settled for member in script.members.values())
+        assert script.taken_at("b") == script.taken_at("c") == 0
+        assert script.members["b"].planner.load().kv_blocks_free > 0
+
+
+@_witness("the later of two that one member hands on is taken")
+def a_request_that_was_given_up_and_asked_for_again_runs() -> None:
+    """ "b" does not lead when it comes, so it hands both on."""
+    script = pipeline()
+    script.ask("b", "r#1", 8)
+    script.do("b", RequestAborted(0.0, "r"))
+    script.ask("b", "r#2", 8)
+    script.settle()
+    assert script.names_at("a") == ["r#2"] and script.names_at("b") == []
+
+
 @_witness("a stage waits for word of its requests")
 def a_sequence_has_one_leader() -> None:
     """ "c" hands a request that came late to "a", which leaves, and says both to "c"."""

@@ -150,6 +150,18 @@ class AllAdopted:
 
 
 @dataclass(frozen=True, slots=True)
+class AllMoved:
+    """From `leader`: it has all sequences of this change that it will have, and their KV.
+
+    It goes to members of other groups, and from stage to stage through its own. `kept`, told to
+    its own stages alone, are its sequences and those whose release they have yet to hear of.
+    """
+
+    leader: str
+    kept: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Passed:
     """From a member of the change: it has left the envelope's epoch, or will never enter it.
 
@@ -231,6 +243,7 @@ MemberFrame = (
     | Adopted
     | RequestDropped
     | AllAdopted
+    | AllMoved
     | Passed
     | Reserve
     | Reserved

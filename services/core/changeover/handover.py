@@ -56,7 +56,7 @@ class Handover:
 
     def end_aborted(self) -> None:
         """End sequences that were aborted on the way to a leader that was lost meanwhile."""
-        for name in self._aborted & self._context.planner.sequences.keys():
+        for name in sorted(self._aborted & self._context.planner.sequences.keys()):
             self._end(name)
         self._aborted.clear()
 
@@ -98,10 +98,15 @@ class Handover:
 
         Returns the sequences that come back: those that it had not adopted, as far as is known
         here. They are held until every stage has freed their KV (`note_freed`). `gone` are all
-        members that nothing can be sent to. A sequence that was aborted meanwhile ends.
+        members that nothing can be sent to. A sequence that was aborted meanwhile ends. The stages
+        of that leader's own group keep what they have: it may live, and only the way to it be lost.
         """
         back = []
-        stages = {stage.worker_id for stage in self.old_stages if stage.worker_id not in gone}
+        configuration = self._context.configuration
+        assert configuration is not None
+        theirs = [group.workers for group in configuration.groups if leader in group.workers]
+        stages = {stage.worker_id for stage in self.old_stages}.difference(*theirs)
+        stages = {worker_id for worker_id in stages if worker_id not in gone}
         for name in [name for name, to in self._dealt.items() if to == leader]:
             del self._dealt[name]
             if self.pending.pop(name, None) is not None:

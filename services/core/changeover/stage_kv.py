@@ -194,13 +194,15 @@ class StageKv:
         else:
             self._tell(freed, grown=False)
 
-    def release_unclaimed(self) -> None:
-        """Free KV of requests that this leader does not have: no other group can fetch it now."""
-        gone = self.unclaimed
+    def release_unclaimed(self) -> int:
+        """Free KV of requests that no leader has, which none can fetch now; returns the blocks."""
+        gone, table = self.unclaimed, self._context.table
         self._unclaimed.clear()
         self._held.difference_update(gone)
+        blocks = sum(len(table.block_ids(name)) for name in gone)
         for name in gone:
             self._context.change(BlocksReleased(name))
+        return blocks
 
     def release_everything(self) -> None:
         """No request of this member goes on."""

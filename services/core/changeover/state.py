@@ -32,6 +32,7 @@ from services.core.changeover.member_context import MemberContext
 from services.core.changeover.preparation import Preparation
 from services.core.changeover.stage_kv import StageKv
 from services.core.changeover.takeover import Takeover
+from services.core.changeover.unclaimed import Unclaimed
 from services.core.groups.layer_map import serves
 from services.core.planner.batch import Microbatch
 from services.core.planner.config import IterationConfig
@@ -58,8 +59,8 @@ from services.core.planner.state import PlannerState
 DRAIN_TIMEOUT_S = 5.0
 """After it, a leader discards the microbatches in flight."""
 DRAINED_TIMEOUT_S = 20.0
-"""After it, a stage switches without its leader. It is longer than a living leader can take that
-hears of the change late: only the leader knows which requests' blocks are to be freed."""
+"""After it, a stage gives its leader up: longer than a leader takes that hears of the change in time.
+What a later one says of freed requests comes too late; `Unclaimed` frees their blocks."""
 EXCHANGE_WINDOW = 4
 """For how many requests a leader moves KV at the same time."""
 
@@ -110,6 +111,7 @@ class Changeover:
         self._context = MemberContext(worker_id, num_layers, tied_embeddings, planner, names)
         self._kv = StageKv(self._context)
         self._moves = LeaderMoves(self._context, self._kv, exchange_window)
+        self._unclaimed = Unclaimed(self._context, self._kv)
         self._handover = Handover(self._context)
         self._takeover = Takeover(self._context, self._moves, self._handover)
         self._capacity = MemberCapacity(self._context, self._kv)
@@ -165,17 +167,12 @@ class Changeover:
         """Whether requests or KV of the present configuration's change still move."""
         settled = self._takeover.settled and self._handover.settled
         settled = settled and self._moves.settled and self._kv.settled
-        return not settled or self._kv.has_unclaimed
+        return not settled or not self._unclaimed.settled
 
     @property
     def settled(self) -> bool:
         """Whether the last change is wholly over, so that another one may be prepared."""
         return self.phase is MemberPhase.SERVING
-
-    @property
-    def requests_move(self) -> bool:
-        """Whether requests may move between the groups of the present configuration's change."""
-        return self.phase in (MemberPhase.JOINING, MemberPhase.ADOPTING, MemberPhase.MIGRATING)
 
     @property
     def busy(self) -> bool:
@@ -296,6 +293,8 @@ class Changeover:
         self._begin_when_joined()
         if not self._takeover.waiting:
             self._moves.advance()
+            if self._takeover.settled and self._handover.settled and self._moves.settled:
+                self._unclaimed.tell(self._lost)
         self._capacity.answer()
         self._kv.sweep()
 
@@ -344,6 +343,7 @@ class Changeover:
         self._drained = self._leader_has_left = False
         self._lost = self._told_lost = frozenset()
         self._kv.enter(answer)
+        self._unclaimed.enter()
         self._moves.enter()
         self._capacity.enter()
         context.names.keep_only(context.planner.sequences)
@@ -408,10 +408,7 @@ class Changeover:
             self._go_on(name)
         self._takeover.note_all_adopted(worker_id)
         self._moves.lose(worker_id)
-        configuration = self._context.configuration
-        assert configuration is not None
-        if configuration.leads and configuration.leaders <= {configuration.worker_id, *self._lost}:
-            self._kv.release_unclaimed()
+        self._unclaimed.release(self._lost)
 
     def _go_on(self, name: str) -> None:
         """Run a request that has come back, or hand it to the leader of now."""
@@ -521,6 +518,7 @@ _FRAMES: dict[type[Any], Callable[[Changeover, str, Any], None]] = {
     frames.Adopted: lambda self, peer, frame: self._handover.note_adopted(peer, frame),
     frames.RequestDropped: lambda self, _peer, frame: self._abort(frame.request_id),
     frames.AllAdopted: Changeover._note_all_adopted,
+    frames.AllMoved: lambda self, _peer, frame: self._unclaimed.note(frame, self._lost),
     frames.Passed: Changeover._note_passed,
     frames.Reserve: Changeover._reserve,
     frames.Reserved: lambda self, peer, frame: self._moves.note_reserved(peer, frame),

@@ -16,6 +16,7 @@ from services.core.changeover.leader_moves import LeaderMoves
 from services.core.changeover.member_context import MemberContext
 from services.core.changeover.vocabulary import NoteAdopted
 from services.core.planner.configuration_events import SequenceAdopted, StagesConfigured
+from services.core.planner.events import RequestAborted
 from services.core.planner.sequence import Phase
 from services.core.planner.sequence_names import request_of
 
@@ -30,6 +31,7 @@ class Takeover:
         self._joined: dict[str, Joined] | None = None
         self._deferred: list[tuple[str, MemberFrame]] = []
         self._not_done: set[str] = set()  # leaders that may still hand over sequences
+        self._senders: dict[str, str] = {}  # of sequences that were taken over
 
     @property
     def waiting(self) -> bool:
@@ -47,6 +49,8 @@ class Takeover:
         assert new is not None
         self._deferred.clear()
         self._not_done = set(new.members) - {new.worker_id} if new.leads else set()
+        sequences = self._context.planner.sequences
+        self._senders = {name: one for name, one in self._senders.items() if name in sequences}
         self._joined = {} if new.leads else None
 
     def defers(self, peer: str, frame: MemberFrame) -> bool:
@@ -96,8 +100,9 @@ class Takeover:
             return
         sequences, name = context.planner.sequences, adopt.sequence.request.request_id
         fresh = name not in sequences
-        if fresh and not self._is_superseded(name):
+        if fresh and not self._is_superseded(peer, name):
             self._take_over(adopt)
+            self._senders[name] = peer
         context.send(peer, Adopted(name, len(adopt.sequence.output_ids)))
         if not (fresh and adopt.sequence.blocks):
             return
@@ -108,11 +113,20 @@ class Takeover:
             for stage in adopt.stages:
                 context.send(stage.worker_id, FreeKv(name, whole_table=True))
 
-    def _is_superseded(self, name: str) -> bool:
-        """Whether another sequence answers the request here: it was asked for again meanwhile."""
+    def _is_superseded(self, peer: str, name: str) -> bool:
+        """Whether another sequence answers the request here: it was asked for again meanwhile.
+
+        Of two that one member handed on, the later one answers it; the earlier one ends.
+        """
         context = self._context
         current = context.names.name_of(request_of(name))
-        return current != name and current in context.planner.sequences
+        if current == name or current not in context.planner.sequences:
+            return False
+        if self._senders.get(current) != peer:
+            return True
+        context.names.end(current)
+        context.change(RequestAborted(context.now_s, current))
+        return False
 
     def _take_over(self, adopt: Adopt) -> None:
         context = self._context

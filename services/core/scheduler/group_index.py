@@ -6,6 +6,7 @@ A change of a load costs little: a touched group takes its new place at the next
 import heapq
 from bisect import bisect_left, insort
 from dataclasses import dataclass, field
+from math import inf
 
 from services.core.request import admission_blocks
 from services.core.scheduler.dispatch import Score, ScoreFunction, could_hold, has_room, serves
@@ -91,8 +92,18 @@ class GroupIndex:
                 load.drop_lapsed(now_s)
                 self.touch(load)
 
-    def pick(self, prompt_tokens: int, max_tokens: int, now_s: float) -> GroupLoad | None:
-        """The group with the best score among those that can start the request now, or None."""
+    @property
+    def tokens_min(self) -> int:
+        """The least that a group holds of a sequence that is alone in it; there is a group."""
+        return min(self._tokens.values())
+
+    def pick(
+        self, prompt_tokens: int, max_tokens: int, now_s: float, below_tokens: float = inf
+    ) -> GroupLoad | None:
+        """The group with the best score among those that can start the request now, or None.
+
+        Only groups count that could not hold a sequence of `below_tokens`.
+        """
         self._settle()
         found: list[_Ranked] = []
         for block_size, places in self._places.items():
@@ -102,6 +113,7 @@ class GroupIndex:
                 if (
                     has_room(load, prompt_tokens, max_tokens)
                     and could_hold(load, prompt_tokens, max_tokens)
+                    and load.tokens_max < below_tokens
                     and serves(load, now_s)
                 ):
                     found.append(ranked)

@@ -9,6 +9,7 @@ and `group_index` which group takes it, `group_table` which groups there are and
 """
 
 from dataclasses import dataclass, field
+from math import inf
 
 from services.core.demand import ModelDemand
 from services.core.line_order import LineOrder, by_arrival
@@ -16,7 +17,7 @@ from services.core.overtaking import OVERTAKEN_MAX, next_to_start, start
 from services.core.request import admission_blocks
 from services.core.scheduler.admission import Admission, NotAdmitted, check_fields
 from services.core.scheduler.bookkeeping import Assigned, Assignments, Totals
-from services.core.scheduler.dispatch import ScoreFunction, kv_share
+from services.core.scheduler.dispatch import ScoreFunction, could_hold, kv_share
 from services.core.scheduler.group_load import GROWTH_BLOCKS, GroupLoad
 from services.core.scheduler.group_table import GroupTable, ModelGroups
 from services.core.scheduler.queue import Waiting, WaitQueue
@@ -225,18 +226,31 @@ class SchedulerState:
         index, commands = model.index, list[Command]()
         index.drop_lapsed(now_s)
         picked: GroupLoad | None = None
+        held_tokens = inf  # groups that can hold so many wait for a request that holds the line
 
         def fits(waiting: Waiting) -> bool:
             nonlocal picked
-            picked = index.pick(waiting.ask.prompt_tokens, waiting.ask.max_tokens, now_s)
+            ask = waiting.ask
+            picked = index.pick(ask.prompt_tokens, ask.max_tokens, now_s, held_tokens)
             return picked is not None
+
+        def holds_all(waiting: Waiting) -> bool:
+            nonlocal held_tokens
+            held_tokens = min(held_tokens, waiting.ask.prompt_tokens + waiting.ask.max_tokens)
+            return index.tokens_min >= held_tokens
+
+        def wants(waiting: Waiting) -> bool:
+            ask = waiting.ask
+            return picked is not None and could_hold(picked, ask.prompt_tokens, ask.max_tokens)
 
         while True:
             commands += self._refuse_waiting(name, now_s)
-            first = next_to_start(self._queue.line(name), fits, self.overtaken_max)
+            held_tokens = inf
+            line = self._queue.line(name)
+            first = next_to_start(line, fits, self.overtaken_max, holds_all)
             if first is None or picked is None:
                 return commands
-            start(self._queue.line(name), first)
+            start(self._queue.line(name), first, wants)
             commands.append(self._assign(first, picked, model, now_s))
 
     def _refuse_waiting(self, model: str, now_s: float) -> list[Command]:

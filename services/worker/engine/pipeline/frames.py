@@ -45,5 +45,6 @@ KINDS: dict[int, type[Any]] = {
     0x211: SlabRefused,
     0x212: core.RequestDropped,
     0x213: core.Passed,
+    0x214: core.AllMoved,
 }
 """By the number that stands for them on the wire."""

@@ -281,10 +281,8 @@ class Member:
         if lost != self._lost:
             self._lost = lost
             self._apply(words.PeersLost(self._now_s(), lost))
-        # A worker in another group matters only for as long as requests of this change move.
-        moving = self.changeover.requests_move
-        group = members.keys() if moving else configuration.own.workers
-        self._connections.check_reachable(members[name] for name in group)
+        # The machine has given up what workers of other groups were to send.
+        self._connections.check_reachable(members[name] for name in configuration.own.workers)
 
     # --- events and commands
 

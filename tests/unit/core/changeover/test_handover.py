@@ -7,7 +7,7 @@ import pytest
 from services.core.changeover import vocabulary as words
 from services.core.changeover.configuration import GroupStages
 from services.core.changeover.frames import Adopt, Adopted, FreeKv
-from services.core.changeover.state import MemberPhase
+from services.core.changeover.state import DRAIN_TIMEOUT_S, DRAINED_TIMEOUT_S, MemberPhase
 from services.core.groups.layer_map import Stage
 from services.core.planner.events import RefuseRequest, RequestAborted
 from services.core.planner.sequence import Phase
@@ -204,3 +204,41 @@ def test_a_configuration_that_is_not_newer_has_no_effect(epoch: int) -> None:
     script.hear(groups(epoch, "a", "b"))
     assert all(member.settled for member in script.members.values())
     assert not any(script.ways.values())
+
+
+def test_a_lost_way_to_a_new_leader_does_not_free_what_runs_there() -> None:
+    """Both live, and "c" is a stage of "b" now."""
+    script = Script("abc")
+    script.hear(groups(1, "abc"))
+    script.settle()
+    for name in ("r", "s"):
+        script.ask("a", name, 8)
+    script.launch("a")
+    script.settle()
+    script.hear(groups(2, "a", "bc"))
+    script.settle()
+    assert script.names_at("b") and all(one.settled for one in script.members.values())
+    taken = script.taken_at("c")
+    script.do("a", words.PeersLost(0.0, frozenset({"b"})))
+    script.settle()
+    assert script.taken_at("c") == taken > 0
+    assert script.names_at("b")
+
+
+def test_a_stage_that_has_given_its_leader_up_keeps_nothing_of_it() -> None:
+    """The leader lives, and hears of the change so late that its stage has left."""
+    script = pipeline(waiting=("r",))
+    script.stopped = {("b", "a")}
+    script.launch("a")
+    script.settle()
+    assert script.taken_at("b") > 0
+    script.hear(APART, "b")
+    script.now_s = DRAINED_TIMEOUT_S + 0.1
+    script.turn("b")
+    script.hear(APART, "a")
+    script.now_s += DRAIN_TIMEOUT_S + 0.1
+    script.turn("a")
+    script.stopped.clear()
+    script.settle()
+    assert script.members["a"].settled and script.members["b"].settled
+    assert script.names_at("a") == ["r"] and script.taken_at("b") == 0

@@ -227,7 +227,7 @@ def test_a_member_that_lives_but_is_out_of_reach_ends_this_engine(make_group: Ma
             group.turn()
 
 
-def test_a_lost_worker_of_another_group_is_told_once_and_matters_while_requests_move(
+def test_a_lost_worker_of_another_group_is_told_once_and_never_ends_this_engine(
     make_group: MakeGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     group = merged(make_group())
