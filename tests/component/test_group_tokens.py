@@ -359,7 +359,7 @@ def test_one_swapped_block_is_noticed(
 
     monkeypatch.setattr(StageMemory, "unpack_kv", swapped)
     longest = [one for one in oracle.requests if len(one.prompt_ids) > 30][:4]
-    group = EngineGroup(replace(config, budget_bytes=config.budget_bytes + (1 << 20)), 2, seed=1)
+    group = EngineGroup(replace(config, budget_bytes=config.budget_bytes + (1 << 20)), 2, seed=2)
     try:
         for number, request in enumerate(longest):
             name = f"{number}-{request.request_id.split('-')[1]}"
