@@ -59,8 +59,8 @@ from services.core.planner.state import PlannerState
 DRAIN_TIMEOUT_S = 5.0
 """After it, a leader discards the microbatches in flight."""
 DRAINED_TIMEOUT_S = 20.0
-"""After it, a stage gives its leader up. A leader that hears of the change in time takes less; what a
-later one says of freed requests comes too late, and `Unclaimed` frees their blocks."""
+"""After it, a stage gives its leader up. A leader that hears of the change in time takes less; what
+a later one says of freed requests comes too late, and `Unclaimed` frees their blocks."""
 EXCHANGE_WINDOW = 4
 """For how many requests a leader moves KV at the same time."""
 
