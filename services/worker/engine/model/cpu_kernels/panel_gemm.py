@@ -5,7 +5,7 @@ batch-reduce product). It takes weights as they lie in `memory/panels.py`, so a 
 weight once, in order, and no library copies it into a layout of its own first.
 
 Measured on Zen 4, one thread, weights of 576 x 1536, as shares of the time of `functional.linear`
-in float32: 4 / 16 / 64 / 256 rows take 0.12 / 0.26 / 0.37 / 0.37 in bfloat16.
+in float32: 4 / 16 / 64 / 256 rows take 0.10 / 0.25 / 0.37 / 0.42 in bfloat16.
 """
 
 import ctypes
