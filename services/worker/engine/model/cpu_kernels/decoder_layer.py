@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from numba import float32
 
-from services.worker.engine.model.cpu_kernels.compiler import compiled, float32_of
+from services.worker.engine.model.cpu_kernels.compiler import compiled
 from services.worker.engine.model.cpu_kernels.exponential import exponential
-from services.worker.engine.model.cpu_kernels.layer_kernel import Arrays, LayerKernel
+from services.worker.engine.model.cpu_kernels.layer_kernel import Arrays, LayerKernel, add_bias
 from services.worker.engine.model.cpu_kernels.rms_norm import normalize
 from services.worker.engine.model.cpu_kernels.rotary import turn
 from services.worker.engine.model.cpu_kernels.skinny_gemm import (
@@ -31,10 +31,7 @@ _ROWS, _INPUTS = "float32[:, ::1]", "float32[:, :, ::1]"
 def _project(rows, inputs, weight, bias, output):  # type: ignore[no-untyped-def]
     """A product, plus `bias` [out]; an empty `bias` [0] means none."""
     multiply(rows, inputs, weight, output)
-    if len(bias):
-        for m in range(len(output)):
-            for k in range(len(bias)):
-                output[m, k] += float32_of(bias[k])
+    add_bias(bias, output)
 
 
 @compiled(

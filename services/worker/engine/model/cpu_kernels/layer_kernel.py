@@ -8,9 +8,22 @@ import numpy as np
 import torch
 
 from services.worker.engine.memory.panels import outputs_of
-from services.worker.engine.model.cpu_kernels.compiler import stored_array
+from services.worker.engine.model.cpu_kernels.compiler import (
+    compiled,
+    float32_of,
+    stored_array,
+)
 
 Arrays = Sequence[np.ndarray]
+
+
+@compiled(*(f"void({stored}[::1], float32[:, ::1])" for stored in ("float32", "uint16")))
+def add_bias(bias, output):  # type: ignore[no-untyped-def]
+    """Add `bias` [out] to `output` [rows, out]; an empty one [0] means none."""
+    if len(bias):
+        for m in range(len(output)):
+            for k in range(len(bias)):
+                output[m, k] += float32_of(bias[k])
 
 
 @dataclass(frozen=True, slots=True)

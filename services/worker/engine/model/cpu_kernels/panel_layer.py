@@ -13,6 +13,7 @@ from services.worker.engine.model.cpu_kernels.layer_kernel import (
     Arrays,
     LayerKernel,
     LayerWeights,
+    add_bias,
 )
 from services.worker.engine.model.cpu_kernels.panel_gemm import (
     bfloat16_bits,
@@ -20,6 +21,7 @@ from services.worker.engine.model.cpu_kernels.panel_gemm import (
     panel_calls,
     round_rows,
 )
+from services.worker.engine.model.cpu_kernels.rms_norm import norm_scale
 from services.worker.engine.model.cpu_kernels.rotary import turn
 
 _ROWS, _ROUNDED, _PANELS = "float32[:, ::1]", "uint16[:, ::1]", "uint16[:, :, :, ::1]"
@@ -32,10 +34,7 @@ def _normalize_rounded(rows, weight, epsilon, output):  # type: ignore[no-untype
     count, size = rows.shape
     for m in range(count):
         row, normed = rows[m], output[m]
-        total = float32(0)
-        for k in range(size):
-            total += row[k] * row[k]
-        scale = float32(1) / np.sqrt(total / float32(size) + epsilon)
+        scale = norm_scale(row, epsilon)
         for k in range(size):
             normed[k] = bfloat16_bits(row[k] * scale * float32_of(weight[k]))
 
@@ -44,10 +43,7 @@ def _normalize_rounded(rows, weight, epsilon, output):  # type: ignore[no-untype
 def _project(calls, rows, panels, bias, output):  # type: ignore[no-untyped-def]
     """A product, plus `bias` [out]; an empty `bias` [0] means none."""
     multiply_panels(calls, rows, panels, output, 0)
-    if len(bias):
-        for m in range(len(output)):
-            for k in range(len(bias)):
-                output[m, k] += float32_of(bias[k])
+    add_bias(bias, output)
 
 
 @compiled(

@@ -10,6 +10,15 @@ from numba import float32
 from services.worker.engine.model.cpu_kernels.compiler import compiled, float32_of, stored_array
 
 
+@compiled("float32(float32[::1], float32)")
+def norm_scale(row, epsilon):  # type: ignore[no-untyped-def]
+    """The factor by which a row has the norm 1."""
+    total = float32(0)
+    for k in range(len(row)):
+        total += row[k] * row[k]
+    return float32(1) / np.sqrt(total / float32(len(row)) + epsilon)
+
+
 @compiled(
     "void(float32[:, ::1], float32[::1], float32, float32[:, ::1])",
     "void(float32[:, ::1], uint16[::1], float32, float32[:, ::1])",
@@ -19,10 +28,7 @@ def normalize(rows, weight, epsilon, output):  # type: ignore[no-untyped-def]
     count, size = rows.shape
     for m in range(count):
         row, normed = rows[m], output[m]
-        total = float32(0)
-        for k in range(size):
-            total += row[k] * row[k]
-        scale = float32(1) / np.sqrt(total / float32(size) + epsilon)
+        scale = norm_scale(row, epsilon)
         for k in range(size):
             normed[k] = row[k] * scale * float32_of(weight[k])
 
