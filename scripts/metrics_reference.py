@@ -1,6 +1,6 @@
 """What metrics each service exports, asked from the code that exports them."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -50,28 +50,6 @@ def reference() -> dict[str, list[Entry]]:
         "memmgr": _entries(_memmgr().collect()),
         "worker": _entries(_worker().collect()),
     }
-
-
-def sample_names(entries: Mapping[str, Iterable[Entry]]) -> set[str]:
-    """The names that a query may ask for."""
-    names = set()
-    for entry in (one for found in entries.values() for one in found):
-        suffixes = ("_bucket", "_count", "_sum") if entry.kind == "histogram" else ("",)
-        names |= {entry.name + suffix for suffix in suffixes}
-    return names
-
-
-def without_labels(registry: CollectorRegistry, entries: Iterable[Entry]) -> list[str]:
-    """Metrics of the registry whose declared labels are not those of their entries, by name.
-
-    An entry reads its labels from samples, so that a metric nobody has used yet lacks them.
-    """
-    told = {entry.name: set(entry.labels) for entry in entries}
-    missing = []
-    for collector, names in registry._collector_to_names.items():
-        declared = set(getattr(collector, "_labelnames", ()))
-        missing += [name for name in names if name in told and told[name] != declared]
-    return sorted(missing)
 
 
 def _entries(families: Iterable[Metric]) -> list[Entry]:

@@ -180,11 +180,6 @@ class Store:
         put = RequestOp(request_put=PutRequest(key=self._full(key), value=value, lease=lease))
         await self._txn([], [put])
 
-    async def delete_if(self, key: str, create_revision: int) -> bool:
-        """Delete `key` if it is still the one created at `create_revision`."""
-        delete = RequestOp(request_delete_range=DeleteRangeRequest(key=self._full(key)))
-        return bool(await self._txn([SameCreation(key, create_revision)], [delete]))
-
     async def transact(
         self,
         conditions: Sequence[Condition],

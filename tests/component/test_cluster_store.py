@@ -18,6 +18,7 @@ from services.core.groups.vocabulary import (
     Transact,
 )
 from services.memmgr.cluster_store import ClusterStore
+from tests.support.control_plane import delete
 
 LEADER = f"{LEADERS}memmgr"
 GROUP = Group("group-w0", 1, GroupPhase.STABLE, (Member("w0", "w0-a", 0, 4),), "m")
@@ -70,7 +71,7 @@ async def test_a_write_is_read_as_it_was_written(store: Store) -> None:
 async def test_another_leaders_token_writes_nothing(store: Store) -> None:
     records = ClusterStore(store, condition)
     token = await elect(store)
-    await store.delete_if(LEADER, token)
+    await delete(store, LEADER)
     assert await elect(store) > token
     assert await records.write(write_of(token)) is None
     assert (await records.list_until_answered()).listing.groups == ()
@@ -127,7 +128,7 @@ async def test_workers_that_have_gone_are_forgotten_above_a_floor(
     key = f"{WORKERS}w0"
     await store.put_if(key, b"{}", 0)
     assert await records.write(removal) is None
-    await store.delete_if(key, (await store.list_prefix(key))[key].create_revision)
+    await delete(store, key)
     writer = records if answers else ClusterStore(LosingStore(store, applies=True), condition)
     revision = await writer.write(removal)
     assert revision is not None and revision > written

@@ -15,6 +15,7 @@ from services.common.membership import WORKERS, Directory, Registration
 from services.common.records import encode_record
 from tests.support.control_plane import (
     SHORT_LEASE_TTL_S,
+    delete,
     open_store,
     put,
     registered,
@@ -49,12 +50,13 @@ class TestStore:
         assert not await store.put_if("a", b"4", entry.mod_revision)
         assert await value_at(store, "a") == b"3"
 
-    async def test_delete_if_spares_a_successor(self, store: Store) -> None:
+    async def test_a_deletion_spares_a_successor(self, store: Store) -> None:
         await store.put_if("a", b"1", 0)
         first = (await store.list_prefix("a"))["a"]
-        assert await store.delete_if("a", first.create_revision)
+        same = SameCreation("a", first.create_revision)
+        assert await store.transact([same], {}, ["a"])
         await store.put_if("a", b"2", 0)
-        assert not await store.delete_if("a", first.create_revision)
+        assert not await store.transact([same], {}, ["a"])
         assert await value_at(store, "a") == b"2"
 
     async def test_a_transaction_compares_everything_and_writes_everything(
@@ -259,8 +261,7 @@ class TestDirectory:
             await followed.shows(w0=worker_record())
             await put(store, KEY, worker_record(incarnation="b"))
             await followed.shows(w0=worker_record(incarnation="b"))
-            entry = (await store.list_prefix(KEY))[KEY]
-            await store.delete_if(KEY, entry.create_revision)
+            await delete(store, KEY)
             await followed.shows()
             assert followed.changes == 4
 

@@ -25,7 +25,7 @@ from services.gateway.bounds.drain import Drain
 from services.gateway.cluster.admission_client import SWEEP_S
 from services.gateway.config import GatewayConfig
 from tests.support.byte_tokenizer import write_model_folder
-from tests.support.control_plane import group_record, put, service_address, worker_record
+from tests.support.control_plane import delete, group_record, put, service_address, worker_record
 from tests.support.gateway import TEXT, Case, gateway_case, text_ids
 from tests.support.refusing_address import refusing_address
 from tests.support.waiting import DEADLINE_S, eventually
@@ -290,9 +290,7 @@ async def test_an_idle_link_to_a_vanished_worker_is_closed(case: Case) -> None:
     worker = case.cluster.workers[0]
     assert (await case.complete(max_tokens=4)).status_code == 200
     assert len(worker.calls) == 1
-    key = f"{WORKERS}w0"
-    entry = (await case.cluster.store.list_prefix(key))[key]
-    assert await case.cluster.store.delete_if(key, entry.create_revision)
+    await delete(case.cluster.store, f"{WORKERS}w0")
     await eventually(lambda: not worker.calls)
 
 

@@ -8,7 +8,7 @@ import pytest
 from services.common.etcd import Condition, Store
 from services.common.membership import ASSIGNMENTS, WORKERS, Registration
 from services.worker.identity import Forgotten, claim
-from tests.support.control_plane import LEASE_TTL_S, put, worker_record
+from tests.support.control_plane import LEASE_TTL_S, delete, put, worker_record
 from tests.support.waiting import DEADLINE_S, eventually
 from tideserve.common.v1 import record_pb2
 
@@ -64,8 +64,7 @@ async def test_it_does_not_pass_by_a_removal_that_comes_between(store: Store) ->
         nonlocal looks
         looks += 1
         found = await claim(store, "w0", "w0-a", 5)
-        key = f"{ASSIGNMENTS}w0"
-        await store.delete_if(key, (await store.list_prefix(key))[key].create_revision)
+        await delete(store, f"{ASSIGNMENTS}w0")
         return found
 
     registration = Registration(store, KEY, worker_record("w0"), LEASE_TTL_S, claimed)

@@ -9,7 +9,7 @@ from typing import Any
 import grpc.aio
 from google.protobuf.message import Message
 
-from services.common.etcd import Store
+from services.common.etcd import SameCreation, Store
 from services.common.grpc_client import open_channel
 from services.common.membership import GROUPS, SERVICES, WORKERS, Registration
 from services.common.records import decode_record, encode_record
@@ -38,7 +38,13 @@ async def open_store(url: str) -> AsyncIterator[Store]:
 async def wipe(store: Store) -> None:
     """Remove every key of ours."""
     for key, entry in (await store.list_prefix("")).items():
-        await store.delete_if(key, entry.create_revision)
+        await store.transact([SameCreation(key, entry.create_revision)], {}, [key])
+
+
+async def delete(store: Store, key: str) -> None:
+    """Delete the key that is there."""
+    created = (await store.list_prefix(key))[key].create_revision
+    assert await store.transact([SameCreation(key, created)], {}, [key])
 
 
 async def put(store: Store, key: str, record: Message) -> None:

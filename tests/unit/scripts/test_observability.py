@@ -12,7 +12,7 @@ import check_rules
 import pytest
 import typer
 import yaml
-from metrics_reference import reference, sample_names
+from metrics_reference import reference
 
 from tideserve.cli.cluster_options import CONFIGS, ClusterOptions
 from tideserve.cli.commands.main import app
@@ -90,9 +90,18 @@ def test_pages_name_only_what_there_is(path: Path) -> None:
         for config in (*CONFIGS.values(), ClusterOptions)
         for one in dataclasses.fields(config)
     }
-    known = keys | sample_names(reference())
+    known = keys | sample_names()
     for word in re.findall(r"`([a-z]+(?:_[a-z]+)+)(?:: \w+)?`", text):
         assert word in known or word in codes() or FOREIGN.fullmatch(word), word
+
+
+def sample_names() -> set[str]:
+    """The names that a query may ask for."""
+    names = set()
+    for entry in (one for found in reference().values() for one in found):
+        suffixes = ("_bucket", "_count", "_sum") if entry.kind == "histogram" else ("",)
+        names |= {entry.name + suffix for suffix in suffixes}
+    return names
 
 
 def codes() -> set[str]:
@@ -110,7 +119,7 @@ def test_a_command_that_there_is_not_is_found() -> None:
 
 
 def test_alerts_ask_for_metrics_that_there_are() -> None:
-    known = sample_names(reference())
+    known = sample_names()
     for name, rule in ALERTS.items():
         asked = names_in(rule["expr"])
         assert asked, name
@@ -133,7 +142,7 @@ def test_every_alert_has_a_case_in_which_it_fires_and_one_in_which_it_does_not(
 
 @pytest.mark.parametrize("board", boards.BOARDS, ids=lambda board: board.name)
 def test_boards_ask_for_metrics_that_there_are(board: boards.Board) -> None:
-    known = sample_names(reference())
+    known = sample_names()
     for panel in board.panels:
         for query in panel.queries.values():
             asked = names_in(query)
