@@ -10,10 +10,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from services.common.address import split_address
 from services.common.timeouts import timeout
 from services.common.transport import Transport
-from tideserve.cli.doctor.finding import Finding, failure, fine
+from tideserve.cli.doctor.finding import Check, Finding
 from tideserve.cli.doctor.records import RegisteredRecords
 
-CHECK = "addresses"
+CHECK = Check("addresses")
 TIMEOUT_S = 3.0
 # A check of a large cluster has this many calls under way.
 CALLS_AT_ONCE = 64
@@ -44,7 +44,7 @@ async def check_addresses(records: RegisteredRecords, transport: Transport) -> l
     found = [one for one in asked if one is not None]
     if found or not servers:
         return found
-    return [fine(CHECK, f"{len(servers)} services and {len(lanes)} lanes can be reached from here")]
+    return [CHECK.fine(f"{len(servers)} services and {len(lanes)} lanes can be reached from here")]
 
 
 async def _ask(
@@ -58,22 +58,20 @@ async def _ask(
             return _refused(name, address, error)
     if answer.status == health_pb2.HealthCheckResponse.SERVING:
         return None
-    return failure(
-        CHECK,
+    return CHECK.failure(
         f"{name} at {address} lives but does not serve; wait if it loads or drains, else look at"
-        " its log",
+        " its log"
     )
 
 
 def _refused(name: str, address: str, error: grpc.aio.AioRpcError) -> Finding:
     details = error.details() or ""
     if "certificate" in details.lower() or "handshake" in details.lower() or "SSL" in details:
-        return failure(
-            CHECK,
+        return CHECK.failure(
             f"{name} at {address} and this command do not trust each other's certificates; give"
-            " --tls-ca-file, --tls-cert-file and --tls-key-file of the cluster's CA",
+            " --tls-ca-file, --tls-cert-file and --tls-key-file of the cluster's CA"
         )
-    return failure(CHECK, f"{name} cannot be reached at {address} ({error.code().name}); {REMEDY}")
+    return CHECK.failure(f"{name} cannot be reached at {address} ({error.code().name}); {REMEDY}")
 
 
 async def _connect(slots: asyncio.Semaphore, name: str, address: str) -> Finding | None:
@@ -84,5 +82,5 @@ async def _connect(slots: asyncio.Semaphore, name: str, address: str) -> Finding
             writer.close()
     except (OSError, TimeoutError, OverflowError, ValueError) as error:
         cause = getattr(error, "strerror", None) or "no answer"
-        return failure(CHECK, f"{name} cannot be reached at {address} ({cause}); {REMEDY}")
+        return CHECK.failure(f"{name} cannot be reached at {address} ({cause}); {REMEDY}")
     return None

@@ -5,9 +5,9 @@ import ssl
 from services.common.certificate_expiry import expiry_unix_s
 from services.common.errors import ConfigError
 from services.common.tls import CertificateFiles, check_certificates
-from tideserve.cli.doctor.finding import Finding, failure, fine, warning
+from tideserve.cli.doctor.finding import Check, Finding
 
-CHECK = "certificates"
+CHECK = Check("certificates")
 DAY_S = 86_400
 SOON_DAYS = 14
 ANSWERS_MAX = 8
@@ -20,7 +20,7 @@ def check_files(files: CertificateFiles, now_unix_s: float) -> list[Finding]:
     try:
         check_certificates(files)
     except ConfigError as error:
-        return [failure(CHECK, str(error))]
+        return [CHECK.failure(str(error))]
     soon: list[Finding] = []
     for path, name in ((files.cert, "cert_file"), (files.ca, "ca_file")):
         expiry_s = expiry_unix_s(path) if path is not None else None
@@ -30,23 +30,22 @@ def check_files(files: CertificateFiles, now_unix_s: float) -> list[Finding]:
         where = f"the certificate in '{files.owner}_{name}' ({path})"
         if days < 0:
             return [
-                failure(CHECK, f"{where} expired {-days:.1f} days ago; put a new one in its place")
+                CHECK.failure(f"{where} expired {-days:.1f} days ago; put a new one in its place")
             ]
         if days < SOON_DAYS:
             soon = [
-                warning(CHECK, f"{where} expires in {days:.1f} days; put a new one in its place")
+                CHECK.warning(f"{where} expires in {days:.1f} days; put a new one in its place")
             ]
     reason = _distrust(files)
     if reason:
         return [
-            failure(
-                CHECK,
+            CHECK.failure(
                 f"'{files.owner}_ca_file' ({files.ca}) does not vouch for the certificate in"
-                f" '{files.owner}_cert_file' ({files.cert}): {reason}; give the CA that issued it",
+                f" '{files.owner}_cert_file' ({files.cert}): {reason}; give the CA that issued it"
             )
         ]
     return soon or [
-        fine(CHECK, f"the files of '{files.owner}_cert_file' belong together and are valid")
+        CHECK.fine(f"the files of '{files.owner}_cert_file' belong together and are valid")
     ]
 
 

@@ -10,9 +10,9 @@ import httpx
 from services.common.errors import ConfigError, StoreError
 from services.common.etcd import Store, open_store
 from services.common.service_config import ServiceConfig
-from tideserve.cli.doctor.finding import Finding, failure, fine, warning
+from tideserve.cli.doctor.finding import Check, Finding
 
-CHECK = "etcd"
+CHECK = Check("etcd")
 CONNECT_TIMEOUT_S = 4.0
 HTTP_TIMEOUT_S = 3.0
 # The header has whole seconds.
@@ -30,7 +30,7 @@ async def open_connected(config: ServiceConfig) -> Store | Finding:
         store = open_store(config)
         await store.connect(CONNECT_TIMEOUT_S)
     except (ConfigError, StoreError) as error:
-        return failure(CHECK, str(error))
+        return CHECK.failure(str(error))
     return store
 
 
@@ -44,10 +44,9 @@ async def check_members(config: ServiceConfig) -> list[Finding]:
                 found += await _member(http, whole)
         except (httpx.HTTPError, OSError, ValueError) as error:
             found.append(
-                warning(
-                    CHECK,
+                CHECK.warning(
                     f"{whole} does not tell its version and size over HTTP"
-                    f" ({error or type(error).__name__}); look with etcdctl endpoint status",
+                    f" ({error or type(error).__name__}); look with etcdctl endpoint status"
                 )
             )
     return found
@@ -61,7 +60,7 @@ async def _member(http: httpx.AsyncClient, url: str) -> list[Finding]:
     numbers = metrics_of((await http.get("/metrics")).text)
     skew_s = now_unix_s - parsedate_to_datetime(answer.headers["date"]).timestamp()
     found = list(judge(url, version, health, numbers, skew_s))
-    return found or [fine(CHECK, f"{url} answers, is version {version} and has room")]
+    return found or [CHECK.fine(f"{url} answers, is version {version} and has room")]
 
 
 def judge(
@@ -74,30 +73,26 @@ def judge(
     """What is wrong with a member; `skew_s`: how much this machine's clock is ahead of its."""
     if health.get("health") != "true":
         reason = health.get("reason", "no reason given")
-        yield failure(
-            CHECK,
+        yield CHECK.failure(
             f"{url} is not healthy ({reason}); for NOSPACE compact, defragment and disarm the"
-            " alarm with etcdctl, else look at its log",
+            " alarm with etcdctl, else look at its log"
         )
     if version in INCONSISTENT:
-        yield warning(
-            CHECK,
+        yield CHECK.warning(
             f"{url} is version {version}, whose members may disagree about the data after a"
-            " crash; upgrade it to 3.5.3 or later",
+            " crash; upgrade it to 3.5.3 or later"
         )
     size, quota = numbers.get(SIZE, 0.0), numbers.get(QUOTA, 0.0)
     if quota and size > FULL_SHARE * quota:
-        yield warning(
-            CHECK,
+        yield CHECK.warning(
             f"{url} uses {size / quota:.0%} of its quota of {quota / 2**20:.0f} MiB, and"
             " refuses writes when it is full; compact and defragment it, or raise"
-            " --quota-backend-bytes",
+            " --quota-backend-bytes"
         )
     if abs(skew_s) > SKEW_MAX_S:
-        yield warning(
-            CHECK,
+        yield CHECK.warning(
             f"the clock here differs from that of {url} by {abs(skew_s):.0f} s, so certificates"
-            " and logs do not agree; let a time service set both",
+            " and logs do not agree; let a time service set both"
         )
 
 

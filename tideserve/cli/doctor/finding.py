@@ -21,16 +21,20 @@ class Finding:
     sentence: str
 
 
-def fine(check: str, sentence: str) -> Finding:
-    """The check found nothing wrong."""
-    return Finding(check, Level.OK, sentence)
+@dataclass(frozen=True, slots=True)
+class Check:
+    """A check by its name, and how it tells what it found."""
 
+    name: str
 
-def warning(check: str, sentence: str) -> Finding:
-    """It works, and may not for long."""
-    return Finding(check, Level.WARNING, sentence)
+    def fine(self, sentence: str) -> Finding:
+        """The check found nothing wrong."""
+        return Finding(self.name, Level.OK, sentence)
 
+    def warning(self, sentence: str) -> Finding:
+        """It works, and may not for long."""
+        return Finding(self.name, Level.WARNING, sentence)
 
-def failure(check: str, sentence: str) -> Finding:
-    """It does not work so."""
-    return Finding(check, Level.FAILURE, sentence)
+    def failure(self, sentence: str) -> Finding:
+        """It does not work so."""
+        return Finding(self.name, Level.FAILURE, sentence)

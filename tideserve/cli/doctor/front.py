@@ -2,11 +2,11 @@
 
 from services.common.clock import monotonic_s
 from tideserve.cli.client import AdminClient, HttpClient
-from tideserve.cli.doctor.finding import Finding, failure, fine
+from tideserve.cli.doctor.finding import Check, Finding
 from tideserve.cli.errors import CommandError
 from tideserve.cli.status import STATUS_PATH
 
-CHECK = "gateway"
+CHECK, COMPLETION, ADMIN_PORT = Check("gateway"), Check("completion"), Check("admin port")
 COMPLETION_TIMEOUT_S = 60.0
 PROMPT, TOKENS = "The tide comes in", 4
 
@@ -18,15 +18,15 @@ def check_gateway(url: str, api_key: str | None) -> list[Finding]:
             response = client.probe("/ready")
             if response is None:
                 return [
-                    failure(
-                        CHECK, f"no gateway answers at {url}; start it, or correct it with --url"
+                    CHECK.failure(
+                        f"no gateway answers at {url}; start it, or correct it with --url"
                     )
                 ]
             if not response.is_success:
-                return [failure(CHECK, _not_ready(url, response))]
-            return [fine(CHECK, f"{url} is ready"), _complete(client)]
+                return [CHECK.failure(_not_ready(url, response))]
+            return [CHECK.fine(f"{url} is ready"), _complete(client)]
     except CommandError as error:
-        return [failure("completion", str(error))]
+        return [COMPLETION.failure(str(error))]
 
 
 def _complete(client: HttpClient) -> Finding:
@@ -35,8 +35,8 @@ def _complete(client: HttpClient) -> Finding:
     began_s = monotonic_s()
     pieces = sum(1 for _ in client.post_events("/v1/completions", body))
     if not pieces:
-        return failure("completion", f"{model} answered nothing; look at the workers' logs")
-    return fine("completion", f"{model} answered within {monotonic_s() - began_s:.1f} s")
+        return COMPLETION.failure(f"{model} answered nothing; look at the workers' logs")
+    return COMPLETION.fine(f"{model} answered within {monotonic_s() - began_s:.1f} s")
 
 
 def _not_ready(url: str, response: object) -> str:
@@ -53,5 +53,5 @@ def check_admin(url: str, key: str | None) -> list[Finding]:
         with AdminClient(url, key) as client:
             client.get_json(STATUS_PATH)
     except CommandError as error:
-        return [failure("admin port", str(error))]
-    return [fine("admin port", f"{url} answers")]
+        return [ADMIN_PORT.failure(str(error))]
+    return [ADMIN_PORT.fine(f"{url} answers")]

@@ -1,16 +1,17 @@
 """What this machine must offer to a cluster."""
 
 import resource
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
-from tideserve.cli.doctor.finding import Finding, fine, warning
+from tideserve.cli.doctor.finding import Check, Finding
 from tideserve.cli.errors import CommandError
 from tideserve.cli.host import check_port
 
-CHECK = "limits"
+CHECK, PORTS = Check("limits"), Check("ports")
 OPEN_FILES_MIN = 8192
 MAPS_MIN = 65530
 SHARED_BYTES_MIN = 64 * 2**20
@@ -43,34 +44,28 @@ def read_limits() -> ProcessLimits:
 
 def check_limits(limits: ProcessLimits) -> list[Finding]:
     """What is too low for many streams or large models."""
-    found = []
+    found = list(_too_low(limits))
+    return found or [CHECK.fine("open files, mappings and shared memory suffice")]
+
+
+def _too_low(limits: ProcessLimits) -> Iterator[Finding]:
     if limits.open_files < OPEN_FILES_MIN:
-        found.append(
-            warning(
-                CHECK,
-                f"a process may open {limits.open_files} files here, and every stream is one; raise"
-                f" the limit to {OPEN_FILES_MIN} or more (ulimit -n, LimitNOFILE=, or ulimits of"
-                " the container)",
-            )
+        yield CHECK.warning(
+            f"a process may open {limits.open_files} files here, and every stream is one; raise"
+            f" the limit to {OPEN_FILES_MIN} or more (ulimit -n, LimitNOFILE=, or ulimits of"
+            " the container)"
         )
     if limits.maps < MAPS_MIN:
-        found.append(
-            warning(
-                CHECK,
-                f"a process may have {limits.maps} mappings here, and a worker's memory takes one"
-                f" for each run of chunks; set vm.max_map_count to {MAPS_MIN} or more with sysctl",
-            )
+        yield CHECK.warning(
+            f"a process may have {limits.maps} mappings here, and a worker's memory takes one"
+            f" for each run of chunks; set vm.max_map_count to {MAPS_MIN} or more with sysctl"
         )
     if limits.shared_bytes < SHARED_BYTES_MIN:
-        found.append(
-            warning(
-                CHECK,
-                f"/dev/shm has {limits.shared_bytes >> 20} MiB free, so workers on one machine"
-                " exchange over TCP; give it"
-                f" {SHARED_BYTES_MIN >> 20} MiB or more (shm_size of the container)",
-            )
+        yield CHECK.warning(
+            f"/dev/shm has {limits.shared_bytes >> 20} MiB free, so workers on one machine"
+            f" exchange over TCP; give it {SHARED_BYTES_MIN >> 20} MiB or more (shm_size of the"
+            " container)"
         )
-    return found or [fine(CHECK, "open files, mappings and shared memory suffice")]
 
 
 def check_free_port(host: str, port: int) -> Finding:
@@ -78,5 +73,5 @@ def check_free_port(host: str, port: int) -> Finding:
     try:
         check_port(host, port, False)
     except CommandError as error:
-        return warning("ports", f"no cluster runs from this folder, and {error}")
-    return fine("ports", f"port {port} of {host} is free for a cluster")
+        return PORTS.warning(f"no cluster runs from this folder, and {error}")
+    return PORTS.fine(f"port {port} of {host} is free for a cluster")

@@ -11,10 +11,10 @@ from services.common.address import host_of, is_loopback, is_wildcard
 from services.common.etcd import Store
 from services.common.membership import GROUPS, LEADERS, SERVICES, WORKERS
 from services.common.records import CAN_DROP, read_record
-from tideserve.cli.doctor.finding import Finding, failure, fine, warning
+from tideserve.cli.doctor.finding import Check, Finding
 from tideserve.common.v1 import record_pb2
 
-CHECK = "registered"
+CHECK = Check("registered")
 M = TypeVar("M", bound=Message)
 NEEDED = ("gateway", "scheduler", "memmgr")
 
@@ -63,41 +63,38 @@ def check_records(records: RegisteredRecords, prefix: str, etcd_is_local: bool) 
     ]
     count = len(records.workers)
     summary = f"{count} worker{'s' * (count != 1)} and {len(records.services)} services"
-    return found or [fine(CHECK, f"{summary} are registered and fit together")]
+    return found or [CHECK.fine(f"{summary} are registered and fit together")]
 
 
 def _missing(records: RegisteredRecords, prefix: str) -> Iterator[Finding]:
     names = {record.name for record in records.services}
     if not names and not records.workers:
-        yield failure(
-            CHECK,
+        yield CHECK.failure(
             f"nothing is registered under {prefix}; start the services with this etcd, or"
-            " correct the prefix",
+            " correct the prefix"
         )
         return
     for name in NEEDED:
         if name not in names:
-            yield failure(
-                CHECK, f"no {name} is registered under {prefix}; start one, or look at its log"
+            yield CHECK.failure(
+                f"no {name} is registered under {prefix}; start one, or look at its log"
             )
     if not records.workers:
-        yield failure(
-            CHECK,
+        yield CHECK.failure(
             f"no worker is registered under {prefix}; they register when the model is loaded:"
-            " wait, or look at their logs",
+            " wait, or look at their logs"
         )
     if "memmgr" in names and "memmgr" not in records.leaders:
-        yield failure(
-            CHECK, "no memory manager leads, so groups cannot change; wait, or look at its log"
+        yield CHECK.failure(
+            "no memory manager leads, so groups cannot change; wait, or look at its log"
         )
 
 
 def _invalid(records: RegisteredRecords, prefix: str) -> list[Finding]:
     return [
-        failure(
-            CHECK,
+        CHECK.failure(
             f"the record {key} under {prefix} is malformed, contradicts its key or lacks what it"
-            " cannot be without, so every service ignores it; delete it, or correct what wrote it",
+            " cannot be without, so every service ignores it; delete it, or correct what wrote it"
         )
         for key in records.invalid
     ]
@@ -124,16 +121,14 @@ def _addresses(records: RegisteredRecords, etcd_is_local: bool) -> Iterator[Find
     for name, address in places(records):
         host = host_of(address)
         if is_wildcard(host):
-            yield failure(
-                CHECK,
+            yield CHECK.failure(
                 f"{name} is registered at {address}, which leads nowhere; set its 'advertise'"
-                " to auto or to an address that others reach",
+                " to auto or to an address that others reach"
             )
         elif not one_machine and host in loopback:
-            yield failure(
-                CHECK,
+            yield CHECK.failure(
                 f"{name} is registered at {address}, which only its own machine reaches; set"
-                " its 'advertise' to an address that others reach, and have it listen there",
+                " its 'advertise' to an address that others reach, and have it listen there"
             )
 
 
@@ -159,7 +154,7 @@ def _differing(workers: Sequence[record_pb2.WorkerRecord]) -> Iterator[Finding]:
             if len(names) > 1:
                 values = ", ".join(f"{name}: {one or 'none'}" for one, name in names.items())
                 sentence = text.format(model=model, values=values)
-                yield failure(CHECK, f"the workers {sentence}")
+                yield CHECK.failure(f"the workers {sentence}")
                 break
 
 
@@ -173,14 +168,12 @@ def _idle(records: RegisteredRecords) -> Iterator[Finding]:
     }
     for worker in records.workers:
         if (worker.worker_id, worker.incarnation) not in members and not worker.draining:
-            yield warning(
-                CHECK,
+            yield CHECK.warning(
                 f"the worker {worker.worker_id} is in no group that serves; wait, or look at"
-                " the memory manager's log",
+                " the memory manager's log"
             )
         if CAN_DROP not in worker.capabilities:
-            yield warning(
-                CHECK,
+            yield CHECK.warning(
                 f"the worker {worker.worker_id} has no lanes to others, so it never merges; set"
-                " its 'advertise' and look at its log",
+                " its 'advertise' and look at its log"
             )

@@ -24,7 +24,7 @@ from tideserve.cli.default import DEFAULT_PORT
 from tideserve.cli.doctor.addresses import check_addresses
 from tideserve.cli.doctor.certificates import check_files
 from tideserve.cli.doctor.etcd import check_members, open_connected
-from tideserve.cli.doctor.finding import Finding, Level, failure, warning
+from tideserve.cli.doctor.finding import Check, Finding, Level
 from tideserve.cli.doctor.front import check_admin, check_gateway
 from tideserve.cli.doctor.keys import check_keys
 from tideserve.cli.doctor.machine import check_free_port, check_limits, read_limits
@@ -108,7 +108,9 @@ def run_doctor(target: DoctorTarget | None, folder: Path, port: int | None, as_j
         found = [
             *check_limits(read_limits()),
             check_free_port("127.0.0.1", port or DEFAULT_PORT),
-            failure("cluster", f"no cluster runs from {folder}; start one with `tideserve up`"),
+            Check("cluster").failure(
+                f"no cluster runs from {folder}; start one with `tideserve up`"
+            ),
         ]
     else:
         found = asyncio.run(examine(target))
@@ -137,7 +139,7 @@ async def examine(target: DoctorTarget) -> list[Finding]:
     if target.url is not None:
         found += await asyncio.to_thread(check_gateway, target.url, target.api_key)
         if config is None:
-            found.append(warning("scope", GATEWAY_ONLY))
+            found.append(Check("scope").warning(GATEWAY_ONLY))
     if target.admin_url is not None:
         found += await asyncio.to_thread(check_admin, target.admin_url, target.admin_key)
     return found
@@ -159,7 +161,7 @@ async def _cluster(config: ServiceConfig) -> list[Finding]:
         found = await check_members(config)
         records = await read_records(store)
     except StoreError as error:
-        return [failure("etcd", str(error))]
+        return [Check("etcd").failure(str(error))]
     finally:
         await store.close()
     urls = [part.strip().partition("://")[2] or part.strip() for part in config.etcd_url.split(",")]
