@@ -74,6 +74,11 @@ def number(
     return option(default, help, range=(minimum, maximum), multiple_of=multiple_of, **more)
 
 
+def tcp_port(default: Any, help: str) -> Any:
+    """A `number` that is a TCP port; 0: any free one."""
+    return number(default, help, minimum=0, maximum=65535)
+
+
 def size(default: Any = dataclasses.MISSING, help: str = "", **more: Any) -> Any:
     """A `number` of bytes, which may also be written with a unit, such as 1GiB."""
     return number(default, help, size=True, **more)
@@ -82,6 +87,11 @@ def size(default: Any = dataclasses.MISSING, help: str = "", **more: Any) -> Any
 def choice(default: Any, options: Iterable[str], help: str = "", **more: Any) -> Any:
     """A dataclass field whose value must be one of `options`."""
     return option(default, help, options=tuple(options), **more)
+
+
+def mapping(help: str) -> Any:
+    """A dataclass field that holds a mapping; empty by default."""
+    return option(help=help, factory=dict, default_text="none")
 
 
 def device_name(default: Any, help: str = "") -> Any:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from services.common.config import choice, number, option
+from services.common.config import choice, number, option, tcp_port
 from services.common.errors import ConfigError
 from services.common.etcd_url import refuse_user
 
@@ -40,11 +40,8 @@ class ServiceConfig:
         None, "Certificate of this service; read again when the file changes."
     )
     tls_key_file: Path | None = option(None, "Private key of that certificate.")
-    metrics_port: int | None = number(
-        None,
-        "Port of /metrics, on the address of gRPC; none by default, 0: any free one.",
-        minimum=0,
-        maximum=65535,
+    metrics_port: int | None = tcp_port(
+        None, "Port of /metrics, on the address of gRPC; none by default, 0: any free one."
     )
     log_level: str = choice("info", ("debug", "info", "warning", "error"), "Least level to log.")
     log_format: str = choice("json", ("json", "text"), "One JSON object a line, or plain text.")

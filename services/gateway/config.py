@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from services.common.address import is_loopback
-from services.common.config import choice, number, option, size
+from services.common.config import choice, number, option, size, tcp_port
 from services.common.errors import ConfigError
 from services.common.service_config import ServiceConfig
 from services.gateway.bounds.body_budget import BODY_BYTES_MAX
@@ -33,7 +33,7 @@ class GatewayConfig(ServiceConfig):
     host: str = option(
         "127.0.0.1", "Address to listen on for HTTP; 0.0.0.0 opens it to the network."
     )
-    port: int = number(8000, "Port of HTTP; 0: any free one.", minimum=0, maximum=65535)
+    port: int = tcp_port(8000, "Port of HTTP; 0: any free one.")
     http_tls_cert_file: Path | None = option(
         None,
         "Certificate for HTTPS, read again when it changes; none: HTTP. The admin port uses it,"
@@ -41,14 +41,12 @@ class GatewayConfig(ServiceConfig):
     )
     http_tls_key_file: Path | None = option(None, "Private key of that certificate.")
     grpc_host: str = option("127.0.0.1", "Address to listen on for gRPC.")
-    grpc_port: int = number(
-        0, "Port of gRPC between services; 0: any free one.", minimum=0, maximum=65535
-    )
+    grpc_port: int = tcp_port(0, "Port of gRPC between services; 0: any free one.")
     public_grpc_host: str = option(
         "127.0.0.1", "Address to listen on for clients' gRPC; 0.0.0.0 opens it to the network."
     )
-    public_grpc_port: int | None = number(
-        None, "Port of clients' gRPC; none by default, 0: any free one.", minimum=0, maximum=65535
+    public_grpc_port: int | None = tcp_port(
+        None, "Port of clients' gRPC; none by default, 0: any free one."
     )
     public_grpc_ca_file: Path | None = option(
         None,
@@ -83,9 +81,7 @@ class GatewayConfig(ServiceConfig):
     admin_host: str = option(
         "127.0.0.1", "Address of the admin port: the live page, status, merge and split."
     )
-    admin_port: int | None = number(
-        None, "The admin port; none by default, 0: any free one.", minimum=0, maximum=65535
-    )
+    admin_port: int | None = tcp_port(None, "The admin port; none by default, 0: any free one.")
     admin_key: str | None = option(
         None,
         "Key of the admin port; needed unless its address is a loopback one or there is"

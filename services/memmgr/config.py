@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from services.common.config import choice, number, option
+from services.common.config import choice, number, option, tcp_port
 from services.common.service_config import ServiceConfig
 from services.core.overload.events import OverloadPolicy
 
@@ -12,7 +12,7 @@ class MemmgrConfig(ServiceConfig):
     """The options of the memory manager."""
 
     host: str = option("127.0.0.1", "Address to listen on.")
-    port: int = number(0, "Port of gRPC; 0: any free one.", minimum=0, maximum=65535)
+    port: int = tcp_port(0, "Port of gRPC; 0: any free one.")
     overload_policy: str = choice(
         "drop",
         OverloadPolicy,

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from services.common.config import PAGE_BYTES, choice, device_name, number, option, size
+from services.common.config import PAGE_BYTES, choice, device_name, number, option, size, tcp_port
 from services.common.errors import ConfigError
 from services.common.service_config import ServiceConfig
 from services.core.overtaking import OVERTAKEN_MAX
@@ -33,18 +33,14 @@ class WorkerConfig(ServiceConfig):
         maximum=2**50,
     )
     host: str = option("127.0.0.1", "Address to listen on for gRPC and lanes.")
-    port: int = number(0, "Port of gRPC; 0: any free one.", minimum=0, maximum=65535)
+    port: int = tcp_port(0, "Port of gRPC; 0: any free one.")
     location: str = option(
         "",
         "Where the worker is, from the widest part to the narrowest, such as zone/rack/host:"
         " workers that are near each other merge first. Empty: its host is all that is known.",
     )
-    activation_port: int = number(
-        0, "Port of the lane for activations; 0: any free one.", minimum=0, maximum=65535
-    )
-    bulk_port: int = number(
-        0, "Port of the lane for KV and parameters; 0: any free one.", minimum=0, maximum=65535
-    )
+    activation_port: int = tcp_port(0, "Port of the lane for activations; 0: any free one.")
+    bulk_port: int = tcp_port(0, "Port of the lane for KV and parameters; 0: any free one.")
     device: str = device_name("cpu", "Device that computes.")
     dtype: str = choice(
         "bfloat16", ("bfloat16", "float32", "float64"), "Type of weights, activations and KV."

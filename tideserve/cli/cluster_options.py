@@ -20,6 +20,7 @@ from services.common.config import (
     field_names,
     field_of,
     like,
+    mapping,
     number,
     option,
 )
@@ -164,23 +165,11 @@ class ClusterOptions:
         panel=CLUSTER,
     )
     cluster_dir: Path | None = option(None, CLUSTER_DIR_HELP, default_text=CLUSTER_DIR_DEFAULT)
-    gateway: dict[str, Any] = option(
-        help="More keys of the gateway.", factory=dict, default_text="none"
-    )
-    scheduler: dict[str, Any] = option(
-        help="More keys of the scheduler.", factory=dict, default_text="none"
-    )
-    memmgr: dict[str, Any] = option(
-        help="More keys of the memory manager.", factory=dict, default_text="none"
-    )
-    worker: dict[str, Any] = option(
-        help="More keys of the workers.", factory=dict, default_text="none"
-    )
-    services: dict[str, Any] = option(
-        help="More keys of every service, such as those of etcd.",
-        factory=dict,
-        default_text="none",
-    )
+    gateway: dict[str, Any] = mapping("More keys of the gateway.")
+    scheduler: dict[str, Any] = mapping("More keys of the scheduler.")
+    memmgr: dict[str, Any] = mapping("More keys of the memory manager.")
+    worker: dict[str, Any] = mapping("More keys of the workers.")
+    services: dict[str, Any] = mapping("More keys of every service, such as those of etcd.")
 
     @property
     def threads_per_worker(self) -> int:

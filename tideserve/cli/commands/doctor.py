@@ -1,6 +1,7 @@
 """The options of `tideserve doctor`. Everything heavy is imported when it runs."""
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,7 +16,8 @@ EXAMPLES = (
     "  tideserve doctor --json | jq '.[] | select(.level != \"ok\")'\n\n"
     "  tideserve doctor --url http://gateway:8000 --etcd http://etcd:2379"
 )
-ETCD, TLS = "etcd", "TLS between services"
+_etcd = partial(typer.Option, rich_help_panel="etcd")
+_tls = partial(typer.Option, rich_help_panel="TLS between services")
 
 
 Port = Annotated[
@@ -38,40 +40,23 @@ ApiKeys = Annotated[
 ]
 EtcdUrl = Annotated[
     str | None,
-    typer.Option(
-        help="etcd of a cluster on other machines, as its services are told it.",
-        rich_help_panel=ETCD,
-    ),
+    _etcd(help="etcd of a cluster on other machines, as its services are told it."),
 ]
 EtcdPrefix = Annotated[
     str | None,
-    typer.Option(
-        help="Prefix of the cluster's keys.", show_default="/tideserve/", rich_help_panel=ETCD
-    ),
+    _etcd(help="Prefix of the cluster's keys.", show_default="/tideserve/"),
 ]
-EtcdUser = Annotated[str | None, typer.Option(help="User name at etcd.", rich_help_panel=ETCD)]
+EtcdUser = Annotated[str | None, _etcd(help="User name at etcd.")]
 EtcdPassword = Annotated[
     str | None,
-    typer.Option(
-        envvar="TIDESERVE_ETCD_PASSWORD", help="Password of that user.", rich_help_panel=ETCD
-    ),
+    _etcd(envvar="TIDESERVE_ETCD_PASSWORD", help="Password of that user."),
 ]
-EtcdCa = Annotated[
-    Path | None, typer.Option(help="CA of etcd's certificate.", rich_help_panel=ETCD)
-]
-EtcdCertificate = Annotated[
-    Path | None, typer.Option(help="Certificate to show to etcd.", rich_help_panel=ETCD)
-]
-EtcdKey = Annotated[
-    Path | None, typer.Option(help="Private key of that certificate.", rich_help_panel=ETCD)
-]
-TlsCa = Annotated[Path | None, typer.Option(help="CA of the cluster.", rich_help_panel=TLS)]
-TlsCertificate = Annotated[
-    Path | None, typer.Option(help="Certificate to show to services.", rich_help_panel=TLS)
-]
-TlsKey = Annotated[
-    Path | None, typer.Option(help="Private key of that certificate.", rich_help_panel=TLS)
-]
+EtcdCa = Annotated[Path | None, _etcd(help="CA of etcd's certificate.")]
+EtcdCertificate = Annotated[Path | None, _etcd(help="Certificate to show to etcd.")]
+EtcdKey = Annotated[Path | None, _etcd(help="Private key of that certificate.")]
+TlsCa = Annotated[Path | None, _tls(help="CA of the cluster.")]
+TlsCertificate = Annotated[Path | None, _tls(help="Certificate to show to services.")]
+TlsKey = Annotated[Path | None, _tls(help="Private key of that certificate.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
