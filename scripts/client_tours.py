@@ -22,7 +22,6 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-import httpx
 import yaml
 from tour_environments import CLIENTS, Client, EnvironmentFailed, ensure
 from tour_results import PAGE, with_rows
@@ -30,7 +29,8 @@ from tours.tour import KINDS, REQUIRED_KINDS, UNFINISHED
 
 from tideserve.bench.client_process import python_environment
 from tideserve.bench.systems.process import ServerProcess
-from tideserve.bench.systems.system import free_port
+from tideserve.bench.systems.system import answers, free_port
+from tideserve.bench.systems.tideserve import up_command
 from tideserve.cli.cache import cache_root
 from tideserve.cli.model_store import resolve_model
 
@@ -69,12 +69,11 @@ def cluster(more: Mapping[str, Any] | None = None) -> Iterator[Server]:
         }
         config = folder / "cluster.yaml"
         config.write_text(yaml.safe_dump(options))
-        command = [sys.executable, "-m", "tideserve.cli.commands.main", "up", "--with-parent"]
-        command += ["--config", str(config), "--cluster-dir", str(folder / "cluster")]
+        command = up_command(config, folder / "cluster")
         url = f"http://127.0.0.1:{port}"
         process = ServerProcess(command, folder / "up.log", python_environment())
         try:
-            process.wait_until(lambda: _ready(url), READY_TIMEOUT_S)
+            process.wait_until(lambda: answers(f"{url}/ready"), READY_TIMEOUT_S)
             yield Server(url, f"127.0.0.1:{grpc_port}", "", default_model())
         finally:
             process.stop()
@@ -234,13 +233,6 @@ def _cell(states: Sequence[bool | None]) -> str:
 def _row(cells: Sequence[str], widths: Sequence[int]) -> str:
     padded = (cell.ljust(width) for cell, width in zip(cells, widths, strict=True))
     return f"| {' | '.join(padded)} |"
-
-
-def _ready(url: str) -> bool:
-    try:
-        return httpx.get(f"{url}/ready", timeout=5.0).is_success
-    except httpx.TransportError:
-        return False
 
 
 def _say(text: str) -> None:

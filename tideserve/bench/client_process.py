@@ -11,7 +11,7 @@ import msgspec
 
 from tideserve.bench.client import Job
 from tideserve.bench.errors import SystemUnavailable
-from tideserve.bench.record import SentRequest
+from tideserve.bench.record import RequestOutcome, SentRequest
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 # Time beyond the job's own deadline, to start the interpreter and to write the result.
@@ -48,6 +48,16 @@ def run_job(job: Job, on_progress: Callable[[str], None]) -> tuple[SentRequest, 
             raise SystemUnavailable(f"the load generator ended with {status}: {' '.join(last)}")
         records = msgspec.msgpack.decode(result_path.read_bytes(), type=tuple[SentRequest, ...])
     return tuple(sorted(records, key=lambda record: record.due_s))
+
+
+def run_answered(job: Job) -> tuple[SentRequest, ...]:
+    """The same; raises SystemUnavailable, too, if a request does not complete."""
+    records = run_job(job, lambda line: None)
+    failed = [one for one in records if one.outcome is not RequestOutcome.COMPLETED]
+    if failed:
+        places = ", ".join(job.urls)
+        raise SystemUnavailable(f"{len(failed)} requests over {places} failed: {failed[0].error}")
+    return records
 
 
 def python_environment() -> dict[str, str]:

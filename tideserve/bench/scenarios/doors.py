@@ -14,10 +14,9 @@ from statistics import median
 from typing import Any
 
 from tideserve.bench.client import Job
-from tideserve.bench.client_process import run_job
+from tideserve.bench.client_process import run_answered
 from tideserve.bench.errors import SystemUnavailable
 from tideserve.bench.grpc_door import SCHEME
-from tideserve.bench.record import RequestOutcome
 from tideserve.bench.scenarios.scenario import LoadChoice, Trial, TrialVerdict
 from tideserve.bench.systems.system import Deployment, Say, free_port
 from tideserve.bench.systems.tideserve import Tideserve
@@ -145,14 +144,10 @@ def _measure(system: Tideserve, url: str, length: int, seed: int, idle_share: fl
         concurrency=CONCURRENCY,
     )
     before, begun_s = system.gateway_cost(), time.monotonic()
-    records = run_job(job, lambda line: None)
+    records = run_answered(job)
     spent, took_s = system.gateway_cost().since(before), time.monotonic() - begun_s
-    failed = [one for one in records if one.outcome is not RequestOutcome.COMPLETED]
-    if failed or len(records) < count:
-        error = failed[0].error if failed else "they did not fit into the time"
-        raise SystemUnavailable(
-            f"{count - len(records) + len(failed)} requests over {url} failed: {error}"
-        )
+    if lacking := count - len(records):
+        raise SystemUnavailable(f"{lacking} requests over {url} did not fit into the time")
     first_s = median(one.token_times_s[0] - one.sent_s for one in records)
     return DoorCost(spent.cpu_s - idle_share * took_s, count, spent.tokens, first_s)
 

@@ -144,6 +144,15 @@ def fetch(url: str, api_key: str | None = None) -> bytes:
     return body
 
 
+def answers(url: str) -> bool:
+    """Whether a GET succeeds."""
+    try:
+        fetch(url)
+    except OSError:
+        return False
+    return True
+
+
 def read_metrics(url: str, api_key: str | None = None) -> dict[str, float]:
     """Prometheus metrics of one server, summed over their labels; empty if it has none."""
     try:

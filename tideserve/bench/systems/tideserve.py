@@ -19,7 +19,7 @@ from tideserve.bench.systems.system import (
     Counters,
     Deployment,
     Say,
-    fetch,
+    answers,
     free_port,
     read_metrics,
 )
@@ -115,21 +115,10 @@ class Tideserve:
         url = f"http://127.0.0.1:{port}"
         config = self._folder / "cluster.yaml"
         config.write_text(yaml.safe_dump(self.options() | {"port": port}), encoding="utf-8")
-        command = [
-            *(
-                sys.executable,
-                "-m",
-                "tideserve.cli.commands.main",
-                "up",
-                "--with-parent",
-                "--config",
-                str(config),
-            ),
-            *("--cluster-dir", str(self._folder / "cluster")),
-        ]
+        command = up_command(config, self._folder / "cluster")
         self._process = ServerProcess(command, self._folder / "up.log", python_environment())
         try:
-            self._process.wait_until(lambda: _ready(url), READY_TIMEOUT_S)
+            self._process.wait_until(lambda: answers(f"{url}/ready"), READY_TIMEOUT_S)
         except SystemUnavailable:
             # It says where the logs are.
             self._keeps_folder = True
@@ -233,9 +222,7 @@ def metrics_addresses(path: Path) -> list[str]:
         return []
 
 
-def _ready(url: str) -> bool:
-    try:
-        fetch(f"{url}/ready")
-    except OSError:
-        return False
-    return True
+def up_command(config: Path, folder: Path) -> list[str]:
+    """Starts the cluster that the file `config` describes, with its state and logs in `folder`."""
+    up = [sys.executable, "-m", "tideserve.cli.commands.main", "up", "--with-parent"]
+    return [*up, "--config", str(config), "--cluster-dir", str(folder)]

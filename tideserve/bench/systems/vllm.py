@@ -16,7 +16,7 @@ from tideserve.bench.systems.system import (
     Counters,
     Deployment,
     Say,
-    fetch,
+    answers,
     free_port,
     read_metrics,
 )
@@ -67,9 +67,9 @@ class Vllm:
             self._processes.append(process)
             urls.append(url)
             if alone:
-                process.wait_until(partial(_healthy, url), READY_TIMEOUT_S)
+                process.wait_until(partial(answers, f"{url}/health"), READY_TIMEOUT_S)
         for process, url in zip(self._processes, urls, strict=True):
-            process.wait_until(partial(_healthy, url), READY_TIMEOUT_S)
+            process.wait_until(partial(answers, f"{url}/health"), READY_TIMEOUT_S)
         self.urls = tuple(urls)
 
     def arguments(self, port: int, blocks: int) -> list[str]:
@@ -188,11 +188,3 @@ class Vllm:
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "OMP_NUM_THREADS": str(self._threads(index)),
         }
-
-
-def _healthy(url: str) -> bool:
-    try:
-        fetch(f"{url}/health")
-    except OSError:
-        return False
-    return True
