@@ -6,7 +6,6 @@ Exit status: 0, or 1 when a check failed, or 77 when none did but a tool for one
 
 import argparse
 import json
-import subprocess
 import sys
 import time
 import tomllib
@@ -19,7 +18,17 @@ import jsonschema
 import yaml
 from deploy_chart import FEATURES, VARIANTS
 from deploy_config import check_objects, compose_services, read_config
-from deploy_objects import DEPLOY, ROOT, Object, ToolMissing, Variant, build_variant, identity
+from deploy_objects import (
+    DEPLOY,
+    ROOT,
+    Object,
+    ToolMissing,
+    Variant,
+    build_variant,
+    identity,
+    parsed,
+    run_tool,
+)
 from deploy_tools import fetch, kubernetes_schemas, renderer
 
 from services.common.errors import ConfigError
@@ -49,7 +58,7 @@ def strict_schemas() -> Iterator[str]:
         own[path.stem] = jsonschema.Draft7Validator(json.loads(path.read_text()))
     sets = {variant.name: build_variant(variant) for variant in SETS}
     sets[f"chart with {EXAMPLE.name}"] = _rendered([EXAMPLE])
-    sets |= {path.name: list(_parsed_all(path)) for path in DEPLOY.glob("*.yaml")}
+    sets |= {path.name: parsed(path.read_text()) for path in DEPLOY.glob("*.yaml")}
     for name, objects in sets.items():
         for one in objects:
             validator = own.get(one["kind"].lower())
@@ -163,10 +172,6 @@ def _parsed(path: Path) -> Any:
     return yaml.safe_load(path.read_text())
 
 
-def _parsed_all(path: Path) -> Iterator[Object]:
-    return (one for one in yaml.safe_load_all(path.read_text()) if one is not None)
-
-
 def _typos(tree: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Values with one name that is none, at each level of the tree of values."""
     yield {**tree, "replicaz": 1}
@@ -177,16 +182,8 @@ def _typos(tree: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 def _rendered(files: Sequence[Path]) -> list[Object]:
     """The objects of the chart with the values in `files`; raises ToolMissing."""
-    done = subprocess.run(
-        [str(renderer()), str(gen_deploy.CHART), *map(str, files)],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=RENDER_TIMEOUT_S,
-    )
-    if done.returncode != 0:
-        raise ValueError(f"the chart cannot be rendered: {done.stderr.strip()}")
-    return [one for one in yaml.safe_load_all(done.stdout) if one is not None]
+    command = [str(renderer()), str(gen_deploy.CHART), *map(str, files)]
+    return parsed(run_tool(command, "the chart cannot be rendered", RENDER_TIMEOUT_S))
 
 
 def _unordered(node: Any) -> Any:

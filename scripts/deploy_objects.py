@@ -9,6 +9,7 @@ import os
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -75,16 +76,28 @@ def build(folder: Path) -> list[Object]:
         ToolMissing: without kustomize.
         ValueError: with what kustomize says, if it refuses.
     """
-    result = subprocess.run(
-        [*kustomize_command(), str(folder)],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=KUSTOMIZE_TIMEOUT_S,
+    command = [*kustomize_command(), str(folder)]
+    return parsed(run_tool(command, f"kustomize refuses {folder}", KUSTOMIZE_TIMEOUT_S))
+
+
+def parsed(text: str) -> list[Object]:
+    """The objects in the documents of a YAML text."""
+    return [one for one in yaml.safe_load_all(text) if one is not None]
+
+
+def run_tool(
+    command: Sequence[str],
+    refusal: str,
+    timeout_s: float,
+    environment: Mapping[str, str] | None = None,
+) -> str:
+    """What a tool prints. Raises ValueError with `refusal` and what the tool says, if it fails."""
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, check=False, timeout=timeout_s
     )
-    if result.returncode != 0:
-        raise ValueError(f"kustomize refuses {folder}: {result.stderr.strip()}")
-    return [one for one in yaml.safe_load_all(result.stdout) if one is not None]
+    if done.returncode != 0:
+        raise ValueError(f"{refusal}: {done.stderr.strip()}")
+    return done.stdout
 
 
 @functools.cache

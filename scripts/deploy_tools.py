@@ -9,7 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from deploy_objects import ROOT, ToolMissing, tools_folder
+from deploy_objects import ROOT, ToolMissing, run_tool, tools_folder
 
 FETCH_TIMEOUT_S = 1200
 GO_TIMEOUT_S = 300
@@ -96,16 +96,8 @@ def renderer() -> Path:
         "GO111MODULE": "off",
         "CGO_ENABLED": "0",
     }
-    done = subprocess.run(
-        [str(go_root / "bin" / "go"), "build", "-o", str(program), str(RENDERER)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=GO_TIMEOUT_S,
-    )
-    if done.returncode != 0:
-        raise ValueError(f"{RENDERER.name} cannot be built: {done.stderr.strip()}")
+    command = [str(go_root / "bin" / "go"), "build", "-o", str(program), str(RENDERER)]
+    run_tool(command, f"{RENDERER.name} cannot be built", GO_TIMEOUT_S, environment)
     os.utime(program)
     return program
 

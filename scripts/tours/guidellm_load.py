@@ -27,31 +27,22 @@ SYNTHETIC: Any = {
     "prompt_tokens": 24,
     "output_tokens": 8,
 }
-
-
 FEW: Any = {"kind": "max_requests", "count": REQUESTS}
 RESULT = Path("result.json")
 
 
-def run(
-    route: str,
-    data: dict[str, Any] | Sequence[dict[str, Any]] = SYNTHETIC,
-    body: dict[str, Any] = GREEDY,
-    profile: dict[str, Any] = ONE_BY_ONE,
-    constraint: dict[str, Any] = FEW,
-    **backend: Any,
-) -> Any:
+def run(*asked: Any, **more: Any) -> Any:
     """Requests of the only step of a run, by how they ended: successful, errored, incomplete."""
-    (step,) = steps(route, data, body, profile, constraint, **backend)
+    (step,) = steps(*asked, **more)
     return step
 
 
 def steps(
     route: str,
-    data: dict[str, Any] | Sequence[dict[str, Any]],
-    body: dict[str, Any],
-    profile: dict[str, Any],
-    constraint: dict[str, Any],
+    data: dict[str, Any] | Sequence[dict[str, Any]] = SYNTHETIC,
+    body: dict[str, Any] = GREEDY,
+    profile: dict[str, Any] = ONE_BY_ONE,
+    constraint: dict[str, Any] = FEW,
     **backend: Any,
 ) -> list[Any]:
     """A run, of which some profiles make several steps: the requests of each.
@@ -156,7 +147,7 @@ def _throughput() -> str:
 @tour.call("load", "a sweep: one by one, as fast as it goes, and two rates between")
 def _sweep() -> str:
     few = {"kind": "max_requests", "count": 6}
-    found = steps(CHAT, SYNTHETIC, GREEDY, {"kind": "sweep", "sweep_size": 4}, few)
+    found = steps(CHAT, profile={"kind": "sweep", "sweep_size": 4}, constraint=few)
     equal(len(found), 4, "steps")
     for requests in found:
         good(requests, 6)

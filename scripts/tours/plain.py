@@ -4,7 +4,7 @@ import json
 import re
 import time
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import Any
 
@@ -59,18 +59,17 @@ class Plain:
 
     def wait_until_quiet(self) -> None:
         """Return once no request is in the gateway. Raises TimeoutError if that takes too long."""
-        deadline_s = time.monotonic() + QUIET_TIMEOUT_S
-        while self._metric(INFLIGHT) > 0:
-            if time.monotonic() > deadline_s:
-                raise TimeoutError(f"requests still run after {QUIET_TIMEOUT_S:.0f} s")
-            time.sleep(POLL_S)
+        self._wait(lambda: self._metric(INFLIGHT) <= 0, "requests still run after")
 
     def wait_for_output(self, tokens: int) -> None:
         """Return once more than `tokens` have been passed on. Raises TimeoutError."""
+        self._wait(lambda: self.output_tokens() > tokens, "no token within")
+
+    def _wait(self, ready: Callable[[], bool], problem: str) -> None:
         deadline_s = time.monotonic() + QUIET_TIMEOUT_S
-        while self.output_tokens() <= tokens:
+        while not ready():
             if time.monotonic() > deadline_s:
-                raise TimeoutError(f"no token within {QUIET_TIMEOUT_S:.0f} s")
+                raise TimeoutError(f"{problem} {QUIET_TIMEOUT_S:.0f} s")
             time.sleep(POLL_S)
 
     @property
