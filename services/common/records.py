@@ -8,13 +8,13 @@ that etcdctl shows them; unknown fields, those of a later release, are ignored.
 
 import logging
 import math
-from dataclasses import asdict
 from typing import TypeVar
 
 from google.protobuf import json_format
 from google.protobuf.message import Message
 
 from services.common.address import host_of
+from services.common.report import Codec
 from services.common.wire_enum import numbers
 from services.core.groups.layer_map import ModelShape
 from services.core.groups.vocabulary import Assignment, Group, GroupPhase, Member, Worker
@@ -32,6 +32,9 @@ log = logging.getLogger(__name__)
 M = TypeVar("M", bound=Message)
 _PHASES = numbers(GroupPhase, record_pb2.GroupPhase, "GROUP_PHASE")
 _PHASES_BACK = {number: phase for phase, number in _PHASES.items()}
+_MEMBER = Codec(Member, record_pb2.GroupMember)
+_ASSIGNMENT = Codec(Assignment, record_pb2.AssignmentRecord)
+_SHAPE = Codec(ModelShape, record_pb2.ModelShape)
 
 # --- any record
 
@@ -97,10 +100,7 @@ def to_group(record: record_pb2.GroupRecord) -> Group | None:
     phase = _PHASES_BACK.get(record.phase)
     if phase is None or not record.group_id or record.epoch < 1:
         return None
-    members = tuple(
-        Member(one.worker_id, one.incarnation, one.first_layer, one.end_layer)
-        for one in record.members
-    )
+    members = tuple(map(_MEMBER.report, record.members))
     return Group(
         record.group_id,
         record.epoch,
@@ -118,15 +118,7 @@ def to_group_record(group: Group) -> record_pb2.GroupRecord:
         group_id=group.group_id,
         epoch=group.epoch,
         phase=_PHASES[group.phase],
-        members=[
-            record_pb2.GroupMember(
-                worker_id=member.worker_id,
-                incarnation=member.incarnation,
-                first_layer=member.first_layer,
-                end_layer=member.end_layer,
-            )
-            for member in group.members
-        ],
+        members=map(_MEMBER.message, group.members),
         model=group.model,
         attempt=group.attempt,
         traceparent=group.traceparent,
@@ -135,19 +127,12 @@ def to_group_record(group: Group) -> record_pb2.GroupRecord:
 
 def to_assignment(record: record_pb2.AssignmentRecord) -> Assignment:
     """The assignment of a valid record."""
-    return Assignment(
-        record.worker_id,
-        record.incarnation,
-        record.group_id,
-        record.epoch,
-        record.first_layer,
-        record.end_layer,
-    )
+    return _ASSIGNMENT.report(record)
 
 
 def to_assignment_record(assignment: Assignment) -> record_pb2.AssignmentRecord:
     """The record of an assignment."""
-    return record_pb2.AssignmentRecord(**asdict(assignment))
+    return _ASSIGNMENT.message(assignment)
 
 
 def to_floor_record(epoch: int) -> record_pb2.EpochFloorRecord:
@@ -233,19 +218,9 @@ def to_shape(shape: record_pb2.ModelShape) -> ModelShape | None:
     costs = (shape.layer_cost, shape.embedding_cost, shape.head_cost)
     if min(sizes) < 1 or min(rest) < 0 or not all(0 <= cost < math.inf for cost in costs):
         return None
-    return ModelShape(
-        num_layers=shape.num_layers,
-        layer_bytes=shape.layer_bytes,
-        embedding_bytes=shape.embedding_bytes,
-        head_bytes=shape.head_bytes,
-        tied_embeddings=shape.tied_embeddings,
-        kv_bytes=shape.kv_bytes,
-        layer_cost=shape.layer_cost,
-        embedding_cost=shape.embedding_cost,
-        head_cost=shape.head_cost,
-    )
+    return _SHAPE.report(shape)
 
 
 def to_shape_record(shape: ModelShape | None) -> record_pb2.ModelShape | None:
     """The sizes of the model, as the worker's record has them."""
-    return record_pb2.ModelShape(**asdict(shape)) if shape is not None else None
+    return _SHAPE.message(shape) if shape is not None else None

@@ -25,8 +25,11 @@ class InvalidReport(ValueError):
     """A report with a name that is missing or a number that cannot be."""
 
 
-class _Codec(Generic[R, M]):
-    """Between a report, with the reports within it, and the message that has its fields."""
+class Codec(Generic[R, M]):
+    """Between a report, with the reports within it, and the message that has its fields.
+
+    Any other dataclass can stand for a report.
+    """
 
     def __init__(self, report: type[R], message: type[M]) -> None:
         """Raises TypeError if the message has a field that the report lacks."""
@@ -99,9 +102,9 @@ def _maker(report: type[Any], told: frozenset[str]) -> Callable[[Message], Any]:
     return made
 
 
-_LOAD = _Codec(LoadReport, load_pb2.WorkerLoad)
-_MEMORY = _Codec(MemoryReport, memmgr_pb2.WorkerMemory)
-_DEMAND = _Codec(ModelDemand, memmgr_pb2.ModelDemand)
+_LOAD = Codec(LoadReport, load_pb2.WorkerLoad)
+_MEMORY = Codec(MemoryReport, memmgr_pb2.WorkerMemory)
+_DEMAND = Codec(ModelDemand, memmgr_pb2.ModelDemand)
 
 
 def load_message(report: LoadReport) -> load_pb2.WorkerLoad:

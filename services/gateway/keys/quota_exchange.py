@@ -9,6 +9,7 @@ from services.common.errors import StoreError
 from services.common.etcd import Entry, Store
 from services.common.membership import QUOTAS
 from services.common.records import encode_record, read_record
+from services.common.report import Codec
 from services.core.quota.demand import Wish
 from services.core.quota.state import QuotaState, Told
 from tideserve.common.v1 import record_pb2
@@ -16,6 +17,7 @@ from tideserve.common.v1 import record_pb2
 TELL_S = 1.0
 
 log = logging.getLogger(__name__)
+_WISH = Codec(Wish, record_pb2.QuotaWish)
 
 
 class QuotaExchange:
@@ -103,15 +105,7 @@ class QuotaExchange:
 def _encoded(incarnation: str, wishes: Mapping[str, Wish]) -> bytes:
     record = record_pb2.QuotaRecord(incarnation=incarnation)
     for owner, wish in wishes.items():
-        record.owners[owner].CopyFrom(
-            record_pb2.QuotaWish(
-                requests_per_s=wish.requests_per_s,
-                tokens_per_s=wish.tokens_per_s,
-                running=wish.running,
-                requests_spilt=wish.requests_spilt,
-                tokens_spilt=wish.tokens_spilt,
-            )
-        )
+        record.owners[owner].CopyFrom(_WISH.message(wish))
     return encode_record(record)
 
 
@@ -124,16 +118,7 @@ def _decoded(listing: Mapping[str, Entry], before: Mapping[str, Told]) -> dict[s
             record = read_record(record_pb2.QuotaRecord, key, entry.value)
             if record is None:
                 continue
-            last = Told(entry.mod_revision, {o: _wish(one) for o, one in record.owners.items()})
+            wishes = {owner: _WISH.report(wish) for owner, wish in record.owners.items()}
+            last = Told(entry.mod_revision, wishes)
         told[key] = last
     return told
-
-
-def _wish(record: record_pb2.QuotaWish) -> Wish:
-    return Wish(
-        record.requests_per_s,
-        record.tokens_per_s,
-        record.running,
-        record.requests_spilt,
-        record.tokens_spilt,
-    )

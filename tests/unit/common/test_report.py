@@ -9,8 +9,8 @@ import pytest
 from google.protobuf.message import Message
 
 from services.common.report import (
+    Codec,
     InvalidReport,
-    _Codec,
     load_message,
     memory_message,
     memory_values,
@@ -59,7 +59,7 @@ def test_what_is_not_on_the_wire_has_its_default() -> None:
 
 def test_a_message_with_a_field_that_no_report_has() -> None:
     with pytest.raises(TypeError, match=r"LoadReport has no name, pids, "):
-        _Codec(LoadReport, process_pb2.GetProcessResponse)
+        Codec(LoadReport, process_pb2.GetProcessResponse)
 
 
 @pytest.mark.parametrize(
