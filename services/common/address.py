@@ -1,6 +1,7 @@
 """Addresses as text: host:port, with brackets around an IPv6 address."""
 
 import asyncio
+import errno
 import ipaddress
 import socket
 
@@ -77,8 +78,10 @@ def is_loopback(host: str) -> bool:
     return all(address.is_loopback for address in addresses)
 
 
-def listen(host: str, port: int, backlog: int) -> socket.socket:
+def listen(host: str, port: int, backlog: int, stall_s: float | None = None) -> socket.socket:
     """A listening TCP socket on a name or address of this machine; port 0: any free one.
+
+    The kernel cuts connections that take no data for `stall_s`.
 
     Raises:
         ConfigError: if it cannot be had.
@@ -88,15 +91,22 @@ def listen(host: str, port: int, backlog: int) -> socket.socket:
         family, kind, protocol, _, place = socket.getaddrinfo(
             bare or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
+        # With its protocol: asyncio sends small parts at once only if it knows that one.
         listener = socket.socket(family, kind, protocol)
     except OSError as error:
         raise ConfigError(f"'{host}' is no address of this machine: {error.strerror}") from error
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if stall_s is not None and hasattr(socket, "TCP_USER_TIMEOUT"):
+            listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(stall_s * 1000))
         listener.bind(place)
         listener.listen(backlog)
     except OSError as error:
         listener.close()
+        if error.errno == errno.EADDRINUSE:
+            raise ConfigError(
+                f"port {port} on {host} is in use; stop what listens there or choose another port"
+            ) from error
         raise ConfigError(
             f"cannot listen on {join_address(host, port)}: {error.strerror}; choose another port"
         ) from error

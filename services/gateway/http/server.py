@@ -1,14 +1,13 @@
 """The HTTP server: uvicorn inside the service's own event loop."""
 
 import contextlib
-import errno
 import socket
 from collections.abc import Iterator
 
 import uvicorn
 from starlette.types import ASGIApp
 
-from services.common.errors import ConfigError
+from services.common.address import listen
 from services.gateway.http.protocol import BoundedProtocol
 from services.gateway.http.tls import ServerTls
 
@@ -22,28 +21,8 @@ def bind(host: str, port: int, stall_s: float) -> socket.socket:
     Raises:
         ConfigError: if the address cannot be had.
     """
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-    except socket.gaierror as error:
-        raise ConfigError(f"'{host}' is no address of this machine: {error.strerror}") from error
-    # With its protocol: asyncio sends small parts of answers at once only if it knows that one.
-    listener = socket.socket(family, kind, protocol)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if hasattr(socket, "TCP_USER_TIMEOUT"):
-            listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(stall_s * 1000))
-        listener.bind(address)
-        # At once, so that a second process cannot share the address until the server starts.
-        listener.listen(BACKLOG)
-    except OSError as error:
-        listener.close()
-        if error.errno == errno.EADDRINUSE:
-            raise ConfigError(
-                f"port {port} on {host} is in use; stop what listens there or choose another port"
-            ) from error
-        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}") from error
+    # It listens at once, so that a second process cannot share the address until the server starts.
+    listener = listen(host, port, BACKLOG, stall_s)
     listener.setblocking(False)
     return listener
 
