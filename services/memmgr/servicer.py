@@ -1,7 +1,7 @@
 """The memory manager's gRPC service."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from typing import Any
 
@@ -99,38 +99,34 @@ class MemmgrServicer(memmgr_pb2_grpc.MemmgrServiceServicer):
     async def MergeGroups(
         self, request: memmgr_pb2.MergeGroupsRequest, context: Context
     ) -> AsyncIterator[memmgr_pb2.MergeGroupsResponse]:
-        await self._refuse_unless_leading(context)
-        driver = self._driver
-        try:
-            change = merge_of(driver.stable_groups, request.group_ids, driver.facts)
-        except InvalidChange as error:
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
-        async for step in self._steps(Action.MERGE, change):
+        def change() -> Change:
+            return merge_of(self._driver.stable_groups, request.group_ids, self._driver.facts)
+
+        async for step in self._steps(Action.MERGE, change, context):
             yield memmgr_pb2.MergeGroupsResponse(step=step)
 
     async def SplitGroup(
         self, request: memmgr_pb2.SplitGroupRequest, context: Context
     ) -> AsyncIterator[memmgr_pb2.SplitGroupResponse]:
-        await self._refuse_unless_leading(context)
-        driver = self._driver
-        try:
-            change = split_of(driver.stable_groups, request.group_id or None)
-        except InvalidChange as error:
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
-        async for step in self._steps(Action.SPLIT, change):
+        def change() -> Change:
+            return split_of(self._driver.stable_groups, request.group_id or None)
+
+        async for step in self._steps(Action.SPLIT, change, context):
             yield memmgr_pb2.SplitGroupResponse(step=step)
 
-    async def _refuse_unless_leading(self, context: Context) -> None:
+    async def _steps(
+        self, action: Action, find: Callable[[], Change], context: Context
+    ) -> AsyncIterator[memmgr_pb2.ReconfigurationStep]:
+        """Change the groups as `find` says; from the commit on the monitor knows of it."""
         if not self._driver.leads:
             await context.abort(
                 grpc.StatusCode.FAILED_PRECONDITION,
                 "this memory manager is a standby; ask the one that leads",
             )
-
-    async def _steps(
-        self, action: Action, change: Change
-    ) -> AsyncIterator[memmgr_pb2.ReconfigurationStep]:
-        """Change the groups; from the commit on the monitor knows of the change by hand."""
+        try:
+            change = find()
+        except InvalidChange as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         model = self._driver.groups_of(change.targets)[0].model
         logged = None
         async for step in self._driver.reconfigure(

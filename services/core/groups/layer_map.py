@@ -106,6 +106,11 @@ def split_layers(
     within = _within_time(model, _most_layers(model, frees, tokens))
     tokens = _most_tokens(model, frees, within)
     counts = _deal(model, _smaller(_most_layers(model, frees, tokens), within))
+    return stages_of(rooms, counts)
+
+
+def stages_of(rooms: Sequence[StageRoom], counts: Sequence[int]) -> tuple[Stage, ...]:
+    """The stages of workers that run so many layers each, in this order."""
     stages, first = [], 0
     for room, count in zip(rooms, counts, strict=True):
         stages.append(Stage(room.worker_id, first, first + count))

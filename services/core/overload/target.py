@@ -10,6 +10,7 @@ from services.core.groups.layer_map import (
     StageRoom,
     capacity_tokens,
     split_layers,
+    stages_of,
 )
 from services.core.groups.vocabulary import Group
 from services.core.overload.drop_plan import (
@@ -93,7 +94,7 @@ def targets_of(
             counts = tuple(stage.num_layers for stage in stages)
             divided[kind] = counts, min(capacity_tokens(shape, rooms, stages))
         counts, after = divided[kind]
-        found.append(Target(merge, _stages(rooms, counts), before, after))
+        found.append(Target(merge, stages_of(rooms, counts), before, after))
     return tuple(found)
 
 
@@ -103,11 +104,3 @@ def group_tokens(
     """Tokens of KV that a group of these members holds now."""
     rooms = [StageRoom(one.worker_id, arena_bytes[one.worker_id]) for one in members]
     return min(capacity_tokens(shape, rooms, [Stage(*one) for one in members]))
-
-
-def _stages(rooms: Sequence[StageRoom], counts: Sequence[int]) -> tuple[Stage, ...]:
-    stages, first = [], 0
-    for room, count in zip(rooms, counts, strict=True):
-        stages.append(Stage(room.worker_id, first, first + count))
-        first += count
-    return tuple(stages)

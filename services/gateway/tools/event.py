@@ -1,7 +1,10 @@
 """Events found in a model's text, piece by piece: text, reasoning, calls of tools."""
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Protocol
+
+from services.gateway.text.held_text import HeldText
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,3 +55,21 @@ class Parser(Protocol):
 
     def finish(self) -> list[Event]:
         """The events of what was held back; call once, at the end of the text."""
+
+
+class HeldParser(ABC):
+    """The `push` of a Parser that reads what it holds, step by step."""
+
+    def __init__(self) -> None:
+        self._held = HeldText()
+
+    def push(self, text: str) -> list[Event]:
+        self._held.add(text)
+        events: list[Event] = []
+        while not self._held.over and self._advance(events):
+            pass
+        return events
+
+    @abstractmethod
+    def _advance(self, events: list[Event]) -> bool:
+        """Read some text; False if it needs more."""

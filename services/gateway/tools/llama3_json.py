@@ -3,9 +3,8 @@
 from collections.abc import Container
 from enum import Enum, auto
 
-from services.gateway.text.held_text import HeldText
 from services.gateway.tools.call_list import CallList
-from services.gateway.tools.event import Content, Event
+from services.gateway.tools.event import Content, Event, HeldParser
 from services.gateway.tools.json_value import Step
 
 TAG = "<|python_tag|>"
@@ -21,7 +20,7 @@ class _ListMode(Enum):
     TEXT = auto()
 
 
-class Llama3JsonCalls:
+class Llama3JsonCalls(HeldParser):
     """Text that is a call from its beginning, with or without the tag, or else is no call.
 
     Further calls may follow after a semicolon. A Parser.
@@ -29,19 +28,12 @@ class Llama3JsonCalls:
 
     def __init__(self, names: Container[str]) -> None:
         """`names`: of the tools that may be called."""
+        super().__init__()
         self._names = names
         self._mode = _ListMode.LEAD
-        self._held = HeldText()
         # Text before a call that has not begun.
         self._lead = ""
         self._call = CallList(names, 0, _OTHER_KEYS)
-
-    def push(self, text: str) -> list[Event]:
-        self._held.add(text)
-        events: list[Event] = []
-        while not self._held.over and self._advance(events):
-            pass
-        return events
 
     def finish(self) -> list[Event]:
         events: list[Event] = []
@@ -53,7 +45,6 @@ class Llama3JsonCalls:
         return events
 
     def _advance(self, events: list[Event]) -> bool:
-        """Read some text; False if it needs more."""
         match self._mode:
             case _ListMode.LEAD:
                 return self._before()

@@ -4,8 +4,7 @@ from collections.abc import Callable
 from enum import Enum, auto
 from typing import Protocol
 
-from services.gateway.text.held_text import HeldText
-from services.gateway.tools.event import Content, Event
+from services.gateway.tools.event import Content, Event, HeldParser
 from services.gateway.tools.json_value import Step
 
 
@@ -38,7 +37,7 @@ class _MarkMode(Enum):
     CLOSE = auto()
 
 
-class MarkedCalls:
+class MarkedCalls(HeldParser):
     """A Parser of calls between marks. Blanks around calls belong to nobody.
 
     Text after a mark that is no call is content, the mark included.
@@ -46,23 +45,16 @@ class MarkedCalls:
 
     def __init__(self, opening: str, closing: str, body: Callable[[int], Body]) -> None:
         """`closing`: the mark after a body, which may lack; `body` of the next call's index."""
+        super().__init__()
         self._opening = opening
         self._closing = closing
         self._new_body = body
         self._mode = _MarkMode.TEXT
-        self._held = HeldText()
         self._body = body(0)
         # The mark and the blanks before it, until a call has begun after it.
         self._lead = ""
         # Nothing but blanks since the last call.
         self._after_call = False
-
-    def push(self, text: str) -> list[Event]:
-        self._held.add(text)
-        events: list[Event] = []
-        while not self._held.over and self._advance(events):
-            pass
-        return events
 
     def finish(self) -> list[Event]:
         events: list[Event] = []
@@ -75,7 +67,6 @@ class MarkedCalls:
         return events
 
     def _advance(self, events: list[Event]) -> bool:
-        """Read some text; False if it needs more."""
         match self._mode:
             case _MarkMode.TEXT:
                 return self._text(events)

@@ -2,8 +2,8 @@
 
 from enum import Enum, auto
 
-from services.gateway.text.held_text import BLANKS, HeldText
-from services.gateway.tools.event import Content, Event, Reasoning
+from services.gateway.text.held_text import BLANKS
+from services.gateway.tools.event import Content, Event, HeldParser, Reasoning
 
 OPEN, CLOSE = "<think>", "</think>"
 
@@ -15,7 +15,7 @@ class _Mode(Enum):
     ANSWER = auto()
 
 
-class ReasoningSplit:
+class ReasoningSplit(HeldParser):
     """A Parser that parts the text at the closing mark. Blanks there belong to nobody.
 
     Text that does not begin with the opening mark is the answer, but if the prompt has `opened`
@@ -23,17 +23,10 @@ class ReasoningSplit:
     """
 
     def __init__(self, opened: bool) -> None:
+        super().__init__()
         self._opened = opened
         self._mode = _Mode.START
-        self._held = HeldText()
         self._thought = False
-
-    def push(self, text: str) -> list[Event]:
-        self._held.add(text)
-        events: list[Event] = []
-        while not self._held.over and self._advance(events):
-            pass
-        return events
 
     def finish(self) -> list[Event]:
         rest = self._held.take()
@@ -45,7 +38,6 @@ class ReasoningSplit:
         return [Content(rest)] if rest and self._mode is _Mode.ANSWER else []
 
     def _advance(self, events: list[Event]) -> bool:
-        """Read some text; False if it needs more."""
         match self._mode:
             case _Mode.START:
                 return self._start()
