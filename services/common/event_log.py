@@ -105,6 +105,11 @@ class EventLog:
         self._left_bytes -= written
 
 
+def open_event_log(folder: Path | None, name: str, config: Any) -> EventLog | None:
+    """The log of all events of a service, if a folder for it is given. Raises EventLogError."""
+    return None if folder is None else EventLog(folder, name, config)
+
+
 def read_config(path: Path, cls: type[Any]) -> Any:
     """The configuration in the first line, as an instance of `cls`. Raises EventLogError."""
     try:

@@ -9,7 +9,7 @@ import uuid
 
 from services.common.advertise import advertised
 from services.common.etcd import Store, open_store
-from services.common.event_log import EventLog
+from services.common.event_log import open_event_log
 from services.common.grpc_server import Server
 from services.common.membership import SERVICES, Registration
 from services.common.metrics_server import metrics_exposed
@@ -60,7 +60,7 @@ async def serve(config: GatewayConfig, stop: asyncio.Event) -> None:
     Raises:
         ServiceError: if the configuration, the model folder, the port or etcd is not usable.
     """
-    record = StreamRecord(open_event_log(config))
+    record = StreamRecord(open_event_log(config.event_log, "gateway", {}))
     store = open_store(config)
     with contextlib.ExitStack() as sockets:
         listener = sockets.enter_context(bind(config.host, config.port, config.client_stall_s))
@@ -77,13 +77,6 @@ async def serve(config: GatewayConfig, stop: asyncio.Event) -> None:
                 await gateway.run(listener, admin, stop)
         finally:
             await store.close()
-
-
-def open_event_log(config: GatewayConfig) -> EventLog | None:
-    """The log of all streams, if one is asked for. Raises EventLogError."""
-    if config.event_log is None:
-        return None
-    return EventLog(config.event_log, "gateway", {})
 
 
 def open_model(config: GatewayConfig) -> ServedModel:

@@ -8,7 +8,7 @@ import uuid
 from services.common.advertise import advertised
 from services.common.election import Election, leader_key
 from services.common.etcd import SameCreation, Store, open_store
-from services.common.event_log import EventLog
+from services.common.event_log import open_event_log
 from services.common.grpc_server import ProcessServicer, Server
 from services.common.metrics_server import metrics_exposed
 from services.common.process_metrics import service_registry
@@ -59,7 +59,7 @@ async def _serve(
         config.prepare_timeout_s, config.backoff_s, config.backoff_max_s, config.gone_after_s
     )
     bounds = CoordinatorConfig(protocol, change_over_timeout_s=config.change_over_timeout_s)
-    event_log = open_event_log(config, bounds)
+    event_log = open_event_log(config.event_log, NAME, bounds)
     driver = Driver(
         CoordinatorState(bounds),
         ClusterStore(store, lambda token: SameCreation(leader_key(NAME), token)),
@@ -95,11 +95,6 @@ async def _serve(
             await _run(config, store, driver, (actor, watch), server, stop, incarnation)
         finally:
             await server.stop(STOP_GRACE_S)
-
-
-def open_event_log(config: MemmgrConfig, made_with: CoordinatorConfig) -> EventLog | None:
-    """The event log of the groups, if one is configured. Raises EventLogError."""
-    return None if config.event_log is None else EventLog(config.event_log, NAME, made_with)
 
 
 def open_monitor(config: MemmgrConfig) -> OverloadMonitor:

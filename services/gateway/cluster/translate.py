@@ -7,7 +7,7 @@ from google.protobuf.descriptor import EnumDescriptor
 from services.common.address import host_of
 from services.common.promise import service_message
 from services.common.records import paced_of, to_group
-from services.common.report import shown_memory
+from services.common.report import Codec, shown_memory
 from services.common.wire_enum import words
 from services.core.ask import Ask, Assignment, Refusal, RefusalReason
 from services.gateway.vocabulary.message import (
@@ -26,6 +26,7 @@ _REASONS = {
     number: RefusalReason(word)
     for number, word in words(scheduler_pb2.RefusalReason, "REFUSAL_REASON").items()
 }
+_ASSIGNMENT = Codec(Assignment, scheduler_pb2.Assignment)
 _STEP_PHASES = words(memmgr_pb2.ReconfigurationPhase, "RECONFIGURATION_PHASE")
 UNKNOWN = "unknown"
 """The name of an enum value that this version does not know."""
@@ -66,15 +67,7 @@ def scheduler_message(frame: scheduler_pb2.AdmitResponse) -> SchedulerMessage | 
         case "ticket":
             return Ticket(frame.ticket.request_id)
         case "assignment":
-            place = frame.assignment
-            return Assignment(
-                request_id=place.request_id,
-                group_id=place.group_id,
-                epoch=place.epoch,
-                worker_id=place.worker_id,
-                address=place.address,
-                returnable=place.returnable,
-            )
+            return _ASSIGNMENT.report(frame.assignment)
         case "refusal":
             no = frame.refusal
             reason = _REASONS.get(no.reason)
