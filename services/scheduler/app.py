@@ -85,7 +85,7 @@ class StateConfig:
     queue_deadline_s: float
     dispatch: str
     overtaken_max: int = 0
-    growth_blocks: int = 0
+    growth_blocks: float = 0
 
 
 def open_event_log(config: SchedulerConfig) -> EventLog | None:

@@ -28,7 +28,7 @@ class SchedulerConfig(ServiceConfig):
         minimum=0,
         maximum=2**20,
     )
-    growth_blocks: int = number(
+    growth_blocks: float = number(
         GROWTH_BLOCKS,
         "KV blocks that a group keeps for each request that runs there, so that it can grow, when"
         " another one is to start.",

@@ -64,7 +64,7 @@ class SimulationOptions:
     max_running: int = like(WorkerConfig, "max_running", default=256)
     max_waiting: int = like(WorkerConfig, "max_waiting")
     overtaken_max: int = like(SchedulerConfig, "overtaken_max")
-    growth_blocks: int = like(SchedulerConfig, "growth_blocks")
+    growth_blocks: float = like(SchedulerConfig, "growth_blocks")
     max_model_len: int = number(32_768, minimum=2, maximum=2**31)
     queue_limit: int = like(SchedulerConfig, "queue_limit")
     queue_deadline_s: float = like(SchedulerConfig, "queue_deadline_s")

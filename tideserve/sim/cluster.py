@@ -59,7 +59,7 @@ class ClusterSpec:
     max_model_len: int
     queue_limit: int = 1024
     overtaken_max: int = OVERTAKEN_MAX
-    growth_blocks: int = GROWTH_BLOCKS
+    growth_blocks: float = GROWTH_BLOCKS
     queue_deadline_s: float = 120.0
     score: ScoreFunction = kv_share
     delays: Delays = field(default_factory=Delays)

@@ -9,7 +9,7 @@ from services.core.scheduler.vocabulary import LoadReported, ServingGroup
 
 REPORT_FRESH_S = 3.0
 RESERVATION_S = 5.0
-GROWTH_BLOCKS = 1
+GROWTH_BLOCKS = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class GroupLoad:
     """
 
     group: ServingGroup
-    growth_blocks: int = GROWTH_BLOCKS
+    growth_blocks: float = GROWTH_BLOCKS
     _report: LoadReport | None = None
     _reserved: OrderedDict[str, _Reservation] = field(default_factory=OrderedDict)  # by lapse
     reserved_blocks: int = 0
@@ -97,7 +97,7 @@ class GroupLoad:
     def start_blocks(self) -> int:
         """Blocks in which a request may start: the room less what running requests keep to grow."""
         running = self._report.load.running if self._report is not None else 0
-        return self.room_blocks - self.growth_blocks * running
+        return self.room_blocks - math.ceil(self.growth_blocks * running)
 
     @property
     def sequences(self) -> int:

@@ -26,7 +26,7 @@ class GroupTable:
     """Groups come, report and go; `score` and `growth_blocks` as in SchedulerState."""
 
     score: ScoreFunction
-    growth_blocks: int
+    growth_blocks: float
     _loads: dict[str, GroupLoad] = field(default_factory=dict)
     _models: dict[str, ModelGroups] = field(default_factory=dict)
     _group_of_worker: dict[str, str] = field(default_factory=dict)

@@ -57,7 +57,7 @@ class SchedulerState:
     queue_deadline_s: float
     score: ScoreFunction = kv_share
     overtaken_max: int = OVERTAKEN_MAX
-    growth_blocks: int = GROWTH_BLOCKS
+    growth_blocks: float = GROWTH_BLOCKS
     order: LineOrder = by_arrival
     _groups: GroupTable = field(init=False)
     _queue: WaitQueue = field(init=False)

@@ -198,10 +198,11 @@ def test_short_requests_overtake_one_that_does_not_fit_but_not_for_ever(
 
 def test_running_requests_have_room_to_grow(scheduler: Scheduler) -> None:
     scheduler.join()
-    scheduler.report(free=10, running=8)
+    scheduler.report(free=6, running=8)
     assert assigned(scheduler.ask("needs 3")) == []
-    assert assigned(scheduler.report(free=11, running=8)) == ["needs 3"]
-    scheduler.report(free=10, running=8, received=("needs 3",))
+    assert assigned(scheduler.report(free=6, running=7)) == [], "half a block is a whole one"
+    assert assigned(scheduler.report(free=7, running=8)) == ["needs 3"]
+    scheduler.report(free=6, running=8, received=("needs 3",))
     scheduler.join("w1")
     scheduler.report("w1", free=3)
     assert assigned(scheduler.ask("another")) == ["another"], "nobody runs there"
