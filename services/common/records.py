@@ -16,6 +16,7 @@ from google.protobuf.message import Message
 from services.common.address import host_of
 from services.common.report import Codec
 from services.common.wire_enum import numbers
+from services.core.engine_kind import EngineKind
 from services.core.groups.layer_map import ModelShape
 from services.core.groups.vocabulary import Assignment, Group, GroupPhase, Member, Worker
 from services.core.overload.worker_facts import WorkerFacts
@@ -27,6 +28,8 @@ CAN_DROP = "parameter_drop"
 """A worker's capability: it can run part of the layers, as a member of a larger group."""
 PACED = "paced:"
 """Prefix of a worker's capability; the device whose times it keeps follows."""
+ENGINE = "engine:"
+"""Prefix of a worker's capability; the engine that runs the model follows, if it is not ours."""
 
 log = logging.getLogger(__name__)
 M = TypeVar("M", bound=Message)
@@ -143,17 +146,30 @@ def to_floor_record(epoch: int) -> record_pb2.EpochFloorRecord:
 # --- workers
 
 
-def capabilities_of(can_drop: bool, paced: str | None) -> tuple[str, ...]:
-    """What planners may ask of a worker, and the device that it is paced to."""
+def capabilities_of(
+    can_drop: bool, paced: str | None, engine: str = EngineKind.TIDESERVE
+) -> tuple[str, ...]:
+    """What planners may ask of a worker, the device that it is paced to, and its engine."""
     drop = (CAN_DROP,) if can_drop else ()
     pace = () if paced is None else (f"{PACED}{paced}",)
-    return (GENERATE, *drop, *pace)
+    other = () if engine == EngineKind.TIDESERVE else (f"{ENGINE}{engine}",)
+    return (GENERATE, *drop, *pace, *other)
 
 
 def paced_of(record: record_pb2.WorkerRecord) -> str | None:
     """The device whose times the worker's iterations are padded to, None for its own."""
-    named = [one for one in record.capabilities if one.startswith(PACED)]
-    return named[0].removeprefix(PACED) if named else None
+    return _named(record, PACED)
+
+
+def engine_of(record: record_pb2.WorkerRecord) -> str:
+    """The engine that runs the worker's model."""
+    return _named(record, ENGINE) or EngineKind.TIDESERVE
+
+
+def _named(record: record_pb2.WorkerRecord, prefix: str) -> str | None:
+    """What follows a prefix in the worker's capabilities; None if none has it."""
+    named = [one for one in record.capabilities if one.startswith(prefix)]
+    return named[0].removeprefix(prefix) if named else None
 
 
 def can_serve(record: record_pb2.WorkerRecord) -> bool:

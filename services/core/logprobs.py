@@ -51,6 +51,15 @@ class LogprobRows:
         return _ITEM_BYTES * (1 + self.top)
 
 
+def packed(top: int, rows: Iterable[TokenLogprobs]) -> LogprobRows:
+    """The rows as bytes; each has `top` tokens beside its own."""
+    ids, values = bytearray(), bytearray()
+    for row in rows:
+        ids += struct.pack(f"<{1 + top}i", row.rank, *[token_id for token_id, _ in row.top])
+        values += struct.pack(f"<{1 + top}f", row.logprob, *[logprob for _, logprob in row.top])
+    return LogprobRows(top, bytes(ids), bytes(values))
+
+
 def joined(parts: Iterable[LogprobRows]) -> LogprobRows:
     """The rows of all parts, in order; there is at least one, and all have the same `top`."""
     parts = tuple(parts)

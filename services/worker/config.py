@@ -6,11 +6,14 @@ from pathlib import Path
 from services.common.config import PAGE_BYTES, choice, device_name, number, option, size, tcp_port
 from services.common.errors import ConfigError
 from services.common.service_config import ServiceConfig
+from services.core.engine_kind import EngineKind
 from services.core.overtaking import OVERTAKEN_MAX
 from services.core.planner.config import BatchFormation
 
 # Kinds of device that a worker has a memory backend for.
 DEVICES = ("cpu",)
+# Only tideserve's own engine has these, and only if they are set.
+OWN_ENGINE_OPTIONS = ("chunk_bytes", "event_log", "paced")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +37,18 @@ class WorkerConfig(ServiceConfig):
     )
     host: str = option("127.0.0.1", "Address to listen on for gRPC and lanes.")
     port: int = tcp_port(0, "Port of gRPC; 0: any free one.")
+    engine: str = choice(
+        "tideserve",
+        EngineKind,
+        "What runs the model: tideserve's own engine, or vLLM in an environment of its own, which"
+        " serves alone: it never merges or drops layers.",
+    )
+    engine_python: Path | None = option(
+        None,
+        "Python of the environment that has vLLM; `tideserve engine install vllm` makes it and"
+        " prints the path.",
+        default_text="none; `engine: vllm` needs one",
+    )
     location: str = option(
         "",
         "Where the worker is, from the widest part to the narrowest, such as zone/rack/host:"
@@ -144,3 +159,31 @@ class WorkerConfig(ServiceConfig):
                 f"'max_running' is {self.max_running}, but must not exceed 'max_batch_tokens' "
                 f"({self.max_batch_tokens}): every running request decodes one token an iteration"
             )
+        if self.engine == EngineKind.VLLM:
+            self._check_vllm()
+        elif self.engine_python is not None:
+            raise ConfigError(
+                "'engine_python' is for `engine: vllm`; take it out, or set 'engine' to 'vllm'"
+            )
+
+    def _check_vllm(self) -> None:
+        if self.engine_python is None:
+            raise ConfigError(
+                "'engine' is vllm, which needs 'engine_python': run `tideserve engine install vllm`"
+                " and give the path that it prints"
+            )
+        if self.load_format == "dummy":
+            raise ConfigError(
+                "'load_format' is dummy, but vLLM is given the memory beside the weights of files;"
+                " take it out"
+            )
+        if self.dtype == "float64":
+            raise ConfigError(
+                "'dtype' is float64, which vLLM does not compute in; choose bfloat16 or float32"
+            )
+        for name in OWN_ENGINE_OPTIONS:
+            if getattr(self, name) is not None:
+                raise ConfigError(
+                    f"'{name}' is for tideserve's own engine and does nothing with vLLM; take it"
+                    " out, or set 'engine' to 'tideserve'"
+                )

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import os
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -14,11 +13,11 @@ from services.common.child import Child
 from services.common.clock import monotonic_s
 from services.common.config import dump
 from services.common.errors import ServiceError
-from services.common.settings import PREFIX
 from services.common.timeouts import timeout
 from services.core.report import EngineReport, Load
 from services.core.request import Request
 from services.worker.config import WorkerConfig
+from services.worker.engine_command import engine_command, engine_environment
 from services.worker.ipc import (
     FRAMES_MAX,
     AbortAttempt,
@@ -93,13 +92,10 @@ class EngineClient:
         config = self._config
         self._path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._socket.bind(f"ipc://{self._path}")
-        command = [sys.executable, "-m", "services.worker.engine"]
+        command = engine_command(config)
         command += ["--socket", f"ipc://{self._path}", "--parent", str(os.getpid())]
         command += ["--incarnation", self._incarnation]
-        # Only this process gives the engine its configuration, which has no secrets.
-        kept = {key: value for key, value in os.environ.items() if not key.startswith(PREFIX)}
-        environment = kept | {"OMP_NUM_THREADS": str(config.threads)}
-        self._process = Child(command, env=environment)
+        self._process = Child(command, env=engine_environment(config))
         # An engine that ends at once is told of below. Pipes hold more than this.
         with contextlib.suppress(BrokenPipeError), self._process.input as pipe:
             pipe.write(dump(replace(config, advertise=advertise)).encode())

@@ -92,7 +92,7 @@ def worker_record(
         max_batch_tokens=config.max_batch_tokens,
         location=config.location_parts,
         kv_blocks_total=facts.kv_blocks_total,
-        capabilities=capabilities_of(can_drop(facts), config.paced),
+        capabilities=capabilities_of(can_drop(facts), config.paced, config.engine),
         shape=to_shape_record(facts.shape),
         arena_bytes=facts.arena_bytes,
         activation_address=facts.activation_address,

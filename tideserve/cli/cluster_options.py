@@ -29,6 +29,7 @@ from services.common.errors import ConfigError
 from services.common.reference import default_text as default_text_of
 from services.common.service_config import ServiceConfig
 from services.common.settings import given_in_file
+from services.core.engine_kind import EngineKind
 from services.gateway.config import GatewayConfig
 from services.memmgr.config import MemmgrConfig
 from services.scheduler.config import SchedulerConfig
@@ -48,6 +49,7 @@ CONFIGS: Mapping[str, type[ServiceConfig]] = {
     "memmgr": MemmgrConfig,
     "worker": WorkerConfig,
 }
+READY_TIMEOUTS_S = {EngineKind.TIDESERVE: 180.0, EngineKind.VLLM: 1800.0}
 SERVICES = "services"
 SECTIONS = (*CONFIGS, SERVICES)
 """Keys that are passed on to services as they are."""
@@ -111,6 +113,14 @@ class ClusterOptions:
     )
     dtype: str = _of(WorkerConfig, "dtype", MODEL, default=KEPT)
     load_format: str = _of(WorkerConfig, "load_format", MODEL, default=KEPT)
+    engine: str = _of(WorkerConfig, "engine", MODEL, default=KEPT)
+    engine_python: Path | None = like(  # noqa: RUF009  # it makes a field
+        WorkerConfig,
+        "engine_python",
+        default=None,
+        default_text="the one that `tideserve engine install vllm` has made",
+        panel=MODEL,
+    )
     workers: int = number(
         DEFAULT_WORKERS,
         "How many workers; each holds the model.",
@@ -157,11 +167,12 @@ class ClusterOptions:
         None, "URL of a running etcd.", default_text="a private one", panel=CLUSTER
     )
     lease_ttl: int | None = _of(ServiceConfig, "lease_ttl_s", CLUSTER)
-    ready_timeout: float = number(
-        180.0,
+    ready_timeout: float | None = number(
+        None,
         "Seconds until the cluster must be ready.",
         minimum=1,
         maximum=86_400,
+        default_text="180; with vLLM, whose first start compiles, 1800",
         panel=CLUSTER,
     )
     cluster_dir: Path | None = option(None, CLUSTER_DIR_HELP, default_text=CLUSTER_DIR_DEFAULT)
@@ -175,6 +186,16 @@ class ClusterOptions:
     def threads_per_worker(self) -> int:
         """Compute threads of each worker: the processors this process may use, shared out."""
         return self.threads or max(1, len(os.sched_getaffinity(0)) // self.workers)
+
+    @property
+    def engine_kind(self) -> str:
+        """What runs the model: a section's key wins, as for every service."""
+        return str(self.worker.get("engine", self.engine))
+
+    @property
+    def ready_timeout_s(self) -> float:
+        """Seconds until the cluster must be ready."""
+        return self.ready_timeout or READY_TIMEOUTS_S[EngineKind(self.engine_kind)]
 
     def etcd_access(self, url: str) -> dict[str, Any]:
         """Keys with which every service, or this command, gets into the etcd at `url`."""
@@ -201,7 +222,7 @@ def read_options(path: Path | None, flags: Mapping[str, Any]) -> ClusterOptions:
         )
     for section in SECTIONS:
         _check_section(getattr(options, section), section, path)
-    _check_device(str(options.worker.get("device", options.device)))
+    _check_device(str(options.worker.get("device", options.device)), options.engine_kind)
     return options
 
 
@@ -225,11 +246,12 @@ def with_absolute_paths(section: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _check_device(device: str) -> None:
+def _check_device(device: str, engine: str) -> None:
     """Told before anything starts. Raises ConfigError."""
-    if device.partition(":")[0] not in DEVICES:
+    if device.partition(":")[0] not in DEVICES and engine == EngineKind.TIDESERVE:
         raise ConfigError(
-            f"the device '{device}' cannot be used: GPUs are not supported yet; leave --device out"
+            f"the device '{device}' cannot be used: GPUs are not supported yet; leave --device out,"
+            " or let vLLM run the model with --engine vllm"
         )
 
 

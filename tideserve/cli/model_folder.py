@@ -4,14 +4,13 @@ Standard library only, and cheap enough for every start: the weights are not rea
 """
 
 import json
-import struct
 from pathlib import Path
 
 from services.common.manifest import MANIFEST_NAME, file_digest, read_manifest
+from services.common.safetensors_header import DAMAGED, read_header
 
 # Files up to this size are hashed at every start; above it (weights) only the length is checked.
 HASHED_BYTES_MAX = 16 * 2**20
-SAFETENSORS_HEADER_BYTES_MAX = 100 * 2**20
 DUMMY = "dummy"
 
 
@@ -76,16 +75,12 @@ def _is_intact(path: Path, digest: str, thorough: bool) -> bool:
         if thorough or path.stat().st_size <= HASHED_BYTES_MAX:
             return file_digest(path) == digest
         return path.stat().st_size == _safetensors_size_bytes(path)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error):
+    except DAMAGED:
         return False
 
 
 def _safetensors_size_bytes(path: Path) -> int:
     """The length that a safetensors file's header says it has."""
-    with path.open("rb") as file:
-        (header_bytes,) = struct.unpack("<Q", file.read(8))
-        if header_bytes > SAFETENSORS_HEADER_BYTES_MAX:
-            raise ValueError("a header of that size is damage")
-        header = json.loads(file.read(header_bytes))
-    ends = [entry["data_offsets"][1] for key, entry in header.items() if key != "__metadata__"]
-    return 8 + int(header_bytes) + max(ends, default=0)
+    header = read_header(path)
+    ends = [entry["data_offsets"][1] for entry in header.tensors.values()]
+    return header.length_bytes + max(ends, default=0)

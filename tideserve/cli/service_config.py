@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from services.common.service_config import ServiceConfig
+from services.core.engine_kind import EngineKind
 from services.worker.config import WorkerConfig
 from tideserve.cli.cluster_options import CONFIGS, ClusterOptions, with_absolute_paths
 
@@ -22,6 +23,12 @@ class Placement:
     metrics_ports: Mapping[str, int] = field(default_factory=dict)
     admin_port: int | None = None
     grpc_port: int | None = None
+    engine_python: Path | None = None
+
+
+# For vLLM where nothing else was chosen: its kernels for CPUs want blocks of a multiple of 32
+# tokens, and its iterations are longer than ours.
+VLLM_DEFAULTS: Mapping[str, Any] = {"block_size": 32, "max_batch_tokens": 2048}
 
 
 def worker_names(count: int) -> list[str]:
@@ -56,6 +63,7 @@ def service_configs(options: ClusterOptions, placement: Placement) -> dict[str, 
             "metrics_port": ports.get(name),
             "run_dir": str(placement.run_dir / name),
             "profile_dir": placement.profile_dir and str(placement.profile_dir),
+            "engine_python": placement.engine_python and str(placement.engine_python),
         }
     configs = {}
     for name, own in settled.items():
@@ -63,6 +71,8 @@ def service_configs(options: ClusterOptions, placement: Placement) -> dict[str, 
         derived = {"etcd_url": placement.etcd_url} | _passed_on(options, CONFIGS[section]) | own
         chosen = with_absolute_paths(options.services | getattr(options, section))
         config = {key: value for key, value in derived.items() if value is not None} | chosen
+        if section == "worker" and options.engine_kind == EngineKind.VLLM:
+            config = VLLM_DEFAULTS | config
         configs[name] = _with_room(config) if section == "worker" else config
     return configs
 

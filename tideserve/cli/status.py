@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from services.core.engine_kind import EngineKind
 from tideserve.cli.client import AdminClient
 from tideserve.cli.decision import decision_lines
 from tideserve.cli.errors import CommandError
@@ -38,6 +39,12 @@ def show_status(url: str, key: str | None, as_json: bool, why: bool) -> None:
         console.print(
             f"[yellow]! PACED: iterations of {escape(workers)} are padded to the times of"
             f" {escape(device)}[/]",
+            soft_wrap=True,
+        )
+    for engine, workers in foreign_engines(status).items():
+        console.print(
+            f"{escape(engine)} runs the model of {escape(workers)}, which never merge or drop"
+            " layers",
             soft_wrap=True,
         )
     for line in shortfall_lines(status):
@@ -119,11 +126,22 @@ def bubble_text(row: Mapping[str, Any]) -> str:
 
 def paced_workers(status: Mapping[str, Any]) -> dict[str, str]:
     """Ids of the workers whose iterations are padded, by the device whose times they keep."""
-    by_device: dict[str, list[str]] = {}
+    return _workers_by(status, "paced")
+
+
+def foreign_engines(status: Mapping[str, Any]) -> dict[str, str]:
+    """Ids of the workers whose engine is not tideserve's own, by that engine."""
+    found = _workers_by(status, "engine")
+    return {engine: ids for engine, ids in found.items() if engine != EngineKind.TIDESERVE}
+
+
+def _workers_by(status: Mapping[str, Any], key: str) -> dict[str, str]:
+    """Ids of the workers that tell it, by the value of `key`."""
+    found: dict[str, list[str]] = {}
     for row in status.get("workers", []):
-        if row.get("paced"):
-            by_device.setdefault(str(row["paced"]), []).append(str(row["id"]))
-    return {device: ", ".join(ids) for device, ids in by_device.items()}
+        if row.get(key):
+            found.setdefault(str(row[key]), []).append(str(row["id"]))
+    return {value: ", ".join(ids) for value, ids in found.items()}
 
 
 def groups_table(status: Mapping[str, Any]) -> Table:

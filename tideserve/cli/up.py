@@ -28,6 +28,7 @@ from tideserve.cli.cluster_folder import (
 )
 from tideserve.cli.cluster_options import CONFIGS, ClusterOptions
 from tideserve.cli.default import DEFAULT_URL
+from tideserve.cli.engine import chosen_python
 from tideserve.cli.errors import CommandError, unusable
 from tideserve.cli.etcd_binary import EtcdMissing, find_etcd
 from tideserve.cli.etcd_process import answers, check_given_etcd, private_etcd
@@ -79,6 +80,7 @@ class Up:
         self.metrics_ports = MetricsPorts()
         self.admin_port: int | None = None
         self.grpc_port: int | None = None
+        self.engine_python: Path | None = None
         self._held_ports: list[socket.socket] = []
         self.cluster = ClusterProcesses(self.signals, self.report, self._write_state)
 
@@ -91,6 +93,7 @@ class Up:
         left_behind = self.folder.claim()
         try:
             with self.signals.interrupting():
+                self.engine_python = chosen_python(self.options)
                 self._check_machine(left_behind)
                 model_dir = self._resolve_model()
             self._start(model_dir)
@@ -196,6 +199,7 @@ class Up:
             ),
             admin_port=self.admin_port,
             grpc_port=self.grpc_port,
+            engine_python=self.engine_python,
         )
         self.model_name = placement.model_name
         configs = service_configs(self.options, placement)
@@ -266,7 +270,7 @@ class Up:
 
     def _wait_until_ready(self) -> bool:
         """False if somebody asked to stop before the cluster was ready."""
-        deadline_s = monotonic_s() + self.options.ready_timeout
+        deadline_s = monotonic_s() + self.options.ready_timeout_s
         workers = self.options.workers
         with (
             self.report.step(
@@ -285,13 +289,13 @@ class Up:
                     return True
                 if monotonic_s() > deadline_s:
                     raise CommandError(
-                        f"the cluster was not ready within {self.options.ready_timeout:.0f} s"
+                        f"the cluster was not ready within {self.options.ready_timeout_s:.0f} s"
                         f" ({missing.sentences}); see the logs in {self.folder.logs}, or allow"
                         " more time with --ready-timeout"
                     )
-                waited_s = self.options.ready_timeout - (deadline_s - monotonic_s())
+                waited_s = self.options.ready_timeout_s - (deadline_s - monotonic_s())
                 self.report.doing(
-                    missing.line, f"{waited_s:.0f} s; up to {self.options.ready_timeout:.0f} s"
+                    missing.line, f"{waited_s:.0f} s; up to {self.options.ready_timeout_s:.0f} s"
                 )
                 time.sleep(READY_POLL_S)
         return False
@@ -320,6 +324,7 @@ class Up:
                     f"{self.options.workers}, {format_size(self.options.memory)} each,"
                     f" {self.options.dtype}",
                 ),
+                *([("Engine", "vLLM: groups never merge")] if self.engine_python else []),
                 *self._pace(),
                 *([("Live page", self.admin_url)] if self.admin_url else []),
                 ("Logs", str(self.folder.logs)),

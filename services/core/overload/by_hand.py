@@ -85,7 +85,8 @@ def _shape(names: Sequence[str], facts: Mapping[str, WorkerFacts]) -> ModelShape
     ]
     if fixed:
         raise InvalidChange(
-            f"{', '.join(fixed)} cannot drop layers, for want of a transport; name other groups"
+            f"{', '.join(fixed)} cannot drop layers, for want of a transport or of an engine that"
+            " can; name other groups"
         )
     leaving = [one.worker_id for one in known if one is not None and one.draining]
     if leaving:

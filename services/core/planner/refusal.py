@@ -10,17 +10,15 @@ def known_already(request_id: str) -> RefuseRequest:
     return RefuseRequest(request_id, "a request with this id is running already")
 
 
-def queue_full(sequence: Sequence) -> RefuseRequest:
+def queue_full(request_id: str) -> RefuseRequest:
     """Too many requests wait."""
-    return RefuseRequest(
-        sequence.request_id, "the worker's queue is full; retry later", retryable=True
-    )
+    return RefuseRequest(request_id, "the worker's queue is full; retry later", retryable=True)
 
 
-def returned(sequence: Sequence) -> RefuseRequest:
+def returned(request_id: str) -> RefuseRequest:
     """It could not begin here, and gets another place."""
     message = "the worker has had no room for it; ask for another place under the same id"
-    return RefuseRequest(sequence.request_id, message, retryable=True, returned=True)
+    return RefuseRequest(request_id, message, retryable=True, returned=True)
 
 
 def too_large(sequence: Sequence, config: IterationConfig) -> RefuseRequest | None:

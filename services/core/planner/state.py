@@ -299,7 +299,7 @@ class PlannerState:
         found = self._returns.take(self.sequences, event.now_s)
         for sequence in found:
             self.sequence_table.end(sequence)
-        return [returned(sequence) for sequence in found]
+        return [returned(sequence.request_id) for sequence in found]
 
     def _arrive(self, event: RequestArrived) -> list[Command]:
         request = event.request
@@ -311,7 +311,7 @@ class PlannerState:
         if refusal := too_large(sequence, self.config):
             return [refusal]
         if len(self.waiting) >= self.config.max_waiting:
-            return [queue_full(sequence)]
+            return [queue_full(sequence.request_id)]
         self._arrivals += 1
         self._newest_s = arrival_s
         self.sequence_table.add(sequence)

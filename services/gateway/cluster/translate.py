@@ -6,7 +6,7 @@ from google.protobuf.descriptor import EnumDescriptor
 
 from services.common.address import host_of
 from services.common.promise import service_message
-from services.common.records import paced_of, to_group
+from services.common.records import CAN_DROP, engine_of, paced_of, to_group
 from services.common.report import Codec, shown_memory
 from services.common.wire_enum import words
 from services.core.ask import Ask, Assignment, Refusal, RefusalReason
@@ -101,10 +101,12 @@ def group_step(step: memmgr_pb2.ReconfigurationStep) -> GroupStep:
 def worker_facts(record: record_pb2.WorkerRecord | None) -> dict[str, Any]:
     """What a worker's registration adds to its row in the status; {} without one."""
     if record is None:
-        return {"paced": None}
+        return {"paced": None, "engine": None}
     told = record.HasField("shape")
     return {
         "paced": paced_of(record),
+        "engine": engine_of(record),
+        "can_merge": CAN_DROP in record.capabilities,
         "host": host_of(record.address),
         "block_size": record.block_size,
         "arena_bytes": record.arena_bytes,

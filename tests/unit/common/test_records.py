@@ -16,6 +16,7 @@ from services.common.records import (
     capabilities_of,
     decode_record,
     encode_record,
+    engine_of,
     is_valid,
     paced_of,
     read_record,
@@ -28,6 +29,7 @@ from services.common.records import (
     to_shape_record,
     to_worker,
 )
+from services.core.engine_kind import EngineKind
 from services.core.groups.layer_map import ModelShape
 from services.core.groups.vocabulary import Assignment, Group, GroupPhase, Member
 from services.memmgr.translate_record import RecordReader
@@ -63,14 +65,22 @@ def test_a_shape_comes_back_as_it_was() -> None:
     assert to_shape_record(None) is None
 
 
+@pytest.mark.parametrize("engine", EngineKind)
 @pytest.mark.parametrize("paced", [None, "A100-14B"])
 @pytest.mark.parametrize("can_drop", [False, True])
-def test_capabilities_say_what_they_were_made_of(can_drop: bool, paced: str | None) -> None:
-    record = worker_record(capabilities=capabilities_of(can_drop, paced))
+def test_capabilities_say_what_they_were_made_of(
+    can_drop: bool, paced: str | None, engine: EngineKind
+) -> None:
+    record = worker_record(capabilities=capabilities_of(can_drop, paced, engine))
     assert GENERATE in record.capabilities
     assert (CAN_DROP in record.capabilities) == can_drop
     assert to_worker(record, 9).can_drop == can_drop
     assert paced_of(record) == paced
+    assert engine_of(record) == engine
+
+
+def test_a_worker_of_before_has_our_engine() -> None:
+    assert engine_of(worker_record()) == EngineKind.TIDESERVE
 
 
 def test_the_build_of_a_worker_is_its_protocol_and_its_code() -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from random import randrange
 from typing import Any, Protocol
 
+from services.common.safetensors_header import DAMAGED, read_header
 from tideserve.bench.errors import SystemUnavailable
 
 PROBE_TIMEOUT_S = 10.0
@@ -124,10 +125,8 @@ class System(Protocol):
 def _parameters_in(path: Path) -> int:
     """How many there are in a file of safetensors, by its header. Raises SystemUnavailable."""
     try:
-        with path.open("rb") as file:
-            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-        return sum(prod(one["shape"]) for name, one in header.items() if name != "__metadata__")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return sum(prod(one["shape"]) for one in read_header(path).tensors.values())
+    except DAMAGED as error:
         raise SystemUnavailable(f"{path} is no file of safetensors") from error
 
 

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from services.common.vllm_environment import compiled_folder, vllm_environment
 from tideserve.bench.errors import SystemUnavailable
 from tideserve.bench.systems.process import ServerProcess
 from tideserve.bench.systems.system import (
@@ -21,7 +22,7 @@ from tideserve.bench.systems.system import (
     read_metrics,
 )
 from tideserve.bench.systems.url import vllm_counters
-from tideserve.bench.systems.vllm_install import VLLM_VERSION, ensure_vllm
+from tideserve.bench.systems.vllm_install import VLLM_VERSION, ensure_vllm, vllm_python
 
 READY_TIMEOUT_S = 1800.0  # compiling on a busy machine takes long
 # The CPU backend prefers multiples of 32; a smaller block wastes less of a small cache.
@@ -154,7 +155,7 @@ class Vllm:
 
     @property
     def _compiled(self) -> Path:
-        return self._deployment.cache / "peers" / "vllm-compiled"
+        return compiled_folder(vllm_python(self._deployment.cache))
 
     @property
     def _context(self) -> int:
@@ -169,22 +170,6 @@ class Vllm:
         return max(1, (index + 1) * cores // workers - index * cores // workers)
 
     def _environment(self, python: Path, index: int) -> dict[str, str]:
-        inherited = {name: v for name, v in os.environ.items() if name != "PYTHONPATH"}
-        return {
-            **inherited,
-            "PATH": f"{python.parent}{os.pathsep}{os.environ.get('PATH', '')}",
-            "HF_HUB_OFFLINE": "1",
-            # Compiled kernels are kept beside the environment: later starts take seconds. Not as
-            # whole compiled models: 0.32.0's CPU build cannot load those and compiles anew.
-            "VLLM_USE_AOT_COMPILE": "0",
-            "VLLM_CACHE_ROOT": str(self._compiled / "vllm"),
-            "TORCHINDUCTOR_CACHE_DIR": str(self._compiled / "torchinductor"),
-            "VLLM_NO_USAGE_STATS": "1",
-            "VLLM_CPU_KVCACHE_SPACE": str(-(-self.blocks * self._block_bytes // GIB) + 1),
-            # Its engine computes within its own process. By default it has another one do so on a
-            # CPU, and polls for the answer: where all cores compute, that stalls the other for up
-            # to two seconds. Measured on two cores: throughput of `steady` 14 to 29 % lower, P99
-            # TTFT 0.5 to 1.3 s in place of 0.2 to 0.3 s (see bench/results).
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-            "OMP_NUM_THREADS": str(self._threads(index)),
-        }
+        own = vllm_environment(os.environ, python, self._threads(index))
+        kv_space = -(-self.blocks * self._block_bytes // GIB) + 1
+        return {**own, "VLLM_CPU_KVCACHE_SPACE": str(kv_space)}

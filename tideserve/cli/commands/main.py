@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from tideserve.cli.commands import bench, doctor, key, profile, simulate, up
+from tideserve.cli.commands import bench, doctor, engine, key, profile, simulate, up
 from tideserve.cli.default import DEFAULT_PORT, DEFAULT_URL
 from tideserve.cli.errors import CommandError
 from tideserve.cli.option_command import option_command
@@ -215,6 +215,7 @@ def certs(
 
 
 app.add_typer(key.key, name="key")
+app.add_typer(engine.engine, name="engine")
 
 
 @app.command()

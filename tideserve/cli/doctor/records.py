@@ -10,7 +10,8 @@ from google.protobuf.message import Message
 from services.common.address import host_of, is_loopback, is_wildcard
 from services.common.etcd import Store
 from services.common.membership import GROUPS, LEADERS, SERVICES, WORKERS
-from services.common.records import CAN_DROP, read_record
+from services.common.records import CAN_DROP, engine_of, read_record
+from services.core.engine_kind import EngineKind
 from tideserve.cli.doctor.finding import Check, Finding
 from tideserve.common.v1 import record_pb2
 
@@ -172,7 +173,7 @@ def _idle(records: RegisteredRecords) -> Iterator[Finding]:
                 f"the worker {worker.worker_id} is in no group that serves; wait, or look at"
                 " the memory manager's log"
             )
-        if CAN_DROP not in worker.capabilities:
+        if CAN_DROP not in worker.capabilities and engine_of(worker) == EngineKind.TIDESERVE:
             yield CHECK.warning(
                 f"the worker {worker.worker_id} has no lanes to others, so it never merges; set"
                 " its 'advertise' and look at its log"

@@ -37,4 +37,7 @@ def test_what_a_registration_adds() -> None:
     assert (facts["host"], facts["arena_bytes"], facts["paced"]) == ("127.0.0.1", 9, "A100")
     assert (facts["shape"]["num_layers"], facts["shape"]["layer_cost"]) == (3, 1.5)
     assert worker_facts(worker_record())["shape"] is None
-    assert worker_facts(None) == {"paced": None}
+    assert (facts["engine"], facts["can_merge"]) == ("tideserve", False)
+    assert worker_facts(worker_record())["can_merge"] is True
+    assert worker_facts(worker_record(capabilities=["engine:vllm"]))["engine"] == "vllm"
+    assert worker_facts(None) == {"paced": None, "engine": None}

@@ -23,7 +23,14 @@ from tideserve.bench.systems.system import (
 from tideserve.bench.systems.tideserve import Tideserve
 from tideserve.bench.systems.url import vllm_counters
 from tideserve.bench.systems.vllm import BLOCK_TOKENS, NULL_BLOCKS, Vllm
-from tideserve.bench.systems.vllm_install import VLLM_VERSION, name_distribution
+from tideserve.bench.systems.vllm_install import (
+    GPU_BUILD,
+    VLLM_VERSION,
+    build_here,
+    installed_vllm,
+    name_distribution,
+    vllm_python,
+)
 
 METRICS = """# HELP vllm:num_preemptions_total Preemptions.
 # TYPE vllm:num_preemptions_total counter
@@ -190,6 +197,20 @@ def test_vllm_finds_itself_under_its_name(tmp_path: Path) -> None:
     text = (packages / f"vllm-{VLLM_VERSION}+cpu.dist-info" / "METADATA").read_text()
     assert f"Name: vllm\nVersion: {VLLM_VERSION}+cpu\n" in text
     assert "Name: of the text" in text
+
+
+def test_the_build_of_vllm_is_that_of_the_machine(tmp_path: Path) -> None:
+    assert build_here(tmp_path / "no-device").for_cpu
+    assert not build_here(tmp_path).for_cpu
+
+
+def test_an_environment_of_vllm_counts_once_it_is_whole(tmp_path: Path) -> None:
+    python = vllm_python(tmp_path)
+    python.parent.mkdir(parents=True)
+    python.touch()
+    assert installed_vllm(tmp_path) is None
+    (python.parent.parent / GPU_BUILD.stamp).touch()
+    assert installed_vllm(tmp_path) == python
 
 
 def test_a_port_of_its_own_is_none_that_others_get_by_chance() -> None:

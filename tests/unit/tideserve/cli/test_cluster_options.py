@@ -1,12 +1,16 @@
 """Options of a cluster: file, flags, and what every service is told."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from services.common.errors import ConfigError
+from tideserve.bench.systems.vllm_install import CPU_BUILD, vllm_python
 from tideserve.cli.cluster_options import ClusterOptions, read_options
+from tideserve.cli.engine import chosen_python
+from tideserve.cli.errors import CommandError
 from tideserve.cli.service_config import Placement, service_configs
 
 PLACEMENT = Placement(
@@ -45,6 +49,7 @@ def test_flags_win_over_the_file_and_absent_ones_do_not(tmp_path: Path) -> None:
         ("scheduler: {dispatch: best}", "'dispatch' in section 'scheduler' of .*cluster.yaml is"),
         ("services: {metrics_port: 70000}", "section 'services' of .*cluster.yaml is 70000"),
         ("max_model_len: 0", "must be 1 to"),
+        ("engine: llama", "must be one of tideserve, vllm"),
         ("paced: B200-14B", "no device profile 'B200-14B'"),
         ("dtype: float16", "must be one of bfloat16, float32, float64"),
         ("worker: {run_dir: /tmp}", "cannot be set in section 'worker'"),
@@ -137,6 +142,46 @@ def test_a_limit_that_was_not_chosen_makes_room_for_the_other(
 ) -> None:
     worker = service_configs(ClusterOptions(workers=1, **chosen), PLACEMENT)["worker-0"]
     assert (worker.get("max_running"), worker.get("max_batch_tokens")) == limits
+
+
+def test_vllm_gets_its_python_and_defaults_that_suit_it() -> None:
+    options = ClusterOptions(workers=1, engine="vllm")
+    placement = replace(PLACEMENT, engine_python=Path("/venv/bin/python"))
+    worker = service_configs(options, placement)["worker-0"]
+    assert (worker["engine"], worker["engine_python"]) == ("vllm", "/venv/bin/python")
+    assert (worker["block_size"], worker["max_batch_tokens"]) == (32, 2048)
+    chosen = replace(options, block_size=16, max_batch_tokens=128)
+    worker = service_configs(chosen, placement)["worker-0"]
+    assert (worker["block_size"], worker["max_batch_tokens"]) == (16, 128)
+    assert (options.ready_timeout_s, ClusterOptions().ready_timeout_s) == (1800, 180)
+    assert replace(options, ready_timeout=7.0).ready_timeout_s == 7
+    assert ClusterOptions(worker={"engine": "vllm"}).ready_timeout_s == 1800
+
+
+def test_vllm_may_have_a_gpu(tmp_path: Path) -> None:
+    read_options(write(tmp_path, "engine: vllm\ndevice: cuda\n"), {})
+
+
+@pytest.mark.parametrize("place", ["", "worker"])
+def test_the_python_of_vllm_is_given_or_that_of_the_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    def options(**keys: Any) -> ClusterOptions:
+        return ClusterOptions(**({place: keys} if place else keys))
+
+    monkeypatch.setenv("TIDESERVE_CACHE", str(tmp_path))
+    assert chosen_python(options()) is None
+    with pytest.raises(CommandError, match="run `tideserve engine install vllm` first"):
+        chosen_python(options(engine="vllm"))
+    given = chosen_python(options(engine="vllm", engine_python=Path("python")))
+    assert given == Path.cwd() / "python"
+    with pytest.raises(CommandError, match="add --engine vllm"):
+        chosen_python(options(engine_python=Path("python")))
+    python = vllm_python(tmp_path)
+    python.parent.mkdir(parents=True)
+    python.touch()
+    (python.parent.parent / CPU_BUILD.stamp).touch()
+    assert chosen_python(options(engine="vllm")) == python
 
 
 def test_the_longest_context_is_passed_on() -> None:

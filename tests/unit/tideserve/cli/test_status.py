@@ -9,6 +9,7 @@ from rich.table import Table
 from tideserve.cli.decision import decision_lines
 from tideserve.cli.status import (
     etcd_line,
+    foreign_engines,
     groups_table,
     paced_workers,
     services_table,
@@ -119,6 +120,14 @@ def test_padded_times_are_said() -> None:
     rows = [row | {"id": f"w{number}", "paced": "A100-14B"} for number in range(2)]
     assert paced_workers({"workers": [*rows, row]}) == {"A100-14B": "w0, w1"}
     assert paced_workers(STATUS) == {}
+
+
+def test_engines_that_never_merge_are_said() -> None:
+    row = STATUS["workers"][0]
+    rows = [row | {"id": f"w{number}", "engine": "vllm"} for number in range(2)]
+    ours = row | {"engine": "tideserve"}
+    assert foreign_engines({"workers": [*rows, ours]}) == {"vllm": "w0, w1"}
+    assert foreign_engines(STATUS) == {}, "a gateway of before tells none"
 
 
 DECISION = {

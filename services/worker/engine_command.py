@@ -1,0 +1,37 @@
+"""How a worker's engine process is started: our own, or vLLM's in an environment of its own."""
+
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from services.common.settings import PREFIX
+from services.common.vllm_environment import vllm_environment
+from services.core.engine_kind import EngineKind
+from services.worker.config import WorkerConfig
+
+VLLM_ENGINE = Path(__file__).resolve().parent / "vllm_engine" / "__main__.py"
+
+
+def engine_command(config: WorkerConfig) -> list[str]:
+    """The command, but for the arguments that every engine takes."""
+    if config.engine == EngineKind.VLLM:
+        # -P: nothing beside that file is a module of its own.
+        return [str(config.engine_python), "-P", str(VLLM_ENGINE)]
+    return [sys.executable, "-m", "services.worker.engine"]
+
+
+def engine_environment(
+    config: WorkerConfig, inherited: Mapping[str, str] = os.environ
+) -> dict[str, str]:
+    """Its environment.
+
+    Options in the environment stay here: the servicer gives the engine its configuration, which has
+    no secrets.
+    """
+    kept = {key: value for key, value in inherited.items() if not key.startswith(PREFIX)}
+    if config.engine == EngineKind.VLLM:
+        assert config.engine_python is not None
+        on_cpu = config.device == "cpu"
+        return vllm_environment(kept, config.engine_python, config.threads, on_cpu)
+    return kept | {"OMP_NUM_THREADS": str(config.threads)}

@@ -1,0 +1,227 @@
+"""Our engine's frames on the one side, vLLM's `AsyncLLM` on the other.
+
+vLLM plans, runs and preempts; here requests are handed over, and their tokens told in one frame for
+all that came together. Groups of several never come about: what asks for one is refused.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from services.common.clock import monotonic_s
+from services.core.planner.events import EmitToken, RefuseRequest
+from services.core.planner.refusal import known_already, queue_full, returned
+from services.core.report import EngineReport
+from services.core.request import Request
+from services.worker.ipc import (
+    AbortAttempt,
+    AbortRequest,
+    ApplyConfiguration,
+    EngineReady,
+    FromEngine,
+    Prepare,
+    Prepared,
+    Progress,
+    RequestTimes,
+    StartRequest,
+    ToEngine,
+    encode,
+    to_engine_decoder,
+)
+from services.worker.vllm_engine.outputs import OutputReader, RequestFailed, VllmOutput, times_of
+from services.worker.vllm_engine.running import StepStats, VllmRequest, VllmRequests
+from services.worker.vllm_engine.sampling import CannotServe, parameters_of
+
+ASK_S = 0.5
+"""How often vLLM is asked for a sign of life, which is also a heartbeat for the servicer."""
+SILENT_AFTER_S = 3.0
+"""Once vLLM has not answered for so long, the servicer is told nothing, so that it notices."""
+CANNOT_MERGE = "vLLM runs the model here, and cannot run a part of its layers; leave it out"
+
+log = logging.getLogger(__name__)
+
+
+class AsyncEngine(Protocol):
+    """What is used of vLLM's `AsyncLLM`. `is_paused` is answered by the process that computes."""
+
+    def generate(
+        self, prompt: Any, sampling_params: Any, request_id: str
+    ) -> AsyncGenerator[VllmOutput, None]: ...
+
+    async def is_paused(self) -> bool: ...
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedEngine:
+    """vLLM with a model, and what tells of it.
+
+    `stats` is renewed after each of its steps. `to_params` makes its sampling parameters. An error
+    of `invalid` says that a request cannot be served, one of `transient` that it failed, one of
+    `dead` that vLLM is.
+    """
+
+    engine: AsyncEngine
+    facts: EngineReady
+    stats: StepStats
+    to_params: Callable[[Mapping[str, Any]], Any]
+    invalid: tuple[type[Exception], ...]
+    transient: tuple[type[Exception], ...]
+    dead: tuple[type[Exception], ...]
+
+
+class Socket(Protocol):
+    """The engine's end of the socket to its servicer."""
+
+    async def recv(self) -> bytes: ...
+
+    async def send(self, frame: bytes) -> Any: ...
+
+
+class VllmAdapter:
+    """Serves the frames of one servicer until it is cancelled or vLLM fails."""
+
+    def __init__(
+        self,
+        worker_id: str,
+        max_waiting: int,
+        opened: OpenedEngine,
+        socket: Socket,
+        now_s: Callable[[], float] = monotonic_s,
+    ) -> None:
+        self._worker_id = worker_id
+        self._max_waiting = max_waiting
+        self._engine = opened.engine
+        self._facts = facts = opened.facts
+        self._to_params = opened.to_params
+        self._invalid = (CannotServe, *opened.invalid)
+        self._transient = (RequestFailed, *opened.transient)
+        self._socket = socket
+        self._now_s = now_s
+        self._requests = VllmRequests(facts.kv_blocks_total, facts.block_size, opened.stats)
+        self._epoch = 0
+        self._answered_s = now_s()
+        self._news = asyncio.Event()
+        self._prepared: list[Prepared] = []
+        self._received: list[str] = []
+        self._tokens: list[EmitToken] = []
+        self._refusals: list[RefuseRequest] = []
+        self._times: dict[str, RequestTimes] = {}
+
+    async def run(self) -> None:
+        """Serve. Raises what vLLM raises when it is dead, in an exception group."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._take(tasks))
+            tasks.create_task(self._ask())
+            tasks.create_task(self._tell())
+
+    async def _take(self, tasks: asyncio.TaskGroup) -> None:
+        while True:
+            self._handle(to_engine_decoder.decode(await self._socket.recv()), tasks)
+            self._news.set()
+
+    def _handle(self, frame: ToEngine, tasks: asyncio.TaskGroup) -> None:
+        match frame:
+            case StartRequest(request=request):
+                self._start(request, tasks)
+            case AbortRequest(request_id=request_id):
+                self._drop(self._requests.get(request_id))
+            case ApplyConfiguration(groups=groups):
+                own = [
+                    group.epoch
+                    for group in groups
+                    if any(member.worker_id == self._worker_id for member in group.members)
+                ]
+                self._epoch = max(self._epoch, *own, 0)
+            case Prepare(attempt=attempt):
+                self._prepared.append(Prepared(attempt, CANNOT_MERGE))
+            case AbortAttempt():
+                pass
+
+    def _start(self, request: Request, tasks: asyncio.TaskGroup) -> None:
+        self._received.append(request.request_id)
+        if request.request_id in self._requests:
+            self._refusals.append(known_already(request.request_id))
+        elif len(self._requests.waiting()) >= self._max_waiting:
+            self._refusals.append(queue_full(request.request_id))
+        else:
+            entry = self._requests.add(request, self._now_s())
+            entry.task = tasks.create_task(self._serve(entry))
+
+    def _drop(self, entry: VllmRequest | None) -> None:
+        """Have vLLM abort a request: it does so when what reads the output is cancelled."""
+        if entry is None or not self._requests.remove(entry):
+            return
+        # The same id may come again; it shall not get these.
+        request_id = entry.request.request_id
+        self._tokens = [token for token in self._tokens if token.request_id != request_id]
+        if entry.task is not None:
+            entry.task.cancel()
+
+    async def _serve(self, entry: VllmRequest) -> None:
+        request = entry.request
+        prompt: dict[str, Any] = {"prompt_token_ids": list(request.prompt_ids)}
+        if request.cache_salt:
+            prompt["cache_salt"] = request.cache_salt
+        reader = OutputReader(request)
+        try:
+            params = self._to_params(parameters_of(request))
+            async for output in self._engine.generate(prompt, params, request.request_id):
+                self._note(entry, reader.read(output), output)
+        except self._invalid as error:
+            self._refuse(entry, RefuseRequest(request.request_id, str(error)))
+        except self._transient as error:
+            log.warning("request %s failed in vLLM: %s", request.request_id, error)
+            message = f"vLLM failed with the request ({error}); try again"
+            self._refuse(entry, RefuseRequest(request.request_id, message, retryable=True))
+
+    def _note(self, entry: VllmRequest, tokens: list[EmitToken], output: VllmOutput) -> None:
+        self._answered_s = self._now_s()
+        self._requests.emit(entry, len(tokens))
+        if output.finished:
+            self._requests.remove(entry)
+            times = times_of(output.metrics)
+            if times is not None:
+                self._times[entry.request.request_id] = times
+        self._tokens += tokens
+        self._news.set()
+
+    def _refuse(self, entry: VllmRequest, refusal: RefuseRequest) -> None:
+        if self._requests.remove(entry):
+            self._refusals.append(refusal)
+            self._news.set()
+
+    async def _ask(self) -> None:
+        """Ask vLLM for a sign of life, and give back what it has no room for."""
+        while True:
+            await self._engine.is_paused()
+            self._answered_s = self._now_s()
+            for entry in self._requests.overdue(self._answered_s):
+                self._drop(entry)
+                self._refusals.append(returned(entry.request.request_id))
+            self._news.set()
+            await asyncio.sleep(ASK_S)
+
+    async def _tell(self) -> None:
+        while True:
+            await self._news.wait()
+            # Readers of the other requests of a step run before this goes on.
+            self._news.clear()
+            if self._now_s() - self._answered_s > SILENT_AFTER_S:
+                continue
+            prepared, self._prepared = self._prepared, []
+            for frame in (*prepared, self._progress()):
+                await self._send(frame)
+
+    async def _send(self, frame: FromEngine) -> None:
+        await self._socket.send(encode(frame))
+
+    def _progress(self) -> Progress:
+        """What has come since the last one."""
+        report = EngineReport(
+            self._requests.load(), self._epoch, parameter_bytes=self._facts.parameter_bytes
+        )
+        progress = Progress(self._received, self._tokens, self._refusals, report, times=self._times)
+        self._received, self._tokens, self._refusals, self._times = [], [], [], {}
+        return progress

@@ -1,0 +1,147 @@
+"""vLLM itself (0.32): opened with a worker's configuration. The only module that imports it.
+
+`AsyncLLM` and `SamplingParams` are its public API. The numbers of a step are not: they are read in
+`_StepLogger` alone.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import vllm
+from vllm.config import StructuredOutputsConfig, VllmConfig
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.exceptions import VLLMClientError
+from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+from vllm.v1.metrics.loggers import StatLoggerBase
+
+from services.worker.config import WorkerConfig
+from services.worker.errors import WorkerError
+from services.worker.ipc import EngineReady
+from services.worker.vllm_engine.adapter import OpenedEngine
+from services.worker.vllm_engine.budget import kv_bytes, parameter_bytes
+from services.worker.vllm_engine.running import StepStats
+
+VERSION = "0.32"
+NULL_BLOCKS = 1
+"""vLLM keeps one block empty."""
+FIT_MODEL_LEN = -1
+"""vLLM's word for the longest sequence that its KV cache holds."""
+
+
+class VllmUnusable(WorkerError):
+    """vLLM cannot serve with this configuration."""
+
+
+def open_engine(config: WorkerConfig) -> OpenedEngine:
+    """Load the model; returns when it can serve, which takes a minute or more.
+
+    Raises:
+        WorkerError: if the version is another one, or vLLM refuses the model or a setting.
+    """
+    if not vllm.__version__.startswith(f"{VERSION}."):
+        raise VllmUnusable(
+            f"vLLM {vllm.__version__} is installed, but {VERSION} is needed; run `tideserve engine"
+            " install vllm`"
+        )
+    parameters = parameter_bytes(config.model_dir, config.dtype)
+    room_bytes = kv_bytes(config.memory_bytes, parameters)
+    try:
+        settings = _arguments(config, room_bytes).create_engine_config()
+    except ValueError as error:
+        raise VllmUnusable(f"vLLM refuses the model or a setting: {error}") from error
+    context_tokens = settings.model_config.max_model_len
+    stats = StepStats()
+    engine = AsyncLLM.from_vllm_config(
+        settings,
+        stat_loggers=[lambda _config, _index: _StepLogger(stats)],
+        disable_log_stats=True,
+    )
+    facts = _facts(config, settings, parameters, room_bytes, context_tokens)
+    return OpenedEngine(
+        engine,
+        facts,
+        stats,
+        to_params,
+        invalid=(VLLMClientError,),
+        transient=(EngineGenerateError,),
+        dead=(EngineDeadError,),
+    )
+
+
+def to_params(arguments: Mapping[str, Any]) -> SamplingParams:
+    """vLLM's parameters; raises VLLMClientError."""
+    found = dict(arguments)
+    grammar = found.pop("structured_outputs", None)
+    if grammar is not None:
+        found["structured_outputs"] = StructuredOutputsParams(**grammar)
+    return SamplingParams(output_kind=RequestOutputKind.DELTA, **found)
+
+
+def _arguments(config: WorkerConfig, room_bytes: int) -> AsyncEngineArgs:
+    return AsyncEngineArgs(
+        model=str(config.model_dir),
+        dtype=config.dtype,
+        max_model_len=config.max_model_len or FIT_MODEL_LEN,
+        block_size=config.block_size,
+        kv_cache_memory_bytes=room_bytes,
+        max_num_seqs=config.max_running,
+        max_num_batched_tokens=config.max_batch_tokens,
+        # Stop tokens and sampling are the gateway's, not those of the model's folder.
+        generation_config="vllm",
+        # Grammars are in the dialect of llguidance.
+        structured_outputs_config=StructuredOutputsConfig(backend="guidance"),
+        trust_remote_code=False,
+        disable_log_stats=True,
+    )
+
+
+def _facts(
+    config: WorkerConfig,
+    settings: VllmConfig,
+    parameters: int,
+    room_bytes: int,
+    context_tokens: int,
+) -> EngineReady:
+    """What it has loaded. Without addresses of lanes, the worker never merges."""
+    cache = settings.cache_config
+    blocks = (cache.num_gpu_blocks or 0) - NULL_BLOCKS
+    longest = settings.model_config.max_model_len
+    return EngineReady(
+        max_model_len=min(longest, blocks * cache.block_size),
+        context_tokens=context_tokens,
+        vocab_size=settings.model_config.get_vocab_size(),
+        block_size=cache.block_size,
+        kv_blocks_total=blocks,
+        kv_block_bytes=room_bytes // (blocks + NULL_BLOCKS),
+        budget_bytes=config.memory_bytes,
+        parameter_bytes=parameters,
+        staging_bytes=0,
+    )
+
+
+class _StepLogger(StatLoggerBase):
+    """Notes what vLLM tells after a step."""
+
+    def __init__(self, stats: StepStats) -> None:
+        self._stats = stats
+
+    def record(
+        self,
+        scheduler_stats: Any,
+        iteration_stats: Any,
+        mm_cache_stats: Any = None,
+        engine_idx: int = 0,
+    ) -> None:
+        stats = self._stats
+        if iteration_stats is not None:
+            stats.preemptions_total += iteration_stats.num_preempted_reqs
+        if scheduler_stats is not None:
+            stats.steps += 1
+            stats.running = scheduler_stats.num_running_reqs
+            stats.waiting = scheduler_stats.num_waiting_reqs
+            stats.kv_usage = scheduler_stats.kv_cache_usage
+
+    def log_engine_initialized(self) -> None:
+        """Told by the facts."""

@@ -1,0 +1,112 @@
+"""vLLM's outputs of a request (0.32) as our tokens. Pure: vLLM is not imported."""
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from services.core.logprobs import LogprobRows, packed
+from services.core.planner.events import EmitToken
+from services.core.request import FinishReason, Request, TokenLogprobs
+from services.worker.ipc import RequestTimes
+
+_FINISHED = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
+
+
+class Logprob(Protocol):
+    """How likely a token was; `rank` counts from 1."""
+
+    logprob: float
+    rank: int | None
+
+
+class Completion(Protocol):
+    """New tokens of a request's one output; `logprobs` has an entry for each, if asked for."""
+
+    token_ids: Sequence[int]
+    logprobs: Sequence[Mapping[int, Logprob]] | None
+    finish_reason: str | None
+
+
+class RequestMoments(Protocol):
+    """Moments of a request, in seconds on the clock of vLLM's engine; 0 before they come."""
+
+    queued_ts: float
+    scheduled_ts: float
+    first_token_ts: float
+    last_token_ts: float
+
+
+class VllmOutput(Protocol):
+    """A `RequestOutput` that has what is new. Prompt log probabilities come once, all together."""
+
+    outputs: Sequence[Completion]
+    prompt_logprobs: Sequence[Mapping[int, Logprob] | None] | None
+    metrics: RequestMoments | None
+    finished: bool
+
+
+class RequestFailed(Exception):
+    """vLLM ended a request for another reason than a limit or a stop token."""
+
+
+class OutputReader:
+    """Numbers the tokens of one request."""
+
+    def __init__(self, request: Request) -> None:
+        self._request = request
+        self._prompt_rows: LogprobRows | None = None
+        self.emitted = 0
+
+    def read(self, output: VllmOutput) -> list[EmitToken]:
+        """The tokens of an output; the last of a finished request says why it ended.
+
+        Raises:
+            RequestFailed: if it ended otherwise.
+        """
+        (completion,) = output.outputs
+        if output.prompt_logprobs:
+            self._prompt_rows = self._prompt(output.prompt_logprobs)
+        reason = completion.finish_reason
+        if reason is not None and (reason not in _FINISHED or not completion.token_ids):
+            raise RequestFailed(f"it ended with '{reason}'")
+        last = len(completion.token_ids) - 1
+        return [
+            self._token(completion, offset, _FINISHED.get(reason or "") if offset == last else None)
+            for offset in range(last + 1)
+        ]
+
+    def _token(self, completion: Completion, offset: int, ended: FinishReason | None) -> EmitToken:
+        token_id = completion.token_ids[offset]
+        rows, self._prompt_rows = self._prompt_rows, None
+        top = self._request.logprobs.output
+        own = None
+        if top is not None and completion.logprobs is not None:
+            own = packed(top, [_row(token_id, completion.logprobs[offset], top)])
+        index, self.emitted = self.emitted, self.emitted + 1
+        return EmitToken(self._request.request_id, index, token_id, ended, own, rows)
+
+    def _prompt(self, rows: Sequence[Mapping[int, Logprob] | None]) -> LogprobRows | None:
+        """One row for each prompt token but the first, of which vLLM tells none."""
+        top, prompt = self._request.logprobs.prompt, self._request.prompt_ids
+        if top is None:
+            return None
+        known = zip(prompt[1:], rows[1:], strict=True)
+        return packed(top, [_row(token_id, row or {}, top) for token_id, row in known])
+
+
+def _row(token_id: int, found: Mapping[int, Logprob], top: int) -> TokenLogprobs:
+    """vLLM tells a token's own beside the best, among which it may be."""
+    best = sorted(found.items(), key=lambda item: (-item[1].logprob, item[0]))[:top]
+    own = found[token_id]
+    pairs = tuple((other, one.logprob) for other, one in best)
+    return TokenLogprobs(own.logprob, own.rank or 1, pairs)
+
+
+def times_of(metrics: RequestMoments | None) -> RequestTimes | None:
+    """Where a request's time went; vLLM does not tell when it was preempted."""
+    if metrics is None:
+        return None
+    return RequestTimes(
+        wait_s=max(0.0, metrics.scheduled_ts - metrics.queued_ts),
+        prefill_s=max(0.0, metrics.first_token_ts - metrics.scheduled_ts),
+        decode_s=max(0.0, metrics.last_token_ts - metrics.first_token_ts),
+    )

@@ -1,0 +1,171 @@
+"""vLLM's `AsyncLLM` as an engine's adapter sees it: a test says what each request gets and when."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from services.worker.ipc import (
+    AbortRequest,
+    EngineReady,
+    Prepared,
+    Progress,
+    ToEngine,
+    encode,
+    from_engine_decoder,
+)
+from services.worker.vllm_engine.adapter import OpenedEngine, VllmAdapter
+from services.worker.vllm_engine.running import StepStats
+from tests.support.waiting import eventually
+
+FACTS = EngineReady(256, 99, 16, 40, 640, 1000, 500, 0)
+
+
+class Invalid(Exception):
+    """As `VLLMClientError`."""
+
+
+class Transient(Exception):
+    """As `EngineGenerateError`."""
+
+
+class Dead(Exception):
+    """As `EngineDeadError`."""
+
+
+@dataclass
+class FakeLogprob:
+    logprob: float
+    rank: int | None = None
+
+
+@dataclass
+class FakeCompletion:
+    token_ids: Sequence[int]
+    finish_reason: str | None = None
+    logprobs: Sequence[Mapping[int, FakeLogprob]] | None = None
+
+
+@dataclass
+class FakeMetrics:
+    queued_ts: float = 1.0
+    scheduled_ts: float = 3.0
+    first_token_ts: float = 7.0
+    last_token_ts: float = 15.0
+
+
+@dataclass
+class FakeOutput:
+    outputs: Sequence[FakeCompletion]
+    prompt_logprobs: Sequence[Mapping[int, FakeLogprob] | None] | None = None
+    metrics: FakeMetrics | None = field(default_factory=FakeMetrics)
+
+    @property
+    def finished(self) -> bool:
+        return self.outputs[0].finish_reason is not None
+
+
+def output(*token_ids: int, ended: str | None = None) -> FakeOutput:
+    return FakeOutput([FakeCompletion(token_ids, ended)])
+
+
+@dataclass
+class FakeAsyncLLM:
+    """`given`: prompt and parameters of each request; `aborted`: whose reader was cancelled."""
+
+    given: dict[str, tuple[Any, Any]] = field(default_factory=dict)
+    aborted: list[str] = field(default_factory=list)
+    answers: asyncio.Event = field(default_factory=asyncio.Event)
+    dead: bool = False
+    asked: int = 0
+    _queues: dict[str, asyncio.Queue[FakeOutput | Exception]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.answers.set()
+
+    def tell(self, request_id: str, *told: FakeOutput | Exception) -> None:
+        for one in told:
+            self._queues[request_id].put_nowait(one)
+
+    async def generate(
+        self, prompt: Any, sampling_params: Any, request_id: str
+    ) -> AsyncGenerator[FakeOutput, None]:
+        queue: asyncio.Queue[FakeOutput | Exception] = asyncio.Queue()
+        self._queues[request_id] = queue
+        self.given[request_id] = prompt, sampling_params
+        try:
+            while True:
+                told = await queue.get()
+                if isinstance(told, Exception):
+                    raise told
+                yield told
+                if told.finished:
+                    return
+        except (asyncio.CancelledError, GeneratorExit):
+            self.aborted.append(request_id)
+            raise
+
+    async def is_paused(self) -> bool:
+        self.asked += 1
+        await self.answers.wait()
+        if self.dead:
+            raise Dead
+        return False
+
+
+class FakeSocket:
+    """The adapter's end; `to_engine` and `told` are the servicer's."""
+
+    def __init__(self) -> None:
+        self.to_engine: asyncio.Queue[bytes] = asyncio.Queue()
+        self.told: list[Progress | Prepared] = []
+
+    async def recv(self) -> bytes:
+        return await self.to_engine.get()
+
+    async def send(self, frame: bytes) -> None:
+        decoded = from_engine_decoder.decode(frame)
+        assert isinstance(decoded, Progress | Prepared)
+        self.told.append(decoded)
+
+
+class AdapterOnTest:
+    """An adapter that runs, between a servicer and a vLLM that are the test itself."""
+
+    def __init__(self, max_waiting: int = 100) -> None:
+        self.llm = FakeAsyncLLM()
+        self.stats = StepStats()
+        self.socket = FakeSocket()
+        self.now_s = 0.0
+        opened = OpenedEngine(self.llm, FACTS, self.stats, dict, (Invalid,), (Transient,), (Dead,))
+        adapter = VllmAdapter("w0", max_waiting, opened, self.socket, lambda: self.now_s)
+        self.running = asyncio.create_task(adapter.run())
+
+    async def close(self) -> None:
+        self.running.cancel()
+        await asyncio.wait([self.running])
+
+    def send(self, frame: ToEngine) -> None:
+        self.socket.to_engine.put_nowait(encode(frame))
+
+    @property
+    def told(self) -> list[Progress]:
+        return [frame for frame in self.socket.told if isinstance(frame, Progress)]
+
+    async def until_received(self, *request_ids: str) -> Progress:
+        """The frame that tells of the last of them; its report counts all of them."""
+
+        def found() -> Progress | None:
+            seen = {one for frame in self.told for one in frame.received}
+            return self.told[-1] if seen >= set(request_ids) else None
+
+        return await eventually(found, interval_s=0.001)
+
+    async def settled(self) -> Progress:
+        """The newest frame once everything that is on its way was told."""
+        before = len(self.told)
+        # It has no effect, and the adapter tells what there is to tell.
+        self.send(AbortRequest("nobody"))
+        return await eventually(
+            lambda: self.told[-1] if len(self.told) > before else None, interval_s=0.001
+        )

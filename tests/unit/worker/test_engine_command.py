@@ -1,0 +1,54 @@
+"""Which process runs a worker's model, and which configurations cannot be."""
+
+import sys
+from typing import Any
+
+import pytest
+
+from services.common.config import from_mapping
+from services.common.errors import ConfigError
+from services.worker.config import WorkerConfig
+from services.worker.engine_command import VLLM_ENGINE, engine_command, engine_environment
+
+VLLM = {"engine": "vllm", "engine_python": "/venv/bin/python"}
+
+
+def config(**fields: Any) -> WorkerConfig:
+    given = {"etcd_url": "e", "model_name": "m", "model_dir": "/m", "memory_bytes": 1}
+    return from_mapping(WorkerConfig, given | fields, "a test")
+
+
+def test_our_own_engine_is_a_module_of_this_python() -> None:
+    assert engine_command(config()) == [sys.executable, "-m", "services.worker.engine"]
+    inherited = {"TIDESERVE__ETCD_PASSWORD": "x", "PYTHONPATH": "/here"}
+    found = engine_environment(config(threads=3), inherited)
+    assert found == {"PYTHONPATH": "/here", "OMP_NUM_THREADS": "3"}
+
+
+def test_vllm_runs_a_file_of_ours_in_its_own_environment() -> None:
+    assert engine_command(config(**VLLM)) == ["/venv/bin/python", "-P", str(VLLM_ENGINE)]
+    assert VLLM_ENGINE.is_file()
+    inherited = {"TIDESERVE__ETCD_PASSWORD": "x", "PYTHONPATH": "/here", "PATH": "/bin"}
+    found = engine_environment(config(**VLLM, threads=3), inherited)
+    assert not {"TIDESERVE__ETCD_PASSWORD", "PYTHONPATH"} & found.keys()
+    assert found["OMP_NUM_THREADS"] == "3"
+    assert "OMP_NUM_THREADS" not in engine_environment(config(**VLLM, device="cuda"), inherited)
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"engine": "vllm"}, "needs 'engine_python': run `tideserve engine install vllm`"),
+        ({"engine_python": "/p"}, "'engine_python' is for `engine: vllm`"),
+        ({**VLLM, "dtype": "float64"}, "vLLM does not compute in; choose bfloat16 or float32"),
+        ({**VLLM, "load_format": "dummy"}, "'load_format' is dummy"),
+        ({**VLLM, "paced": "A100-14B"}, "'paced' is for tideserve's own engine"),
+        ({**VLLM, "chunk_bytes": "2MiB"}, "'chunk_bytes' is for tideserve's own engine"),
+        ({**VLLM, "event_log": "/log"}, "'event_log' is for tideserve's own engine"),
+        ({"engine": "llama"}, "must be one of tideserve, vllm"),
+    ],
+)
+def test_what_cannot_be_together_is_one_sentence(fields: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        config(**fields)
+    assert said in str(refused.value)

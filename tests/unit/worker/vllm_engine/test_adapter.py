@@ -1,0 +1,174 @@
+"""The frames of a servicer, answered by way of vLLM."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from services.core.planner.events import EmitToken, RefuseRequest
+from services.core.request import FinishReason, Limits, Request, Sampling
+from services.worker.ipc import (
+    AbortRequest,
+    ApplyConfiguration,
+    GroupPlan,
+    Lane,
+    MemberPlan,
+    Prepare,
+    Prepared,
+    RequestTimes,
+    StartRequest,
+)
+from services.worker.vllm_engine.adapter import CANNOT_MERGE, SILENT_AFTER_S
+from tests.support.fake_async_llm import AdapterOnTest, Dead, Invalid, Transient, output
+from tests.support.waiting import eventually
+
+
+@pytest.fixture
+async def adapter() -> AsyncIterator[AdapterOnTest]:
+    running = AdapterOnTest(max_waiting=2)
+    yield running
+    await running.close()
+
+
+def start(name: str = "r", **changes: Any) -> StartRequest:
+    fields: dict[str, Any] = {"sampling": Sampling(temperature=0), "limits": Limits(8)}
+    return StartRequest(Request(name, (1, 2, 3), arrival_s=0.0, **(fields | changes)))
+
+
+def tokens(adapter: AdapterOnTest) -> list[EmitToken]:
+    return [token for frame in adapter.told for token in frame.tokens]
+
+
+def refusals(adapter: AdapterOnTest) -> list[RefuseRequest]:
+    return [refusal for frame in adapter.told for refusal in frame.refusals]
+
+
+async def test_a_request_runs_to_its_end(adapter: AdapterOnTest) -> None:
+    adapter.send(start(cache_salt="of a"))
+    progress = await adapter.until_received("r")
+    assert (progress.report.load.waiting, progress.report.load.running) == (1, 0)
+    assert progress.report.parameter_bytes == 500
+    prompt, parameters = adapter.llm.given["r"]
+    assert prompt == {"prompt_token_ids": [1, 2, 3], "cache_salt": "of a"}
+    assert parameters["max_tokens"] == 8
+    adapter.stats.running = 1
+    adapter.llm.tell("r", output(5), output(6, ended="stop"))
+    await eventually(lambda: len(tokens(adapter)) == 2)
+    assert tokens(adapter)[-1] == EmitToken("r", 1, 6, FinishReason.STOP)
+    (last,) = [frame for frame in adapter.told if frame.times]
+    assert last.times == {"r": RequestTimes(2.0, 4.0, 8.0)}
+    assert (last.report.load.running, last.report.load.kv_blocks_free) == (0, 40)
+
+
+async def test_the_tokens_of_one_step_are_one_frame(adapter: AdapterOnTest) -> None:
+    for name in ("a", "b"):
+        adapter.send(start(name))
+    await adapter.until_received("a", "b")
+    for number in range(3):
+        before = len(tokens(adapter))
+        for name in ("a", "b"):
+            adapter.llm.tell(name, output(number))
+        await eventually(lambda count=before: len(tokens(adapter)) == count + 2)
+    assert all(len(frame.tokens) in (0, 2) for frame in adapter.told)
+
+
+async def test_an_abort_reaches_vllm_and_the_id_may_come_again(adapter: AdapterOnTest) -> None:
+    adapter.send(start())
+    await adapter.until_received("r")
+    adapter.send(AbortRequest("r"))
+    await eventually(lambda: adapter.llm.aborted == ["r"])
+    assert (await adapter.settled()).report.load.waiting == 0
+    del adapter.socket.told[:]
+    adapter.send(start())
+    await adapter.until_received("r")
+    adapter.llm.tell("r", output(9, ended="length"))
+    await eventually(lambda: tokens(adapter) == [EmitToken("r", 0, 9, FinishReason.LENGTH)])
+
+
+async def test_an_abort_at_once_leaves_nothing(adapter: AdapterOnTest) -> None:
+    """Before its task has run."""
+    adapter.send(start())
+    adapter.send(AbortRequest("r"))
+    await adapter.until_received("r")
+    assert (await adapter.settled()).report.load.waiting == 0
+
+
+async def test_what_vllm_refuses_is_the_clients_fault(adapter: AdapterOnTest) -> None:
+    adapter.send(start("words", sampling=Sampling(bad_words=((4,),))))
+    adapter.send(start("schema"))
+    await adapter.until_received("words", "schema")
+    adapter.llm.tell("schema", Invalid("the grammar has no start"))
+    await eventually(lambda: len(refusals(adapter)) == 2)
+    words, schema = refusals(adapter)
+    assert "logit_bias" in words.message and not words.retryable
+    assert schema == RefuseRequest("schema", "the grammar has no start")
+    assert (await adapter.settled()).report.load.waiting == 0
+
+
+async def test_what_vllm_fails_with_may_be_tried_again(adapter: AdapterOnTest) -> None:
+    for name in ("a", "b"):
+        adapter.send(start(name))
+    await adapter.until_received("a", "b")
+    adapter.llm.tell("a", output(5), Transient("broken"))
+    adapter.llm.tell("b", output(5, ended="error"))
+    await eventually(lambda: len(refusals(adapter)) == 2)
+    assert all(refusal.retryable and not refusal.returned for refusal in refusals(adapter))
+    assert [token.request_id for token in tokens(adapter)] == ["a"]
+
+
+async def test_a_full_queue_and_a_known_id_are_refused(adapter: AdapterOnTest) -> None:
+    for name in ("a", "a", "b", "c"):
+        adapter.send(start(name))
+    await adapter.until_received("a", "b", "c")
+    assert [(one.request_id, one.retryable) for one in refusals(adapter)] == [
+        ("a", False),
+        ("c", True),
+    ]
+
+
+async def test_a_request_without_room_gets_another_place(adapter: AdapterOnTest) -> None:
+    adapter.send(start("a", returnable=True))
+    adapter.send(start("b", returnable=True))
+    await adapter.until_received("a", "b")
+    adapter.stats.steps, adapter.stats.running, adapter.stats.waiting = 2, 1, 1
+    adapter.now_s = 1.0
+    await eventually(lambda: refusals(adapter))
+    (refusal,) = refusals(adapter)
+    assert (refusal.request_id, refusal.returned) == ("b", True)
+    assert adapter.llm.aborted == ["b"]
+
+
+async def test_it_serves_the_newest_epoch_and_refuses_to_merge(adapter: AdapterOnTest) -> None:
+    def plan(worker_id: str, epoch: int) -> GroupPlan:
+        member = MemberPlan(worker_id, "i", 0, 0, Lane("", ""), Lane("", ""), "h:1")
+        return GroupPlan(f"group-{worker_id}", epoch, [member])
+
+    adapter.send(ApplyConfiguration([plan("w0", 3)]))
+    adapter.send(ApplyConfiguration([plan("w1", 9)]))
+    adapter.send(Prepare("attempt", [plan("w0", 4)]))
+    await eventually(lambda: Prepared("attempt", CANNOT_MERGE) in adapter.socket.told)
+    report = (await adapter.settled()).report
+    assert (report.epoch, report.unsettled) == (3, False)
+
+
+async def test_it_says_nothing_while_vllm_does_not_answer(adapter: AdapterOnTest) -> None:
+    await eventually(lambda: adapter.told)
+    adapter.llm.answers.clear()
+    await eventually(lambda: adapter.llm.asked > 1)
+    adapter.now_s += SILENT_AFTER_S + 1
+    adapter.send(start())
+    await eventually(lambda: "r" in adapter.llm.given)
+    assert not any(frame.received for frame in adapter.told), "the servicer shall notice"
+    adapter.llm.answers.set()
+    await adapter.until_received("r")
+
+
+async def test_it_ends_with_vllm(adapter: AdapterOnTest) -> None:
+    adapter.send(start())
+    await adapter.until_received("r")
+    adapter.llm.dead = True
+    adapter.llm.tell("r", Dead())
+    await asyncio.wait([adapter.running])
+    failure = adapter.running.exception()
+    assert isinstance(failure, ExceptionGroup) and failure.subgroup(Dead) is not None

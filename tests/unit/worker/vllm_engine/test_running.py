@@ -1,0 +1,109 @@
+"""The load of an engine whose numbers come from vLLM once a step."""
+
+from random import Random
+
+import pytest
+
+from services.core.planner.returns import RETURN_AFTER_S
+from services.core.report import Load
+from services.core.request import Limits, Request, Sampling
+from services.core.service import Service, ServiceClass
+from services.worker.vllm_engine.running import StepStats, VllmRequests
+
+BLOCKS, BLOCK_SIZE = 40, 16
+
+
+def requests() -> VllmRequests:
+    return VllmRequests(BLOCKS, BLOCK_SIZE, StepStats())
+
+
+def request(name: str = "r", tokens: int = 16, returnable: bool = False, batch: bool = False):
+    kind = ServiceClass.BATCH if batch else ServiceClass.STANDARD
+    return Request(
+        name,
+        (1,) * tokens,
+        Sampling(),
+        Limits(16),
+        0.0,
+        service=Service(kind),
+        returnable=returnable,
+    )
+
+
+def test_one_that_was_just_handed_over_waits_and_wants_its_blocks() -> None:
+    running = requests()
+    running.add(request(), 0.0)
+    assert running.load() == Load(0, 1, BLOCKS, 2, kv_blocks_total=BLOCKS)
+
+
+def test_vllm_says_when_it_runs_and_what_it_holds() -> None:
+    running = requests()
+    running.add(request("a", batch=True), 0.0)
+    running.add(request("b"), 0.0)
+    running.stats.running, running.stats.kv_usage = 1, 2 / BLOCKS
+    load = running.load()
+    assert (load.running, load.waiting, load.kv_blocks_free) == (1, 1, BLOCKS - 2)
+    assert (load.batch_running, load.batch_waiting, load.kv_blocks_batch) == (1, 0, 2)
+
+
+def test_what_vllm_told_last_is_not_held_by_requests_that_are_gone() -> None:
+    running = requests()
+    entry = running.add(request(), 0.0)
+    running.emit(entry, 3)
+    running.stats.running, running.stats.kv_usage = 1, 0.5
+    assert running.load().kv_blocks_free == BLOCKS - 2, "19 tokens have two blocks"
+    assert running.remove(entry)
+    assert running.load() == Load(0, 0, BLOCKS, 0, 0, BLOCKS, prompt_tokens_total=16)
+    assert not running.remove(entry)
+
+
+def test_another_request_of_the_same_id_stays() -> None:
+    running = requests()
+    old = running.add(request(), 0.0)
+    running.remove(old)
+    running.add(request(), 1.0)
+    assert not running.remove(old) and "r" in running
+
+
+def test_a_request_goes_back_once_vllm_had_no_room_for_it_in_a_whole_step() -> None:
+    running = requests()
+    running.add(request("a", returnable=True), 0.0)
+    running.add(request("b", returnable=True), 0.0)
+    stats = running.stats
+    late_s = RETURN_AFTER_S
+    assert running.overdue(late_s) == [], "vLLM has told nothing yet"
+    stats.steps, stats.running, stats.waiting = 1, 1, 1
+    assert running.overdue(late_s) == [], "the step may have begun before it came"
+    stats.steps = 2
+    assert [one.request.request_id for one in running.overdue(late_s)] == ["b"]
+    assert running.overdue(late_s / 2) == []
+    stats.waiting = 0
+    assert running.overdue(late_s) == []
+
+
+def test_one_that_must_stay_never_goes_back() -> None:
+    running = requests()
+    running.add(request(), 0.0)
+    running.stats.steps, running.stats.waiting = 5, 1
+    assert running.overdue(100.0) == []
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_load_adds_up_whatever_vllm_tells(seed: int) -> None:
+    rng, running = Random(seed), requests()
+    entries = []
+    for number in range(200):
+        if rng.random() < 0.5 or not entries:
+            entries.append(running.add(request(f"r{number}", rng.randint(1, 99)), number))
+        else:
+            running.remove(entries.pop(rng.randrange(len(entries))))
+        for entry in entries:
+            running.emit(entry, rng.randint(0, 1))
+        running.stats.running = rng.randint(0, 20)
+        running.stats.kv_usage = rng.random()
+        load = running.load()
+        assert load.running + load.waiting == len(entries)
+        assert 0 <= load.kv_blocks_free <= load.kv_blocks_total == BLOCKS
+        assert load.kv_blocks_wanted >= load.waiting
+        if not load.running:
+            assert load.kv_blocks_free == BLOCKS

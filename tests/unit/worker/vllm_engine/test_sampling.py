@@ -1,0 +1,64 @@
+"""What vLLM is told about a request."""
+
+from typing import Any
+
+import pytest
+
+from services.core.request import Grammar, GrammarKind, Limits, LogprobOptions, Request, Sampling
+from services.worker.vllm_engine.sampling import CannotServe, parameters_of
+
+
+def told(logprobs: LogprobOptions | None = None, **sampling: Any) -> dict[str, Any]:
+    limits = Limits(9, 2, frozenset({7, 3}))
+    options = logprobs or LogprobOptions()
+    return parameters_of(Request("r", (1,), Sampling(**sampling), limits, 0.0, options))
+
+
+def test_the_gateway_decides_what_ends_a_request_and_makes_the_text() -> None:
+    found = told()
+    assert (found["max_tokens"], found["min_tokens"], found["stop_token_ids"]) == (9, 2, [3, 7])
+    assert found["ignore_eos"] is True and found["detokenize"] is False
+    assert found["logprobs"] is None and found["prompt_logprobs"] is None
+
+
+def test_fields_of_sampling_are_passed_on() -> None:
+    given: dict[str, Any] = {
+        "temperature": 0.7,
+        "top_p": 0.9,
+        "top_k": 5,
+        "min_p": 0.1,
+        "presence_penalty": 0.2,
+        "frequency_penalty": 0.3,
+        "repetition_penalty": 1.1,
+        "seed": 11,
+    }
+    found = told(**given, logit_bias=((4, -1.0),), allowed_token_ids=(4, 5))
+    assert given.items() <= found.items()
+    assert (found["logit_bias"], found["allowed_token_ids"]) == ({4: -1.0}, [4, 5])
+
+
+def test_a_seed_fits_into_what_vllm_takes_and_greedy_requests_need_none() -> None:
+    assert told(temperature=1.0, seed=2**64 - 1)["seed"] == 2**63 - 1
+    assert "seed" not in told(temperature=0.0, seed=3)
+
+
+@pytest.mark.parametrize(
+    ("kind", "key"),
+    [
+        (GrammarKind.JSON_SCHEMA, "json"),
+        (GrammarKind.REGEX, "regex"),
+        (GrammarKind.LARK, "grammar"),
+    ],
+)
+def test_a_grammar_goes_to_vllms_llguidance(kind: GrammarKind, key: str) -> None:
+    assert told(grammar=Grammar(kind, "text"))["structured_outputs"] == {key: "text"}
+
+
+def test_log_probabilities_are_asked_for() -> None:
+    found = told(LogprobOptions(output=0, prompt=3))
+    assert (found["logprobs"], found["prompt_logprobs"]) == (0, 3)
+
+
+def test_forbidden_sequences_are_refused_with_a_remedy() -> None:
+    with pytest.raises(CannotServe, match=r"bad_words does not work .* use logit_bias"):
+        told(bad_words=((1, 2),))

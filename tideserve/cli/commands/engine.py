@@ -1,0 +1,34 @@
+"""`tideserve engine`: engines beside our own. Everything heavy is imported when it runs."""
+
+from enum import StrEnum
+from typing import Annotated
+
+import typer
+
+engine = typer.Typer(
+    help="Install another engine for `tideserve up --engine NAME`.", no_args_is_help=True
+)
+
+
+class Installable(StrEnum):
+    """Engines that can be installed."""
+
+    VLLM = "vllm"
+
+
+@engine.callback()
+def engines() -> None:
+    """Keep `install` a command of its own; a group with one command would be that command."""
+
+
+@engine.command(epilog="Example:\n\n  tideserve engine install vllm")
+def install(name: Annotated[Installable, typer.Argument(help="Which engine.")]) -> None:
+    """Install an engine into an environment of its own in the cache folder; print its Python.
+
+    vLLM: some gigabytes, in its CPU build unless there is an NVIDIA device. Nothing happens if the
+    right version is there. Benchmarks use the same environment.
+    """
+    from tideserve.cli.engine import install_vllm
+
+    assert name is Installable.VLLM
+    print(install_vllm())
