@@ -126,7 +126,7 @@ class Cluster:
         """
         self.eventually(
             lambda: not self.running or "tideserve is ready" in self.output(),
-            READY_TIMEOUT_S + STOP_TIMEOUT_S,
+            float(self._options["ready_timeout"]) + STOP_TIMEOUT_S,
         )
         assert self.running, f"the cluster did not start\n{self.tail()}"
 

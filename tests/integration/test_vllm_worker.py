@@ -1,0 +1,248 @@
+"""A cluster whose model vLLM runs, with the real one: what clients and operators see of it.
+
+It needs the environment of `tideserve engine install vllm`, and takes some minutes.
+"""
+
+import asyncio
+import json
+import os
+import signal
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from openai import APIStatusError, AsyncOpenAI
+
+from tests.support.client import open_client, stream_completion
+from tests.support.cluster import Cluster
+from tests.support.waiting import eventually
+from tideserve.bench.systems.system import read_metrics
+from tideserve.bench.systems.vllm_install import installed_vllm
+from tideserve.cli.cache import cache_root
+from tideserve.cli.errors import CommandError
+from tideserve.cli.groups import drop
+
+START_S = 900.0
+MODEL = "SmolLM2-135M-Instruct"
+LONG_PROMPT_TOKENS = 900
+"""Of the KV that the worker has, two of these have room."""
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(3 * START_S),
+    pytest.mark.skipif(
+        installed_vllm(cache_root()) is None, reason="needs `tideserve engine install vllm`"
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    with Cluster(
+        workers=1,
+        memory="330MiB",
+        dtype="bfloat16",
+        engine="vllm",
+        max_batch_tokens=512,
+        queue_limit=2,
+        ready_timeout=START_S,
+        worker={"start_timeout_s": START_S},
+    ) as running:
+        yield running
+
+
+@pytest.fixture
+async def client(cluster: Cluster) -> AsyncIterator[AsyncOpenAI]:
+    async with open_client(cluster.url) as opened:
+        yield opened
+
+
+async def at_rest(cluster: Cluster) -> None:
+    """Nothing runs or waits, and all KV is free."""
+
+    def idle() -> bool:
+        (row,) = cluster.workers()
+        busy = row["running"] or row["waiting"]
+        return not busy and row["kv_blocks_free"] == row["kv_blocks_total"] > 0
+
+    await eventually(idle)
+
+
+async def long_answer(cluster: Cluster, number: int = 0, **options: Any) -> Any:
+    return await stream_completion(
+        cluster.url,
+        prompt=[300 + number] * options.pop("prompt_tokens", 8),
+        max_tokens=options.pop("max_tokens", 200),
+        temperature=0.0,
+        ignore_eos=True,
+        **options,
+    )
+
+
+async def test_it_answers_streamed_or_not(cluster: Cluster, client: AsyncOpenAI) -> None:
+    question: Any = [{"role": "user", "content": "What is the capital of France?"}]
+    whole = await client.chat.completions.create(
+        model=MODEL, messages=question, temperature=0, max_tokens=32
+    )
+    text = whole.choices[0].message.content
+    assert text is not None and "Paris" in text
+    assert whole.choices[0].finish_reason == "stop"
+    stream = await client.chat.completions.create(
+        model=MODEL, messages=question, temperature=0, max_tokens=32, stream=True
+    )
+    pieces = [chunk.choices[0].delta.content or "" async for chunk in stream if chunk.choices]
+    assert "".join(pieces) == text and len(pieces) > 2
+    await at_rest(cluster)
+
+
+async def test_log_probabilities_and_stop_strings(client: AsyncOpenAI) -> None:
+    answer = await client.completions.create(
+        model=MODEL,
+        prompt="One, two, three, four, five,",
+        max_tokens=24,
+        temperature=0,
+        logprobs=3,
+        echo=True,
+        stop=["eight"],
+    )
+    choice = answer.choices[0]
+    assert choice.finish_reason == "stop" and "eight" not in choice.text
+    assert "six" in choice.text and choice.logprobs is not None
+    numbers, best = choice.logprobs.token_logprobs, choice.logprobs.top_logprobs
+    assert numbers is not None and best is not None
+    assert all(-60 < one <= 0 for one in numbers[1:] if one is not None)
+    assert all(len(one) >= 3 for one in best[1:])
+
+
+@pytest.mark.parametrize(
+    ("form", "fits"),
+    [
+        (
+            {
+                "json": {
+                    "type": "object",
+                    "properties": {"a": {"type": "integer", "maximum": 9}},
+                    "required": ["a"],
+                    "additionalProperties": False,
+                }
+            },
+            lambda text: isinstance(json.loads(text)["a"], int),
+        ),
+        ({"regex": "[ab]{4}"}, lambda text: len(text) == 4 and set(text) <= set("ab")),
+        ({"choice": ["tide", "ebb"]}, lambda text: text in ("tide", "ebb")),
+    ],
+)
+async def test_forms_of_output(client: AsyncOpenAI, form: Any, fits: Any) -> None:
+    answer = await client.chat.completions.create(
+        model=MODEL,
+        messages=[{"role": "user", "content": "Say something."}],
+        max_tokens=48,
+        temperature=1.0,
+        seed=3,
+        extra_body={"structured_outputs": form},
+    )
+    assert fits(answer.choices[0].message.content)
+
+
+async def test_what_vllm_cannot_do_is_refused(client: AsyncOpenAI) -> None:
+    with pytest.raises(APIStatusError) as refused:
+        await client.completions.create(
+            model=MODEL, prompt="a", max_tokens=4, extra_body={"bad_words": ["the sea"]}
+        )
+    assert refused.value.status_code == 400
+    assert "logit_bias" in str(refused.value)
+
+
+async def test_it_is_told_apart_and_never_merges(cluster: Cluster) -> None:
+    (row,) = cluster.workers()
+    assert (row["engine"], row["can_merge"], row["shape"]) == ("vllm", False, None)
+    assert 0 < row["parameter_bytes"] < row["budget_bytes"]
+    with pytest.raises(CommandError, match="cannot drop layers|needs at least two"):
+        drop(cluster.admin_url, None, [])
+
+
+async def test_an_abort_frees_its_kv(cluster: Cluster) -> None:
+    begun = asyncio.Event()
+
+    async def note(_chunks: int) -> None:
+        begun.set()
+
+    running = asyncio.create_task(long_answer(cluster, max_tokens=1500, on_chunk=note))
+    await begun.wait()
+    await eventually(lambda: cluster.workers()[0]["running"] == 1)
+    running.cancel()
+    await asyncio.wait([running])
+    await at_rest(cluster)
+
+
+async def test_overload_is_refused_with_a_time(cluster: Cluster) -> None:
+    async def ask(number: int) -> str:
+        try:
+            await long_answer(cluster, number, prompt_tokens=LONG_PROMPT_TOKENS, max_tokens=64)
+        except APIStatusError as error:
+            assert error.status_code == 503
+            assert int(error.response.headers["retry-after"]) >= 1
+            return "refused"
+        return "served"
+
+    found = await asyncio.gather(*map(ask, range(10)))
+    assert {"refused", "served"} == set(found)
+    await at_rest(cluster)
+
+
+async def test_its_metrics_are_those_of_any_worker(cluster: Cluster) -> None:
+    targets = json.loads((cluster.folder / "cluster" / "prometheus_targets.json").read_text())
+    (address,) = [
+        target
+        for group in targets
+        if group["labels"].get("instance") == "worker-0" or "worker-0" in str(group["labels"])
+        for target in group["targets"]
+    ]
+    metrics = read_metrics(f"http://{address}")
+    assert metrics["tideserve_worker_kv_blocks_total"] > 0
+    assert metrics["vllm:num_requests_running"] == 0
+    assert metrics["vllm:prompt_tokens_total"] > LONG_PROMPT_TOKENS
+
+
+def computing_process(cluster: Cluster) -> int:
+    """vLLM's process that computes: a child of the engine process."""
+    (row,) = cluster.workers()
+    engine = row["pids"][1]
+    children = Path(f"/proc/{engine}/task/{engine}/children").read_text().split()
+    names = {int(pid): Path(f"/proc/{pid}/comm").read_text() for pid in children}
+    (found,) = [pid for pid, name in names.items() if "EngineCor" in name]
+    return found
+
+
+@pytest.mark.parametrize("which", ["computing", "adapter"])
+async def test_a_killed_vllm_comes_back(cluster: Cluster, which: str) -> None:
+    begun = asyncio.Event()
+
+    async def note(_chunks: int) -> None:
+        begun.set()
+
+    running = asyncio.create_task(long_answer(cluster, max_tokens=1500, on_chunk=note))
+    await begun.wait()
+    servicer, adapter = cluster.workers()[0]["pids"]
+    computing = computing_process(cluster)
+    os.kill(computing if which == "computing" else adapter, signal.SIGKILL)
+    with pytest.raises(Exception, match="worker|engine"):
+        await running
+    await asyncio.to_thread(cluster.wait_for_restart, "worker-0", servicer)
+    await eventually(lambda: not {adapter, computing} & cluster.processes().keys())
+    # A client that asks meanwhile may wait in the line.
+    await eventually(lambda: cluster.get("/ready") and True, deadline_s=START_S)
+    assert (await long_answer(cluster, max_tokens=8)).completion_tokens == 8
+
+
+async def test_a_worker_that_is_asked_to_stop_ends_its_requests_first(cluster: Cluster) -> None:
+    begun = asyncio.Event()
+
+    async def note(_chunks: int) -> None:
+        begun.set()
+
+    running = asyncio.create_task(long_answer(cluster, max_tokens=300, on_chunk=note))
+    await begun.wait()
+    cluster.kill("worker-0", signal.SIGTERM)
+    assert (await running).completion_tokens == 300
