@@ -12,8 +12,9 @@ from services.core.report import Load
 from services.core.request import Request, admission_blocks, blocks_for
 from services.core.service import ServiceClass
 
-STEPS_TO_START = 2
-"""Steps that end after a request came until the numbers of the last one count it for certain."""
+STEPS_TO_START = 3
+"""Steps that end after a request came until the last one's numbers count it for certain: vLLM may
+plan one while another runs."""
 
 
 @dataclass(slots=True)

@@ -79,6 +79,13 @@ def test_capabilities_say_what_they_were_made_of(
     assert engine_of(record) == engine
 
 
+def test_a_worker_with_vllm_can_be_in_no_plan_of_a_merge() -> None:
+    record = worker_record(capabilities=capabilities_of(False, None, EngineKind.VLLM))
+    facts = to_facts(record)
+    assert facts is not None and not facts.can_drop and facts.shape is None
+    assert (to_worker(record, 9).num_layers, can_serve(record)) == (0, True)
+
+
 def test_a_worker_of_before_has_our_engine() -> None:
     assert engine_of(worker_record()) == EngineKind.TIDESERVE
 

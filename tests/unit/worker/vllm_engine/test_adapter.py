@@ -20,6 +20,7 @@ from services.worker.ipc import (
     StartRequest,
 )
 from services.worker.vllm_engine.adapter import CANNOT_MERGE, SILENT_AFTER_S
+from services.worker.vllm_engine.running import STEPS_TO_START
 from tests.support.fake_async_llm import AdapterOnTest, Dead, Invalid, Transient, output
 from tests.support.waiting import eventually
 
@@ -131,7 +132,8 @@ async def test_a_request_without_room_gets_another_place(adapter: AdapterOnTest)
     adapter.send(start("a", returnable=True))
     adapter.send(start("b", returnable=True))
     await adapter.until_received("a", "b")
-    adapter.stats.steps, adapter.stats.running, adapter.stats.waiting = 2, 1, 1
+    adapter.stats.steps = STEPS_TO_START
+    adapter.stats.running, adapter.stats.waiting = 1, 1
     adapter.now_s = 1.0
     await eventually(lambda: refusals(adapter))
     (refusal,) = refusals(adapter)

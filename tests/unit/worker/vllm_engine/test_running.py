@@ -8,7 +8,7 @@ from services.core.planner.returns import RETURN_AFTER_S
 from services.core.report import Load
 from services.core.request import Limits, Request, Sampling
 from services.core.service import Service, ServiceClass
-from services.worker.vllm_engine.running import StepStats, VllmRequests
+from services.worker.vllm_engine.running import STEPS_TO_START, StepStats, VllmRequests
 
 BLOCKS, BLOCK_SIZE = 40, 16
 
@@ -72,9 +72,9 @@ def test_a_request_goes_back_once_vllm_had_no_room_for_it_in_a_whole_step() -> N
     stats = running.stats
     late_s = RETURN_AFTER_S
     assert running.overdue(late_s) == [], "vLLM has told nothing yet"
-    stats.steps, stats.running, stats.waiting = 1, 1, 1
+    stats.steps, stats.running, stats.waiting = STEPS_TO_START - 1, 1, 1
     assert running.overdue(late_s) == [], "the step may have begun before it came"
-    stats.steps = 2
+    stats.steps = STEPS_TO_START
     assert [one.request.request_id for one in running.overdue(late_s)] == ["b"]
     assert running.overdue(late_s / 2) == []
     stats.waiting = 0
