@@ -26,7 +26,7 @@ from tideserve.cli.groups import drop
 START_S = 900.0
 MODEL = "SmolLM2-135M-Instruct"
 LONG_PROMPT_TOKENS = 900
-"""Of the KV that the worker has, two of these have room."""
+"""The worker has KV for two or three of these."""
 
 pytestmark = [
     pytest.mark.slow,

@@ -7,5 +7,5 @@ from pathlib import Path
 
 def write_safetensors(path: Path, shape: Sequence[int]) -> None:
     """Write the header; the data is missing."""
-    header = json.dumps({"__metadata__": {}, "w": {"shape": list(shape)}}).encode()
+    header = json.dumps({"__metadata__": {}, "w": {"dtype": "BF16", "shape": list(shape)}}).encode()
     path.write_bytes(len(header).to_bytes(8, "little") + header)

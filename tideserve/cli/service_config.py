@@ -72,7 +72,7 @@ def service_configs(options: ClusterOptions, placement: Placement) -> dict[str, 
         chosen = with_absolute_paths(options.services | getattr(options, section))
         config = {key: value for key, value in derived.items() if value is not None} | chosen
         if section == "worker" and options.engine_kind == EngineKind.VLLM:
-            config = VLLM_DEFAULTS | config
+            config = {**VLLM_DEFAULTS, **config}
         configs[name] = _with_room(config) if section == "worker" else config
     return configs
 

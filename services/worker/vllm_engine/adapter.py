@@ -6,7 +6,7 @@ all that came together. Groups of several never come about: what asks for one is
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -74,9 +74,9 @@ class OpenedEngine:
 class Socket(Protocol):
     """The engine's end of the socket to its servicer."""
 
-    async def recv(self) -> bytes: ...
+    def recv(self) -> Awaitable[Any]: ...
 
-    async def send(self, frame: bytes) -> Any: ...
+    def send(self, data: bytes, /) -> Awaitable[Any]: ...
 
 
 class VllmAdapter:
@@ -95,8 +95,8 @@ class VllmAdapter:
         self._engine = opened.engine
         self._facts = facts = opened.facts
         self._to_params = opened.to_params
-        self._invalid = (CannotServe, *opened.invalid)
-        self._transient = (RequestFailed, *opened.transient)
+        self._invalid: tuple[type[Exception], ...] = (CannotServe, *opened.invalid)
+        self._transient: tuple[type[Exception], ...] = (RequestFailed, *opened.transient)
         self._socket = socket
         self._now_s = now_s
         self._requests = VllmRequests(facts.kv_blocks_total, facts.block_size, opened.stats)
@@ -211,8 +211,9 @@ class VllmAdapter:
             if self._now_s() - self._answered_s > SILENT_AFTER_S:
                 continue
             prepared, self._prepared = self._prepared, []
-            for frame in (*prepared, self._progress()):
-                await self._send(frame)
+            for answer in prepared:
+                await self._send(answer)
+            await self._send(self._progress())
 
     async def _send(self, frame: FromEngine) -> None:
         await self._socket.send(encode(frame))
