@@ -126,17 +126,24 @@ def _memory_rows(rounds: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
     found = [
         ("parameters dropped", f"{drops[0]['dropped_bytes'] / 2**20:,.0f} MiB"),
         ("KV blocks before and after", f"{before:,} → {after:,}"),
-        (
-            "pause of the drop",
-            f"{_median(one['elapsed_us'] for one in drops) / 1e3:.2f} ms"
-            f" ({_median(one['cpu_us'] for one in drops) / 1e3:.2f} ms of processor time)",
-        ),
     ]
-    for prefault, label in ((False, "at once"), (True, "after the background work")):
-        touched = [one["first_touch_ms_per_gib"] for one in rounds if one["prefault"] is prefault]
-        if touched:
-            elapsed_ms = _median(one["elapsed"] for one in touched)
-            found.append((f"first writing of 1 GiB of new KV, {label}", f"{elapsed_ms:,.0f} ms"))
+    for prepared, label in ((True, "prepared"), (False, "at once")):
+        chosen = [one for one in rounds if one["prepared"] is prepared]
+        if chosen:
+            pause_ms = _median(one["drop"]["elapsed_us"] for one in chosen) / 1e3
+            cpu_ms = _median(one["drop"]["cpu_us"] for one in chosen) / 1e3
+            touch_ms = _median(one["first_touch_ms_per_gib"]["elapsed"] for one in chosen)
+            warm_ms = _median(one["warm_touch_ms_per_gib"]["elapsed"] for one in chosen)
+            found += [
+                (
+                    f"pause of a drop, {label}",
+                    f"{pause_ms:.2f} ms ({cpu_ms:.2f} ms of processor time)",
+                ),
+                (
+                    f"writing of 1 GiB of new KV, {label}",
+                    f"{touch_ms:,.0f} ms, {warm_ms:,.0f} ms the second time",
+                ),
+            ]
     switch_ms = _median(one["restore"]["set_stage"]["elapsed_ms"] for one in rounds)
     return [*found, ("pause when layers come back", f"{switch_ms:.2f} ms")]
 

@@ -2,20 +2,25 @@
 
 An arena owns the whole device budget as equal chunks of physical memory, named by *handles*
 `0 .. total_chunks - 1`. A virtual range is reserved address space. Memory is put to use only by
-mapping handles into a range, and becomes free only by retiring them. A handle is mapped in one
-place or free, so free + mapped = total always holds.
+mapping handles into a range, and becomes free only by retiring them. A handle belongs to one place
+or is free, so free + mapped = total always holds.
 
 To unmap touched memory is slow, and a drop must not wait for it. So a place is *retired* first,
 which costs nothing: its handles are free and may be mapped elsewhere at once. The old mapping stays
 until `sweep` removes it, in slices; until then it must not be read or written.
+
+To map takes time, and a drop must not wait for that either. So places may be *prepared*: handles
+that belong elsewhere are mapped there a second time, and touched, while they are in use. Once they
+are free, `adopt` gives them to the prepared places, without a call of the driver. Until then a
+prepared place must not be read or written.
 
 Requirements on a CUDA backend (through `cuda.bindings.driver`):
 
 - a chunk is a multiple of `cuMemGetAllocationGranularity`; one `cuMemCreate` per chunk at start,
   exportable handles when peers share a host;
 - `reserve` is `cuMemAddressReserve`; `map` is `cuMemMap` per handle (a handle may be mapped twice)
-  and one `cuMemSetAccess` over the mapped interval; `sweep` is `cuMemUnmap`; `prefault` does
-  nothing; `close` is `cuMemRelease` and `cuMemAddressFree`;
+  and one `cuMemSetAccess` over the mapped interval, and so is `prepare`; `sweep` is `cuMemUnmap`;
+  `prefault` does nothing; `close` is `cuMemRelease` and `cuMemAddressFree`;
 - `sweep` and `close` wait until no kernel in flight can touch the interval;
 - `tensor` wraps the reserved address once (DLPack), and stays valid while its tail is mapped.
 """
@@ -35,6 +40,7 @@ from services.worker.errors import ArenaExhausted
 Handles = npt.NDArray[np.int64]
 UNMAPPED = -1
 RETIRED = -2
+PREPARED = -3
 
 
 @dataclass(eq=False, slots=True)
@@ -42,7 +48,7 @@ class VirtualRange:
     """Reserved address space, mapped chunk by chunk.
 
     `handles[i]` is the handle at chunk offset `i`, negative if there is none. An access to an
-    `UNMAPPED` place crashes; a write to a `RETIRED` place corrupts the new owner's data.
+    `UNMAPPED` place crashes; a write to a `RETIRED` or `PREPARED` place corrupts its owner's data.
     """
 
     name: str
@@ -73,6 +79,11 @@ class _Place:
     offset: int
     count: int
 
+    @property
+    def window(self) -> Handles:
+        """The range's handles at this place, to read and to write."""
+        return self.reserved.handles[self.offset : self.offset + self.count]
+
 
 def coalesce(handles: Sequence[int] | Handles) -> list[tuple[int, int, int]]:
     """Group neighbouring handles: a list of (position in `handles`, first handle, count)."""
@@ -94,6 +105,7 @@ class Arena(ABC):
         self._mapped = np.zeros(total_chunks, dtype=np.bool_)
         self._retired: deque[_Place] = deque()
         self._cold: deque[_Place] = deque()
+        self._prepared: list[tuple[_Place, Handles]] = []
 
     @property
     def free_chunks(self) -> int:
@@ -105,14 +117,17 @@ class Arena(ABC):
         """Chunks whose old mappings `sweep` has yet to remove."""
         return sum(int(np.count_nonzero(reserved.handles == RETIRED)) for reserved in self._ranges)
 
-    def free_handles(self, count: int) -> Handles:
-        """`count` free handles, sorted; they stay free until they are mapped.
+    def free_handles(self, count: int, besides: Handles | None = None) -> Handles:
+        """`count` handles, sorted, that are free or among `besides`; nothing changes.
 
         Takes the lowest long enough run of neighbours, or the lowest handles if there is no such
         run. So the number of mappings stays small however often memory moves. Raises
         ArenaExhausted.
         """
-        free = np.flatnonzero(~self._mapped)
+        available = ~self._mapped
+        if besides is not None:
+            available[besides] = True
+        free = np.flatnonzero(available)
         if count > len(free):
             raise ArenaExhausted(requested_chunks=count, free_chunks=len(free))
         for position, _, neighbours in coalesce(free):
@@ -142,32 +157,63 @@ class Arena(ABC):
         first touches to `prefault`. Raises ValueError on a bad argument.
         """
         wanted = np.asarray(handles, dtype=np.int64)
-        place = slice(chunk_offset, chunk_offset + len(wanted))
-        if not 0 <= chunk_offset <= reserved.chunks - len(wanted):
-            raise ValueError(f"{reserved.name}: chunks at {chunk_offset} are outside the range")
-        if not len(wanted):
-            return 0
-        present = reserved.handles[place]
-        if present.max() >= 0:
-            raise ValueError(f"{reserved.name}: chunks at {chunk_offset} are mapped")
-        runs = coalesce(wanted)
-        last = UNMAPPED
-        for _, first, count in runs:
-            if not last < first <= self.total_chunks - count:
-                raise ValueError(f"{reserved.name}: a handle is outside the arena or out of order")
-            if self._mapped[first : first + count].any():
-                raise ValueError(f"{reserved.name}: a handle is mapped elsewhere")
-            last = first + count - 1
-        if present.min() == RETIRED:
-            self._sweep_place(_Place(reserved, chunk_offset, len(wanted)))
-        for position, first, count in runs:
-            offset_bytes = (chunk_offset + position) * self.chunk_bytes
-            self._map_address(reserved.address + offset_bytes, first, count)
-            self._mapped[first : first + count] = True
-        reserved.handles[place] = wanted
+        place = _Place(reserved, chunk_offset, len(wanted))
+        runs = self._runs(place, wanted)
+        if self._mapped[wanted].any():
+            raise ValueError(f"{reserved.name}: a handle is mapped elsewhere")
+        self._map_runs(place, runs)
+        self._mapped[wanted] = True
+        place.window[:] = wanted
         if cold:
-            self._cold.append(_Place(reserved, chunk_offset, len(wanted)))
+            self._cold.append(place)
         return len(runs)
+
+    def prepare(
+        self, reserved: VirtualRange, chunk_offset: int, handles: Sequence[int] | Handles
+    ) -> int:
+        """Map sorted `handles`, whoever has them, for a later `adopt`; returns the mapping calls.
+
+        The place must be unmapped or retired; `prefault` touches it. Raises ValueError on a bad
+        argument.
+        """
+        wanted = np.asarray(handles, dtype=np.int64)
+        place = _Place(reserved, chunk_offset, len(wanted))
+        runs = self._runs(place, wanted)
+        self._map_runs(place, runs)
+        place.window[:] = PREPARED
+        self._prepared.append((place, wanted))
+        self._cold.append(place)
+        return len(runs)
+
+    def adopt(self, freed: Sequence[VirtualRange]) -> None:
+        """Retire wholly mapped ranges; give all prepared places the handles that they wait for.
+
+        This is what a drop waits for, so it does little. Raises ValueError if a handle would not be
+        free, or is wanted by two places; then nothing has changed.
+        """
+        mapped = self._mapped.copy()
+        for reserved in freed:
+            mapped[reserved.handles] = False
+        before = np.count_nonzero(mapped)
+        for _, handles in self._prepared:
+            mapped[handles] = True
+        grown = sum(place.count for place, _ in self._prepared)
+        if np.count_nonzero(mapped) != before + grown:
+            raise ValueError("a prepared place wants a handle that another place has")
+        self._mapped = mapped
+        for reserved in freed:
+            reserved.handles[:] = RETIRED
+            self._retired.append(_Place(reserved, 0, reserved.chunks))
+        for place, handles in self._prepared:
+            place.window[:] = handles
+        self._prepared.clear()
+
+    def cancel_prepared(self) -> None:
+        """Give up all prepared places; their mappings are left to `sweep`."""
+        for place, _ in self._prepared:
+            place.window[:] = RETIRED
+            self._retired.append(place)
+        self._prepared.clear()
 
     def retire(self, reserved: VirtualRange, chunk_offset: int, count: int) -> Handles:
         """Free `count` chunks, but leave them mapped for `sweep`; returns their handles."""
@@ -226,6 +272,8 @@ class Arena(ABC):
                 assert (id(reserved), offset) in queued, (
                     f"{reserved.name}: {offset} will not be swept"
                 )
+        prepared = sum(int(np.count_nonzero(one.handles == PREPARED)) for one in self._ranges)
+        assert prepared == sum(place.count for place, _ in self._prepared), "prepared for nobody"
 
     @abstractmethod
     def _reserve_address(self, size_bytes: int) -> int:
@@ -243,17 +291,38 @@ class Arena(ABC):
     def _prefault_address(self, address: int, size_bytes: int) -> None:
         """Do the work of the first touches of a mapped interval."""
 
+    def _runs(self, place: _Place, wanted: Handles) -> list[tuple[int, int, int]]:
+        """`coalesce(wanted)`. Raises ValueError unless they can be mapped at the empty place."""
+        name = place.reserved.name
+        if not 0 <= place.offset <= place.reserved.chunks - place.count:
+            raise ValueError(f"{name}: chunks at {place.offset} are outside the range")
+        if not place.count:
+            return []
+        present = place.window
+        if present.max() >= 0 or present.min() == PREPARED:
+            raise ValueError(f"{name}: chunks at {place.offset} are mapped")
+        if wanted[0] < 0 or wanted[-1] >= self.total_chunks or (np.diff(wanted) <= 0).any():
+            raise ValueError(f"{name}: a handle is outside the arena or out of order")
+        return coalesce(wanted)
+
+    def _map_runs(self, place: _Place, runs: Sequence[tuple[int, int, int]]) -> None:
+        """Map `coalesce`d handles at an empty place."""
+        if place.count and place.window.min() == RETIRED:
+            self._sweep_place(place)
+        for position, first, count in runs:
+            offset_bytes = (place.offset + position) * self.chunk_bytes
+            self._map_address(place.reserved.address + offset_bytes, first, count)
+
     def _sweep_place(self, place: _Place) -> None:
         """Unmap the chunks of a place that are still retired."""
-        window = place.reserved.handles[place.offset : place.offset + place.count]
-        retired = window == RETIRED
+        retired = place.window == RETIRED
         self._apply(self._unmap_address, place, retired)
-        window[retired] = UNMAPPED
+        place.window[retired] = UNMAPPED
 
     def _prefault_place(self, place: _Place) -> None:
-        """Prefault the chunks of a place that are still mapped."""
-        window = place.reserved.handles[place.offset : place.offset + place.count]
-        self._apply(self._prefault_address, place, window >= 0)
+        """Prefault the chunks of a place that are still mapped or prepared."""
+        window = place.window
+        self._apply(self._prefault_address, place, (window >= 0) | (window == PREPARED))
 
     def _apply(
         self, operation: Callable[[int, int], None], place: _Place, chosen: npt.NDArray[np.bool_]

@@ -78,6 +78,14 @@ class KvRange:
         self._mapped_chunks += len(handles)
         return calls
 
+    def prepare_tail(self, handles: Handles) -> int:
+        """Map `handles` behind the tail, whoever has them, for `extend` (see `Arena.prepare`)."""
+        return self._arena.prepare(self._range, self._mapped_chunks, handles)
+
+    def extend(self, chunks: int) -> None:
+        """Grow by chunks that the arena has adopted behind the tail."""
+        self._mapped_chunks += chunks
+
     def retire_tail(self, chunks: int) -> None:
         """Shrink to `chunks` chunks, if there are more. The lost blocks must not be in use."""
         lost = self._mapped_chunks - chunks

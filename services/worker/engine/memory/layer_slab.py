@@ -96,9 +96,9 @@ class LayerSlab:
         self.name = name
         self.layout = layout
         self._arena = arena
-        self._range = arena.reserve(name, layout.size_bytes)
-        self._bytes = arena.tensor(self._range, torch.uint8)[: layout.size_bytes]
-        flat = arena.tensor(self._range, layout.dtype)
+        self.reserved = arena.reserve(name, layout.size_bytes)
+        self._bytes = arena.tensor(self.reserved, torch.uint8)[: layout.size_bytes]
+        flat = arena.tensor(self.reserved, layout.dtype)
         self._views = {
             parameter: self._view(flat, place) for parameter, place in layout.places.items()
         }
@@ -119,7 +119,7 @@ class LayerSlab:
     @property
     def chunks(self) -> int:
         """Chunks that the slab occupies while it is mapped."""
-        return self._range.chunks
+        return self.reserved.chunks
 
     @property
     def digest(self) -> bytes:
@@ -144,7 +144,7 @@ class LayerSlab:
         chosen = self._arena.free_handles(self.chunks) if handles is None else handles
         if len(chosen) != self.chunks:
             raise ValueError(f"{self.name} needs {self.chunks} chunks, got {len(chosen)}")
-        self._arena.map(self._range, 0, chosen, cold=cold)
+        self._arena.map(self.reserved, 0, chosen, cold=cold)
         self._state = SlabState.FILLING
         self._restart_hash()
 
@@ -212,7 +212,11 @@ class LayerSlab:
         """Free the memory in any state, see `Arena.retire`; no effect if there is none."""
         if self._state is not SlabState.ABSENT:
             self._state = SlabState.ABSENT
-            self._arena.retire(self._range, 0, self.chunks)
+            self._arena.retire(self.reserved, 0, self.chunks)
+
+    def note_retired(self) -> None:
+        """The arena has retired `reserved`."""
+        self._state = SlabState.ABSENT
 
     def check_resident(self) -> None:
         """Raise LayerNotResident unless the parameters may be read."""

@@ -68,6 +68,7 @@ class MemfdArena(Arena):
         self._ranges.clear()
         self._retired.clear()
         self._cold.clear()
+        self._prepared.clear()
         self._mapped[:] = False
         os.close(self._file)
 

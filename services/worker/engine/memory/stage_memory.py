@@ -1,10 +1,12 @@
 """The memory of one stage: parameters and KV cache of the layers that a worker runs.
 
-A worker begins with all layers. To make room it drops layers that a peer runs, and maps their
-chunks at the KV tails of the layers that stay (KunServe §4.1). Nothing is copied, and the pause is
-the time of the mapping. `finish_drop` does the rest in the background, slice by slice.
+A worker begins with all layers. To make room it drops layers that a peer runs, and their chunks
+become the KV tails of the layers that stay (KunServe §4.1). Nothing is copied. `prepare_drop` maps
+the tails while the leaving layers still run, so that the pause only changes who owns the chunks.
+`finish_drop` does the rest in the background, slice by slice.
 
-Dropping:   set_stage → (serve, finish_drop in slices) → release_departed as KV moves away → 0
+Dropping:   prepare_drop → set_stage → (serve, finish_drop in slices) → release_departed as KV moves
+            away → 0. Without `prepare_drop`, or after other steps, `set_stage` maps the tails.
 Restoring:  relocate → shrink_kv → map_layer_parameters → slab_bytes or load_layer → finish_layer →
             map_kv_of → set_stage. All steps but the last leave the serving stage unchanged, and
             `abandon_restore` takes them back.
@@ -16,13 +18,14 @@ import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from services.common.clock import monotonic_s
 from services.core.groups.slab_names import layer_name, stage_slabs
 from services.worker.engine.memory.arena import Arena
 from services.worker.engine.memory.budget import MemoryPlan
-from services.worker.engine.memory.kv_growth import raise_tails
+from services.worker.engine.memory.kv_growth import prepare_tails, raise_tails
 from services.worker.engine.memory.kv_range import KvBlockShape, KvRange
 from services.worker.engine.memory.layer_slab import (
     LayerSlab,
@@ -38,13 +41,25 @@ SLICE_BYTES = 8 << 20
 
 @dataclass(frozen=True, slots=True)
 class DropReport:
-    """The result of a drop. `map_calls`: coalesced mappings; `paused_us`: duration of the call."""
+    """The result of a drop. `map_calls`: coalesced mappings; `paused_us`: duration of the call.
+
+    `map_calls` is 0 where all was prepared.
+    """
 
     dropped_bytes: int
     mapped_bytes: int
     map_calls: int
     num_blocks: int
     paused_us: float
+
+
+@dataclass(frozen=True, slots=True)
+class _PreparedDrop:
+    """A stage to come, what leaves for it, and by how many chunks its KV ranges will grow."""
+
+    layers: range
+    leaving: list[LayerSlab]
+    growth: list[tuple[KvRange, int]]
 
 
 class StageMemory:
@@ -76,6 +91,7 @@ class StageMemory:
         self._arriving: set[int] = set()
         # The bound of the stage's KV while a restore needs the other chunks; None otherwise.
         self._kv_chunks_max: int | None = None
+        self._prepared: _PreparedDrop | None = None
 
     # --- what there is
 
@@ -160,6 +176,29 @@ class StageMemory:
 
     # --- drop
 
+    def prepare_drop(self, first_layer: int, end_layer: int) -> None:
+        """Map what KV will gain when only these layers run; the stage serves on as it is.
+
+        `finish_drop` touches the new mappings. `set_stage` of these layers uses them, unless other
+        memory has moved since; `cancel_drop`, or any step that moves memory, takes them back. No
+        effect unless layers leave and none comes. Raises InvalidStage.
+        """
+        self.cancel_drop()
+        kept = self.slabs_of(first_layer, end_layer)
+        layers = range(first_layer, end_layer)
+        leaving = [slab for name, slab in self.slabs.items() if slab.resident and name not in kept]
+        comes = not set(layers) <= set(self._layers) or self.missing_slabs(first_layer, end_layer)
+        if comes or not leaving or self._kv_chunks_max is not None:
+            return
+        coming = np.concatenate([slab.reserved.handles for slab in leaving])
+        ranges = [self.kv_ranges[layer] for layer in layers]
+        self._prepared = _PreparedDrop(layers, leaving, prepare_tails(self.arena, ranges, coming))
+
+    def cancel_drop(self) -> None:
+        """Take back what `prepare_drop` has mapped, if anything."""
+        self.arena.cancel_prepared()
+        self._prepared = None
+
     def set_stage(self, first_layer: int, end_layer: int) -> DropReport:
         """Run only these layers from now on: drop other parameters, and map free chunks to KV.
 
@@ -167,12 +206,18 @@ class StageMemory:
         `release_departed`. Raises InvalidStage, LayerNotResident; then nothing has changed.
         """
         started_s = monotonic_s()
-        kept = self._check_ready(first_layer, end_layer)
-        dropped = [slab for name, slab in self.slabs.items() if slab.resident and name not in kept]
-        self._switch(first_layer, end_layer)
-        for slab in dropped:
-            slab.drop()
-        mapped_chunks, map_calls = self._grow()
+        prepared = self._prepared
+        if prepared is not None and prepared.layers == range(first_layer, end_layer):
+            dropped, map_calls = prepared.leaving, 0
+            mapped_chunks = self._adopt(prepared)
+        else:
+            kept = self._check_ready(first_layer, end_layer)
+            self.cancel_drop()
+            dropped = [one for name, one in self.slabs.items() if one.resident and name not in kept]
+            self._switch(first_layer, end_layer)
+            for slab in dropped:
+                slab.drop()
+            mapped_chunks, map_calls = self._grow()
         chunk_bytes = self.arena.chunk_bytes
         return DropReport(
             dropped_bytes=sum(slab.chunks for slab in dropped) * chunk_bytes,
@@ -199,6 +244,7 @@ class StageMemory:
 
         `blocks_needed` is 0 when every request has moved.
         """
+        self.cancel_drop()
         for layer in self.departed_layers:
             kv_range = self.kv_ranges[layer]
             kv_range.retire_tail(kv_range.chunks_for(blocks_needed))
@@ -235,6 +281,7 @@ class StageMemory:
                 f"KV cannot shrink to {num_blocks} blocks while ids below {used_blocks} are owned; "
                 "relocate them first"
             )
+        self.cancel_drop()
         self._kv_chunks_max = self.kv_ranges[0].chunks_for(num_blocks)
         for layer in self._layers:
             self.kv_ranges[layer].retire_tail(self._kv_chunks_max)
@@ -244,6 +291,7 @@ class StageMemory:
 
         Raises InvalidStage if the slab has memory, ArenaExhausted if KV did not shrink enough.
         """
+        self.cancel_drop()
         self.slabs[name].map(cold=True)
 
     def slab_bytes(self, name: str) -> torch.Tensor:
@@ -300,6 +348,7 @@ class StageMemory:
 
         Raises ArenaExhausted, and InvalidStage while their old KV is not released.
         """
+        self.cancel_drop()
         coming = set(layers).difference(self._layers, self._arriving)
         if coming.intersection(self.departed_layers):
             raise InvalidStage("layers come back whose old KV is still here; release it first")
@@ -311,6 +360,7 @@ class StageMemory:
 
     def abandon_restore(self) -> int:
         """Take back all steps of a restore before `set_stage`; returns the new `num_blocks`."""
+        self.cancel_drop()
         present = self.slabs_of(self._layers.start, self._layers.stop)
         for name, slab in self.slabs.items():
             if name not in present:
@@ -372,6 +422,17 @@ class StageMemory:
         # KV that was mapped for another stage counts as departed, and is released as such.
         self._arriving.clear()
         self._kv_chunks_max = None
+
+    def _adopt(self, prepared: _PreparedDrop) -> int:
+        """Run the prepared layers; returns the chunks that KV has gained."""
+        self._prepared = None
+        self.arena.adopt([slab.reserved for slab in prepared.leaving])
+        for slab in prepared.leaving:
+            slab.note_retired()
+        for kv_range, chunks in prepared.growth:
+            kv_range.extend(chunks)
+        self._switch(prepared.layers.start, prepared.layers.stop)
+        return sum(chunks for _, chunks in prepared.growth)
 
     def _grow(self, *, cold: bool = True) -> tuple[int, int]:
         """Map free chunks at the KV tails of the stage; returns (chunks, map calls)."""

@@ -356,6 +356,7 @@ class Member:
     def _note_aborted(self, command: words.NoteAborted) -> None:
         self._asked.pop(command.attempt, None)
         self._restoring.stop()
+        self.stage.runner.stage_memory.cancel_drop()
         log.info("the preparation %s was aborted", command.attempt)
 
     def _note_moved(self, command: words.NoteMoved) -> None:

@@ -158,9 +158,13 @@ class Restoring:
     # --- quick work, with the stage's lock held
 
     def measure(self, command: MeasureRestore) -> RestoreMeasured:
-        """What is missing for these layers, and the blocks beside it."""
+        """What is missing for these layers, and the blocks beside it.
+
+        If layers only leave, what KV will gain is mapped now, so that the change need not wait.
+        """
         memory = self.stage.runner.stage_memory
         first, end = command.first_layer, command.end_layer
+        memory.prepare_drop(first, end)
         return RestoreMeasured(
             memory.blocks_beside(first, end),
             tuple(memory.missing_slabs(first, end)),

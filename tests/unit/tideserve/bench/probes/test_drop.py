@@ -23,7 +23,10 @@ def test_a_drop_of_half_the_layers_takes_few_calls() -> None:
         before, after = turn["drop"]["blocks"]
         assert after > before
         assert turn["mappings"] <= 4 * drop.LAYERS
-    assert [turn["prefault"] for turn in measured["rounds"]] == [False, True]
+    at_once, prepared = measured["rounds"]
+    assert (at_once["prepared"], prepared["prepared"]) == (False, True)
+    assert at_once["drop"]["map_calls"] > 0 == prepared["drop"]["map_calls"]
+    assert at_once["drop"]["blocks"] == prepared["drop"]["blocks"]
 
 
 def test_a_layout_that_the_machine_cannot_hold_is_refused() -> None:

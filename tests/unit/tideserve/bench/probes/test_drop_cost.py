@@ -24,16 +24,17 @@ print(json.dumps({"said": sys.argv[1]}))
 """
 
 
-def drop_round(prefault: bool, elapsed_us: float) -> dict[str, object]:
+def drop_round(prepared: bool, elapsed_us: float) -> dict[str, object]:
     return {
-        "prefault": prefault,
+        "prepared": prepared,
         "drop": {
             "elapsed_us": elapsed_us,
             "cpu_us": 500.0,
             "dropped_bytes": 64 << 20,
             "blocks": [100, 330],
         },
-        "first_touch_ms_per_gib": {"elapsed": 200.0 if prefault else 900.0},
+        "first_touch_ms_per_gib": {"elapsed": 200.0 if prepared else 900.0},
+        "warm_touch_ms_per_gib": {"elapsed": 100.0},
         "restore": {"set_stage": {"elapsed_ms": 0.25}},
     }
 
@@ -73,11 +74,12 @@ def test_figures_become_rows() -> None:
             }
         )
     )
-    assert shown["pause of the drop"] == "1.00 ms (0.50 ms of processor time)"
-    assert shown["48 layers: pause of the drop"] == "3.00 ms (0.50 ms of processor time)"
+    assert shown["pause of a drop, at once"] == "0.90 ms (0.50 ms of processor time)"
+    assert shown["pause of a drop, prepared"] == "1.10 ms (0.50 ms of processor time)"
+    assert shown["48 layers: pause of a drop, at once"] == "3.00 ms (0.50 ms of processor time)"
     assert shown["KV blocks before and after"] == "100 → 330"
-    assert shown["first writing of 1 GiB of new KV, at once"] == "900 ms"
-    assert shown["first writing of 1 GiB of new KV, after the background work"] == "200 ms"
+    assert shown["writing of 1 GiB of new KV, at once"] == "900 ms, 100 ms the second time"
+    assert shown["writing of 1 GiB of new KV, prepared"] == "200 ms, 100 ms the second time"
     assert shown["activation and back, alone"] == "p50 0.20 ms, p99 0.40 ms"
     assert shown["activation and back, beside bulk that does not"].endswith("90 MiB/s beside it")
 

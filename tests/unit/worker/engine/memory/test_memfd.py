@@ -2,6 +2,7 @@ import hashlib
 import random
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 import torch
 
@@ -114,6 +115,53 @@ def test_prefaulting_keeps_contents_and_forgives_what_is_gone(arena: MemfdArena)
     assert (arena.tensor(second, torch.float32)[: 2 * ELEMENTS] == 3.0).all()
 
 
+def test_a_prepared_place_gets_its_chunks_once_they_are_free(arena: MemfdArena) -> None:
+    first, second = (arena.reserve(name, 4 * CHUNK_BYTES) for name in ("first", "second"))
+    arena.map(first, 0, [0, 1, 2, 3])
+    arena.tensor(first, torch.float32).fill_(3.0)
+    assert arena.prepare(second, 0, [1, 2]) == 1
+    assert arena.prepare(second, 2, [3]) == 1
+    arena.check_invariants()
+    assert (arena.free_chunks, second.mapped_chunks) == (28, 0)
+    with pytest.raises(ValueError, match="another place has"):
+        arena.adopt([])
+    assert arena.prefault()
+    assert (arena.tensor(first, torch.float32) == 3.0).all()
+    arena.adopt([first])
+    arena.check_invariants()
+    assert (arena.free_chunks, second.mapped_chunks) == (29, 3)
+    assert arena.sweep()
+    assert (arena.tensor(second, torch.float32)[: 3 * ELEMENTS] == 3.0).all()
+
+
+def test_a_prepared_place_that_is_given_up_is_swept(arena: MemfdArena) -> None:
+    first, second = (arena.reserve(name, 4 * CHUNK_BYTES) for name in ("first", "second"))
+    arena.map(first, 0, [0, 1, 2, 3])
+    arena.tensor(first, torch.float32).fill_(3.0)
+    arena.prepare(second, 0, [0, 1])
+    arena.cancel_prepared()
+    arena.check_invariants()
+    assert arena.retired_chunks == 2
+    arena.prepare(second, 0, [2])
+    assert arena.sweep()
+    arena.map(second, 1, [9])
+    arena.cancel_prepared()
+    arena.adopt([])
+    assert (second.mapped_chunks, arena.free_chunks) == (1, 27)
+    assert (arena.tensor(first, torch.float32) == 3.0).all()
+
+
+def test_two_prepared_places_cannot_have_one_chunk(arena: MemfdArena) -> None:
+    reserved = arena.reserve("range", 4 * CHUNK_BYTES)
+    arena.prepare(reserved, 0, [5])
+    arena.prepare(reserved, 1, [5])
+    with pytest.raises(ValueError, match="another place has"):
+        arena.adopt([])
+    assert reserved.mapped_chunks == 0
+    with pytest.raises(ValueError, match="are mapped"):
+        arena.map(reserved, 1, [6])
+
+
 def test_free_handles_are_neighbours_where_possible(arena: MemfdArena) -> None:
     reserved = arena.reserve("range", 8 * CHUNK_BYTES)
     arena.map(reserved, 0, [2, 6])
@@ -121,6 +169,7 @@ def test_free_handles_are_neighbours_where_possible(arena: MemfdArena) -> None:
     assert arena.free_handles(3).tolist() == [3, 4, 5]
     assert arena.free_handles(5).tolist() == [7, 8, 9, 10, 11]
     assert arena.free_handles(28).tolist()[:4] == [0, 1, 3, 4]
+    assert arena.free_handles(5, np.array([2])).tolist() == [0, 1, 2, 3, 4]
 
 
 def test_wrong_places_are_refused(arena: MemfdArena) -> None:

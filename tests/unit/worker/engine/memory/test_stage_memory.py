@@ -144,6 +144,44 @@ def test_a_drop_maps_what_it_frees_evenly(memory: StageMemory) -> None:
     assert (memory.kv_ranges[5].blocks() == 6.0).all()
 
 
+def test_a_prepared_drop_maps_nothing_more_and_ends_alike(memory: StageMemory) -> None:
+    other = make_memory()
+    before = layout_of(memory)
+    memory.prepare_drop(0, 3)
+    assert layout_of(memory) == before
+    memory.finish_drop(None)
+    prepared, plain = memory.set_stage(0, 3), other.set_stage(0, 3)
+    assert (prepared.map_calls, prepared.mapped_bytes) == (0, plain.mapped_bytes)
+    assert plain.map_calls > 0
+    assert layout_of(memory) == layout_of(other)
+    assert memory.finish_drop(None)
+    memory.kv_ranges[0].blocks()[:] = 1.0
+    assert memory.slabs[layer_name(0)].resident
+    other.arena.close()
+
+
+@pytest.mark.parametrize("stage", [(0, 6), (0, 3)], ids=["nothing leaves", "another stage"])
+def test_a_drop_that_was_prepared_for_something_else_is_like_any(
+    memory: StageMemory, stage: tuple[int, int]
+) -> None:
+    other = make_memory()
+    memory.prepare_drop(3, 6)
+    assert memory.set_stage(*stage).num_blocks == other.set_stage(*stage).num_blocks
+    memory.finish_drop(None)
+    other.finish_drop(None)
+    assert layout_of(memory) == layout_of(other)
+    other.arena.close()
+
+
+def test_a_prepared_drop_that_is_cancelled_leaves_nothing(memory: StageMemory) -> None:
+    before, maps = layout_of(memory), mappings()
+    memory.prepare_drop(2, 4)
+    assert mappings() > maps
+    memory.cancel_drop()
+    memory.finish_drop(None)
+    assert (layout_of(memory), mappings()) == (before, maps)
+
+
 def test_departed_kv_is_released_from_above(memory: StageMemory) -> None:
     before = memory.num_blocks
     memory.kv_ranges[5].blocks()[:] = 6.0
@@ -301,6 +339,7 @@ class Life:
         }
         self.used: dict[int, float] = {}  # block id → stamp
         self.target: tuple[int, int] | None = None  # of a restore under way
+        self.prepared: tuple[int, int] | None = None  # the stage of a drop to come
 
     def stamp(self, layer: int, block: int) -> torch.Tensor:
         return self.memory.kv_ranges[layer].blocks()[block]
@@ -309,7 +348,7 @@ class Life:
         memory, rng = self.memory, self.rng
         steps = [self.allocate, self.free, self.background]
         if self.target is None:
-            steps += [self.drop, self.release, self.relocate]
+            steps += [self.drop, self.prepare, self.cancel, self.release, self.relocate]
             if not memory.departed_layers and len(memory.layers) < LAYERS:
                 steps += [self.begin_restore] * 2
         else:
@@ -334,7 +373,20 @@ class Life:
     def drop(self) -> None:
         layers = self.memory.layers
         first = self.rng.randrange(layers.start, layers.stop)
-        self.memory.set_stage(first, self.rng.randint(first + 1, layers.stop))
+        prepared, self.prepared = self.prepared, None
+        if prepared is None or self.rng.random() < 0.2:
+            prepared = (first, self.rng.randint(first + 1, layers.stop))
+        self.memory.set_stage(*prepared)
+
+    def prepare(self) -> None:
+        layers = self.memory.layers
+        first = self.rng.randrange(layers.start, layers.stop)
+        self.prepared = (first, self.rng.randint(first + 1, layers.stop))
+        self.memory.prepare_drop(*self.prepared)
+
+    def cancel(self) -> None:
+        self.prepared = None
+        self.memory.cancel_drop()
 
     def release(self) -> None:
         self.memory.release_departed(
@@ -355,7 +407,7 @@ class Life:
         limit = self.memory.blocks_beside(*target)
         self.used = {block: stamp for block, stamp in self.used.items() if block < limit}
         self.memory.shrink_kv(limit, used_blocks=max(self.used, default=-1) + 1)
-        self.target = target
+        self.target, self.prepared = target, None
 
     def restore_slab(self) -> None:
         assert self.target is not None
