@@ -25,7 +25,7 @@ IN_PROCESS = ("tests/component", "tests/unit")
 CLUSTERS = ("tests/integration", "tests/robustness")
 BYTECODE = ROOT / ".venv" / "bytecode"
 """Kept for all processes of all runs: an engine that compiles what it imports takes 6 s longer."""
-KERNELS = ("decode_attention", "decoder_layer", "panel_layer")
+KERNELS = ("decoder_layer", "layer_range")
 """Modules of kernels that take longest to compile, half of the time each."""
 NOTHING_COLLECTED = 5
 SUMMARY_WIDTH = 80

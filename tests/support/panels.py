@@ -1,9 +1,20 @@
 """Weights in panels, where the processor has products with them."""
 
 import pytest
+import torch
 
 from services.worker.engine.model.cpu_kernels.panel_gemm import panel_calls
 
-needs_panel_product = pytest.mark.skipif(
-    panel_calls() is None, reason="this processor has no bfloat16 products (avx512_bf16, AMX)"
-)
+
+def _needed(dtype: torch.dtype) -> pytest.MarkDecorator:
+    return pytest.mark.skipif(
+        panel_calls(dtype) is None, reason=f"this processor has no products in {dtype} for panels"
+    )
+
+
+needs_panel_product = _needed(torch.bfloat16)
+needs_float32_product = _needed(torch.float32)
+PANEL_DTYPES = [
+    pytest.param(torch.float32, marks=needs_float32_product),
+    pytest.param(torch.bfloat16, marks=needs_panel_product),
+]

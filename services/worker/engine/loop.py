@@ -15,6 +15,7 @@ from services.core.planner.events import RequestAborted, RequestArrived, WaitLoo
 from services.core.report import EngineReport
 from services.core.request import Request
 from services.worker.engine.grammar_check import GrammarCheck
+from services.worker.engine.model.decoder import WatchedInterrupt
 from services.worker.engine.pipeline.member import Member
 from services.worker.engine.profile.idle import IdleProfiler
 from services.worker.ipc import (
@@ -113,7 +114,7 @@ class EngineLoop:
             self._may_interrupt = not found
             return found
 
-        return interrupted
+        return WatchedInterrupt(interrupted, self._socket.fileno())
 
     def _aborts_one_of(self, request_ids: frozenset[str]) -> bool:
         """Whether the inbox holds an abort of one of them."""

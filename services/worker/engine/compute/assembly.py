@@ -16,7 +16,7 @@ from services.worker.engine.memory.memfd import MemfdArena
 from services.worker.engine.memory.stage_memory import StageMemory
 from services.worker.engine.model import cpu_kernels
 from services.worker.engine.model.attention.cpu import SdpaPagedAttention, mask_bytes
-from services.worker.engine.model.attention.paged import GROUP_TOKENS
+from services.worker.engine.model.attention.paged import GROUP_TOKENS, PagedAttention
 from services.worker.engine.model.catalog import (
     ModelGeometry,
     build_skeleton,
@@ -147,7 +147,10 @@ def _build_decoder(
     device = torch.device(config.device)
     compute = compute_dtype(device, config.dtype)
     compiled = cpu_kernels.fit(device, config.dtype, compute)
-    attention = SdpaPagedAttention(
+    attention: PagedAttention | None = None
+    if compiled:
+        attention = _compiled_attention(config, geometry)
+    attention = attention or SdpaPagedAttention(
         num_kv_heads=geometry.num_kv_heads,
         head_dim=geometry.head_dim,
         block_size=config.block_size,
@@ -167,3 +170,13 @@ def _build_decoder(
         scratch=UpcastScratch(SCRATCH_BYTES, compute, device) if compute != config.dtype else None,
         compiled=compiled,
     )
+
+
+def _compiled_attention(config: RunnerConfig, geometry: ModelGeometry) -> PagedAttention | None:
+    """Attention without gathering, None if the processor or the cache is not made for it."""
+    from services.worker.engine.model.attention.compiled import CompiledPagedAttention
+    from services.worker.engine.model.cpu_kernels.paged_attention import fits
+
+    if not fits(config.block_size, geometry.head_dim, config.dtype):
+        return None
+    return CompiledPagedAttention(geometry.head_dim, config.dtype)

@@ -57,7 +57,6 @@ class ModelRunner:
         self._compute_dtype = compute_dtype(self._device, config.dtype)
         self._metadata = MetadataBuilder(
             block_size=config.block_size,
-            sliding_windows=frozenset(geometry.sliding_windows),
             device=self._device,
             compute_dtype=self._compute_dtype,
         )

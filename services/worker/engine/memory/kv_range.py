@@ -57,6 +57,11 @@ class KvRange:
         return self._mapped_chunks
 
     @property
+    def address(self) -> int:
+        """Where block 0 begins, mapped or not; it never moves."""
+        return self._blocks.data_ptr()
+
+    @property
     def num_blocks(self) -> int:
         """Blocks that may be used: ids 0 .. num_blocks - 1."""
         return self._mapped_chunks * self._arena.chunk_bytes // self._block_bytes

@@ -68,7 +68,8 @@ class SlabLayout:
     @property
     def tag(self) -> bytes:
         """Names the order of the values; empty if every parameter is in its own."""
-        return panels.TAG if any(one.in_panels for one in self.places.values()) else b""
+        in_panels = any(one.in_panels for one in self.places.values())
+        return panels.tag(self.dtype) if in_panels else b""
 
 
 class WeightSource(Protocol):
@@ -236,5 +237,7 @@ class LayerSlab:
 
     def _view(self, flat: torch.Tensor, place: TensorPlace) -> torch.Tensor:
         start = place.offset_bytes // self.layout.dtype.itemsize
-        shape = panels.panel_shape(place.shape) if place.in_panels else place.shape
+        shape = place.shape
+        if place.in_panels:
+            shape = panels.panel_shape(shape, self.layout.dtype)
         return flat[start : start + place.elements].view(shape)

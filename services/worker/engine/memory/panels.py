@@ -1,29 +1,39 @@
 """The order of a weight's values in a slab that is made for matrix instructions.
 
-A weight [out, in] in bfloat16 lies in panels of 64 outputs. Within a panel, pairs of inputs follow
-one another, each for all of its outputs: `[out / 64][in / 2][64][2]`. This permutation is the same
-on every processor, so that slabs can be compared and sent; workers with other orders have other
-digests and never merge.
+A weight [out, in] lies in panels of 64 outputs. Within a panel, words of four bytes follow one
+another, each for all of its outputs: a word holds two inputs in bfloat16, one in float32. That is
+`[out / 64][in / 2][64][2]` or `[out / 64][in][64][1]`. This permutation is the same on every
+processor, so that slabs can be compared and sent; workers with other orders have other digests and
+never merge.
 """
 
 import torch
 
 PANEL = 64
 """Outputs of a panel."""
-PAIR = 2
-"""Inputs of one output that lie beside each other."""
-TAG = b"panels-64x2"
-"""Goes into the digest of a slab with panels."""
+WORD_BYTES = 4
+"""Inputs of one output that lie beside each other fill a word."""
 
 
-def fits(shape: tuple[int, ...]) -> bool:
-    """Whether a parameter of this shape can lie in panels."""
-    return len(shape) == 2 and shape[0] % PANEL == 0 and shape[1] % PAIR == 0
+def together(dtype: torch.dtype) -> int:
+    """How many inputs of one output lie beside each other."""
+    return WORD_BYTES // dtype.itemsize
 
 
-def panel_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
+def tag(dtype: torch.dtype) -> bytes:
+    """Goes into the digest of a slab with panels."""
+    return f"panels-{PANEL}x{together(dtype)}".encode()
+
+
+def fits(shape: tuple[int, ...], dtype: torch.dtype) -> bool:
+    """Whether a parameter of this shape can lie in panels; the dtype has two or four bytes."""
+    return len(shape) == 2 and shape[0] % PANEL == 0 and shape[1] % together(dtype) == 0
+
+
+def panel_shape(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[int, ...]:
     """The shape of the panels of a weight of shape [out, in]."""
-    return shape[0] // PANEL, shape[1] // PAIR, PANEL, PAIR
+    beside = together(dtype)
+    return shape[0] // PANEL, shape[1] // beside, PANEL, beside
 
 
 def outputs_of(weight: torch.Tensor) -> int:
@@ -32,10 +42,9 @@ def outputs_of(weight: torch.Tensor) -> int:
 
 
 def panels_of(weight: torch.Tensor) -> torch.Tensor:
-    """[out, in], contiguous, as a view in the order of panels: [out / 64, in / 2, 64, 2]."""
-    out_features, in_features = weight.shape
-    split = weight.view(out_features // PANEL, PANEL, in_features // PAIR, PAIR)
-    return split.permute(0, 2, 1, 3)
+    """[out, in], contiguous, as a view in the order of panels, see `panel_shape`."""
+    panels, words, _, beside = panel_shape(tuple(weight.shape), weight.dtype)
+    return weight.view(panels, PANEL, words, beside).permute(0, 2, 1, 3)
 
 
 def rows_of(panels: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:

@@ -6,7 +6,7 @@ The model code is built without weights: its parameters are views of slabs, and 
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -18,8 +18,11 @@ from services.worker.engine.memory.kv_range import KvRange
 from services.worker.engine.memory.layer_slab import LayerSlab, SlabLayout
 from services.worker.engine.memory.panels import fits, rows_of
 from services.worker.engine.model.attention.paged import AttentionMetadata, PagedAttention
-from services.worker.engine.model.fused_layer import fused_layer
+from services.worker.engine.model.fused_layer import fused_layer, joined_layers
 from services.worker.engine.model.linear import Float32RmsNorm, SlabLinear, UpcastScratch
+
+if TYPE_CHECKING:
+    from services.worker.engine.model.cpu_kernels.layer_range import LayerRange
 
 ATTENTION_NAME = "tideserve_paged"
 
@@ -44,7 +47,7 @@ def slab_layouts(skeleton: Any, dtype: torch.dtype, *, panels: bool) -> dict[str
             for name, parameter in skeleton.get_submodule(module).named_parameters()
         }
         weights = multiplied & shapes.keys()
-        in_panels = panels and all(fits(shapes[name]) for name in weights)
+        in_panels = panels and all(fits(shapes[name], dtype) for name in weights)
         return SlabLayout.of(shapes.items(), dtype, weights if in_panels else ())
 
     layouts = {EMBEDDING: layout(EMBEDDING)}
@@ -56,6 +59,20 @@ def slab_layouts(skeleton: Any, dtype: torch.dtype, *, panels: bool) -> dict[str
 
 class Interrupted(Exception):
     """An iteration was given up between two layers."""
+
+
+@dataclass(frozen=True, slots=True)
+class WatchedInterrupt:
+    """Tells whether an iteration shall be given up; `descriptor` is readable when that may change.
+
+    So whoever runs layers asks only then. Of another callable it is asked before each layer.
+    """
+
+    answer: Callable[[], bool]
+    descriptor: int
+
+    def __call__(self) -> bool:
+        return self.answer()
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +136,9 @@ class Decoder:
         self._layers = [
             self._place_layer(layer, index) for index, layer in enumerate(skeleton.model.layers)
         ]
+        self._joined = (
+            joined_layers(self._layers, kv_ranges, sliding_windows, config) if compiled else None
+        )
         self._norm = self._place(skeleton.model.norm, NORM, HEAD)
         self._embedding = slabs[EMBEDDING].views()[f"{EMBEDDING}.weight"]
         head = slabs[EMBEDDING if config.tie_word_embeddings else HEAD]
@@ -140,16 +160,18 @@ class Decoder:
         hidden: torch.Tensor,
         positions: torch.Tensor,
         metadata: AttentionMetadata,
-        layers: Sequence[int],
+        layers: range,
         interrupted: Callable[[], bool] | None = None,
     ) -> torch.Tensor:
         """Run `layers` in order over `hidden` [tokens, hidden] in the compute dtype.
 
-        `interrupted` is called before each layer; raises Interrupted once it returns True. Raises
-        LayerNotResident.
+        `interrupted` is called before a layer (see `WatchedInterrupt`); raises Interrupted once it
+        returns True. Raises LayerNotResident.
         """
         batched, position_ids = hidden[None], positions[None]
         rotation = self._rotary(batched, position_ids)
+        if self._joined is not None:
+            return self._run_joined(self._joined, hidden, rotation, metadata, layers, interrupted)
         for index in layers:
             if interrupted is not None and interrupted():
                 raise Interrupted
@@ -163,6 +185,36 @@ class Decoder:
                 paged=_LayerContext(self._attention, self._kv_ranges[index].blocks(), metadata),
             )
         return batched[0]
+
+    def _run_joined(
+        self,
+        joined: "LayerRange",
+        hidden: torch.Tensor,
+        rotation: tuple[torch.Tensor, torch.Tensor],
+        metadata: AttentionMetadata,
+        layers: range,
+        interrupted: Callable[[], bool] | None,
+    ) -> torch.Tensor:
+        """As `run_layers`, as few calls."""
+        for index in layers:
+            self._slabs[layer_name(index)].check_resident()
+        cache = self._kv_ranges[layers.start]
+        hidden = hidden.clone(memory_format=torch.contiguous_format)  # it may be a message's
+        run = joined.over(
+            hidden,
+            (rotation[0][0].contiguous(), rotation[1][0].contiguous()),
+            (cache.num_blocks, cache.shape.block_size),
+            metadata.spans,
+            metadata.tables,
+        )
+        watched = interrupted.descriptor if isinstance(interrupted, WatchedInterrupt) else -1
+        always_asked = interrupted is not None and watched < 0
+        reached = layers.start
+        while reached < layers.stop:
+            if interrupted is not None and interrupted():
+                raise Interrupted
+            reached = run(reached, reached + 1 if always_asked else layers.stop, watched)
+        return hidden
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Final norm and head over the positions that sample: [rows, hidden] → [rows, vocab]."""

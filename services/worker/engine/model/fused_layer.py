@@ -1,15 +1,18 @@
 """A decoder layer as two kernels around attention."""
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from transformers import PretrainedConfig
 
+from services.worker.engine.memory.kv_range import KvRange
 from services.worker.engine.memory.panels import outputs_of
 
 if TYPE_CHECKING:
     from services.worker.engine.model.cpu_kernels.layer_kernel import LayerKernel, LayerWeights
+    from services.worker.engine.model.cpu_kernels.layer_range import LayerRange
 
 _WEIGHTS = {
     "input_norm": "input_layernorm.weight",
@@ -39,22 +42,22 @@ class FusedLayer(nn.Module):
     ) -> None:
         super().__init__()
         self._layer = layer
-        self._kernel = kernel
+        self.kernel = kernel
         self._sliding_window = sliding_window
 
     def forward(self, hidden_states: torch.Tensor, **context: Any) -> torch.Tensor:
         """[1, tokens, hidden] → the same shape; `context` comes from `Decoder.run_layers`."""
         hidden = hidden_states[0]
-        rows_max = self._kernel.rows_max
+        rows_max = self.kernel.rows_max
         if rows_max is not None and len(hidden) > rows_max:
             output: torch.Tensor = self._layer(hidden_states, **context)
             return output
         cosine, sine = context["position_embeddings"]
-        query, key, value = self._kernel.before(hidden, cosine[0], sine[0])
+        query, key, value = self.kernel.before(hidden, cosine[0], sine[0])
         attended = context["paged"].attend(
             query, key, value, sliding_window=self._sliding_window, scaling=query.shape[-1] ** -0.5
         )
-        return self._kernel.after(hidden, attended)[None]
+        return self.kernel.after(hidden, attended)[None]
 
 
 def fused_layer(
@@ -81,6 +84,38 @@ def fused_layer(
     head_dim = outputs_of(weights.query) // config.num_attention_heads
     kernel = kind(weights, head_dim, config.rms_norm_eps)
     return FusedLayer(layer, kernel, sliding_window=sliding_window)
+
+
+def joined_layers(
+    layers: Sequence[nn.Module],
+    kv_ranges: Sequence[KvRange],
+    sliding_windows: Sequence[int | None],
+    config: PretrainedConfig,
+) -> "LayerRange | None":
+    """The layers as one kernel, None unless it can compute them all."""
+    from services.worker.engine.model.cpu_kernels import layer_range, paged_attention
+    from services.worker.engine.model.cpu_kernels.panel_layer import PanelLayerKernel
+
+    kernels = [layer.kernel for layer in layers if isinstance(layer, FusedLayer)]
+    block = kv_ranges[0].shape
+    if not paged_attention.fits(block.block_size, block.head_dim, block.dtype):
+        return None
+    if len(kernels) < len(layers) or not all(isinstance(one, PanelLayerKernel) for one in kernels):
+        return None
+    sizes = layer_range.LayerRangeSizes(
+        heads=config.num_attention_heads,
+        kv_heads=block.num_kv_heads,
+        head_dim=block.head_dim,
+        hidden=kernels[0].hidden_size,
+        gated=kernels[0].gated_size,
+        epsilon=config.rms_norm_eps,
+    )
+    return layer_range.LayerRange(
+        [kernel.weights for kernel in kernels],
+        [one.address for one in kv_ranges],
+        sliding_windows,
+        sizes,
+    )
 
 
 def _kernel_of(weights: "LayerWeights") -> "type[LayerKernel]":

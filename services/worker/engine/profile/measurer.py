@@ -25,7 +25,8 @@ class Measurer:
     ) -> float | None:
         """Run a batch; returns its duration, None if `interrupted` returned True before a layer.
 
-        Every chunk samples greedily, like the last chunk of a prompt.
+        Every chunk samples greedily: one token as a decode step, more like the last chunk of a
+        prompt.
         """
         block_size = self._runner.block_size
         tables = [
@@ -39,7 +40,7 @@ class Measurer:
                         start=prefix,
                         token_ids=self._token_ids(index, new),
                         block_ids=tuple(table),
-                        sample=SampleSpec(GREEDY, 0),
+                        sample=SampleSpec(GREEDY, int(new == 1)),
                     )
                     for index, ((prefix, new), table) in enumerate(zip(chunks, tables, strict=True))
                 )

@@ -1,6 +1,7 @@
 """The engine's turn: in which order it takes, tells and computes."""
 
 from pathlib import Path
+from select import select
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -15,9 +16,25 @@ from services.worker.engine.grammar_check import GrammarCheck
 from services.worker.engine.loop import EngineLoop
 from services.worker.engine.pipeline.news import News
 from services.worker.engine.sampling.grammar import Grammars
-from services.worker.ipc import Progress, from_engine_decoder
+from services.worker.ipc import AbortRequest, Progress, encode, from_engine_decoder
 
 WAIT_MS = 10_000
+
+
+def member_that(**does: Any) -> SimpleNamespace:
+    """A member of no group, with nothing to tell but what it does."""
+    defaults = {
+        "take": lambda: True,
+        "take_news": News,
+        "configuration": None,
+        "settled": True,
+        "state": SimpleNamespace(load=lambda: Load(0, 0, 0, 0), return_due_s=None),
+        "stage": SimpleNamespace(runner=SimpleNamespace(parameter_bytes=0)),
+        "pipeline_time": StageTime(),
+        "iteration_time": IterationTime(),
+        "iteration_tokens": IterationTokens(),
+    }
+    return SimpleNamespace(**defaults | does)
 
 
 def test_tokens_of_other_stages_are_published_before_the_next_microbatch_runs() -> None:
@@ -46,18 +63,7 @@ def test_tokens_of_other_stages_are_published_before_the_next_microbatch_runs() 
         came.tokens.append(EmitToken("b", 0, 6, None))
         return True
 
-    member = SimpleNamespace(
-        take=take,
-        launch=launch,
-        take_news=take_news,
-        configuration=None,
-        settled=True,
-        state=SimpleNamespace(load=lambda: Load(0, 0, 0, 0), return_due_s=None),
-        stage=SimpleNamespace(runner=SimpleNamespace(parameter_bytes=0)),
-        pipeline_time=StageTime(),
-        iteration_time=IterationTime(),
-        iteration_tokens=IterationTokens(),
-    )
+    member = member_that(take=take, launch=launch, take_news=take_news)
     grammars = GrammarCheck(Grammars(Path("none"), 1), lambda: 0.0)
     try:
         servicer.bind("inproc://engine-loop")
@@ -65,6 +71,36 @@ def test_tokens_of_other_stages_are_published_before_the_next_microbatch_runs() 
         EngineLoop(cast(Any, member), engine, grammars).step(0)
         hear()
         assert told == [["a"], ["b"]]
+    finally:
+        servicer.close(linger=0)
+        engine.close(linger=0)
+        grammars.close()
+
+
+def test_layers_are_interrupted_when_an_abort_comes() -> None:
+    """The descriptor of the inbox tells the layers to ask, and only then."""
+    context = zmq.Context.instance()
+    servicer, engine = context.socket(zmq.PAIR), context.socket(zmq.PAIR)
+    asked: list[tuple[bool, bool]] = []
+
+    def launch(interrupts: Any) -> bool:
+        watched = interrupts(frozenset({"a"}))
+        asked.append((watched(), bool(select([watched.descriptor], [], [], 0)[0])))
+        servicer.send(encode(AbortRequest("b")))
+        select([watched.descriptor], [], [], WAIT_MS / 1e3)
+        asked.append((watched(), bool(select([watched.descriptor], [], [], 0)[0])))
+        servicer.send(encode(AbortRequest("a")))
+        assert select([watched.descriptor], [], [], WAIT_MS / 1e3)[0]
+        asked.append((watched(), True))
+        return True
+
+    member = member_that(launch=launch)
+    grammars = GrammarCheck(Grammars(Path("none"), 1), lambda: 0.0)
+    try:
+        servicer.bind("inproc://engine-aborts")
+        engine.connect("inproc://engine-aborts")
+        EngineLoop(cast(Any, member), engine, grammars).step(0)
+        assert asked == [(False, False), (False, False), (True, True)]
     finally:
         servicer.close(linger=0)
         engine.close(linger=0)

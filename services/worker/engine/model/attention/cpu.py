@@ -15,6 +15,7 @@ from torch.nn import functional
 from services.worker.engine.model.attention.paged import (
     GROUP_TOKENS,
     AttentionMetadata,
+    DecodeGroup,
     PrefillSpan,
 )
 
@@ -57,7 +58,7 @@ class SdpaPagedAttention:
         )
         self._max_context = max(max_context, GROUP_TOKENS)
         self._masks: dict[int | None, torch.Tensor] = {}
-        self._decode = (_compiled_decode(block_size) if compiled else None) or self._sdpa_decode
+        self._decode = _compiled_decode(block_size) if compiled else None
 
     def forward(
         self,
@@ -75,10 +76,13 @@ class SdpaPagedAttention:
         rows = blocks.view(-1, *key.shape[1:])
         rows.index_copy_(0, metadata.slots, torch.cat([key, value]).to(blocks.dtype))
         output = query.new_empty(query.shape)
-        plan = metadata.plans[sliding_window]
-        for group in plan.decodes:
-            self._decode(query, blocks, group.rows, group.halves, group.mask, scaling, output)
-        for span in plan.prefills:
+        if self._decode is not None:
+            seen = (metadata.spans, metadata.tables, sliding_window or 0)
+            self._decode(query, blocks, *seen, scaling, output)
+        else:
+            for group in metadata.decode_groups(sliding_window):
+                self._sdpa_decode(query, blocks, group, scaling, output)
+        for span in metadata.prefill_spans(sliding_window):
             self._prefill(query, blocks, span, scaling, sliding_window, output)
         return output
 
@@ -86,15 +90,15 @@ class SdpaPagedAttention:
         self,
         query: torch.Tensor,
         blocks: torch.Tensor,
-        rows: torch.Tensor,
-        halves: torch.Tensor,
-        mask: torch.Tensor,
+        group: DecodeGroup,
         scaling: float,
         output: torch.Tensor,
     ) -> None:
+        rows, mask = group.rows, group.mask
         sequences, slots = len(rows), mask.shape[-1]
         _, kv_heads, head_dim = self._half_shape
-        keys, values = self._gather(blocks, halves).view(2, sequences, slots, kv_heads, head_dim)
+        gathered = self._gather(blocks, group.halves)
+        keys, values = gathered.view(2, sequences, slots, kv_heads, head_dim)
         folded = query[rows].view(sequences, kv_heads, -1, head_dim)
         attended = functional.scaled_dot_product_attention(
             folded,

@@ -5,8 +5,10 @@ A layer's KV cache is [block, 2, slot, kv_head, head_dim]. Seen as rows of one t
 [block × 2, slot × kv_head × head_dim] (K of block b is half 2b, V is 2b + 1).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -59,25 +61,108 @@ class PrefillSpan:
     halves: torch.Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class AttentionPlan:
-    """Which tokens attend to which, for the layers with one sliding window (None: none)."""
-
-    decodes: tuple[DecodeGroup, ...]
-    prefills: tuple[PrefillSpan, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class AttentionMetadata:
-    """The metadata of one iteration, for all layers.
+    """What all layers of an iteration share; made by `MetadataBuilder`.
 
-    `slots` [2 × tokens]: the slots for K, then V, of each token. `begun_blocks`: blocks whose first
-    slot is written now and whose last is not; they are cleared, so that padding is finite.
+    `spans` int64 [sequences, 5]: the first row of a sequence in the batch, its rows, the position
+    of the first one, where its blocks begin in `tables`, and 1 if the row is a decode step.
+    `tables` int64: the blocks of all sequences up to their last rows. What only some attention
+    needs is computed when asked for.
+
+    A single token of a prompt is no decode step, so that its K and V, and all after it, have the
+    same bits however the prompt is cut.
     """
 
-    slots: torch.Tensor
-    begun_blocks: torch.Tensor | None
-    plans: dict[int | None, AttentionPlan]
+    def __init__(
+        self,
+        spans: np.ndarray,
+        tables: np.ndarray,
+        block_size: int,
+        device: torch.device,
+        compute_dtype: torch.dtype,
+    ) -> None:
+        self.spans = spans
+        self.tables = tables
+        self._block_size = block_size
+        self._device = device
+        self._compute_dtype = compute_dtype
+        self._groups: dict[int | None, tuple[DecodeGroup, ...]] = {}
+        self._prefills: dict[int | None, tuple[PrefillSpan, ...]] = {}
+
+    @cached_property
+    def slots(self) -> torch.Tensor:
+        """[2 × tokens]: the slots for K, then V, of each token."""
+        parts = []
+        for _, rows, start, first_block, _ in self.spans:
+            block, slot = np.divmod(np.arange(start, start + rows), self._block_size)
+            parts.append(self.tables[first_block + block] * (2 * self._block_size) + slot)
+        slots = np.concatenate(parts)
+        return self._tensor(np.concatenate([slots, slots + self._block_size]))
+
+    @cached_property
+    def begun_blocks(self) -> torch.Tensor | None:
+        """Blocks whose first slot is written now and whose last is not, None if there are none.
+
+        They are cleared, so that padding is finite.
+        """
+        begun = []
+        for _, rows, start, first_block, _ in self.spans:
+            last, left = divmod(start + rows, self._block_size)
+            if left and start <= last * self._block_size:
+                begun.append(self.tables[first_block + last])
+        return self._tensor(np.array(begun)) if begun else None
+
+    def decode_groups(self, window: int | None) -> tuple[DecodeGroup, ...]:
+        """Decode steps, for the layers with a sliding window (None: without)."""
+        if window not in self._groups:
+            decodes = [
+                Decode(span[0], span[2] - base, table)
+                for span, base, table in self._visible(window)
+                if span[4]
+            ]
+            grouped = group_by_length(decodes, self._block_size)
+            self._groups[window] = tuple(self._group(members, window) for members in grouped)
+        return self._groups[window]
+
+    def prefill_spans(self, window: int | None) -> tuple[PrefillSpan, ...]:
+        """Parts of prompts, for the layers with a sliding window (None: without)."""
+        if window not in self._prefills:
+            self._prefills[window] = tuple(
+                PrefillSpan(span[0], span[1], span[2], base, self._tensor(_halves(table)))
+                for span, base, table in self._visible(window)
+                if not span[4]
+            )
+        return self._prefills[window]
+
+    def _visible(self, window: int | None) -> Iterator[tuple[list[int], int, np.ndarray]]:
+        """Each span, the position from which its first row sees, in whole blocks, and these."""
+        for span in self.spans.tolist():
+            _, rows, start, first_block, _ = span
+            skipped = 0 if window is None else max(0, start - window + 1) // self._block_size
+            end = first_block + blocks_for(start + rows, self._block_size)
+            yield span, skipped * self._block_size, self.tables[first_block + skipped : end]
+
+    def _group(self, members: Sequence[Decode], window: int | None) -> DecodeGroup:
+        width = len(members[0].table)
+        tables = np.empty((len(members), width), dtype=np.int64)
+        for padded, member in zip(tables, members, strict=True):
+            # Padding repeats the sequence's own first block: finite values that the mask hides.
+            padded[:] = member.table[0]
+            padded[: len(member.table)] = member.table
+        position = np.array([member.position for member in members])[:, None]
+        slot = np.arange(width * self._block_size)
+        hidden = slot > position
+        if window is not None:
+            hidden |= slot <= position - window
+        mask = np.where(hidden, -np.inf, 0.0)[:, None, None, :]
+        return DecodeGroup(
+            rows=self._tensor(np.array([member.row for member in members])),
+            halves=self._tensor(_halves(tables)),
+            mask=torch.from_numpy(mask).to(self._device, self._compute_dtype),
+        )
+
+    def _tensor(self, values: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(np.ascontiguousarray(values)).to(self._device)
 
 
 class PagedAttention(Protocol):
@@ -107,90 +192,36 @@ class MetadataBuilder:
     """Turns batches into metadata on `device`; masks have the compute dtype."""
 
     block_size: int
-    sliding_windows: frozenset[int | None]
     device: torch.device
     compute_dtype: torch.dtype
 
     def build(self, batch: Batch, num_blocks: int) -> AttentionMetadata:
         """Metadata of `batch`. Raises InvalidBatch when a table is short or outside the cache."""
-        tables = [self._table(chunk, num_blocks) for chunk in batch.chunks]
-        slots = np.concatenate(
-            [self._slots(chunk, table) for chunk, table in zip(batch.chunks, tables, strict=True)]
-        )
-        begun = [
-            int(table[-1])
-            for chunk, table in zip(batch.chunks, tables, strict=True)
-            if self._begins_last_block(chunk)
-        ]
-        return AttentionMetadata(
-            slots=self._tensor(np.concatenate([slots, slots + self.block_size])),
-            begun_blocks=self._tensor(np.array(begun)) if begun else None,
-            plans={window: self._plan(batch, tables, window) for window in self.sliding_windows},
-        )
-
-    def _table(self, chunk: Chunk, num_blocks: int) -> np.ndarray:
-        """Block ids up to the chunk's last token."""
-        needed = blocks_for(chunk.start + len(chunk.token_ids), self.block_size)
-        table = np.array(chunk.block_ids[:needed], dtype=np.int64)
-        if not chunk.token_ids or len(table) < needed:
-            raise InvalidBatch(f"request {chunk.request_id}: the block table is too short")
-        if table.min() < 0 or table.max() >= num_blocks:
-            raise InvalidBatch(f"request {chunk.request_id}: a block id is outside the KV cache")
-        return table
-
-    def _slots(self, chunk: Chunk, table: np.ndarray) -> np.ndarray:
-        """Row of K in the slot view for each token."""
-        positions = np.arange(chunk.start, chunk.start + len(chunk.token_ids))
-        block, slot = np.divmod(positions, self.block_size)
-        return table[block] * (2 * self.block_size) + slot
-
-    def _begins_last_block(self, chunk: Chunk) -> bool:
-        end = chunk.start + len(chunk.token_ids)
-        last_block_start = (end - 1) // self.block_size * self.block_size
-        return chunk.start <= last_block_start and end % self.block_size != 0
-
-    def _plan(
-        self, batch: Batch, tables: Sequence[np.ndarray], window: int | None
-    ) -> AttentionPlan:
-        decodes: list[Decode] = []
-        prefills: list[PrefillSpan] = []
-        row = 0
-        for chunk, table in zip(batch.chunks, tables, strict=True):
+        spans = np.empty((len(batch.chunks), 5), dtype=np.int64)
+        needed = [self._needed_blocks(chunk) for chunk in batch.chunks]
+        row = first_block = 0
+        for span, chunk, blocks in zip(spans, batch.chunks, needed, strict=True):
             rows = len(chunk.token_ids)
-            first_seen = 0 if window is None else max(0, chunk.start - window + 1)
-            skipped = first_seen // self.block_size
-            base = skipped * self.block_size
-            if rows == 1:
-                decodes.append(Decode(row, chunk.start - base, table[skipped:]))
-            else:
-                halves = self._tensor(_halves(table[skipped:]))
-                prefills.append(PrefillSpan(row, rows, chunk.start, base, halves))
-            row += rows
-        grouped = group_by_length(decodes, self.block_size)
-        groups = tuple(self._group(members, window) for members in grouped)
-        return AttentionPlan(groups, tuple(prefills))
+            decodes = rows == 1 and chunk.sample is not None and chunk.sample.index > 0
+            span[:] = row, rows, chunk.start, first_block, decodes
+            row, first_block = row + rows, first_block + blocks
+        used = [
+            chunk.block_ids[:blocks] for chunk, blocks in zip(batch.chunks, needed, strict=True)
+        ]
+        tables = np.fromiter(chain.from_iterable(used), np.int64, first_block)
+        if tables.min() < 0 or tables.max() >= num_blocks:
+            outside = np.flatnonzero((tables < 0) | (tables >= num_blocks))[0]
+            index = int(np.searchsorted(spans[:, 3], outside, "right")) - 1
+            name = batch.chunks[index].request_id
+            raise InvalidBatch(f"request {name}: a block id is outside the KV cache")
+        return AttentionMetadata(spans, tables, self.block_size, self.device, self.compute_dtype)
 
-    def _group(self, members: Sequence[Decode], window: int | None) -> DecodeGroup:
-        width = len(members[0].table)
-        tables = np.empty((len(members), width), dtype=np.int64)
-        for padded, member in zip(tables, members, strict=True):
-            # Padding repeats the sequence's own first block: finite values that the mask hides.
-            padded[:] = member.table[0]
-            padded[: len(member.table)] = member.table
-        position = np.array([member.position for member in members])[:, None]
-        slot = np.arange(width * self.block_size)
-        hidden = slot > position
-        if window is not None:
-            hidden |= slot <= position - window
-        mask = np.where(hidden, -np.inf, 0.0)[:, None, None, :]
-        return DecodeGroup(
-            rows=self._tensor(np.array([member.row for member in members])),
-            halves=self._tensor(_halves(tables)),
-            mask=torch.from_numpy(mask).to(self.device, self.compute_dtype),
-        )
-
-    def _tensor(self, values: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(np.ascontiguousarray(values)).to(self.device)
+    def _needed_blocks(self, chunk: Chunk) -> int:
+        """How many blocks a chunk needs up to its last token."""
+        needed = blocks_for(chunk.start + len(chunk.token_ids), self.block_size)
+        if not chunk.token_ids or len(chunk.block_ids) < needed:
+            raise InvalidBatch(f"request {chunk.request_id}: the block table is too short")
+        return needed
 
 
 def group_by_length(members: Sequence[Decode], block_size: int) -> list[list[Decode]]:

@@ -26,8 +26,6 @@ def fit(device: torch.device, storage_dtype: torch.dtype, compute_dtype: torch.d
 
 def has_panel_product(storage_dtype: torch.dtype) -> bool:
     """Whether products with weights in panels are faster here; the kernels fit."""
-    if storage_dtype != torch.bfloat16:
-        return False
     from services.worker.engine.model.cpu_kernels.panel_gemm import panel_calls
 
-    return panel_calls() is not None
+    return panel_calls(storage_dtype) is not None

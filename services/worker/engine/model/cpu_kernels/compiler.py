@@ -50,6 +50,11 @@ VECTOR_FLOATS = vector_floats(numba.config.CPU_FEATURES)
 """How many float32 a kernel computes with at once."""
 
 
+def for_stored(signature: str) -> tuple[str, str]:
+    """The signature for each of `STORED_DTYPES`, in place of `STORED`."""
+    return signature.replace("STORED", "float32"), signature.replace("STORED", "uint16")
+
+
 def compiled(*signatures: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Compile for `signatures` now, or load the machine code of an earlier process.
 
@@ -86,13 +91,40 @@ def float32_of(typing_context: Any, number: Any) -> tuple[Any, Callable[..., Any
 
 
 @intrinsic
-def float32_bits(typing_context: Any, number: Any) -> tuple[Any, Callable[..., Any]]:
-    """The bits of a float32, as uint32."""
+def narrow(typing_context: Any, number: Any, array: Any) -> tuple[Any, Callable[..., Any]]:
+    """A float32 as `array` stores it: unchanged, or as the bits of the nearest bfloat16.
+
+    Of two as near it is the even one.
+    """
+    stored = array.dtype
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Sequence[Any]) -> Any:
-        return builder.bitcast(arguments[0], ir.IntType(32))
+        number = arguments[0]
+        if stored == types.float32:
+            return number
+        word = ir.IntType(32)
+        bits = builder.bitcast(number, word)
+        odd = builder.and_(builder.lshr(bits, word(16)), word(1))
+        rounded = builder.add(builder.add(bits, word(0x7FFF)), odd)
+        broken = builder.fcmp_unordered("uno", number, number)
+        chosen = builder.select(broken, word(0x7FC0 << 16), rounded)
+        return builder.trunc(builder.lshr(chosen, word(16)), ir.IntType(16))
 
-    return types.uint32(number), generate
+    return stored(types.float32, array), generate
+
+
+@intrinsic
+def larger(typing_context: Any, first: Any, second: Any) -> tuple[Any, Callable[..., Any]]:
+    """The larger of two float32 that are numbers, so that the CPU can compare many at once."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Sequence[Any]) -> Any:
+        real = ir.FloatType()
+        function = builder.module.declare_intrinsic(
+            "llvm.maxnum", [real], ir.FunctionType(real, [real, real])
+        )
+        return builder.call(function, arguments, fastmath=("nnan", "nsz", "reassoc"))
+
+    return types.float32(types.float32, types.float32), generate
 
 
 @intrinsic

@@ -7,43 +7,58 @@ the time, with 300 tokens half, 8 sequences with 1,000 tokens three quarters.
 
 import numpy as np
 import torch
-from numba import float32
+from numba import float32, types
+from numba.extending import overload, register_jitable
 
 from services.worker.engine.model.cpu_kernels.compiler import (
     CACHE_LINE_BYTES,
     compiled,
     float32_of,
+    for_stored,
+    larger,
+    narrow,
     prefetch,
     stored_array,
 )
 from services.worker.engine.model.cpu_kernels.exponential import exponential
+from services.worker.engine.model.cpu_kernels.pair_products import (
+    LANES,
+    PAIRED,
+    collect_values,
+    has_pair_products,
+    score_keys,
+)
+from services.worker.engine.model.cpu_kernels.panel_gemm import narrow_rows
 
 SLOTS = 4
 """Positions per step, a divisor of the block size: the CPU overlaps their sums."""
-_STORED = ("float32", "uint16")
-_PART = "void(float32[:, ::1], {stored}[:, :, :, ::1], int64[::1], int64, float32[:, ::1])"
-_WHOLE = (
-    "void(float32[:, :, :], int64[::1], {stored}[:, :, :, ::1], int64[:, :, ::1],"
-    " float32[:, ::1], float32, float32[:, :, ::1])"
-)
+_ROWS, _CACHE = "float32[:, ::1]", "STORED[:, :, :, :, ::1]"
+_PLACE = "int64, int64, float32, int64"
 
 
-@compiled(*(_PART.format(stored=stored) for stored in _STORED))
-def _score(wanted, store, halves, after, scores):  # type: ignore[no-untyped-def]
-    """`scores` [head, position] = `wanted` [head, head_dim] · the keys in `halves` [block].
+@register_jitable
+def unpacked(four):  # type: ignore[no-untyped-def]
+    """The elements of an array, such as first row, rows, position and first block of a span."""
+    return four[0], four[1], four[2], four[3]
+
+
+@compiled(*for_stored(f"void({_ROWS}, {_CACHE}, int64[::1], {_ROWS})"))
+def _score(wanted, blocks, table, scores):  # type: ignore[no-untyped-def]
+    """`scores` [head, position] = `wanted` [head, head_dim] · the keys of the blocks in `table`.
 
     It computes all heads of a position at once, so that memory is read sequentially. It prefetches
-    the next block, and `after` during the last one.
+    the next block, and the first values during the last one.
     """
     heads, size = wanted.shape
-    _, slots, kv_heads, _ = store.shape
-    sharing, slot_bytes = heads // kv_heads, store.strides[1]
-    for block in range(len(halves)):
-        keys = store[halves[block]]
-        ahead = halves[block + 1] if block + 1 < len(halves) else after
+    _, _, slots, kv_heads, _ = blocks.shape
+    sharing, slot_bytes = heads // kv_heads, blocks.strides[2]
+    for block in range(len(table)):
+        keys = blocks[table[block], 0]
+        is_last = block + 1 == len(table)
+        ahead, half = (table[0], blocks.strides[1]) if is_last else (table[block + 1], 0)
         for slot in range(0, slots, SLOTS):
             for offset in range(slot * slot_bytes, (slot + SLOTS) * slot_bytes, CACHE_LINE_BYTES):
-                prefetch(store, ahead, offset)
+                prefetch(blocks, ahead, half + offset)
             position = block * slots + slot
             for kv_head in range(kv_heads):
                 key0, key1 = keys[slot, kv_head], keys[slot + 1, kv_head]
@@ -62,36 +77,41 @@ def _score(wanted, store, halves, after, scores):  # type: ignore[no-untyped-def
                     scores[head, position + 3] = sum3
 
 
-@compiled("void(float32[::1], float32[::1])")
-def _soften(scores, mask):  # type: ignore[no-untyped-def]
-    """The softmax of `scores` + `mask`, in place."""
+@compiled("void(float32[::1], int64, int64)")
+def _soften(scores, begin, end):  # type: ignore[no-untyped-def]
+    """The softmax of `scores` from `begin` to `end`, in place; others become 0."""
     peak = float32(-np.inf)
-    for index in range(len(scores)):
-        scores[index] += mask[index]
-        peak = max(peak, scores[index])
+    for index in range(begin, end):
+        peak = larger(peak, scores[index])
     total = float32(0)
-    for index in range(len(scores)):
+    for index in range(begin, end):
         power = exponential(scores[index] - peak)
         scores[index] = power
         total += power
     share = float32(1) / total
-    for index in range(len(scores)):
+    for index in range(begin, end):
         scores[index] *= share
+    scores[:begin] = 0
+    scores[end:] = 0
 
 
-@compiled(*(_PART.format(stored=stored) for stored in _STORED))
-def _collect(weights, store, halves, after, attended):  # type: ignore[no-untyped-def]
-    """`attended` [head, head_dim] = `weights` [head, position] · the values in `halves` [block]."""
+@compiled(*for_stored(f"void({_ROWS}, {_CACHE}, int64[::1], int64, {_ROWS})"))
+def _collect(weights, blocks, table, after, attended):  # type: ignore[no-untyped-def]
+    """`attended` [head, head_dim] = `weights` [head, position] · the values of the same blocks.
+
+    It prefetches the keys of block `after` during the last one.
+    """
     heads, size = attended.shape
-    _, slots, kv_heads, _ = store.shape
-    sharing, slot_bytes = heads // kv_heads, store.strides[1]
+    _, _, slots, kv_heads, _ = blocks.shape
+    sharing, slot_bytes = heads // kv_heads, blocks.strides[2]
     attended[:] = 0
-    for block in range(len(halves)):
-        values = store[halves[block]]
-        ahead = halves[block + 1] if block + 1 < len(halves) else after
+    for block in range(len(table)):
+        values = blocks[table[block], 1]
+        is_last = block + 1 == len(table)
+        ahead, half = (after, 0) if is_last else (table[block + 1], blocks.strides[1])
         for slot in range(0, slots, SLOTS):
             for offset in range(slot * slot_bytes, (slot + SLOTS) * slot_bytes, CACHE_LINE_BYTES):
-                prefetch(store, ahead, offset)
+                prefetch(blocks, ahead, half + offset)
             position = block * slots + slot
             for kv_head in range(kv_heads):
                 value0, value1 = values[slot, kv_head], values[slot + 1, kv_head]
@@ -108,61 +128,157 @@ def _collect(weights, store, halves, after, attended):  # type: ignore[no-untype
                         )
 
 
-@compiled(*(_WHOLE.format(stored=stored) for stored in _STORED))
-def _attend(query, rows, store, halves, mask, scaling, output):  # type: ignore[no-untyped-def]
-    """`store` [half block, slot, kv_head, head_dim], `halves` [K or V, sequence, block].
+@compiled(*for_stored(f"void({_ROWS}, {_CACHE}, int64[::1], {_PLACE}, {_ROWS}, {_ROWS})"))
+def _attend_row(  # type: ignore[no-untyped-def]
+    query, blocks, seen, begin, end, scaling, after, scores, output
+):
+    """Attend with the heads of one row to positions `begin` to `end` of the blocks in `seen`.
 
-    `mask` [sequence, position] is 0 from the first to the last position that is seen.
+    `scores` [head, position] is room. `after`: the block that is read next.
     """
-    _, heads, size = query.shape
-    slots = store.shape[1]
-    wanted = np.empty((heads, size), np.float32)
-    scores = np.empty((heads, mask.shape[1]), np.float32)
-    for sequence in range(len(rows)):
-        row, hidden = rows[sequence], mask[sequence]
-        begin, end = 0, len(hidden)
-        while begin < end and hidden[begin] != 0:
-            begin += 1
-        while begin < end and hidden[end - 1] != 0:
-            end -= 1
-        seen = slice(begin // slots, (end + slots - 1) // slots)
-        keys, values = halves[0, sequence, seen], halves[1, sequence, seen]
-        hidden = hidden[seen.start * slots : seen.stop * slots]
-        wanted[:] = query[row] * scaling
-        _score(wanted, store, keys, values[0], scores)
-        for head in range(heads):
-            _soften(scores[head, : len(hidden)], hidden)
-        following = halves[0, min(sequence + 1, len(rows) - 1), 0]
-        _collect(scores, store, values, following, output[row])
+    wanted = query * scaling
+    _score(wanted, blocks, seen, scores)
+    for head in range(len(query)):
+        _soften(scores[head, : len(seen) * blocks.shape[2]], begin, end)
+    _collect(scores, blocks, seen, after, output)
+
+
+@compiled("float32(float32[::1], int64, int64, float32, uint16[::1])")
+def _weigh(scores, begin, end, scaling, weights):  # type: ignore[no-untyped-def]
+    """`weights`: the softmax of `scores` from `begin` to `end`, times what is returned."""
+    peak = float32(-np.inf)
+    for index in range(begin, end):
+        peak = larger(peak, scores[index])
+    total = float32(0)
+    for index in range(begin, end):
+        weight = exponential((scores[index] - peak) * scaling)
+        total += weight
+        weights[index] = narrow(weight, weights)
+    weights[:begin] = 0
+    weights[end:] = 0
+    return total
+
+
+@register_jitable
+def _prefetch_half(blocks, block, half):  # type: ignore[no-untyped-def]
+    """Prefetch the keys (0) or the values (1) of a block."""
+    begin = half * blocks.strides[1]
+    for offset in range(begin, begin + blocks.strides[1], CACHE_LINE_BYTES):
+        prefetch(blocks, block, offset)
+
+
+@register_jitable
+def _attend_in_pairs(  # type: ignore[no-untyped-def]
+    query, blocks, seen, begin, end, scaling, after, scores, output
+):
+    """As `_attend_row`, in bfloat16; queries and weights are rounded to it."""
+    heads, size = query.shape
+    slots, kv_heads = blocks.shape[2], blocks.shape[3]
+    sharing, positions = heads // kv_heads, len(seen) * slots
+    wanted = np.empty((heads, size), np.uint16)
+    weights = np.empty((heads, positions), np.uint16)
+    totals = np.empty(heads, np.float32)
+    narrow_rows(query, wanted)
+    for block in range(len(seen)):
+        keys, is_last = blocks[seen[block], 0], block + 1 == len(seen)
+        _prefetch_half(blocks, seen[0] if is_last else seen[block + 1], 1 if is_last else 0)
+        for slot in range(0, slots, LANES):
+            for head in range(heads):
+                position = block * slots + slot
+                score_keys(wanted, head, keys, slot, head // sharing, scores, position)
+    for head in range(heads):
+        totals[head] = _weigh(scores[head, :positions], begin, end, scaling, weights[head])
+    output[:] = 0
+    for block in range(len(seen)):
+        values, is_last = blocks[seen[block], 1], block + 1 == len(seen)
+        _prefetch_half(blocks, after if is_last else seen[block + 1], 0 if is_last else 1)
+        for slot in range(0, slots, LANES):
+            for kv_head in range(kv_heads):
+                collect_values(
+                    weights, block * slots + slot, values, slot, kv_head, output,
+                    kv_head * sharing, (kv_head + 1) * sharing,
+                )  # fmt: skip
+    for head in range(heads):
+        share = float32(1) / totals[head]
+        for k in range(size):
+            output[head, k] *= share
+
+
+def _attend_best(*arguments):  # type: ignore[no-untyped-def]
+    """Stands for `_attend_row`, or for something faster that this processor has."""
+
+
+@overload(_attend_best)
+def _choose(  # type: ignore[no-untyped-def]
+    query, blocks, seen, begin, end, scaling, after, scores, output
+):
+    def general(  # type: ignore[no-untyped-def]
+        query, blocks, seen, begin, end, scaling, after, scores, output
+    ):
+        _attend_row(query, blocks, seen, begin, end, scaling, after, scores, output)
+
+    def in_pairs(  # type: ignore[no-untyped-def]
+        query, blocks, seen, begin, end, scaling, after, scores, output
+    ):
+        if blocks.shape[2] % LANES == 0 and query.shape[1] % PAIRED == 0:
+            _attend_in_pairs(query, blocks, seen, begin, end, scaling, after, scores, output)
+        else:
+            _attend_row(query, blocks, seen, begin, end, scaling, after, scores, output)
+
+    return in_pairs if blocks.dtype == types.uint16 and has_pair_products() else general
+
+
+@compiled(
+    *for_stored(
+        f"void(float32[:, :, ::1], {_CACHE}, int64[:, ::1], int64[::1], int64, float32,"
+        " float32[:, :, ::1])"
+    )
+)
+def attend_rows(query, blocks, spans, tables, window, scaling, output):  # type: ignore[no-untyped-def]
+    """Attend for the decode steps of `spans`; other rows of `output` [tokens, head, head_dim] stay.
+
+    `query` has the same shape. `spans` and `tables`: see `paged.AttentionMetadata`. `window`: how
+    many last positions are seen; 0 for all.
+    """
+    slots = blocks.shape[2]
+    longest = 0
+    for index in range(len(spans)):
+        if spans[index, 4]:
+            longest = max(longest, spans[index, 2] // slots + 1)
+    scores = np.empty((query.shape[1], longest * slots), np.float32)
+    for index in range(len(spans)):
+        row, _, start, first_block = unpacked(spans[index])
+        if not spans[index, 4]:
+            continue
+        lowest = max(0, start - window + 1) if window else 0
+        skipped = lowest // slots
+        seen = tables[first_block + skipped : first_block + start // slots + 1]
+        begin, end = lowest - skipped * slots, start + 1 - skipped * slots
+        after = tables[spans[min(index + 1, len(spans) - 1), 3]]
+        _attend_best(query[row], blocks, seen, begin, end, scaling, after, scores, output[row])
 
 
 def attend(
     query: torch.Tensor,
     blocks: torch.Tensor,
-    rows: torch.Tensor,
-    halves: torch.Tensor,
-    mask: torch.Tensor,
+    spans: np.ndarray,
+    tables: np.ndarray,
+    window: int,
     scaling: float,
     output: torch.Tensor,
 ) -> None:
-    """Write `rows` [sequences] of `output` [tokens, head, head_dim], contiguous.
+    """Write the rows of `output` [tokens, head, head_dim] that are decode steps.
 
     `query` has the same shape; both are float32. `blocks` [block, 2, slot, kv_head, head_dim] is
-    float32 or bfloat16. `halves` [2 × sequences × blocks] are half blocks, all K before all V;
-    `mask` [sequences, 1, 1, blocks × slot] is 0 where a key counts and -inf elsewhere. Raises
-    ValueError if query and blocks do not fit.
+    float32 or bfloat16. The rest as for `attend_rows`. Raises ValueError if query and blocks do not
+    fit.
     """
     _, _, slots, kv_heads, head_dim = blocks.shape
     _, heads, wanted_dim = query.shape
     # A kernel does not check bounds.
     if wanted_dim != head_dim or heads % kv_heads or slots % SLOTS:
         raise ValueError(f"a query {tuple(query.shape)} cannot attend to {tuple(blocks.shape)}")
-    _attend(
-        query.numpy(),
-        rows.numpy(),
-        stored_array(blocks.view(-1, *blocks.shape[2:])),
-        halves.view(2, len(rows), -1).numpy(),
-        mask.view(len(rows), -1).numpy(),
-        np.float32(scaling),
-        output.numpy(),
+    attend_rows(
+        *(query.contiguous().numpy(), stored_array(blocks), spans, tables),
+        *(window, np.float32(scaling), output.numpy()),
     )

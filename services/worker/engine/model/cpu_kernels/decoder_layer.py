@@ -99,10 +99,8 @@ class DecoderLayerKernel(LayerKernel):
         normed = torch.empty_like(hidden).numpy()
         _before(hidden.numpy(), *rotation, *self.weights_before, normed, inputs, *outputs)
 
-    def _run_after(
-        self, hidden: torch.Tensor, attended: torch.Tensor, gated: Arrays, output: np.ndarray
-    ) -> None:
-        gate, up = gated
+    def _run_after(self, hidden: torch.Tensor, attended: torch.Tensor, output: np.ndarray) -> None:
+        gate, up = hidden.new_empty(2, len(hidden), self.gated_size).numpy()
         _after(
             *(hidden.numpy(), attended.numpy(), room_for_inputs(hidden, attended.shape[1])),
             *self.weights_after,

@@ -58,7 +58,8 @@ class LayerKernel(ABC):
     rows_max: int | None = None
 
     def __init__(self, weights: LayerWeights, head_dim: int, epsilon: float) -> None:
-        self._head_dim = head_dim
+        self.weights = weights
+        self.head_dim = head_dim
         self._sizes = [outputs_of(one) for one in (weights.query, weights.key, weights.value)]
         self.hidden_size = len(weights.input_norm)
         self.gated_size = outputs_of(weights.gate)
@@ -87,14 +88,14 @@ class LayerKernel(ABC):
         `cosine` and `sine` [rows, head_dim]. Raises ValueError if they do not fit.
         """
         rows = len(hidden)
-        turned = (rows, self._head_dim)
+        turned = (rows, self.head_dim)
         # A kernel does not check bounds.
         if hidden.shape[1] != self.hidden_size or cosine.shape != turned or sine.shape != turned:
             raise ValueError(f"hidden states {tuple(hidden.shape)} do not fit this layer")
         outputs = [hidden.new_empty(rows, size) for size in self._sizes]
         rotation = (cosine.numpy(), sine.numpy())
         self._run_before(hidden, rotation, [output.numpy() for output in outputs])
-        query, key, value = (output.view(rows, -1, self._head_dim) for output in outputs)
+        query, key, value = (output.view(rows, -1, self.head_dim) for output in outputs)
         return query, key, value
 
     def after(self, hidden: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
@@ -104,8 +105,7 @@ class LayerKernel(ABC):
         if attended.shape[1] != self._sizes[0] or hidden.shape[1] != self.hidden_size:
             raise ValueError(f"attended {tuple(attended.shape)} does not fit this layer")
         output = torch.empty_like(hidden)
-        gated = hidden.new_empty(2, rows, self.gated_size).numpy()
-        self._run_after(hidden, attended, gated, output.numpy())
+        self._run_after(hidden, attended, output.numpy())
         return output
 
     @abstractmethod
@@ -113,7 +113,5 @@ class LayerKernel(ABC):
         """Fill query, key and value in `outputs`; `rotation` is cosine and sine."""
 
     @abstractmethod
-    def _run_after(
-        self, hidden: torch.Tensor, attended: torch.Tensor, gated: Arrays, output: np.ndarray
-    ) -> None:
-        """Fill `output`; `gated` is room for gate and up."""
+    def _run_after(self, hidden: torch.Tensor, attended: torch.Tensor, output: np.ndarray) -> None:
+        """Fill `output`."""

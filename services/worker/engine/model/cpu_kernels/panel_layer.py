@@ -1,13 +1,21 @@
 """The parts of a decoder layer before and after attention, with weights in panels, for any rows.
 
-Rows are rounded to bfloat16 for each product; sums, norms and what is added up stay in float32.
+With weights in bfloat16, rows are rounded to that for each product; sums, norms and what is added
+up stay in float32.
 """
 
 import numpy as np
 import torch
 from numba import float32
 
-from services.worker.engine.model.cpu_kernels.compiler import compiled, float32_of
+from services.worker.engine.memory.panels import PANEL
+from services.worker.engine.model.cpu_kernels.compiler import (
+    compiled,
+    float32_of,
+    for_stored,
+    narrow,
+    stored_array,
+)
 from services.worker.engine.model.cpu_kernels.exponential import exponential
 from services.worker.engine.model.cpu_kernels.layer_kernel import (
     Arrays,
@@ -16,30 +24,31 @@ from services.worker.engine.model.cpu_kernels.layer_kernel import (
     add_bias,
 )
 from services.worker.engine.model.cpu_kernels.panel_gemm import (
-    bfloat16_bits,
+    STEP_ROWS,
+    multiply_panel,
     multiply_panels,
+    narrow_rows,
     panel_calls,
-    round_rows,
 )
 from services.worker.engine.model.cpu_kernels.rms_norm import norm_scale
 from services.worker.engine.model.cpu_kernels.rotary import turn
 
-_ROWS, _ROUNDED, _PANELS = "float32[:, ::1]", "uint16[:, ::1]", "uint16[:, :, :, ::1]"
-_VECTOR = "uint16[::1]"
+_ROWS, _NARROWED, _PANELS = "float32[:, ::1]", "STORED[:, ::1]", "STORED[:, :, :, ::1]"
+_VECTOR = "STORED[::1]"
 
 
-@compiled(f"void({_ROWS}, {_VECTOR}, float32, {_ROUNDED})")
-def _normalize_rounded(rows, weight, epsilon, output):  # type: ignore[no-untyped-def]
-    """The norm of `rms_norm`, rounded."""
+@compiled(*for_stored(f"void({_ROWS}, {_VECTOR}, float32, {_NARROWED})"))
+def _normalize_narrowed(rows, weight, epsilon, output):  # type: ignore[no-untyped-def]
+    """The norm of `rms_norm`, rounded like weights."""
     count, size = rows.shape
     for m in range(count):
         row, normed = rows[m], output[m]
         scale = norm_scale(row, epsilon)
         for k in range(size):
-            normed[k] = bfloat16_bits(row[k] * scale * float32_of(weight[k]))
+            normed[k] = narrow(row[k] * scale * float32_of(weight[k]), normed)
 
 
-@compiled(f"void(int64[::1], {_ROUNDED}, {_PANELS}, {_VECTOR}, {_ROWS})")
+@compiled(*for_stored(f"void(int64[::1], {_NARROWED}, {_PANELS}, {_VECTOR}, {_ROWS})"))
 def _project(calls, rows, panels, bias, output):  # type: ignore[no-untyped-def]
     """A product, plus `bias` [out]; an empty `bias` [0] means none."""
     multiply_panels(calls, rows, panels, output, 0)
@@ -47,15 +56,17 @@ def _project(calls, rows, panels, bias, output):  # type: ignore[no-untyped-def]
 
 
 @compiled(
-    f"void(int64[::1], {_ROWS}, {_ROWS}, {_ROWS}, {_VECTOR}, float32,"
-    + 3 * f" {_PANELS}, {_VECTOR},"
-    + f" {_VECTOR}, {_VECTOR}, {_ROUNDED}, {_ROWS}, {_ROWS}, {_ROWS})"
+    *for_stored(
+        f"void(int64[::1], {_ROWS}, {_ROWS}, {_ROWS}, {_VECTOR}, float32,"
+        + 3 * f" {_PANELS}, {_VECTOR},"
+        + f" {_VECTOR}, {_VECTOR}, {_NARROWED}, {_ROWS}, {_ROWS}, {_ROWS})"
+    )
 )
-def _before(  # type: ignore[no-untyped-def]
+def before_attention(  # type: ignore[no-untyped-def]
     calls, hidden, cosine, sine, norm, epsilon, weight_q, bias_q, weight_k, bias_k, weight_v,
     bias_v, norm_q, norm_k, normed, query, key, value,
 ):  # fmt: skip
-    _normalize_rounded(hidden, norm, epsilon, normed)
+    _normalize_narrowed(hidden, norm, epsilon, normed)
     _project(calls, normed, weight_q, bias_q, query)
     _project(calls, normed, weight_k, bias_k, key)
     _project(calls, normed, weight_v, bias_v, value)
@@ -63,55 +74,78 @@ def _before(  # type: ignore[no-untyped-def]
     turn(key, norm_k, epsilon, cosine, sine)
 
 
-@compiled(f"void({_ROWS}, {_ROWS}, {_ROUNDED})")
-def _gate_rounded(gate, up, output):  # type: ignore[no-untyped-def]
-    """SiLU of `gate`, times `up`, rounded."""
-    for m in range(len(gate)):
-        for k in range(gate.shape[1]):
-            wanted = gate[m, k]
-            gated = wanted / (float32(1) + exponential(-wanted)) * up[m, k]
-            output[m, k] = bfloat16_bits(gated)
+@compiled(
+    *for_stored(
+        f"void(int64[::1], {_NARROWED}, {_PANELS}, {_PANELS}, {_ROWS}, {_ROWS}, {_NARROWED})"
+    )
+)
+def _multiply_gated(  # type: ignore[no-untyped-def]
+    calls,
+    rows,
+    weight_gate,
+    weight_up,
+    gate,
+    up,
+    output,
+):
+    """`output` [rows, out] = SiLU of one product, times another, rounded like weights.
+
+    It computes both a panel at a time, so that they stay in the cache: `gate` and `up`
+    [STEP_ROWS, PANEL] are room for that.
+    """
+    for panel in range(len(weight_gate)):
+        for first in range(0, len(rows), STEP_ROWS):
+            count = min(STEP_ROWS, len(rows) - first)
+            multiply_panel(calls, count, rows, first, weight_gate, panel, gate, 0, 0, 0)
+            multiply_panel(calls, count, rows, first, weight_up, panel, up, 0, 0, 0)
+            for m in range(count):
+                target = output[first + m, panel * PANEL : (panel + 1) * PANEL]
+                for k in range(PANEL):
+                    wanted = gate[m, k]
+                    gated = wanted / (float32(1) + exponential(-wanted)) * up[m, k]
+                    target[k] = narrow(gated, target)
 
 
 @compiled(
-    f"void(int64[::1], {_ROWS}, {_ROWS}, {_PANELS}, {_VECTOR}, float32,"
-    + 3 * f" {_PANELS},"
-    + f" {_ROUNDED}, {_ROUNDED}, {_ROWS}, {_ROWS}, {_ROUNDED}, {_ROWS})"
+    *for_stored(
+        f"void(int64[::1], {_ROWS}, {_PANELS}, {_VECTOR}, float32,"
+        + 3 * f" {_PANELS},"
+        + f" {_NARROWED}, {_NARROWED}, {_ROWS}, {_ROWS}, {_NARROWED}, {_ROWS})"
+    )
 )
-def _after(  # type: ignore[no-untyped-def]
-    calls, hidden, attended, weight_o, norm, epsilon, weight_gate, weight_up, weight_down,
-    rounded, normed, gate, up, gated, output,
+def after_attention(  # type: ignore[no-untyped-def]
+    calls, attended, weight_o, norm, epsilon, weight_gate, weight_up, weight_down,
+    narrowed, normed, gate, up, gated, hidden,
 ):  # fmt: skip
-    round_rows(attended, rounded)
-    output[:] = hidden
-    multiply_panels(calls, rounded, weight_o, output, 1)
-    _normalize_rounded(output, norm, epsilon, normed)
-    multiply_panels(calls, normed, weight_gate, gate, 0)
-    multiply_panels(calls, normed, weight_up, up, 0)
-    _gate_rounded(gate, up, gated)
-    multiply_panels(calls, gated, weight_down, output, 1)
+    """Add to `hidden` what attention and the MLP give."""
+    narrow_rows(attended, narrowed)
+    multiply_panels(calls, narrowed, weight_o, hidden, 1)
+    _normalize_narrowed(hidden, norm, epsilon, normed)
+    _multiply_gated(calls, normed, weight_gate, weight_up, gate, up, gated)
+    multiply_panels(calls, gated, weight_down, hidden, 1)
 
 
 class PanelLayerKernel(LayerKernel):
-    """With weights in panels, biases and norms in bfloat16; this processor has the product."""
+    """With weights in panels; this processor has the product."""
 
     def __init__(self, weights: LayerWeights, head_dim: int, epsilon: float) -> None:
         super().__init__(weights, head_dim, epsilon)
-        self._calls = panel_calls()
+        self._calls = panel_calls(weights.query.dtype)
         assert self._calls is not None, "weights lie in panels only where there is a product"
+        self._stored = stored_array(weights.query).dtype
 
     def _run_before(self, hidden: torch.Tensor, rotation: Arrays, outputs: Arrays) -> None:
-        normed = np.empty(hidden.shape, np.uint16)
-        _before(self._calls, hidden.numpy(), *rotation, *self.weights_before, normed, *outputs)
-
-    def _run_after(
-        self, hidden: torch.Tensor, attended: torch.Tensor, gated: Arrays, output: np.ndarray
-    ) -> None:
-        gate, up = gated
-        rounded, normed, product = (
-            np.empty(shape, np.uint16) for shape in (attended.shape, hidden.shape, gate.shape)
+        normed = np.empty(hidden.shape, self._stored)
+        before_attention(
+            self._calls, hidden.numpy(), *rotation, *self.weights_before, normed, *outputs
         )
-        _after(
-            *(self._calls, hidden.numpy(), attended.numpy(), *self.weights_after),
-            *(rounded, normed, gate, up, product, output),
+
+    def _run_after(self, hidden: torch.Tensor, attended: torch.Tensor, output: np.ndarray) -> None:
+        gate, up = (np.empty((STEP_ROWS, PANEL), np.float32) for _ in range(2))
+        shapes = (attended.shape, hidden.shape, (len(hidden), self.gated_size))
+        narrowed, normed, gated = (np.empty(shape, self._stored) for shape in shapes)
+        np.copyto(output, hidden.numpy())
+        after_attention(
+            *(self._calls, attended.numpy(), *self.weights_after),
+            *(narrowed, normed, gate, up, gated, output),
         )

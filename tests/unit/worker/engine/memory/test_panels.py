@@ -21,27 +21,33 @@ class Numbers:
         """Nothing is open."""
 
 
-def test_each_value_has_its_documented_place() -> None:
-    weight = torch.arange(128 * 6).view(128, 6)
+@pytest.mark.parametrize(
+    ("dtype", "beside"), [(torch.int16, 2), (torch.bfloat16, 2), (torch.float32, 1)]
+)
+def test_each_value_has_its_documented_place(dtype: torch.dtype, beside: int) -> None:
+    weight = torch.arange(128 * 6).to(dtype).view(128, 6)
     panels = panels_of(weight)
-    assert panels.shape == panel_shape((128, 6)) == (2, 3, 64, 2)
+    assert panels.shape == panel_shape((128, 6), dtype) == (2, 6 // beside, 64, beside)
     for output, number in ((0, 0), (63, 5), (64, 0), (100, 3)):
-        place = (output // 64, number // 2, output % 64, number % 2)
+        place = (output // 64, number // beside, output % 64, number % beside)
         assert panels[place] == weight[output, number]
     assert outputs_of(panels) == outputs_of(weight) == 128
 
 
-def test_rows_are_read_back() -> None:
-    weight = torch.randn(192, 10)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_rows_are_read_back(dtype: torch.dtype) -> None:
+    weight = torch.randn(192, 10).to(dtype)
     wanted = torch.tensor([5, 0, 191, 64, 5])
     assert torch.equal(rows_of(panels_of(weight).contiguous(), wanted), weight[wanted])
 
 
 @pytest.mark.parametrize(
-    ("shape", "expected"), [((64, 2), True), ((63, 2), False), ((64, 3), False), ((64,), False)]
+    ("shape", "in_bfloat16", "in_float32"),
+    [((64, 2), True, True), ((63, 2), False, False), ((64, 3), False, True), ((64,), False, False)],
 )
-def test_which_shapes_fit(shape: tuple[int, ...], expected: bool) -> None:
-    assert fits(shape) is expected
+def test_which_shapes_fit(shape: tuple[int, ...], in_bfloat16: bool, in_float32: bool) -> None:
+    assert fits(shape, torch.bfloat16) is in_bfloat16
+    assert fits(shape, torch.float32) is in_float32
 
 
 def filled(layout: SlabLayout) -> LayerSlab:

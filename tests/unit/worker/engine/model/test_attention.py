@@ -4,7 +4,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from services.core.planner.batch import Batch, Chunk
+from services.core.planner.batch import Batch, Chunk, SampleSpec
 from services.core.request import blocks_for
 from services.worker.engine.model.attention.cpu import SdpaPagedAttention
 from services.worker.engine.model.attention.paged import Decode, MetadataBuilder, group_by_length
@@ -56,10 +56,8 @@ def attention(
     )
 
 
-def builder(windows: frozenset[int | None], dtype: torch.dtype) -> MetadataBuilder:
-    return MetadataBuilder(
-        block_size=BLOCK_SIZE, sliding_windows=windows, device=CPU, compute_dtype=dtype
-    )
+def builder(dtype: torch.dtype) -> MetadataBuilder:
+    return MetadataBuilder(block_size=BLOCK_SIZE, device=CPU, compute_dtype=dtype)
 
 
 @pytest.mark.parametrize(
@@ -90,7 +88,7 @@ def test_random_batches_match_the_reference(
         return made.to(storage).to(compute)
 
     fast = attention(storage, compute, compiled)
-    metadata_builder = builder(frozenset({window}), compute)
+    metadata_builder = builder(compute)
     blocks = torch.full((NUM_BLOCKS, 2, BLOCK_SIZE, KV_HEADS, HEAD_DIM), torch.nan, dtype=storage)
     free = rng.sample(range(NUM_BLOCKS), NUM_BLOCKS)
     empty = torch.empty(0, KV_HEADS, HEAD_DIM, dtype=compute)
@@ -106,7 +104,8 @@ def test_random_batches_match_the_reference(
                 sequence.table.append(free.pop())
             sequence.keys = torch.cat([sequence.keys, normal(size, KV_HEADS, HEAD_DIM)])
             sequence.values = torch.cat([sequence.values, normal(size, KV_HEADS, HEAD_DIM)])
-            chunks.append(Chunk(str(index), start, (0,) * size, tuple(sequence.table), None))
+            sample = SampleSpec(None, rng.randint(0, 3)) if size == 1 else None
+            chunks.append(Chunk(str(index), start, (0,) * size, tuple(sequence.table), sample))
             queries.append(normal(size, HEADS, HEAD_DIM))
             keys.append(sequence.keys[start:])
             values.append(sequence.values[start:])
@@ -132,7 +131,7 @@ def test_keys_and_values_are_stored_in_the_storage_dtype() -> None:
     key, value = torch.randn(2, 10, KV_HEADS, HEAD_DIM)
     query = torch.randn(10, HEADS, HEAD_DIM)
     batch = Batch((Chunk("a", 0, (0,) * 10, (2, 1), None),))
-    metadata = builder(frozenset({None}), torch.float32).build(batch, 4)
+    metadata = builder(torch.float32).build(batch, 4)
     actual = fast.forward(
         query, key, value, blocks, metadata, sliding_window=None, scaling=HEAD_DIM**-0.5
     )
@@ -166,4 +165,4 @@ def test_decode_groups_bound_padding_and_size() -> None:
 )
 def test_impossible_chunks_are_refused(chunk: Chunk) -> None:
     with pytest.raises(InvalidBatch):
-        builder(frozenset({None}), torch.float32).build(Batch((chunk,)), NUM_BLOCKS)
+        builder(torch.float32).build(Batch((chunk,)), NUM_BLOCKS)

@@ -11,7 +11,7 @@ from services.worker.engine.memory.panels import panels_of
 from services.worker.engine.model.cpu_kernels.skinny_gemm import FEW_ROWS
 from services.worker.engine.model.decoder import ATTENTION_NAME
 from services.worker.engine.model.fused_layer import FusedLayer, fused_layer
-from tests.support.panels import needs_panel_product
+from tests.support.panels import PANEL_DTYPES
 
 EVEN = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "head_dim": 16}
 ODD = {"hidden_size": 39, "intermediate_size": 45, "num_attention_heads": 3, "head_dim": 6}
@@ -88,44 +88,49 @@ def in_panels(stored: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     }
 
 
-@needs_panel_product
+@pytest.mark.parametrize("dtype", PANEL_DTYPES)
 @pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen2", "qwen3"])
 @torch.inference_mode()
-def test_panels_compute_what_the_layer_does_with_rounded_inputs(model_type: str) -> None:
-    layer, model, stored = layer_and_rotation(model_type, PANELS, torch.bfloat16)
+def test_panels_compute_what_the_layer_does_with_rounded_inputs(
+    model_type: str, dtype: torch.dtype
+) -> None:
+    layer, model, stored = layer_and_rotation(model_type, PANELS, dtype)
     fused = fused_layer(layer, in_panels(stored), "it", model.config, sliding_window=None)
     assert isinstance(fused, FusedLayer)
     for module in layer.modules():
         if isinstance(module, torch.nn.Linear):
-            module.register_forward_pre_hook(lambda _, rows: (rows[0].bfloat16().float(),))
+            module.register_forward_pre_hook(lambda _, rows: (rows[0].to(dtype).float(),))
     generator = torch.Generator().manual_seed(1)
     for rows in (1, 2, 17, 64, 65, 130):
         hidden = torch.randn(1, rows, PANELS["hidden_size"], generator=generator)
         rotation = model.rotary_emb(hidden, torch.arange(rows)[None] + 100)
         wanted = layer(hidden, position_embeddings=rotation, paged=Mixing())
         got = fused(hidden, position_embeddings=rotation, paged=Mixing())
+        if dtype == torch.float32:
+            torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
+            continue
         # A sum in another order may round to the next bfloat16.
         error, size = (got - wanted).abs(), wanted.abs()
         assert error.max() < 2**-7 * size.max() and error.mean() < 2**-10 * size.mean()
 
 
-@pytest.mark.parametrize("panels", [False, pytest.param(True, marks=needs_panel_product)])
+@pytest.mark.parametrize("panel_dtype", [None, *PANEL_DTYPES])
 @torch.inference_mode()
-def test_a_row_has_the_same_bits_in_any_company(panels: bool) -> None:
-    sizes, dtype = (PANELS, torch.bfloat16) if panels else (EVEN, torch.float32)
-    layer, model, stored = layer_and_rotation("llama", sizes, dtype)
-    views = in_panels(stored) if panels else stored
+def test_a_row_has_the_same_bits_in_any_company(panel_dtype: torch.dtype | None) -> None:
+    sizes = EVEN if panel_dtype is None else PANELS
+    layer, model, stored = layer_and_rotation("llama", sizes, panel_dtype or torch.float32)
+    views = stored if panel_dtype is None else in_panels(stored)
     fused = fused_layer(layer, views, "it", model.config, sliding_window=None)
     hidden = torch.randn(FEW_ROWS, sizes["hidden_size"])
     cosine, sine = (one[0] for one in model.rotary_emb(hidden[None], torch.arange(FEW_ROWS)[None]))
-    together = fused._kernel.before(hidden, cosine, sine)
+    together = fused.kernel.before(hidden, cosine, sine)
     attended = torch.randn(FEW_ROWS, 4, sizes["head_dim"])
-    after = fused._kernel.after(hidden, attended)
+    after = fused.kernel.after(hidden, attended)
     for row in range(0, FEW_ROWS, 7):
         one = slice(row, row + 1)
-        alone = fused._kernel.before(hidden[one], cosine[one], sine[one])
+        alone = fused.kernel.before(hidden[one], cosine[one], sine[one])
         assert all(torch.equal(a, b[one]) for a, b in zip(alone, together, strict=True))
-        assert torch.equal(fused._kernel.after(hidden[one], attended[one]), after[one])
+        assert torch.equal(fused.kernel.after(hidden[one], attended[one]), after[one])
 
 
 @pytest.mark.parametrize(
@@ -139,7 +144,7 @@ def test_a_layer_that_does_more_stays(options: dict[str, Any]) -> None:
 @torch.inference_mode()
 def test_what_does_not_fit_is_refused() -> None:
     layer, model, stored = layer_and_rotation("llama", EVEN, torch.float32)
-    kernel = fused_layer(layer, stored, "it", model.config, sliding_window=None)._kernel
+    kernel = fused_layer(layer, stored, "it", model.config, sliding_window=None).kernel
     turn = torch.ones(2, 16)
     with pytest.raises(ValueError, match="do not fit this layer"):
         kernel.before(torch.ones(2, 63), turn, turn)

@@ -1,0 +1,149 @@
+"""Attention of a batch over the paged KV cache, as one call: store, decode, prefill."""
+
+import numpy as np
+import torch
+
+from services.worker.engine.memory.panels import PANEL, WORD_BYTES
+from services.worker.engine.model.cpu_kernels.brgemm import release
+from services.worker.engine.model.cpu_kernels.compiler import (
+    compiled,
+    for_stored,
+    narrow,
+    stored_array,
+)
+from services.worker.engine.model.cpu_kernels.decode_attention import (
+    SLOTS,
+    attend_rows,
+    unpacked,
+)
+from services.worker.engine.model.cpu_kernels.panel_gemm import panel_calls
+from services.worker.engine.model.cpu_kernels.prefill_attention import (
+    KEYS,
+    ROWS,
+    attend_chunk,
+)
+
+_HEADS, _CACHE = "float32[:, :, ::1]", "STORED[:, :, :, :, ::1]"
+_SPANS = "int64[:, ::1], int64[::1]"
+
+
+@compiled(*for_stored(f"void({_HEADS}, {_HEADS}, {_CACHE}, {_SPANS})"))
+def store(key, value, blocks, spans, tables):  # type: ignore[no-untyped-def]
+    """Write `key` and `value` [tokens, kv_head, head_dim] into `blocks`.
+
+    A block that is begun now and not filled is cleared before, so that what is read beside the
+    tokens is finite.
+    """
+    _, _, slots, kv_heads, size = blocks.shape
+    for index in range(len(spans)):
+        first_row, rows, start, first_block = unpacked(spans[index])
+        last, left = (start + rows) // slots, (start + rows) % slots
+        if left and start <= last * slots:
+            blocks[tables[first_block + last]] = 0
+        for m in range(rows):
+            position = start + m
+            block = blocks[tables[first_block + position // slots]]
+            for kv_head in range(kv_heads):
+                to_key = block[0, position % slots, kv_head]
+                to_value = block[1, position % slots, kv_head]
+                for k in range(size):
+                    to_key[k] = narrow(key[first_row + m, kv_head, k], to_key)
+                    to_value[k] = narrow(value[first_row + m, kv_head, k], to_value)
+
+
+@compiled(
+    *for_stored(
+        f"void(int64[::1], {_HEADS}, {_HEADS}, {_HEADS}, {_CACHE}, {_SPANS}, int64, float32,"
+        f" {_HEADS}, STORED[:, :, ::1], {_HEADS}, uint32[:, ::1], uint32[:, :, ::1],"
+        " float32[:, ::1], STORED[:, ::1])"
+    )
+)
+def attend(  # type: ignore[no-untyped-def]
+    calls, query, key, value, blocks, spans, tables, window, scaling, output, inputs, states, keys,
+    values, scores, weights,
+):  # fmt: skip
+    """Store `key` and `value`, then write `output` [tokens, head, head_dim]; `window` 0: none.
+
+    The rest is room for `attend_chunk`.
+    """
+    store(key, value, blocks, spans, tables)
+    attend_rows(query, blocks, spans, tables, window, scaling, output)
+    for index in range(len(spans)):
+        first_row, rows, start, first_block = unpacked(spans[index])
+        if not spans[index, 4]:
+            attend_chunk(
+                calls, query[first_row : first_row + rows], blocks, tables[first_block:], start,
+                window, scaling, output[first_row : first_row + rows], inputs, states, keys, values,
+                scores, weights,
+            )  # fmt: skip
+    release(calls[1])
+
+
+def fits(block_size: int, head_dim: int, storage_dtype: torch.dtype) -> bool:
+    """Whether there are products for such a cache on this processor, and tiles fit into it."""
+    return (
+        block_size % SLOTS == 0
+        and head_dim % WORD_BYTES == 0
+        and panel_calls(storage_dtype) is not None
+    )
+
+
+class AttentionRoom:
+    """Memory for `attend_chunk`, with caches of that dtype."""
+
+    def __init__(self, head_dim: int, storage_dtype: torch.dtype) -> None:
+        self._head_dim = head_dim
+        self._storage_dtype = storage_dtype
+        words = head_dim * storage_dtype.itemsize // WORD_BYTES
+        value_words = KEYS * storage_dtype.itemsize // WORD_BYTES
+        # torch's memory is aligned for vectors. Columns after the last value stay 0.
+        self._tile = (
+            torch.zeros(words, KEYS, dtype=torch.uint32).numpy(),
+            torch.zeros(-(-head_dim // PANEL), value_words, PANEL, dtype=torch.uint32).numpy(),
+            torch.empty(ROWS, KEYS).numpy(),
+            stored_array(torch.empty(ROWS, KEYS, dtype=storage_dtype)),
+        )
+
+    def arrays(self, spans: np.ndarray, heads: int) -> tuple[np.ndarray, ...]:
+        """The room for the longest of `spans`, as arguments of `attend`."""
+        longest = int(spans[:, 1].max())
+        inputs = torch.empty(longest, heads, self._head_dim, dtype=self._storage_dtype)
+        return (stored_array(inputs), torch.empty(heads, longest, 2).numpy(), *self._tile)
+
+
+class PagedAttentionKernel:
+    """`attend` with the room that it needs; a cache of that dtype fits."""
+
+    def __init__(self, head_dim: int, storage_dtype: torch.dtype) -> None:
+        self._calls = panel_calls(storage_dtype)
+        self._room = AttentionRoom(head_dim, storage_dtype)
+
+    def __call__(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        blocks: torch.Tensor,
+        spans: np.ndarray,
+        tables: np.ndarray,
+        window: int,
+        scaling: float,
+    ) -> torch.Tensor:
+        """[tokens, head, head_dim] attended; arguments as for `attend`, contiguous.
+
+        Raises ValueError if query, keys and blocks do not fit each other.
+        """
+        _, _, slots, kv_heads, head_dim = blocks.shape
+        tokens, heads, wanted_dim = query.shape
+        # A kernel does not check bounds.
+        if wanted_dim != head_dim or heads % kv_heads or slots % SLOTS:
+            raise ValueError(f"a query {tuple(query.shape)} cannot attend to {tuple(blocks.shape)}")
+        if not key.shape == value.shape == (tokens, kv_heads, head_dim):
+            raise ValueError(f"keys {tuple(key.shape)} cannot be stored in {tuple(blocks.shape)}")
+        output = torch.empty_like(query)
+        attend(
+            *(self._calls, query.numpy(), key.numpy(), value.numpy(), stored_array(blocks)),
+            *(spans, tables, window, np.float32(scaling), output.numpy()),
+            *self._room.arrays(spans, heads),
+        )
+        return output

@@ -1,0 +1,204 @@
+"""Attention of consecutive new tokens of one sequence, directly over the paged KV cache.
+
+Keys are taken in tiles, and the softmax of a row is corrected when a later tile has a higher score,
+so that scores exist for one tile at a time (FlashAttention-2). A tile is put into the order of the
+product once for all rows of the chunk, and for all query heads that share its KV head.
+
+Tiles begin at multiples of `KEYS` positions, and a row is computed alike in any company. So a row
+has the same bits however a prompt is cut into chunks.
+"""
+
+import numpy as np
+from numba import float32, uint32
+
+from services.worker.engine.memory.panels import PANEL, WORD_BYTES
+from services.worker.engine.model.cpu_kernels.brgemm import product
+from services.worker.engine.model.cpu_kernels.compiler import (
+    compiled,
+    for_stored,
+    larger,
+    narrow,
+)
+from services.worker.engine.model.cpu_kernels.exponential import exponential
+from services.worker.engine.model.cpu_kernels.panel_gemm import narrow_rows
+
+KEYS = 64
+"""Positions of a tile, a multiple of the positions whose values a product takes together."""
+ROWS = 64
+"""Rows that attend to a tile at once."""
+_CACHE = "STORED[:, :, :, :, ::1]"
+_KEYS, _VALUES = "uint32[:, ::1]", "uint32[:, :, ::1]"
+
+
+@compiled(*for_stored(f"void({_CACHE}, int64[::1], int64, int64, int64, {_KEYS})"))
+def _pack_keys(blocks, table, kv_head, first, count, packed):  # type: ignore[no-untyped-def]
+    """`packed` [head_dim in words, KEYS]: `count` keys from position `first` on, then zeros."""
+    slots = blocks.shape[2]
+    block, slot = first // slots, first % slots
+    for index in range(count):
+        key = blocks[table[block], 0, slot, kv_head].view(np.uint32)
+        for word in range(len(packed)):
+            packed[word, index] = key[word]
+        slot += 1
+        if slot == slots:
+            block, slot = block + 1, 0
+    for word in range(len(packed)):
+        packed[word, count:] = 0
+
+
+@compiled(*for_stored(f"void({_CACHE}, int64[::1], int64, int64, int64, {_VALUES})"))
+def _pack_values(blocks, table, kv_head, first, count, packed):  # type: ignore[no-untyped-def]
+    """`packed` [panel, KEYS in words, PANEL]: values of the same positions, then zeros.
+
+    The positions of a word lie in one block.
+    """
+    slots, size = blocks.shape[2], blocks.shape[4]
+    together = WORD_BYTES // blocks.itemsize
+    block, slot = first // slots, first % slots
+    for word in range(KEYS // together):
+        left = count - word * together
+        if left <= 0:
+            packed[:, word] = 0
+            continue
+        values = blocks[table[block], 1]
+        for panel in range(len(packed)):
+            begin = panel * PANEL
+            width = min(PANEL, size - begin)
+            target = packed[panel, word]
+            if together == 1:
+                whole = values[slot, kv_head].view(np.uint32)
+                for k in range(width):
+                    target[k] = whole[begin + k]
+            elif left == 1:
+                even = values[slot, kv_head]
+                for k in range(width):
+                    target[k] = uint32(even[begin + k])
+            else:
+                even, odd = values[slot, kv_head], values[slot + 1, kv_head]
+                for k in range(width):
+                    target[k] = uint32(even[begin + k]) | (uint32(odd[begin + k]) << uint32(16))
+        slot += together
+        if slot == slots:
+            block, slot = block + 1, 0
+
+
+@compiled(
+    *for_stored(
+        "void(float32[::1], int64, int64, float32, float32[::1], STORED[::1], float32[::1])"
+    )
+)
+def _weigh(scores, begin, end, scaling, state, weights, attended):  # type: ignore[no-untyped-def]
+    """Turn `scores` [KEYS] of a row into `weights`; those before `begin` or from `end` on are 0.
+
+    `state`: the highest score of the row, and the sum of its weights. What it has `attended` so far
+    shrinks if a higher score comes.
+    """
+    highest = state[0]
+    peak, total = highest, float32(0)
+    if begin == 0 and end == KEYS:
+        for k in range(KEYS):
+            peak = larger(peak, scores[k])
+        for k in range(KEYS):
+            weight = exponential((scores[k] - peak) * scaling)
+            total += weight
+            weights[k] = narrow(weight, weights)
+    else:
+        for k in range(begin, end):
+            peak = larger(peak, scores[k])
+        for k in range(KEYS):
+            seen = begin <= k and k < end
+            weight = exponential((scores[k] - peak) * scaling) if seen else float32(0)
+            total += weight
+            weights[k] = narrow(weight, weights)
+    if peak > highest:
+        shrink = exponential((highest - peak) * scaling)
+        state[0] = peak
+        state[1] = state[1] * shrink + total
+        for k in range(len(attended)):
+            attended[k] *= shrink
+    else:
+        state[1] += total
+
+
+@compiled(
+    *for_stored(
+        f"void(int64[::1], STORED[:, :, ::1], int64, int64, {_KEYS}, {_VALUES}, int64, int64,"
+        " int64, float32, float32[:, ::1], STORED[:, ::1], float32[:, :, ::1], float32[:, :, ::1])"
+    )
+)
+def _attend_tile(  # type: ignore[no-untyped-def]
+    calls, inputs, head, first_row, keys, values, distance, count, window, scaling, scores, weights,
+    states, output,
+):  # fmt: skip
+    """Attend with `count` rows of a head to a tile; row 0 is `distance` positions after its begin.
+
+    `states` and `output` are of the same rows as `inputs`, all of the chunk.
+    """
+    _, heads, size = inputs.shape
+    at = (first_row * heads + head) * size
+    product(
+        calls[0], count, KEYS, size, heads * size, KEYS, KEYS, 0, inputs, at, keys, 0, scores, 0
+    )
+    for m in range(count):
+        end = distance + m + 1
+        begin = max(0, end - window) if window else 0
+        end = min(KEYS, end)
+        row = first_row + m
+        if begin < end:
+            attended, state = output[row, head], states[head, row]
+            _weigh(scores[m], begin, end, scaling, state, weights[m], attended)
+        else:
+            weights[m] = 0
+    for panel in range(len(values)):
+        column = panel * PANEL
+        product(
+            calls[0], count, min(PANEL, size - column), KEYS, KEYS, PANEL, heads * size, 1,
+            weights, 0, values, panel * values.shape[1] * PANEL, output, at + column,
+        )  # fmt: skip
+
+
+@compiled(
+    *for_stored(
+        f"void(int64[::1], float32[:, :, ::1], {_CACHE}, int64[::1], int64, int64, float32,"
+        f" float32[:, :, ::1], STORED[:, :, ::1], float32[:, :, ::1], {_KEYS}, {_VALUES},"
+        " float32[:, ::1], STORED[:, ::1])"
+    )
+)
+def attend_chunk(  # type: ignore[no-untyped-def]
+    calls, query, blocks, table, start, window, scaling, output, inputs, states, keys, values,
+    scores, weights,
+):  # fmt: skip
+    """Write `output` [rows, head, head_dim] for `query` of the same shape, from position `start`.
+
+    `table` has the blocks of the sequence up to the last row. `window`: how many last positions a
+    row sees; 0 for all. Room: `inputs` like `query` or longer, `states` [head, rows, 2] or longer,
+    `keys`, `values`, `scores` [ROWS, KEYS], `weights` likewise.
+    """
+    rows, heads, size = query.shape
+    kv_heads = blocks.shape[3]
+    sharing, end = heads // kv_heads, start + rows
+    lowest = max(0, start - window + 1) if window else 0
+    width = heads * size
+    narrow_rows(query.reshape((rows, width)), inputs[:rows].reshape((rows, width)))
+    output[:] = 0
+    states[:, :rows, 0] = -np.inf
+    states[:, :rows, 1] = 0
+    for kv_head in range(kv_heads):
+        for first in range(lowest // KEYS * KEYS, end, KEYS):
+            positions = min(KEYS, end - first)
+            _pack_keys(blocks, table, kv_head, first, positions, keys)
+            _pack_values(blocks, table, kv_head, first, positions, values)
+            # Rows before these are before the tile; those after them see no position of it.
+            first_row = max(0, first - start) // ROWS * ROWS
+            last_row = min(rows, first + KEYS - 1 + window - start) if window else rows
+            for row in range(first_row, last_row, ROWS):
+                for head in range(kv_head * sharing, (kv_head + 1) * sharing):
+                    _attend_tile(
+                        calls, inputs, head, row, keys, values, start + row - first,
+                        min(ROWS, rows - row), window, scaling, scores, weights, states, output,
+                    )  # fmt: skip
+    for m in range(rows):
+        for head in range(heads):
+            share = float32(1) / states[head, m, 1]
+            for k in range(size):
+                output[m, head, k] *= share
