@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from services.common.config import choice, number, option
+from services.common.config import choice, number, option, tcp_port
 from services.common.service_config import ServiceConfig
 from services.core.overtaking import OVERTAKEN_MAX
 from services.core.scheduler.dispatch import SCORES
@@ -14,7 +14,7 @@ class SchedulerConfig(ServiceConfig):
     """The options of the scheduler."""
 
     host: str = option("127.0.0.1", "Address to listen on.")
-    port: int = number(0, "Port of gRPC; 0: any free one.", minimum=0, maximum=65535)
+    port: int = tcp_port(0, "Port of gRPC; 0: any free one.")
     queue_limit: int = number(
         1024, "Requests that may wait; more get 503.", minimum=1, maximum=1_000_000
     )
