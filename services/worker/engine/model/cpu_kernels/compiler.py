@@ -59,11 +59,16 @@ def compiled(*signatures: str) -> Callable[[Callable[..., Any]], Callable[..., A
     """Compile for `signatures` now, or load the machine code of an earlier process.
 
     Sums may be reordered, so that they can use vectors; the order is the same in every call. A
-    kernel releases the interpreter lock.
+    division by zero is not looked for, which would keep a loop from using vectors. A kernel
+    releases the interpreter lock.
     """
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
-        options = {"fastmath": {"reassoc", "contract", "nsz"}, "nogil": True}
+        options = {
+            "fastmath": {"reassoc", "contract", "nsz"},
+            "error_model": "numpy",
+            "nogil": True,
+        }
         try:
             kernel: Callable[..., Any] = njit(list(signatures), cache=True, **options)(function)
         except (RuntimeError, OSError, EOFError, pickle.UnpicklingError) as error:

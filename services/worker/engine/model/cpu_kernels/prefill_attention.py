@@ -96,7 +96,7 @@ def _weigh(scores, begin, end, scaling, state, weights, attended):  # type: igno
     highest = state[0]
     peak, total = highest, float32(0)
     if begin == 0 and end == KEYS:
-        for k in range(KEYS):
+        for k in range(len(scores)):  # with a length that it knows, LLVM uses no vectors
             peak = larger(peak, scores[k])
         for k in range(KEYS):
             weight = exponential((scores[k] - peak) * scaling)
