@@ -6,7 +6,6 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
-from torch import nn
 
 from services.worker.engine.compute.runner_config import LOGIT_ROWS, RunnerConfig, compute_dtype
 from services.worker.engine.memory.budget import MemoryDemand, MemoryPlan, plan_memory
@@ -17,15 +16,12 @@ from services.worker.engine.memory.stage_memory import StageMemory
 from services.worker.engine.model import cpu_kernels
 from services.worker.engine.model.attention.cpu import SdpaPagedAttention, mask_bytes
 from services.worker.engine.model.attention.paged import GROUP_TOKENS, PagedAttention
-from services.worker.engine.model.catalog import (
-    ModelGeometry,
-    build_skeleton,
-    geometry_of,
-    load_config,
-)
-from services.worker.engine.model.decoder import ATTENTION_NAME, Decoder, slab_layouts
+from services.worker.engine.model.catalog import ModelGeometry, geometry_of
+from services.worker.engine.model.config import load_config
+from services.worker.engine.model.decoder import Decoder, slab_layouts
 from services.worker.engine.model.linear import UpcastScratch
 from services.worker.engine.model.loader import DummySource, SafetensorsSource, verify_manifest
+from services.worker.engine.model.modules import Skeleton
 from services.worker.errors import UnsupportedDevice
 
 ARENAS: dict[str, type[MemfdArena]] = {"cpu": MemfdArena}
@@ -52,7 +48,7 @@ def load_model(config: RunnerConfig) -> LoadedModel:
         torch.set_num_threads(config.threads)
     model_config = load_config(config.model_dir)
     geometry = _limited(geometry_of(model_config, config.dtype), config.max_model_len)
-    skeleton = build_skeleton(model_config, ATTENTION_NAME)
+    skeleton = Skeleton(model_config)
     compiled = cpu_kernels.fit(device, config.dtype, compute_dtype(device, config.dtype))
     panels = compiled and cpu_kernels.has_panel_product(config.dtype)
     layouts = slab_layouts(skeleton, config.dtype, panels=panels)
@@ -140,7 +136,7 @@ def _open_source(config: RunnerConfig) -> WeightSource:
 
 def _build_decoder(
     config: RunnerConfig,
-    skeleton: nn.Module,
+    skeleton: Skeleton,
     geometry: ModelGeometry,
     stage_memory: StageMemory,
 ) -> Decoder:

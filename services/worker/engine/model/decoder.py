@@ -1,17 +1,16 @@
-"""Runs a decoder-only model of `transformers` one layer at a time over memory in the arena.
+"""Runs a decoder-only model one layer at a time over memory in the arena.
 
-The model code is built without weights: its parameters are views of slabs, and its attention is
-`_paged_attention`, registered under `ATTENTION_NAME`. No parameter lies outside the arena.
+The layers are built without weights: their parameters are views of slabs. No parameter lies outside
+the arena.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 from torch.nn import functional
-from transformers import AttentionInterface, PretrainedConfig
 
 from services.core.groups.slab_names import EMBEDDING, HEAD, NORM, layer_name
 from services.worker.engine.memory.kv_range import KvRange
@@ -20,14 +19,14 @@ from services.worker.engine.memory.panels import fits, rows_of
 from services.worker.engine.model.attention.paged import AttentionMetadata, PagedAttention
 from services.worker.engine.model.fused_layer import fused_layer, joined_layers
 from services.worker.engine.model.linear import Float32RmsNorm, SlabLinear, UpcastScratch
+from services.worker.engine.model.modules import RmsNorm, Skeleton
+from services.worker.engine.model.rope import rotary_of
 
 if TYPE_CHECKING:
     from services.worker.engine.model.cpu_kernels.layer_range import LayerRange
 
-ATTENTION_NAME = "tideserve_paged"
 
-
-def slab_layouts(skeleton: Any, dtype: torch.dtype, *, panels: bool) -> dict[str, SlabLayout]:
+def slab_layouts(skeleton: Skeleton, dtype: torch.dtype, *, panels: bool) -> dict[str, SlabLayout]:
     """The layouts by slab name, in the order of execution; tensors have their checkpoint names.
 
     A tied head has no weight of its own: its slab holds only the final norm. `panels`: the weights
@@ -114,7 +113,7 @@ class Decoder:
 
     def __init__(
         self,
-        skeleton: Any,
+        skeleton: Skeleton,
         slabs: dict[str, LayerSlab],
         kv_ranges: Sequence[KvRange],
         attention: PagedAttention,
@@ -124,7 +123,7 @@ class Decoder:
         scratch: UpcastScratch | None,
         compiled: bool,
     ) -> None:
-        config: PretrainedConfig = skeleton.config
+        config = skeleton.config
         self._config = config
         self._sliding_windows = sliding_windows
         self._slabs = slabs
@@ -145,8 +144,7 @@ class Decoder:
         self._head_slab = head
         head_weight = head.views()[f"{EMBEDDING if config.tie_word_embeddings else HEAD}.weight"]
         self._head = SlabLinear(head_weight, None, scratch, compiled=compiled)
-        # Rotary frequencies are computed again, because the skeleton's are on the meta device.
-        self._rotary = type(skeleton.model.rotary_emb)(config).to(self._embedding.device)
+        self._rotary = rotary_of(config, self._embedding.device)
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """[tokens] → [tokens, hidden] in the compute dtype."""
@@ -179,9 +177,6 @@ class Decoder:
             batched = self._layers[index](
                 batched,
                 position_embeddings=rotation,
-                attention_mask=None,
-                position_ids=position_ids,
-                past_key_values=None,
                 paged=_LayerContext(self._attention, self._kv_ranges[index].blocks(), metadata),
             )
         return batched[0]
@@ -251,7 +246,7 @@ class Decoder:
                 self._scratch,
                 compiled=self._compiled,
             )
-        if self._compute_dtype == torch.float32 and hasattr(module, "variance_epsilon"):
+        if self._compute_dtype == torch.float32 and isinstance(module, RmsNorm):
             return Float32RmsNorm(
                 views[f"{path}.weight"], module.variance_epsilon, compiled=self._compiled
             )
@@ -259,29 +254,3 @@ class Decoder:
             view = nn.Parameter(views[f"{path}.{name}"], requires_grad=False)
             module.register_parameter(name, view)
         return module
-
-
-def _paged_attention(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    *,
-    scaling: float,
-    paged: _LayerContext,
-    sliding_window: int | None = None,
-    **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
-    """The attention interface of `transformers`: `query` is [1, head, tokens, head_dim]."""
-    output = paged.attend(
-        query[0].transpose(0, 1),
-        key[0].transpose(0, 1),
-        value[0].transpose(0, 1),
-        sliding_window=sliding_window,
-        scaling=scaling,
-    )
-    return output[None], None
-
-
-AttentionInterface.register(ATTENTION_NAME, _paged_attention)

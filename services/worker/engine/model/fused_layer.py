@@ -5,10 +5,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from transformers import PretrainedConfig
 
 from services.worker.engine.memory.kv_range import KvRange
 from services.worker.engine.memory.panels import outputs_of
+from services.worker.engine.model.config import ModelConfig
 
 if TYPE_CHECKING:
     from services.worker.engine.model.cpu_kernels.layer_kernel import LayerKernel, LayerWeights
@@ -35,7 +35,7 @@ _OPTIONAL = {
 
 
 class FusedLayer(nn.Module):
-    """Replaces a decoder layer of `transformers`; calls that layer for more tokens than it can."""
+    """Replaces a `DecoderLayer`; calls that layer for more tokens than it can."""
 
     def __init__(
         self, layer: nn.Module, kernel: "LayerKernel", *, sliding_window: int | None
@@ -64,7 +64,7 @@ def fused_layer(
     layer: nn.Module,
     views: dict[str, torch.Tensor],
     path: str,
-    config: PretrainedConfig,
+    config: ModelConfig,
     *,
     sliding_window: int | None,
 ) -> nn.Module:
@@ -90,7 +90,7 @@ def joined_layers(
     layers: Sequence[nn.Module],
     kv_ranges: Sequence[KvRange],
     sliding_windows: Sequence[int | None],
-    config: PretrainedConfig,
+    config: ModelConfig,
 ) -> "LayerRange | None":
     """The layers as one kernel, None unless it can compute them all."""
     from services.worker.engine.model.cpu_kernels import layer_range, paged_attention

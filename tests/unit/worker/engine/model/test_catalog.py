@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from services.worker.engine.model.catalog import geometry_of, load_config
+from services.worker.engine.model.catalog import geometry_of
+from services.worker.engine.model.config import load_config
 from tests.support.tiny_models import make_tiny_model
 
 

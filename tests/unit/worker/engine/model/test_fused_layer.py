@@ -9,9 +9,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from services.worker.engine.memory.panels import panels_of
 from services.worker.engine.model.cpu_kernels.skinny_gemm import FEW_ROWS
-from services.worker.engine.model.decoder import ATTENTION_NAME
 from services.worker.engine.model.fused_layer import FusedLayer, fused_layer
 from tests.support.panels import PANEL_DTYPES
+from tests.support.transformers_attention import ATTENTION_NAME
 
 EVEN = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "head_dim": 16}
 ODD = {"hidden_size": 39, "intermediate_size": 45, "num_attention_heads": 3, "head_dim": 6}

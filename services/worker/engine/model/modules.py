@@ -1,0 +1,140 @@
+"""The layers of a decoder-only model as torch modules, without weights.
+
+Llama, Mistral, Qwen2 and Qwen3 share one shape. Parameters have the names of checkpoints, and come
+in the order in which slabs have always had them. Every operation rounds as in `transformers`, of
+which the tests compare each architecture, so that float64 gives the same tokens.
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from services.worker.engine.model.activations import ACTIVATIONS
+from services.worker.engine.model.config import ModelConfig
+
+
+class RmsNorm(nn.Module):
+    """Normed in float32 whatever the activations are."""
+
+    def __init__(self, size: int, epsilon: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(size))
+        self.variance_epsilon = epsilon
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[..., size] → the same shape and type."""
+        exact = hidden.float()
+        scale = torch.rsqrt(exact.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+        return self.weight * (exact * scale).to(hidden.dtype)
+
+
+class Attention(nn.Module):
+    """Projections and rotation; `paged` attends."""
+
+    def __init__(self, config: ModelConfig, sliding_window: int | None) -> None:
+        super().__init__()
+        hidden, size = config.hidden_size, config.head_dim
+        heads, kv_heads = config.num_attention_heads * size, config.num_key_value_heads * size
+        self.q_proj = nn.Linear(hidden, heads, bias=config.biases.qkv)
+        self.k_proj = nn.Linear(hidden, kv_heads, bias=config.biases.qkv)
+        self.v_proj = nn.Linear(hidden, kv_heads, bias=config.biases.qkv)
+        self.o_proj = nn.Linear(heads, hidden, bias=config.biases.output)
+        self.q_norm: nn.Module = nn.Identity()
+        self.k_norm: nn.Module = nn.Identity()
+        if config.head_norms:
+            self.q_norm = RmsNorm(size, config.rms_norm_eps)
+            self.k_norm = RmsNorm(size, config.rms_norm_eps)
+        self._head_dim = size
+        self._sliding_window = sliding_window
+
+    def forward(
+        self, hidden: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor], paged: Any
+    ) -> torch.Tensor:
+        """[1, tokens, hidden] → the same shape; `paged.attend` as `PagedAttention.forward`."""
+        rows = hidden[0]
+        query, key, value = (
+            projected(rows).view(len(rows), -1, self._head_dim)
+            for projected in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        cosine, sine = (one[0][:, None] for one in rotation)
+        query, key = self.q_norm(query), self.k_norm(key)
+        attended = paged.attend(
+            query * cosine + _turned(query) * sine,
+            key * cosine + _turned(key) * sine,
+            value,
+            sliding_window=self._sliding_window,
+            scaling=self._head_dim**-0.5,
+        )
+        output: torch.Tensor = self.o_proj(attended.reshape(len(rows), -1))
+        return output[None]
+
+
+def _turned(heads: torch.Tensor) -> torch.Tensor:
+    """[..., head_dim]: each half becomes the other, the second negated."""
+    first, second = heads.chunk(2, dim=-1)
+    return torch.cat((-second, first), dim=-1)
+
+
+class Mlp(nn.Module):
+    """Gate, activation, up and down."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        hidden, gated, bias = config.hidden_size, config.intermediate_size, config.biases.mlp
+        self.gate_proj = nn.Linear(hidden, gated, bias=bias)
+        self.up_proj = nn.Linear(hidden, gated, bias=bias)
+        self.down_proj = nn.Linear(gated, hidden, bias=bias)
+        self._activation = ACTIVATIONS[config.hidden_act]
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[..., hidden] → the same shape."""
+        gated = self._activation(self.gate_proj(hidden)) * self.up_proj(hidden)
+        output: torch.Tensor = self.down_proj(gated)
+        return output
+
+
+class DecoderLayer(nn.Module):
+    """Attention and MLP, each with a norm before it and a residual around it."""
+
+    def __init__(self, config: ModelConfig, sliding_window: int | None) -> None:
+        super().__init__()
+        self.self_attn = Attention(config, sliding_window)
+        self.mlp = Mlp(config)
+        self.input_layernorm = RmsNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = RmsNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        *,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        paged: Any,
+    ) -> torch.Tensor:
+        """[1, tokens, hidden] → the same shape; cosine and sine are [1, tokens, head_dim]."""
+        normed = self.input_layernorm(hidden_states)
+        hidden = hidden_states + self.self_attn(normed, position_embeddings, paged)
+        output: torch.Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
+        return output
+
+
+class _Body(nn.Module):
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(
+            DecoderLayer(config, window) for window in config.sliding_windows
+        )
+        self.norm = RmsNorm(config.hidden_size, config.rms_norm_eps)
+
+
+class Skeleton(nn.Module):
+    """A model whose parameters have shapes and names, but no memory."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        with torch.device("meta"):
+            self.model = _Body(config)
+            self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.eval()
