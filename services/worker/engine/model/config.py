@@ -74,7 +74,7 @@ def load_config(model_dir: Path) -> ModelConfig:
         raise ModelError(
             f"{path}: quantized weights are not supported; use an unquantized copy of the model"
         )
-    return _Reader(path, raw).config(names[0])
+    return _ConfigFile(path, raw).config(names[0])
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -91,7 +91,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Reader:
+class _ConfigFile:
     """Reads fields of the file, and raises ModelError for those that nothing can be made of."""
 
     path: Path

@@ -19,7 +19,7 @@ from services.worker.engine.memory.panels import fits, rows_of
 from services.worker.engine.model.attention.paged import AttentionMetadata, PagedAttention
 from services.worker.engine.model.fused_layer import fused_layer, joined_layers
 from services.worker.engine.model.linear import Float32RmsNorm, SlabLinear, UpcastScratch
-from services.worker.engine.model.modules import RmsNorm, Skeleton
+from services.worker.engine.model.modules import EagerRmsNorm, Skeleton
 from services.worker.engine.model.rope import rotary_of
 
 if TYPE_CHECKING:
@@ -246,7 +246,7 @@ class Decoder:
                 self._scratch,
                 compiled=self._compiled,
             )
-        if self._compute_dtype == torch.float32 and isinstance(module, RmsNorm):
+        if self._compute_dtype == torch.float32 and isinstance(module, EagerRmsNorm):
             return Float32RmsNorm(
                 views[f"{path}.weight"], module.variance_epsilon, compiled=self._compiled
             )

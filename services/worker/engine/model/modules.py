@@ -14,7 +14,7 @@ from services.worker.engine.model.activations import ACTIVATIONS
 from services.worker.engine.model.config import ModelConfig
 
 
-class RmsNorm(nn.Module):
+class EagerRmsNorm(nn.Module):
     """Normed in float32 whatever the activations are."""
 
     def __init__(self, size: int, epsilon: float) -> None:
@@ -29,7 +29,7 @@ class RmsNorm(nn.Module):
         return self.weight * (exact * scale).to(hidden.dtype)
 
 
-class Attention(nn.Module):
+class LayerAttention(nn.Module):
     """Projections and rotation; `paged` attends."""
 
     def __init__(self, config: ModelConfig, sliding_window: int | None) -> None:
@@ -43,8 +43,8 @@ class Attention(nn.Module):
         self.q_norm: nn.Module = nn.Identity()
         self.k_norm: nn.Module = nn.Identity()
         if config.head_norms:
-            self.q_norm = RmsNorm(size, config.rms_norm_eps)
-            self.k_norm = RmsNorm(size, config.rms_norm_eps)
+            self.q_norm = EagerRmsNorm(size, config.rms_norm_eps)
+            self.k_norm = EagerRmsNorm(size, config.rms_norm_eps)
         self._head_dim = size
         self._sliding_window = sliding_window
 
@@ -99,10 +99,10 @@ class DecoderLayer(nn.Module):
 
     def __init__(self, config: ModelConfig, sliding_window: int | None) -> None:
         super().__init__()
-        self.self_attn = Attention(config, sliding_window)
+        self.self_attn = LayerAttention(config, sliding_window)
         self.mlp = Mlp(config)
-        self.input_layernorm = RmsNorm(config.hidden_size, config.rms_norm_eps)
-        self.post_attention_layernorm = RmsNorm(config.hidden_size, config.rms_norm_eps)
+        self.input_layernorm = EagerRmsNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = EagerRmsNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(
         self,
@@ -125,7 +125,7 @@ class _Body(nn.Module):
         self.layers = nn.ModuleList(
             DecoderLayer(config, window) for window in config.sliding_windows
         )
-        self.norm = RmsNorm(config.hidden_size, config.rms_norm_eps)
+        self.norm = EagerRmsNorm(config.hidden_size, config.rms_norm_eps)
 
 
 class Skeleton(nn.Module):
