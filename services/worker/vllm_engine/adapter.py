@@ -161,7 +161,8 @@ class VllmAdapter:
 
     async def _serve(self, entry: VllmRequest) -> None:
         request = entry.request
-        prompt: dict[str, Any] = {"prompt_token_ids": list(request.prompt_ids)}
+        # vLLM's `TokensInput`: nothing is left to be rendered.
+        prompt: dict[str, Any] = {"type": "token", "prompt_token_ids": list(request.prompt_ids)}
         if request.cache_salt:
             prompt["cache_salt"] = request.cache_salt
         reader = OutputReader(request)

@@ -51,7 +51,7 @@ async def test_a_request_runs_to_its_end(adapter: AdapterOnTest) -> None:
     assert (progress.report.load.waiting, progress.report.load.running) == (1, 0)
     assert progress.report.parameter_bytes == 500
     prompt, parameters = adapter.llm.given["r"]
-    assert prompt == {"prompt_token_ids": [1, 2, 3], "cache_salt": "of a"}
+    assert prompt == {"type": "token", "prompt_token_ids": [1, 2, 3], "cache_salt": "of a"}
     assert parameters["max_tokens"] == 8
     adapter.stats.running = 1
     adapter.llm.tell("r", output(5), output(6, ended="stop"))
