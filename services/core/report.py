@@ -19,7 +19,9 @@ class Load:
     `kv_blocks_total` are those of the smallest stage. `preemptions_total` counts the times that a
     sequence lost its blocks, `prompt_tokens_total` the tokens of the prompts whose first output
     token came from here. `batch_running`, `batch_waiting` and `kv_blocks_batch` are what the class
-    `batch` has of those; nothing decides by them so far.
+    `batch` has of those; nothing decides by them so far. Cached blocks are free ones.
+    `prefix_queries_total` are the prompt tokens of requests that began with a look into the cache
+    of prefixes, `prefix_hits_total` those that were there.
     """
 
     running: int
@@ -32,6 +34,8 @@ class Load:
     batch_running: int = 0
     batch_waiting: int = 0
     kv_blocks_batch: int = 0
+    prefix_queries_total: int = 0
+    prefix_hits_total: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,8 @@ class UnreadOutput:
     """An adopted request without a reader: all its output, and how it ended here if it has.
 
     `times` come with the ending, where they are known. `logprobs` are the rows of the last
-    tokens, and `prompt_logprobs` those that go with the first, if they were asked for.
+    tokens, and `prompt_logprobs` those that go with the first, if they were asked for, as does the
+    number of `cached_tokens`.
     """
 
     token_ids: list[int]
@@ -37,6 +38,7 @@ class UnreadOutput:
     times: RequestTimes | None = None
     logprobs: list[LogprobRows] = field(default_factory=list)
     prompt_logprobs: LogprobRows | None = None
+    cached_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +91,7 @@ class Arrivals(Generic[R]):
             now_s + self.timeout_s,
             logprobs=[adopted.logprobs] if adopted.logprobs is not None else [],
             prompt_logprobs=adopted.prompt_logprobs,
+            cached_tokens=adopted.cached_tokens,
         )
         return True
 

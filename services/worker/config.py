@@ -110,6 +110,11 @@ class WorkerConfig(ServiceConfig):
     min_microbatch_tokens: int = number(
         128, "Tokens below which a microbatch is not divided.", minimum=1, maximum=2**20
     )
+    prefix_caching: bool = option(
+        True,
+        "Whether requests that begin alike share the KV of what they have in common, and KV stays"
+        " for later ones while nothing else needs its memory; not in groups of several workers.",
+    )
     coordinated_exchange: bool = option(
         True, "Whether KV and parameters stand aside for activations."
     )

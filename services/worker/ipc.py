@@ -85,6 +85,7 @@ class AdoptedRequest(msgspec.Struct, frozen=True):
     `emitted_ids` are all its output tokens so far, so that a gateway may go on from any of them;
     the next `EmitToken` has the index `len(emitted_ids)`. `logprobs` are the rows of the last of
     these, `prompt_logprobs` those of the prompt once there is any output, if they were asked for.
+    `cached_tokens` of its prompt were in the cache where it started.
     """
 
     request_id: str
@@ -93,6 +94,7 @@ class AdoptedRequest(msgspec.Struct, frozen=True):
     emitted_ids: list[int]
     logprobs: LogprobRows | None = None
     prompt_logprobs: LogprobRows | None = None
+    cached_tokens: int = 0
 
 
 class Progress(msgspec.Struct, tag=True, frozen=True):

@@ -67,6 +67,14 @@ class WorkerCollector(Collector):
                 load.prompt_tokens_total,
             ),
             "vllm:generation_tokens": ("Tokens generated.", self._engine.generated_tokens),
+            "vllm:prefix_cache_queries": (
+                "Prompt tokens that were looked for in the cache of prefixes.",
+                load.prefix_queries_total,
+            ),
+            "vllm:prefix_cache_hits": (
+                "Prompt tokens that were there, and were not computed again.",
+                load.prefix_hits_total,
+            ),
         }
         for name, (text, value) in gauges.items():
             gauge = GaugeMetricFamily(name, text, labels=LABELS)

@@ -25,6 +25,7 @@ def to_event(token: EmitToken, times: RequestTimes | None = None) -> pb.RequestE
         token_ids=[token.token_id],
         finish_reason=_REASONS[token.finish_reason],
         times=_to_times(times),
+        cached_tokens=token.cached_tokens,
     )
     if token.logprobs is not None:
         event.logprobs.extend(_to_logprobs(token.logprobs))
@@ -92,8 +93,10 @@ def _to_replayed(request_id: str, arrival: UnreadOutput, from_index: int) -> lis
         if known is not None and first >= first_known:
             event.logprobs.extend(_to_logprobs(known.rows(first - first_known)))
         events.append(event)
-    if from_index == 0 < end and arrival.prompt_logprobs is not None:
-        events[0].prompt_logprobs.extend(_to_logprobs(arrival.prompt_logprobs))
+    if from_index == 0 < end:
+        events[0].cached_tokens = arrival.cached_tokens
+        if arrival.prompt_logprobs is not None:
+            events[0].prompt_logprobs.extend(_to_logprobs(arrival.prompt_logprobs))
     return events
 
 

@@ -13,6 +13,7 @@ from tokenizers import Tokenizer
 from services.core.planner.config import IterationConfig
 from services.core.planner.events import EmitToken, IterationFinished, RequestArrived
 from services.core.planner.state import PlannerState
+from services.core.report import Load
 from services.core.request import (
     Grammar,
     GrammarKind,
@@ -100,6 +101,7 @@ class Answers:
         self.tokens: dict[str, list[int]] = {}
         self.logprobs: dict[str, list[TokenLogprobs]] = {}
         self.prompts: dict[str, list[TokenLogprobs]] = {}
+        self.load = Load(0, 0, 0, 0)
 
     def note(self, token: EmitToken) -> None:
         name = token.request_id
@@ -111,7 +113,13 @@ class Answers:
             self.prompts[name] = token.prompt_logprobs.unpacked()
 
 
-def serve(runner: ModelRunner, requests: list[Request], blocks: int, together: bool) -> Answers:
+def serve(
+    runner: ModelRunner,
+    requests: list[Request],
+    blocks: int,
+    together: bool,
+    prefix_caching: bool = False,
+) -> Answers:
     """Run them with the worker's own planner."""
     config = IterationConfig(
         block_size=runner.block_size,
@@ -119,6 +127,7 @@ def serve(runner: ModelRunner, requests: list[Request], blocks: int, together: b
         max_batch_tokens=128,
         max_running=16,
         max_waiting=100,
+        prefix_caching=prefix_caching,
     )
     answers, state = Answers(), PlannerState(config)
     for part in [requests] if together else [[one] for one in requests]:
@@ -131,6 +140,7 @@ def serve(runner: ModelRunner, requests: list[Request], blocks: int, together: b
             for command in state.handle(done):
                 assert isinstance(command, EmitToken), command
                 answers.note(command)
+    answers.load = state.load()
     if together:
         assert state.preemptions_total > 0
     return answers
@@ -161,6 +171,30 @@ def test_rules_and_log_probabilities_equal_those_of_transformers(
             request, output, answers.prompts.get(name), answers.logprobs[name], TOLERANCE
         )
     assert excused <= 1, "more near-ties than that would be no accident"
+
+
+@pytest.mark.parametrize("together", [True, False], ids=["at once", "one by one"])
+def test_a_cache_of_prefixes_changes_no_token(
+    runner: ModelRunner, tokenizer: Tokenizer, together: bool
+) -> None:
+    """Chats whose turns go on from earlier ones; at once they preempt each other."""
+    story = tuple(tokenizer.encode("A tide table says when the sea is high. " * 5).ids)
+    requests, tokens = [], {}
+    for chat in range(3):
+        prompt = story
+        for turn in range(3):
+            sampling = Sampling(0.0) if chat else Sampling(0.8, seed=turn)
+            question = f" Question {chat}.{turn}: when does one sail from the harbour?"
+            prompt += tuple(tokenizer.encode(question).ids)
+            name = f"{chat}.{turn}"
+            one = Request(name, prompt, sampling, Limits(TOKENS), 0.0)
+            requests.append(one)
+            tokens |= serve(runner, [one], blocks=24, together=False).tokens
+            prompt += tuple(tokens[name])
+    answers = serve(runner, requests, blocks=24, together=together, prefix_caching=True)
+    assert answers.tokens == tokens
+    wanted = 0 if together else sum(len(one.prompt_ids) for one in requests[1:]) // 2
+    assert answers.load.prefix_hits_total > wanted
 
 
 def judge(reference: Reference, request: Request, output: list[int]) -> int:

@@ -46,6 +46,8 @@ CHANGES_MIN, CHANGE_TRIES = 2, 30
 WITHOUT_KV_BYTES = 5_745_664
 """Parameters and staging of the tiny model."""
 GRAMMARS = ("[a-z]{3,12}( [0-9]{1,4}){0,3}", r'\{"k":"[a-f]{0,9}"(,"n":[0-9]{1,6}){1,4}\}')
+COMMON = 3
+"""So many beginnings of prompts that requests share."""
 OVER_UCX = 25
 """Every so manieth scenario has real lanes between its engines."""
 
@@ -108,6 +110,7 @@ class Oracle:
     def __init__(self, config: RunnerConfig) -> None:
         rng = random.Random(0)
         self.requests = [random_request(rng, number) for number in range(REQUESTS)]
+        self.requests[COMMON:] = [self._alike(one) for one in self.requests[COMMON:]]
         runner = ModelRunner.load(replace(config, budget_bytes=config.budget_bytes + (1 << 20)))
         try:
             self._tokens = [self._run(runner, request) for request in self.requests]
@@ -118,6 +121,13 @@ class Oracle:
     def tokens(self, request: Request) -> list[int]:
         """What `request` gives; its id ends in the number of one of `requests`."""
         return self._tokens[int(request.request_id.split("-")[1])]
+
+    def _alike(self, request: Request) -> Request:
+        """The request, with a prompt that begins as one of the first requests' does."""
+        rng = random.Random(request.request_id)
+        begin = self.requests[rng.randrange(COMMON)].prompt_ids
+        kept = request.prompt_ids[rng.randrange(len(request.prompt_ids)) :]
+        return replace(request, prompt_ids=(*begin, *kept)[:40])
 
     def check(self, stream: Stream) -> None:
         """A stream has what the undisturbed run has: all of it, or its beginning if aborted."""
@@ -205,6 +215,7 @@ class Scenario:
             seed,
             max_batch_tokens=self.rng.choice([16, 64]),
             max_running=self.rng.choice([4, 16]),
+            prefix_caching=seed % 2 == 1,
             network=network,
         )
         self.number = 0
@@ -297,7 +308,8 @@ def ucx_network() -> EngineNetwork:
     return UcxNetwork()
 
 
-SCENARIOS = range(int(os.environ.get("TIDESERVE_SCENARIOS", "500")))
+SCENARIOS = range(int(os.environ.get("TIDESERVE_SCENARIOS", "1000")))
+"""Members cache prefixes in each second one."""
 QUICK = 120
 """Scenarios that are not left to `make test-slow`."""
 

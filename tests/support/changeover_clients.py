@@ -27,6 +27,7 @@ class Stream:
     request: Request
     owner: str
     truth: tuple[int, ...] = ()  # prompt and output of the undisturbed run
+    kv: tuple[int, ...] = ()  # of each token of it
     tokens: list[int] = field(default_factory=list)
     finished: bool = False
     aborted: bool = False
@@ -37,6 +38,8 @@ class Stream:
         self.truth = self.request.prompt_ids
         for _ in range(self.request.limits.max_tokens):
             self.truth += (next_token(self.truth),)
+        salt = self.request.cache_salt
+        self.kv = tuple(hash((salt, self.truth[: end + 1])) for end in range(len(self.truth)))
 
     @property
     def over(self) -> bool:
@@ -73,16 +76,21 @@ class Clients:
         self.sources[worker_id, request_of(name)] = Source(name, [])
 
     def start(
-        self, request_id: str, prompt: tuple[int, ...], max_tokens: int, owner: str
+        self, request_id: str, prompt: tuple[int, ...], max_tokens: int, owner: str, salt: str = ""
     ) -> Stream:
         """A client asks a worker for the first time."""
-        request = Request(request_id, prompt, Sampling(temperature=0.0), Limits(max_tokens), 0.0)
+        greedy, limits = Sampling(temperature=0.0), Limits(max_tokens)
+        request = Request(request_id, prompt, greedy, limits, 0.0, cache_salt=salt)
         self.streams[request_id] = stream = Stream(request, owner)
         return stream
 
     def truth(self, name: str) -> tuple[int, ...]:
         """All tokens of the undisturbed run of a sequence's request."""
         return self.streams[request_of(name)].truth
+
+    def kv(self, name: str) -> tuple[int, ...]:
+        """The KV of each token of `truth`: it depends on all tokens before, and on the tenant."""
+        return self.streams[request_of(name)].kv
 
     def open(self) -> list[str]:
         """Requests that are not over."""

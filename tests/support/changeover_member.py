@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from services.core.changeover import vocabulary as words
@@ -118,7 +118,7 @@ class WorldMember:
             self.world.clients.sources[self.worker_id, request.request_id].adopted
         ):
             self.world.clients.begin(self.worker_id, name)
-        copy = Request(name, request.prompt_ids, request.sampling, request.limits, self.now_s)
+        copy = replace(request, request_id=name, arrival_s=self.now_s)
         self.handle(RequestArrived(self.now_s, copy))
 
     def abort(self, request_id: str) -> None:
@@ -304,16 +304,19 @@ class WorldMember:
         self, name: str, start: int, tokens: tuple[int, ...], sample: SampleSpec | None
     ) -> int | None:
         """Run a chunk in the own layers; the token that follows it at the last stage, if asked."""
-        truth = self.world.clients.truth(name)
+        truth, kv = self.world.clients.truth(name), self.world.clients.kv(name)
+        owner = (
+            "" if self.config.prefix_caching else name
+        )  # who shares KV does not know whose it is
         end = start + len(tokens)
         require(tokens == truth[start:end], f"{name} runs tokens that are not its own")
         block_ids = self.planner.table.block_ids(name)
         for layer in self.memory.layers:
-            before = self.memory.read(layer, block_ids, name, start)
-            require(before == truth[:start], f"{name} reads {before} at {self.worker_id}")
-            self.memory.write(layer, block_ids, name, start, tokens)
+            before = self.memory.read(layer, block_ids, owner, start)
+            require(before == kv[:start], f"{name} reads {before} at {self.worker_id}")
+            self.memory.write(layer, block_ids, owner, start, kv[start:end])
         is_last = self.memory.layers.stop == self.memory.num_layers
-        return self._sample(name, (*before, *tokens), sample) if sample and is_last else None
+        return self._sample(name, truth[:end], sample) if sample and is_last else None
 
     def _sample(self, name: str, tokens: tuple[int, ...], sample: SampleSpec) -> int:
         self.known = {one for one in self.known if one in self.planner.table}

@@ -3,7 +3,8 @@
 Real: `Changeover` and the planner. Modelled: memory (`FakeMemory`), the lanes with their fence,
 transfers piece by piece, clients, and a coordinator that asks members to get ready and commits.
 Members may be lost, transfers fail, time pass. The oracle is the tokens: every stage checks that
-the KV it reads is that of this very sequence, and in the end every request has the tokens of an
+the KV it reads is that of this very sequence, or, if prefixes are cached, that of the same tokens
+of the same tenant. In the end every request has the tokens of an
 undisturbed run, no block is taken, and all members have settled.
 """
 
@@ -53,10 +54,20 @@ class Attempt:
 
 
 class World:
-    """`workers` members, each a group of its own; every choice comes from the seed."""
+    """`workers` members, each a group of its own; every choice comes from the seed.
 
-    def __init__(self, seed: int, workers: int | None = None, losses: int | None = None) -> None:
+    With `prefixes`, members cache prefixes, and prompts go on from earlier ones.
+    """
+
+    def __init__(
+        self,
+        seed: int,
+        workers: int | None = None,
+        losses: int | None = None,
+        prefixes: bool = False,
+    ) -> None:
         self.rng = rng = random.Random(seed)
+        self._prompts = random.Random(seed) if prefixes else None
         self.now_s = 0.0
         self.clients = Clients()
         self.faults = True
@@ -70,7 +81,9 @@ class World:
         self.committed = 0
         self._made = 0
         blocks, batch = rng.choice([5, 6, 8, 12]), rng.choice([4, 8])
-        config = IterationConfig(BLOCK_SIZE, blocks, batch, rng.choice([2, 4]), 50)
+        config = IterationConfig(
+            BLOCK_SIZE, blocks, batch, rng.choice([2, 4]), 50, prefix_caching=prefixes
+        )
         self.tokens_max = blocks * BLOCK_SIZE
         more = 3 if seed % 5 == UNEQUAL else 0
         self._workers = workers or rng.choice([2, 2, 3, 4])
@@ -93,9 +106,20 @@ class World:
         count = self.rng.randint(1, self.tokens_max - 2)
         prompt = tuple(self.rng.randrange(100) for _ in range(min(count, self.rng.randint(1, 9))))
         most = self.rng.randint(1, self.tokens_max - len(prompt))
-        name = f"r{len(self.clients.streams)}"
-        stream = self.clients.start(name, prompt, most, leader)
+        name, salt = f"r{len(self.clients.streams)}", ""
+        if self._prompts is not None:
+            salt = self._prompts.choice(("", "", "tenant"))
+            prompt = self._go_on_from_another(self._prompts, prompt)
+        stream = self.clients.start(name, prompt, most, leader, salt)
         self.members[leader].start(stream.request)
+
+    def _go_on_from_another(self, rng: random.Random, prompt: tuple[int, ...]) -> tuple[int, ...]:
+        """A prompt of the same length that begins as another request's tokens."""
+        streams = list(self.clients.streams.values())
+        if not streams or rng.random() < 0.2:
+            return prompt
+        other = rng.choice(streams[-4:]).truth[: rng.randint(1, 9)]
+        return (*other, *prompt)[: len(prompt)]
 
     def abort(self) -> None:
         """A client hangs up."""
@@ -395,9 +419,10 @@ class World:
         ledger = member.planner.sequence_table.ledger
         counted = zip(configuration.stages[1:], ledger.used, ledger.capacity, strict=True)
         for stage, used, capacity in counted:
-            pool = self.members[stage.worker_id].planner.pool
+            table = self.members[stage.worker_id].planner.table
+            pool = table.pool
             require(
-                (used, capacity) == (pool.taken_count, pool.usable),
+                (used, capacity) == (table.block_count, pool.usable),
                 f"{member.worker_id} counts {used} of {capacity} at {stage.worker_id}, {pool}",
             )
 

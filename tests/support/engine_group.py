@@ -98,6 +98,7 @@ class EngineGroup:
         *,
         max_batch_tokens: int = 64,
         max_running: int = 16,
+        prefix_caching: bool = False,
         network: EngineNetwork | None = None,
         event_logs: Path | None = None,
         load: Callable[[RunnerConfig], ModelRunner] = ModelRunner.load,
@@ -118,6 +119,7 @@ class EngineGroup:
         self._idle_turns = 0
         self._event_logs = event_logs
         self._load = load
+        self._prefix_caching = prefix_caching
         self.engines: dict[str, Engine] = {}
         for index in range(workers):
             self._add(f"w{index}", config, max_batch_tokens, max_running)
@@ -140,6 +142,7 @@ class EngineGroup:
             max_running=max_running,
             max_waiting=1000,
             min_microbatch_tokens=4,
+            prefix_caching=self._prefix_caching,
         )
         memory = runner.stage_memory
         member_config = MemberConfig(
@@ -353,10 +356,11 @@ class EngineGroup:
                 continue
             counted = zip(configuration.stages[1:], ledger.used, ledger.capacity, strict=True)
             for stage, used, capacity in counted:
-                pool = self.engines[stage.worker_id].member.state.pool
-                if (used, capacity) != (pool.taken_count, pool.usable):
+                table = self.engines[stage.worker_id].member.state.table
+                pool = table.pool
+                if (used, capacity) != (table.block_count, pool.usable):
                     found.append(
-                        f"{stage.worker_id} uses {pool.taken_count} of {pool.usable} blocks,"
+                        f"{stage.worker_id} uses {table.block_count} of {pool.usable} blocks,"
                         f" {engine.identity.worker_id} counts {used} of {capacity}"
                     )
         return found

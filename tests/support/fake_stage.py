@@ -1,4 +1,4 @@
-"""A stage's memory without tensors: which tokens of which sequence are in each block of each layer.
+"""A stage's memory without tensors: which KV of which sequence is in each block of each layer.
 
 It drops, keeps and restores layers as `StageMemory` does, in units: a block of one layer takes one,
 a layer's parameters `slab_units`.
@@ -19,7 +19,7 @@ from services.core.planner.block_table import Move
 BLOCK_SIZE = 2
 
 Content = tuple[str, tuple[int, ...]]
-"""A block of one layer: the sequence, and its tokens at these positions."""
+"""A block of one layer: the sequence, and one number for the KV of each of its tokens there."""
 
 
 class Violated(AssertionError):
@@ -146,7 +146,7 @@ class FakeMemory:
     # --- KV
 
     def read(self, layer: int, block_ids: Sequence[int], name: str, count: int) -> tuple[int, ...]:
-        """The tokens of a sequence's first `count` positions, as this layer has them."""
+        """The KV of a sequence's first `count` positions, as this layer has it."""
         found: list[int] = []
         for block in block_ids[: -(-count // BLOCK_SIZE)]:
             owner, tokens = self.kv.get((layer, block), ("nobody", ()))
@@ -157,7 +157,7 @@ class FakeMemory:
     def write(
         self, layer: int, block_ids: Sequence[int], name: str, start: int, tokens: Sequence[int]
     ) -> None:
-        """Store tokens at positions `start` onwards."""
+        """Store the KV of positions `start` onwards."""
         for position, token in enumerate(tokens, start):
             block = block_ids[position // BLOCK_SIZE]
             require(block < self.blocks[layer], f"layer {layer} has no block {block}")

@@ -349,8 +349,8 @@ class Changeover:
         context.names.keep_only(context.planner.sequences)
         self._takeover.enter()
         if not new.leads:
-            pool = context.table.pool
-            context.send(new.leader, frames.Joined(pool.usable, pool.taken_count))
+            table = context.table
+            context.send(new.leader, frames.Joined(table.pool.usable, table.block_count))
         self._handover.deal(new)
         if not new.leads:
             # The new leader counts what other stages have.

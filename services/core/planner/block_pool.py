@@ -1,36 +1,41 @@
-"""The free KV blocks of one worker (of one stage, in a pipeline)."""
+"""The KV blocks of one worker (of one stage, in a pipeline)."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from operator import lt
 
+from services.core.prefix.cached_blocks import CachedBlocks
+
 
 @dataclass(slots=True)
 class BlockPool:
-    """Hands out block ids 0 .. num_blocks - 1, each to one owner at a time, the lowest first.
+    """Hands out block ids 0 .. num_blocks - 1. A block is *taken*, by one request or several that
+    share it, or it is free: *empty*, or *cached* if it holds a known prefix that nobody uses now.
 
-    So the highest ids fall free by themselves and their memory can serve another purpose: after
-    `limit`, none of them is handed out again, and `shrink` gives them up once all are free.
+    Empty blocks are handed out first, the lowest before the others. So the highest ids fall free by
+    themselves and their memory can serve another purpose: after `limit`, none of them is handed out
+    again, and `shrink` gives them up once none is taken.
     """
 
     num_blocks: int
-    _free: list[int] = field(init=False)  # a heap, of ids below the limit
-    _taken: set[int] = field(init=False, default_factory=set)
+    cache: CachedBlocks = field(init=False, default_factory=CachedBlocks)
+    _empty: list[int] = field(init=False)  # a heap, of ids below the limit
+    _taken: dict[int, int] = field(init=False, default_factory=dict)  # how many requests use it
     _limit: int = field(init=False)
 
     def __post_init__(self) -> None:
-        self._free = list(range(self.num_blocks))
+        self._empty = list(range(self.num_blocks))
         self._limit = self.num_blocks
 
     @property
     def free_count(self) -> int:
-        """Blocks that can be taken."""
-        return len(self._free)
+        """Blocks that can be taken, cached ones included."""
+        return len(self._empty) + self.cache.idle_count
 
     @property
     def taken_count(self) -> int:
-        """Blocks that somebody owns, those above the limit included."""
+        """Blocks that somebody uses, those above the limit included."""
         return len(self._taken)
 
     @property
@@ -39,14 +44,14 @@ class BlockPool:
         return self._limit
 
     @property
-    def lowest_free(self) -> int | None:
+    def next_free(self) -> int | None:
         """The block that the next allocation takes; None if there is none."""
-        return self._free[0] if self._free else None
+        return self._empty[0] if self._empty else self.cache.oldest
 
     @property
-    def taken(self) -> frozenset[int]:
-        """The blocks that somebody owns."""
-        return frozenset(self._taken)
+    def users(self) -> Mapping[int, int]:
+        """The blocks that somebody uses, with how many requests do; not to be changed."""
+        return self._taken
 
     def allocate(self, count: int) -> tuple[int, ...]:
         """Take `count` blocks; the caller has checked `free_count`.
@@ -54,23 +59,56 @@ class BlockPool:
         Raises:
             IndexError: if fewer are free; nothing is taken then.
         """
-        free = self._free
-        if count > len(free):
-            raise IndexError(f"{count} blocks wanted, {len(free)} free")
-        taken = tuple([heappop(free) for _ in range(count)])
-        self._taken.update(taken)
+        if count > self.free_count:
+            raise IndexError(f"{count} blocks wanted, {self.free_count} free")
+        empty, cache = self._empty, self.cache
+        taken = tuple([heappop(empty) if empty else cache.evict() for _ in range(count)])
+        self._taken.update(dict.fromkeys(taken, 1))
         return taken
 
+    def share(self, blocks: Iterable[int]) -> None:
+        """Use blocks that hold a known prefix, whether others use them or nobody does."""
+        for block in blocks:
+            users = self._taken.get(block, 0)
+            if not users:
+                self.cache.use(block)
+            self._taken[block] = users + 1
+
     def release(self, blocks: Iterable[int]) -> None:
-        """Give blocks back.
+        """Give blocks back: those that nobody else uses are free. The first is reused first.
 
         Raises:
             KeyError: if a block was not taken (a double free).
         """
+        taken = self._taken
         for block in blocks:
-            self._taken.remove(block)
-            if block < self._limit:
-                heappush(self._free, block)
+            users = taken[block]
+            if users > 1:
+                taken[block] = users - 1
+                continue
+            del taken[block]
+            if block >= self._limit:
+                self.cache.forget(block)
+            elif not self.cache.park(block):
+                heappush(self._empty, block)
+
+    def move(self, source: int) -> int:
+        """Take another block for all who use `source`, which is empty then; returns it.
+
+        Raises:
+            IndexError: if none is free.
+        """
+        (target,) = self.allocate(1)
+        self._taken[target] = self._taken[source]
+        self._taken[source] = 1
+        self.cache.rename(source, target)
+        self.release((source,))
+        return target
+
+    def drop_cache(self) -> None:
+        """Forget every prefix: cached blocks are empty, and blocks in use are shared no further."""
+        for block in self.cache.clear():
+            heappush(self._empty, block)
 
     def grow(self, num_blocks: int) -> None:
         """Have `num_blocks` blocks, not fewer than now; it lifts the limit.
@@ -84,7 +122,7 @@ class BlockPool:
         self.limit(num_blocks)
 
     def limit(self, num_blocks: int) -> None:
-        """Take no block with id `num_blocks` or above from now on; its present owner keeps it.
+        """Take no block with id `num_blocks` or above from now on; who uses it now keeps it.
 
         Raises:
             ValueError: if there are not so many blocks.
@@ -92,8 +130,12 @@ class BlockPool:
         if not 0 <= num_blocks <= self.num_blocks:
             raise ValueError(f"a limit of {num_blocks}, but there are {self.num_blocks} blocks")
         self._limit = num_blocks
+        cache, taken = self.cache, self._taken
+        cache.forget_from(num_blocks)
         # Sorted, so a heap.
-        self._free = [block for block in range(num_blocks) if block not in self._taken]
+        self._empty = [
+            block for block in range(num_blocks) if block not in taken and not cache.is_idle(block)
+        ]
 
     def shrink(self, num_blocks: int) -> None:
         """Have only `num_blocks` blocks, not more than now; a lower limit stays.
@@ -111,16 +153,22 @@ class BlockPool:
         self.limit(limit)
 
     def check_invariants(self) -> None:
-        """Every block is free, taken or withheld, none is two of these, none appears twice."""
-        free = set(self._free)
-        assert len(self._free) == len(free)
-        assert free.isdisjoint(self._taken)
-        assert free | self._taken >= set(range(self._limit)), "a usable block is lost"
+        """Every block is empty, cached, taken or withheld; none is two of these."""
+        self.cache.check_invariants()
+        empty, taken = set(self._empty), self._taken.keys()
+        idle = {block for block in range(self.num_blocks) if self.cache.is_idle(block)}
+        assert len(idle) == self.cache.idle_count, "a cached block is none of the pool's"
+        assert len(self._empty) == len(empty)
+        assert empty.isdisjoint(taken) and empty.isdisjoint(idle) and idle.isdisjoint(taken)
+        assert empty | idle | taken >= set(range(self._limit)), "a usable block is lost"
+        assert all(users > 0 for users in self._taken.values())
+        assert not any(block in self.cache for block in empty), "an empty block has a name"
+        free = empty | idle
         assert min(free, default=0) >= 0 and max(free, default=-1) < self._limit
-        assert min(self._taken, default=0) >= 0
-        assert max(self._taken, default=-1) < self.num_blocks
+        assert min(taken, default=0) >= 0
+        assert max(taken, default=-1) < self.num_blocks
         # The children of place i of a heap are at 2i + 1 and 2i + 2.
-        heap = self._free
+        heap = self._empty
         assert all(map(lt, heap, heap[1::2])) and all(map(lt, heap, heap[2::2])), (
             "the lowest is not first"
         )

@@ -3,8 +3,12 @@
 Block ids are local to a stage; the stages of a group agree on counts only. Every stage applies the
 microbatches in order, so its counts are those that the leader had when it planned them. A table
 outlives configurations: after a split it tells the new leader which blocks a request has.
+
+Requests of a group of one may share full blocks at the beginning of their tables. The counts of
+groups know nothing of that: there a block counts for each request that has it.
 """
 
+from collections import Counter
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -12,7 +16,7 @@ from services.core.planner.block_pool import BlockPool
 
 
 class Move(NamedTuple):
-    """Copy the K/V of block `source` of a request to block `target`, in every layer."""
+    """Copy the K/V of block `source` to block `target`, in every layer; `request_id` has it."""
 
     request_id: str
     source: int
@@ -37,6 +41,11 @@ class StageTable:
         return self.tables.get(request_id, ())
 
     @property
+    def block_count(self) -> int:
+        """Blocks of all requests, as leaders count them: a shared one as often as it is shared."""
+        return sum(map(len, self.tables.values()))
+
+    @property
     def request_ids(self) -> tuple[str, ...]:
         """The requests that have blocks."""
         return tuple(self.tables)
@@ -51,6 +60,13 @@ class StageTable:
             self.release(request_id)
         for request_id, count in chunks:
             self.adopt(request_id, count)
+
+    def share(self, request_id: str, blocks: tuple[int, ...]) -> None:
+        """Begin the table of a request with blocks that hold the KV of its first tokens."""
+        assert request_id not in self.tables, f"{request_id} has blocks already"
+        if blocks:
+            self.pool.share(blocks)
+            self.tables[request_id] = blocks
 
     def adopt(self, request_id: str, count: int) -> tuple[int, ...]:
         """Give a request `count` blocks in all, for K/V to come; those that it has stay.
@@ -68,8 +84,11 @@ class StageTable:
         self.tables[request_id] = self.tables.get(request_id, ()) + self.pool.allocate(1)
 
     def release(self, request_id: str) -> None:
-        """Free a request's blocks; unknown ids are ignored."""
-        self.pool.release(self.tables.pop(request_id, ()))
+        """Free a request's blocks; unknown ids are ignored.
+
+        The last go first, since a cached block is of no use without those before it.
+        """
+        self.pool.release(reversed(self.tables.pop(request_id, ())))
 
     def relocate(self, limit: int, most: int | None = None) -> list[Move]:
         """Move blocks with id `limit` or above to free ones below: at most `most`, highest first.
@@ -78,23 +97,21 @@ class StageTable:
         planned later runs, and after everything that was planned earlier has run. Fewer moves
         than needed when the free blocks below do not suffice.
         """
-        above = [
-            (block, request_id, place)
-            for request_id, table in self.tables.items()
-            for place, block in enumerate(table)
-            if block >= limit
-        ]
-        above.sort(reverse=True)
+        above: dict[int, list[str]] = {}
+        for request_id, table in self.tables.items():
+            for block in table:
+                if block >= limit:
+                    above.setdefault(block, []).append(request_id)
         moves = []
-        for block, request_id, place in above[:most]:
-            lowest = self.pool.lowest_free
-            if lowest is None or lowest >= limit:
+        for block in sorted(above, reverse=True)[:most]:
+            target = self.pool.next_free
+            if target is None or target >= limit:
                 break
-            (target,) = self.pool.allocate(1)
-            table = self.tables[request_id]
-            self.tables[request_id] = (*table[:place], target, *table[place + 1 :])
-            self.pool.release((block,))
-            moves.append(Move(request_id, block, target))
+            self.pool.move(block)
+            for request_id in above[block]:
+                table = self.tables[request_id]
+                self.tables[request_id] = tuple([target if one == block else one for one in table])
+            moves.append(Move(above[block][0], block, target))
         return moves
 
     def highest_block(self, request_ids: Iterable[str]) -> int:
@@ -103,9 +120,10 @@ class StageTable:
         return max((max(table) for table in tables if table), default=-1)
 
     def check_invariants(self) -> None:
-        """No block has two owners and none is taken that no request has."""
+        """A block has as many users as there are tables with it, in one place of each."""
         self.pool.check_invariants()
-        owned = [block for table in self.tables.values() for block in table]
-        assert len(owned) == len(set(owned)), "two requests share a block"
         assert all(self.tables.values()), "a request without blocks is listed"
-        assert self.pool.taken == set(owned), "a block is taken by nobody or used untaken"
+        for request_id, table in self.tables.items():
+            assert len(table) == len(set(table)), f"{request_id} has a block twice"
+        users = Counter(block for table in self.tables.values() for block in table)
+        assert self.pool.users == users, "a block is taken by nobody or used untaken"

@@ -22,7 +22,7 @@ class IterationConfig:
     since a larger group splits again. In a pipeline each microbatch has at most `max_batch_tokens`;
     a round is not cut into parts of less than half of `min_microbatch_tokens`, on average, and cost
     is counted by `cost_model`; without one each token costs the same. `overtaken_max`: how often a
-    waiting sequence may be overtaken, see `overtaking`.
+    waiting sequence may be overtaken, see `overtaking`. `prefix_caching`: see `prefix_cache`.
     """
 
     block_size: int
@@ -34,6 +34,7 @@ class IterationConfig:
     min_microbatch_tokens: int = 128
     cost_model: CostModel | None = None
     overtaken_max: int = OVERTAKEN_MAX
+    prefix_caching: bool = False
 
     def __post_init__(self) -> None:
         if not 1 <= self.max_running <= self.max_batch_tokens:

@@ -13,8 +13,9 @@ from services.core.planner.sequence import SequenceState
 class ConfigurationEnded:
     """The present configuration ends; nothing is in flight. Answered by `BlocksFreed`.
 
-    Blocks of sequences of which nothing has run are freed: only this leader knows of them. From
-    here on the table says how many own blocks are in use, and another leader may be told.
+    Blocks of sequences of which nothing has run are freed: only this leader knows of them. All
+    prefixes are forgotten, since other layers follow. From here on the table says how many own
+    blocks are in use, and another leader may be told.
     """
 
 

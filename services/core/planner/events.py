@@ -63,8 +63,9 @@ Event = RequestEvent | ConfigurationEvent
 class EmitToken:
     """Send an output token to the client; `finish_reason` is set on the last.
 
-    `logprobs` is the token's row if it was asked for; `prompt_logprobs`, one row for each prompt
-    token but the first, come with the first output token.
+    `logprobs` is the token's row if it was asked for. With the first output token come
+    `prompt_logprobs`, one row for each prompt token but the first, if they were asked for, and how
+    many tokens of the prompt were in the cache.
     """
 
     request_id: str
@@ -73,6 +74,7 @@ class EmitToken:
     finish_reason: FinishReason | None
     logprobs: LogprobRows | None = None
     prompt_logprobs: LogprobRows | None = None
+    cached_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,6 @@
 """Decisions of a planner: sequences and token counts, before token ids are needed."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -69,6 +70,12 @@ class Plan:
             _rewind(sequence, len(sequence.token_ids) - 1)
         for sequence, start, _, _ in self.prefills:
             _rewind(sequence, start)
+
+    def sequences(self) -> Iterator[Sequence]:
+        """The sequences that run in it."""
+        yield from self.decodes
+        for prefill in self.prefills:
+            yield prefill.sequence
 
     def includes(self, sequence: Sequence) -> bool:
         """Whether a chunk of `sequence` is in it."""

@@ -52,7 +52,8 @@ class SequenceState:
     K/V of the first `computed` of prompt + `output_ids` is in `blocks` blocks at every stage.
     Log probabilities that were asked for: `prompt_logprobs` of the prompt tokens so far, from the
     second on, and `logprobs` of the newest outputs, at most `LOGPROBS_CARRIED_BYTES`. A client
-    that lags behind by no more than that misses none.
+    that lags behind by no more than that misses none. `cached_tokens` of the prompt were in the
+    cache of its first leader.
     """
 
     request: Request
@@ -63,6 +64,7 @@ class SequenceState:
     ordinal: int
     logprobs: LogprobRows | None = None
     prompt_logprobs: LogprobRows | None = None
+    cached_tokens: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -77,6 +79,9 @@ class Sequence:
     `told` counts the output tokens that the sampler knows; None while it knows nothing of the
     sequence. Call `forget_told` whenever the sampler may have missed a token or may be another one.
     `logprobs` and `prompt_logprobs` are what was asked for, so far.
+
+    `cached_tokens` of its prompt were in the cache when it started. `block_hashes` are those of its
+    first blocks, as far as they were needed, and `named` of its blocks are known to the cache.
     """
 
     request: Request
@@ -94,6 +99,9 @@ class Sequence:
     told: int | None = None
     logprobs: list[LogprobRows] = field(default_factory=list)
     prompt_logprobs: LogprobRows | None = None
+    cached_tokens: int = 0
+    block_hashes: list[bytes] = field(default_factory=list)
+    named: int = 0
     prompt_tokens: int = field(init=False)
     tokens_max: int = field(init=False)
     _reads_output: bool = field(init=False)
@@ -114,6 +122,7 @@ class Sequence:
         sequence.computed = state.computed
         sequence.blocks = state.blocks
         sequence.begun = bool(state.blocks or state.output_ids)
+        sequence.cached_tokens = state.cached_tokens
         if state.logprobs is not None:
             sequence.logprobs.append(state.logprobs)
         if state.prompt_logprobs is not None:
@@ -131,6 +140,7 @@ class Sequence:
             ordinal=self.ordinal,
             logprobs=newest(self.logprobs, LOGPROBS_CARRIED_BYTES),
             prompt_logprobs=self.prompt_logprobs,
+            cached_tokens=self.cached_tokens,
         )
 
     @property

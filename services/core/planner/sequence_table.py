@@ -13,6 +13,7 @@ from services.core.line_order import LineKey, LineOrder, by_arrival
 from services.core.overtaking import next_to_start, start
 from services.core.planner.block_ledger import BlockLedger, Follower
 from services.core.planner.block_table import StageTable
+from services.core.planner.prefix_cache import PrefixCache
 from services.core.planner.sequence import Age, Phase, Sequence
 from services.core.planner.victims import Victims, newest
 from services.core.request import blocks_for
@@ -23,11 +24,13 @@ from services.core.service import ServiceClass
 class SequenceTable:
     """Sequences that run or are held, oldest first, and those that wait, in the order of `line`.
 
-    `table` has the own stage's blocks. `victims` chooses what gives blocks up to what runs.
+    `table` has the own stage's blocks, and `prefixes` finds those that can be shared. `victims`
+    chooses what gives blocks up to what runs.
     """
 
     block_size: int
     table: StageTable
+    prefixes: PrefixCache
     line: LineOrder = by_arrival
     victims: Victims = newest
     ledger: BlockLedger = field(init=False)
@@ -90,15 +93,22 @@ class SequenceTable:
         free = self.ledger.free
 
         def fits(sequence: Sequence) -> bool:
-            return not sequence.sample_due and sequence.blocks_to_admit(self.block_size) <= free
+            if sequence.sample_due:
+                return False
+            blocks = sequence.blocks_to_admit(self.block_size)
+            return blocks <= free or blocks - self.prefixes.shared(sequence) <= free
 
         return next_to_start(self.waiting, fits, overtaken_max)
 
     def admit(self, sequence: Sequence) -> Sequence:
-        """Start a waiting sequence, with blocks for all the tokens that it has."""
+        """Start a waiting sequence, with blocks for all the tokens that it has.
+
+        Those of a known prefix are shared, and its tokens do not run again.
+        """
         start(self.waiting, sequence)
         self.waiting.remove(sequence)
         sequence.move(Phase.RUNNING)
+        self.prefixes.begin(sequence)
         sequence.begun = True
         insort(self.running, sequence, key=_age)
         sequence.blocks = blocks_for(len(sequence.token_ids), self.block_size)
@@ -170,6 +180,7 @@ class SequenceTable:
         The last stage may be another one now; its sampler knows no sequence yet.
         """
         self.ledger.configure(followers)
+        self.prefixes.configure(self.ledger.stages)
         was = (0, *(follower.was for follower in followers))
         for sequence in self.sequences.values():
             sequence.forget_told()
@@ -232,7 +243,7 @@ class SequenceTable:
             self.table.release(sequence.request_id)
             self.ledger.give_back(sequence.blocks, sequence.absent)
             self.released.append(sequence.request_id)
-            sequence.blocks = 0
+            sequence.blocks = sequence.named = 0
             sequence.absent = frozenset()
 
     def _enter(self, sequence: Sequence) -> None:

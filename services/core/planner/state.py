@@ -37,6 +37,7 @@ from services.core.planner.events import (
 )
 from services.core.planner.pipeline import PipelinePlanner
 from services.core.planner.plan import Plan
+from services.core.planner.prefix_cache import PrefixCache
 from services.core.planner.refusal import known_already, queue_full, returned, too_large
 from services.core.planner.returns import Returns
 from services.core.planner.sequence import Phase, Sequence, SequenceState
@@ -65,7 +66,9 @@ class PlannerState:
 
     def __post_init__(self) -> None:
         self.table = StageTable(BlockPool(self.config.num_blocks))
-        self.sequence_table = SequenceTable(self.config.block_size, self.table)
+        block_size, enabled = self.config.block_size, self.config.prefix_caching
+        prefixes = PrefixCache(block_size, self.table, enabled)
+        self.sequence_table = SequenceTable(block_size, self.table, prefixes)
         self._planner = SinglePlanner(self.config, self.sequence_table)
 
     @property
@@ -121,6 +124,7 @@ class PlannerState:
     def load(self) -> Load:
         """How busy the worker is now."""
         block_size, batch = self.config.block_size, self.sequence_table.batch.values()
+        prefixes = self.sequence_table.prefixes
         batch_waiting = sum(sequence.phase is Phase.WAITING for sequence in batch)
         return Load(
             running=len(self.running) + len(self.held),
@@ -133,6 +137,8 @@ class PlannerState:
             batch_running=len(batch) - batch_waiting,
             batch_waiting=batch_waiting,
             kv_blocks_batch=sum(sequence.blocks for sequence in batch),
+            prefix_queries_total=prefixes.queries_total,
+            prefix_hits_total=prefixes.hits_total,
         )
 
     def check_invariants(self) -> None:
@@ -189,6 +195,7 @@ class PlannerState:
         for sequence in tuple(self.sequences.values()):
             if sequence.blocks and not sequence.computed:
                 self.sequence_table.preempt(sequence)
+        self.sequence_table.prefixes.drop(self.sequences.values())
         return [BlocksFreed(self.sequence_table.take_released())]
 
     def _configure(self, event: changes.StagesConfigured) -> list[Command]:
@@ -340,6 +347,7 @@ class PlannerState:
         plan = self.in_flight.popleft()
         assert number in (None, plan.number), f"result {number} before that of {plan.number}"
         self._unheard.pop(plan.number, None)
+        self.sequence_table.prefixes.publish(plan.sequences())
         return plan
 
     def _finish_iteration(self, event: IterationFinished) -> list[Command]:
@@ -392,7 +400,10 @@ class PlannerState:
         reason = sequence.append(token_id)
         if reason is not None:
             self.sequence_table.end(sequence)
-        return EmitToken(sequence.request_id, index, token_id, reason, logprobs, prompt_logprobs)
+        cached = 0 if index else sequence.cached_tokens
+        return EmitToken(
+            sequence.request_id, index, token_id, reason, logprobs, prompt_logprobs, cached
+        )
 
     def _decide(self, now_s: float) -> Plan:
         """Choose what runs next, and take the blocks for it."""

@@ -156,8 +156,7 @@ class GenerationRequest(Strict):
     )
     cache_salt: Annotated[str, Field(min_length=1, max_length=CACHE_SALT_CHARS_MAX)] | None = Field(
         None,
-        description="Carried along; no cache of prompts yet.",
-        json_schema_extra=_CARRIED,
+        description="Cached prefixes are shared only among requests with the same one.",
     )
     request_id: Annotated[str, Field(pattern=REQUEST_ID_PATTERN)] | None = Field(
         None,

@@ -209,9 +209,9 @@ VOCABULARY = Vocabulary(
         limits=("max_tokens",),
         ignored={
             **CHAT.ignored,
-            "cache_control": "no cache of prompts yet",
+            "cache_control": "prefixes are cached by themselves",
             "context_management": "the context is as it is sent",
-            "diagnostics": "no cache of prompts yet",
+            "diagnostics": "what the cache of prefixes did is not told, beside in usage",
             "inference_geo": "the cluster is where it is",
             "speed": "there is one",
             "user_profile_id": "it is not used",

@@ -83,6 +83,8 @@ class TokenStream:
         self._changed.set()
         if event.times is not None:
             self.record.stays[-1].times = event.times
+        if event.cached_tokens:
+            self.record.cached_tokens = event.cached_tokens
         self._journal.apply(event)
         self._news.set()
 

@@ -123,6 +123,7 @@ def token_events(frame: worker_pb2.GenerateResponse) -> Iterable[TokenEvent]:
             times=_times(event.times) if event.HasField("times") else None,
             logprobs=tuple(map(_token_logprobs, event.logprobs)) if event.logprobs else (),
             prompt_logprobs=_Logprobs(event.prompt_logprobs) if event.prompt_logprobs else (),
+            cached_tokens=event.cached_tokens,
         )
 
 

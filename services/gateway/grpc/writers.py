@@ -176,6 +176,7 @@ def _end(usage: Usage, record: RequestRecord) -> dict[str, Any]:
             prompt_tokens=usage.prompt_tokens,
             completion_tokens=usage.completion_tokens,
             total_tokens=usage.prompt_tokens + usage.completion_tokens,
+            cached_tokens=usage.cached_tokens,
         ),
         "timing": pb.Timing(
             queue_s=phases.queue_s, prefill_s=phases.prefill_s, decode_s=phases.decode_s

@@ -266,12 +266,12 @@ class CompletionFormat:
 
 
 def usage_body(usage: Usage) -> dict[str, Any]:
-    """The usage object of the OpenAI API; prompts are not cached yet."""
+    """The usage object of the OpenAI API."""
     return {
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": 0},
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
     }
 
 

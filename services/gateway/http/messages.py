@@ -59,7 +59,7 @@ class MessageAnswer:
 
     def begin(self) -> Event:
         """The first event."""
-        return {"type": "message_start", "message": self.message(0)}
+        return {"type": "message_start", "message": self.message(self._no_output)}
 
     def push(self, piece: OutputPiece) -> list[Event]:
         """The events of new output."""
@@ -76,17 +76,16 @@ class MessageAnswer:
                 self._stop_reason, self._stop_sequence = "stop_sequence", piece.stop_reason
         return events
 
-    def end(self, output_tokens: int) -> list[Event]:
+    def end(self, usage: Usage) -> list[Event]:
         """The last events, when all output has been pushed."""
         delta = {"stop_reason": self._stop_reason, "stop_sequence": self._stop_sequence}
-        usage = self._usage(output_tokens)
         return [
             *self._close(),
-            {"type": "message_delta", "delta": delta, "usage": usage},
+            {"type": "message_delta", "delta": delta, "usage": _usage_body(usage)},
             {"type": "message_stop"},
         ]
 
-    def message(self, output_tokens: int) -> dict[str, Any]:
+    def message(self, usage: Usage) -> dict[str, Any]:
         """The message as it is now."""
         return {
             "id": self._prepared.response_id,
@@ -96,8 +95,12 @@ class MessageAnswer:
             "content": [block.whole() for block in self._blocks],
             "stop_reason": self._stop_reason,
             "stop_sequence": self._stop_sequence,
-            "usage": self._usage(output_tokens),
+            "usage": _usage_body(usage),
         }
+
+    @property
+    def _no_output(self) -> Usage:
+        return Usage(self._prepared.prompt_tokens, 0)
 
     def _grow(self, kind: str, text: str) -> list[Event]:
         events = []
@@ -128,13 +131,15 @@ class MessageAnswer:
         index, self._open = self._open.index, None
         return [{"type": "content_block_stop", "index": index}]
 
-    def _usage(self, output_tokens: int) -> dict[str, int]:
-        return {
-            "input_tokens": self._prepared.prompt_tokens,
-            "cache_creation_input_tokens": 0,
-            "cache_read_input_tokens": 0,
-            "output_tokens": output_tokens,
-        }
+
+def _usage_body(usage: Usage) -> dict[str, int]:
+    """Tokens that were read from a cache are none of the input tokens here."""
+    return {
+        "input_tokens": usage.prompt_tokens - usage.cached_tokens,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": usage.cached_tokens,
+        "output_tokens": usage.completion_tokens,
+    }
 
 
 class _WrittenBlock:
@@ -193,8 +198,8 @@ class WholeMessage:
         self._answer.push(piece)
 
     async def finish(self, usage: Usage) -> None:
-        self._answer.end(usage.completion_tokens)
-        await send_json(self._client, self._answer.message(usage.completion_tokens))
+        self._answer.end(usage)
+        await send_json(self._client, self._answer.message(usage))
 
 
 class MessageStream:
@@ -214,7 +219,7 @@ class MessageStream:
             await self._channel.send(b"".join(map(typed_event, events)))
 
     async def finish(self, usage: Usage) -> None:
-        events = self._answer.end(usage.completion_tokens)
+        events = self._answer.end(usage)
         await self._channel.send(b"".join(map(typed_event, events)), last=True)
 
     async def fail(self, error: GatewayError, timeout_s: float) -> None:

@@ -70,11 +70,12 @@ class RequestMove:
 
 @dataclass(slots=True)
 class ChoiceRecord:
-    """The way of one choice through the cluster."""
+    """The way of one choice through the cluster; `cached_tokens` of its prompt were in a cache."""
 
     queued_s: list[tuple[float, float]] = field(default_factory=list)
     stays: list[Stay] = field(default_factory=list)
     moves: list[RequestMove] = field(default_factory=list)
+    cached_tokens: int = 0
 
     @property
     def queue_s(self) -> float:

@@ -19,10 +19,15 @@ OUTPUT_LOGPROBS_MAX = 2**17
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Token counts of a request, all choices together."""
+    """Token counts of a request, all choices together.
+
+    Each prompt counts once. `cached_tokens` of the prompts were in a cache of prefixes when their
+    first choice began.
+    """
 
     prompt_tokens: int
     completion_tokens: int
+    cached_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ from functools import partial
 
 from services.common import genai
 from services.common.clock import monotonic_s, unix_s
+from services.core.prefix.block_hash import tenant_salt
 from services.core.request import Grammar, Limits, LogprobOptions, Request, Sampling
 from services.core.service import Service
 from services.gateway.api.chat import ChatRequest
@@ -243,7 +244,7 @@ class Preparer:
             logprobs=logprobs,
             service=service,
             traceparent=record.context.traceparent if record.context is not None else "",
-            cache_salt=body.cache_salt or "",
+            cache_salt=tenant_salt(record.principal.owner, body.cache_salt or ""),
         )
         first = PreparedChoice(
             request=request,

@@ -151,7 +151,7 @@ class RequestServing:
         self.metrics.prompt_in(prepared.prompt_tokens)
         writer.begin(prepared)
         await self._generate(prepared, record, writer)
-        await writer.finish(Usage(prepared.prompt_tokens, record.output_tokens))
+        await writer.finish(_usage(prepared, record))
 
     async def _generate(
         self, prepared: PreparedRequest, record: RequestRecord, writer: Writer
@@ -178,6 +178,15 @@ def _watched(
     client: WatchedClient[Any] | None, interruption: Interruption
 ) -> contextlib.AbstractContextManager[None]:
     return contextlib.nullcontext() if client is None else client.watched(interruption)
+
+
+def _usage(prepared: PreparedRequest, record: RequestRecord) -> Usage:
+    firsts = record.choices[:: prepared.choices[0].n]
+    cached_tokens = sum(choice.cached_tokens for choice in firsts)
+    # No worker is trusted to know more of the prompts than there is.
+    return Usage(
+        prepared.prompt_tokens, record.output_tokens, min(cached_tokens, prepared.prompt_tokens)
+    )
 
 
 def _note_piece(record: RequestRecord, piece: OutputPiece) -> None:

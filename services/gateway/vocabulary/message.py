@@ -81,7 +81,8 @@ class TokenEvent:
     `logprobs` has one entry for each token, or none; `prompt_logprobs` come with the first tokens
     if they were asked for, and are made when they are looked at, since they may be many. `moved` is
     set on the last event from a worker that has handed the request to another, `times` on the last
-    event of one that tells them.
+    event of one that tells them. `cached_tokens` of the prompt were cached, as is told
+    with the first output token.
     """
 
     request_id: str
@@ -93,6 +94,7 @@ class TokenEvent:
     times: WorkerTimes | None = None
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: Sequence[TokenLogprobs] = ()
+    cached_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -150,6 +150,7 @@ def planner_config(
         min_microbatch_tokens=config.min_microbatch_tokens,
         cost_model=cost_model,
         overtaken_max=config.overtaken_max,
+        prefix_caching=config.prefix_caching,
     )
 
 

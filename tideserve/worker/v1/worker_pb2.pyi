@@ -739,6 +739,7 @@ class RequestEvent(_message.Message):
     TIMES_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Id of the request."""
     first_index: _builtins.int
@@ -747,6 +748,8 @@ class RequestEvent(_message.Message):
     """Set on the last event of the request."""
     message: _builtins.str
     """Cause and remedy when the request failed."""
+    cached_tokens: _builtins.int
+    """With the first output token: how many tokens of the prompt were in the cache of prefixes."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """New output tokens."""
@@ -787,10 +790,11 @@ class RequestEvent(_message.Message):
         times: Global___RequestTimes | None = ...,
         logprobs: _abc.Iterable[Global___TokenLogprobs] | None = ...,
         prompt_logprobs: _abc.Iterable[Global___TokenLogprobs] | None = ...,
+        cached_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["moved", b"moved", "times", b"times"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "first_index", b"first_index", "logprobs", b"logprobs", "message", b"message", "moved", b"moved", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "times", b"times", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "finish_reason", b"finish_reason", "first_index", b"first_index", "logprobs", b"logprobs", "message", b"message", "moved", b"moved", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "times", b"times", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

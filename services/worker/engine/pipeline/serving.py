@@ -88,6 +88,7 @@ class Serving:
                 list(state.output_ids),
                 state.logprobs,
                 state.prompt_logprobs if state.output_ids else None,
+                state.cached_tokens,
             )
         )
 

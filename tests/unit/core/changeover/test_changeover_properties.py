@@ -8,6 +8,7 @@ from tests.support.changeover_world import World
 
 STEPS = 50
 RUNS = 150
+CACHED_RUNS = 100
 MANY_RUNS = 5_000
 OPERATIONS = ("start", "start", "prepare", "commit", "commit", "turns", "turns", "abort", "abandon")
 FAULTS = ("lose", "jump")
@@ -15,9 +16,9 @@ ONCE_WRONG = (96, 408, 1433, 1670, 2656, 4426)
 """Runs that found a defect of the machine or of the planner."""
 
 
-def explore(seed: int) -> World:
+def explore(seed: int, prefixes: bool = False) -> World:
     """A run by chance."""
-    world = World(seed)
+    world = World(seed, prefixes=prefixes)
     for _ in range(STEPS):
         world.step()
     world.settle()
@@ -32,10 +33,19 @@ def test_every_request_has_its_tokens_and_nothing_is_left() -> None:
     assert sum(preemptions) > RUNS
 
 
+def test_so_it_is_with_prefixes_in_the_cache() -> None:
+    """KV that is read belongs to the same tokens of the same tenant."""
+    worlds = [explore(seed, prefixes=True) for seed in range(CACHED_RUNS)]
+    assert sum(world.committed for world in worlds) > CACHED_RUNS
+    loads = [member.planner.load() for world in worlds for member in world.members.values()]
+    assert sum(load.preemptions_total for load in loads) > CACHED_RUNS
+    assert sum(load.prefix_hits_total for load in loads) > CACHED_RUNS
+
+
 @pytest.mark.slow
 def test_many_runs() -> None:
     for seed in range(RUNS, MANY_RUNS):
-        explore(seed)
+        explore(seed, prefixes=seed % 2 == 1)
 
 
 @settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))

@@ -147,7 +147,7 @@ def test_what_was_prepared_is_used() -> None:
         script.ask("a", name, 16)
     script.launch("a")
     script.settle()
-    taken = script.members["b"].planner.pool.taken
+    taken = script.members["b"].planner.pool.users
     assert max(taken) >= 8, "more than a member alone has"
     for name in "ab":
         script.go_on(name)

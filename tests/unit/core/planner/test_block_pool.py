@@ -32,7 +32,7 @@ def test_low_ids_go_first() -> None:
     pool = BlockPool(6)
     assert pool.allocate(4) == (0, 1, 2, 3)
     pool.release((3, 1))
-    assert pool.lowest_free == 1
+    assert pool.next_free == 1
     assert pool.allocate(3) == (1, 3, 4)
     pool.check_invariants()
 
@@ -68,3 +68,99 @@ def test_sizes_are_checked() -> None:
     assert pool.usable == 2, "a lower limit stays"
     pool.limit(3)
     assert pool.free_count == 3
+
+
+def _named(pool: BlockPool, *names: bytes) -> tuple[int, ...]:
+    """Blocks that were used and hold these prefixes now."""
+    blocks = pool.allocate(len(names))
+    for block, name in zip(blocks, names, strict=True):
+        pool.cache.name(block, name)
+    pool.release(reversed(blocks))
+    return blocks
+
+
+def test_a_cached_block_is_free_until_it_is_shared() -> None:
+    pool = BlockPool(4)
+    first, second = _named(pool, b"a", b"b")
+    assert (pool.free_count, pool.taken_count) == (4, 0)
+    assert list(pool.cache.find([b"a", b"b", b"c"])) == [first, second]
+    pool.share((first, second))
+    assert (pool.free_count, pool.taken_count) == (2, 2)
+    pool.share((first,))
+    pool.release((second, first))
+    assert pool.users == {first: 1} and pool.free_count == 3
+    pool.release((first,))
+    assert pool.free_count == 4
+    pool.check_invariants()
+
+
+def test_empty_blocks_are_taken_before_cached_ones_and_the_oldest_of_these_first() -> None:
+    pool = BlockPool(5)
+    old = _named(pool, b"a", b"b")
+    new = _named(pool, b"c", b"d")
+    pool.share(old[:1])
+    pool.release(old[:1])
+    assert pool.next_free == 4
+    # The end of a prefix is forgotten before its beginning.
+    assert pool.allocate(5) == (4, old[1], new[1], new[0], old[0])
+    assert not list(pool.cache.find([b"a"]))
+    pool.check_invariants()
+
+
+def test_two_blocks_with_one_prefix_have_one_name() -> None:
+    pool = BlockPool(3)
+    first, second = pool.allocate(2)
+    for block, name in ((first, b"a"), (second, b"a"), (first, b"b")):
+        pool.cache.name(block, name)
+    pool.release((first, second))
+    assert list(pool.cache.find([b"a"])) == [first] and not list(pool.cache.find([b"b"]))
+    assert pool.next_free == second, "it has no name, and is empty"
+    pool.check_invariants()
+
+
+def test_cached_blocks_above_a_limit_go_and_used_ones_move_with_their_names() -> None:
+    pool = BlockPool(6)
+    blocks = _named(pool, *(bytes([number]) for number in range(6)))
+    pool.share(blocks[5:])
+    pool.limit(3)
+    assert pool.free_count == 3 and not list(pool.cache.find([bytes([4])]))
+    target = pool.move(blocks[5])
+    assert target < 3 and list(pool.cache.find([bytes([5])])) == [target]
+    pool.shrink(3)
+    pool.release((target,))
+    pool.grow(4)
+    assert pool.free_count == 4
+    pool.drop_cache()
+    assert pool.free_count == 4 and pool.cache.idle_count == 0
+    assert pool.allocate(4) == (0, 1, 2, 3)
+    pool.check_invariants()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_random_use_with_shared_prefixes_keeps_the_invariants(seed: int) -> None:
+    """A block is shared only under the name that it had when it was filled."""
+    rng, pool = random.Random(seed), BlockPool(30)
+    content: dict[int, bytes] = {}
+    tables: list[tuple[int, ...]] = []
+    for number in range(400):
+        names = [bytes([rng.randrange(4), depth]) for depth in range(rng.randint(1, 5))]
+        found = tuple(pool.cache.find(names))
+        assert [content[block] for block in found] == names[: len(found)]
+        if rng.random() < 0.5 and pool.free_count >= len(names):
+            pool.share(found)
+            fresh = pool.allocate(len(names) - len(found))
+            content.update(zip(fresh, names[len(found) :], strict=True))
+            for block in fresh:
+                pool.cache.name(block, content[block])
+            tables.append((*found, *fresh))
+        elif tables:
+            pool.release(reversed(tables.pop(rng.randrange(len(tables)))))
+        if rng.random() < 0.1:
+            pool.limit(rng.randint(10, pool.num_blocks))
+        if number % 100 == 99:
+            pool.drop_cache()
+        pool.check_invariants()
+        assert pool.taken_count == len({block for table in tables for block in table})
+    for table in tables:
+        pool.release(table)
+    assert pool.free_count == pool.usable

@@ -221,7 +221,7 @@ class Group:
                 self.foreign.append((index + 1, name, FOREIGN_BLOCKS))
             self.followers.append(stage)
             pool = stage.table.pool
-            followers.append(Follower(pool.usable, pool.taken_count, was))
+            followers.append(Follower(pool.usable, stage.table.block_count, was))
         self.foreign = [
             one
             for one in self.foreign

@@ -23,7 +23,7 @@ from services.gateway.api.responses import ResponsesRequest, parse_responses
 from services.gateway.http.description import takes
 from services.gateway.http.messages import MessageAnswer
 from services.gateway.http.response_items import Items
-from services.gateway.serving.output import OutputPiece
+from services.gateway.serving.output import OutputPiece, Usage
 from services.gateway.serving.prepared import PreparedRequest
 from services.gateway.vocabulary.delta import Delta, ToolCallDelta
 from services.gateway.vocabulary.errors import BadRequest, GatewayError
@@ -237,7 +237,7 @@ def test_text_stands_between_calls() -> None:
     answer = MessageAnswer(prepared)
     for piece in pieces:
         answer.push(piece)
-    message = answer.message(3)
+    message = answer.message(Usage(1, 3))
     assert [block["type"] for block in message["content"]] == ["tool_use", "text", "tool_use"]
     assert message["stop_reason"] == "tool_use"
 
@@ -246,7 +246,7 @@ def input_of(arguments: str) -> Any:
     """What a client reads as the input of a call with these arguments."""
     answer = MessageAnswer(PreparedRequest("msg_1", 0, "m", (), 1))
     answer.push(OutputPiece("", delta=Delta(tool_calls=(ToolCallDelta(0, "1", "f", arguments),))))
-    return json.loads(msgspec.json.encode(answer.message(1)))["content"][0]["input"]
+    return json.loads(msgspec.json.encode(answer.message(Usage(1, 1))))["content"][0]["input"]
 
 
 @pytest.mark.parametrize(
@@ -269,4 +269,4 @@ def test_arguments_that_are_no_json_are_told_as_text() -> None:
     number = f'{{"a": {"7" * 5_000}}}'
     answer = MessageAnswer(PreparedRequest("msg_1", 0, "m", (), 1))
     answer.push(OutputPiece("", delta=Delta(tool_calls=(ToolCallDelta(0, "1", "f", number),))))
-    assert number.encode() in msgspec.json.encode(answer.message(1))
+    assert number.encode() in msgspec.json.encode(answer.message(Usage(1, 1)))

@@ -14,7 +14,7 @@ from services.gateway.http.messages import MessageAnswer
 from services.gateway.http.response_items import Items
 from services.gateway.model.chat_form import ChatForm
 from services.gateway.serving.chat_output import ChatOutput
-from services.gateway.serving.output import Output, OutputPiece
+from services.gateway.serving.output import Output, OutputPiece, Usage
 from services.gateway.serving.prepared import PreparedRequest
 from services.gateway.tools.format import Thinking, ToolFormat
 from tests.support.cuttings import cuttings
@@ -82,8 +82,8 @@ def chat(pieces: Iterable[OutputPiece]) -> Any:
 def message(pieces: Iterable[OutputPiece]) -> Any:
     """The message of Anthropic's API, which its events make, too."""
     answer = MessageAnswer(PreparedRequest("msg_1", 0, "m", (), 1))
-    events = [event for piece in pieces for event in answer.push(piece)] + answer.end(1)
-    whole = json.loads(msgspec.json.encode(answer.message(1)))
+    events = [event for piece in pieces for event in answer.push(piece)] + answer.end(Usage(1, 1))
+    whole = json.loads(msgspec.json.encode(answer.message(Usage(1, 1))))
     texts = [""] * len(whole["content"])
     for event in events:
         if event["type"] == "content_block_delta":

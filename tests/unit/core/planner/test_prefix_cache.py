@@ -1,0 +1,294 @@
+"""Prefixes that are cached: the right blocks are shared, and nobody is worse off for it."""
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from services.core.planner.batch import Batch
+from services.core.planner.block_ledger import Follower
+from services.core.planner.config import IterationConfig
+from services.core.planner.configuration_events import (
+    ConfigurationEnded,
+    SequenceResumed,
+    StagesConfigured,
+)
+from services.core.planner.events import (
+    EmitToken,
+    IterationDropped,
+    IterationFinished,
+    RequestAborted,
+    RequestArrived,
+)
+from services.core.planner.state import PlannerState
+from services.core.request import Limits, LogprobOptions, Request, Sampling
+
+BLOCK_SIZE = 4
+VOCABULARY = 50
+
+
+def next_token(tokens: tuple[int, ...]) -> int:
+    """What follows these tokens."""
+    return (sum((place + 1) * token for place, token in enumerate(tokens)) + 7) % VOCABULARY
+
+
+def request(name: str, prompt: tuple[int, ...], max_tokens: int = 1, salt: str = "") -> Request:
+    greedy = Sampling(temperature=0.0)
+    return Request(name, prompt, greedy, Limits(max_tokens), 0.0, cache_salt=salt)
+
+
+class Engine:
+    """A planner, and a model whose KV says which tokens of which tenant it stands for."""
+
+    def __init__(self, num_blocks: int = 64, **changes: int) -> None:
+        bounds = {"max_batch_tokens": 64, "max_running": 8, "max_waiting": 100} | changes
+        self.state = PlannerState(
+            IterationConfig(BLOCK_SIZE, num_blocks, **bounds, prefix_caching=True)
+        )
+        self.tokens: dict[str, list[int]] = {}
+        self.outputs: dict[str, list[int]] = {}
+        self.cached: dict[str, int] = {}
+        self.ran = 0
+        self._salts: dict[str, str] = {}
+        self._kv: dict[tuple[int, int], int] = {}
+
+    def ask(self, one: Request) -> None:
+        self.tokens[one.request_id] = list(one.prompt_ids)
+        self.outputs[one.request_id] = []
+        self._salts[one.request_id] = one.cache_salt
+        self.state.handle(RequestArrived(0.0, one))
+        self.state.check_invariants()
+
+    def step(self, drop: bool = False) -> bool:
+        """Run an iteration, or give it up half-way; False if there is none."""
+        microbatch = self.state.plan(0.0)
+        self.state.check_invariants()
+        if microbatch is None:
+            return False
+        sampled = self._run(microbatch.batch)
+        if drop:
+            self.state.handle(IterationDropped(0.0))
+        else:
+            for command in self.state.handle(IterationFinished(0.0, sampled)):
+                self._take(command)
+        self.state.check_invariants()
+        return True
+
+    def run(self, *requests: Request) -> None:
+        """Run these to their ends."""
+        for one in requests:
+            self.ask(one)
+        while self.step():
+            pass
+
+    def _run(self, batch: Batch) -> dict[str, int]:
+        sampled = {}
+        for chunk in batch.chunks:
+            name, end = chunk.request_id, chunk.start + len(chunk.token_ids)
+            tokens = tuple(self.tokens[name])
+            assert chunk.token_ids == tokens[chunk.start : end]
+            self.ran += len(chunk.token_ids)
+            for place in range(end):
+                at = (chunk.block_ids[place // BLOCK_SIZE], place % BLOCK_SIZE)
+                meant = hash((self._salts[name], tokens[: place + 1]))
+                if place >= chunk.start:
+                    self._kv[at] = meant
+                assert self._kv[at] == meant, f"{name} reads KV of others at {place}"
+            if chunk.sample is not None:
+                sampled[name] = next_token(tokens[:end])
+        return sampled
+
+    def _take(self, command: object) -> None:
+        assert isinstance(command, EmitToken)
+        if command.index == 0:
+            self.cached[command.request_id] = command.cached_tokens
+        self.tokens[command.request_id].append(command.token_id)
+        self.outputs[command.request_id].append(command.token_id)
+
+
+def prompt_of(length: int, start: int = 0) -> tuple[int, ...]:
+    return tuple(range(start, start + length))
+
+
+def test_what_was_computed_is_not_computed_again() -> None:
+    engine = Engine()
+    engine.run(request("a", prompt_of(18), 3))
+    ran = engine.ran
+    engine.run(request("b", prompt_of(18), 3))
+    assert engine.ran - ran == 2 + 2, "the last two tokens of the prompt, and two of the output"
+    assert engine.outputs["a"] == engine.outputs["b"]
+    assert engine.cached == {"a": 0, "b": 16}
+    load = engine.state.load()
+    assert (load.prefix_queries_total, load.prefix_hits_total) == (36, 16)
+    assert load.kv_blocks_free == 64, "cached blocks are free"
+
+
+def test_the_last_token_of_a_prompt_always_runs() -> None:
+    engine = Engine()
+    engine.run(request("a", prompt_of(16)), request("b", prompt_of(16)))
+    engine.run(request("c", prompt_of(16)))
+    assert engine.cached["c"] == 12
+    assert engine.outputs["c"] == engine.outputs["a"]
+
+
+def test_the_output_is_part_of_the_next_turns_prefix() -> None:
+    engine = Engine()
+    engine.run(request("a", prompt_of(10), 7))
+    engine.run(request("b", (*engine.tokens["a"], *prompt_of(6))))
+    assert engine.cached["b"] == 16, "of 17 tokens the last never ran"
+
+
+def test_requests_that_run_at_once_share_blocks() -> None:
+    engine = Engine(num_blocks=12)
+    engine.ask(request("a", prompt_of(33), 4))
+    engine.step()
+    engine.ask(request("b", prompt_of(33), 4))
+    engine.step()
+    tables = engine.state.table.tables
+    assert tables["a"][:8] == tables["b"][:8] and tables["a"][8] != tables["b"][8]
+    assert engine.state.pool.taken_count == 10, "alone each needs nine"
+    engine.run()
+    assert engine.outputs["a"] == engine.outputs["b"]
+    assert engine.state.preemptions_total == 0
+
+
+def test_tenants_share_nothing() -> None:
+    engine = Engine()
+    engine.run(request("a", prompt_of(18), salt="ann"))
+    engine.run(request("b", prompt_of(18), salt="bob"), request("c", prompt_of(18)))
+    assert engine.cached == {"a": 0, "b": 0, "c": 0}
+    engine.run(request("d", prompt_of(18), salt="bob"))
+    assert engine.cached["d"] == 16
+
+
+def test_a_prompt_whose_log_probabilities_are_told_runs_wholly() -> None:
+    engine = Engine()
+    engine.run(request("a", prompt_of(18)))
+    told = replace(request("b", prompt_of(18)), logprobs=LogprobOptions(prompt=0))
+    engine.ask(told)
+    microbatch = engine.state.plan(0.0)
+    assert microbatch is not None and microbatch.batch.tokens == 18
+
+
+def test_a_dropped_iteration_names_nothing() -> None:
+    engine = Engine()
+    engine.ask(request("a", prompt_of(18)))
+    engine.step(drop=True)
+    engine.ask(request("b", prompt_of(18)))
+    engine.step()
+    assert engine.cached == {"a": 0, "b": 0}
+    engine.run(request("c", prompt_of(18)))
+    assert engine.cached["c"] == 16
+
+
+def test_cached_blocks_go_before_any_running_request_loses_its_own() -> None:
+    engine = Engine(num_blocks=8)
+    engine.run(request("a", prompt_of(16)))
+    engine.run(request("b", prompt_of(10, start=20), 20), request("c", prompt_of(2), 6))
+    assert engine.state.preemptions_total == 0
+    engine.run(request("d", prompt_of(16)))
+    assert engine.cached["d"] == 0
+
+
+def test_a_preempted_request_finds_its_own_blocks() -> None:
+    engine = Engine(num_blocks=8)
+    engine.ask(request("a", prompt_of(12), 12))
+    engine.ask(request("b", prompt_of(13, start=20), 3))
+    engine.step()
+    ran = engine.ran
+    while engine.state.preemptions_total == 0:
+        assert engine.step()
+    while engine.state.waiting:
+        assert engine.step()
+    assert [one.request_id for one in engine.state.running] == ["b"]
+    engine.run()
+    assert len(engine.outputs["b"]) == 3
+    again = engine.ran - ran - 11 - 2
+    assert 0 < again < 13, "less than its prompt ran again"
+
+
+def test_other_layers_end_all_sharing() -> None:
+    """Blocks that two have stay theirs, and count for each; no prefix is known any more."""
+    engine = Engine()
+    engine.ask(request("a", prompt_of(18), 4))
+    engine.step()
+    engine.ask(request("b", prompt_of(18), 4))
+    engine.step()
+    state = engine.state
+    state.handle(ConfigurationEnded())
+    assert state.table.block_count == 10 and state.pool.taken_count == 6
+    state.handle(StagesConfigured((Follower(64),)))
+    state.check_invariants()
+    engine.ask(request("c", prompt_of(18)))
+    assert not list(state.pool.cache.find(state.sequences["a"].block_hashes))
+    state.handle(ConfigurationEnded())
+    state.handle(StagesConfigured())
+    for name in "ab":
+        state.handle(SequenceResumed(name))
+    engine.run()
+    assert engine.cached["c"] == 0 and engine.outputs["a"] == engine.outputs["b"]
+    engine.run(request("d", prompt_of(18)))
+    assert engine.cached["d"] == 16
+    state.check_invariants()
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_tokens_do_not_depend_on_what_is_cached(seed: int) -> None:
+    """Preemptions, aborts and dropped iterations, with prompts that go on from earlier ones."""
+    rng = random.Random(seed)
+    num_blocks = rng.choice([8, 12, 30])
+    engine = Engine(num_blocks, max_batch_tokens=rng.choice([8, 32]))
+    capacity, wanted = num_blocks * BLOCK_SIZE, {}
+    for number in range(40):
+        told = list(engine.tokens.values())
+        begin = tuple(rng.choice(told)) if told and rng.random() < 0.7 else ()
+        prompt = (*begin[: rng.randint(0, len(begin))], rng.randrange(VOCABULARY))
+        prompt += tuple(rng.randrange(2) for _ in range(rng.randint(0, 9)))
+        prompt = prompt[-capacity // 2 :]
+        most = rng.randint(1, min(12, capacity - len(prompt)))
+        one = request(f"r{number}", prompt, most, rng.choice(["", "", "tenant"]))
+        wanted[one.request_id] = one
+        engine.ask(one)
+        for _ in range(rng.randint(0, 6)):
+            engine.step(drop=rng.random() < 0.1)
+        if rng.random() < 0.1:
+            gone = rng.choice(list(wanted))
+            engine.state.handle(RequestAborted(0.0, gone))
+            engine.state.check_invariants()
+            del wanted[gone]
+    engine.run()
+    assert engine.state.pool.free_count == num_blocks
+    assert engine.state.load().prefix_hits_total > 0
+    for name, one in wanted.items():
+        tokens = one.prompt_ids
+        for _ in range(one.limits.max_tokens):
+            tokens += (next_token(tokens),)
+        assert tuple(engine.tokens[name]) == tokens
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_hits_are_those_of_an_independent_count(seed: int) -> None:
+    """As many as the longest prefix of whole blocks that an earlier request of the tenant ran."""
+    rng = random.Random(seed)
+    engine = Engine(num_blocks=2000)
+    ran: list[tuple[str, tuple[int, ...]]] = []
+    hits = 0
+    for number in range(60):
+        begin = rng.choice(ran)[1] if ran and rng.random() < 0.8 else ()
+        prompt = begin[: rng.randint(0, len(begin))]
+        prompt += tuple(rng.randrange(3) for _ in range(rng.randint(1, 20)))
+        one = request(f"r{number}", prompt, rng.randint(1, 6), rng.choice(["", "tenant"]))
+        best = 0
+        for salt, tokens in ran:
+            if salt == one.cache_salt:
+                common = 0
+                while (
+                    common < min(len(tokens), len(prompt) - 1) and tokens[common] == prompt[common]
+                ):
+                    common += 1
+                best = max(best, common // BLOCK_SIZE * BLOCK_SIZE)
+        hits += best
+        engine.run(one)
+        assert engine.cached[one.request_id] == best
+        ran.append((one.cache_salt, tuple(engine.tokens[one.request_id][:-1])))
+    assert engine.state.load().prefix_hits_total == hits > 0
