@@ -113,7 +113,7 @@ class WorkerConfig(ServiceConfig):
     prefix_caching: bool = option(
         True,
         "Whether requests that begin alike share the KV of what they have in common, and KV stays"
-        " for later ones while nothing else needs its memory; not in groups of several workers.",
+        " for later ones while nothing else needs its memory.",
     )
     coordinated_exchange: bool = option(
         True, "Whether KV and parameters stand aside for activations."

@@ -13,6 +13,7 @@ from services.core.changeover.route import Transfer
 from services.core.groups.layer_map import Stage
 from services.core.planner.batch import Microbatch, PromptScore, SampleNotes, SampleSpec
 from services.core.planner.sequence import SequenceState
+from services.core.prefix.news import PrefixNews
 
 
 class StageChunk(NamedTuple):
@@ -37,13 +38,14 @@ class Activations:
 
     `released` are the requests whose blocks are free before it runs. Without chunks there is
     nothing to run and no payload. `vacant_s` is for how long the pipeline had nothing in flight
-    before it.
+    before it. `prefixes` as in `Microbatch`.
     """
 
     number: int
     released: tuple[str, ...]
     chunks: tuple[StageChunk, ...]
     vacant_s: float = 0.0
+    prefixes: PrefixNews | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,4 +273,5 @@ def activations(microbatch: Microbatch, vacant_s: float) -> Activations:
             for chunk in microbatch.batch.chunks
         ),
         vacant_s,
+        microbatch.prefixes,
     )

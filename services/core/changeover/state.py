@@ -431,7 +431,7 @@ class Changeover:
         if self._drained:
             return
         chunks = tuple((chunk.request_id, chunk.blocks) for chunk in frame.chunks)
-        self._context.change(MicrobatchFollowed(frame.released, chunks))
+        self._context.change(MicrobatchFollowed(frame.released, chunks, frame.prefixes))
         self._kv.forget(frame.released)
         self._kv.claim(name for name, _ in chunks)
         self._context.commands.append(words.RunStage(frame))

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from services.core.logprobs import LogprobRows
+from services.core.prefix.news import PrefixNews
 from services.core.request import Sampling
 
 
@@ -115,12 +116,14 @@ class Microbatch:
     `released` (requests that ended or were preempted since the last microbatch; one may run again
     in this one) and covers `len(block_ids)` blocks for each chunk: the ids are the leader's own. An
     empty batch only carries `released`. Unknown names in `released` are ignored: after microbatches
-    were discarded, some come a second time.
+    were discarded, some come a second time. `prefixes` is what the stages of a larger group have to
+    change in their caches; None: nothing.
     """
 
     number: int
     batch: Batch
     released: tuple[str, ...] = ()
+    prefixes: PrefixNews | None = None
 
     def block_counts(self) -> Iterator[tuple[str, int]]:
         """Each request that runs, with the blocks that its table must cover."""

@@ -34,6 +34,11 @@ class BlockPool:
         return len(self._empty) + self.cache.idle_count
 
     @property
+    def empty_count(self) -> int:
+        """Blocks that can be taken without forgetting a prefix."""
+        return len(self._empty)
+
+    @property
     def taken_count(self) -> int:
         """Blocks that somebody uses, those above the limit included."""
         return len(self._taken)
@@ -62,7 +67,7 @@ class BlockPool:
         if count > self.free_count:
             raise IndexError(f"{count} blocks wanted, {self.free_count} free")
         empty, cache = self._empty, self.cache
-        taken = tuple([heappop(empty) if empty else cache.evict() for _ in range(count)])
+        taken = tuple([heappop(empty) if empty else cache.evict()[0] for _ in range(count)])
         self._taken.update(dict.fromkeys(taken, 1))
         return taken
 
@@ -104,6 +109,31 @@ class BlockPool:
         self.cache.rename(source, target)
         self.release((source,))
         return target
+
+    def evict(self) -> bytes:
+        """Make the cached block empty that was used longest ago; returns the name it had.
+
+        Raises:
+            StopIteration: if no block is cached.
+        """
+        block, block_hash = self.cache.evict()
+        heappush(self._empty, block)
+        return block_hash
+
+    def name(self, block: int, block_hash: bytes) -> None:
+        """Name a block in use; another one that has the name loses it."""
+        self.forget(block_hash)
+        self.cache.name(block, block_hash)
+
+    def forget(self, block_hash: bytes) -> None:
+        """No block has this name any more; a cached one is empty then."""
+        block = self.cache.block_of(block_hash)
+        if block is None:
+            return
+        idle = self.cache.is_idle(block)
+        self.cache.forget(block)
+        if idle:
+            heappush(self._empty, block)
 
     def drop_cache(self) -> None:
         """Forget every prefix: cached blocks are empty, and blocks in use are shared no further."""

@@ -4,8 +4,8 @@ Block ids are local to a stage; the stages of a group agree on counts only. Ever
 microbatches in order, so its counts are those that the leader had when it planned them. A table
 outlives configurations: after a split it tells the new leader which blocks a request has.
 
-Requests of a group of one may share full blocks at the beginning of their tables. The counts of
-groups know nothing of that: there a block counts for each request that has it.
+Requests may share full blocks at the beginning of their tables. Leaders count a block at another
+stage once for each request that has it.
 """
 
 from collections import Counter
@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from services.core.planner.block_pool import BlockPool
+from services.core.prefix.news import NO_NEWS, PrefixNews
 
 
 class Move(NamedTuple):
@@ -50,14 +51,34 @@ class StageTable:
         """The requests that have blocks."""
         return tuple(self.tables)
 
-    def apply(self, released: Iterable[str], chunks: Iterable[tuple[str, int]]) -> None:
+    def apply(
+        self,
+        released: Iterable[str],
+        chunks: Iterable[tuple[str, int]],
+        prefixes: PrefixNews = NO_NEWS,
+    ) -> None:
         """Follow a microbatch before it runs: release, then cover each chunk's block count.
 
         Raises:
             IndexError: if the pool has too few blocks, which the leader's ledger rules out.
+            ValueError: if a request is to share a prefix that is not here, which the leader's order
+                rules out.
         """
+        if prefixes.forget:
+            self.pool.drop_cache()
+        for request_id, place, block_hash in prefixes.named:
+            table = self.tables.get(request_id, ())
+            if place < len(table):
+                self.pool.name(table[place], block_hash)
         for request_id in released:
             self.release(request_id)
+        for block_hash in prefixes.evicted:
+            self.pool.forget(block_hash)
+        for request_id, hashes in prefixes.shared:
+            found = tuple(self.pool.cache.find(hashes))
+            if len(found) < len(hashes):
+                raise ValueError(f"{request_id} is to begin with a prefix that is not here")
+            self.share(request_id, found)
         for request_id, count in chunks:
             self.adopt(request_id, count)
 

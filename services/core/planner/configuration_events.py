@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from services.core.planner.block_ledger import Follower
 from services.core.planner.sequence import SequenceState
+from services.core.prefix.news import PrefixNews
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +129,7 @@ class MicrobatchFollowed:
 
     released: tuple[str, ...]
     chunks: tuple[tuple[str, int], ...] = ()
+    prefixes: PrefixNews | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,6 +193,7 @@ StageEvent = (
     | ReleasedTaken
     | FlightDiscarded
 )
+MovingBlockEvent = BlocksRelocated | PoolLimited | PoolShrunk
 BlockEvent = (
     MicrobatchFollowed
     | BlocksAdopted

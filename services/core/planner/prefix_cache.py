@@ -1,26 +1,33 @@
-"""Automatic prefix caching of a group of one: sequences that begin alike share full blocks.
+"""Automatic prefix caching: sequences that begin alike share full blocks.
 
 A block gets its name when the iteration that filled it has finished. A sequence that starts, or
 starts again after a preemption, takes the blocks of its longest known prefix and runs from there
 on. Its last token runs in any case, since the next one is sampled from it. Shared blocks are full,
 so nobody writes to them.
 
-Larger groups share nothing new. Their members forget all prefixes when layers change hands.
+In a larger group the leader decides for all stages: which blocks get names, which names are
+forgotten, and which a sequence begins with. Every stage follows in the order of microbatches
+(`PrefixNews`), so that each has the KV of the same prefixes, in blocks of its own. A leader counts
+blocks at other stages once for each request, and cached ones beside them, so they have room for
+what it plans however they share. Nothing is named or looked for while KV moves between stages, and
+all names are forgotten when layers change hands.
 """
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import islice
 
+from services.core.planner.block_ledger import BlockLedger
 from services.core.planner.block_table import StageTable
 from services.core.planner.sequence import Sequence
 from services.core.prefix.block_hash import block_hashes, root_hash
 from services.core.prefix.cached_blocks import CachedBlocks
+from services.core.prefix.news import NamedBlock, NewsDraft, PrefixNews, SharedPrefix
 
 
 @dataclass(slots=True)
 class PrefixCache:
-    """Prefixes whose KV is in blocks of `table`; `on` says whether any are looked for and named.
+    """Prefixes whose KV is in blocks of `table`, which is that of the leader's own stage.
 
     `queries_total` counts the prompt tokens of requests that have started since the beginning,
     `hits_total` those whose KV was there; what starts again after a preemption is not counted.
@@ -28,21 +35,28 @@ class PrefixCache:
 
     block_size: int
     table: StageTable
+    ledger: BlockLedger
     enabled: bool = False
     queries_total: int = 0
     hits_total: int = 0
-    on: bool = field(init=False)
+    _draft: NewsDraft = field(default_factory=NewsDraft)
 
-    def __post_init__(self) -> None:
-        self.on = self.enabled
+    @property
+    def on(self) -> bool:
+        """Whether prefixes are looked for and named now."""
+        return self.enabled and (self._single or not any(self.ledger.promised))
+
+    @property
+    def _single(self) -> bool:
+        return self.ledger.stages == 1
 
     @property
     def _cache(self) -> CachedBlocks:
         return self.table.pool.cache
 
-    def configure(self, stages: int) -> None:
-        """The group has so many stages from now on."""
-        self.on = self.enabled and stages == 1
+    def configure(self) -> None:
+        """Other stages follow: they have forgotten all names by themselves."""
+        self._draft = NewsDraft()
 
     def find(self, sequence: Sequence) -> tuple[int, ...]:
         """The blocks with the KV of the first tokens of a sequence, of all but the last at most.
@@ -54,8 +68,10 @@ class PrefixCache:
         blocks = (len(sequence.token_ids) - 1) // self.block_size
         return tuple(self._cache.find(islice(self._hashes(sequence, blocks), blocks)))
 
-    def shared(self, sequence: Sequence) -> int:
+    def spared(self, sequence: Sequence) -> int:
         """Blocks that a sequence would not need, since others that run have them."""
+        if not self._single:
+            return 0
         cache = self._cache
         return sum(not cache.is_idle(block) for block in self.find(sequence))
 
@@ -65,13 +81,33 @@ class PrefixCache:
         self.table.share(sequence.request_id, found)
         sequence.computed = len(found) * self.block_size
         sequence.named = len(found)
+        sequence.hit_blocks = 0 if self._single else len(found)
+        sequence.hits_told = False
         if self.on and not sequence.begun:
             sequence.cached_tokens = sequence.computed
             self.queries_total += len(sequence.token_ids)
             self.hits_total += sequence.computed
 
+    def make_room(self, blocks: int, have: int = 0) -> None:
+        """Forget prefixes until every stage has so many empty blocks; here `have` fewer suffice.
+
+        A group of one does so by itself when it takes blocks.
+        """
+        if self._single:
+            return
+        pool, cache, ledger = self.table.pool, self._cache, self.ledger
+        others = min([ledger.room(stage) for stage in range(1, ledger.stages)])
+        while cache.idle_count and (
+            pool.empty_count < blocks - have or others - cache.idle_count < blocks
+        ):
+            self._draft.evicted.add(pool.evict())
+
     def publish(self, sequences: Iterable[Sequence]) -> None:
-        """Name the full blocks of sequences that run; what was planned of them has finished."""
+        """Name the full blocks of sequences in a microbatch that has finished.
+
+        Later chunks may be in flight. No stage runs a microbatch that is planned from now on before
+        them, so their blocks get names, too.
+        """
         if not self.on:
             return
         for sequence in sequences:
@@ -79,17 +115,43 @@ class PrefixCache:
                 self._name(sequence, sequence.computed // self.block_size)
 
     def drop(self, sequences: Iterable[Sequence]) -> None:
-        """Forget all prefixes: these are all sequences."""
+        """Forget all prefixes, at every stage; these are all sequences."""
         self.table.pool.drop_cache()
+        self._draft = NewsDraft(forget=not self._single)
         for sequence in sequences:
             sequence.named = 0
 
+    def doubt(self, sequences: Iterable[Sequence]) -> None:
+        """Microbatches were discarded: the stages may not have heard with what these begin."""
+        for sequence in sequences:
+            if sequence.computed <= sequence.hit_blocks * self.block_size:
+                sequence.hits_told = False
+
+    def take_news(self, sequences: Iterable[Sequence]) -> PrefixNews | None:
+        """What the stages have to know before they run a microbatch of these sequences."""
+        for sequence in sequences:
+            if sequence.has_untold_hits:
+                hashes = tuple(sequence.block_hashes[: sequence.hit_blocks])
+                self._draft.shared.append(SharedPrefix(sequence.request_id, hashes))
+                sequence.hits_told = True
+        return self._draft.take()
+
     def _name(self, sequence: Sequence, blocks: int) -> None:
-        hashes, cache = self._hashes(sequence, blocks), self._cache
-        table = self.table.block_ids(sequence.request_id)
+        hashes, table = self._hashes(sequence, blocks), self.table
+        ids = table.block_ids(sequence.request_id)
         for place in range(sequence.named, blocks):
-            cache.name(table[place], hashes[place])
+            if self._single:
+                self._cache.name(ids[place], hashes[place])
+            else:
+                self._name_everywhere(sequence.request_id, place, ids[place], hashes[place])
         sequence.named = blocks
+
+    def _name_everywhere(self, request_id: str, place: int, block: int, block_hash: bytes) -> None:
+        """Name a block at every stage, unless requests share it here and perhaps not elsewhere."""
+        if self.table.pool.users[block] > 1 or block_hash in self._draft.evicted:
+            return
+        if self._cache.name(block, block_hash):
+            self._draft.named.append(NamedBlock(request_id, place, block_hash))
 
     def _hashes(self, sequence: Sequence, blocks: int) -> list[bytes]:
         """The hashes of at least the first `blocks` blocks of a sequence."""

@@ -82,6 +82,7 @@ class Sequence:
 
     `cached_tokens` of its prompt were in the cache when it started. `block_hashes` are those of its
     first blocks, as far as they were needed, and `named` of its blocks are known to the cache.
+    In a larger group the other stages have to be told of its first `hit_blocks` before it runs.
     """
 
     request: Request
@@ -102,6 +103,8 @@ class Sequence:
     cached_tokens: int = 0
     block_hashes: list[bytes] = field(default_factory=list)
     named: int = 0
+    hit_blocks: int = 0
+    hits_told: bool = False
     prompt_tokens: int = field(init=False)
     tokens_max: int = field(init=False)
     _reads_output: bool = field(init=False)
@@ -157,6 +160,11 @@ class Sequence:
     def remaining(self) -> int:
         """Tokens that have to be planned before the next one can be sampled."""
         return len(self.token_ids) - self.computed
+
+    @property
+    def has_untold_hits(self) -> bool:
+        """Whether it begins with blocks of which other stages have not heard."""
+        return self.hit_blocks > 0 and not self.hits_told
 
     @property
     def output_count(self) -> int:

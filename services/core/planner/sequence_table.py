@@ -24,16 +24,17 @@ from services.core.service import ServiceClass
 class SequenceTable:
     """Sequences that run or are held, oldest first, and those that wait, in the order of `line`.
 
-    `table` has the own stage's blocks, and `prefixes` finds those that can be shared. `victims`
-    chooses what gives blocks up to what runs.
+    `table` has the own stage's blocks, and `prefixes` finds those that can be shared if
+    `prefix_caching`. `victims` chooses what gives blocks up to what runs.
     """
 
     block_size: int
     table: StageTable
-    prefixes: PrefixCache
+    prefix_caching: bool = False
     line: LineOrder = by_arrival
     victims: Victims = newest
     ledger: BlockLedger = field(init=False)
+    prefixes: PrefixCache = field(init=False)
     sequences: dict[str, Sequence] = field(default_factory=dict)
     batch: dict[str, Sequence] = field(default_factory=dict)  # those of the class `batch`
     waiting: deque[Sequence] = field(default_factory=deque)
@@ -45,6 +46,7 @@ class SequenceTable:
 
     def __post_init__(self) -> None:
         self.ledger = BlockLedger(self.table.pool)
+        self.prefixes = PrefixCache(self.block_size, self.table, self.ledger, self.prefix_caching)
 
     # --- beginning and end
 
@@ -65,6 +67,8 @@ class SequenceTable:
             raise ValueError(f"{sequence.request_id} has blocks here already")
         if absent and not held:
             raise ValueError(f"{sequence.request_id} cannot run without blocks at {sorted(absent)}")
+        if absent:
+            self._forget_prefixes_of_stages()
         sequence.absent = absent
         self.ledger.promise(sequence.blocks, absent)
         self._enter(sequence)
@@ -73,6 +77,7 @@ class SequenceTable:
 
     def forget(self, sequence: Sequence) -> None:
         """Leave a sequence to another leader: its blocks stay where they are, and in use."""
+        self._forget_prefixes_of_stages()
         self.ledger.promise(-sequence.blocks, sequence.absent)
         self._leave(sequence)
         self._remove(sequence)
@@ -96,7 +101,7 @@ class SequenceTable:
             if sequence.sample_due:
                 return False
             blocks = sequence.blocks_to_admit(self.block_size)
-            return blocks <= free or blocks - self.prefixes.shared(sequence) <= free
+            return blocks <= free or blocks - self.prefixes.spared(sequence) <= free
 
         return next_to_start(self.waiting, fits, overtaken_max)
 
@@ -112,6 +117,7 @@ class SequenceTable:
         sequence.begun = True
         insort(self.running, sequence, key=_age)
         sequence.blocks = blocks_for(len(sequence.token_ids), self.block_size)
+        self.prefixes.make_room(sequence.blocks, have=sequence.named)
         self.table.adopt(sequence.request_id, sequence.blocks)
         self.ledger.take(sequence.blocks)
         return sequence
@@ -128,6 +134,7 @@ class SequenceTable:
 
     def add_block(self, sequence: Sequence) -> None:
         """Give a running sequence one more block; there is room."""
+        self.prefixes.make_room(1)
         self.table.append(sequence.request.request_id)
         sequence.blocks += 1
         self.ledger.take(1)
@@ -180,7 +187,7 @@ class SequenceTable:
         The last stage may be another one now; its sampler knows no sequence yet.
         """
         self.ledger.configure(followers)
-        self.prefixes.configure(self.ledger.stages)
+        self.prefixes.configure()
         was = (0, *(follower.was for follower in followers))
         for sequence in self.sequences.values():
             sequence.forget_told()
@@ -194,6 +201,12 @@ class SequenceTable:
             self.ledger.promise(sequence.blocks, sequence.absent)
             if sequence.absent and sequence.phase is Phase.RUNNING:
                 self.hold(sequence)
+
+    def drop_prefixes(self) -> None:
+        """Forget all prefixes. A sequence that no stage knows with its prefix starts again."""
+        for sequence in [one for one in self.sequences.values() if one.has_untold_hits]:
+            self.preempt(sequence)
+        self.prefixes.drop(self.sequences.values())
 
     def take_released(self) -> tuple[str, ...]:
         """Requests whose blocks were freed since the last call; every stage has to learn them."""
@@ -243,8 +256,13 @@ class SequenceTable:
             self.table.release(sequence.request_id)
             self.ledger.give_back(sequence.blocks, sequence.absent)
             self.released.append(sequence.request_id)
-            sequence.blocks = sequence.named = 0
+            sequence.blocks = sequence.named = sequence.hit_blocks = 0
             sequence.absent = frozenset()
+
+    def _forget_prefixes_of_stages(self) -> None:
+        """Blocks change beside microbatches, which alone tell stages what to share."""
+        if self.ledger.stages > 1:
+            self.drop_prefixes()
 
     def _enter(self, sequence: Sequence) -> None:
         self.sequences[sequence.request_id] = sequence

@@ -37,12 +37,12 @@ from services.core.planner.events import (
 )
 from services.core.planner.pipeline import PipelinePlanner
 from services.core.planner.plan import Plan
-from services.core.planner.prefix_cache import PrefixCache
 from services.core.planner.refusal import known_already, queue_full, returned, too_large
 from services.core.planner.returns import Returns
 from services.core.planner.sequence import Phase, Sequence, SequenceState
 from services.core.planner.sequence_table import SequenceTable
 from services.core.planner.single import SinglePlanner
+from services.core.prefix.news import NO_NEWS
 from services.core.report import Load
 
 
@@ -66,9 +66,8 @@ class PlannerState:
 
     def __post_init__(self) -> None:
         self.table = StageTable(BlockPool(self.config.num_blocks))
-        block_size, enabled = self.config.block_size, self.config.prefix_caching
-        prefixes = PrefixCache(block_size, self.table, enabled)
-        self.sequence_table = SequenceTable(block_size, self.table, prefixes)
+        config = self.config
+        self.sequence_table = SequenceTable(config.block_size, self.table, config.prefix_caching)
         self._planner = SinglePlanner(self.config, self.sequence_table)
 
     @property
@@ -173,10 +172,12 @@ class PlannerState:
         else:
             return None
         self._launch(plan)
-        released = self.sequence_table.take_released()
+        released, prefixes = self.sequence_table.take_released(), None
         if released:
             self._unheard[plan.number] = released
-        return Microbatch(plan.number, batch, released)
+        if self.stages > 1:
+            prefixes = self.sequence_table.prefixes.take_news(plan.sequences())
+        return Microbatch(plan.number, batch, released, prefixes)
 
     def export(self, request_id: str) -> SequenceState:
         """What another leader needs to go on with a sequence, none of which is in flight.
@@ -195,7 +196,7 @@ class PlannerState:
         for sequence in tuple(self.sequences.values()):
             if sequence.blocks and not sequence.computed:
                 self.sequence_table.preempt(sequence)
-        self.sequence_table.prefixes.drop(self.sequences.values())
+        self.sequence_table.drop_prefixes()
         return [BlocksFreed(self.sequence_table.take_released())]
 
     def _configure(self, event: changes.StagesConfigured) -> list[Command]:
@@ -216,6 +217,8 @@ class PlannerState:
             case changes.BlocksCredited():
                 ledger.credit(event.stage, event.blocks)
             case changes.ReleasedTaken():
+                if self.stages > 1:
+                    self.sequence_table.drop_prefixes()
                 return [BlocksFreed(self.sequence_table.take_released())]
             case changes.FlightDiscarded():
                 self._discard_in_flight()
@@ -226,6 +229,9 @@ class PlannerState:
             plan = self.in_flight.pop()
             plan.discard()
             self.sequence_table.release_again(self._unheard.pop(plan.number, ()))
+        if self.stages > 1:
+            self.sequence_table.prefixes.doubt(self.sequences.values())
+            self.sequence_table.drop_prefixes()
 
     # --- changes of sequences
 
@@ -272,9 +278,11 @@ class PlannerState:
 
     def _change_blocks(self, event: changes.BlockEvent) -> list[Command]:
         table = self.table
+        if self.stages > 1 and isinstance(event, changes.MovingBlockEvent):
+            self.sequence_table.drop_prefixes()
         match event:
             case changes.MicrobatchFollowed():
-                table.apply(event.released, event.chunks)
+                table.apply(event.released, event.chunks, event.prefixes or NO_NEWS)
             case changes.BlocksAdopted():
                 table.adopt(event.request_id, event.blocks)
             case changes.BlocksReleased():

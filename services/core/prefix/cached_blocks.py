@@ -43,11 +43,17 @@ class CachedBlocks:
         """Whether no request uses the block, which has a name."""
         return block in self._idle
 
-    def name(self, block: int, block_hash: bytes) -> None:
-        """Give a block in use its name, unless it has one or another block has this one."""
-        if block not in self._hash_of and block_hash not in self._block_of:
-            self._hash_of[block] = block_hash
-            self._block_of[block_hash] = block
+    def block_of(self, block_hash: bytes) -> int | None:
+        """The block with this name; None if there is none."""
+        return self._block_of.get(block_hash)
+
+    def name(self, block: int, block_hash: bytes) -> bool:
+        """Give a block in use its name; False if it has one, or another block has this one."""
+        if block in self._hash_of or block_hash in self._block_of:
+            return False
+        self._hash_of[block] = block_hash
+        self._block_of[block_hash] = block
+        return True
 
     def rename(self, source: int, target: int) -> None:
         """The KV of a block in use, if it has a name, is in another one from now on."""
@@ -67,11 +73,12 @@ class CachedBlocks:
         """A request uses the idle block again."""
         del self._idle[block]
 
-    def evict(self) -> int:
-        """Forget the oldest idle block, which is the caller's from now on."""
+    def evict(self) -> tuple[int, bytes]:
+        """Forget the oldest idle block, which is the caller's from now on; also its old name."""
         block = next(iter(self._idle))
+        block_hash = self._hash_of[block]
         self.forget(block)
-        return block
+        return block, block_hash
 
     def forget(self, block: int) -> None:
         """Take the name of a block away, if it has one."""

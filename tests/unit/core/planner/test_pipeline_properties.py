@@ -39,6 +39,7 @@ from services.core.planner.events import (
 )
 from services.core.planner.sequence import Phase, Sequence
 from services.core.planner.state import PlannerState
+from services.core.prefix.news import NO_NEWS
 from services.core.request import NO_LOGPROBS, Limits, LogprobOptions, Request, Sampling
 from tests.support.told_sampler import ToldSampler, row_of, rows_of
 
@@ -152,7 +153,8 @@ class Group:
         message, stage = self.lanes[index].popleft(), self.followers[index]
         match message:
             case Microbatch():
-                stage.table.apply(message.released, message.block_counts())
+                news = message.prefixes or NO_NEWS
+                stage.table.apply(message.released, message.block_counts(), news)
                 tables = {name: stage.table.block_ids(name) for name, _ in message.block_counts()}
                 for chunk in message.batch.chunks:
                     assert len(tables[chunk.request_id]) == len(chunk.block_ids)
@@ -214,6 +216,7 @@ class Group:
         for index in range(stages - 1):
             if kept and index < len(old):
                 stage, was = old[index], index + 1
+                stage.table.pool.drop_cache()  # as its own planner does
             else:
                 stage, was = new_stage(blocks[index]), None
                 name = f"foreign-{self.world.next_number()}"
@@ -343,7 +346,13 @@ class Group:
 class World:
     """Two groups and what the clients have received."""
 
-    def __init__(self, formation: BatchFormation, model: CostModel | None, min_tokens: int) -> None:
+    def __init__(
+        self,
+        formation: BatchFormation,
+        model: CostModel | None,
+        min_tokens: int,
+        prefix_caching: bool = False,
+    ) -> None:
         config = IterationConfig(
             block_size=BLOCK_SIZE,
             num_blocks=BLOCKS,
@@ -353,6 +362,7 @@ class World:
             batch_formation=formation,
             min_microbatch_tokens=min_tokens,
             cost_model=model,
+            prefix_caching=prefix_caching,
         )
         self.requests: dict[str, Request] = {}
         self.outputs: dict[str, list[int]] = {}
@@ -472,6 +482,7 @@ RARE = (
 OPERATION = st.tuples(st.sampled_from(USUAL * 3 + RARE), st.integers(0, 1), st.integers(0, 200))
 
 
+@pytest.mark.parametrize("prefix_caching", [False, True])
 @pytest.mark.parametrize(
     ("formation", "model", "min_tokens"),
     [
@@ -486,9 +497,10 @@ def test_tokens_blocks_and_counts_agree_in_any_order(
     formation: BatchFormation,
     model: CostModel | None,
     min_tokens: int,
+    prefix_caching: bool,
     operations: list[tuple[str, int, int]],
 ) -> None:
-    world = World(formation, model, min_tokens)
+    world = World(formation, model, min_tokens, prefix_caching)
     for operation, which, value in operations:
         world.apply(operation, which, value)
     world.come_to_rest()
