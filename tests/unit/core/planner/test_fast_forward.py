@@ -68,7 +68,7 @@ def picture(state: PlannerState) -> object:
         [s.request_id for s in state.running],
         [s.request_id for s in state.waiting],
         state.table.tables,
-        state.pool._free,
+        state.pool._empty,
         state.load(),
         state.in_flight,
     )

@@ -1,0 +1,153 @@
+"""Prefixes in a group of two: the stage behind the leader caches what the leader says."""
+
+from services.core.planner.batch import Microbatch
+from services.core.planner.block_ledger import Follower
+from services.core.planner.block_pool import BlockPool
+from services.core.planner.block_table import StageTable
+from services.core.planner.config import IterationConfig
+from services.core.planner.configuration_events import (
+    BlocksAdopted,
+    ConfigurationEnded,
+    FlightDiscarded,
+    PoolLimited,
+    ReleasedTaken,
+    SequenceAdopted,
+    StagesConfigured,
+)
+from services.core.planner.events import IterationFinished, RequestArrived
+from services.core.planner.sequence import SequenceState
+from services.core.planner.state import PlannerState
+from services.core.prefix.news import PrefixNews
+from services.core.request import Limits, Request, Sampling
+
+BLOCKS = 12
+PROMPT = tuple(range(18))
+
+
+class Pair:
+    """A leader with blocks of four tokens, and its one follower, which has the fewer blocks."""
+
+    def __init__(self, follower_blocks: int = BLOCKS - 2) -> None:
+        config = IterationConfig(4, BLOCKS, 32, 8, 100, prefix_caching=True)
+        self.leader = PlannerState(config)
+        self.leader.handle(StagesConfigured((Follower(follower_blocks),)))
+        self.follower = StageTable(BlockPool(follower_blocks))
+        self.ran: dict[str, int] = {}
+        self.told: list[PrefixNews] = []
+
+    def ask(self, name: str, prompt: tuple[int, ...], outputs: int = 1) -> None:
+        one = Request(name, prompt, Sampling(temperature=0.0), Limits(outputs), 0.0)
+        self.leader.handle(RequestArrived(0.0, one))
+
+    def plan(self) -> Microbatch | None:
+        microbatch = self.leader.plan(0.0)
+        self.leader.check_invariants()
+        return microbatch
+
+    def follow(self, microbatch: Microbatch) -> None:
+        news = microbatch.prefixes or PrefixNews()
+        self.told.append(news)
+        self.follower.apply(microbatch.released, microbatch.block_counts(), news)
+        self.follower.check_invariants()
+        for chunk in microbatch.batch.chunks:
+            assert len(self.follower.block_ids(chunk.request_id)) == len(chunk.block_ids)
+
+    def step(self) -> bool:
+        microbatch = self.plan()
+        if microbatch is None:
+            return False
+        self.follow(microbatch)
+        sampled = {}
+        for chunk in microbatch.batch.chunks:
+            name = chunk.request_id
+            self.ran[name] = self.ran.get(name, 0) + len(chunk.token_ids)
+            if chunk.sample is not None:
+                sampled[name] = 7
+        self.leader.handle(IterationFinished(0.0, sampled, microbatch.number))
+        self.leader.check_invariants()
+        return True
+
+    def run(self, name: str, prompt: tuple[int, ...], outputs: int = 1) -> int:
+        """Run a request alone; returns how many tokens of it ran."""
+        self.ask(name, prompt, outputs)
+        while self.step():
+            pass
+        return self.ran[name]
+
+
+def test_every_stage_begins_with_the_prefix_that_the_leader_found() -> None:
+    pair = Pair()
+    assert pair.run("a", PROMPT, 2) == 19
+    pair.ask("b", PROMPT)
+    microbatch = pair.plan()
+    assert microbatch is not None and microbatch.batch.tokens == 2
+    assert microbatch.prefixes is not None and microbatch.prefixes.shared[0].request_id == "b"
+    cached = set(pair.follower.pool.cache.find(microbatch.prefixes.shared[0].hashes))
+    pair.follow(microbatch)
+    assert set(pair.follower.block_ids("b")[:4]) == cached and len(cached) == 4
+    pair.leader.handle(IterationFinished(0.0, {"b": 7}, microbatch.number))
+    assert pair.leader.load().prefix_hits_total == 16
+    assert pair.leader.load().kv_blocks_free == BLOCKS - 2
+
+
+def test_the_leader_says_what_is_forgotten_before_any_stage_is_full() -> None:
+    pair = Pair()
+    for number in range(8):
+        pair.run(f"r{number}", tuple(range(number * 20, number * 20 + 18)))
+        assert pair.follower.pool.cache.idle_count <= pair.leader.pool.cache.idle_count
+    assert any(news.evicted for news in pair.told)
+    assert pair.leader.preemptions_total == 0
+    assert pair.run("again", tuple(range(140, 158))) == 2
+    assert pair.run("r0 again", PROMPT) == 18
+
+
+def test_requests_that_run_share_blocks_but_count_for_each() -> None:
+    pair = Pair()
+    pair.ask("a", PROMPT, 9)
+    pair.step()
+    pair.ask("b", PROMPT[:12], 3)
+    pair.step()
+    assert pair.leader.sequence_table.ledger.used == [5 + 3]
+    assert pair.follower.block_count == 8 and pair.follower.pool.taken_count == 6
+    while pair.step():
+        pass
+    assert pair.leader.load().kv_blocks_free == BLOCKS - 2
+
+
+def test_a_capacity_that_shrinks_ends_all_names_at_every_stage() -> None:
+    pair = Pair()
+    pair.run("a", PROMPT)
+    pair.leader.handle(ReleasedTaken())
+    pair.follower.pool.limit(8)
+    assert pair.run("b", PROMPT) == 18
+    assert any(news.forget for news in pair.told)
+    assert pair.run("c", PROMPT) == 2
+    pair.leader.handle(PoolLimited(8))
+    assert pair.run("d", PROMPT) == 18
+
+
+def test_nothing_is_shared_while_kv_moves() -> None:
+    pair = Pair()
+    pair.run("a", PROMPT)
+    moving = Request("m", PROMPT, Sampling(temperature=0.0), Limits(4), 0.0)
+    state = SequenceState(moving, (), 8, 3, 0.0, 1)
+    pair.leader.handle(BlocksAdopted("m", 3))
+    pair.leader.handle(SequenceAdopted(state, frozenset({1})))
+    assert pair.run("b", PROMPT) == 18
+    assert pair.run("c", PROMPT) == 18
+
+
+def test_a_request_of_which_only_the_leader_knows_starts_again() -> None:
+    """Its microbatch was lost: other stages have not heard with which blocks it begins."""
+    pair = Pair()
+    pair.run("a", PROMPT)
+    pair.ask("b", PROMPT)
+    assert pair.plan() is not None
+    pair.leader.handle(FlightDiscarded())
+    assert [one.request_id for one in pair.leader.waiting] == ["b"]
+    pair.leader.check_invariants()
+    while pair.step():
+        pass
+    assert pair.ran["b"] == 18
+    pair.leader.handle(ConfigurationEnded())
+    assert pair.leader.pool.cache.idle_count == 0
