@@ -118,10 +118,18 @@ class DecoderLayer(nn.Module):
         return output
 
 
+class Embedding(nn.Module):
+    """The rows of tokens. That of torch fills them at random, and to do so loads its compiler."""
+
+    def __init__(self, rows: int, size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(rows, size))
+
+
 class _Body(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(
             DecoderLayer(config, window) for window in config.sliding_windows
         )
