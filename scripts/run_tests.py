@@ -25,8 +25,8 @@ IN_PROCESS = ("tests/component", "tests/unit")
 CLUSTERS = ("tests/integration", "tests/robustness")
 BYTECODE = ROOT / ".venv" / "bytecode"
 """Kept for all processes of all runs: an engine that compiles what it imports takes 6 s longer."""
-KERNELS = ("decoder_layer", "layer_range")
-"""Modules of kernels that take longest to compile, half of the time each."""
+KERNELS = ("decoder_layer", "layer_range", "token_choice")
+"""Modules of kernels that take longest to compile."""
 NOTHING_COLLECTED = 5
 SUMMARY_WIDTH = 80
 

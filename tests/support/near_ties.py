@@ -7,10 +7,9 @@ import transformers
 
 from services.core.planner.batch import SampleSpec, SampleTerms
 from services.core.request import Sampling
-from services.worker.engine.sampling.draw import uniform
 from services.worker.engine.sampling.grammar import Grammars
 from services.worker.engine.sampling.sampler import Sampled, Sampler
-from tests.support.sampling import NO_FOLDER
+from tests.support.sampling import NO_FOLDER, uniform
 
 EXCUSED_GAP = 1e-4
 
@@ -30,7 +29,8 @@ def count_excused(
     is greedy or has no filters but rules. A grammar needs the model's folder.
     """
     logits = reference(torch.tensor([prompt + output])).logits[0, len(prompt) - 1 : -1].float()
-    sampler, excused = Sampler(logits.shape[-1], Grammars(model_dir, logits.shape[-1])), 0
+    grammars, excused = Grammars(model_dir, logits.shape[-1]), 0
+    sampler = Sampler(logits.shape[-1], grammars, logits.dtype)
     for index, token in enumerate(output):
         row, made = logits[index : index + 1].clone(), Sampled()
         terms = SampleTerms(sampling, tuple(prompt), tuple(output[:index]), stop_ids)

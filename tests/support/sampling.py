@@ -1,8 +1,10 @@
 """A sampler for rows of logits, without a model."""
 
+import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from services.core.planner.batch import SampleSpec, SampleTerms
@@ -10,6 +12,13 @@ from services.worker.engine.sampling.grammar import Grammars
 from services.worker.engine.sampling.sampler import Sampled, Sampler
 
 NO_FOLDER = Path("no model")
+
+
+def uniform(seed: int, index: int) -> float:
+    """The random number of output `index` under `seed`, by numpy's own generator."""
+    digest = hashlib.blake2b(str(seed).encode(), digest_size=16).digest()
+    generator = np.random.Philox(key=int.from_bytes(digest, "little"), counter=index)
+    return float(np.random.Generator(generator).random())
 
 
 def choose(
@@ -22,7 +31,7 @@ def choose(
 
     `indices`: the output index of each row; that which comes next if none are given.
     """
-    sampler = Sampler(logits.shape[-1], Grammars(model_dir, logits.shape[-1]))
+    sampler = Sampler(logits.shape[-1], Grammars(model_dir, logits.shape[-1]), logits.dtype)
     if indices is None:
         indices = [len(one.output_ids) for one in terms]
     specs = [

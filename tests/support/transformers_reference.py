@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from services.core.request import Request, Sampling, TokenLogprobs
-from services.worker.engine.sampling.draw import uniform
+from tests.support.sampling import uniform
 
 
 def processors(sampling: Sampling) -> LogitsProcessorList:

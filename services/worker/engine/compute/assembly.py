@@ -28,6 +28,9 @@ ARENAS: dict[str, type[MemfdArena]] = {"cpu": MemfdArena}
 SCRATCH_BYTES = 8 << 20
 """The buffer for upcast weights. Measured: a smaller one costs calls, a larger one cache misses."""
 
+SAMPLER_ROWS = 5
+"""Rows of logits that would take as much memory as the sampler: scratch, and a copy of a row."""
+
 
 class LoadedModel(NamedTuple):
     """The parts of a model in memory; its arena belongs to `stage_memory`."""
@@ -95,8 +98,7 @@ def staging_bytes(config: RunnerConfig, geometry: ModelGeometry) -> int:
         fused = 5 * geometry.hidden_size + 3 * (heads + kv_values + geometry.intermediate_size)
         few = min(cpu_kernels.ROWS_MAX, config.max_batch_tokens)
         activations = max(activations, few * fused * compute.itemsize)
-    # Logits, and copies of single rows in the sampler.
-    logits = geometry.vocab_size * (LOGIT_ROWS + 4) * compute.itemsize
+    logits = geometry.vocab_size * (LOGIT_ROWS + SAMPLER_ROWS) * compute.itemsize
     masks = len(frozenset(geometry.sliding_windows)) * mask_bytes(context, compute.itemsize)
     return (SCRATCH_BYTES if upcasts else 0) + gathered + masks + activations + logits
 

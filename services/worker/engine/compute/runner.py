@@ -21,7 +21,6 @@ from services.worker.engine.compute.runner_config import LOGIT_ROWS, RunnerConfi
 from services.worker.engine.model.attention.paged import AttentionMetadata, MetadataBuilder
 from services.worker.engine.model.decoder import Interrupted
 from services.worker.engine.sampling.grammar import Grammars
-from services.worker.engine.sampling.logprobs import logprob_rows
 from services.worker.engine.sampling.sampler import Sampled, Sampler
 from services.worker.errors import InvalidBatch
 
@@ -50,11 +49,11 @@ class ModelRunner:
         self.stage_memory = loaded.stage_memory
         self.decoder = loaded.decoder
         self.grammars = Grammars(config.model_dir, geometry.vocab_size)
-        self.sampler = Sampler(geometry.vocab_size, self.grammars)
         self._description = _description(config.model_dir)
         self._max_batch_tokens = config.max_batch_tokens
         self._device = torch.device(config.device)
         self._compute_dtype = compute_dtype(self._device, config.dtype)
+        self.sampler = Sampler(geometry.vocab_size, self.grammars, self._compute_dtype)
         self._metadata = MetadataBuilder(
             block_size=config.block_size,
             device=self._device,
@@ -223,7 +222,7 @@ class ModelRunner:
             token_ids = score.token_ids[first : first + LOGIT_ROWS]
             row = score.row + first
             logits = self.decoder.logits(hidden[row : row + len(token_ids)])
-            parts.append(logprob_rows(logits, range(len(token_ids)), token_ids, score.top))
+            parts.append(self.sampler.score(logits, token_ids, score.top))
         return PromptRows(chunk.start + score.row + 1, joined(parts))
 
     def _tensor(self, values: list[int]) -> torch.Tensor:

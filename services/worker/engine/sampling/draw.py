@@ -1,4 +1,7 @@
-"""Draws a token from one row of logits: temperature, then top-k, top-p and min-p, then the draw.
+"""Draws tokens from rows of logits: temperature, then top-k, top-p and min-p, then the draw.
+
+Top-p keeps the shortest best-first prefix whose mass reaches `top_p` of the mass that top-k left.
+Min-p keeps tokens that are at least `min_p` times as likely as the best one.
 
 The random draw of output `i` comes from a counter-based generator (Philox), keyed by the request's
 seed, at counter `i`. It depends neither on the batch nor on earlier iterations: a preempted or
@@ -6,92 +9,50 @@ moved request gets the same tokens as without the interruption.
 """
 
 import hashlib
-import math
+from collections.abc import Sequence
 
 import numpy as np
-import torch
+import numpy.typing as npt
 
 from services.core.request import Sampling
+from services.worker.engine.model.cpu_kernels.philox import uniform_numbers
+from services.worker.engine.model.cpu_kernels.token_choice import DrawTerms, TokenChooser
 
-CANDIDATES = 256
-CANDIDATES_GROWTH = 16
-"""Most nuclei lie within the `CANDIDATES` best tokens; for a larger one, more are sorted."""
-SPAN = 256
-"""Weights that are summed in one step when a distribution is inverted."""
-
-
-def uniform(seed: int, index: int) -> float:
-    """The random number in [0, 1) of output `index` under `seed` (any integer)."""
-    digest = hashlib.blake2b(str(seed).encode(), digest_size=16).digest()
-    generator = np.random.Philox(key=int.from_bytes(digest, "little"), counter=index)
-    return float(np.random.Generator(generator).random())
+GREEDY_BELOW = 1e-5
+"""A temperature below this is greedy: dividing by it would leave the range of float32."""
+_WORD_BYTES = 8
 
 
-def draw_token(logits: torch.Tensor, sampling: Sampling, draw: float) -> int:
-    """Invert the cumulative distribution of one row, filtered and ordered, at `draw`.
+class RequestDraws:
+    """How the tokens of one request are drawn."""
 
-    The best logit is finite; tokens that cannot be chosen have minus infinity.
+    __slots__ = ("key", "terms")
+
+    def __init__(self, sampling: Sampling) -> None:
+        temperature = sampling.temperature if sampling.temperature >= GREEDY_BELOW else 0.0
+        self.terms = DrawTerms(temperature, sampling.top_k, sampling.top_p, sampling.min_p)
+        digest = hashlib.blake2b(str(sampling.seed).encode(), digest_size=2 * _WORD_BYTES).digest()
+        self.key = tuple(
+            int.from_bytes(digest[first : first + _WORD_BYTES], "little")
+            for first in (0, _WORD_BYTES)
+        )
+
+
+def draw_tokens(
+    chooser: TokenChooser,
+    logits: npt.NDArray[np.floating],
+    wanted: Sequence[tuple[RequestDraws, int]],
+) -> tuple[list[int], list[float]]:
+    """A token of each row of `logits` [rows, vocab], and the best logit of each row.
+
+    `wanted[i]`: the request of row i, and the index of the output. A request whose temperature is
+    0 gets the best token, of equal ones that with the lowest id; so does one whose row has no
+    finite best logit.
     """
-    scaled = (logits - logits.max()).div_(sampling.temperature)
-    if not 0 < sampling.top_k < len(scaled) and sampling.top_p >= 1:
-        if sampling.min_p > 0:
-            scaled.masked_fill_(scaled < math.log(sampling.min_p), -torch.inf)
-        return _invert(scaled.exp_().cpu().numpy(), draw)
-    ids, values = _filtered(scaled, sampling)
-    return int(ids[_invert(np.exp(values), draw)])
-
-
-def _filtered(scaled: torch.Tensor, sampling: Sampling) -> tuple[np.ndarray, np.ndarray]:
-    """Token ids and scaled logits that pass top-k, then top-p, then min-p, best first.
-
-    Top-p keeps the shortest best-first prefix whose mass reaches `top_p` of the mass that top-k
-    left. Min-p keeps tokens that are at least `min_p` times as likely as the best one.
-    """
-    vocab = len(scaled)
-    if 0 < sampling.top_k < vocab:
-        ids, values = _best(scaled, sampling.top_k)
-        total = float(np.exp(values).sum())
+    terms = [draws.terms for draws, _ in wanted]
+    if any(one.temperature for one in terms):
+        keys = np.array([draws.key for draws, _ in wanted], np.uint64)
+        numbers = uniform_numbers(keys, np.array([index for _, index in wanted], np.uint64))
     else:
-        count = min(CANDIDATES, vocab)
-        ids, values = _best(scaled, count)
-        total = float(torch.exp(scaled).sum(dtype=torch.float64))
-        while np.exp(values).sum() < sampling.top_p * total and count == len(ids) < vocab:
-            count = min(CANDIDATES_GROWTH * count, vocab)
-            ids, values = _best(scaled, count)
-    kept = len(ids)
-    if sampling.top_p < 1:
-        mass = np.cumsum(np.exp(values))
-        kept = int(np.searchsorted(mass, sampling.top_p * total)) + 1
-    if sampling.min_p > 0:
-        kept = min(kept, int(np.searchsorted(-values, -math.log(sampling.min_p), side="right")))
-    return ids[:kept], values[:kept]
-
-
-def _best(scaled: torch.Tensor, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """The `count` best ids and values, or all that can be chosen; ties go to the lower id."""
-    # Sorting all is faster than selecting nearly all.
-    threshold = torch.topk(scaled, count).values[-1] if count < len(scaled) else -torch.inf
-    choosable = scaled >= threshold if threshold > -torch.inf else scaled > -torch.inf
-    ids = torch.nonzero(choosable).squeeze(1)
-    values = scaled[ids].double().cpu().numpy()
-    order = np.argsort(-values, kind="stable")[:count]
-    return ids.cpu().numpy()[order], values[order]
-
-
-def _invert(weights: np.ndarray, draw: float) -> int:
-    """The first position at which the cumulative weight exceeds `draw` of the total.
-
-    Sums, in float64, of spans first, then within one span: a tenth of the time of one long sum.
-    """
-    starts = np.arange(0, len(weights), SPAN)
-    spans = np.cumsum(np.add.reduceat(weights, starts, dtype=np.float64))
-    target = draw * spans[-1]
-    span = int(np.searchsorted(spans[:-1], target, side="right"))
-    before = spans[span - 1] if span else 0.0
-    end = min(int(starts[span]) + SPAN, len(weights))
-    within = np.cumsum(weights[starts[span] : end], dtype=np.float64)
-    position = int(starts[span]) + int(np.searchsorted(within, target - before, side="right"))
-    if position == end or weights[position] == 0:
-        # Rounding has put the target just beyond the last token of the span that has any weight.
-        position = int(np.flatnonzero(weights[:end])[-1])
-    return position
+        numbers = np.zeros(len(wanted))
+    return chooser(logits, terms, numbers)

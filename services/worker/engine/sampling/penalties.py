@@ -9,7 +9,6 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from services.core.request import Sampling
 
@@ -52,22 +51,25 @@ class TokenCounts:
         return self._counts[: len(self._places)]
 
 
-def penalise(logits: torch.Tensor, rows: Sequence[int], counted: Sequence[TokenCounts]) -> None:
+def penalise(
+    logits: npt.NDArray[np.floating], rows: Sequence[int], counted: Sequence[TokenCounts]
+) -> None:
     """Lower row `rows[i]` of `logits` [rows, vocab] by the penalties of `counted[i]`."""
     sizes = [len(one.ids) for one in counted]
     if not any(sizes):
         return
 
-    def spread(values: Iterable[float]) -> torch.Tensor:
-        repeated = np.repeat(np.array(list(values), np.float64), sizes)
-        return torch.from_numpy(repeated).to(logits)
+    def spread(values: Iterable[float]) -> npt.NDArray[np.floating]:
+        return np.repeat(np.array(list(values), logits.dtype), sizes)
 
-    counts = torch.from_numpy(np.concatenate([one.counts for one in counted])).to(logits)
-    ids = torch.from_numpy(np.concatenate([one.ids for one in counted])).to(logits.device)
-    row = torch.from_numpy(np.repeat(np.array(rows, np.int64), sizes)).to(logits.device)
-    values = logits[row, ids]
+    counts = np.concatenate([one.counts for one in counted]).astype(logits.dtype)
+    places = (
+        np.repeat(np.array(rows, np.int64), sizes),
+        np.concatenate([one.ids for one in counted]),
+    )
+    values = logits[places]
     repetition = spread(one.sampling.repetition_penalty for one in counted)
-    values = torch.where(values > 0, values / repetition, values * repetition)
+    values = np.where(values > 0, values / repetition, values * repetition)
     values -= spread(one.sampling.frequency_penalty for one in counted) * counts
     values -= spread(one.sampling.presence_penalty for one in counted) * (counts > 0)
-    logits[row, ids] = values
+    logits[places] = values

@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 
 import numpy as np
-import torch
+import numpy.typing as npt
 
 from services.core.planner.batch import SampleTerms
 from services.worker.engine.sampling.grammar import GrammarMatcher, Grammars
@@ -33,9 +33,9 @@ class SamplingRules:
         for word in sampling.bad_words:
             if len(word) > 1:
                 self._bad_words[word[-2]].append(word)
-        self._forbidden: torch.Tensor | None = None
+        self._forbidden: npt.NDArray[np.bool_] | None = None
         if sampling.allowed_token_ids:
-            self._forbidden = torch.ones(vocab_size, dtype=torch.bool)
+            self._forbidden = np.ones(vocab_size, np.bool_)
             self._forbidden[list(sampling.allowed_token_ids)] = False
         self._grammar: GrammarMatcher | None = None
         if sampling.grammar is not None:
@@ -51,13 +51,13 @@ class SamplingRules:
         if self._grammar is not None:
             self._grammar.consume(token_ids)
 
-    def add_bias(self, logits: torch.Tensor) -> None:
+    def add_bias(self, logits: npt.NDArray[np.floating]) -> None:
         """Add the bias to a row [vocab]."""
         if self._bias is not None:
             ids, values = self._bias
-            logits.index_add_(0, ids.to(logits.device), values.to(logits))
+            np.add.at(logits, ids, values.astype(logits.dtype))
 
-    def forbid(self, logits: torch.Tensor, index: int) -> None:
+    def forbid(self, logits: npt.NDArray[np.floating], index: int) -> None:
         """Set the logits [vocab] of tokens that output `index` cannot be to minus infinity.
 
         If the grammar allows only end tokens, the other rules are ignored. Raises GrammarRefused.
@@ -65,16 +65,16 @@ class SamplingRules:
         choice = None
         if self._grammar is not None:
             choice = self._grammar.choice()
-            logits.masked_fill_(torch.from_numpy(~choice.mask).to(logits.device), -torch.inf)
+            np.copyto(logits, -np.inf, where=~choice.mask)
         if choice is not None and choice.end:
             return
         ids = self._never + self._completing()
         if index < self._terms.min_tokens:
             ids += self._terms.stop_ids
         if ids:
-            logits[ids] = -torch.inf
+            logits[ids] = -np.inf
         if self._forbidden is not None:
-            logits.masked_fill_(self._forbidden.to(logits.device), -torch.inf)
+            np.copyto(logits, -np.inf, where=self._forbidden)
 
     def _completing(self) -> list[int]:
         """Tokens that would complete a bad word now."""
@@ -103,9 +103,9 @@ def _counts(terms: SampleTerms) -> TokenCounts | None:
     return TokenCounts(sampling, terms.prompt_ids)
 
 
-def _bias(terms: SampleTerms) -> tuple[torch.Tensor, torch.Tensor] | None:
+def _bias(terms: SampleTerms) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]] | None:
     pairs = terms.sampling.logit_bias
     if not pairs:
         return None
     ids, values = zip(*pairs, strict=True)
-    return torch.tensor(ids, dtype=torch.int64), torch.from_numpy(np.array(values, np.float64))
+    return np.array(ids, np.int64), np.array(values, np.float64)

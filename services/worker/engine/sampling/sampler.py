@@ -12,24 +12,28 @@ Log probabilities are those of the raw logits, before all steps. Rows of request
 nothing else take the third step only, all together.
 """
 
-import math
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from services.core.logprobs import LogprobRows
 from services.core.planner.batch import SampleSpec, SampleTerms
-from services.worker.engine.sampling.draw import draw_token, uniform
+from services.worker.engine.model.cpu_kernels.candidates import Scratch
+from services.worker.engine.model.cpu_kernels.token_choice import TokenChooser
+from services.worker.engine.model.cpu_kernels.token_scores import TokenScorer
+from services.worker.engine.sampling.draw import RequestDraws, draw_tokens
 from services.worker.engine.sampling.grammar import GrammarRefused, Grammars, Unusable
 from services.worker.engine.sampling.logprobs import logprob_rows
 from services.worker.engine.sampling.penalties import penalise
 from services.worker.engine.sampling.rules import SamplingRules, has_rules
 from services.worker.errors import InvalidBatch
 
-GREEDY_BELOW = 1e-5
-"""A temperature below this is greedy: dividing by it would leave the range of float32."""
+Logits = npt.NDArray[np.floating]
+"""[rows, vocab], in the dtype of the model's activations."""
 NOTHING_LEFT = (
     "no token is left to choose from: allowed_token_ids, bad_words, min_tokens and the grammar"
     " contradict each other; ask for fewer of them"
@@ -41,6 +45,7 @@ class KnownRequest:
     """A request that the sampler knows. `refused`: its grammar cannot be used, and why."""
 
     terms: SampleTerms
+    draws: RequestDraws
     rules: SamplingRules | None
     refused: Unusable | None = None
 
@@ -72,11 +77,18 @@ class Sampled:
 
 
 class Sampler:
-    """Keeps a state per request until `keep_only` forgets it; for one thread."""
+    """Keeps a state per request until `keep_only` forgets it; for one thread.
 
-    def __init__(self, vocab_size: int, grammars: Grammars) -> None:
+    `dtype` of the logits is float32 or float64; others are converted to it.
+    """
+
+    def __init__(self, vocab_size: int, grammars: Grammars, dtype: torch.dtype) -> None:
         self._vocab_size = vocab_size
         self._grammars = grammars
+        self._dtype = dtype
+        scratch = Scratch.of(vocab_size, str(dtype).removeprefix("torch."))
+        self._chooser = TokenChooser(scratch)
+        self._scorer = TokenScorer(scratch)
         self._known: dict[str, KnownRequest] = {}
 
     def __len__(self) -> int:
@@ -109,19 +121,64 @@ class Sampler:
         wanted = [SampleRow(name, spec.index, self._take(name, spec)) for name, spec in specs]
         changed = [row for row, one in enumerate(wanted) if one.known.changes(one.index)]
         scored = [row for row, one in enumerate(wanted) if one.known.terms.top_logprobs is not None]
+        rows = self._rows(logits)
         if changed:
-            _change(logits, sorted(set(changed).difference(scored)), wanted, into)
+            _change(rows, sorted(set(changed).difference(scored)), wanted, into)
             for row in sorted(set(changed).intersection(scored)):
-                _change_with_logprobs(logits, row, wanted, into)
-        tokens, best = _choose(logits, wanted)
+                self._change_with_logprobs(rows, row, wanted, into)
+        tokens, best = self._choose(rows, wanted)
         for row in changed:
-            if best[row] == -math.inf:
+            if best[row] == -np.inf and not np.isnan(rows[row]).any():
                 into.failed.setdefault(wanted[row].request_id, NOTHING_LEFT)
         if scored:
-            _add_logprobs(logits, sorted(set(scored).difference(changed)), tokens, wanted, into)
+            self._add_logprobs(rows, sorted(set(scored).difference(changed)), tokens, wanted, into)
         for one, token in zip(wanted, tokens, strict=True):
             if one.request_id not in into.failed:
                 into.tokens[one.request_id] = token
+
+    def score(self, logits: torch.Tensor, token_ids: Sequence[int], top: int) -> LogprobRows:
+        """How likely `token_ids[i]`, and the `top` best tokens, were after row i of `logits`."""
+        rows = range(len(token_ids))
+        return logprob_rows(self._scorer, self._rows(logits), rows, token_ids, top)
+
+    def _rows(self, logits: torch.Tensor) -> Logits:
+        """Logits in host memory; the same memory if they lie there."""
+        rows: Logits = logits.to("cpu", self._dtype).numpy()
+        return rows
+
+    def _choose(self, logits: Logits, wanted: Sequence[SampleRow]) -> tuple[list[int], list[float]]:
+        """Step 3: a token of each row, and the best logit of each row."""
+        draws = [(one.known.draws, one.index) for one in wanted]
+        return draw_tokens(self._chooser, logits, draws)
+
+    def _change_with_logprobs(
+        self, logits: Logits, row: int, wanted: Sequence[SampleRow], into: Sampled
+    ) -> None:
+        """Steps 1 to 3 of a row whose raw logits are needed once its token is known."""
+        raw = logits[row : row + 1].copy()
+        _change(logits, (row,), wanted, into)
+        one = wanted[row]
+        top = one.known.terms.top_logprobs
+        if one.request_id not in into.failed and top is not None:
+            tokens, _ = self._choose(logits[row : row + 1], (one,))
+            into.logprobs[one.request_id] = logprob_rows(self._scorer, raw, (0,), tokens, top)
+
+    def _add_logprobs(
+        self,
+        logits: Logits,
+        rows: Sequence[int],
+        tokens: Sequence[int],
+        wanted: Sequence[SampleRow],
+        into: Sampled,
+    ) -> None:
+        """Log probabilities of the tokens of unchanged rows, by groups of equal `top_logprobs`."""
+        for top in {wanted[row].known.terms.top_logprobs for row in rows}:
+            assert top is not None
+            alike = [row for row in rows if wanted[row].known.terms.top_logprobs == top]
+            of_rows = [tokens[row] for row in alike]
+            found = logprob_rows(self._scorer, logits, alike, of_rows, top)
+            for place, row in enumerate(alike):
+                into.logprobs[wanted[row].request_id] = found.rows(place, place + 1)
 
     def _take(self, request_id: str, spec: SampleSpec) -> KnownRequest:
         """The state of the request, brought up to date by `spec`."""
@@ -136,16 +193,18 @@ class Sampler:
         return known
 
     def _begin(self, terms: SampleTerms) -> KnownRequest:
+        draws = RequestDraws(terms.sampling)
         if not has_rules(terms):
-            return KnownRequest(terms, None)
+            return KnownRequest(terms, draws, None)
         try:
-            return KnownRequest(terms, SamplingRules(terms, self._vocab_size, self._grammars))
+            rules = SamplingRules(terms, self._vocab_size, self._grammars)
         except GrammarRefused as refused:
-            return KnownRequest(terms, None, Unusable(str(refused)))
+            return KnownRequest(terms, draws, None, Unusable(str(refused)))
+        return KnownRequest(terms, draws, rules)
 
 
 def _change(
-    logits: torch.Tensor, rows: Sequence[int], wanted: Sequence[SampleRow], into: Sampled
+    logits: Logits, rows: Sequence[int], wanted: Sequence[SampleRow], into: Sampled
 ) -> None:
     """Steps 1 and 2 of these rows, in place."""
     counted = [
@@ -158,52 +217,10 @@ def _change(
         if known.refused is not None:
             into.failed[request_id] = known.refused.reason
         elif known.rules is None:
-            logits[row, list(known.terms.stop_ids)] = -torch.inf
+            logits[row, list(known.terms.stop_ids)] = -np.inf
         else:
             known.rules.add_bias(logits[row])
             try:
                 known.rules.forbid(logits[row], index)
             except GrammarRefused as refused:
                 into.failed[request_id] = str(refused)
-
-
-def _change_with_logprobs(
-    logits: torch.Tensor, row: int, wanted: Sequence[SampleRow], into: Sampled
-) -> None:
-    """Steps 1 to 3 of a row whose raw logits are needed once its token is known."""
-    raw = logits[row : row + 1].clone()
-    _change(logits, (row,), wanted, into)
-    one = wanted[row]
-    top = one.known.terms.top_logprobs
-    if one.request_id not in into.failed and top is not None:
-        tokens, _ = _choose(logits[row : row + 1], (one,))
-        into.logprobs[one.request_id] = logprob_rows(raw, (0,), tokens, top)
-
-
-def _choose(logits: torch.Tensor, wanted: Sequence[SampleRow]) -> tuple[list[int], list[float]]:
-    """Step 3: a token of each row, and the best logit of each row."""
-    peaks = torch.max(logits, dim=-1)
-    best: list[float] = peaks.values.tolist()
-    tokens: list[int] = peaks.indices.tolist()
-    for row, (_, index, known) in enumerate(wanted):
-        sampling = known.terms.sampling
-        if sampling.temperature >= GREEDY_BELOW and math.isfinite(best[row]):
-            draw = uniform(sampling.seed, index)
-            tokens[row] = draw_token(logits[row], sampling, draw)
-    return tokens, best
-
-
-def _add_logprobs(
-    logits: torch.Tensor,
-    rows: Sequence[int],
-    tokens: Sequence[int],
-    wanted: Sequence[SampleRow],
-    into: Sampled,
-) -> None:
-    """Log probabilities of the tokens of unchanged rows, in groups with equal `top_logprobs`."""
-    for top in {wanted[row].known.terms.top_logprobs for row in rows}:
-        assert top is not None
-        alike = [row for row in rows if wanted[row].known.terms.top_logprobs == top]
-        found = logprob_rows(logits, alike, [tokens[row] for row in alike], top)
-        for place, row in enumerate(alike):
-            into.logprobs[wanted[row].request_id] = found.rows(place, place + 1)

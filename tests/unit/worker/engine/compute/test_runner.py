@@ -58,6 +58,21 @@ def test_only_chunks_that_sample_answer(runner: ModelRunner) -> None:
     assert runner.run(Batch((chunk("a", 3), chunk("b", 5, sample=False)))).keys() == {"a"}
 
 
+def test_the_head_runs_for_positions_that_sample_alone(
+    runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    head, rows = runner.decoder.logits, []
+
+    def noted(hidden: torch.Tensor) -> torch.Tensor:
+        rows.append(len(hidden))
+        return head(hidden)
+
+    monkeypatch.setattr(runner.decoder, "logits", noted)
+    runner.run(Batch((chunk("a", 30), chunk("b", 20, sample=False), chunk("c", 1))))
+    runner.run(Batch((chunk("b", 20, sample=False),)))
+    assert rows == [2]
+
+
 @pytest.mark.parametrize("chunks", [(), (chunk("a", 65),), (chunk("a", 64), chunk("b", 1))])
 def test_batches_are_bounded(runner: ModelRunner, chunks: tuple[Chunk, ...]) -> None:
     with pytest.raises(InvalidBatch):

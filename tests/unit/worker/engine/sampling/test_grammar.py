@@ -113,7 +113,7 @@ def test_a_random_model_writes_what_the_schema_says(
     grammar = Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema))
     for seed in range(4):
         sampling = Sampling(temperature, seed=seed, grammar=grammar, **filters)
-        sampler, output = Sampler(ROWS, Grammars(model_dir, ROWS)), []
+        sampler, output = Sampler(ROWS, Grammars(model_dir, ROWS), torch.float32), []
         while output[-1:] != [EOS_TOKEN_ID]:
             assert len(output) < 200
             generator = torch.Generator().manual_seed(1000 * seed + len(output))
@@ -193,7 +193,7 @@ def test_work_that_grows_beyond_bounds_fails_the_request_that_does_it(
     monkeypatch.setattr(grammar_module, "PARSER_LIMITS", limits)
     ids, rng = tokenizer.encode("ab").ids, random.Random(0)
     growing = replace(GREEDY, grammar=regex("[ab]*a[ab]{18}"))
-    sampler, output = Sampler(ROWS, Grammars(model_dir, ROWS)), []
+    sampler, output = Sampler(ROWS, Grammars(model_dir, ROWS), torch.float32), []
     failed: dict[str, str] = {}
     while not failed and len(output) < 500:
         logits = torch.zeros(2, ROWS)

@@ -1,15 +1,25 @@
 """Log probabilities of raw logits: the token's own, its rank, and the best ones."""
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 
 from services.core.logprobs import LogprobRows, joined, newest
 from services.core.planner.batch import SampleTerms
 from services.core.request import Sampling, TokenLogprobs
-from services.worker.engine.sampling.logprobs import logprob_rows
-from tests.support.sampling import choose
+from services.worker.engine.sampling.grammar import Grammars
+from services.worker.engine.sampling.sampler import Sampler
+from tests.support.sampling import NO_FOLDER, choose
 
 GREEDY = Sampling(temperature=0.0)
+
+
+def scored(logits: torch.Tensor, tokens: Sequence[int], top: int) -> LogprobRows:
+    """What a sampler says of `tokens[i]` after row i."""
+    vocab = logits.shape[1]
+    dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
+    return Sampler(vocab, Grammars(NO_FOLDER, vocab), dtype).score(logits, tokens, top)
 
 
 def oracle(row: list[float], token: int, top: int) -> tuple[float, int, list[tuple[int, float]]]:
@@ -29,11 +39,11 @@ def check(found: TokenLogprobs, row: list[float], token: int, top: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("top", [0, 1, 5, 20])
+@pytest.mark.parametrize("top", [0, 1, 5, 20, 299, 300])
 def test_rows_are_those_of_the_definition(dtype: torch.dtype, top: int) -> None:
     logits = (4 * torch.randn(7, 300, generator=torch.Generator().manual_seed(top))).to(dtype)
     tokens = [0, 299, 5, int(logits[3].argmax()), 8, 9, 10]
-    found = logprob_rows(logits, range(7), tokens, top)
+    found = scored(logits, tokens, top)
     assert len(found) == 7
     for one, row, token in zip(found.unpacked(), logits.double().tolist(), tokens, strict=True):
         check(one, row, token, top)
@@ -41,7 +51,7 @@ def test_rows_are_those_of_the_definition(dtype: torch.dtype, top: int) -> None:
 
 def test_of_equal_ones_the_smaller_id_comes_first() -> None:
     logits = torch.tensor([[1.0, 2.0, 1.0, 2.0, 1.0, 1.0], [0.0] * 6])
-    first, second = logprob_rows(logits, (0, 1), (4, 5), 4).unpacked()
+    first, second = scored(logits, (4, 5), 4).unpacked()
     assert [token for token, _ in first.top] == [1, 3, 0, 2]
     assert [token for token, _ in second.top] == [0, 1, 2, 3]
     assert (first.rank, second.rank) == (3, 1)
@@ -81,7 +91,7 @@ def test_log_probabilities_are_told_only_where_they_are_asked_for() -> None:
 
 def test_rows_are_cut_and_joined() -> None:
     logits = torch.randn(9, 50)
-    rows = logprob_rows(logits, range(9), range(9), 3)
+    rows = scored(logits, range(9), 3)
     assert joined([rows.rows(0, 4), rows.rows(4)]) == rows == rows.rows(0, 2) + rows.rows(2)
     assert rows.rows(3, 5).unpacked() == rows.unpacked()[3:5]
     assert rows.rows(-2).unpacked() == rows.unpacked()[-2:]

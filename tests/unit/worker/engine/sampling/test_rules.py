@@ -4,6 +4,7 @@ import random
 from collections import Counter
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from transformers import (
@@ -15,7 +16,8 @@ from transformers import (
 
 from services.core.planner.batch import SampleSpec, SampleTerms
 from services.core.request import Sampling
-from services.worker.engine.sampling.draw import draw_token
+from services.worker.engine.model.cpu_kernels.candidates import Scratch
+from services.worker.engine.model.cpu_kernels.token_choice import DrawTerms, TokenChooser
 from services.worker.engine.sampling.grammar import Grammars
 from services.worker.engine.sampling.rules import SamplingRules
 from services.worker.engine.sampling.sampler import NOTHING_LEFT, Sampled, Sampler
@@ -47,7 +49,7 @@ def changed(
 ) -> torch.Tensor:
     """The row of logits after all rules, as `RecordingSampler` sees it."""
     seen: list[torch.Tensor] = []
-    sampler = Sampler(logits.shape[-1], Grammars(NO_FOLDER, logits.shape[-1]))
+    sampler = Sampler(logits.shape[-1], Grammars(NO_FOLDER, logits.shape[-1]), logits.dtype)
     spec = SampleSpec(SampleTerms(sampling, prompt, output), len(output))
     kept = logits.clone()
     sampler.sample(kept, [("a", spec)], Sampled())
@@ -126,18 +128,17 @@ def test_only_allowed_tokens_are_left() -> None:
 
 @pytest.mark.parametrize("min_p", [0.02, 0.3, 0.999])
 def test_min_p_is_that_of_transformers(min_p: float) -> None:
+    choose_token, draws = TokenChooser(Scratch.of(VOCAB, np.float64)), np.arange(1000) / 1000
     for seed in range(20):
         logits = row(seed)
         temperature = 0.5 + seed / 10
         expected = MinPLogitsWarper(min_p)(torch.tensor([[0]]), logits / temperature)
-        draws = {
-            draw_token(logits[0], Sampling(temperature, min_p=min_p), number / 1000)
-            for number in range(1000)
-        }
+        terms = [DrawTerms(temperature, top_k=0, top_p=1.0, min_p=min_p)] * len(draws)
+        tokens, _ = choose_token(logits.expand(len(draws), -1).numpy(), terms, draws)
         kept = (expected[0] > -torch.inf).nonzero().flatten()
-        assert draws <= set(kept.tolist())
+        assert set(tokens) <= set(kept.tolist())
         weights = torch.softmax(expected[0], -1)
-        assert {token for token in kept.tolist() if weights[token] > 2e-3} <= draws
+        assert {token for token in kept.tolist() if weights[token] > 2e-3} <= set(tokens)
 
 
 def test_history_told_in_parts_equals_history_told_at_once() -> None:
@@ -151,7 +152,7 @@ def test_history_told_in_parts_equals_history_told_at_once() -> None:
         bad_words=((1, 2), (9,)),
         allowed_token_ids=tuple(range(30)),
     )
-    sampler = Sampler(VOCAB, Grammars(NO_FOLDER, VOCAB))
+    sampler = Sampler(VOCAB, Grammars(NO_FOLDER, VOCAB), torch.float64)
     prompt, output = (1, 2, 3, 39), []
     for index in range(200):
         logits = row(index)
@@ -205,13 +206,13 @@ def test_contradicting_rules_fail_the_request_alone() -> None:
 
 
 def test_a_request_without_terms_is_a_defect() -> None:
-    sampler = Sampler(VOCAB, Grammars(NO_FOLDER, VOCAB))
+    sampler = Sampler(VOCAB, Grammars(NO_FOLDER, VOCAB), torch.float64)
     with pytest.raises(InvalidBatch, match="never got"):
         sampler.sample(row(0), [("a", SampleSpec(None, 1))], Sampled())
 
 
 def test_a_request_without_blocks_is_forgotten() -> None:
-    sampler = Sampler(VOCAB, Grammars(NO_FOLDER, VOCAB))
+    sampler = Sampler(VOCAB, Grammars(NO_FOLDER, VOCAB), torch.float64)
     for name in ("a", "b", "c"):
         sampler.sample(row(0), [(name, SampleSpec(SampleTerms(GREEDY), 0))], Sampled())
     sampler.keep_only({"b", "other"})

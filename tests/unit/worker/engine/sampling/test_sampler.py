@@ -1,13 +1,11 @@
 import math
 from collections import Counter
 
-import numpy as np
 import pytest
 import torch
 
 from services.core.planner.batch import SampleTerms
 from services.core.request import Sampling
-from services.worker.engine.sampling.draw import uniform
 from tests.support.sampling import tokens_of
 
 GREEDY = SampleTerms(Sampling(temperature=0.0))
@@ -49,19 +47,6 @@ def test_stop_tokens_are_not_chosen_before_min_tokens(temperature: float) -> Non
     for index in range(50):
         assert tokens_of(logits, [terms], [index])[0] in {2, 3}
     assert {tokens_of(logits, [terms], [index])[0] for index in range(50, 80)} & {0, 1}
-
-
-def test_a_draw_depends_on_seed_and_index_alone() -> None:
-    values = {(seed, index): uniform(seed, index) for seed in (-1, 0, 7, 2**70) for index in (0, 1)}
-    assert len(set(values.values())) == len(values)
-    assert all(0 <= value < 1 for value in values.values())
-    assert all(uniform(*key) == value for key, value in values.items())
-
-
-def test_draws_are_uniform() -> None:
-    values = np.array([uniform(3, index) for index in range(4000)])
-    counts, _ = np.histogram(values, bins=10, range=(0, 1))
-    assert abs(counts - 400).max() < 5 * math.sqrt(400)
 
 
 def test_a_row_does_not_depend_on_its_batch() -> None:

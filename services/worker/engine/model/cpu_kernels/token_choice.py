@@ -1,0 +1,209 @@
+"""Chooses a token from each row of logits: the best one, or one that is drawn.
+
+Without top-k and top-p, the cumulative distribution over the token ids is inverted; with one of
+them, that over the kept tokens, best first. Nothing is sorted: the tokens before the drawn one are
+split off by their mass.
+"""
+
+from collections.abc import Sequence
+from functools import cache
+from math import isfinite, log
+from typing import Any, NamedTuple
+
+import numpy as np
+from numba import float64
+from numba.extending import register_jitable
+
+from services.worker.engine.model.cpu_kernels.candidates import (
+    Scratch,
+    best_token,
+    gather,
+    lane_edge,
+    lane_peaks,
+    lead,
+)
+from services.worker.engine.model.cpu_kernels.compiler import compiled
+from services.worker.engine.model.cpu_kernels.weights import element, mass_of, weight
+
+SPAN = 256
+"""Weights that are summed in one step when a distribution is inverted."""
+FIRST_LOOK = 64
+"""Most nuclei lie within about so many best tokens; for a larger one, more are gathered."""
+_LOWEST = -3.4e38
+"""Tokens below it cannot be chosen."""
+# Logits nearer to each other than this share of their distance from the best may be equal once the
+# distance is divided by the temperature.
+_SLACK = 2.0**-20
+_SIGNATURE = (
+    "void({real}[:, ::1], {real}[::1], {real}[::1], float64[::1], int64[::1], float64[::1],"
+    " {real}[::1], int32[::1], {real}[::1], float64[::1], int64[::1], {real}[::1])"
+)
+
+
+class DrawTerms(NamedTuple):
+    """How a request's tokens are drawn. `temperature` 0 is greedy; see `Sampling`."""
+
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+
+
+@register_jitable
+def _draw_any(row, peak, temperature, least, draw, masses):  # type: ignore[no-untyped-def]
+    """The first token in the order of ids whose cumulative weight exceeds `draw` of the total.
+
+    `masses` is scratch for the sums of spans.
+    """
+    size, total = len(row), 0.0
+    spans = (size + SPAN - 1) // SPAN
+    for span in range(spans):
+        total += mass_of(row[span * SPAN : (span + 1) * SPAN], peak, temperature, least)
+        masses[span] = total
+    target, span = draw * total, 0
+    while span < spans - 1 and masses[span] <= target:
+        span += 1
+    before = masses[span - 1] if span else 0.0
+    chosen = -1
+    for token in range(span * SPAN, min((span + 1) * SPAN, size)):
+        mass = float64(weight(row[token], peak, temperature, least))
+        if mass > 0:
+            chosen, before = token, before + mass
+            if before > target:
+                return chosen
+    # Rounding has put the target just beyond the last token that has any weight.
+    token = span * SPAN
+    while chosen < 0 and token > 0:
+        token -= 1
+        if weight(row[token], peak, temperature, least) > 0:
+            chosen = token
+    return max(chosen, 0)
+
+
+@register_jitable
+def _take(row, edge, peak, temperature, ids, values, weights):  # type: ignore[no-untyped-def]
+    """Gather the tokens that reach logit `edge`, scaled; returns their number and their mass.
+
+    Those go with them that only rounding may have put below `edge`.
+    """
+    lowest = element(_LOWEST, row)
+    count = gather(row, max(element(edge - (peak - edge) * _SLACK, row), lowest), ids)
+    mass = 0.0
+    for place in range(count):
+        values[place] = np.true_divide(row[ids[place]] - peak, temperature)
+        weights[place] = np.exp(float64(values[place]))
+        mass += weights[place]
+    return count, mass
+
+
+@register_jitable
+def _take_best(row, peak, temperature, top_k, lanes, ids, values, weights):  # type: ignore[no-untyped-def]
+    """Put the `top_k` best tokens in front; returns their number and their mass."""
+    edge = lane_edge(lanes, top_k, ids, values, weights)
+    count, _ = _take(row, edge, peak, temperature, ids, values, weights)
+    weights[:count] = 1.0
+    count = lead(ids, values, weights, count, float64(top_k), False)
+    mass = 0.0
+    for place in range(count):
+        weights[place] = np.exp(float64(values[place]))
+        mass += weights[place]
+    return count, mass
+
+
+@register_jitable
+def _take_nucleus(row, peak, temperature, top_p, lanes, ids, values, weights):  # type: ignore[no-untyped-def]
+    """Gather tokens that hold the mass `top_p`; returns their number and the mass of all."""
+    total = mass_of(row, peak, temperature, element(_LOWEST, row))
+    edge = lane_edge(lanes, FIRST_LOOK, ids, values, weights)
+    count, mass = _take(row, edge, peak, temperature, ids, values, weights)
+    if mass < top_p * total:
+        # All tokens below this edge together have less than the mass that may be left out.
+        share = (1.0 - top_p) * total / (2 * len(row))
+        count, _ = _take(
+            row, peak + temperature * log(share), peak, temperature, ids, values, weights
+        )
+    return count, total
+
+
+@register_jitable
+def _draw_best(  # type: ignore[no-untyped-def]
+    row, peak, temperature, least, top_p, top_k, draw, lanes, ids, values, weights
+):
+    """The first token that passes the filters, best first, whose cumulative weight exceeds `draw`
+    of their total.
+    """
+    if 0 < top_k < len(row):
+        count, total = _take_best(row, peak, temperature, top_k, lanes, ids, values, weights)
+    else:
+        count, total = _take_nucleus(row, peak, temperature, top_p, lanes, ids, values, weights)
+    if top_p < 1:
+        count = lead(ids, values, weights, count, top_p * total, False)
+    kept, mass = 0, 0.0
+    for place in range(count):
+        if values[place] >= least:
+            mass += weights[place]
+            ids[kept], values[kept], weights[kept] = ids[place], values[place], weights[place]
+            kept += 1
+    return ids[lead(ids, values, weights, kept, draw * mass, True) - 1]
+
+
+def _choose(  # type: ignore[no-untyped-def]
+    logits, temperature, least, top_p, top_k, draws, lanes, ids, values, weights, tokens, best
+):
+    for m in range(len(logits)):
+        row = logits[m]
+        peak = lane_peaks(row, lanes)
+        best[m] = peak
+        if temperature[m] == 0 or not isfinite(peak) or peak <= _LOWEST:
+            tokens[m] = best_token(row, lanes, peak)
+        elif 0 < top_k[m] < len(row) or top_p[m] < 1:
+            tokens[m] = _draw_best(
+                row, peak, temperature[m], least[m], top_p[m], top_k[m], draws[m],
+                lanes, ids, values, weights,
+            )  # fmt: skip
+        else:
+            tokens[m] = _draw_any(row, peak, temperature[m], least[m], draws[m], weights)
+
+
+@cache
+def _kernel(real: str) -> Any:
+    return compiled(_SIGNATURE.format(real=real))(_choose)
+
+
+# At once, as all kernels; few models are computed in float64.
+_kernel("float32")
+
+
+class TokenChooser:
+    """Chooses from rows of one vocabulary; for one thread, as its `scratch`."""
+
+    def __init__(self, scratch: Scratch) -> None:
+        self._scratch = scratch
+        self._kernel = _kernel(scratch.dtype)
+
+    def __call__(
+        self, logits: np.ndarray, terms: Sequence[DrawTerms], draws: np.ndarray
+    ) -> tuple[list[int], list[float]]:
+        """A token of each row of `logits` [rows, vocab], and the best logit of each row.
+
+        `draws` [rows], in [0, 1), say which part of the distribution is drawn. A row without a
+        finite best logit is taken greedily. Raises ValueError for logits that do not fit.
+        """
+        self._scratch.check(logits)
+        temperature, top_k, top_p, min_p = (np.array(one) for one in zip(*terms, strict=True))
+        with np.errstate(divide="ignore"):
+            least = np.log(min_p).astype(logits.dtype)
+        tokens = np.empty(len(terms), np.int64)
+        best = np.empty(len(terms), logits.dtype)
+        self._kernel(
+            np.ascontiguousarray(logits),
+            temperature.astype(logits.dtype),
+            least,
+            top_p.astype(np.float64),
+            top_k.astype(np.int64),
+            draws,
+            *self._scratch,
+            tokens,
+            best,
+        )
+        return tokens.tolist(), best.tolist()
