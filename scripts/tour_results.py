@@ -11,8 +11,9 @@ from typing import Any
 
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
-from tour_environments import CLIENTS, LISTS, VLLM, Client
+from tour_environments import CLIENTS, VLLM, Client
 
+from tideserve.bench.systems.client_environment import LISTS
 from tideserve.bench.systems.vllm_install import VLLM_VERSION
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "clients.md"

@@ -10,8 +10,8 @@ import sys
 import venv
 from pathlib import Path
 
-from tour_environments import EnvironmentFailed, run_pip
-
+from tideserve.bench.errors import SystemUnavailable
+from tideserve.bench.systems.client_environment import install
 from tideserve.cli.cache import cache_root, create_cache
 
 PACKAGE = "arize-phoenix==20.26.0"
@@ -35,8 +35,8 @@ def fetch() -> str:
     shutil.rmtree(folder(), ignore_errors=True)
     venv.create(folder(), with_pip=True)
     try:
-        run_pip([str(folder() / "bin" / "python"), "-m", "pip", "install", "-q", PACKAGE], PACKAGE)
-    except EnvironmentFailed as error:
+        install(folder() / "bin" / "python", [PACKAGE], PACKAGE)
+    except SystemUnavailable as error:
         shutil.rmtree(folder())
         return str(error)
     return ""

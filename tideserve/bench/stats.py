@@ -209,9 +209,11 @@ def _round_figures(records: Sequence[SentRequest]) -> Figures:
         "requests": len(records),
         "duration_s": duration_s(records),
         "ttft_p50_s": percentile(ttft, 0.5),
+        "ttft_p95_s": percentile(ttft, 0.95),
         "ttft_p99_s": percentile(ttft, 0.99),
         "ttft_max_s": max(ttft, default=None),
         "tpot_p50_s": percentile(tpot, 0.5),
+        "tpot_p95_s": percentile(tpot, 0.95),
         "throughput_tokens_per_s": throughput([records]),
     }
 

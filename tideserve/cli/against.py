@@ -26,6 +26,7 @@ from services.core.planner.config import BatchFormation, IterationConfig
 from services.worker.config import WorkerConfig
 from tideserve.bench.errors import BenchError
 from tideserve.bench.scenarios.scenario import Case, LoadChoice, find_scenario
+from tideserve.bench.systems.catalog import dtype_of
 from tideserve.bench.workload import Workload as Requests
 from tideserve.cli.cache import PROFILES, cache_root
 from tideserve.cli.errors import EXIT_UNUSABLE, CommandError, unusable
@@ -236,6 +237,7 @@ def _scale_of(
         for system, found in sections.get(load, result)["systems"].items()
         if "cost_scale" in found
         and system != without
+        and dtype_of(system) is None
         and not result["config"]["systems"][system].get("paced")
     ]
     phases = {}
@@ -289,7 +291,8 @@ def _measured(result: Mapping[str, Any]) -> Iterator[Measured]:
             )
         for system, figures in sections.get(case.name, {}).get("systems", {}).items():
             description = config["systems"].get(system, {})
-            if description.get("kind") == "tideserve":
+            # The profile is that of the run's dtype.
+            if description.get("kind") == "tideserve" and dtype_of(system) is None:
                 rounds = len(figures["rounds"])
                 yield Measured(case, system, figures, description, rounds, config["workers"])
 

@@ -14,10 +14,12 @@ from services.common.config import parse_size_bytes
 from services.common.errors import ConfigError
 from tideserve.bench.errors import BenchError, SystemUnavailable
 from tideserve.bench.probes import drop_cost
+from tideserve.bench.runs.pairs import faster_than_chosen
 from tideserve.bench.runs.report import show
 from tideserve.bench.runs.result import result_of
 from tideserve.bench.runs.runner import BenchPlan, Runner, RunOutcomes, describe_machine
 from tideserve.bench.scenarios.scenario import (
+    FASTEST,
     LoadChoice,
     Scenario,
     Trial,
@@ -26,6 +28,7 @@ from tideserve.bench.scenarios.scenario import (
 )
 from tideserve.bench.stats import LATENCIES, LatencyTarget
 from tideserve.bench.systems.catalog import check_names, is_tideserve, is_vllm
+from tideserve.bench.systems.processor import fastest_dtype, read_processor
 from tideserve.bench.systems.system import Deployment
 from tideserve.cli.cache import cache_root
 from tideserve.cli.cluster_options import profile_name, read_options
@@ -149,8 +152,12 @@ def _write(result: Mapping[str, Any], arguments: BenchArguments, report: Report)
 def _trial_deployment(
     arguments: BenchArguments, trial: Trial, report: Report
 ) -> Iterator[Deployment]:
-    """A cluster of the given model, or of a tiny made-up one if none is given."""
+    """A cluster of the given model, or of a tiny made-up one if none is given and it will do."""
     memory_bytes = parse_size_bytes(arguments.memory or trial.memory)
+    if trial.real_model:
+        dtype = fastest_dtype(read_processor().flags)
+        yield _deployment(arguments, memory_bytes, report, dtype)
+        return
     if arguments.model is not None:
         yield _deployment(arguments, memory_bytes, report, "bfloat16")
         return
@@ -213,7 +220,10 @@ def _plan(arguments: BenchArguments, report: Report, folder: Path) -> BenchPlan:
     memory = scenario.paced_memory if tiny else scenario.memory
     if tiny and not memory:
         raise BenchError(f"'{scenario.name}' has no load for --paced's tiny model; give a --model")
+    dtype = _dtype(arguments, scenario)
     names = _names(arguments.systems, scenario.paced_systems if tiny else scenario.systems)
+    if arguments.systems is None and arguments.dtype is None:
+        names += _second_names(scenario, dtype)
     check_names(names)
     if tiny and any(map(is_vllm, names)):
         raise BenchError("the tiny model of --paced has no weights, so vllm cannot serve it")
@@ -227,7 +237,7 @@ def _plan(arguments: BenchArguments, report: Report, folder: Path) -> BenchPlan:
     targets = tuple(read_target(text) for text in arguments.slos)
     # A bad trace is reported before the model is fetched.
     scenario.cases(arguments.choice)
-    deployment = _deployment(arguments, memory_bytes, report, scenario.dtype)
+    deployment = _deployment(arguments, memory_bytes, report, dtype)
     if tiny:
         deployment = _tiny(deployment, folder, scenario)
     options = dict(deployment.options) | dict(scenario.options)
@@ -240,6 +250,22 @@ def _plan(arguments: BenchArguments, report: Report, folder: Path) -> BenchPlan:
         targets=targets or scenario.targets,
         api_key=arguments.api_key,
     )
+
+
+def _dtype(arguments: BenchArguments, scenario: Scenario) -> str:
+    """The dtype of every system whose name asks for none."""
+    if arguments.dtype is not None:
+        return arguments.dtype
+    if scenario.dtype == FASTEST:
+        return fastest_dtype(read_processor().flags)
+    return scenario.dtype
+
+
+def _second_names(scenario: Scenario, dtype: str) -> tuple[str, ...]:
+    """The same systems in the second dtype of the scenario, if it has one beside `dtype`."""
+    if scenario.second_dtype in (None, dtype):
+        return ()
+    return tuple(f"{name}-{scenario.second_dtype}" for name in scenario.systems)
 
 
 def _deployment(
@@ -309,7 +335,7 @@ def _publish(
 ) -> None:
     result = result_of(plan, outcomes)
     show(result, report.console)
-    for sentence in result.get("too_mild", ()):
+    for sentence in (*result.get("too_mild", ()), *faster_than_chosen(result.get("pairs", {}))):
         report.warn(sentence)
     _write(result, arguments, report)
     if arguments.plot is not None and outcomes.rounds:

@@ -8,7 +8,7 @@ from typing import Any
 
 from tideserve.sim.change_log import ChangeLog, ChangeRecord
 
-PERCENTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "p99.9": 0.999}
+PERCENTILES = {"p50": 0.5, "p90": 0.9, "p95": 0.95, "p99": 0.99, "p99.9": 0.999}
 
 
 class Outcome(StrEnum):

@@ -16,6 +16,8 @@ from tours import task, tour
 from tours.plain import Plain
 from tours.tour import REQUIRED_KINDS, Failure, Tour
 
+from tideserve.bench.systems.client_environment import LISTS
+
 CLIENT = CLIENTS[0]
 
 
@@ -41,7 +43,7 @@ def test_each_client_has_a_tour_and_a_complete_list() -> None:
         assert (client_tours.ROOT / "scripts" / "tours" / f"{client.tour}.py").is_file()
         if client.name == tour_environments.VLLM:
             continue
-        text = (tour_environments.LISTS / f"{client.name}.txt").read_text()
+        text = (LISTS / f"{client.name}.txt").read_text()
         pins = [Requirement(row) for row in text.splitlines() if row and row[0] != "#"]
         assert all([s.operator for s in pin.specifier] == ["=="] for pin in pins)
         names = [canonicalize_name(pin.name) for pin in pins]

@@ -8,10 +8,15 @@ from rich.markup import escape
 from rich.table import Table
 
 from tideserve.bench.runs.result import sections
+from tideserve.bench.scenarios.scenario import FASTEST
 from tideserve.bench.stats import PHASES
 from tideserve.bench.systems.catalog import is_reference
 from tideserve.sim.report import PERCENTILES
 
+PAIR_LATENCIES = (
+    *(("ttft_p50", "TTFT P50"), ("ttft_p95", "P95")),
+    *(("tpot_p50", "TPOT P50"), ("tpot_p95", "P95")),
+)
 Figures = Mapping[str, Any]
 Reader = Callable[[Figures], str]
 Row = tuple[str, Reader]
@@ -26,6 +31,10 @@ def show(result: Mapping[str, Any], console: Console) -> None:
         "* of the round with the least\n** (largest − smallest) / median over the rounds",
         highlight=False,
     )
+    for name, table in result.get("pairs", {}).get("tables", {}).items():
+        console.print(_pairs_table(name, table))
+    if result.get("pairs") and (speed := result["machine"].get("read_bytes_per_s")):
+        console.print(f"one core reads {speed / 1e9:.1f} GB/s of memory", highlight=False)
     for case, by_device in result.get("steps", {}).items():
         for device, rows in by_device.items():
             console.print(_steps_table(f"{case}, {device}", rows))
@@ -120,6 +129,37 @@ def _steps_table(what: str, rows: Sequence[Figures]) -> Table:
             cells.append(text(row[key]) + ("" if times is None else f" (×{times:.2f})"))
         table.add_row(escape(row["step"]), *cells)
     return table
+
+
+def _pairs_table(name: str, pair: Figures) -> Table:
+    """Ratios of the first system to each other one, a row for each load."""
+    first, *others = (f"{base} ({dtype})" for base, dtype in pair["dtypes"].items())
+    title = (
+        f"{first} / {', '.join(others)}: {'each in its faster dtype' if name == FASTEST else name}"
+    )
+    table = Table(title=title, title_justify="left")
+    columns = ("throughput", "by round", *(label for _, label in PAIR_LATENCIES), "weights [GB/s]")
+    table.add_column("")
+    for label in columns:
+        table.add_column(escape(label), justify="right")
+    for load, row in pair["loads"].items():
+        read = row.get("weight_bytes_per_s", {})
+        speeds = " / ".join(_plain(None if one is None else one / 1e9) for one in read.values())
+        for other, found in row.items():
+            if other == "weight_bytes_per_s":
+                continue
+            label = load if len(others) == 1 else f"{load}, {other}"
+            cells = [
+                _times(found["throughput"]),
+                " ".join(_times(one) for one in found["throughput_by_round"]),
+                *(_times(found[key]) for key, _ in PAIR_LATENCIES),
+            ]
+            table.add_row(escape(label), *cells, speeds)
+    return table
+
+
+def _times(ratio: float | None) -> str:
+    return "–" if ratio is None else f"{ratio:.2f}"
 
 
 def _plain_reader(key: str) -> Reader:

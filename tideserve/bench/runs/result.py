@@ -6,6 +6,7 @@ from typing import Any
 
 from tideserve.bench.ablation import effects
 from tideserve.bench.record import Round
+from tideserve.bench.runs.pairs import pairs
 from tideserve.bench.runs.runner import BenchPlan, RunOutcomes
 from tideserve.bench.stats import Figures, best_p50_s, figures, ratios
 from tideserve.bench.systems.catalog import device_of, is_reference
@@ -31,6 +32,9 @@ def result_of(plan: BenchPlan, outcomes: RunOutcomes) -> dict[str, Any]:
             part["scenario"]: effects(plan.scenario.steps, part["systems"])
             for part in sections(result)
         }
+    if plan.scenario.paired:
+        by_load = {part["scenario"]: part["systems"] for part in sections(result)}
+        result["pairs"] = pairs(plan, by_load)
     if sentences := _too_mild(plan, result["systems"]):
         result["too_mild"] = sentences
     if outcomes.unavailable:

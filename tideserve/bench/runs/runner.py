@@ -6,7 +6,7 @@ While one system is measured, the others are suspended or stopped: idle servers 
 import contextlib
 import platform
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -19,7 +19,14 @@ from tideserve.bench.record import RequestOutcome, Round, SentRequest
 from tideserve.bench.runs.sampler import CounterSampler
 from tideserve.bench.scenarios.scenario import Case, LoadChoice, Scenario
 from tideserve.bench.stats import LatencyTarget
-from tideserve.bench.systems.catalog import is_reference, is_tideserve, is_vllm, make_system
+from tideserve.bench.systems.catalog import (
+    dtype_of,
+    is_reference,
+    is_tideserve,
+    is_vllm,
+    make_system,
+)
+from tideserve.bench.systems.processor import read_bytes_per_s, read_processor
 from tideserve.bench.systems.system import Deployment, Say, System
 from tideserve.bench.systems.tideserve import TIMES, Tideserve
 from tideserve.bench.workload import fixed
@@ -68,6 +75,7 @@ class Runner:
         self._deployment = plan.deployment
         self._cases = plan.scenario.cases(plan.choice)
         self._round_count = plan.scenario.rounds(plan.choice.quick)
+        self._kv_bytes: dict[str, int] = {}
         self._up: dict[str, System] = {}
         self.outcomes = RunOutcomes()
 
@@ -99,8 +107,14 @@ class Runner:
         return outcomes
 
     def _systems(self) -> dict[str, tuple[str, bool]]:
-        """(name, paced) by label, tideserve first: it tells the KV bytes that vLLM gets."""
-        named = sorted(self._plan.system_names, key=lambda name: not is_tideserve(name))
+        """(name, paced) by label. Those of one dtype take turns, tideserve first: it tells the KV
+        bytes that vLLM gets.
+        """
+        names = self._plan.system_names
+        dtypes = [self._dtype_of(name) for name in names]
+        named = sorted(
+            names, key=lambda name: (dtypes.index(self._dtype_of(name)), not is_tideserve(name))
+        )
         found = {}
         for name in named:
             if self._deployment.paced and is_tideserve(name):
@@ -108,11 +122,22 @@ class Runner:
             found[name.partition("=")[0]] = (name, False)
         return found
 
+    def _dtype_of(self, name: str) -> str:
+        return dtype_of(name) or self._deployment.dtype
+
+    def _cases_of(self, name: str) -> Sequence[Case]:
+        """The loads that this system gets."""
+        second = self._dtype_of(name) != self._deployment.dtype
+        return [case for case in self._cases if not (second and case.own_dtype_only)]
+
     def _announce(self, systems: Mapping[str, tuple[str, bool]], fits: bool) -> None:
         for case in self._cases:
             self._say(f"{case.name}: {self.outcomes.statements[case.name]}")
-        round_s = sum(case.expected_s for case in self._cases)
-        seconds = round_s * self._round_count * len(systems)
+        turn_s = {
+            key: sum(case.expected_s for case in self._cases_of(name))
+            for key, (name, _) in systems.items()
+        }
+        seconds = sum(turn_s.values()) * self._round_count
         limit_s = sum(case.limit_s for case in self._cases) * self._round_count
         self._say(
             f"{self._round_count} rounds of {len(systems)} systems in turn: about"
@@ -121,9 +146,10 @@ class Runner:
         )
         if rehearsing := [key for key, (name, _) in systems.items() if is_vllm(name)]:
             times = 1 if fits else self._round_count
+            more_s = times * sum(turn_s[key] for key in rehearsing)
             self._say(
                 f"{', '.join(rehearsing)}: a round that does not count goes before each start's"
-                f" first: about {round_s * times * len(rehearsing) / 60:.0f} minutes more"
+                f" first: about {more_s / 60:.0f} minutes more"
             )
         for case in self._cases:
             if case.expected_s > case.limit_s:
@@ -160,7 +186,7 @@ class Runner:
                 system.wake()
             else:
                 system = self._start(key, name, paced)
-            for case in self._cases:
+            for case in self._cases_of(name):
                 label = f"round {turn + 1}/{self._round_count} {case.name} {key}"
                 measured = self._measure(system, case, turn, label)
                 self.outcomes.rounds.setdefault(case.name, {}).setdefault(key, []).append(measured)
@@ -188,18 +214,23 @@ class Runner:
             self._up.pop(key).stop()
 
     def _start(self, key: str, name: str, paced: bool) -> System:
-        deployment = replace(self._deployment, paced=self._deployment.paced if paced else None)
+        dtype = self._dtype_of(name)
+        deployment = replace(
+            self._deployment,
+            paced=self._deployment.paced if paced else None,
+            kv_bytes=self._kv_bytes.get(dtype, self._deployment.kv_bytes),
+        )
         system = make_system(name, deployment, self._plan.api_key)
         self._up[key] = system
         started_s = time.monotonic()
         system.start(self._say)
         self._say(f"{key}: ready after {time.monotonic() - started_s:.0f} s")
         if isinstance(system, Tideserve) and not is_reference(name):
-            self._deployment = replace(self._deployment, kv_bytes=system.kv_bytes_per_worker())
+            self._kv_bytes[dtype] = system.kv_bytes_per_worker()
         self._warm_up(system)
         rehearses = is_vllm(name)
         if rehearses:
-            self._rehearse(key, system)
+            self._rehearse(key, system, self._cases_of(name))
         # Its iterations are to be counted before the first round, not in it.
         time.sleep(SETTLE_S)
         self.outcomes.descriptions[key] = {**system.describe(), "rehearsed": rehearses}
@@ -221,9 +252,9 @@ class Runner:
         if failed:
             raise SystemUnavailable(f"it does not answer a first request: {failed[0].error}")
 
-    def _rehearse(self, key: str, system: System) -> None:
+    def _rehearse(self, key: str, system: System, cases: Sequence[Case]) -> None:
         """A round that does not count: vLLM compiles for each batch size that it first meets."""
-        for case in self._cases:
+        for case in cases:
             label = f"{key}: rehearsing {case.name}"
             self._note_failures(label, self._run(system, case, self._round_count, label))
 
@@ -267,16 +298,23 @@ class Runner:
 
     def _judge(self) -> None:
         """Note systems without any completed request, and quick runs that were too slow."""
-        for key in {key for found in self.outcomes.rounds.values() for key in found}:
+        for key, (name, _) in self._systems().items():
             measured = [found.get(key, ()) for found in self.outcomes.rounds.values()]
+            if not any(measured):
+                continue
             records = [r for rounds in measured for one in rounds for r in one.records]
             if not any(record.outcome is RequestOutcome.COMPLETED for record in records):
                 self.outcomes.unavailable.setdefault(key, "it completed no request in time")
-            elif len(records) < REQUESTS_MIN:
+            elif len(records) < min(REQUESTS_MIN, self._requests_of(name)):
                 self._say(
                     f"{key}: only {len(records)} requests fitted into the time, so the figures"
                     " are rough; the machine is slow or busy"
                 )
+
+    def _requests_of(self, name: str) -> int:
+        """How many a system would be measured with if there were no limit of time."""
+        loads = [case.workload(0) for case in self._cases_of(name)]
+        return self._round_count * sum(len(load.requests) - load.lead_in for load in loads)
 
     def _inspect(self) -> None:
         if self._plan.scenario.inspect is None:
@@ -305,21 +343,14 @@ def _difference(after: Number | None, before: Number | None) -> Number | None:
 
 def describe_machine(deployment: Deployment) -> dict[str, Any]:
     """The machine on which the figures were measured, and how busy it was before."""
+    processor = read_processor()
     return {
-        "cpu": next(_cpu_names(), platform.processor() or platform.machine()),
+        "cpu": processor.name,
+        "cpu_flags": list(processor.flags),
         "cores": len(deployment.cores),
+        "read_bytes_per_s": read_bytes_per_s(),
         "memory_bytes": psutil.virtual_memory().total,
         "system": platform.platform(),
         "python": platform.python_version(),
         "load_average_before": list(psutil.getloadavg()),
     }
-
-
-def _cpu_names() -> Iterator[str]:
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as file:
-            for line in file:
-                if line.startswith("model name"):
-                    yield line.partition(":")[2].strip()
-    except OSError:
-        return

@@ -15,6 +15,8 @@ from tideserve.bench.systems.system import Deployment, Say, System
 from tideserve.bench.workload import Workload
 
 QUICK_LIMIT_S = 240.0
+FASTEST = "fastest"
+"""In place of a dtype: that in which this processor serves a model fastest."""
 FULL_LIMIT_S = 1200.0
 RoundsByCase = Mapping[str, Mapping[str, Sequence[Round]]]
 """Measured rounds by the name of the case, then by that of the system."""
@@ -50,7 +52,9 @@ class Case:
     """One load. `workload(i)` makes the requests of round i, which all systems get.
 
     `concurrency` None is the open loop. `expected_s` is a guess for two cores, `limit_s` ends a
-    round.
+    round. With `own_dtype_only`, systems that are in the run in a second dtype do not get this load
+    in that. With `reads_weights`, few rows run at a time, so that reading the weights takes most of
+    an iteration.
     """
 
     name: str
@@ -58,6 +62,8 @@ class Case:
     concurrency: int | None
     expected_s: float
     limit_s: float
+    own_dtype_only: bool = False
+    reads_weights: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +72,9 @@ class Scenario:
 
     inspect        called after the last round; returns more figures by the system's name
     event_log      whether our workers log their events, for `inspect`
-    dtype          type that the models compute with, unless another is chosen
+    dtype          type that the models compute with, unless another is chosen; may be `FASTEST`
+    second_dtype   in which the same systems are measured, too, if `FASTEST` is another
+    paired         the report has a table of ratios of the first system to the others (`pairs.py`)
     paced_systems, paced_memory  in place of the others when the tiny model is paced
     paced_model    in place of entries of the tiny model's configuration, then
     steps          systems by label: the report compares each with the one before
@@ -88,6 +96,8 @@ class Scenario:
     inspect: Callable[[Mapping[str, System], RoundsByCase], Mapping[str, Any]] | None = None
     event_log: bool = False
     dtype: str = "bfloat16"
+    second_dtype: str | None = None
+    paired: bool = False
     paced_systems: tuple[str, ...] = ()
     paced_memory: str = ""
     paced_model: Mapping[str, Any] = field(default_factory=dict)
@@ -108,16 +118,18 @@ class TrialVerdict:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """A scenario that compares no systems: it checks a property of a cluster of its own.
+    """A scenario that checks a property of a cluster of its own, or measures in a way of its own.
 
     The last arguments of `run` are functions that show a sentence to keep, and the current step. It
-    may raise SystemUnavailable.
+    may raise SystemUnavailable. Unless a model is given, it gets a tiny one; with `real_model`, the
+    default one, in the dtype that the processor is fastest with.
     """
 
     name: str
     summary: str
     memory: str
     run: Callable[[Deployment, LoadChoice, Say, Say], TrialVerdict]
+    real_model: bool = False
 
 
 Kind = TypeVar("Kind", Scenario, Trial)

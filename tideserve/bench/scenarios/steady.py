@@ -1,70 +1,73 @@
-"""`steady`: a closed loop of fixed concurrency and lengths, in three mixes."""
+"""`steady`: closed loops of fixed concurrency and lengths, from one short prompt to many long ones.
+
+Every system runs in the dtype that the processor is fastest with, and then in float32. No prompt
+begins as another of the run, so no prefix cache helps.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from tideserve.bench.scenarios.scenario import QUICK_LIMIT_S, Case, LoadChoice, Scenario
+from tideserve.bench.scenarios.scenario import FASTEST, Case, LoadChoice, Scenario
 from tideserve.bench.workload import Workload, fixed, with_lead_in
 
-# So many rounds, because the speed of a shared machine varies from minute to minute.
-QUICK_ROUNDS, FULL_ROUNDS = 8, 5
+ROUNDS = 3
+FULL_FACTOR = 4
+"""Requests of a full round, in those of a quick one; outputs are twice as long."""
+QUICK_SLACK, FULL_SLACK = 2.3, 10.0
+"""A round is ended after so many times its guess: a full one only if a system hangs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mix:
-    """Lengths in tokens of a full run; `quick_s` is what a quick round takes on two cores."""
+    """Lengths in tokens; `outputs` and `requests` are those of a quick round.
+
+    `quick_s` is what a quick round takes with an engine on each of two cores. With `again`, it is
+    measured in the second dtype, too. `reads_weights`: see `Case`.
+    """
 
     name: str
-    prompt_tokens: int
-    output_tokens: int
+    prompt: int
+    outputs: int
     concurrency: int
+    requests: int
     quick_s: float
+    again: bool = True
+    reads_weights: bool = False
+
+    def workload(self, choice: LoadChoice, turn: int) -> Workload:
+        """The requests of round `turn`, after a lead-in unless all of them go at once."""
+        count = self.requests * (1 if choice.quick else FULL_FACTOR)
+        outputs = self.outputs * (1 if choice.quick else 2)
+        made = fixed(count, self.prompt, outputs, choice.seed * 1000 + turn, self.name)
+        if count <= self.concurrency:
+            return replace(made, statement=f"{made.statement}, all at once")
+        statement = f"{made.statement} in a closed loop of {self.concurrency}"
+        return with_lead_in(replace(made, statement=statement), self.concurrency)
 
 
-# With more prompts at once, it is chance whether first tokens wait for prompts or the next ones do.
 MIXES = (
-    Mix("prefill", 1024, 64, 2, 11),
-    Mix("decode", 128, 256, 8, 9.5),
-    Mix("mixed", 512, 128, 8, 7),
+    Mix("alone", 64, 32, 1, 4, 4.5, again=False, reads_weights=True),
+    Mix("decode", 64, 64, 16, 24, 8, reads_weights=True),
+    Mix("wide", 64, 32, 64, 64, 8, again=False),
+    Mix("mixed", 256, 32, 8, 12, 6),
+    Mix("prefill", 1024, 16, 4, 6, 8),
 )
-# Measured requests of a round: with some 250 a mix, a P99 is not the victim of a single stall.
-QUICK_REQUESTS, FULL_REQUESTS = 32, 64
-# So that all of them fit into the four minutes.
-QUICK_DIVISOR = 16
-FULL_FACTOR = QUICK_DIVISOR * FULL_REQUESTS / QUICK_REQUESTS
-# A full run takes long; its limit is for a system that hangs.
-FULL_SLACK = 10
-
-
-def _workload(mix: Mix, choice: LoadChoice, turn: int) -> Workload:
-    count = QUICK_REQUESTS if choice.quick else FULL_REQUESTS
-    divisor = QUICK_DIVISOR if choice.quick else 1
-    made = fixed(
-        count,
-        mix.prompt_tokens // divisor,
-        mix.output_tokens // divisor,
-        choice.seed * 1000 + turn,
-        mix.name,
-    )
-    scaled = f" (lengths of a full run ÷ {divisor})" if choice.quick else ""
-    statement = f"{made.statement} in a closed loop of {mix.concurrency}{scaled}"
-    return with_lead_in(replace(made, statement=statement), mix.concurrency)
 
 
 def cases(choice: LoadChoice) -> Sequence[Case]:
-    """The three mixes."""
+    """One case for each mix."""
+    factor = 1 if choice.quick else 2 * FULL_FACTOR
+    slack = QUICK_SLACK if choice.quick else FULL_SLACK
     return [
         Case(
             name=f"steady/{mix.name}",
-            workload=partial(_workload, mix, choice),
+            workload=partial(mix.workload, choice),
             concurrency=mix.concurrency,
-            expected_s=mix.quick_s if choice.quick else mix.quick_s * FULL_FACTOR,
-            limit_s=(
-                QUICK_LIMIT_S / QUICK_ROUNDS * mix.quick_s / sum(one.quick_s for one in MIXES)
-                if choice.quick
-                else FULL_SLACK * FULL_FACTOR * mix.quick_s
-            ),
+            expected_s=mix.quick_s * factor,
+            limit_s=mix.quick_s * factor * slack,
+            own_dtype_only=choice.quick and not mix.again,
+            reads_weights=mix.reads_weights,
         )
         for mix in MIXES
     ]
@@ -72,11 +75,12 @@ def cases(choice: LoadChoice) -> Sequence[Case]:
 
 SCENARIO = Scenario(
     name="steady",
-    summary="closed loop, fixed concurrency and lengths: prefill-heavy, decode-heavy, mixed",
+    summary="closed loops: one at a time, decode-heavy, many, mixed, prefill-heavy",
     systems=("tideserve", "vllm"),
     memory="1GiB",
-    # Many processors have no product of bfloat16, and substitutes of systems cannot be compared.
-    dtype="float32",
+    dtype=FASTEST,
+    second_dtype="float32",
     cases=cases,
-    rounds=lambda quick: QUICK_ROUNDS if quick else FULL_ROUNDS,
+    rounds=lambda quick: ROUNDS,
+    paired=True,
 )

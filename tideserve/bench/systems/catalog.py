@@ -12,6 +12,8 @@ from tideserve.bench.systems.vllm import Vllm
 
 PACED_MARK = "@"
 VLLM = "vllm"
+DTYPES = ("bfloat16", "float32")
+"""Suffixes that give a system a dtype of its own."""
 
 
 def check_names(names: Sequence[str]) -> None:
@@ -23,6 +25,7 @@ def check_names(names: Sequence[str]) -> None:
             _check_url(name)
         else:
             _split(name)
+            _check_dtype(name)
     plain = [name.partition("=")[0] for name in names]
     for name in plain:
         if plain.count(name) > 1:
@@ -35,6 +38,7 @@ def make_system(name: str, deployment: Deployment, api_key: str | None = None) -
         label, url = _check_url(name)
         return Url(label, url, api_key)
     base, off = _split(name)
+    deployment = replace(deployment, dtype=dtype_of(name) or deployment.dtype)
     if base == VLLM:
         return Vllm(name, off, replace(deployment, paced=None))
     if deployment.paced:
@@ -50,6 +54,18 @@ def is_tideserve(name: str) -> bool:
 def is_vllm(name: str) -> bool:
     """Whether vLLM is started under this name."""
     return "=" not in name and name.split("-")[0] == VLLM
+
+
+def dtype_of(name: str) -> str | None:
+    """The dtype that a name asks for; None if the system gets that of the run."""
+    parts = () if "=" in name else name.partition(PACED_MARK)[0].split("-")[1:]
+    return next((part for part in parts if part in DTYPES), None)
+
+
+def without_dtype(name: str) -> str:
+    """The name of the same system in the dtype of the run."""
+    dtype = dtype_of(name)
+    return name if dtype is None else name.replace(f"-{dtype}", "")
 
 
 def device_of(name: str) -> str:
@@ -72,8 +88,14 @@ def _check_url(name: str) -> tuple[str, str]:
     return label, url
 
 
+def _check_dtype(name: str) -> None:
+    if sum(part in DTYPES for part in name.split("-")) > 1:
+        raise BenchError(f"'{name}' asks for two dtypes; leave one out")
+
+
 def _split(name: str) -> tuple[str, tuple[str, ...]]:
-    base, *off = name.split("-")
+    base, *suffixes = name.split("-")
+    off = [one for one in suffixes if one not in DTYPES]
     known = (AMPLE,) if base == VLLM else tuple(MECHANISMS)
     if base != VLLM and base not in POLICIES:
         raise BenchError(

@@ -207,6 +207,7 @@ class Tideserve:
         return {
             "kind": "tideserve",
             "policy": POLICIES[self.policy],
+            "dtype": options["dtype"],
             "switched_off": list(self._off),
             "options": options,
             "paced": paced,

@@ -135,6 +135,7 @@ class Vllm:
         return {
             "kind": "vllm",
             "version": VLLM_VERSION,
+            "dtype": self._deployment.dtype,
             "arguments": [
                 # Results are published, so the paths of models are left out.
                 self._deployment.model_name if one == str(self._deployment.model_dir) else one

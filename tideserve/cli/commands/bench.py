@@ -44,7 +44,7 @@ Systems = Annotated[
     str | None,
     typer.Option(
         help="tideserve, an overload policy (drop, recompute), vllm, name=URL; the suffix"
-        " -mechanism switches one mechanism off.",
+        " -mechanism switches one mechanism off, and -float32 or -bfloat16 sets the dtype.",
         show_default="the scenario's",
     ),
 ]

@@ -23,7 +23,7 @@ def test_all_are_found() -> None:
 def test_an_unknown_one_is_one_sentence() -> None:
     with pytest.raises(
         BenchError,
-        match="unknown scenario 'x'; there are ablation, burst, churn, doors, drop, overhead,",
+        match="unknown scenario 'x'; there are ablation, burst, churn, clients, doors, drop,",
     ):
         find_scenario("x")
 
@@ -39,10 +39,37 @@ def test_a_quick_run_is_bounded_and_large_enough(name: str) -> None:
     assert sum(len(one.requests) - one.lead_in for one in made) * rounds >= REQUESTS_MIN
 
 
-def test_steady_reports_its_mixes_and_how_it_scaled() -> None:
-    cases = find_scenario("steady").cases(LoadChoice(quick=True))
-    assert [case.name for case in cases] == ["steady/prefill", "steady/decode", "steady/mixed"]
-    assert all("÷ 16" in case.workload(0).statement for case in cases)
+def test_steady_has_short_and_long_prompts_from_one_at_a_time_to_many() -> None:
+    for quick in (True, False):
+        cases = find_scenario("steady").cases(LoadChoice(quick=quick))
+        names = [f"steady/{mix}" for mix in ("alone", "decode", "wide", "mixed", "prefill")]
+        assert [case.name for case in cases] == names
+        lengths = {len(one.prompt_ids) for case in cases for one in case.workload(0).requests}
+        assert lengths == {64, 256, 1024}
+        at_a_time = {case.concurrency for case in cases}
+        assert (min(at_a_time), max(at_a_time)) == (1, 64)
+        assert {case.name for case in cases if case.own_dtype_only} == (
+            {"steady/alone", "steady/wide"} if quick else set()
+        )
+
+
+def test_no_prompt_of_steady_begins_as_another() -> None:
+    """Or a prefix cache would skip that part, in the load or from one load to the next."""
+    scenario = find_scenario("steady")
+    cases = scenario.cases(LoadChoice(quick=True))
+    turns = range(scenario.rounds(True) + 1)  # the last one is that of the rehearsal
+    loads = [case.workload(turn) for case in cases for turn in turns]
+    beginnings = [one.prompt_ids[:8] for load in loads for one in load.requests]
+    assert len(set(beginnings)) == len(beginnings)
+    assert cases[0].workload(0) == scenario.cases(LoadChoice(quick=True))[0].workload(0)
+
+
+def test_a_quick_steady_of_two_systems_in_two_dtypes_takes_twelve_minutes() -> None:
+    scenario = find_scenario("steady")
+    cases = scenario.cases(LoadChoice(quick=True))
+    both_s = sum(case.expected_s * (1 if case.own_dtype_only else 2) for case in cases)
+    starts_s = 180
+    assert len(scenario.systems) * scenario.rounds(True) * both_s + both_s + starts_s <= 720
 
 
 def test_rounds_have_other_prompts_of_the_same_lengths() -> None:

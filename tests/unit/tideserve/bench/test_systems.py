@@ -11,7 +11,14 @@ import pytest
 from tests.support.refusing_address import refusing_address
 from tests.support.safetensors_file import write_safetensors
 from tideserve.bench.errors import BenchError, SystemUnavailable
-from tideserve.bench.systems.catalog import check_names, is_tideserve, is_vllm, make_system
+from tideserve.bench.systems.catalog import (
+    check_names,
+    dtype_of,
+    is_tideserve,
+    is_vllm,
+    make_system,
+    without_dtype,
+)
 from tideserve.bench.systems.system import (
     AMPLE,
     OWN_PORTS,
@@ -76,6 +83,7 @@ def deployment(tmp_path: Path) -> Deployment:
         (["mine-ample=http://x"], "'mine-ample' reads like a system of ours"),
         (["mine@night=http://x"], "'mine@night' reads like a system of ours"),
         (["a=http://x", "a=http://y"], "'a' is named twice"),
+        (["vllm-float32-bfloat16"], "'vllm-float32-bfloat16' asks for two dtypes"),
         ([], "no system is named"),
     ],
 )
@@ -94,6 +102,20 @@ def test_every_kind_of_name(deployment: Deployment) -> None:
     assert [is_tideserve(name) for name in (*names, url)] == [True] * 3 + [False] * 3
     assert [is_vllm(name) for name in (*names, url)] == [False] * 3 + [True] * 2 + [False]
     assert systems[-1].urls == ("http://127.0.0.1:9",)
+
+
+def test_a_system_may_have_a_dtype_of_its_own(deployment: Deployment) -> None:
+    url = "mine-float32=http://x"
+    names = ["tideserve", "tideserve-float32", "vllm", "vllm-ample-float32", url]
+    check_names(names)
+    assert [dtype_of(name) for name in names] == [None, "float32", None, "float32", None]
+    assert without_dtype("vllm-ample-float32") == "vllm-ample"
+    assert without_dtype(url) == url
+    known = replace(deployment, kv_bytes=10 << 20)
+    plain, ours, peer, other = (make_system(name, known) for name in names[:4])
+    assert isinstance(plain, Tideserve) and isinstance(ours, Tideserve)
+    assert (plain.options()["dtype"], ours.options()["dtype"]) == ("bfloat16", "float32")
+    assert (peer.describe()["dtype"], other.describe()["dtype"]) == ("bfloat16", "float32")
 
 
 def test_ample_lifts_the_memory_limit_only(deployment: Deployment) -> None:

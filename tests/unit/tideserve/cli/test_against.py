@@ -137,7 +137,7 @@ def test_a_system_is_never_calibrated_with_what_it_counted_itself(
 
 
 def test_every_load_of_a_scenario_is_simulated(tmp_path: Path) -> None:
-    loads = ["steady/prefill", "steady/mixed"]
+    loads = ["steady/mixed", "steady/prefill"]
     measured = result("steady", {load: {"recompute": figures(1, 1, 1)} for load in loads})
     rows = simulated(tmp_path, measured)
     assert [row["load"] for row in rows] == [load for load in loads for _ in range(3)]

@@ -101,3 +101,38 @@ def test_vllm_rehearses_before_its_first_round(
     # Its server was started anew for the second round, so it rehearses again.
     assert sent == [2, 0, 2, 1]
     assert len(outcomes.rounds["one"]["vllm"]) == 2
+
+
+def test_systems_of_one_dtype_take_turns_and_a_second_dtype_gets_fewer_loads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loads = {"all": fixed(2, 4, 1, seed=0), "some": fixed(2, 4, 1, seed=1)}
+    sent: list[tuple[str, str]] = []
+
+    def run_job(job: Job, progress: Say) -> tuple[SentRequest, ...]:
+        system = job.urls[0].removeprefix("http://")
+        sent.extend((system, name) for name, one in loads.items() if one.requests == job.requests)
+        return tuple(
+            SentRequest(0.0, 0.0, 0.1, RequestOutcome.COMPLETED, 4, 1, token_times_s=(0.1,))
+            for _ in job.requests
+        )
+
+    monkeypatch.setattr(runner, "run_job", run_job)
+    monkeypatch.setattr(runner, "make_system", lambda name, *_: Noted(name, []))
+    cases = [
+        Case(name, lambda turn, name=name: loads[name], 2, 1, 1, own_dtype_only=name == "some")
+        for name in loads
+    ]
+    scenario = Scenario("one", "", (), "1GiB", lambda choice: cases, rounds=lambda quick: 1)
+    deployment = Deployment(tmp_path, "m", tmp_path, workers=1, memory_bytes=1)
+    names = ("a=http://a", "drop", "a-float32=http://b", "drop-float32", "recompute")
+    plan = BenchPlan(scenario, LoadChoice(), names, deployment, ())
+    said: list[str] = []
+    outcomes = Runner(plan, said.append, lambda line: None).run()
+    assert outcomes.unavailable == {}
+    measured = [name for name, load in sent if load == "all"]
+    own = ["drop", "recompute", "a=http://a", "a-float32=http://b"]
+    assert measured == [*own, "drop-float32"]
+    assert [name for name, load in sent if load == "some"] == own
+    # Few requests are rough figures only where more were meant to be measured.
+    assert not [line for line in said if "fitted into the time" in line]

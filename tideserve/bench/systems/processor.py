@@ -1,0 +1,64 @@
+"""The processor that is measured on, and the dtype in which it serves a model fastest."""
+
+import platform
+import time
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+CPUINFO = Path("/proc/cpuinfo")
+BFLOAT16_PRODUCTS = ("avx512_bf16", "amx_bf16", "bf16")
+"""Flags of processors that multiply bfloat16; the last one is Arm's."""
+TOLD = (
+    *("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_tile", "amx_bf16", "amx_int8"),
+    *("asimd", "sve", "bf16"),
+)
+"""Flags that say how fast products can be."""
+
+READ_BYTES = 128 << 20
+"""More than caches hold."""
+READS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Processor:
+    """Its name, and those of its `flags` that are in `TOLD`, in that order."""
+
+    name: str
+    flags: tuple[str, ...]
+
+
+def read_processor(path: Path = CPUINFO) -> Processor:
+    """The first processor of this machine, as the kernel describes it; without it, its family."""
+    found: dict[str, str] = {}
+    try:
+        for line in path.read_text(encoding="utf-8").splitlines():
+            key, _, value = line.partition(":")
+            found.setdefault(key.strip(), value.strip())
+    except OSError:
+        found = {}
+    name = found.get("model name") or platform.processor() or platform.machine()
+    flags = (found.get("flags") or found.get("Features") or "").split()
+    return Processor(name, tuple(flag for flag in TOLD if flag in flags))
+
+
+def fastest_dtype(flags: Collection[str]) -> str:
+    """bfloat16 if the processor multiplies it, else float32; substitutes are several times slower.
+
+    A rule for every system alike, so that no trial is needed. `steady` measures float32, too, and
+    compares with that where it turns out faster.
+    """
+    return "bfloat16" if any(flag in flags for flag in BFLOAT16_PRODUCTS) else "float32"
+
+
+def read_bytes_per_s() -> float:
+    """How fast one core reads memory, of a few tries the best."""
+    values = np.ones(READ_BYTES // 4, np.float32)
+    times_s = []
+    for _ in range(READS):
+        began_s = time.perf_counter()
+        values.max()
+        times_s.append(time.perf_counter() - began_s)
+    return READ_BYTES / min(times_s)
