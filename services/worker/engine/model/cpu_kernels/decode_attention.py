@@ -33,7 +33,10 @@ from services.worker.engine.model.cpu_kernels.panel_gemm import narrow_rows
 SLOTS = 4
 """Positions per step, a divisor of the block size: the CPU overlaps their sums."""
 _ROWS, _CACHE = "float32[:, ::1]", "STORED[:, :, :, :, ::1]"
-_PLACE = "int64, int64, float32, int64"
+_PLACE = "int64, int64, float32, int64[::1]"
+_WHOLE = 64
+"""Loops over multiples of it use vectors only."""
+_LEAST = np.float32(-3e38)
 
 
 @register_jitable
@@ -130,27 +133,33 @@ def _collect(weights, blocks, table, after, attended):  # type: ignore[no-untype
 
 @compiled(*for_stored(f"void({_ROWS}, {_CACHE}, int64[::1], {_PLACE}, {_ROWS}, {_ROWS})"))
 def _attend_row(  # type: ignore[no-untyped-def]
-    query, blocks, seen, begin, end, scaling, after, scores, output
+    query, blocks, seen, begin, end, scaling, following, scores, output
 ):
     """Attend with the heads of one row to positions `begin` to `end` of the blocks in `seen`.
 
-    `scores` [head, position] is room. `after`: the block that is read next.
+    `scores` [head, position] is room. `following`: the blocks of the next row, if there is one.
     """
     wanted = query * scaling
     _score(wanted, blocks, seen, scores)
     for head in range(len(query)):
         _soften(scores[head, : len(seen) * blocks.shape[2]], begin, end)
+    after = following[0] if len(following) else seen[0]
     _collect(scores, blocks, seen, after, output)
 
 
 @compiled("float32(float32[::1], int64, int64, float32, uint16[::1])")
 def _weigh(scores, begin, end, scaling, weights):  # type: ignore[no-untyped-def]
-    """`weights`: the softmax of `scores` from `begin` to `end`, times what is returned."""
-    peak = float32(-np.inf)
-    for index in range(begin, end):
+    """`weights`: the softmax of `scores` from `begin` to `end`, times what is returned.
+
+    Both have a length that whole loops over vectors cover; scores outside are overwritten.
+    """
+    scores[:begin] = _LEAST
+    scores[end:] = _LEAST
+    peak = _LEAST
+    for index in range(len(scores)):
         peak = larger(peak, scores[index])
     total = float32(0)
-    for index in range(begin, end):
+    for index in range(len(scores)):
         weight = exponential((scores[index] - peak) * scaling)
         total += weight
         weights[index] = narrow(weight, weights)
@@ -168,36 +177,74 @@ def _prefetch_half(blocks, block, half):  # type: ignore[no-untyped-def]
 
 
 @register_jitable
-def _attend_in_pairs(  # type: ignore[no-untyped-def]
-    query, blocks, seen, begin, end, scaling, after, scores, output
-):
-    """As `_attend_row`, in bfloat16; queries and weights are rounded to it."""
-    heads, size = query.shape
-    slots, kv_heads = blocks.shape[2], blocks.shape[3]
-    sharing, positions = heads // kv_heads, len(seen) * slots
-    wanted = np.empty((heads, size), np.uint16)
-    weights = np.empty((heads, positions), np.uint16)
-    totals = np.empty(heads, np.float32)
+def _prefetch_share(blocks, table, step, steps):  # type: ignore[no-untyped-def]
+    """Prefetch the part of the blocks in `table` that is due in one of `steps`.
+
+    It walks through each block from its keys to its values, as they lie in memory.
+    """
+    halves = 2 * len(table)
+    for half in range(step * halves // steps, (step + 1) * halves // steps):
+        _prefetch_half(blocks, table[half // 2], half % 2)
+
+
+@register_jitable
+def _prefetch_before_keys(blocks, seen, following, step):  # type: ignore[no-untyped-def]
+    """Prefetch for the next row; without one, what this row reads after block `step`."""
+    if len(following):
+        _prefetch_share(blocks, following, step, 2 * len(seen))
+    else:
+        _prefetch_half(blocks, seen[step], 1)
+        _prefetch_half(blocks, seen[min(step + 1, len(seen) - 1)], 0)
+
+
+@register_jitable
+def _score_in_pairs(query, blocks, seen, following, scores):  # type: ignore[no-untyped-def]
+    """As `_score`, of queries that are rounded to bfloat16."""
+    slots, sharing = blocks.shape[2], len(query) // blocks.shape[3]
+    wanted = np.empty(query.shape, np.uint16)
     narrow_rows(query, wanted)
     for block in range(len(seen)):
-        keys, is_last = blocks[seen[block], 0], block + 1 == len(seen)
-        _prefetch_half(blocks, seen[0] if is_last else seen[block + 1], 1 if is_last else 0)
+        _prefetch_before_keys(blocks, seen, following, block)
         for slot in range(0, slots, LANES):
-            for head in range(heads):
+            for head in range(len(query)):
                 position = block * slots + slot
+                keys = blocks[seen[block], 0]
                 score_keys(wanted, head, keys, slot, head // sharing, scores, position)
-    for head in range(heads):
-        totals[head] = _weigh(scores[head, :positions], begin, end, scaling, weights[head])
+
+
+@register_jitable
+def _collect_in_pairs(weights, blocks, seen, following, output):  # type: ignore[no-untyped-def]
+    """As `_collect`, of weights in bfloat16."""
+    slots, kv_heads = blocks.shape[2], blocks.shape[3]
+    sharing, count = len(weights) // kv_heads, len(seen)
     output[:] = 0
-    for block in range(len(seen)):
-        values, is_last = blocks[seen[block], 1], block + 1 == len(seen)
-        _prefetch_half(blocks, after if is_last else seen[block + 1], 0 if is_last else 1)
+    for block in range(count):
+        _prefetch_share(blocks, following, count + block, 2 * count)
         for slot in range(0, slots, LANES):
             for kv_head in range(kv_heads):
                 collect_values(
-                    weights, block * slots + slot, values, slot, kv_head, output,
+                    weights, block * slots + slot, blocks[seen[block], 1], slot, kv_head, output,
                     kv_head * sharing, (kv_head + 1) * sharing,
                 )  # fmt: skip
+
+
+@compiled(f"void({_ROWS}, uint16[:, :, :, :, ::1], int64[::1], {_PLACE}, {_ROWS}, {_ROWS})")
+def _attend_in_pairs(  # type: ignore[no-untyped-def]
+    query, blocks, seen, begin, end, scaling, following, scores, output
+):
+    """As `_attend_row`, in bfloat16; queries and weights are rounded to it.
+
+    To read memory takes longer than to compute. So while it attends, the blocks of the next row
+    come into the cache.
+    """
+    heads, size = query.shape
+    weights = np.empty(scores.shape, np.uint16)
+    totals = np.empty(heads, np.float32)
+    _score_in_pairs(query, blocks, seen, following, scores)
+    padded = -(-len(seen) * blocks.shape[2] // _WHOLE) * _WHOLE
+    for head in range(heads):
+        totals[head] = _weigh(scores[head, :padded], begin, end, scaling, weights[head, :padded])
+    _collect_in_pairs(weights, blocks, seen, following, output)
     for head in range(heads):
         share = float32(1) / totals[head]
         for k in range(size):
@@ -210,22 +257,30 @@ def _attend_best(*arguments):  # type: ignore[no-untyped-def]
 
 @overload(_attend_best)
 def _choose(  # type: ignore[no-untyped-def]
-    query, blocks, seen, begin, end, scaling, after, scores, output
+    query, blocks, seen, begin, end, scaling, following, scores, output
 ):
     def general(  # type: ignore[no-untyped-def]
-        query, blocks, seen, begin, end, scaling, after, scores, output
+        query, blocks, seen, begin, end, scaling, following, scores, output
     ):
-        _attend_row(query, blocks, seen, begin, end, scaling, after, scores, output)
+        _attend_row(query, blocks, seen, begin, end, scaling, following, scores, output)
 
     def in_pairs(  # type: ignore[no-untyped-def]
-        query, blocks, seen, begin, end, scaling, after, scores, output
+        query, blocks, seen, begin, end, scaling, following, scores, output
     ):
         if blocks.shape[2] % LANES == 0 and query.shape[1] % PAIRED == 0:
-            _attend_in_pairs(query, blocks, seen, begin, end, scaling, after, scores, output)
+            _attend_in_pairs(query, blocks, seen, begin, end, scaling, following, scores, output)
         else:
-            _attend_row(query, blocks, seen, begin, end, scaling, after, scores, output)
+            _attend_row(query, blocks, seen, begin, end, scaling, following, scores, output)
 
     return in_pairs if blocks.dtype == types.uint16 and has_pair_products() else general
+
+
+@register_jitable
+def _seen_blocks(span, tables, window, slots):  # type: ignore[no-untyped-def]
+    """The blocks that the first row of a span sees."""
+    _, _, start, first_block = unpacked(span)
+    lowest = max(0, start - window + 1) if window else 0
+    return tables[first_block + lowest // slots : first_block + start // slots + 1]
 
 
 @compiled(
@@ -241,21 +296,24 @@ def attend_rows(query, blocks, spans, tables, window, scaling, output):  # type:
     many last positions are seen; 0 for all.
     """
     slots = blocks.shape[2]
-    longest = 0
+    longest, decodes = 0, np.empty(len(spans), np.int64)
+    count = 0
     for index in range(len(spans)):
         if spans[index, 4]:
-            longest = max(longest, spans[index, 2] // slots + 1)
-    scores = np.empty((query.shape[1], longest * slots), np.float32)
-    for index in range(len(spans)):
-        row, _, start, first_block = unpacked(spans[index])
-        if not spans[index, 4]:
-            continue
-        lowest = max(0, start - window + 1) if window else 0
-        skipped = lowest // slots
-        seen = tables[first_block + skipped : first_block + start // slots + 1]
-        begin, end = lowest - skipped * slots, start + 1 - skipped * slots
-        after = tables[spans[min(index + 1, len(spans) - 1), 3]]
-        _attend_best(query[row], blocks, seen, begin, end, scaling, after, scores, output[row])
+            longest = max(longest, spans[index, 2] + 1)
+            decodes[count] = index
+            count += 1
+    positions = -(-(longest + slots) // _WHOLE) * _WHOLE
+    scores = np.empty((query.shape[1], positions), np.float32)
+    for turn in range(count):
+        row, _, start, _ = unpacked(spans[decodes[turn]])
+        seen = _seen_blocks(spans[decodes[turn]], tables, window, slots)
+        following = tables[:0]
+        if turn + 1 < count:
+            following = _seen_blocks(spans[decodes[turn + 1]], tables, window, slots)
+        end = start % slots + 1 + (len(seen) - 1) * slots
+        begin = max(0, end - window) if window else 0
+        _attend_best(query[row], blocks, seen, begin, end, scaling, following, scores, output[row])
 
 
 def attend(
