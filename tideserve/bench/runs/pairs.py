@@ -37,7 +37,8 @@ def pairs(plan: BenchPlan, figures: ByLoad) -> dict[str, Any]:
     both = {base: found for base, found in variants.items() if second in found}
     tables = {"fastest": _table(plan, figures, variants, dtypes)}
     if second is not None and len(both) > 1 and set(dtypes.values()) != {second}:
-        tables[second] = _table(plan, figures, both, dict.fromkeys(both, second))
+        in_second = {base: {second: found[second]} for base, found in both.items()}
+        tables[second] = _table(plan, figures, in_second, dict.fromkeys(both, second))
     return {"rule_dtype": plan.deployment.dtype, "throughput_by_dtype": faster, "tables": tables}
 
 

@@ -14,7 +14,9 @@ from typing import Any
 
 from tideserve.bench.client import Job
 from tideserve.bench.client_process import run_job
-from tideserve.bench.load_generators import (
+from tideserve.bench.scenarios.scenario import LoadChoice, Trial, TrialVerdict
+from tideserve.bench.scenarios.steady import MIXES, Mix
+from tideserve.bench.systems.load_generators import (
     LOAD_GENERATORS,
     ClientLoad,
     ClientReport,
@@ -22,8 +24,6 @@ from tideserve.bench.load_generators import (
     MeasuredServer,
     run_generator,
 )
-from tideserve.bench.scenarios.scenario import LoadChoice, Trial, TrialVerdict
-from tideserve.bench.scenarios.steady import MIXES, Mix
 from tideserve.bench.systems.system import Deployment, Say, System
 from tideserve.bench.systems.tideserve import Tideserve
 from tideserve.bench.systems.vllm import Vllm

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 from tideserve.bench.errors import SystemUnavailable
-from tideserve.bench.load_generators import (
+from tideserve.bench.scenarios.clients import OURS, PEER, ROUNDS, client_load, judge, loads
+from tideserve.bench.scenarios.scenario import LoadChoice
+from tideserve.bench.systems.load_generators import (
     LOAD_GENERATORS,
     RESULT,
     ClientLoad,
@@ -22,8 +24,6 @@ from tideserve.bench.load_generators import (
     vllm_command,
     vllm_report,
 )
-from tideserve.bench.scenarios.clients import OURS, PEER, ROUNDS, client_load, judge, loads
-from tideserve.bench.scenarios.scenario import LoadChoice
 
 PYTHON = Path(sys.executable)
 SERVER = MeasuredServer("http://127.0.0.1:9", "m", Path("folder"))
