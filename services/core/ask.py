@@ -3,7 +3,11 @@
 from dataclasses import dataclass
 from enum import StrEnum
 
+from services.core.prefix.block_hash import THIN_STRIDE, ThinHashes
 from services.core.service import NO_PROMISE, Service
+
+NO_PREFIX = ThinHashes(THIN_STRIDE, ())
+"""A prompt of which no beginning is known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +26,7 @@ class Ask:
     """A request that needs a place to run; the same id may be asked again at any time.
 
     `failed` is the latest assignment if that has failed. `traceparent` is W3C's, "" if the request
-    is not traced.
+    is not traced. `prefix` stands for the beginnings of the prompt that a group may have cached.
     """
 
     request_id: str
@@ -32,6 +36,7 @@ class Ask:
     failed: FailedAssignment | None = None
     service: Service = NO_PROMISE
     traceparent: str = ""
+    prefix: ThinHashes = NO_PREFIX
 
 
 @dataclass(frozen=True, slots=True)

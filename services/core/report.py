@@ -20,6 +20,7 @@ class Load:
     sequence lost its blocks, `prompt_tokens_total` the tokens of the prompts whose first output
     token came from here. `batch_running`, `batch_waiting` and `kv_blocks_batch` are what the class
     `batch` has of those; nothing decides by them so far. Cached blocks are free ones.
+    `prefill_tokens` are to be computed before the next outputs of those that do not decode.
     `prefix_queries_total` are the prompt tokens of requests that began with a look into the cache
     of prefixes, `prefix_hits_total` those that were there.
     """
@@ -34,6 +35,7 @@ class Load:
     batch_running: int = 0
     batch_waiting: int = 0
     kv_blocks_batch: int = 0
+    prefill_tokens: int = 0
     prefix_queries_total: int = 0
     prefix_hits_total: int = 0
 
@@ -63,7 +65,8 @@ class LoadReport:
 
     Of two of one `incarnation` that with the higher `number` is the newer one. `epoch` is that of
     the configuration in which requests find the worker. `received_request_ids` are the requests
-    that arrived there since its last report to the scheduler or the one before.
+    that arrived there since its last report to the scheduler or the one before; so are
+    `dropped_prefixes` the thin hashes of blocks that it has dropped from its prefix cache.
     """
 
     worker_id: str
@@ -72,6 +75,7 @@ class LoadReport:
     epoch: int
     load: Load
     received_request_ids: tuple[str, ...] = ()
+    dropped_prefixes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

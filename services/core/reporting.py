@@ -5,8 +5,10 @@ report now and then without any change.
 """
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from services.core.prefix.dropped_prefixes import DROPPED_MAX
 from services.core.report import Load, LoadReport
 
 RECEIVED_IDS_MAX = 10_000
@@ -58,21 +60,32 @@ class LoadReporting:
     _told: int = 0
     _received: list[str] = field(default_factory=list)
     _reported: list[str] = field(default_factory=list)
+    _dropped: list[int] = field(default_factory=list)
+    _dropped_reported: list[int] = field(default_factory=list)
 
     def note_received(self, *request_ids: str) -> None:
         """These requests have arrived."""
         self._received += request_ids
         del self._received[RECEIVED_IDS_MAX:]
 
+    def note_dropped(self, thin_hashes: Iterable[int]) -> None:
+        """These are no longer in the prefix cache; of many, the newest are reported."""
+        self._dropped += thin_hashes
+        del self._dropped[:-DROPPED_MAX]
+
     def told_beside(self, epoch: int, load: Load) -> LoadReport:
         """A report beside the stream, with a higher number than any before."""
         self._told += 1
         received = (*self._reported, *self._received)
-        return LoadReport(self.worker_id, self.incarnation, self._told, epoch, load, received)
+        dropped = (*self._dropped_reported, *self._dropped)[-DROPPED_MAX:]
+        return LoadReport(
+            self.worker_id, self.incarnation, self._told, epoch, load, received, dropped
+        )
 
     def next(self, epoch: int, load: Load, now_s: float) -> LoadReport:
         """The next report of the stream."""
         report = self.told_beside(epoch, load)
         self._reported, self._received = self._received, []
+        self._dropped_reported, self._dropped = self._dropped, []
         self.rhythm.passed(now_s)
         return report

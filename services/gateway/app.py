@@ -219,6 +219,7 @@ class _Gateway:
                 self._pool,
                 lambda: self._view.max_model_len or model.context_tokens,
                 self._checker,
+                self._prefix_block_size,
             ),
             choices=ChoiceRunner(
                 self._admission,
@@ -236,6 +237,11 @@ class _Gateway:
             client_stall_s=config.client_stall_s,
             refuse_unknown=config.unknown_fields == "refuse",
         )
+
+    def _prefix_block_size(self) -> int:
+        heartbeat = self._admission.heartbeat
+        wanted = heartbeat is not None and heartbeat.wants_prefixes
+        return self._view.block_size if wanted else 0
 
     def _http_server(
         self,

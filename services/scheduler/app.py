@@ -4,9 +4,9 @@ import asyncio
 import logging
 import os
 import uuid
-from dataclasses import dataclass
 
 from services.common.advertise import advertised
+from services.common.device_profile import load_profile
 from services.common.etcd import Store, open_store
 from services.common.event_log import EventLog
 from services.common.grpc_server import ProcessServicer, Server
@@ -14,8 +14,9 @@ from services.common.membership import SERVICES, Registration
 from services.common.metrics_server import metrics_exposed
 from services.common.process_metrics import service_registry
 from services.common.transport import Transport, transport_of
-from services.core.scheduler.dispatch import SCORES
-from services.core.scheduler.state import SchedulerState
+from services.core.cost.model import TOKENS
+from services.core.scheduler.dispatch import PREFIX
+from services.core.scheduler.state_config import StateConfig
 from services.scheduler.config import SchedulerConfig
 from services.scheduler.demand_reporter import DemandReporter
 from services.scheduler.driver import SchedulerDriver
@@ -43,16 +44,11 @@ async def serve(config: SchedulerConfig, stop: asyncio.Event) -> None:
 
 
 async def _serve(config: SchedulerConfig, store: Store, stop: asyncio.Event) -> None:
-    state = SchedulerState(
-        config.queue_limit,
-        config.queue_deadline_s,
-        SCORES[config.dispatch],
-        config.overtaken_max,
-        config.growth_blocks,
-    )
+    made_with = state_config(config)
+    state = made_with.state()
     # A group that joins may empty a full queue into one gateway's outbox, behind its tickets.
     outbox_limit = 2 * config.queue_limit + 1024
-    event_log = open_event_log(config)
+    event_log = open_event_log(config, made_with)
     driver = SchedulerDriver(state, outbox_limit, config.gateway_grace_s, event_log)
     view = LoadView(store, driver.apply)
     transport = transport_of(config)
@@ -77,28 +73,25 @@ async def _serve(config: SchedulerConfig, store: Store, stop: asyncio.Event) -> 
             await server.stop(STOP_GRACE_S)
 
 
-@dataclass(frozen=True, slots=True)
-class StateConfig:
-    """The settings of the state, with which the event log begins."""
-
-    queue_limit: int
-    queue_deadline_s: float
-    dispatch: str
-    overtaken_max: int = 0
-    growth_blocks: float = 0
-
-
-def open_event_log(config: SchedulerConfig) -> EventLog | None:
-    """The log of all events, if one is asked for. Raises EventLogError."""
-    if config.event_log is None:
-        return None
-    made_with = StateConfig(
+def state_config(config: SchedulerConfig) -> StateConfig:
+    """The settings of the state. Raises ConfigError if there is no such profile."""
+    ttft = None
+    if config.dispatch == PREFIX:
+        ttft = TOKENS if config.cost_profile is None else load_profile(config.cost_profile).model
+    return StateConfig(
         config.queue_limit,
         config.queue_deadline_s,
         config.dispatch,
         config.overtaken_max,
         config.growth_blocks,
+        ttft,
     )
+
+
+def open_event_log(config: SchedulerConfig, made_with: StateConfig) -> EventLog | None:
+    """The log of all events, if one is asked for. Raises EventLogError."""
+    if config.event_log is None:
+        return None
     return EventLog(config.event_log, NAME, made_with)
 
 

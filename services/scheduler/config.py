@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from services.common.config import choice, number, option, tcp_port
 from services.common.service_config import ServiceConfig
 from services.core.overtaking import OVERTAKEN_MAX
-from services.core.scheduler.dispatch import SCORES
+from services.core.scheduler.dispatch import DISPATCHES
 from services.core.scheduler.group_load import GROWTH_BLOCKS
 
 
@@ -37,9 +37,16 @@ class SchedulerConfig(ServiceConfig):
     )
     dispatch: str = choice(
         "kv_share",
-        SCORES,
+        DISPATCHES,
         "How groups are ranked: kv_share takes the one with the smallest share of its KV cache in"
-        " use, waited for or reserved; least_loaded the one with the fewest sequences.",
+        " use, waited for or reserved; least_loaded the one with the fewest sequences; prefix the"
+        " one that is likely to give the first token soonest, since it has cached the beginning of"
+        " the prompt or has little to do, and among equals as kv_share.",
+    )
+    cost_profile: str | None = option(
+        None,
+        "Device profile, by name or file, by whose times the dispatch prefix compares groups; none:"
+        " every token of a prompt costs the same.",
     )
     gateway_grace_s: float = number(
         10.0,

@@ -59,6 +59,16 @@ def _queue(now: Snapshot) -> Iterable[Metric]:
         "Requests that a worker gave back, since it had no room, for another one.",
         value=now.returned_total,
     )
+    yield CounterMetricFamily(
+        "tideserve_scheduler_prompt_tokens",
+        "Prompt tokens of the requests assigned.",
+        value=now.prompt_tokens_total,
+    )
+    yield CounterMetricFamily(
+        "tideserve_scheduler_expected_cached_tokens",
+        "Those of them that their group was expected to have in its prefix cache.",
+        value=now.cached_tokens_total,
+    )
     refused = CounterMetricFamily(
         "tideserve_scheduler_refused_requests", "Requests refused.", labels=["reason"]
     )

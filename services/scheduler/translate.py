@@ -9,7 +9,9 @@ from services.common.wire_enum import numbers
 from services.core.ask import FailedAssignment, RefusalReason
 from services.core.demand import ModelDemand
 from services.core.groups.vocabulary import GroupPhase
+from services.core.prefix.block_hash import THIN_STRIDE, ThinHashes
 from services.core.scheduler.vocabulary import (
+    BATCH_TOKENS,
     Asked,
     Command,
     LoadReported,
@@ -46,6 +48,7 @@ def to_admit_event(
                 failed=_to_failed(ask),
                 service=to_service(ask.service),
                 traceparent=ask.traceparent,
+                prefix=ThinHashes(ask.prefix_stride or THIN_STRIDE, tuple(ask.prefix_hashes)),
                 now_s=now_s,
                 stream_id=stream_id,
                 waited_s=ask.waited_s,
@@ -115,6 +118,8 @@ def to_group(
         capacity_blocks=leader.kv_blocks_total,
         block_size=leader.block_size,
         max_model_len=min(worker.max_model_len for worker in members),
+        members=len(members),
+        max_batch_tokens=max(leader.max_batch_tokens, 0) or BATCH_TOKENS,
     )
 
 
@@ -151,6 +156,8 @@ def to_heartbeat(snapshot: Snapshot) -> scheduler_pb2.AdmitResponse:
     """A heartbeat."""
     return scheduler_pb2.AdmitResponse(
         heartbeat=scheduler_pb2.Heartbeat(
-            groups_serving=snapshot.groups_serving, queued=snapshot.queued
+            groups_serving=snapshot.groups_serving,
+            queued=snapshot.queued,
+            wants_prefixes=snapshot.wants_prefixes,
         )
     )

@@ -103,7 +103,7 @@ class Progress(msgspec.Struct, tag=True, frozen=True):
     `received` are the requests that arrived since the last frame: `report` counts them. Read in the
     order `adopted`, `tokens`, `refusals`, `moved`; what does not fit this order goes into the next
     frame (a request that moved away and comes back, for example). `times` are those of the
-    requests that end or move away in it.
+    requests that end or move away in it. `dropped_prefixes` as in a load report.
     """
 
     received: list[str]
@@ -113,6 +113,7 @@ class Progress(msgspec.Struct, tag=True, frozen=True):
     adopted: list[AdoptedRequest] = []
     moved: list[MovedRequest] = []
     times: dict[str, RequestTimes] = {}
+    dropped_prefixes: tuple[int, ...] = ()
 
 
 class Lane(msgspec.Struct, frozen=True):

@@ -66,6 +66,10 @@ class ReportSender:
         self._loads.note_received(request_id)
         self._load_due.note_change()
 
+    def note_dropped(self, thin_hashes: tuple[int, ...]) -> None:
+        """The engine has dropped these from its prefix cache."""
+        self._loads.note_dropped(thin_hashes)
+
     def load_beside(self) -> load_pb2.WorkerLoad:
         """The load now, to be told beside the reports to the scheduler."""
         return load_message(self._loads.told_beside(self._epoch(), self._engine.report.load))

@@ -132,6 +132,7 @@ class EngineServing:
     def _deliver(self, progress: Progress) -> None:
         # The load first: a client that asks again at once must not be sent past this worker, which
         # it has left idle; also if it asks another gateway.
+        self._reporter.note_dropped(progress.dropped_prefixes)
         self._reporter.note_change()
         self._requests.deliver(progress)
         self._departure.note_progress()

@@ -11,10 +11,10 @@ from services.common.event_log import EventLog, EventLogError, read_config, read
 from services.core.audit.record import COMMAND, EVENT
 from services.core.changeover.state import Changeover, MemberConfig
 from services.core.planner.events import EmitToken
-from services.core.scheduler.dispatch import SCORES
+from services.core.scheduler.dispatch import PREFIX
 from services.core.scheduler.state import SchedulerState
-from services.core.scheduler.vocabulary import SendAssignment, SendTicket, Ticked
-from services.scheduler.app import StateConfig
+from services.core.scheduler.state_config import StateConfig
+from services.core.scheduler.vocabulary import Asked, SendAssignment, SendTicket, Ticked
 from tests.support.client import gather_bounded, numbered_completion
 from tests.support.cluster import Cluster
 from tests.support.tiny_models import make_tiny_model
@@ -26,13 +26,6 @@ from tideserve.sim.replay import SCHEDULER_TYPES, WORKER_TYPES, replay
 REQUESTS = 24
 CYCLES = 3
 SHAPE = Shape(concurrency=4, prompt_tokens=(4, 40), output_tokens=(4, 40), token_ids=(3, 250))
-
-
-def scheduler_state(path: Path) -> SchedulerState:
-    made_with = read_config(path, StateConfig)
-    return SchedulerState(
-        made_with.queue_limit, made_with.queue_deadline_s, SCORES[made_with.dispatch]
-    )
 
 
 def worker_state(path: Path) -> Changeover:
@@ -55,6 +48,12 @@ async def flood(cluster: Cluster) -> None:
     await gather_bounded([job(number) for number in range(REQUESTS)], REQUESTS)
 
 
+async def repeat(cluster: Cluster) -> None:
+    """The same long prompt, again and again."""
+    for _ in range(4):
+        await numbered_completion(cluster.url, 0, prompt_tokens=300, max_tokens=4)
+
+
 @pytest.mark.cluster
 async def test_a_cluster_that_changes_groups_decides_the_same_again(tmp_path: Path) -> None:
     """As `tideserve bench churn`, after a flood: the logs replay and show I1-I10."""
@@ -67,9 +66,11 @@ async def test_a_cluster_that_changes_groups_decides_the_same_again(tmp_path: Pa
         dtype="float64",
         chunk_size="64KiB",
         overload_policy="recompute",  # groups change by hand only
-        **dict.fromkeys(("gateway", "scheduler", "memmgr", "worker"), log),
+        **dict.fromkeys(("gateway", "memmgr", "worker"), log),
+        scheduler=log | {"dispatch": PREFIX},
     ) as cluster:
         await flood(cluster)
+        await repeat(cluster)
         done, tally = await asyncio.to_thread(
             churn, cluster.url, cluster.admin_url, "model", CYCLES, SHAPE, lambda line: None
         )
@@ -92,7 +93,9 @@ def check_scheduler(path: Path, requests_min: int) -> None:
     entries = list(read_entries(path, SCHEDULER_TYPES))
     assigned = sum(isinstance(entry.value, SendAssignment) for entry in entries)
     assert assigned >= requests_min
-    replayed = replay(scheduler_state(path), entries)
+    repeated = [one for one in entries if isinstance(one.value, Asked) and one.value.prefix.hashes]
+    assert len({one.value.prefix for one in repeated}) == 1 < len(repeated)
+    replayed = replay(read_config(path, StateConfig).state(), entries)
     assert replayed.difference == ""
     assert replayed.decisions >= 2 * requests_min
 

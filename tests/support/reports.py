@@ -18,10 +18,23 @@ def load_reported(
     free: int = 0,
     wanted: int = 0,
     total: int = 0,
+    prefill: int = 0,
+    queries: int = 0,
+    hits: int = 0,
+    dropped: tuple[int, ...] = (),
 ) -> LoadReported:
     """The event of a load report."""
-    load = Load(running, waiting, free, wanted, kv_blocks_total=total)
-    report = LoadReport(worker_id, incarnation, number, epoch, load, received)
+    load = Load(
+        running,
+        waiting,
+        free,
+        wanted,
+        kv_blocks_total=total,
+        prefill_tokens=prefill,
+        prefix_queries_total=queries,
+        prefix_hits_total=hits,
+    )
+    report = LoadReport(worker_id, incarnation, number, epoch, load, received, dropped)
     return LoadReported(now_s, report, passed_on)
 
 

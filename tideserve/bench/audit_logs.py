@@ -9,8 +9,16 @@ from services.core.audit.audit import Audit
 from services.core.audit.findings import Findings
 from services.core.changeover.state import Changeover, MemberConfig
 from services.core.groups.coordinator import CoordinatorConfig, CoordinatorState
+from services.core.scheduler.state_config import StateConfig
 from tideserve.bench.errors import SystemUnavailable
-from tideserve.sim.replay import GATEWAY_TYPES, MEMMGR_TYPES, WORKER_TYPES, Replayed, replay
+from tideserve.sim.replay import (
+    GATEWAY_TYPES,
+    MEMMGR_TYPES,
+    SCHEDULER_TYPES,
+    WORKER_TYPES,
+    Replayed,
+    replay,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +41,7 @@ def audit_logs(folder: Path) -> Audited:
     try:
         replayed = {path.name: _replay_engine(path) for path in engines}
         replayed |= {path.name: _replay_groups(path) for path in memory_managers}
+        replayed |= {path.name: _replay_dispatch(path) for path in _logs(folder, "scheduler-*")}
         findings = Audit().run(
             [read_entries(path, WORKER_TYPES) for path in engines],
             [read_entries(path, MEMMGR_TYPES) for path in memory_managers],
@@ -53,6 +62,11 @@ def _logs(folder: Path, pattern: str) -> Sequence[Path]:
 def _replay_engine(path: Path) -> Replayed:
     state = Changeover.of(read_config(path, MemberConfig))
     return replay(state, read_entries(path, WORKER_TYPES))
+
+
+def _replay_dispatch(path: Path) -> Replayed:
+    state = read_config(path, StateConfig).state()
+    return replay(state, read_entries(path, SCHEDULER_TYPES))
 
 
 def _replay_groups(path: Path) -> Replayed:

@@ -26,10 +26,16 @@ class StreamFailed(Exception):
 
 
 class StreamedAnswer:
-    """The response to one request so far."""
+    """The response to one request so far.
+
+    `output_ids` are told if the request asks for them; `cached_tokens` of its prompt were in a
+    prefix cache.
+    """
 
     def __init__(self) -> None:
         self.status = 0
+        self.output_ids: list[int] = []
+        self.cached_tokens = 0
         self.request_id = ""
         self.token_times_s: list[float] = []
         self.output_tokens = 0
@@ -68,8 +74,11 @@ class StreamedAnswer:
             # A token may have no text of its own, such as one of several tokens of one character.
             if "text" in choice:
                 self.token_times_s.append(now_s)
+            self.output_ids += choice.get("token_ids") or ()
         if usage := event.get("usage"):
             self.output_tokens = usage["completion_tokens"]
+            details = usage.get("prompt_tokens_details") or {}
+            self.cached_tokens = details.get("cached_tokens") or 0
 
 
 class HttpConnection(asyncio.Protocol):
@@ -224,4 +233,6 @@ def completion_body(model: str, request: PlannedRequest) -> bytes:
     }
     if request.slo_class != DEFAULT_CLASS:
         fields["slo_class"] = request.slo_class
+    if request.cache_salt is not None:
+        fields |= {"return_token_ids": True, "cache_salt": request.cache_salt}
     return orjson.dumps(fields)

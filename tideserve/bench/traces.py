@@ -17,8 +17,6 @@ from typing import Any
 
 from tideserve.bench.errors import BenchError
 
-PREFIX_BLOCK_TOKENS = 512
-"""Tokens behind one of Mooncake's `hash_ids`."""
 LINES_NAMED_MAX = 20
 
 

@@ -1,9 +1,12 @@
 """The requests of a load: arrival, prompt, number of output tokens. They are made from a seed."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from math import ceil
 from random import Random
 
-from tideserve.bench.traces import PREFIX_BLOCK_TOKENS, Trace, TraceRow
+from tideserve.bench.traces import Trace, TraceRow
+from tideserve.sim.workload import PREFIX_BLOCK_TOKENS, Arrival
 
 # Ordinary pieces of text in every vocabulary, that of the tiny model too: above the special tokens
 # and bytes.
@@ -14,13 +17,18 @@ DEFAULT_CLASS = "standard"
 
 @dataclass(frozen=True, slots=True)
 class PlannedRequest:
-    """One request; generation is forced to `output_tokens`. `arrival_s` counts from the start."""
+    """One request; generation is forced to `output_tokens`. `arrival_s` counts from the start.
+
+    With a `cache_salt` it shares cached prefixes with those of the same salt, and asks for the
+    tokens of the answer.
+    """
 
     arrival_s: float
     prompt_ids: tuple[int, ...]
     output_tokens: int
     seed: int
     slo_class: str = DEFAULT_CLASS
+    cache_salt: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +78,20 @@ def from_trace(trace: Trace, scale: LengthScale, seed: int, how: str) -> Workloa
             PlannedRequest(row.arrival_s, prompt, scale.output_tokens(row), request_seed)
         )
     return Workload(tuple(requests), f"{trace.name}: {how}; {scale}")
+
+
+def arrivals_of(trace: Trace, scale: LengthScale) -> list[Arrival]:
+    """The trace's requests with scaled lengths, for a simulation; they share prefixes as there."""
+    places: dict[int, int] = {}  # ids of blocks become small numbers
+    return [
+        Arrival(
+            row.arrival_s,
+            scale.prompt_tokens(row),
+            scale.output_tokens(row),
+            tuple(places.setdefault(one, len(places)) for one in _scaled_ids(row, scale)),
+        )
+        for row in trace.rows
+    ]
 
 
 def fixed(
@@ -132,6 +154,16 @@ def _prompt_ids(row: TraceRow, scale: LengthScale, seed: int, trace_seed: str) -
     for block in row.prefix_ids[:shared]:
         ids += _tokens(block_tokens, f"{trace_seed} block {block}")
     return (*ids, *prompt_ids(length - len(ids), seed))
+
+
+def _scaled_ids(row: TraceRow, scale: LengthScale) -> Iterator[int]:
+    """The ids of a scaled prompt's blocks; each stands for all that is before it, too."""
+    whole = row.prefix_ids[: row.prompt_tokens // PREFIX_BLOCK_TOKENS]
+    for place in range(scale.prompt_tokens(row) // PREFIX_BLOCK_TOKENS):
+        origin = ceil((place + 1) / scale.prompt) - 1
+        if origin >= len(whole):
+            return
+        yield whole[origin]
 
 
 def _tokens(count: int, seed: str) -> list[int]:

@@ -114,7 +114,7 @@ def _run_trial(arguments: BenchArguments, trial: Trial, report: Report) -> None:
     """Run a trial. Raises CommandError as `run_bench` does, and if the trial fails."""
     with _told():
         _check_options(arguments)
-        _refuse_load(arguments, "compares nothing")
+        _refuse_load(arguments, "compares nothing", trial.traced)
         check_writable(arguments.json)
         with _trial_deployment(arguments, trial, report) as deployment:
             with report.step(f"{trial.name}: {trial.summary}"):
@@ -174,8 +174,11 @@ def _trial_deployment(
         )
 
 
-def _refuse_load(arguments: BenchArguments, why: str) -> None:
-    """Refuse options that would have no effect. Raises BenchError."""
+def _refuse_load(arguments: BenchArguments, why: str, traced: bool = False) -> None:
+    """Refuse options that would have no effect. Raises BenchError.
+
+    `traced`: a trace may be chosen, but not how it is cut.
+    """
     given = {
         "--systems": arguments.systems,
         "--paced": arguments.paced,
@@ -183,13 +186,13 @@ def _refuse_load(arguments: BenchArguments, why: str) -> None:
         "--plot": arguments.plot,
     }
     _refuse(arguments, given, why)
-    _refuse_trace(arguments, why)
+    _refuse_trace(arguments, why, traced)
 
 
-def _refuse_trace(arguments: BenchArguments, why: str) -> None:
+def _refuse_trace(arguments: BenchArguments, why: str, traced: bool = False) -> None:
     choice = arguments.choice
     given = {
-        "--trace": choice.trace,
+        "--trace": None if traced else choice.trace,
         "--trace-start": choice.trace_start_s,
         "--trace-duration": choice.trace_duration_s,
         "--trace-repeat": choice.trace_repeat,

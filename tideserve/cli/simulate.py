@@ -140,6 +140,9 @@ def show(found: Mapping[str, Any], report: Report, policy: str, took_s: float) -
             f" {found['iterations_fast_forwarded']:,} of them fast-forwarded",
         ),
     ]
+    if queries := found["prefix_queries"]:
+        share = found["prefix_hits"] / queries
+        rows[-1:-1] = [("prefix caches", f"{share:.1%} of {queries:,} prompt tokens were there")]
     rows[-1:-1] = change_rows(found["changes"])
     report.box(f"simulated, not measured: overload policy {policy}", rows)
 

@@ -1,10 +1,7 @@
 """The configuration of `tideserve simulate`: from a YAML file to what `sim` takes."""
 
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
-from itertools import count
 from pathlib import Path
-from random import Random
 from typing import Any
 
 from services.common.config import from_mapping, like, number, read_yaml
@@ -12,33 +9,16 @@ from services.common.device_profile import DeviceProfile, load_profile, parse_pr
 from services.common.errors import ConfigError
 from services.core.overload.events import OverloadPolicy
 from services.core.planner.config import BatchFormation, IterationConfig
-from services.core.scheduler.dispatch import SCORES
+from services.core.scheduler.dispatch import PREFIX, score_of
 from services.scheduler.config import SchedulerConfig
 from services.worker.config import WorkerConfig
-from tideserve.bench.errors import BenchError
-from tideserve.bench.traces import load_trace
-from tideserve.bench.workload import LengthScale
 from tideserve.cli.simulated_change import change_spec, description_of, policies_of, shape_of
+from tideserve.cli.simulated_workload import SECONDS_MAX, workload_of
 from tideserve.sim.change_spec import ChangeSpec
 from tideserve.sim.cluster import ClusterSpec
 from tideserve.sim.delays import Delays
 from tideserve.sim.time_model import CostTimeModel
-from tideserve.sim.workload import (
-    Arrival,
-    ClosedLoop,
-    Length,
-    OpenLoop,
-    Workload,
-    burst_phases,
-    gamma_times,
-    on_off_phases,
-    phased_times,
-    with_lengths,
-)
-
-TOKENS_MAX = 1_000_000
-RATE_MAX = 1e6
-SECONDS_MAX = 1e6
+from tideserve.sim.workload import Workload
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,80 +68,8 @@ class SimulationOptions:
     hosts_per_rack: int = number(8, minimum=1, maximum=10_000)
     batch_formation: str = like(WorkerConfig, "batch_formation")
     min_microbatch_tokens: int = like(WorkerConfig, "min_microbatch_tokens")
-
-
-@dataclass(frozen=True, slots=True)
-class _Gamma:
-    rate_per_s: float = number(minimum=1e-6, maximum=RATE_MAX)
-    cv: float = number(1.0, minimum=0, maximum=100)
-    prompt: dict[str, Any] | int = 512
-    output: dict[str, Any] | int = 128
-    kind: str = "gamma"
-
-
-@dataclass(frozen=True, slots=True)
-class _OnOff:
-    on_rate_per_s: float = number(minimum=1e-6, maximum=RATE_MAX)
-    on_s: float = number(minimum=0.001, maximum=SECONDS_MAX)
-    off_s: float = number(minimum=0.001, maximum=SECONDS_MAX)
-    off_rate_per_s: float = number(0.0, minimum=0, maximum=RATE_MAX)
-    prompt: dict[str, Any] | int = 512
-    output: dict[str, Any] | int = 128
-    kind: str = "on_off"
-
-
-@dataclass(frozen=True, slots=True)
-class _Burst:
-    rate_per_s: float = number(minimum=1e-6, maximum=RATE_MAX)
-    burst_rate_per_s: float = number(minimum=1e-6, maximum=RATE_MAX)
-    start_s: float = number(minimum=0, maximum=SECONDS_MAX)
-    end_s: float = number(minimum=0, maximum=SECONDS_MAX)
-    cv: float = number(1.0, minimum=0, maximum=100)
-    prompt: dict[str, Any] | int = 512
-    output: dict[str, Any] | int = 128
-    kind: str = "burst"
-
-
-@dataclass(frozen=True, slots=True)
-class _Closed:
-    concurrency: int = number(minimum=1, maximum=10**6)
-    requests: int | None = number(None, minimum=1, maximum=10**9)
-    prompt: dict[str, Any] | int = 512
-    output: dict[str, Any] | int = 128
-    kind: str = "closed"
-
-
-@dataclass(frozen=True, slots=True)
-class _Trace:
-    path: Path
-    start_s: float = number(0.0, minimum=0, maximum=1e9)
-    slice_s: float | None = number(None, minimum=0.001, maximum=1e9)
-    rate_per_s: float | None = number(None, minimum=1e-6, maximum=RATE_MAX)
-    prompt_scale: float = number(1.0, minimum=1e-6, maximum=1e6)
-    output_scale: float = number(1.0, minimum=1e-6, maximum=1e6)
-    prompt_least: int = number(1, minimum=1, maximum=TOKENS_MAX)
-    prompt_most: int = number(TOKENS_MAX, minimum=1, maximum=TOKENS_MAX)
-    output_least: int = number(1, minimum=1, maximum=TOKENS_MAX)
-    output_most: int = number(TOKENS_MAX, minimum=1, maximum=TOKENS_MAX)
-    kind: str = "trace"
-
-
-_Section = _Gamma | _OnOff | _Burst | _Closed | _Trace
-KINDS: Mapping[str, type[_Section]] = {
-    "gamma": _Gamma,
-    "on_off": _OnOff,
-    "burst": _Burst,
-    "closed": _Closed,
-    "trace": _Trace,
-}
-
-
-@dataclass(frozen=True, slots=True)
-class _LengthSection:
-    mean: float = number(minimum=1, maximum=TOKENS_MAX)
-    cv: float = number(0.0, minimum=0, maximum=100)
-    least: int = number(1, minimum=1, maximum=TOKENS_MAX)
-    most: int = number(TOKENS_MAX, minimum=1, maximum=TOKENS_MAX)
+    # Whether requests share KV; without prompts that begin alike nothing is looked up.
+    prefix_caching: bool = like(WorkerConfig, "prefix_caching")
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,20 +98,7 @@ def prepare(options: SimulationOptions, path: Path) -> PreparedSimulation:
     """Check what the types do not say; `path` names the file in errors. Raises ConfigError."""
     profile = _profile(options, path)
     blocks = _kv_blocks(options, profile, path)
-    try:
-        iteration = IterationConfig(
-            options.block_size,
-            blocks,
-            options.max_batch_tokens,
-            options.max_running,
-            options.max_waiting,
-            BatchFormation(options.batch_formation),
-            options.min_microbatch_tokens,
-            profile.model,
-            options.overtaken_max,
-        )
-    except ValueError as error:
-        raise ConfigError(f"{error} in {path}") from error
+    iteration = _iteration(options, profile, blocks, path)
     plain = ClusterSpec(
         instances=options.instances,
         iteration=iteration,
@@ -212,7 +107,8 @@ def prepare(options: SimulationOptions, path: Path) -> PreparedSimulation:
         overtaken_max=options.overtaken_max,
         growth_blocks=options.growth_blocks,
         queue_deadline_s=options.queue_deadline_s,
-        score=SCORES[options.dispatch],
+        score=score_of(options.dispatch),
+        ttft=profile.model if options.dispatch == PREFIX else None,
         delays=_delays(options, path),
         fast_forward=options.fast_forward,
         sample_s=options.sample_s,
@@ -233,9 +129,31 @@ def prepare(options: SimulationOptions, path: Path) -> PreparedSimulation:
             assert spec.change is not None
             description["drop"] = description_of(spec.change)
         notes: list[str] = []
-        systems[policy.value] = spec, _workload(options, path, notes)
+        load = workload_of(options.workload, options.duration_s, options.seed, path, notes)
+        caching = options.prefix_caching and load.shares_prefixes
+        shared = replace(iteration, prefix_caching=caching)
+        systems[policy.value] = replace(spec, iteration=shared), load
     time_model = CostTimeModel(profile.model, options.iteration_overhead_s)
     return PreparedSimulation(systems, time_model, options.duration_s, description, tuple(notes))
+
+
+def _iteration(
+    options: SimulationOptions, profile: DeviceProfile, blocks: int, path: Path
+) -> IterationConfig:
+    try:
+        return IterationConfig(
+            options.block_size,
+            blocks,
+            options.max_batch_tokens,
+            options.max_running,
+            options.max_waiting,
+            BatchFormation(options.batch_formation),
+            options.min_microbatch_tokens,
+            profile.model,
+            options.overtaken_max,
+        )
+    except ValueError as error:
+        raise ConfigError(f"{error} in {path}") from error
 
 
 def _change(
@@ -300,78 +218,3 @@ def _delays(options: SimulationOptions, path: Path) -> Delays:
                 f" {least:g} to 60"
             )
     return delays
-
-
-def _workload(options: SimulationOptions, path: Path, notes: list[str]) -> Workload:
-    source = f"section 'workload' of {path}"
-    kind = options.workload.get("kind")
-    if not isinstance(kind, str) or kind not in KINDS:
-        raise ConfigError(f"'kind' in {source} is {kind!r}, but must be one of {', '.join(KINDS)}")
-    section = from_mapping(KINDS[kind], options.workload, source)
-    # One generator for times and one for lengths: a change of the one leaves the other alone.
-    times, lengths = Random(f"times {options.seed}"), Random(f"lengths {options.seed}")
-    match section:
-        case _Trace():
-            return OpenLoop(_trace(section, path, notes))
-        case _Closed():
-            draws = _lengths(section, lengths, source)
-            if section.requests is not None:
-                draws = (one for one, _ in zip(draws, range(section.requests), strict=False))
-            return ClosedLoop(draws, section.concurrency, options.duration_s)
-        case _Gamma():
-            arrivals = gamma_times(section.rate_per_s, section.cv, options.duration_s, times)
-        case _Burst():
-            if section.end_s < section.start_s:
-                raise ConfigError(f"'end_s' in {source} is before 'start_s'")
-            phases = burst_phases(
-                (section.rate_per_s, section.burst_rate_per_s),
-                (section.start_s, section.end_s),
-                options.duration_s,
-            )
-            arrivals = phased_times(phases, section.cv, times)
-        case _OnOff():
-            phases = on_off_phases(
-                (section.on_s, section.on_rate_per_s),
-                (section.off_s, section.off_rate_per_s),
-                options.duration_s,
-            )
-            arrivals = phased_times(phases, 1.0, times)
-    prompt, output = _length(section.prompt, source), _length(section.output, source)
-    return OpenLoop(list(with_lengths(arrivals, prompt, output, lengths)))
-
-
-def _lengths(section: _Closed, rng: Random, source: str) -> Iterator[Arrival]:
-    prompt, output = _length(section.prompt, source), _length(section.output, source)
-    return with_lengths((0.0 for _ in count()), prompt, output, rng)
-
-
-def _length(value: dict[str, Any] | int, source: str) -> Length:
-    data = {"mean": value} if isinstance(value, int) else value
-    section = from_mapping(_LengthSection, data, f"a length in {source}")
-    if section.least > section.most:
-        raise ConfigError(f"a length in {source} has 'least' above 'most'")
-    return Length(section.mean, section.cv, section.least, section.most)
-
-
-def _trace(section: _Trace, path: Path, notes: list[str]) -> list[Arrival]:
-    """Arrivals of a trace file, which is looked for beside the configuration."""
-    scale = LengthScale(
-        section.prompt_scale,
-        section.output_scale,
-        (section.prompt_least, section.prompt_most),
-        (section.output_least, section.output_most),
-    )
-    try:
-        trace = load_trace(path.parent / section.path.expanduser())
-        if trace.skipped:
-            notes.append(trace.skipped)
-        if section.start_s or section.slice_s is not None:
-            trace = trace.slice(section.start_s, section.slice_s or trace.span_s + 1)
-        if section.rate_per_s is not None:
-            trace = trace.scale_rate(section.rate_per_s)
-    except BenchError as error:
-        raise ConfigError(str(error)) from error
-    return [
-        Arrival(row.arrival_s, scale.prompt_tokens(row), scale.output_tokens(row))
-        for row in trace.rows
-    ]

@@ -3,13 +3,16 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from services.core.ask import FailedAssignment
+from services.core.ask import NO_PREFIX, FailedAssignment
+from services.core.cost.model import CostModel
 from services.core.groups.vocabulary import StoredGroup
 from services.core.ids import group_id_of
 from services.core.overload.worker_facts import WorkerFacts
 from services.core.overtaking import OVERTAKEN_MAX
 from services.core.planner.config import IterationConfig
 from services.core.planner.events import EmitToken, RefuseRequest
+from services.core.prefix.block_hash import ThinHashes
+from services.core.prefix.prompt_prefix import prompt_prefix
 from services.core.report import LoadReport
 from services.core.request import Limits, Request, Sampling, admission_blocks
 from services.core.scheduler.dispatch import ScoreFunction, kv_share
@@ -41,7 +44,6 @@ from tideserve.sim.workload import Arrival, ClosedLoop, OpenLoop, Workload
 
 MODEL = "simulated"
 STREAM_ID = 1
-PROMPT_TOKEN = 0
 TICK_S = 0.1
 _SAMPLING = Sampling()
 Progress = Callable[[float], None]
@@ -51,7 +53,8 @@ Progress = Callable[[float], None]
 class ClusterSpec:
     """What is simulated. `drain_s` bounds the time that requests get after the last arrival.
 
-    With `change`, a memory manager watches, and groups may merge.
+    With `change`, a memory manager watches, and groups may merge. `score` and `ttft` as in
+    SchedulerState.
     """
 
     instances: int
@@ -62,11 +65,22 @@ class ClusterSpec:
     growth_blocks: float = GROWTH_BLOCKS
     queue_deadline_s: float = 120.0
     score: ScoreFunction = kv_share
+    ttft: CostModel | None = None
     delays: Delays = field(default_factory=Delays)
     fast_forward: bool = True
     sample_s: float = 1.0
     drain_s: float = 3600.0
     change: ChangeSpec | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Client:
+    """A client that waits: its request, `number` of all, and what the scheduler is told of it."""
+
+    record: Record
+    arrival: Arrival
+    number: int
+    prefix: ThinHashes
 
 
 class Cluster:
@@ -82,6 +96,7 @@ class Cluster:
             spec.score,
             spec.overtaken_max,
             spec.growth_blocks,
+            ttft=spec.ttft,
         )
         self.instances = {
             name: Instance(
@@ -100,7 +115,7 @@ class Cluster:
         self.coordinator: Coordinator | None = None
         if spec.change is not None:
             self.coordinator = self._coordinator(spec.change, time_model)
-        self._active: dict[str, Record] = {}
+        self._active: dict[str, _Client] = {}
         self._queued: dict[str, int] = {}  # blocks that each request in the scheduler needs
         self._queued_blocks = 0
         self._places: dict[str, SendAssignment] = {}  # the last of each that runs
@@ -132,6 +147,9 @@ class Cluster:
         outcomes.iterations_fast_forwarded = sum(
             one.iterations_fast_forwarded for one in self.instances.values()
         )
+        loads = [one.state.load() for one in self.instances.values()]
+        outcomes.prefix_queries = sum(load.prefix_queries_total for load in loads)
+        outcomes.prefix_hits = sum(load.prefix_hits_total for load in loads)
         outcomes.events = simulation.events_total
         outcomes.simulated_s = simulation.now_s
         return outcomes
@@ -202,15 +220,20 @@ class Cluster:
 
     def _send(self, arrival: Arrival) -> None:
         now_s = self._simulation.now_s
-        request_id = f"r{len(self.outcomes.records)}"
+        number = len(self.outcomes.records)
+        request_id = f"r{number}"
         record = Record(now_s, arrival.prompt_tokens, arrival.output_tokens)
         self.outcomes.records.append(record)
-        self._active[request_id] = record
-        self._simulation.after(self._spec.delays.ask_s, self._ask, request_id, record)
+        prefix = NO_PREFIX
+        if self._spec.ttft is not None and arrival.prefix_ids:
+            prompt_ids = arrival.prompt_ids(number)
+            prefix = prompt_prefix(prompt_ids, "", self._spec.iteration.block_size)
+        self._active[request_id] = _Client(record, arrival, number, prefix)
+        self._simulation.after(self._spec.delays.ask_s, self._ask, request_id)
 
     def _end(self, request_id: str, outcome: Outcome, reason: str = "") -> None:
         """The client learns of the end of its request after the delay of a token."""
-        record = self._active.pop(request_id)
+        record = self._active.pop(request_id).record
         self._places.pop(request_id, None)
         record.end_s = self._simulation.now_s + self._spec.delays.token_s
         record.outcome, record.reason = outcome, reason
@@ -227,13 +250,13 @@ class Cluster:
     def _join_instances(self) -> None:
         delays = self._spec.delays
         for index, (name, instance) in enumerate(self.instances.items()):
-            self._join(group_id_of(name), FIRST_EPOCH, name)
+            self._join(group_id_of(name), FIRST_EPOCH, name, 1)
             self.note_report(instance.reporter.tell())
             instance.reporter.start(delays.heartbeat_s * (index + 1) / len(self.instances))
         if self.coordinator is not None:
             self.coordinator.start()
 
-    def _join(self, group_id: str, epoch: int, leader: str) -> None:
+    def _join(self, group_id: str, epoch: int, leader: str, members: int) -> None:
         spec = self._spec
         group = ServingGroup(
             group_id=group_id,
@@ -245,6 +268,8 @@ class Cluster:
             capacity_blocks=spec.iteration.num_blocks,
             block_size=spec.iteration.block_size,
             max_model_len=spec.max_model_len,
+            members=members,
+            max_batch_tokens=spec.iteration.max_batch_tokens,
         )
         self.scheduler.handle(GroupJoined(self._simulation.now_s, group))
 
@@ -253,14 +278,17 @@ class Cluster:
         for stored in written:
             group = stored.group
             if group.members:
-                self._join(group.group_id, group.epoch, group.members[0].worker_id)
+                leader = group.members[0].worker_id
+                self._join(group.group_id, group.epoch, leader, len(group.members))
             else:
                 self.scheduler.handle(GroupLeft(self._simulation.now_s, group.group_id))
 
     def _note_shortfalls(self, shortfalls: dict[str, int]) -> None:
         self._apply(ShortfallsTold(self._simulation.now_s, shortfalls))
 
-    def _ask(self, request_id: str, record: Record) -> None:
+    def _ask(self, request_id: str) -> None:
+        client = self._active[request_id]
+        record = client.record
         blocks = admission_blocks(
             record.prompt_tokens,
             record.prompt_tokens + record.output_tokens,
@@ -275,6 +303,7 @@ class Cluster:
                 MODEL,
                 record.prompt_tokens,
                 record.output_tokens,
+                prefix=client.prefix,
                 now_s=now_s,
                 stream_id=STREAM_ID,
                 waited_s=now_s - record.sent_s,
@@ -297,9 +326,10 @@ class Cluster:
 
     def _start(self, place: SendAssignment) -> None:
         request_id = place.request_id
-        record = self._active[request_id]
-        prompt_ids = (PROMPT_TOKEN,) * record.prompt_tokens
-        limits = Limits(record.output_tokens, record.output_tokens)
+        client = self._active[request_id]
+        client.record.worker_id = place.worker_id
+        prompt_ids = client.arrival.prompt_ids(client.number)
+        limits = Limits(client.record.output_tokens, client.record.output_tokens)
         now_s = self._simulation.now_s
         request = Request(
             request_id, prompt_ids, _SAMPLING, limits, now_s, returnable=place.returnable
@@ -317,18 +347,16 @@ class Cluster:
 
     def note_token(self, token: EmitToken) -> None:
         if token.index == 0:
-            record = self._active[token.request_id]
+            record = self._active[token.request_id].record
             record.first_s = self._simulation.now_s + self._spec.delays.token_s
         if token.finish_reason is not None:
             self._end(token.request_id, Outcome.COMPLETED)
 
     def note_refused(self, refusal: RefuseRequest) -> None:
         if refusal.returned:
-            delays, request_id = self._spec.delays, refusal.request_id
+            delays = self._spec.delays
             self.outcomes.returns += 1
-            self._simulation.after(
-                delays.token_s + delays.ask_s, self._ask, request_id, self._active[request_id]
-            )
+            self._simulation.after(delays.token_s + delays.ask_s, self._ask, refusal.request_id)
             return
         self._end(refusal.request_id, Outcome.REJECTED, refusal.message)
 

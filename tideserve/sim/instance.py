@@ -116,6 +116,7 @@ class Instance:
         self._inbox: list[Request] = []
         self._mail: deque[tuple[Handler, tuple[Any, ...]]] = deque()
         self._drained: list[str] = []
+        self._dropped_total = 0
         self._idle = True
         self._run: _Run | None = None
 
@@ -303,7 +304,10 @@ class Instance:
     def publish(self) -> None:
         """The load becomes visible to the reporter, with the requests that it counts."""
         drained, self._drained = self._drained, []
-        self.reporter.publish(self.state.load(), drained)
+        dropped = self.state.pool.cache.dropped
+        told = dropped.since(self._dropped_total)
+        self._dropped_total = dropped.total
+        self.reporter.publish(self.state.load(), drained, told)
 
 
 @dataclass(slots=True, eq=False)

@@ -21,7 +21,10 @@ class Outcome(StrEnum):
 
 @dataclass(slots=True)
 class Record:
-    """One request as its client sees it; times in seconds of the simulation."""
+    """One request as its client sees it; times in seconds of the simulation.
+
+    `worker_id` leads the group where it went last.
+    """
 
     sent_s: float
     prompt_tokens: int
@@ -30,6 +33,7 @@ class Record:
     end_s: float = math.nan
     outcome: Outcome = Outcome.RUNNING
     reason: str = ""
+    worker_id: str = ""
 
     @property
     def ttft_s(self) -> float:
@@ -81,7 +85,8 @@ class KvSample:
 class Outcomes:
     """Everything that a simulation leaves behind. Counts are totals of the cluster.
 
-    `kv_blocks` is the capacity with all parameters in place.
+    `kv_blocks` is the capacity with all parameters in place. Of `prefix_queries` prompt tokens that
+    were looked up in prefix caches, `prefix_hits` were there.
     """
 
     kv_blocks: int
@@ -90,6 +95,8 @@ class Outcomes:
     changes: ChangeLog = field(default_factory=ChangeLog)
     preemptions: int = 0
     returns: int = 0
+    prefix_queries: int = 0
+    prefix_hits: int = 0
     iterations: int = 0
     iterations_fast_forwarded: int = 0
     events: int = 0
@@ -131,6 +138,8 @@ def pooled_figures(rounds: Sequence[Outcomes]) -> dict[str, Any]:
         "failed": 0,
         "unfinished": len(records) - len(completed) - len(rejected),
         "preemptions": sum(one.preemptions for one in rounds),
+        "prefix_queries": sum(one.prefix_queries for one in rounds),
+        "prefix_hits": sum(one.prefix_hits for one in rounds),
     }
     for name, measure in LATENCIES.items():
         values = [value for record in completed if (value := measure(record)) is not None]

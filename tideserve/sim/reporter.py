@@ -27,10 +27,14 @@ class LoadSender:
         """Report for the first time, `offset_s` from now; then go on with heartbeats."""
         self._simulation.after(offset_s, self._heartbeat)
 
-    def publish(self, load: Load, received: list[str]) -> None:
-        """The load becomes visible, with the requests that it counts for the first time."""
+    def publish(self, load: Load, received: list[str], dropped: tuple[int, ...] = ()) -> None:
+        """The load becomes visible, with the requests that it counts for the first time.
+
+        `dropped` as in `LoadReport.dropped_prefixes`.
+        """
         self.load = load
         self._reporting.note_received(*received)
+        self._reporting.note_dropped(dropped)
         if self._rhythm.note_change():
             self._simulation.at(max(self._rhythm.due_s, self._simulation.now_s), self._send_if_due)
 

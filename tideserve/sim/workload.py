@@ -3,17 +3,33 @@
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import cycle
+from itertools import cycle, repeat
 from random import Random
 from typing import NamedTuple
 
+PREFIX_BLOCK_TOKENS = 512
+"""Tokens behind one of the `prefix_ids` of a prompt, as in Mooncake's traces."""
+OWN_TOKEN = -2
+"""Tokens that are a prompt's own are this and below; those of known blocks are 0 and above."""
+
 
 class Arrival(NamedTuple):
-    """A request: seconds from the start, and its lengths; all of `output_tokens` are generated."""
+    """A request: seconds from the start, and its lengths; all of `output_tokens` are generated.
+
+    Prompts with equal leading `prefix_ids` begin with the same tokens, `PREFIX_BLOCK_TOKENS` for
+    each id; the rest is the prompt's own.
+    """
 
     arrival_s: float
     prompt_tokens: int
     output_tokens: int
+    prefix_ids: tuple[int, ...] = ()
+
+    def prompt_ids(self, number: int) -> tuple[int, ...]:
+        """The tokens of the prompt; `number` differs from that of every other request."""
+        shared = self.prefix_ids[: self.prompt_tokens // PREFIX_BLOCK_TOKENS]
+        ids = [block for block in shared for _ in range(PREFIX_BLOCK_TOKENS)]
+        return (*ids, *repeat(OWN_TOKEN - number, self.prompt_tokens - len(ids)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +59,11 @@ class OpenLoop:
 
     arrivals: Sequence[Arrival]
 
+    @property
+    def shares_prefixes(self) -> bool:
+        """Whether some prompt may begin as another one does."""
+        return any(one.prefix_ids for one in self.arrivals)
+
 
 @dataclass(frozen=True, slots=True)
 class ClosedLoop:
@@ -54,6 +75,11 @@ class ClosedLoop:
     requests: Iterator[Arrival]
     concurrency: int
     duration_s: float = math.inf
+
+    @property
+    def shares_prefixes(self) -> bool:
+        """No prompt begins as another one does."""
+        return False
 
 
 Workload = OpenLoop | ClosedLoop

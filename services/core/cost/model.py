@@ -124,6 +124,10 @@ class CostModel:
         )
 
 
+TOKENS = CostModel(alpha=0.0, beta=1.0, gamma=0.0, lam=0.0)
+"""What a token costs as long as nothing has been measured: one unit."""
+
+
 @dataclass(frozen=True, slots=True)
 class Sample:
     """A measured iteration: (prefix, new) of its chunks, and its duration."""

@@ -18,9 +18,6 @@ from typing import Generic, NamedTuple, TypeVar
 
 from services.core.cost.model import CostModel
 
-TOKENS = CostModel(alpha=0.0, beta=1.0, gamma=0.0, lam=0.0)
-"""What a token costs as long as nothing has been measured."""
-
 SLACK = 1e-6
 """Relative: sums of the same costs in another order are the same."""
 

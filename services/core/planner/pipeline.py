@@ -4,14 +4,9 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from services.core.cost.model import TOKENS
 from services.core.planner.config import BatchFormation, IterationConfig
-from services.core.planner.lookahead import (
-    TOKENS,
-    Piece,
-    decodes_to_run,
-    form_round,
-    marginal,
-)
+from services.core.planner.lookahead import Piece, decodes_to_run, form_round, marginal
 from services.core.planner.plan import Plan
 from services.core.planner.sequence import Phase, Sequence
 from services.core.planner.sequence_table import SequenceTable

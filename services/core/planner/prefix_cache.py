@@ -20,9 +20,10 @@ from itertools import islice
 from services.core.planner.block_ledger import BlockLedger
 from services.core.planner.block_table import StageTable
 from services.core.planner.sequence import Sequence
-from services.core.prefix.block_hash import block_hashes, root_hash
+from services.core.prefix.block_hash import THIN_STRIDE, block_hashes
 from services.core.prefix.cached_blocks import CachedBlocks
 from services.core.prefix.news import NamedBlock, NewsDraft, PrefixNews, SharedPrefix
+from services.core.prefix.prompt_prefix import prompt_root
 
 
 @dataclass(slots=True)
@@ -140,17 +141,20 @@ class PrefixCache:
         hashes, table = self._hashes(sequence, blocks), self.table
         ids = table.block_ids(sequence.request_id)
         for place in range(sequence.named, blocks):
+            told = (place + 1) % THIN_STRIDE == 0
             if self._single:
-                self._cache.name(ids[place], hashes[place])
+                self._cache.name(ids[place], hashes[place], told)
             else:
-                self._name_everywhere(sequence.request_id, place, ids[place], hashes[place])
+                self._name_everywhere(sequence.request_id, place, ids[place], hashes[place], told)
         sequence.named = blocks
 
-    def _name_everywhere(self, request_id: str, place: int, block: int, block_hash: bytes) -> None:
+    def _name_everywhere(
+        self, request_id: str, place: int, block: int, block_hash: bytes, told: bool
+    ) -> None:
         """Name a block at every stage, unless requests share it here and perhaps not elsewhere."""
         if self.table.pool.users[block] > 1 or block_hash in self._draft.evicted:
             return
-        if self._cache.name(block, block_hash):
+        if self._cache.name(block, block_hash, told):
             self._draft.named.append(NamedBlock(request_id, place, block_hash))
 
     def _hashes(self, sequence: Sequence, blocks: int) -> list[bytes]:
@@ -158,7 +162,6 @@ class PrefixCache:
         hashes, size = sequence.block_hashes, self.block_size
         have = len(hashes)
         if have < blocks:
-            # All KV here is of one model and one type.
-            parent = hashes[-1] if have else root_hash("", "", sequence.request.cache_salt)
+            parent = hashes[-1] if have else prompt_root(sequence.request.cache_salt)
             hashes += block_hashes(parent, sequence.token_ids[have * size : blocks * size], size)
         return hashes

@@ -8,6 +8,7 @@ from bisect import insort
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import chain
 
 from services.core.line_order import LineKey, LineOrder, by_arrival
 from services.core.overtaking import next_to_start, start
@@ -47,6 +48,13 @@ class SequenceTable:
     def __post_init__(self) -> None:
         self.ledger = BlockLedger(self.table.pool)
         self.prefixes = PrefixCache(self.block_size, self.table, self.ledger, self.prefix_caching)
+
+    @property
+    def prefill_tokens(self) -> int:
+        """Tokens to run of sequences that do not decode; those that decode have one at most."""
+        everybody = chain(self.waiting, self.running)
+        left = [len(sequence.token_ids) - sequence.computed for sequence in everybody]
+        return sum([tokens for tokens in left if tokens > 1])
 
     # --- beginning and end
 

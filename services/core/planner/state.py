@@ -136,6 +136,7 @@ class PlannerState:
             batch_running=len(batch) - batch_waiting,
             batch_waiting=batch_waiting,
             kv_blocks_batch=sum(sequence.blocks for sequence in batch),
+            prefill_tokens=self.sequence_table.prefill_tokens,
             prefix_queries_total=prefixes.queries_total,
             prefix_hits_total=prefixes.hits_total,
         )

@@ -8,11 +8,19 @@ is taken first.
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
+from services.core.prefix.block_hash import thin_hash
+from services.core.prefix.dropped_prefixes import DroppedPrefixes
+
 
 @dataclass(slots=True)
 class CachedBlocks:
-    """Names of blocks, and which named blocks are idle."""
+    """Names of blocks, and which named blocks are idle; `dropped` are names that are no more.
 
+    Only blocks named as `told` are in `dropped`: those whose thin hash a scheduler may know.
+    """
+
+    dropped: DroppedPrefixes = field(default_factory=DroppedPrefixes)
+    _told: set[int] = field(default_factory=set)
     _hash_of: dict[int, bytes] = field(default_factory=dict)
     _block_of: dict[bytes, int] = field(default_factory=dict)
     _idle: dict[int, None] = field(default_factory=dict)  # the first was used longest ago
@@ -47,12 +55,14 @@ class CachedBlocks:
         """The block with this name; None if there is none."""
         return self._block_of.get(block_hash)
 
-    def name(self, block: int, block_hash: bytes) -> bool:
+    def name(self, block: int, block_hash: bytes, told: bool = False) -> bool:
         """Give a block in use its name; False if it has one, or another block has this one."""
         if block in self._hash_of or block_hash in self._block_of:
             return False
         self._hash_of[block] = block_hash
         self._block_of[block_hash] = block
+        if told:
+            self._told.add(block)
         return True
 
     def rename(self, source: int, target: int) -> None:
@@ -61,6 +71,9 @@ class CachedBlocks:
         if block_hash is not None:
             self._hash_of[target] = block_hash
             self._block_of[block_hash] = target
+            if source in self._told:
+                self._told.remove(source)
+                self._told.add(target)
 
     def park(self, block: int) -> bool:
         """Nobody uses the block any more; returns whether it has a name, and thus is idle now."""
@@ -86,6 +99,9 @@ class CachedBlocks:
         block_hash = self._hash_of.pop(block, None)
         if block_hash is not None:
             del self._block_of[block_hash]
+            if block in self._told:
+                self._told.remove(block)
+                self.dropped.note(thin_hash(block_hash))
 
     def forget_from(self, limit: int) -> None:
         """Forget the idle blocks from `limit` on."""
@@ -98,9 +114,11 @@ class CachedBlocks:
         self._hash_of.clear()
         self._block_of.clear()
         self._idle.clear()
+        self._told.clear()
         return idle
 
     def check_invariants(self) -> None:
         """A name has one block, a block one name, and idle ones have a name."""
         assert self._block_of == {name: block for block, name in self._hash_of.items()}
         assert self._idle.keys() <= self._hash_of.keys()
+        assert self._told <= self._hash_of.keys()

@@ -5,6 +5,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from services.core.ask import RefusalReason
+from services.core.prefix.block_hash import THIN_MAX
 from services.core.scheduler.group_table import GroupTable, ModelGroups
 from services.core.scheduler.queue import Waiting, WaitQueue
 from services.core.scheduler.rate import RATE_WINDOW_S, DispatchRate, retry_after_s
@@ -133,6 +134,8 @@ def check_fields(ask: Asked) -> NotAdmitted | None:
         cause = f"max_tokens is {ask.max_tokens}, but must be at least 1"
     elif not (math.isfinite(ask.waited_s) and ask.waited_s >= 0):
         cause = f"waited_s is {ask.waited_s}, but must be 0 or more"
+    elif len(ask.prefix.hashes) > THIN_MAX:
+        cause = f"there are {len(ask.prefix.hashes)} hashes of its prefix, above {THIN_MAX}"
     elif ask.failed is not None and ask.failed.epoch < 0:
         cause = f"refused_epoch is {ask.failed.epoch}, but must be 0 or more"
     elif (fault := ask.service.fault()) is not None:

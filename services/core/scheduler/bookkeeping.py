@@ -66,9 +66,15 @@ class Assignments:
 
 @dataclass(slots=True)
 class Totals:
-    """How asks have ended since the start. `returned` counts returns to the queue, no endings."""
+    """How asks have ended since the start. `returned` counts returns to the queue, no endings.
+
+    `prompt_tokens` are those of all assignments; of them `cached_tokens` were expected to be hits
+    in the prefix cache of the group.
+    """
 
     assigned: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
     withdrawn: int = 0
     returned: int = 0
     refused: dict[RefusalReason, int] = field(

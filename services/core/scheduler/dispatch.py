@@ -1,7 +1,8 @@
 """Which group takes a request: filter and score; `GroupIndex.pick` picks.
 
 Filters and scores are small pure functions. `SCORES` has the scores by name; the scheduler's option
-`dispatch` chooses one. A score depends on the load alone; what changes with time is a filter.
+`dispatch` chooses one. A score depends on the load alone; what changes with time is a filter. The
+dispatch `PREFIX` depends on the request, too: `PrefixRanking` picks, and `kv_share` breaks ties.
 """
 
 from collections.abc import Callable
@@ -46,3 +47,10 @@ def least_loaded(load: GroupLoad) -> Score:
 
 
 SCORES: dict[str, ScoreFunction] = {"kv_share": kv_share, "least_loaded": least_loaded}
+PREFIX = "prefix"
+DISPATCHES = (*SCORES, PREFIX)
+
+
+def score_of(dispatch: str) -> ScoreFunction:
+    """The score by which a dispatch of `DISPATCHES` ranks groups before it looks at a request."""
+    return SCORES.get(dispatch, kv_share)

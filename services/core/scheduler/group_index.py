@@ -6,6 +6,7 @@ A change of a load costs little: a touched group takes its new place at the next
 import heapq
 from bisect import bisect_left, insort
 from dataclasses import dataclass, field
+from itertools import islice
 from math import inf
 
 from services.core.request import admission_blocks
@@ -78,9 +79,12 @@ class GroupIndex:
             self._tokens[group_id] = tokens
             self._tokens_changed = True
 
-    def reserve(self, load: GroupLoad, request_id: str, blocks: int, now_s: float) -> None:
-        """Hold blocks of a group for a new assignment."""
-        heapq.heappush(self._lapses, (load.reserve(request_id, blocks, now_s), load.group.group_id))
+    def reserve(
+        self, load: GroupLoad, request_id: str, blocks: int, now_s: float, prefill_tokens: int = 0
+    ) -> None:
+        """Hold blocks of a group for a new assignment; see `GroupLoad.reserve`."""
+        lapses_s = load.reserve(request_id, blocks, now_s, prefill_tokens)
+        heapq.heappush(self._lapses, (lapses_s, load.group.group_id))
         self.touch(load)
 
     def drop_lapsed(self, now_s: float) -> None:
@@ -104,21 +108,47 @@ class GroupIndex:
 
         Only groups count that could not hold a sequence of `below_tokens`.
         """
+        found = self.best(prompt_tokens, max_tokens, now_s, below_tokens)
+        return found[0] if found else None
+
+    def best(
+        self,
+        prompt_tokens: int,
+        max_tokens: int,
+        now_s: float,
+        below_tokens: float = inf,
+        most: int = 1,
+    ) -> list[GroupLoad]:
+        """Up to `most` groups as `pick` would pick them one after the other, the best first."""
         self._settle()
         found: list[_Ranked] = []
         for block_size, places in self._places.items():
             needed = admission_blocks(prompt_tokens, prompt_tokens + max_tokens, block_size)
-            for ranked in self._with_room(places, needed):
-                load = self.loads[ranked[-1]]
-                if (
-                    has_room(load, prompt_tokens, max_tokens)
-                    and could_hold(load, prompt_tokens, max_tokens)
-                    and load.tokens_max < below_tokens
-                    and serves(load, now_s)
-                ):
-                    found.append(ranked)
-                    break
-        return self.loads[min(found)[-1]] if found else None
+            able = (
+                ranked
+                for ranked in self._with_room(places, needed)
+                if self.can_start(
+                    self.loads[ranked[-1]], prompt_tokens, max_tokens, now_s, below_tokens
+                )
+            )
+            found += islice(able, most)
+        return [self.loads[ranked[-1]] for ranked in sorted(found)[:most]]
+
+    @staticmethod
+    def can_start(
+        load: GroupLoad,
+        prompt_tokens: int,
+        max_tokens: int,
+        now_s: float,
+        below_tokens: float = inf,
+    ) -> bool:
+        """Whether a group passes all filters; `below_tokens` as in `pick`."""
+        return (
+            has_room(load, prompt_tokens, max_tokens)
+            and could_hold(load, prompt_tokens, max_tokens)
+            and load.tokens_max < below_tokens
+            and serves(load, now_s)
+        )
 
     def check_invariants(self) -> None:
         """Raise AssertionError if an order disagrees with the loads."""

@@ -16,6 +16,7 @@ GROWTH_BLOCKS = 0.5
 class _Reservation:
     blocks: int
     lapses_s: float
+    prefill_tokens: int
 
 
 @dataclass(slots=True)
@@ -33,6 +34,7 @@ class GroupLoad:
     _report: LoadReport | None = None
     _reserved: OrderedDict[str, _Reservation] = field(default_factory=OrderedDict)  # by lapse
     reserved_blocks: int = 0
+    _reserved_tokens: int = 0
     # The worker flaps: other groups are chosen before this one.
     flaps: bool = False
     # The largest number that a report had, and when the worker itself last reported at this epoch.
@@ -106,12 +108,43 @@ class GroupLoad:
         reported = report.load.running + report.load.waiting if report is not None else 0
         return reported + len(self._reserved)
 
-    def reserve(self, request_id: str, blocks: int, now_s: float) -> float:
-        """Hold blocks for a new assignment; returns when that lapses."""
+    @property
+    def running(self) -> int:
+        """Sequences that run, as last reported."""
+        return self._report.load.running if self._report is not None else 0
+
+    @property
+    def used_tokens(self) -> int:
+        """Token slots in blocks that sequences have, as last reported."""
+        if self._report is None:
+            return 0
+        free = min(self._report.load.kv_blocks_free, self.capacity_blocks)
+        return (self.capacity_blocks - free) * self.group.block_size
+
+    @property
+    def prefill_tokens(self) -> int:
+        """Tokens that are to be prefilled there, of requests on their way, too."""
+        reported = self._report.load.prefill_tokens if self._report is not None else 0
+        return reported + self._reserved_tokens
+
+    @property
+    def prefix_tokens_total(self) -> tuple[int, int]:
+        """Prompt tokens that were looked up in the worker's prefix cache, and hits among them."""
+        if self._report is None:
+            return 0, 0
+        load = self._report.load
+        return load.prefix_queries_total, load.prefix_hits_total
+
+    def reserve(self, request_id: str, blocks: int, now_s: float, prefill_tokens: int = 0) -> float:
+        """Hold blocks for a new assignment, of which so many tokens are to be prefilled.
+
+        Returns when that lapses.
+        """
         self.release(request_id)
         lapses_s = now_s + RESERVATION_S
-        self._reserved[request_id] = _Reservation(blocks, lapses_s)
+        self._reserved[request_id] = _Reservation(blocks, lapses_s, prefill_tokens)
         self.reserved_blocks += blocks
+        self._reserved_tokens += prefill_tokens
         return lapses_s
 
     def release(self, request_id: str) -> None:
@@ -119,6 +152,7 @@ class GroupLoad:
         reservation = self._reserved.pop(request_id, None)
         if reservation is not None:
             self.reserved_blocks -= reservation.blocks
+            self._reserved_tokens -= reservation.prefill_tokens
 
     def drop_lapsed(self, now_s: float) -> None:
         """Drop the reservations whose time is over."""
@@ -131,5 +165,6 @@ class GroupLoad:
     def check_invariants(self) -> None:
         """Raise AssertionError if the sum of reservations is wrong."""
         assert self.reserved_blocks == sum(r.blocks for r in self._reserved.values())
+        assert self._reserved_tokens == sum(r.prefill_tokens for r in self._reserved.values())
         assert all(r.blocks > 0 for r in self._reserved.values())
         assert self._report is None or self._report.incarnation == self.group.incarnation

@@ -3,10 +3,13 @@
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
+from services.core.ask import Ask
+from services.core.cost.model import CostModel
 from services.core.scheduler.demand import DemandMeter
 from services.core.scheduler.dispatch import ScoreFunction
 from services.core.scheduler.group_index import GroupIndex
 from services.core.scheduler.group_load import GroupLoad
+from services.core.scheduler.prefix_ranking import PrefixRanking
 from services.core.scheduler.vocabulary import LoadLost, LoadReported, ServingGroup
 from services.core.steadiness import Attention, Steadiness
 
@@ -15,18 +18,49 @@ MODELS_REMEMBERED_MAX = 1_000
 
 @dataclass(slots=True)
 class ModelGroups:
-    """The groups of one model, at least one, and the demand for them."""
+    """The groups of one model, at least one, and the demand for them.
+
+    With `prefixes`, they are ranked by what they have cached, too.
+    """
 
     index: GroupIndex
     meter: DemandMeter
+    prefixes: PrefixRanking | None = None
+
+    def pick(self, ask: Ask, now_s: float, below_tokens: float) -> GroupLoad | None:
+        """The group that is to take a request, or None; `below_tokens` as in `GroupIndex.pick`."""
+        if self.prefixes is not None:
+            return self.prefixes.pick(self.index, ask, now_s, below_tokens)
+        return self.index.pick(ask.prompt_tokens, ask.max_tokens, now_s, below_tokens)
+
+    def reserve(self, load: GroupLoad, ask: Ask, blocks: int, now_s: float) -> int:
+        """Hold blocks for a new assignment; returns how many of its tokens are not yet cached."""
+        computed = ask.prompt_tokens
+        if self.prefixes is not None:
+            computed = self.prefixes.assign(load, ask)
+        self.index.reserve(load, ask.request_id, blocks, now_s, computed)
+        return computed
+
+    def add(self, load: GroupLoad) -> None:
+        """Take in a group that is not known."""
+        self.index.add(load)
+        if self.prefixes is not None:
+            self.prefixes.add(load)
+
+    def remove(self, group_id: str) -> None:
+        """Forget a group that is known."""
+        self.index.remove(group_id)
+        if self.prefixes is not None:
+            self.prefixes.remove(group_id)
 
 
 @dataclass(slots=True)
 class GroupTable:
-    """Groups come, report and go; `score` and `growth_blocks` as in SchedulerState."""
+    """Groups come, report and go; `score`, `growth_blocks` and `ttft` as in SchedulerState."""
 
     score: ScoreFunction
     growth_blocks: float
+    ttft: CostModel | None = None
     _loads: dict[str, GroupLoad] = field(default_factory=dict)
     _models: dict[str, ModelGroups] = field(default_factory=dict)
     _group_of_worker: dict[str, str] = field(default_factory=dict)
@@ -71,8 +105,9 @@ class GroupTable:
         self._loads[group.group_id] = load
         if group.model not in self._models:
             meter = before.meter if before is not None else DemandMeter()
-            self._models[group.model] = ModelGroups(GroupIndex(self.score), meter)
-        self._models[group.model].index.add(load)
+            prefixes = PrefixRanking(self.ttft) if self.ttft is not None else None
+            self._models[group.model] = ModelGroups(GroupIndex(self.score), meter, prefixes)
+        self._models[group.model].add(load)
         self._group_of_worker[group.worker_id] = group.group_id
 
     def leave(self, group_id: str) -> None:
@@ -81,9 +116,8 @@ class GroupTable:
         if load is None:
             return
         model, worker_id = load.group.model, load.group.worker_id
-        index = self._models[model].index
-        index.remove(group_id)
-        if not index.loads:
+        self._models[model].remove(group_id)
+        if not self._models[model].index.loads:
             del self._models[model]
             if len(self._served_before) < MODELS_REMEMBERED_MAX:
                 self._served_before.add(model)
@@ -97,6 +131,9 @@ class GroupTable:
         if load is None:
             return None
         load.note_report(reported)
+        prefixes = self._models[load.group.model].prefixes
+        if prefixes is not None and report.epoch == load.group.epoch:
+            prefixes.note_report(load, report.dropped_prefixes)
         if not reported.passed_on:
             self._steadiness.came(report.worker_id)
         self.touch(load)
@@ -150,9 +187,11 @@ class GroupTable:
             assert self._models[load.group.model].index.loads[group_id] is load
         indexes = [model.index for model in self._models.values()]
         assert sum(len(index.loads) for index in indexes) == len(self._loads)
-        for index in indexes:
-            assert index.loads
-            index.check_invariants()
+        for model in self._models.values():
+            assert model.index.loads
+            model.index.check_invariants()
+            if model.prefixes is not None:
+                model.prefixes.check_invariants()
         assert set(self._group_of_worker.values()) <= set(self._loads)
 
     def _of_worker(self, worker_id: str, incarnation: str) -> GroupLoad | None:

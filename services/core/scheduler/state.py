@@ -4,13 +4,15 @@ Every ask ends exactly once: assigned, refused or withdrawn. Asking again under 
 safe: a waiting request gets its ticket again, an assigned one its assignment.
 
 Theory of operation. `admission` says which asks may wait, `queue` which request is next, `dispatch`
-and `group_index` which group takes it, `group_table` which groups there are and what they carry;
-`bookkeeping` remembers what was assigned. Only this module changes them, one event at a time.
+and `group_index` which group takes it, or `prefix_ranking` by what is cached; `group_table` says
+which groups there are and what they carry; `bookkeeping` remembers what was assigned. Only this
+module changes them, one event at a time.
 """
 
 from dataclasses import dataclass, field
 from math import inf
 
+from services.core.cost.model import CostModel
 from services.core.demand import ModelDemand
 from services.core.line_order import LineOrder, by_arrival
 from services.core.overtaking import OVERTAKEN_MAX, next_to_start, start
@@ -49,8 +51,9 @@ RETURNS_MAX = 3
 class SchedulerState:
     """Admission, queue and dispatch.
 
-    `score` ranks groups, less is better; `order` ranks requests that wait. For `overtaken_max` see
-    `overtaking`, for `growth_blocks` `GroupLoad`.
+    `score` ranks groups, less is better; with the costs `ttft` the group that gives the first token
+    soonest comes first, by what it has cached. `order` ranks requests that wait. For
+    `overtaken_max` see `overtaking`, for `growth_blocks` `GroupLoad`.
     """
 
     queue_limit: int
@@ -59,6 +62,7 @@ class SchedulerState:
     overtaken_max: int = OVERTAKEN_MAX
     growth_blocks: float = GROWTH_BLOCKS
     order: LineOrder = by_arrival
+    ttft: CostModel | None = None
     _groups: GroupTable = field(init=False)
     _queue: WaitQueue = field(init=False)
     _admission: Admission = field(init=False)
@@ -67,7 +71,7 @@ class SchedulerState:
     _totals: Totals = field(default_factory=Totals)
 
     def __post_init__(self) -> None:
-        self._groups = GroupTable(self.score, self.growth_blocks)
+        self._groups = GroupTable(self.score, self.growth_blocks, self.ttft)
         self._queue = WaitQueue(self.order)
         self._admission = Admission(
             self._queue, self._groups, self._rate, self.queue_limit, self.queue_deadline_s
@@ -110,7 +114,10 @@ class SchedulerState:
             withdrawn_total=totals.withdrawn,
             returned_total=totals.returned,
             refused_total=dict(totals.refused),
+            prompt_tokens_total=totals.prompt_tokens,
+            cached_tokens_total=totals.cached_tokens,
             queue_deadline_s=self.queue_deadline_s,
+            wants_prefixes=self.ttft is not None,
             queued_by_model={
                 model: self._queue.wanted(model)[0]
                 for model in sorted({*self._groups.models, *self._queue.models()})
@@ -230,8 +237,7 @@ class SchedulerState:
 
         def fits(waiting: Waiting) -> bool:
             nonlocal picked
-            ask = waiting.ask
-            picked = index.pick(ask.prompt_tokens, ask.max_tokens, now_s, held_tokens)
+            picked = model.pick(waiting.ask, now_s, held_tokens)
             return picked is not None
 
         def holds_all(waiting: Waiting) -> bool:
@@ -276,7 +282,9 @@ class SchedulerState:
         self._queue.remove(ask.request_id)
         tokens_max = ask.prompt_tokens + ask.max_tokens
         blocks = admission_blocks(ask.prompt_tokens, tokens_max, group.block_size)
-        model.index.reserve(load, ask.request_id, blocks, now_s)
+        computed = model.reserve(load, ask, blocks, now_s)
+        self._totals.prompt_tokens += ask.prompt_tokens
+        self._totals.cached_tokens += ask.prompt_tokens - computed
         self._assignments.remember(
             ask.request_id,
             Assigned(group.group_id, group.epoch, waiting.arrival_s, now_s, waiting.returns),

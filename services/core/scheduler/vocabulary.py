@@ -5,6 +5,9 @@ from dataclasses import dataclass
 from services.core.ask import Ask, Assignment, Refusal, RefusalReason
 from services.core.report import LoadReport
 
+BATCH_TOKENS = 2048
+"""Tokens of an iteration, for a group that does not tell."""
+
 
 @dataclass(frozen=True, slots=True)
 class ServingGroup:
@@ -12,7 +15,8 @@ class ServingGroup:
 
     `worker_id`, `incarnation` and `address` are the leader's. `capacity_blocks` counts the KV
     blocks of `block_size` token slots that it has with all layers; `max_model_len` is in tokens,
-    prompt and output together.
+    prompt and output together. It has so many `members`, and runs at most `max_batch_tokens` in an
+    iteration.
     """
 
     group_id: str
@@ -24,6 +28,8 @@ class ServingGroup:
     capacity_blocks: int
     block_size: int
     max_model_len: int
+    members: int = 1
+    max_batch_tokens: int = BATCH_TOKENS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,7 +162,12 @@ class Snapshot:
     assigned_total: int
     withdrawn_total: int
     returned_total: int
+    # Prompt tokens of all assignments, and those expected to be in the prefix cache of the group.
+    prompt_tokens_total: int
+    cached_tokens_total: int
     refused_total: dict[RefusalReason, int]
     queue_deadline_s: float
+    # Whether asks need their prefix.
+    wants_prefixes: bool
     # Every model that groups serve has an entry, and so has any other with waiting requests.
     queued_by_model: dict[str, int]

@@ -15,7 +15,7 @@ class ClusterView:
 
     def __init__(self, store: Store, model: str, on_change: Callable[[], None]) -> None:
         self._model = model
-        self._max_model_len = 0
+        self._max_model_len = self._block_size = 0
         self._services = Directory(store, SERVICES, record_pb2.ServiceRecord, on_change)
         self._workers = Directory(store, WORKERS, record_pb2.WorkerRecord, self._note_workers)
         self._groups = Directory(store, GROUPS, record_pb2.GroupRecord)
@@ -54,6 +54,11 @@ class ClusterView:
         """Longest sequence that any worker holds, as last seen; None before the first worker."""
         return self._max_model_len or None
 
+    @property
+    def block_size(self) -> int:
+        """Tokens in a KV block of the model's workers, as last seen; 0 before the first worker."""
+        return self._block_size
+
     def serving_workers(self) -> int:
         """Registered workers of the model whose incarnation is a member of a stable group."""
         members = {
@@ -79,7 +84,9 @@ class ClusterView:
         return [w for w in self._workers.records.values() if w.model == self._model]
 
     def _note_workers(self) -> None:
-        longest = max((w.max_model_len for w in self._model_workers()), default=0)
+        workers = self._model_workers()
+        longest = max((w.max_model_len for w in workers), default=0)
         # While all workers are away the last known length stays in force.
         self._max_model_len = longest or self._max_model_len
+        self._block_size = max((w.block_size for w in workers), default=0) or self._block_size
         self._on_change()

@@ -47,6 +47,8 @@ def ask_frame(ask: Ask, waited_s: float) -> scheduler_pb2.AdmitRequest:
             service=service_message(ask.service),
             traceparent=ask.traceparent,
             returned=failed is not None and failed.returned,
+            prefix_hashes=ask.prefix.hashes,
+            prefix_stride=ask.prefix.stride,
         )
     )
 
@@ -73,7 +75,8 @@ def scheduler_message(frame: scheduler_pb2.AdmitResponse) -> SchedulerMessage | 
             reason = _REASONS.get(no.reason)
             return Refusal(no.request_id, reason, no.message, no.retry_after_s or None)
         case "heartbeat":
-            return Heartbeat(frame.heartbeat.groups_serving, frame.heartbeat.queued)
+            beat = frame.heartbeat
+            return Heartbeat(beat.groups_serving, beat.queued, beat.wants_prefixes)
         case _:
             return None
 

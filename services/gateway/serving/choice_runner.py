@@ -154,4 +154,5 @@ def ask_for(choice: PreparedChoice) -> Ask:
         max_tokens=request.limits.max_tokens,
         service=request.service,
         traceparent=request.traceparent,
+        prefix=choice.prefix,
     )

@@ -7,6 +7,7 @@ from functools import partial
 from services.common import genai
 from services.common.clock import monotonic_s, unix_s
 from services.core.prefix.block_hash import tenant_salt
+from services.core.prefix.prompt_prefix import prompt_prefix
 from services.core.request import Grammar, Limits, LogprobOptions, Request, Sampling
 from services.core.service import Service
 from services.gateway.api.chat import ChatRequest
@@ -33,6 +34,8 @@ from services.gateway.vocabulary.errors import BadRequest, ContextExceeded, no_s
 
 # A prompt that will be cut may have so many times the tokens of the context before.
 TRUNCATED_CONTEXTS = 4
+# Tokens that are hashed in the time in which a character is tokenised.
+HASHED_A_STEP = 8
 # Tokens at the end of a prompt that may spell a mark.
 MARK_TOKENS = 16
 
@@ -46,12 +49,18 @@ class Preparer:
         pool: TextPool,
         max_model_len: Callable[[], int],
         checker: GrammarChecker,
+        prefix_block_size: Callable[[], int] = lambda: 0,
     ) -> None:
-        """`max_model_len`: longest sequence that any worker holds at the moment."""
+        """`max_model_len`: longest sequence that any worker holds at the moment.
+
+        `prefix_block_size`: tokens in a KV block if the scheduler wants to know the prefixes of
+        prompts, else 0.
+        """
         self._model = model
         self._pool = pool
         self._checker = checker
         self.max_model_len = max_model_len
+        self._prefix_block_size = prefix_block_size
 
     async def prepare(self, body: GenerationRequest, record: RequestRecord) -> PreparedRequest:
         """Check the body against the model and tokenise it; `record` learns what is asked for.
@@ -84,6 +93,8 @@ class Preparer:
             choices = [replace(choice, chat=form) for choice in choices]
         if len(choices) > 1:
             choices = [_numbered(choice, index) for index, choice in enumerate(choices)]
+        if block_size := self._prefix_block_size():
+            choices = await self._with_prefixes(choices, block_size)
         record.prompt_tokens = prompt_tokens
         return PreparedRequest(
             response_id=record.response_id,
@@ -259,6 +270,22 @@ class Preparer:
             prompt_top=body.prompt_logprobs,
         )
         return [_seeded(first, choice) for choice in range(body.choices)]
+
+    async def _with_prefixes(
+        self, choices: list[PreparedChoice], block_size: int
+    ) -> list[PreparedChoice]:
+        """The choices with what the scheduler is told of their prompts; each is hashed once."""
+        told, latest = list[PreparedChoice](), choices[0]
+        for choice in choices:
+            request, prefix = choice.request, latest.prefix
+            if not told or request.prompt_ids is not latest.request.prompt_ids:
+                ids, salt = request.prompt_ids, request.cache_salt
+                prefix = await self._pool.run(
+                    partial(prompt_prefix, ids, salt, block_size), len(ids) // HASHED_A_STEP
+                )
+            latest = replace(choice, prefix=prefix)
+            told.append(latest)
+        return told
 
     async def _echo(self, body: GenerationRequest, number: int, prompt_ids: tuple[int, ...]) -> str:
         """The text of prompt `number` if it is echoed; of a truncated prompt, what is left."""

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from services.core.ask import NO_PREFIX
+from services.core.prefix.block_hash import ThinHashes
 from services.core.request import Request
 from services.gateway.model.chat_form import ChatForm
 
@@ -15,7 +17,8 @@ class PreparedChoice:
     begins with; `chat` how that of a chat is read, None if all of it is content. A choice that is
     `prompt_only` shows none of its output: its client wants none, but a worker makes at least one
     token. `prompt_top` of the likeliest tokens are told beside each of
-    the prompt's; None: as many as beside those of the output.
+    the prompt's; None: as many as beside those of the output. `prefix` is what the scheduler is
+    told of the prompt.
     """
 
     request: Request
@@ -29,6 +32,7 @@ class PreparedChoice:
     prompt_only: bool = False
     prompt_top: int | None = None
     chat: ChatForm | None = None
+    prefix: ThinHashes = NO_PREFIX
 
     @property
     def request_id(self) -> str:

@@ -29,10 +29,11 @@ class Ticket:
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """The scheduler lives."""
+    """The scheduler lives. `wants_prefixes`: asks shall tell the beginnings of their prompts."""
 
     groups_serving: int
     queued: int
+    wants_prefixes: bool = False
 
 
 SchedulerMessage = Ticket | Assignment | Refusal | Heartbeat

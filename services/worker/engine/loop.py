@@ -73,6 +73,7 @@ class EngineLoop:
         self._received: list[str] = []
         self._may_interrupt = True
         self._published_s = 0.0
+        self._dropped_total = 0
         self._standing = (0, False)
         self._waiting = zmq.Poller()
         self._waiting.register(socket, zmq.POLLIN)
@@ -190,6 +191,9 @@ class EngineLoop:
         for answer in news.prepared:
             send(self._socket, answer)
         received, self._received = self._received, []
+        dropped = self._member.state.pool.cache.dropped
+        dropped_prefixes = dropped.since(self._dropped_total)
+        self._dropped_total = dropped.total
         report = EngineReport(
             self._member.state.load(),
             *standing,
@@ -208,6 +212,7 @@ class EngineLoop:
                 news.adopted,
                 news.moved,
                 news.times,
+                dropped_prefixes,
             ),
         )
         return happened

@@ -5,6 +5,7 @@ import random
 
 import pytest
 
+from services.core.prefix.dropped_prefixes import DROPPED_MAX
 from services.core.report import Load
 from services.core.reporting import RECEIVED_IDS_MAX, LoadReporting, ReportRhythm
 
@@ -68,3 +69,17 @@ def test_what_was_received_is_bounded() -> None:
     loads.note_received(*map(str, range(RECEIVED_IDS_MAX)))
     loads.note_received("one more")
     assert len(loads.next(1, IDLE, 0.0).received_request_ids) == RECEIVED_IDS_MAX
+
+
+def test_dropped_prefixes_are_told_twice_and_the_newest_of_many() -> None:
+    loads = LoadReporting("w", "i", ReportRhythm(0.5, 4.0))
+    loads.note_dropped((1, 2))
+    assert loads.told_beside(1, IDLE).dropped_prefixes == (1, 2)
+    assert loads.next(1, IDLE, 0.0).dropped_prefixes == (1, 2)
+    loads.note_dropped((3,))
+    assert loads.next(1, IDLE, 1.0).dropped_prefixes == (1, 2, 3)
+    loads.note_dropped(range(2 * DROPPED_MAX))
+    newest = tuple(range(DROPPED_MAX, 2 * DROPPED_MAX))
+    assert loads.next(1, IDLE, 2.0).dropped_prefixes == newest
+    assert loads.next(1, IDLE, 3.0).dropped_prefixes == newest
+    assert loads.next(1, IDLE, 4.0).dropped_prefixes == ()

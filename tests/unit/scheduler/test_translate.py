@@ -1,11 +1,17 @@
 """Which records make a group that serves, and that every command has a frame."""
 
+from dataclasses import fields
+
 import pytest
 
 from services.common.report import InvalidReport
-from services.core.ask import RefusalReason
+from services.core.ask import NO_PREFIX, Ask, FailedAssignment, RefusalReason
+from services.core.cost.model import TOKENS, CostModel
+from services.core.prefix.block_hash import ThinHashes
 from services.core.report import Load, LoadReport
+from services.core.scheduler.state import SchedulerState
 from services.core.scheduler.vocabulary import (
+    Asked,
     Command,
     LoadReported,
     SendAssignment,
@@ -14,10 +20,14 @@ from services.core.scheduler.vocabulary import (
     ServingGroup,
     Withdrawn,
 )
+from services.core.service import Service
+from services.gateway.cluster.translate import ask_frame, scheduler_message
+from services.gateway.vocabulary.message import Heartbeat
 from services.scheduler.translate import (
     to_admit_event,
     to_frame,
     to_group,
+    to_heartbeat,
     to_load_event,
 )
 from tests.support.control_plane import group_record, worker_record
@@ -65,8 +75,11 @@ def test_a_merged_group_is_its_leader_with_the_shortest_model_length() -> None:
     merged = group_record(leader, epoch=3)
     merged.members.add(worker_id="w0", incarnation="w0-a")
     assert to_group(merged, {"w0": follower, "w1": leader}) == ServingGroup(
-        "group-w1", 3, "w1", "w1-a", "h:1", "m", 100, 16, 512
+        "group-w1", 3, "w1", "w1-a", "h:1", "m", 100, 16, 512, members=2
     )
+    leader.max_batch_tokens = 300
+    told = to_group(merged, {"w0": follower, "w1": leader})
+    assert told is not None and told.max_batch_tokens == 300
     assert to_group(merged, {"w1": leader}) is None
     follower.incarnation = "w0-b"
     assert to_group(merged, {"w0": follower, "w1": leader}) is None
@@ -101,6 +114,22 @@ def test_frames_of_gateways() -> None:
     passed_on = to_admit_event(scheduler_pb2.AdmitRequest(load=load), 1, 2.0)
     report = LoadReport("w", "i", 3, 4, Load(5, 0, 0, 0))
     assert passed_on == LoadReported(2.0, report, passed_on=True)
+
+
+@pytest.mark.parametrize("prefix", [NO_PREFIX, ThinHashes(16, (0, 2**64 - 1, 7))])
+def test_an_ask_arrives_as_the_gateway_made_it(prefix: ThinHashes) -> None:
+    failed = FailedAssignment("g", 3, returned=True)
+    ask = Ask("r", "m", 10, 20, failed, Service(tenant="anna"), "00-1-2-01", prefix)
+    event = to_admit_event(ask_frame(ask, 1.5), 4, 2.0)
+    told = {one.name: getattr(ask, one.name) for one in fields(Ask)}
+    assert event == Asked(**told, now_s=2.0, stream_id=4, waited_s=1.5)
+
+
+@pytest.mark.parametrize("ttft", [None, TOKENS])
+def test_a_heartbeat_says_whether_prefixes_are_wanted(ttft: CostModel | None) -> None:
+    snapshot = SchedulerState(8, 120.0, ttft=ttft).snapshot(0.0)
+    beat = scheduler_message(to_heartbeat(snapshot))
+    assert beat == Heartbeat(0, 0, wants_prefixes=ttft is not None)
 
 
 def test_negative_numbers_are_no_report() -> None:

@@ -50,6 +50,12 @@ async def test_a_change_is_told_to_both_before_the_next_heartbeat() -> None:
         await asyncio.gather(*following)
 
 
+async def test_dropped_prefixes_are_told_to_the_scheduler() -> None:
+    busy = make_reporter()
+    busy.note_dropped((7, 2**64 - 1))
+    assert list((await anext(busy.load_reports())).load.dropped_prefixes) == [7, 2**64 - 1]
+
+
 async def test_a_request_that_came_is_told_to_the_scheduler() -> None:
     busy = make_reporter()
     loads = busy.load_reports()

@@ -125,6 +125,7 @@ def run(deployment: Deployment, choice: LoadChoice, say: Say, progress: Say) -> 
             "overload_policy": "recompute",
             "worker": {"profile_when_idle": False} | log,
             "memmgr": log,
+            "scheduler": log,
             "gateway": log,
         }
         options = dict(deployment.options) | options

@@ -122,7 +122,8 @@ class Trial:
 
     The last arguments of `run` are functions that show a sentence to keep, and the current step. It
     may raise SystemUnavailable. Unless a model is given, it gets a tiny one; with `real_model`, the
-    default one, in the dtype that the processor is fastest with.
+    default one, in the dtype that the processor is fastest with. `traced`: a trace may
+    be chosen.
     """
 
     name: str
@@ -130,6 +131,7 @@ class Trial:
     memory: str
     run: Callable[[Deployment, LoadChoice, Say, Say], TrialVerdict]
     real_model: bool = False
+    traced: bool = False
 
 
 Kind = TypeVar("Kind", Scenario, Trial)

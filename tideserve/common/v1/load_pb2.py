@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1etideserve/common/v1/load.proto\x12\x13tideserve.common.v1\"\xa5\x02\n\nWorkerLoad\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x0e\n\x06number\x18\x03 \x01(\x03\x12\r\n\x05\x65poch\x18\x04 \x01(\x03\x12\x0f\n\x07running\x18\x05 \x01(\x05\x12\x0f\n\x07waiting\x18\x06 \x01(\x05\x12\x16\n\x0ekv_blocks_free\x18\x07 \x01(\x05\x12\x18\n\x10kv_blocks_wanted\x18\x08 \x01(\x05\x12\x17\n\x0fkv_blocks_total\x18\t \x01(\x05\x12\x1c\n\x14received_request_ids\x18\n \x03(\t\x12\x15\n\rbatch_running\x18\x0b \x01(\x05\x12\x15\n\rbatch_waiting\x18\x0c \x01(\x05\x12\x17\n\x0fkv_blocks_batch\x18\r \x01(\x05\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1etideserve/common/v1/load.proto\x12\x13tideserve.common.v1\"\x90\x03\n\nWorkerLoad\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x0e\n\x06number\x18\x03 \x01(\x03\x12\r\n\x05\x65poch\x18\x04 \x01(\x03\x12\x0f\n\x07running\x18\x05 \x01(\x05\x12\x0f\n\x07waiting\x18\x06 \x01(\x05\x12\x16\n\x0ekv_blocks_free\x18\x07 \x01(\x05\x12\x18\n\x10kv_blocks_wanted\x18\x08 \x01(\x05\x12\x17\n\x0fkv_blocks_total\x18\t \x01(\x05\x12\x1c\n\x14received_request_ids\x18\n \x03(\t\x12\x15\n\rbatch_running\x18\x0b \x01(\x05\x12\x15\n\rbatch_waiting\x18\x0c \x01(\x05\x12\x17\n\x0fkv_blocks_batch\x18\r \x01(\x05\x12\x16\n\x0eprefill_tokens\x18\x0e \x01(\x03\x12\x1c\n\x14prefix_queries_total\x18\x0f \x01(\x03\x12\x19\n\x11prefix_hits_total\x18\x10 \x01(\x03\x12\x18\n\x10\x64ropped_prefixes\x18\x11 \x03(\x06\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -32,5 +32,5 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'tideserve.common.v1.load_pb
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_WORKERLOAD']._serialized_start=56
-  _globals['_WORKERLOAD']._serialized_end=349
+  _globals['_WORKERLOAD']._serialized_end=456
 # @@protoc_insertion_point(module_scope)

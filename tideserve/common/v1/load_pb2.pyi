@@ -39,6 +39,10 @@ class WorkerLoad(_message.Message):
     BATCH_RUNNING_FIELD_NUMBER: _builtins.int
     BATCH_WAITING_FIELD_NUMBER: _builtins.int
     KV_BLOCKS_BATCH_FIELD_NUMBER: _builtins.int
+    PREFILL_TOKENS_FIELD_NUMBER: _builtins.int
+    PREFIX_QUERIES_TOTAL_FIELD_NUMBER: _builtins.int
+    PREFIX_HITS_TOTAL_FIELD_NUMBER: _builtins.int
+    DROPPED_PREFIXES_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Worker that it is of."""
     incarnation: _builtins.str
@@ -65,10 +69,22 @@ class WorkerLoad(_message.Message):
     """Of `waiting`, the sequences of the class `batch`."""
     kv_blocks_batch: _builtins.int
     """KV blocks that sequences of the class `batch` have."""
+    prefill_tokens: _builtins.int
+    """Tokens that are still to be computed before the next outputs of sequences that do not decode."""
+    prefix_queries_total: _builtins.int
+    """Prompt tokens that were looked up in the prefix cache since the worker started."""
+    prefix_hits_total: _builtins.int
+    """Those of them that were there."""
     @_builtins.property
     def received_request_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Ids of requests that arrived at the worker since its last ReportLoadRequest or the one before:
         a load that overtakes that report makes up for it.
+        """
+
+    @_builtins.property
+    def dropped_prefixes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Short hashes of blocks that were dropped from the prefix cache since the worker's last
+        ReportLoadRequest or the one before; not all of them, if there are many.
         """
 
     def __init__(
@@ -87,10 +103,14 @@ class WorkerLoad(_message.Message):
         batch_running: _builtins.int = ...,
         batch_waiting: _builtins.int = ...,
         kv_blocks_batch: _builtins.int = ...,
+        prefill_tokens: _builtins.int = ...,
+        prefix_queries_total: _builtins.int = ...,
+        prefix_hits_total: _builtins.int = ...,
+        dropped_prefixes: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_running", b"batch_running", "batch_waiting", b"batch_waiting", "epoch", b"epoch", "incarnation", b"incarnation", "kv_blocks_batch", b"kv_blocks_batch", "kv_blocks_free", b"kv_blocks_free", "kv_blocks_total", b"kv_blocks_total", "kv_blocks_wanted", b"kv_blocks_wanted", "number", b"number", "received_request_ids", b"received_request_ids", "running", b"running", "waiting", b"waiting", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_running", b"batch_running", "batch_waiting", b"batch_waiting", "dropped_prefixes", b"dropped_prefixes", "epoch", b"epoch", "incarnation", b"incarnation", "kv_blocks_batch", b"kv_blocks_batch", "kv_blocks_free", b"kv_blocks_free", "kv_blocks_total", b"kv_blocks_total", "kv_blocks_wanted", b"kv_blocks_wanted", "number", b"number", "prefill_tokens", b"prefill_tokens", "prefix_hits_total", b"prefix_hits_total", "prefix_queries_total", b"prefix_queries_total", "received_request_ids", b"received_request_ids", "running", b"running", "waiting", b"waiting", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

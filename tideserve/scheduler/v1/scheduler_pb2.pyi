@@ -121,6 +121,8 @@ class Ask(_message.Message):
     SERVICE_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     RETURNED_FIELD_NUMBER: _builtins.int
+    PREFIX_HASHES_FIELD_NUMBER: _builtins.int
+    PREFIX_STRIDE_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Unique id of the request, drawn by the gateway."""
     model: _builtins.str
@@ -143,9 +145,20 @@ class Ask(_message.Message):
     """The worker of that assignment has given the request back, which had not begun there. It keeps
     its place in the queue, and is not refused because the queue is full.
     """
+    prefix_stride: _builtins.int
+    """Hash i (from 0) is that of block (i + 1) * prefix_stride - 1; blocks have the size of the
+    workers' KV blocks.
+    """
     @_builtins.property
     def service(self) -> _service_pb2.Service:
         """What the request is promised."""
+
+    @_builtins.property
+    def prefix_hashes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Short hashes of the beginnings of the prompt, each for the whole prompt up to some block, so that
+        a group can be chosen that has cached them. At most 64; empty if the scheduler does not want
+        them or the prompt is short.
+        """
 
     def __init__(
         self,
@@ -160,10 +173,12 @@ class Ask(_message.Message):
         service: _service_pb2.Service | None = ...,
         traceparent: _builtins.str = ...,
         returned: _builtins.bool = ...,
+        prefix_hashes: _abc.Iterable[_builtins.int] | None = ...,
+        prefix_stride: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["service", b"service"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_tokens", b"max_tokens", "model", b"model", "prompt_tokens", b"prompt_tokens", "refused_epoch", b"refused_epoch", "refused_group_id", b"refused_group_id", "request_id", b"request_id", "returned", b"returned", "service", b"service", "traceparent", b"traceparent", "waited_s", b"waited_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_tokens", b"max_tokens", "model", b"model", "prefix_hashes", b"prefix_hashes", "prefix_stride", b"prefix_stride", "prompt_tokens", b"prompt_tokens", "refused_epoch", b"refused_epoch", "refused_group_id", b"refused_group_id", "request_id", b"request_id", "returned", b"returned", "service", b"service", "traceparent", b"traceparent", "waited_s", b"waited_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -351,19 +366,23 @@ class Heartbeat(_message.Message):
 
     GROUPS_SERVING_FIELD_NUMBER: _builtins.int
     QUEUED_FIELD_NUMBER: _builtins.int
+    WANTS_PREFIXES_FIELD_NUMBER: _builtins.int
     groups_serving: _builtins.int
     """Groups that could take a request now or later: stable, with a fresh load report."""
     queued: _builtins.int
     """Requests in the queue."""
+    wants_prefixes: _builtins.bool
+    """Whether asks shall have `prefix_hashes`."""
     def __init__(
         self,
         *,
         groups_serving: _builtins.int = ...,
         queued: _builtins.int = ...,
+        wants_prefixes: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["groups_serving", b"groups_serving", "queued", b"queued"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["groups_serving", b"groups_serving", "queued", b"queued", "wants_prefixes", b"wants_prefixes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -4,7 +4,7 @@ import random
 from dataclasses import replace
 
 from services.core.planner.configuration_events import SequenceAdopted, SequenceForgotten
-from services.core.planner.events import RequestAborted, RequestArrived
+from services.core.planner.events import IterationFinished, RequestAborted, RequestArrived
 from services.core.planner.state import PlannerState
 from services.core.report import Load
 from services.core.service import Service, ServiceClass
@@ -44,3 +44,16 @@ def test_one_that_moves_counts_where_it_runs() -> None:
     assert of_batch(other.load()) == (0, 0, 0) and of_batch(state.load()) == (0, 1, 0)
     drive(state, FakeModel(state.config), {})
     assert of_batch(state.load()) == (0, 0, 0)
+
+
+def test_what_is_still_to_be_prefilled_is_told() -> None:
+    state = make_state(max_batch_tokens=32)
+    arrive(state, "first", 20)
+    arrive(state, "second", 30)
+    assert state.load().prefill_tokens == 50
+    state.plan(0.0)
+    # The first waits for its token; of the second, 12 tokens run with it.
+    assert state.load().prefill_tokens == 18
+    state.handle(IterationFinished(0.0, {"first": 1}))
+    state.plan(0.0)
+    assert state.load().prefill_tokens == 0

@@ -7,9 +7,8 @@ from itertools import product
 
 import pytest
 
-from services.core.cost.model import Coefficients, CostModel
+from services.core.cost.model import TOKENS, Coefficients, CostModel
 from services.core.planner.lookahead import (
-    TOKENS,
     Piece,
     batch_cost,
     decodes_to_run,

@@ -4,6 +4,8 @@ from random import Random
 
 import pytest
 
+from services.core.cost.model import TOKENS, CostModel
+from services.core.prefix.block_hash import ThinHashes
 from services.core.request import admission_blocks
 from services.core.scheduler.group_load import GROWTH_BLOCKS, REPORT_FRESH_S
 from services.core.scheduler.state import SchedulerState
@@ -30,12 +32,16 @@ DEADLINE_S = 20.0
 
 
 class World:
-    """Two gateways and three workers that do whatever the seed says."""
+    """Two gateways and three workers that do whatever the seed says.
 
-    def __init__(self, seed: int, overtaken_max: int) -> None:
+    What happened and was decided is in `log`, for a replay.
+    """
+
+    def __init__(self, seed: int, overtaken_max: int, ttft: CostModel | None) -> None:
         self.rng = Random(seed)
         self.overtaken_max = overtaken_max
-        self.state = SchedulerState(QUEUE_LIMIT, DEADLINE_S, overtaken_max=overtaken_max)
+        self.state = SchedulerState(QUEUE_LIMIT, DEADLINE_S, overtaken_max=overtaken_max, ttft=ttft)
+        self.log: list[tuple[Event, list[Command]]] = []
         self.overtaken: dict[str, int] = {}
         self.overtook = 0
         self.now_s = 100.0
@@ -48,6 +54,7 @@ class World:
         self.room: dict[str, int] = {}  # per group: what its last valid report left
         self.reserved: dict[str, dict[str, tuple[int, float]]] = {}
         self.told = 0
+        self.queries = 0
         self.newest: dict[str, int] = {}  # per group: the largest number that it heard
         self.running: dict[str, int] = {}  # per group, of the same report
         self.heard: dict[str, float] = {}  # per group: when its worker last reported
@@ -62,6 +69,7 @@ class World:
 
     def feed(self, event: Event) -> list[Command]:
         commands = self.state.handle(event)
+        self.log.append((event, commands))
         self.state.check_invariants()
         for command in commands:
             self.check(command)
@@ -135,11 +143,18 @@ class World:
             max_tokens=self.rng.randrange(1, 80),
             waited_s=self.rng.choice([0.0, 0.0, 3.0]),
             now_s=self.now_s,
+            prefix=self.some_prefix(),
         )
         self.asks[request_id] = ask
         self.stream_of[request_id] = ask.stream_id
         self.waiting[request_id] = self.now_s - ask.waited_s
         self.feed(ask)
+
+    def some_prefix(self) -> ThinHashes:
+        """One of a few chats, more or less of it."""
+        chat, length = self.rng.randrange(4), self.rng.randrange(5)
+        hashes = tuple(100 * chat + place for place in range(length))
+        return ThinHashes(self.rng.choice([8, 8, 16]), hashes)
 
     def repeat(self) -> None:
         candidates = [
@@ -161,6 +176,7 @@ class World:
             now_s=self.now_s,
             stream_id=stream_id,
             waited_s=waited_s,
+            prefix=first.prefix,
         )
         self.stream_of[request_id] = stream_id
         remembered = self.state._assignments.get(request_id)
@@ -257,6 +273,7 @@ class World:
         free, wanted = self.rng.randrange(41), self.rng.choice([0, 0, 5])
         running = self.rng.randrange(5)
         passed_on = self.rng.random() < 0.3
+        self.queries += self.rng.choice([0, 0, 300])
         self.told += 1
         number = self.told - self.rng.choice([0, 0, 0, 4])
         known = group.group_id in self.room
@@ -282,6 +299,10 @@ class World:
                 wanted=wanted,
                 received=received,
                 passed_on=passed_on,
+                prefill=self.rng.randrange(100),
+                queries=self.queries,
+                hits=self.queries // 3,
+                dropped=self.some_prefix().hashes,
             )
         )
 
@@ -289,7 +310,7 @@ class World:
 @pytest.mark.parametrize("seed", range(150))
 def test_every_ask_ends_exactly_once(seed: int) -> None:
     overtaken_max = (0, 1, 8)[seed % 3]
-    world = World(seed, overtaken_max)
+    world = World(seed, overtaken_max, (None, TOKENS)[seed % 2])
     for _ in range(400):
         world.step()
     world.now_s += DEADLINE_S
@@ -297,3 +318,13 @@ def test_every_ask_ends_exactly_once(seed: int) -> None:
     assert not world.waiting
     assert (world.overtook > 0) == (overtaken_max > 0)
     assert set(world.ended) == set(world.asks)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_replay_by_what_is_cached_decides_the_same_again(seed: int) -> None:
+    world = World(seed, 8, TOKENS)
+    for _ in range(400):
+        world.step()
+    again = SchedulerState(QUEUE_LIMIT, DEADLINE_S, overtaken_max=8, ttft=TOKENS)
+    assert [again.handle(event) for event, _ in world.log] == [made for _, made in world.log]
+    assert again.snapshot(world.now_s) == world.state.snapshot(world.now_s)

@@ -1,0 +1,127 @@
+"""The score `prefix`: which group gives a prompt its first token soonest, with what it has cached.
+
+A score of `dispatch` ranks groups whatever the request is. What a group has cached of a prompt
+depends on the request; so few groups are compared for each: the best ones by that score, and those
+that have most of the prompt.
+"""
+
+from dataclasses import dataclass, field
+from itertools import islice
+from math import inf
+
+from services.core.ask import Ask
+from services.core.cost.model import CostModel
+from services.core.scheduler.group_index import GroupIndex
+from services.core.scheduler.group_load import GroupLoad
+from services.core.scheduler.hit_trust import HitTrust
+from services.core.scheduler.prefix_index import PrefixIndex
+
+COMPARED = 4
+"""Groups that are compared of those with the best score, and of those with the longest match."""
+LOOKED_AT = 16
+"""Groups with a match among which some that have room are looked for."""
+EVEN = 0.05
+"""First tokens that are predicted within this of the earliest one count as equally early."""
+
+
+def predicted_ttft_s(
+    cost: CostModel, load: GroupLoad, prompt_tokens: int, hit_tokens: int
+) -> float:
+    """Seconds until the first token of a prompt of which `hit_tokens` are cached in the group.
+
+    Before it, the group computes what waits there: at what a token of this prompt would cost, on
+    all members at once. In each of these iterations its running requests decode.
+    """
+    new = prompt_tokens - hit_tokens
+    waiting = load.prefill_tokens
+    token_s = (cost.beyond_knee.chunk_s(0, prompt_tokens) - cost.lam) / prompt_tokens
+    iterations = -(-(waiting + new) // load.group.max_batch_tokens)
+    decodes_s = cost.decodes_alone_s(load.running, load.used_tokens)
+    return cost.chunk_s(hit_tokens, new) + (
+        waiting * token_s / load.group.members + iterations * decodes_s
+    )
+
+
+@dataclass(slots=True)
+class PrefixRanking:
+    """The groups of one model: what they have cached, as far as the scheduler can know.
+
+    Add a group, remove it and tell its reports as in `GroupIndex`.
+    """
+
+    cost: CostModel
+    index: PrefixIndex = field(default_factory=PrefixIndex)
+    _trust: dict[str, HitTrust] = field(default_factory=dict)
+
+    def add(self, load: GroupLoad) -> None:
+        """A group comes: its cache is taken as empty."""
+        self.index.join(load.group.group_id, load.capacity_blocks)
+        self._trust[load.group.group_id] = HitTrust()
+
+    def remove(self, group_id: str) -> None:
+        """Forget a group."""
+        self.index.leave(group_id)
+        del self._trust[group_id]
+
+    def note_report(self, load: GroupLoad, dropped: tuple[int, ...]) -> None:
+        """The group's load was reported, with the thin hashes of blocks that it has dropped."""
+        group_id = load.group.group_id
+        self.index.resize(group_id, load.capacity_blocks)
+        self.index.drop(group_id, dropped)
+        self._trust[group_id].note_told(*load.prefix_tokens_total)
+
+    def hit_tokens(self, load: GroupLoad, ask: Ask) -> int:
+        """Tokens of a prompt that need not be computed there; the last one always must."""
+        factor = self._trust[load.group.group_id].factor
+        return min(ask.prompt_tokens - 1, int(factor * self._matched_tokens(load, ask)))
+
+    def pick(
+        self, groups: GroupIndex, ask: Ask, now_s: float, below_tokens: float = inf
+    ) -> GroupLoad | None:
+        """The group that is to take a request, or None if none can start it now.
+
+        It is the one with the best score among those that are about as early as the earliest.
+        `below_tokens` as in `GroupIndex.pick`.
+        """
+        wanted = ask.prompt_tokens, ask.max_tokens, now_s, below_tokens
+        found = {load.group.group_id: load for load in groups.best(*wanted, most=COMPARED)}
+        if len(found) == COMPARED:
+            for group_id in self._longest(groups, ask, now_s, below_tokens):
+                found[group_id] = groups.loads[group_id]
+        steady = [load for load in found.values() if not load.flaps] or list(found.values())
+        if len(steady) < 2:
+            return steady[0] if steady else None
+        ttft_s = {load.group.group_id: self._ttft_s(load, ask) for load in steady}
+        latest_s = min(ttft_s.values()) * (1 + EVEN)
+        early = [load for load in steady if ttft_s[load.group.group_id] <= latest_s]
+        return min(early, key=lambda load: (groups.score(load), load.group.group_id))
+
+    def assign(self, load: GroupLoad, ask: Ask) -> int:
+        """A request goes to a group; returns how many tokens of it are probably computed there."""
+        group_id = load.group.group_id
+        computed = ask.prompt_tokens - self.hit_tokens(load, ask)
+        matched = min(ask.prompt_tokens - 1, self._matched_tokens(load, ask))
+        self._trust[group_id].note_sent(ask.prompt_tokens, matched)
+        self.index.fill(group_id, ask.prefix)
+        return computed
+
+    def check_invariants(self) -> None:
+        """Raise AssertionError if the index contradicts itself."""
+        self.index.check_invariants()
+
+    def _longest(
+        self, groups: GroupIndex, ask: Ask, now_s: float, below_tokens: float
+    ) -> list[str]:
+        """Some groups that can start the request, of those with the longest match."""
+        wanted = ask.prompt_tokens, ask.max_tokens, now_s, below_tokens
+        matching = islice(self.index.longest(ask.prefix), LOOKED_AT)
+        able = (one for one in matching if groups.can_start(groups.loads[one], *wanted))
+        return list(islice(able, COMPARED))
+
+    def _matched_tokens(self, load: GroupLoad, ask: Ask) -> int:
+        blocks = self.index.matched_blocks(load.group.group_id, ask.prefix)
+        return blocks * load.group.block_size
+
+    def _ttft_s(self, load: GroupLoad, ask: Ask) -> float:
+        hit_tokens = self.hit_tokens(load, ask)
+        return predicted_ttft_s(self.cost, load, ask.prompt_tokens, hit_tokens)

@@ -1,0 +1,51 @@
+"""What caches have dropped, as a scheduler is told of it."""
+
+from services.core.planner.block_pool import BlockPool
+from services.core.prefix.block_hash import thin_hash
+from services.core.prefix.dropped_prefixes import DROPPED_MAX, DroppedPrefixes
+
+
+def test_a_reader_gets_what_is_new_to_it() -> None:
+    dropped = DroppedPrefixes()
+    assert dropped.since(0) == ()
+    for one in (5, 6, 7):
+        dropped.note(one)
+    assert dropped.since(0) == (5, 6, 7)
+    assert dropped.since(2) == (7,)
+    assert dropped.since(dropped.total) == ()
+
+
+def test_of_many_the_newest_are_remembered() -> None:
+    dropped = DroppedPrefixes()
+    for one in range(3 * DROPPED_MAX):
+        dropped.note(one)
+    assert dropped.since(0) == tuple(range(2 * DROPPED_MAX, 3 * DROPPED_MAX))
+
+
+def name_of(number: int) -> bytes:
+    return number.to_bytes(16, "little")
+
+
+def test_only_blocks_that_a_scheduler_may_know_are_told() -> None:
+    pool = BlockPool(4)
+    blocks = pool.allocate(4)
+    for number, block in enumerate(blocks):
+        pool.cache.name(block, name_of(number), told=number % 2 == 0)
+    pool.release(blocks)
+    pool.check_invariants()
+    pool.allocate(3)
+    pool.check_invariants()
+    assert pool.cache.dropped.since(0) == (thin_hash(name_of(0)), thin_hash(name_of(2)))
+
+
+def test_a_block_that_moves_is_told_when_it_is_dropped() -> None:
+    pool = BlockPool(3)
+    (block,) = pool.allocate(1)
+    pool.cache.name(block, name_of(9), told=True)
+    pool.move(block)
+    pool.check_invariants()
+    assert pool.cache.dropped.total == 0
+    pool.limit(0)
+    pool.release(tuple(pool.users))
+    pool.check_invariants()
+    assert pool.cache.dropped.since(0) == (thin_hash(name_of(9)),)

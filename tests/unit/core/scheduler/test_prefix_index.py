@@ -1,0 +1,102 @@
+"""The index of cached prefixes against one that looks everything over."""
+
+import random
+
+import pytest
+
+from services.core.prefix.block_hash import ThinHashes
+from services.core.scheduler.prefix_index import PrefixIndex
+
+
+class PlainIndex:
+    """The same, as a list of (hash, blocks) for each group, oldest first."""
+
+    def __init__(self) -> None:
+        self.held: dict[str, list[tuple[int, int]]] = {}
+        self.capacity: dict[str, int] = {}
+
+    def fill(self, group_id: str, prefix: ThinHashes) -> None:
+        for one in reversed(prefix.hashes):
+            kept = [entry for entry in self.held[group_id] if entry[0] != one]
+            self.held[group_id] = [*kept, (one, prefix.stride)]
+        self.evict(group_id)
+
+    def evict(self, group_id: str) -> None:
+        while sum(blocks for _, blocks in self.held[group_id]) > self.capacity[group_id]:
+            del self.held[group_id][0]
+
+    def matched_blocks(self, group_id: str, prefix: ThinHashes) -> int:
+        known = {one for one, _ in self.held[group_id]}
+        places = [place for place, one in enumerate(prefix.hashes) if one in known]
+        return (places[-1] + 1) * prefix.stride if places else 0
+
+
+def chat(rng: random.Random) -> ThinHashes:
+    """Some turns of one of six chats that begin with one of two texts."""
+    number, length = rng.randrange(6), rng.randrange(7)
+    hashes = [number % 2 if place < 2 else 10 * number for place in range(length)]
+    stride = rng.choice([8, 8, 16])
+    return ThinHashes(stride, tuple(100 * place + one for place, one in enumerate(hashes)))
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_it_knows_what_a_look_at_everything_would_show(seed: int) -> None:
+    rng = random.Random(seed)
+    index, plain = PrefixIndex(), PlainIndex()
+    matched = 0
+    for _ in range(600):
+        group_id, prefix = f"g{rng.randrange(5)}", chat(rng)
+        action = rng.random()
+        if group_id not in plain.held:
+            plain.held[group_id], plain.capacity[group_id] = [], rng.choice([0, 40, 90, 300])
+            index.join(group_id, plain.capacity[group_id])
+        elif action < 0.03:
+            del plain.held[group_id]
+            index.leave(group_id)
+        elif action < 0.1:
+            plain.capacity[group_id] = rng.choice([0, 40, 90, 300])
+            plain.evict(group_id)
+            index.resize(group_id, plain.capacity[group_id])
+        elif action < 0.25:
+            dropped = prefix.hashes[rng.randrange(7) :]
+            plain.held[group_id] = [one for one in plain.held[group_id] if one[0] not in dropped]
+            index.drop(group_id, dropped)
+        else:
+            plain.fill(group_id, prefix)
+            index.fill(group_id, prefix)
+        index.check_invariants()
+        found = {one: plain.matched_blocks(one, prefix) for one in plain.held}
+        assert {one: index.matched_blocks(one, prefix) for one in plain.held} == found
+        longest = list(index.longest(prefix))
+        assert sorted(longest) == sorted(one for one, blocks in found.items() if blocks)
+        lengths = [found[one] for one in longest]
+        assert lengths == sorted(lengths, reverse=True)
+        matched += bool(longest)
+    assert matched > 300
+
+
+def test_of_equals_the_latest_comes_first() -> None:
+    index, prefix = PrefixIndex(), ThinHashes(8, (1, 2))
+    for group_id in ("b", "a", "c"):
+        index.join(group_id, 100)
+        index.fill(group_id, prefix)
+    assert list(index.longest(ThinHashes(8, (1, 2, 3)))) == ["c", "a", "b"]
+
+
+def test_a_longer_prompt_finds_what_a_shorter_one_left_and_the_other_way_round() -> None:
+    index = PrefixIndex()
+    index.join("a", 1000)
+    index.fill("a", ThinHashes(8, (1, 2, 3, 4)))  # blocks 8, 16, 24, 32
+    assert index.matched_blocks("a", ThinHashes(16, (2, 4, 99))) == 32
+    index.fill("a", ThinHashes(16, (2, 4, 6)))
+    assert index.matched_blocks("a", ThinHashes(8, (1, 2, 3, 4, 5, 6))) == 48
+
+
+def test_a_group_that_comes_back_has_nothing() -> None:
+    index, prefix = PrefixIndex(), ThinHashes(8, (1, 2))
+    index.join("a", 100)
+    index.fill("a", prefix)
+    index.leave("a")
+    index.join("a", 100)
+    assert index.matched_blocks("a", prefix) == 0
+    assert list(index.longest(prefix)) == []

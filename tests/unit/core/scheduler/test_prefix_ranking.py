@@ -1,0 +1,240 @@
+"""Which group gets a request when what is cached counts."""
+
+import itertools
+import random
+from typing import Any
+
+import pytest
+
+from services.core.cost.model import TOKENS, CostModel
+from services.core.prefix.block_hash import THIN_MAX, ThinHashes
+from services.core.scheduler.group_index import FEW
+from services.core.scheduler.hit_trust import SILENT_MAX
+from services.core.scheduler.prefix_ranking import COMPARED, predicted_ttft_s
+from services.core.scheduler.state import SchedulerState
+from services.core.scheduler.vocabulary import (
+    Asked,
+    Command,
+    Event,
+    GroupJoined,
+    GroupLeft,
+    LoadLost,
+    SendAssignment,
+    SendRefusal,
+    ServingGroup,
+    Ticked,
+)
+from tests.support.reports import load_reported
+
+STRIDE = 8
+HASHED = STRIDE * 16
+"""Tokens for which one hash stands."""
+
+
+class Dispatch:
+    """Groups w0, w1, … of 1,000 blocks and a scheduler that looks at what they have cached."""
+
+    def __init__(self, groups: int, cost: CostModel = TOKENS) -> None:
+        self.state = SchedulerState(10_000, 1000.0, ttft=cost)
+        self.now_s = 0.0
+        self._numbers = itertools.count(1)
+        for number in range(groups):
+            self.join(f"w{number}")
+
+    def __call__(self, event: Event) -> list[Command]:
+        commands = self.state.handle(event)
+        self.state.check_invariants()
+        return commands
+
+    def join(self, name: str, epoch: int = 1, **settings: Any) -> None:
+        known = {"capacity_blocks": 1000, "block_size": 16, "max_model_len": 16_000}
+        group = ServingGroup(
+            f"group-{name}", epoch, name, f"{name}-a", f"{name}:1", "m", **known | settings
+        )
+        self(GroupJoined(self.now_s, group))
+        self.report(name, epoch=epoch)
+
+    def report(self, name: str, **changes: Any) -> list[Command]:
+        told = {"free": 1000, "incarnation": f"{name}-a"} | changes
+        return self(load_reported(self.now_s, name, next(self._numbers), **told))
+
+    def ask(self, hashes: tuple[int, ...], tokens: int = 0, max_tokens: int = 1) -> str:
+        """The worker that gets a prompt; all requests before it have come there and ended."""
+        request_id = f"r{next(self._numbers)}"
+        tokens = tokens or len(hashes) * HASHED + 1
+        (command,) = [
+            one
+            for one in self(
+                Asked(
+                    request_id,
+                    "m",
+                    tokens,
+                    max_tokens,
+                    now_s=self.now_s,
+                    stream_id=1,
+                    prefix=ThinHashes(STRIDE, hashes),
+                )
+            )
+            if isinstance(one, SendAssignment)
+        ]
+        self.report(command.worker_id, received=(request_id,))
+        return command.worker_id
+
+
+def chat(number: int, turns: int) -> tuple[int, ...]:
+    return tuple(range(1000 * number, 1000 * number + turns))
+
+
+def test_a_chat_stays_where_it_began_and_others_spread() -> None:
+    dispatch = Dispatch(4)
+    homes = {number: dispatch.ask(chat(number, 2)) for number in range(3)}
+    for turns in range(3, 9):
+        for number, home in homes.items():
+            assert dispatch.ask(chat(number, turns)) == home
+    snapshot = dispatch.state.snapshot(0.0)
+    assert 0 < snapshot.cached_tokens_total < snapshot.prompt_tokens_total
+    assert snapshot.cached_tokens_total == 3 * HASHED * sum(range(2, 8))
+    assert snapshot.wants_prefixes
+
+
+def test_what_waits_in_the_group_may_outweigh_what_it_has() -> None:
+    dispatch = Dispatch(2)
+    home = dispatch.ask(chat(1, 10))
+    other = ({"w0", "w1"} - {home}).pop()
+    dispatch.report(home, prefill=9 * HASHED)
+    assert dispatch.ask(chat(1, 10)) == home
+    dispatch.report(home, prefill=11 * HASHED)
+    assert dispatch.ask(chat(1, 10)) == other
+
+
+def test_what_is_on_its_way_waits_there_too() -> None:
+    dispatch = Dispatch(2)
+    home = dispatch.ask(chat(1, 4))
+    first = Asked("a", "m", 20 * HASHED, 1, now_s=0.0, stream_id=1, prefix=_prefix(chat(1, 4)))
+    (_, to_home) = dispatch(first)
+    second = Asked("b", "m", 8 * HASHED, 1, now_s=0.0, stream_id=1, prefix=_prefix(chat(1, 4)))
+    (_, elsewhere) = dispatch(second)
+    assert isinstance(to_home, SendAssignment) and isinstance(elsewhere, SendAssignment)
+    assert to_home.worker_id == home != elsewhere.worker_id
+
+
+def test_a_merged_group_computes_what_waits_on_all_members_at_once() -> None:
+    dispatch = Dispatch(0)
+    dispatch.join("w0", members=4)
+    dispatch.join("w1")
+    home = dispatch.ask(chat(1, 10))
+    assert home == "w0"
+    dispatch.report(home, prefill=30 * HASHED)
+    assert dispatch.ask(chat(1, 10)) == home
+    dispatch.report(home, prefill=50 * HASHED)
+    assert dispatch.ask(chat(1, 10)) == "w1"
+
+
+def test_groups_without_room_are_left_out() -> None:
+    dispatch = Dispatch(6)
+    home = dispatch.ask(chat(1, 10))
+    dispatch.report(home, free=10 * STRIDE)
+    assert dispatch.ask(chat(1, 10)) != home
+    dispatch.report(home, free=1000)
+    assert dispatch.ask(chat(1, 11)) == home
+
+
+def test_the_share_of_kv_breaks_ties() -> None:
+    dispatch = Dispatch(3)
+    for name, free in (("w0", 300), ("w1", 900), ("w2", 600)):
+        dispatch.report(name, free=free)
+    assert dispatch.ask((), tokens=100) == "w1"
+    # A hit of few tokens of a long prompt is no reason to go to a fuller group.
+    for name in ("w0", "w1"):
+        dispatch.report(name, free=900)
+    dispatch.report("w2", free=1000)
+    assert dispatch.ask(chat(7, 1)) == "w2"
+    dispatch.report("w2", free=600)
+    assert dispatch.ask(chat(7, 1)) == "w2"
+    dispatch.report("w2", free=600)
+    assert dispatch.ask(chat(7, 1), tokens=40 * HASHED) == "w0"
+
+
+def test_a_group_that_changes_has_lost_its_cache() -> None:
+    dispatch = Dispatch(3)
+    home = dispatch.ask(chat(1, 10))
+    dispatch.join(home, epoch=2)
+    cached = dispatch.state.snapshot(0.0).cached_tokens_total
+    dispatch.ask(chat(1, 10))
+    assert dispatch.state.snapshot(0.0).cached_tokens_total == cached
+
+
+def test_blocks_that_a_worker_has_dropped_no_longer_count() -> None:
+    dispatch = Dispatch(3)
+    home = dispatch.ask(chat(1, 10))
+    dispatch.report(home, dropped=chat(1, 10)[4:])
+    cached = dispatch.state.snapshot(0.0).cached_tokens_total
+    assert dispatch.ask(chat(1, 10)) == home
+    assert dispatch.state.snapshot(0.0).cached_tokens_total == cached + 4 * HASHED
+
+
+def test_a_worker_that_looks_nothing_up_is_no_home() -> None:
+    dispatch = Dispatch(3)
+    for _ in range(SILENT_MAX + 3):
+        dispatch.ask(chat(1, 10))
+    cached = dispatch.state.snapshot(0.0).cached_tokens_total
+    dispatch.ask(chat(1, 10))
+    assert dispatch.state.snapshot(0.0).cached_tokens_total == cached
+
+
+def test_flapping_workers_are_taken_last_whatever_they_have() -> None:
+    dispatch = Dispatch(3)
+    home = dispatch.ask(chat(1, 10))
+    for _ in range(6):
+        dispatch.now_s += 0.5
+        for name in ("w0", "w1", "w2"):
+            dispatch.report(name)
+        dispatch(LoadLost(dispatch.now_s, home, f"{home}-a"))
+        dispatch(Ticked(dispatch.now_s))
+    dispatch.report(home)
+    assert dispatch.ask(chat(1, 10)) != home
+
+
+def test_a_prompt_with_too_many_hashes_is_refused() -> None:
+    dispatch = Dispatch(1)
+    hashes = tuple(range(THIN_MAX + 1))
+    (refusal,) = dispatch(
+        Asked("r", "m", 10**4, 1, now_s=0.0, stream_id=1, prefix=ThinHashes(8, hashes))
+    )
+    assert isinstance(refusal, SendRefusal) and "65 hashes" in refusal.message
+
+
+def test_the_last_group_may_leave_and_another_come() -> None:
+    dispatch = Dispatch(1)
+    dispatch.ask(chat(1, 3))
+    dispatch(GroupLeft(0.0, "group-w0"))
+    dispatch.join("w1")
+    assert dispatch.ask(chat(1, 3)) == "w1"
+    assert dispatch.state.snapshot(0.0).cached_tokens_total == 0
+
+
+@pytest.mark.parametrize("groups", [COMPARED, FEW // 2, 2 * FEW])
+def test_a_chat_is_found_among_many_groups(groups: int) -> None:
+    rng = random.Random(groups)
+    dispatch = Dispatch(groups)
+    homes = {number: dispatch.ask(chat(number, 3)) for number in range(groups)}
+    for number in rng.sample(sorted(homes), min(groups, 20)):
+        for name in {f"w{rng.randrange(groups)}" for _ in range(3)} - {homes[number]}:
+            dispatch.report(name, free=rng.randrange(900, 1000), running=rng.randrange(3))
+        assert dispatch.ask(chat(number, 4)) == homes[number]
+
+
+def test_the_prediction_is_that_of_the_cost_model() -> None:
+    cost = CostModel(alpha=1e-8, beta=1e-4, gamma=0.02, lam=0.015)
+    dispatch = Dispatch(1, cost)
+    dispatch.report("w0", running=10, free=900, prefill=4000)
+    (load,) = dispatch.state._groups.loads
+    waiting_s = 4000 * (cost.chunk_s(0, 1000) - cost.lam) / 1000
+    decodes_s = 3 * cost.decodes_alone_s(10, 100 * 16)
+    assert predicted_ttft_s(cost, load, 1000, 400) == pytest.approx(
+        cost.chunk_s(400, 600) + waiting_s + decodes_s
+    )
+
+
+def _prefix(hashes: tuple[int, ...]) -> ThinHashes:
+    return ThinHashes(STRIDE, hashes)

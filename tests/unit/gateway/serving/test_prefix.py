@@ -1,0 +1,79 @@
+"""What the scheduler is told of prompts, so that it can find them in the groups' caches."""
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.core.ask import NO_PREFIX
+from services.core.prefix.block_hash import tenant_salt
+from services.core.prefix.prompt_prefix import prompt_prefix
+from services.gateway.api.completion import parse_completion
+from services.gateway.keys.principal import Principal
+from services.gateway.model.served_model import load_model
+from services.gateway.records.request_record import RequestRecord
+from services.gateway.serving.choice_runner import ask_for
+from services.gateway.serving.prepare import Preparer
+from services.gateway.serving.prepared import PreparedChoice
+from services.gateway.structure.checker import GrammarChecker
+from services.gateway.text.tokenizer import TextPool
+from tests.support.byte_tokenizer import write_model_folder
+
+PROMPT = [3 + place % 200 for place in range(600)]
+
+
+class Gateway:
+    """Prepares completions; `block_size` is what the scheduler wants to know, 0 for nothing."""
+
+    def __init__(self, folder: Path) -> None:
+        self.model = load_model("m", write_model_folder(folder))
+        self.pool = TextPool(1)
+        self.checker = GrammarChecker(self.model.vocab_size, self.model.tokenizer.added_tokens)
+        self.block_size = 16
+        self._preparer = Preparer(
+            self.model, self.pool, lambda: 300_000, self.checker, lambda: self.block_size
+        )
+
+    async def choices(self, owner: str = "", **fields: Any) -> tuple[PreparedChoice, ...]:
+        record = RequestRecord("r", 0.0, principal=Principal(owner), response_id="r")
+        body = parse_completion({"model": "m", "max_tokens": 4, "prompt": PROMPT} | fields)
+        return (await self._preparer.prepare(body, record)).choices
+
+
+@pytest.fixture
+async def gateway(tmp_path: Path) -> AsyncIterator[Gateway]:
+    gateway = Gateway(tmp_path / "model")
+    yield gateway
+    gateway.pool.close()
+    await gateway.checker.close()
+
+
+async def test_an_ask_tells_the_hashes_that_engines_use(gateway: Gateway) -> None:
+    (choice,) = await gateway.choices("anna", cache_salt="x")
+    salt = choice.request.cache_salt
+    assert salt == tenant_salt("anna", "x")
+    assert ask_for(choice).prefix == prompt_prefix(PROMPT, salt, 16)
+    assert len(choice.prefix.hashes) == 600 // 128
+
+
+async def test_each_prompt_has_its_own_and_its_choices_the_same(gateway: Gateway) -> None:
+    other = [9, *PROMPT]
+    choices = await gateway.choices(prompt=[PROMPT, other], n=2)
+    found = [choice.prefix for choice in choices]
+    assert found[0] == found[1] == prompt_prefix(PROMPT, "", 16)
+    assert found[2] == found[3] == prompt_prefix(other, "", 16)
+
+
+async def test_owners_and_salts_have_no_hash_in_common(gateway: Gateway) -> None:
+    seen: set[int] = set()
+    for owner, salt in (("", None), ("", "x"), ("anna", None), ("anna", "x"), ("ben", "x")):
+        (choice,) = await gateway.choices(owner, cache_salt=salt)
+        assert choice.prefix.hashes and seen.isdisjoint(choice.prefix.hashes)
+        seen.update(choice.prefix.hashes)
+
+
+async def test_a_scheduler_that_wants_nothing_is_told_nothing(gateway: Gateway) -> None:
+    gateway.block_size = 0
+    (choice,) = await gateway.choices()
+    assert ask_for(choice).prefix == NO_PREFIX

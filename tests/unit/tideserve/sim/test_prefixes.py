@@ -1,0 +1,89 @@
+"""Simulated workers with prefix caches: hits as counted, and more of them by dispatch `prefix`."""
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+from services.core.cost.model import CostModel
+from services.core.planner.config import IterationConfig
+from services.core.scheduler.dispatch import PREFIX, score_of
+from tideserve.bench.prefix_count import CountedCache
+from tideserve.sim.cluster import Cluster, ClusterSpec
+from tideserve.sim.conversations import AGENTS, CHATS, Conversations
+from tideserve.sim.report import Outcome, Outcomes
+from tideserve.sim.time_model import CostTimeModel
+from tideserve.sim.workload import Arrival, Length, OpenLoop
+
+COST = CostModel(alpha=1e-9, beta=5e-5, gamma=0.01, lam=0.0095)
+SMALL_AGENTS = replace(
+    AGENTS,
+    opening=Length(600, 0.4, least=512, most=2000),
+    question=Length(500, 1.0, least=32, most=3000),
+)
+"""As at workers of 500,000 tokens, at a tenth of the sizes."""
+
+
+def simulated(
+    arrivals: Sequence[Arrival], dispatch: str, workers: int, blocks: int
+) -> tuple[Cluster, Outcomes]:
+    spec = ClusterSpec(
+        instances=workers,
+        iteration=IterationConfig(16, blocks, 2048, 256, 10_000, prefix_caching=True),
+        max_model_len=blocks * 16,
+        queue_limit=100_000,
+        queue_deadline_s=1e6,
+        score=score_of(dispatch),
+        ttft=COST if dispatch == PREFIX else None,
+    )
+    cluster = Cluster(spec, CostTimeModel(COST), OpenLoop(arrivals))
+    outcomes = cluster.run()
+    assert all(one.outcome is Outcome.COMPLETED for one in outcomes.records)
+    cluster.check_invariants()
+    return cluster, outcomes
+
+
+def counted(cluster: Cluster, outcomes: Outcomes, arrivals: Sequence[Arrival], blocks: int) -> int:
+    """Hits by other code, of the same requests at the same workers."""
+    caches = {name: CountedCache(blocks) for name in cluster.instances}
+    for number, (record, arrival) in enumerate(zip(outcomes.records, arrivals, strict=True)):
+        output = (-1,) * arrival.output_tokens
+        caches[record.worker_id].request(arrival.prompt_ids(number), output)
+    assert sum(cache.queries for cache in caches.values()) == outcomes.prefix_queries
+    return sum(cache.hits for cache in caches.values())
+
+
+@pytest.mark.parametrize("dispatch", ["least_loaded", PREFIX])
+@pytest.mark.parametrize(("kind", "blocks"), [(SMALL_AGENTS, 1500), (CHATS, 6000)])
+def test_hits_are_those_of_an_independent_count(
+    kind: Conversations, blocks: int, dispatch: str
+) -> None:
+    arrivals = kind.arrivals(0.3, 150, random.Random(7))
+    cluster, outcomes = simulated(arrivals, dispatch, 3, blocks)
+    expected = counted(cluster, outcomes, arrivals, blocks)
+    assert expected > outcomes.prefix_queries / 20
+    assert outcomes.prefix_hits == pytest.approx(expected, rel=0.05)
+
+
+def test_dispatch_by_prefix_at_least_doubles_the_hits() -> None:
+    arrivals = SMALL_AGENTS.arrivals(2.0, 80, random.Random(1))
+    shares, ttfts_s = {}, {}
+    for dispatch in ("least_loaded", PREFIX):
+        cluster, outcomes = simulated(arrivals, dispatch, 8, 3000)
+        shares[dispatch] = outcomes.prefix_hits / outcomes.prefix_queries
+        ttfts_s[dispatch] = sum(one.ttft_s for one in outcomes.records)
+        if dispatch == PREFIX:
+            predicted = cluster.scheduler.snapshot(outcomes.simulated_s).cached_tokens_total
+            assert predicted == pytest.approx(outcomes.prefix_hits, rel=0.2)
+    assert shares[PREFIX] > 2 * shares["least_loaded"]
+    assert ttfts_s[PREFIX] < ttfts_s["least_loaded"]
+
+
+def test_the_same_seed_gives_the_same_outcomes() -> None:
+    found = [
+        simulated(CHATS.arrivals(0.3, 60, random.Random(seed)), PREFIX, 3, 5000)[1]
+        for seed in (1, 1, 2)
+    ]
+    assert found[0].records == found[1].records != found[2].records
+    assert found[0].prefix_hits == found[1].prefix_hits
