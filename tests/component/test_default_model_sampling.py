@@ -173,25 +173,34 @@ def test_rules_and_log_probabilities_equal_those_of_transformers(
     assert excused <= 1, "more near-ties than that would be no accident"
 
 
-@pytest.mark.parametrize("together", [True, False], ids=["at once", "one by one"])
-def test_a_cache_of_prefixes_changes_no_token(
-    runner: ModelRunner, tokenizer: Tokenizer, together: bool
-) -> None:
-    """Chats whose turns go on from earlier ones; at once they preempt each other."""
+@pytest.fixture(scope="module")
+def chats(runner: ModelRunner, tokenizer: Tokenizer) -> tuple[list[Request], dict[str, list[int]]]:
+    """Turns of two chats that begin alike, and what each answers without a cache."""
     story = tuple(tokenizer.encode("A tide table says when the sea is high. " * 5).ids)
-    requests, tokens = [], {}
-    for chat in range(3):
+    requests: list[Request] = []
+    tokens: dict[str, list[int]] = {}
+    for chat in range(2):
         prompt = story
         for turn in range(3):
             sampling = Sampling(0.0) if chat else Sampling(0.8, seed=turn)
-            question = f" Question {chat}.{turn}: when does one sail from the harbour?"
+            question = f" Question {chat}.{turn}: when does one sail?"
             prompt += tuple(tokenizer.encode(question).ids)
-            name = f"{chat}.{turn}"
-            one = Request(name, prompt, sampling, Limits(TOKENS), 0.0)
+            one = Request(f"{chat}.{turn}", prompt, sampling, Limits(TOKENS), 0.0)
             requests.append(one)
             tokens |= serve(runner, [one], blocks=24, together=False).tokens
-            prompt += tuple(tokens[name])
-    answers = serve(runner, requests, blocks=24, together=together, prefix_caching=True)
+            prompt += tuple(tokens[one.request_id])
+    return requests, tokens
+
+
+@pytest.mark.parametrize("together", [True, False], ids=["at once", "one by one"])
+def test_a_cache_of_prefixes_changes_no_token(
+    runner: ModelRunner, chats: tuple[list[Request], dict[str, list[int]]], together: bool
+) -> None:
+    """At once they preempt each other."""
+    requests, tokens = chats
+    answers = serve(
+        runner, requests, blocks=13 if together else 24, together=together, prefix_caching=True
+    )
     assert answers.tokens == tokens
     wanted = 0 if together else sum(len(one.prompt_ids) for one in requests[1:]) // 2
     assert answers.load.prefix_hits_total > wanted
