@@ -88,8 +88,19 @@ def run_and_change(group: EngineGroup, rng: random.Random) -> None:
         else:
             (merged,) = [one for one in group.groups if len(one) > 1]
             targets = [[Stage(stage.worker_id, 0, LAYERS)] for stage in merged]
-        group.reconfigure(targets)
+        change_when_ready(group, targets)
     group.finish()
+
+
+def change_when_ready(group: EngineGroup, targets: list[list[Stage]]) -> None:
+    """Ask again, as the memory manager does, if a member has yet to end the change before."""
+    for _ in range(5):
+        attempt = group.prepare(targets)
+        if group.await_answers(attempt, targets):
+            group.commit(targets)
+            return
+        group.abort_attempt(attempt, targets)
+    raise AssertionError("the members refuse to change")
 
 
 def check_sources_wait(group: EngineGroup) -> None:
