@@ -23,7 +23,7 @@ CAPACITIES = (500_000, 1_000_000)
 LEAST_LOADED = "least_loaded"
 DEVICE = "A100-14B"
 BLOCK_SIZE = 16
-CHATS_PER_S, AGENTS_PER_S = 4.0, 1.0
+CHATS_PER_S, AGENTS_PER_S = 1.0, 0.8
 """Conversations that begin, for all workers."""
 
 

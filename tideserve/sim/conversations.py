@@ -65,21 +65,29 @@ class Conversations:
 
 
 CHATS = Conversations(
-    openings=32,
-    opening=Length(1000, 0.7, least=PREFIX_BLOCK_TOKENS, most=8_000),
-    turns=Length(2, 0.7, most=40),
-    question=Length(4_000, 1.5, least=8, most=40_000),
+    openings=64,
+    opening=Length(600, 0.5, least=PREFIX_BLOCK_TOKENS, most=8_000),
+    turns=Length(1.5, 0.7, most=40),
+    question=Length(8_000, 1.2, least=8, most=40_000),
     answer=Length(300, 0.8, least=8, most=2_000),
     pause=Length(60, 1.0, most=600),
 )
-"""People who talk about texts: long questions, few turns, long pauses between them."""
+"""People who talk about texts: long questions, few turns, long pauses between them.
+
+A cache without an end would hit 41 % of the tokens of prompts, which have 14,000 on average; in
+Mooncake's conversations these are 37 % and 12,000.
+"""
 
 AGENTS = Conversations(
-    openings=32,
-    opening=Length(5_000, 0.5, least=2_048, most=20_000),
-    turns=Length(4, 0.8, most=60),
-    question=Length(3_000, 1.2, least=32, most=20_000),
+    openings=64,
+    opening=Length(1_500, 0.5, least=PREFIX_BLOCK_TOKENS, most=20_000),
+    turns=Length(3, 0.7, most=60),
+    question=Length(4_000, 1.2, least=32, most=20_000),
     answer=Length(120, 0.8, least=8, most=1_000),
     pause=Length(15, 1.0, most=120),
 )
-"""Agents: long descriptions of tools, and steps soon after one another."""
+"""Agents: descriptions of tools that many share, and steps soon after one another.
+
+A cache without an end would hit 65 % of the tokens of prompts, which have 12,000 on average; in
+Mooncake's synthetic trace it would hit as many.
+"""
