@@ -9,10 +9,10 @@ from typing import Any
 import numba
 import numpy as np
 import torch
-from llvmlite import ir
+from llvmlite import binding, ir
 from numba import njit, types
 from numba.core import cgutils
-from numba.core.codegen import get_host_cpu_features
+from numba.core.codegen import get_host_cpu_features, initialize_llvm
 from numba.extending import intrinsic
 
 from services.worker.engine.model.cpu_kernels.cache import cache_folder
@@ -50,6 +50,21 @@ VECTOR_FLOATS = vector_floats(numba.config.CPU_FEATURES)
 """How many float32 a kernel computes with at once."""
 
 
+def processor_features() -> set[str]:
+    """What kernels may use, as +name, and what not, as -name; `NUMBA_CPU_FEATURES` can say less."""
+    return set(numba.config.CPU_FEATURES.split(","))
+
+
+def assembly(module: str) -> list[str]:
+    """The lines that LLVM writes for a `module` in its language, as kernels are compiled."""
+    initialize_llvm()
+    name, features = numba.config.CPU_NAME, numba.config.CPU_FEATURES
+    machine = binding.Target.from_default_triple().create_target_machine(
+        cpu=binding.get_host_cpu_name() if name is None else name, features=features, opt=2
+    )
+    return str(machine.emit_assembly(binding.parse_assembly(module))).splitlines()
+
+
 def for_stored(signature: str) -> tuple[str, str]:
     """The signature for each of `STORED_DTYPES`, in place of `STORED`."""
     return signature.replace("STORED", "float32"), signature.replace("STORED", "uint16")
@@ -60,10 +75,12 @@ def compiled(*signatures: str) -> Callable[[Callable[..., Any]], Callable[..., A
 
     Sums may be reordered, so that they can use vectors; the order is the same in every call. A
     division by zero is not looked for, which would keep a loop from using vectors. A kernel
-    releases the interpreter lock.
+    releases the interpreter lock. Without `signatures` the function stays Python's.
     """
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        if not signatures:
+            return function
         options = {
             "fastmath": {"reassoc", "contract", "nsz"},
             "error_model": "numpy",

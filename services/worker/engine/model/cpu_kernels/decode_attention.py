@@ -228,7 +228,10 @@ def _collect_in_pairs(weights, blocks, seen, following, output):  # type: ignore
                 )  # fmt: skip
 
 
-@compiled(f"void({_ROWS}, uint16[:, :, :, :, ::1], int64[::1], {_PLACE}, {_ROWS}, {_ROWS})")
+_IN_PAIRS = f"void({_ROWS}, uint16[:, :, :, :, ::1], int64[::1], {_PLACE}, {_ROWS}, {_ROWS})"
+
+
+@compiled(*((_IN_PAIRS,) if has_pair_products() else ()))
 def _attend_in_pairs(  # type: ignore[no-untyped-def]
     query, blocks, seen, begin, end, scaling, following, scores, output
 ):

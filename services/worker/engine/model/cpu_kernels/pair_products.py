@@ -6,13 +6,15 @@ values of two positions are interleaved in registers, as such pairs need it.
 """
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
-from numba.core.codegen import get_host_cpu_features
 from numba.extending import intrinsic
+
+from services.worker.engine.model.cpu_kernels.compiler import assembly
 
 LANES = 16
 """Positions that are scored at once."""
@@ -24,9 +26,23 @@ _WORDS = ir.VectorType(_WORD, LANES)
 _HALVES = ir.VectorType(ir.IntType(16), PAIRED)
 
 
+_ROUNDED = f"""
+define <{LANES} x bfloat> @rounded(<{LANES} x float> %sums) {{
+  %pairs = fptrunc <{LANES} x float> %sums to <{LANES} x bfloat>
+  ret <{LANES} x bfloat> %pairs
+}}
+"""
+
+
+@cache
 def has_pair_products() -> bool:
-    """Whether this processor has the instruction."""
-    return "+avx512bf16" in get_host_cpu_features().split(",")
+    """Whether LLVM has the instruction for this processor, in vectors of `LANES` float32.
+
+    What the processor says of itself is not enough: LLVM takes an instruction away together with
+    any that it builds on, and it ends the process where it must compile one that it lacks. So the
+    rounding that belongs to the same extension is compiled, which it can always do.
+    """
+    return any("vcvtneps2bf16" in line and "zmm" in line for line in assembly(_ROUNDED))
 
 
 class _BFloat16(ir.Type):

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from numba.core.codegen import get_host_cpu_features
 
 from services.worker.engine.memory.panels import PANEL, panels_of
 from services.worker.engine.model.cpu_kernels.brgemm import product, release
@@ -21,6 +20,7 @@ from services.worker.engine.model.cpu_kernels.compiler import (
     compiled,
     for_stored,
     narrow,
+    processor_features,
     stored_array,
 )
 from services.worker.engine.model.cpu_kernels.few_rows import multiply_few
@@ -32,9 +32,10 @@ _PRODUCTS = {
     torch.bfloat16: "_ZN2at6native7cpublas6brgemmEllllllbPKN3c108BFloat16ES5_Pfb",
 }
 _RELEASE = "_ZN2at6native7cpublas14brgemm_releaseEb"
+_VECTORS = {"+avx512f", "+avx512bw", "+avx512dq", "+avx512vl"}
 _FEATURES = {
-    torch.float32: ({"+avx512f", "+avx512bw", "+avx512dq", "+avx512vl"},),
-    torch.bfloat16: ({"+avx512bf16"}, {"+amx-bf16"}),
+    torch.float32: (_VECTORS,),
+    torch.bfloat16: (_VECTORS | {"+avx512bf16"}, _VECTORS | {"+amx-bf16"}),
 }
 """Instructions, all of one set, without which oneDNN has no such product, and ends the process."""
 
@@ -45,7 +46,7 @@ def panel_calls(dtype: torch.dtype) -> np.ndarray | None:
 
     None if processor or torch have none that is right.
     """
-    features = set(get_host_cpu_features().split(","))
+    features = processor_features()
     if not any(needed <= features for needed in _FEATURES.get(dtype, ())):
         return None
     library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"

@@ -1,5 +1,8 @@
 """Compiling kernels where no cache may be written, and which models they fit."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -7,9 +10,11 @@ import numba
 import pytest
 import torch
 from numba import njit
+from numba.core.codegen import get_host_cpu_features
 
 from services.worker.engine.model import cpu_kernels
 from services.worker.engine.model.cpu_kernels import compiler
+from services.worker.engine.model.cpu_kernels.cache import CACHE_VARIABLE
 
 
 @pytest.mark.parametrize(
@@ -83,3 +88,26 @@ def test_the_kernels_fit_one_thread_that_computes_in_float32(
 )
 def test_vectors_are_as_wide_as_the_processor_has_them(features: str, expected: str) -> None:
     assert compiler.wide_vectors(features) == expected
+
+
+@pytest.mark.parametrize("missing", ["avx512f", None])
+def test_a_processor_of_which_a_hypervisor_hides_instructions_compiles_all_kernels(
+    missing: str | None, tmp_path: Path
+) -> None:
+    """Hidden ones take along what builds on them; None: all are hidden but the oldest."""
+    features = "" if missing is None else get_host_cpu_features().replace(f"+{missing}", f"-{missing}")
+    done = subprocess.run(
+        [sys.executable, "-c", f"import {cpu_kernels.__name__}.layer_range"],
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(sys.path),
+            CACHE_VARIABLE: str(tmp_path / "kernels"),
+            "NUMBA_CPU_FEATURES": features,
+        }
+        | ({"NUMBA_CPU_NAME": "generic"} if missing is None else {}),
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr

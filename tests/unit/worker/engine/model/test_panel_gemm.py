@@ -56,11 +56,11 @@ def test_another_width_is_refused() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("features", ["+avx2,+fma", "+avx512f,+avx512bw", ""])
+@pytest.mark.parametrize("features", ["+avx2,+fma", "+avx512f,+avx512bw", "+avx512bf16,-avx512f", ""])
 def test_a_processor_without_the_instructions_is_not_tried(
     monkeypatch: pytest.MonkeyPatch, features: str, dtype: torch.dtype
 ) -> None:
-    monkeypatch.setattr(panel_gemm, "get_host_cpu_features", lambda: features)
+    monkeypatch.setattr(panel_gemm, "processor_features", lambda: set(features.split(",")))
     assert panel_gemm.panel_calls.__wrapped__(dtype) is None
 
 
