@@ -11,6 +11,7 @@ from services.core.cost.bubble import StageTime
 from services.core.cost.iteration_time import IterationTime
 from services.core.cost.iteration_tokens import IterationTokens
 from services.core.planner.events import EmitToken
+from services.core.prefix.dropped_prefixes import DroppedPrefixes
 from services.core.report import Load
 from services.worker.engine.grammar_check import GrammarCheck
 from services.worker.engine.loop import EngineLoop
@@ -28,7 +29,11 @@ def member_that(**does: Any) -> SimpleNamespace:
         "take_news": News,
         "configuration": None,
         "settled": True,
-        "state": SimpleNamespace(load=lambda: Load(0, 0, 0, 0), return_due_s=None),
+        "state": SimpleNamespace(
+            load=lambda: Load(0, 0, 0, 0),
+            return_due_s=None,
+            pool=SimpleNamespace(cache=SimpleNamespace(dropped=DroppedPrefixes())),
+        ),
         "stage": SimpleNamespace(runner=SimpleNamespace(parameter_bytes=0)),
         "pipeline_time": StageTime(),
         "iteration_time": IterationTime(),
