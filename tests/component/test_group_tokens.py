@@ -43,8 +43,6 @@ CHUNK_BYTES = 4096
 REQUESTS = 48
 EVENTS = 8
 CHANGES_MIN, CHANGE_TRIES = 2, 30
-WITHOUT_KV_BYTES = 5_745_664
-"""Parameters and staging of the tiny model."""
 GRAMMARS = ("[a-z]{3,12}( [0-9]{1,4}){0,3}", r'\{"k":"[a-f]{0,9}"(,"n":[0-9]{1,6}){1,4}\}')
 COMMON = 3
 """So many beginnings of prompts that requests share."""
@@ -54,13 +52,14 @@ OVER_UCX = 25
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> RunnerConfig:
+    """Its budget is what parameters and staging take; tests add memory for KV."""
     folder = tmp_path_factory.mktemp("models") / "llama"
     make_tiny_model(folder, "llama", layers=LAYERS, hidden=32, heads=2, kv_heads=1)
-    return RunnerConfig(
+    roomy = RunnerConfig(
         model_dir=folder,
         device="cpu",
         dtype=torch.float64,
-        budget_bytes=WITHOUT_KV_BYTES,
+        budget_bytes=1 << 24,
         block_size=4,
         chunk_bytes=CHUNK_BYTES,
         max_batch_tokens=64,
@@ -68,6 +67,11 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> RunnerConfig:
         max_model_len=512,
         threads=1,  # two test processes with two threads each would wait for one another
     )
+    runner = ModelRunner.load(roomy)
+    plan = runner.stage_memory.plan
+    runner.close()
+    parameter_bytes = plan.parameter_chunks * plan.chunk_bytes
+    return replace(roomy, budget_bytes=plan.staging_bytes + parameter_bytes)
 
 
 def random_request(rng: random.Random, number: int) -> Request:
