@@ -36,11 +36,12 @@ def root_hash(model: str, kv_dtype: str, salt: str) -> bytes:
 def tenant_salt(owner: str, cache_salt: str) -> str:
     """The salt of an owner's request, so that owners share nothing; "" is an owner without a key.
 
-    `cache_salt` is what the client asked for: it divides the prompts of one owner.
+    `cache_salt` is what the client asked for: it divides the prompts of one owner. Whatever it is,
+    it gives no salt of another owner.
     """
-    if not owner:
-        return cache_salt
-    return f"owner {_hash_of_texts(owner, cache_salt).hex()}"
+    if not owner and not cache_salt:
+        return ""
+    return _hash_of_texts(owner, cache_salt).hex()
 
 
 def block_hashes(parent: bytes, token_ids: Row[int], block_size: int) -> Iterator[bytes]:
