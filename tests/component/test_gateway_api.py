@@ -330,6 +330,8 @@ async def test_status_metrics_and_probes(case: Case) -> None:
         "kv_blocks_free": 50,
         "pipeline_busy_s": 7.5,
         "pipeline_bubble_s": 2.5,
+        "engine": "tideserve",
+        "can_merge": True,
         "host": "127.0.0.1",
         "block_size": 16,
     }

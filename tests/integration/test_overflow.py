@@ -57,9 +57,30 @@ async def ask(cluster: Cluster, number: int, **options: Any) -> Answer:
     )
 
 
-async def run_all(cluster: Cluster, at_once: int) -> list[Answer]:
-    jobs = [lambda number=number: ask(cluster, number) for number in range(STREAMS)]
-    return await gather_bounded(jobs, at_once)
+class Answering:
+    """How many streams have some of their answer and not all of it; `most` at a time."""
+
+    def __init__(self) -> None:
+        self.most = 0
+        self._now = 0
+
+    async def answer(self, cluster: Cluster, number: int) -> Answer:
+        async def note(chunks: int) -> None:
+            if chunks == 1:
+                self._now += 1
+                self.most = max(self.most, self._now)
+
+        try:
+            return await ask(cluster, number, on_chunk=note)
+        finally:
+            self._now -= 1
+
+
+async def run_all(cluster: Cluster, at_once: int) -> tuple[list[Answer], int]:
+    """The answers, and how many were under way at a time."""
+    answering = Answering()
+    jobs = [lambda number=number: answering.answer(cluster, number) for number in range(STREAMS)]
+    return await gather_bounded(jobs, at_once), answering.most
 
 
 def actions(cluster: Cluster) -> list[str]:
@@ -74,25 +95,14 @@ async def test_a_flood_of_three_times_the_kv_cache(
     demand = STREAMS * -(-(PROMPT_TOKENS + OUTPUT_TOKENS) // BLOCK_SIZE)
     assert demand >= 3 * blocks, f"{demand} blocks wanted, {blocks} there: no flood"
 
-    undisturbed += await run_all(cluster, at_once=AT_REST) if not undisturbed else []
+    if not undisturbed:
+        undisturbed += (await run_all(cluster, at_once=AT_REST))[0]
     assert cluster.kv_blocks("preemptions_total") == 0, "the reference run was disturbed"
-
-    most_running = 0
-
-    async def watch() -> None:
-        nonlocal most_running
-        while True:
-            status = await asyncio.to_thread(cluster.status)
-            most_running = max(most_running, sum(w["running"] for w in status["workers"]))
-            await asyncio.sleep(0.02)
-
-    watching = asyncio.create_task(watch())
-    flooded = await run_all(cluster, at_once=STREAMS)
-    watching.cancel()
+    flooded, most_answering = await run_all(cluster, at_once=STREAMS)
 
     assert [answer.completion_tokens for answer in flooded] == [OUTPUT_TOKENS] * STREAMS
     assert [answer.text for answer in flooded] == [answer.text for answer in undisturbed]
-    assert most_running > AT_REST  # of those that were seen, now and then
+    assert most_answering > AT_REST
     if policy == "recompute":
         assert cluster.kv_blocks("preemptions_total") > 0
         assert "merge" not in actions(cluster)

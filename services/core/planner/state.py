@@ -44,6 +44,7 @@ from services.core.planner.sequence_table import SequenceTable
 from services.core.planner.single import SinglePlanner
 from services.core.prefix.news import NO_NEWS
 from services.core.report import Load
+from services.core.request import blocks_for
 
 
 @dataclass(slots=True)
@@ -62,6 +63,7 @@ class PlannerState:
     _arrivals: int = 0
     _newest_s: float = float("-inf")
     _unheard: dict[int, tuple[str, ...]] = field(default_factory=dict)
+    _discarded: bool = False  # microbatches of this configuration
     _returns: Returns = field(default_factory=Returns)
 
     def __post_init__(self) -> None:
@@ -195,15 +197,25 @@ class PlannerState:
     def _end_configuration(self, _event: changes.ConfigurationEnded) -> list[Command]:
         assert not self.in_flight, "drain or discard the microbatches in flight first"
         for sequence in tuple(self.sequences.values()):
-            if sequence.blocks and not sequence.computed:
+            if sequence.blocks and (not sequence.computed or self._may_lack_a_block(sequence)):
                 self.sequence_table.preempt(sequence)
         self.sequence_table.drop_prefixes()
         return [BlocksFreed(self.sequence_table.take_released())]
+
+    def _may_lack_a_block(self, sequence: Sequence) -> bool:
+        """Whether it grew for a microbatch that was discarded, of which stages may not know.
+
+        Which of them have the block nobody could tell the next leader, so its KV is computed again.
+        """
+        decodes = sequence.remaining == 1
+        grown = sequence.blocks > blocks_for(sequence.computed, self.config.block_size)
+        return self._discarded and decodes and grown
 
     def _configure(self, event: changes.StagesConfigured) -> list[Command]:
         assert not self.in_flight, "drain or discard the microbatches in flight first"
         assert not self.sequence_table.released, "the stages that are left have not heard of these"
         self.sequence_table.configure(event.followers)
+        self._discarded = False
         if self.stages > 1:
             self._planner = PipelinePlanner(self.config, self.sequence_table, self.stages)
         else:
@@ -231,6 +243,7 @@ class PlannerState:
             plan.discard()
             self.sequence_table.release_again(self._unheard.pop(plan.number, ()))
         if self.stages > 1:
+            self._discarded = True
             self.sequence_table.prefixes.doubt(self.sequences.values())
             self.sequence_table.drop_prefixes()
 

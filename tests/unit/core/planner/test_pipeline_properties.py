@@ -504,3 +504,16 @@ def test_tokens_blocks_and_counts_agree_in_any_order(
     for operation, which, value in operations:
         world.apply(operation, which, value)
     world.come_to_rest()
+
+
+def test_a_block_that_stages_may_lack_is_not_counted_after_a_configuration() -> None:
+    """A sequence grew for a microbatch that was lost; its leader goes on with the same stage."""
+    world = World(BatchFormation.TOKEN_COUNT, None, 1)
+    arrivals = [("arrive", 0, 0)] * 4 + [("arrive", 0, 40), ("configure", 0, 1)]
+    flight = [("plan", 0, 0), ("step", 0, 0), ("finish", 0, 0), ("plan", 0, 0), ("discard", 0, 0)]
+    for operation, which, value in [*arrivals, *[("arrive", 0, 0)] * 9, *flight]:
+        world.apply(operation, which, value)
+    preemptions = world.groups[0].state.preemptions_total
+    world.apply("configure", 0, 2)
+    assert world.groups[0].state.preemptions_total > preemptions
+    world.come_to_rest()
