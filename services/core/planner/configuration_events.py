@@ -15,8 +15,9 @@ class ConfigurationEnded:
     """The present configuration ends; nothing is in flight. Answered by `BlocksFreed`.
 
     Blocks of sequences of which nothing has run are freed: only this leader knows of them. So are
-    those of a sequence that grew for a microbatch that was discarded. All prefixes are forgotten, since other layers follow. From here on the table says how many own
-    blocks are in use, and another leader may be told.
+    those of a sequence that grew for a microbatch that was discarded. All prefixes are forgotten,
+    since other layers follow. From here on the table says how many own blocks are in use, and
+    another leader may be told.
     """
 
 

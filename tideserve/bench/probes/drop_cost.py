@@ -3,23 +3,18 @@
 It is no scenario, since nothing is served: two probes measure in processes of their own.
 """
 
-import json
-import subprocess
-import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
 from psutil import virtual_memory
 
-from tideserve.bench.client_process import python_environment
 from tideserve.bench.errors import SystemUnavailable
+from tideserve.bench.probes.probe import Probe, run_probe
 from tideserve.bench.systems.system import Deployment, Say
 
 NAME = "drop"
 MEMORY = "1GiB"
-TIMEOUT_S = 240.0
 GIB = 1 << 30
 MEMORY_PART, LAYOUT_PART, LANES_PART = "memory", "layout", "lanes"
 LAYOUT_GIB_MAX = 30
@@ -31,16 +26,6 @@ KINDS = {
     "coordinated": "beside bulk that stands aside",
     "uncoordinated": "beside bulk that does not",
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Probe:
-    """A module that measures and prints one JSON object, and its arguments."""
-
-    part: str
-    title: str
-    module: str
-    arguments: tuple[str, ...]
 
 
 def probes(deployment: Deployment, quick: bool) -> tuple[Probe, ...]:
@@ -80,32 +65,10 @@ def measure(wanted: Sequence[Probe], say: Say) -> dict[str, Any]:
     for probe in wanted:
         say(probe.title)
         try:
-            found[probe.part] = _run(probe)
+            found[probe.part] = run_probe(probe)
         except SystemUnavailable as error:
             found["unavailable"][probe.part] = str(error)
     return found
-
-
-def _run(probe: Probe) -> Any:
-    try:
-        done = subprocess.run(
-            [sys.executable, "-m", probe.module, *probe.arguments],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=TIMEOUT_S,
-            env=python_environment(),
-            check=False,
-        )
-    except subprocess.TimeoutExpired as error:
-        raise SystemUnavailable(f"{probe.title} took more than {TIMEOUT_S:.0f} s") from error
-    if done.returncode != 0:
-        last = done.stderr.strip().splitlines()[-1:] or ["it said nothing"]
-        raise SystemUnavailable(f"{probe.title} ended with {done.returncode}: {last[0]}")
-    try:
-        return json.loads(done.stdout)
-    except ValueError as error:
-        raise SystemUnavailable(f"{probe.title} printed no figures") from error
 
 
 def rows(result: Mapping[str, Any]) -> list[tuple[str, str]]:

@@ -36,9 +36,19 @@ def panel_shape(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[int, ...]:
     return shape[0] // PANEL, shape[1] // beside, PANEL, beside
 
 
+def in_panels(weight: torch.Tensor) -> bool:
+    """Whether a weight lies in panels, or else row-major."""
+    return weight.dim() == 4
+
+
 def outputs_of(weight: torch.Tensor) -> int:
     """How many outputs a weight has, in panels or not."""
-    return weight.shape[0] * (PANEL if weight.dim() == 4 else 1)
+    return weight.shape[0] * (PANEL if in_panels(weight) else 1)
+
+
+def inputs_of(weight: torch.Tensor) -> int:
+    """How many inputs a weight has, in panels or not."""
+    return weight.numel() // outputs_of(weight)
 
 
 def panels_of(weight: torch.Tensor) -> torch.Tensor:

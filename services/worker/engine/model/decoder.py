@@ -15,7 +15,7 @@ from torch.nn import functional
 from services.core.groups.slab_names import EMBEDDING, HEAD, NORM, layer_name
 from services.worker.engine.memory.kv_range import KvRange
 from services.worker.engine.memory.layer_slab import LayerSlab, SlabLayout
-from services.worker.engine.memory.panels import fits, rows_of
+from services.worker.engine.memory.panels import fits, in_panels, rows_of
 from services.worker.engine.model.attention.paged import AttentionMetadata, PagedAttention
 from services.worker.engine.model.fused_layer import fused_layer, joined_layers
 from services.worker.engine.model.linear import Float32RmsNorm, SlabLinear, UpcastScratch
@@ -149,7 +149,7 @@ class Decoder:
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """[tokens] → [tokens, hidden] in the compute dtype."""
         self._slabs[EMBEDDING].check_resident()
-        if self._embedding.dim() == 4:
+        if in_panels(self._embedding):
             return rows_of(self._embedding, token_ids).to(self._compute_dtype)
         return functional.embedding(token_ids, self._embedding).to(self._compute_dtype)
 

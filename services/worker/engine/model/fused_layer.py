@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from services.worker.engine.memory.kv_range import KvRange
-from services.worker.engine.memory.panels import outputs_of
+from services.worker.engine.memory.panels import in_panels, outputs_of
 from services.worker.engine.model.config import ModelConfig
 
 if TYPE_CHECKING:
@@ -120,7 +120,7 @@ def joined_layers(
 
 def _kernel_of(weights: "LayerWeights") -> "type[LayerKernel]":
     """What computes such weights, which all lie in panels or none does."""
-    if weights.query.dim() == 4:
+    if in_panels(weights.query):
         from services.worker.engine.model.cpu_kernels.panel_layer import PanelLayerKernel
 
         return PanelLayerKernel

@@ -15,6 +15,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from services.worker.engine.memory.panels import in_panels
+
 if TYPE_CHECKING:
     from services.worker.engine.model.cpu_kernels.panel_gemm import PanelProduct
     from services.worker.engine.model.cpu_kernels.skinny_gemm import SkinnyProduct
@@ -106,7 +108,7 @@ class Float32RmsNorm(nn.Module):
 
 
 def _compiled_product(weight: torch.Tensor) -> "SkinnyProduct | PanelProduct":
-    if weight.dim() == 4:
+    if in_panels(weight):
         from services.worker.engine.model.cpu_kernels.panel_gemm import PanelProduct
 
         return PanelProduct(weight)

@@ -9,11 +9,11 @@ from tideserve.bench.probes.drop_cost import (
     LAYOUT_GIB_MAX,
     LAYOUT_PART,
     MEMORY_PART,
-    Probe,
     measure,
     probes,
     rows,
 )
+from tideserve.bench.probes.probe import Probe
 from tideserve.bench.systems.system import Deployment
 
 MODULE = """

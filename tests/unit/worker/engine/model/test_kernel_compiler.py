@@ -95,7 +95,8 @@ def test_a_processor_of_which_a_hypervisor_hides_instructions_compiles_all_kerne
     missing: str | None, tmp_path: Path
 ) -> None:
     """Hidden ones take along what builds on them; None: all are hidden but the oldest."""
-    features = "" if missing is None else get_host_cpu_features().replace(f"+{missing}", f"-{missing}")
+    every = get_host_cpu_features()
+    features = "" if missing is None else every.replace(f"+{missing}", f"-{missing}")
     done = subprocess.run(
         [sys.executable, "-c", f"import {cpu_kernels.__name__}.layer_range"],
         env={

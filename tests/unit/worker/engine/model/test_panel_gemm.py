@@ -56,7 +56,9 @@ def test_another_width_is_refused() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("features", ["+avx2,+fma", "+avx512f,+avx512bw", "+avx512bf16,-avx512f", ""])
+@pytest.mark.parametrize(
+    "features", ["+avx2,+fma", "+avx512f,+avx512bw", "+avx512bf16,-avx512f", ""]
+)
 def test_a_processor_without_the_instructions_is_not_tried(
     monkeypatch: pytest.MonkeyPatch, features: str, dtype: torch.dtype
 ) -> None:
