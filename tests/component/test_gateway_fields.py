@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from services.common.etcd import Store
+from services.core.prefix.block_hash import tenant_salt
 from services.core.service import Service, ServiceClass
 from services.gateway.api.chat import ChatRequest
 from services.gateway.api.parameters import CHAT
@@ -99,7 +100,7 @@ async def test_all_of_sampling_reaches_the_worker(case: Case) -> None:
         allowed_token_ids=[4, 9],
     )
     assert start.logprobs == worker_pb2.LogprobOptions(output_top=4, prompt_top=2)
-    assert start.cache_salt == "salt"
+    assert start.cache_salt == tenant_salt("", "salt")
     to_request(start, VOCABULARY, max_model_len=256, now_s=0.0)
 
 
