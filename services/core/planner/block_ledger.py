@@ -52,10 +52,14 @@ class BlockLedger:
         self.used = [follower.used_blocks for follower in followers]
         self.promised = [0] * (1 + len(followers))
 
-    def set_capacity(self, stage: int, blocks: int) -> None:
-        """Stage `stage` ≥ 1 has `blocks` blocks from now on."""
+    def capacity_of(self, stage: int) -> int:
+        """The blocks of stage `stage` ≥ 1. Raises ValueError for another one."""
         if not 1 <= stage < self.stages:
             raise ValueError(f"stage {stage} is none of the followers' (1 to {self.stages - 1})")
+        return self.capacity[stage - 1]
+
+    def set_capacity(self, stage: int, blocks: int) -> None:
+        """Stage `stage` ≥ 1, which there is, has `blocks` blocks from now on."""
         self.capacity[stage - 1] = blocks
 
     def credit(self, stage: int, blocks: int) -> None:

@@ -9,8 +9,9 @@ In a larger group the leader decides for all stages: which blocks get names, whi
 forgotten, and which a sequence begins with. Every stage follows in the order of microbatches
 (`PrefixNews`), so that each has the KV of the same prefixes, in blocks of its own. A leader counts
 blocks at other stages once for each request, and cached ones beside them, so they have room for
-what it plans however they share. Nothing is named or looked for while KV moves between stages, and
-all names are forgotten when layers change hands.
+what it plans however they share. Nothing is named or looked for while KV moves between stages or a
+stage has announced fewer blocks: then it forgets what was in those by itself. All names are
+forgotten when layers change hands.
 """
 
 from collections.abc import Iterable
@@ -32,6 +33,7 @@ class PrefixCache:
 
     `queries_total` counts the prompt tokens of requests that have started since the beginning,
     `hits_total` those whose KV was there; what starts again after a preemption is not counted.
+    `shrinking` are the stages ≥ 1 that have announced fewer blocks.
     """
 
     block_size: int
@@ -40,12 +42,19 @@ class PrefixCache:
     enabled: bool = False
     queries_total: int = 0
     hits_total: int = 0
+    shrinking: set[int] = field(default_factory=set)
     _draft: NewsDraft = field(default_factory=NewsDraft)
 
     @property
     def on(self) -> bool:
         """Whether prefixes are looked for and named now."""
-        return self.enabled and (self._single or not any(self.ledger.promised))
+        return self.enabled and (self._single or not self._blocks_move)
+
+    @property
+    def _blocks_move(self) -> bool:
+        """Whether KV moves between stages, or a stage empties blocks that it will not have."""
+        pool = self.table.pool
+        return any(self.ledger.promised) or bool(self.shrinking) or pool.usable < pool.num_blocks
 
     @property
     def _single(self) -> bool:
@@ -58,6 +67,7 @@ class PrefixCache:
     def configure(self) -> None:
         """Other stages follow: they have forgotten all names by themselves."""
         self._draft = NewsDraft()
+        self.shrinking.clear()
 
     def find(self, sequence: Sequence) -> tuple[int, ...]:
         """The blocks with the KV of the first tokens of a sequence, of all but the last at most.

@@ -210,6 +210,16 @@ class SequenceTable:
             if sequence.absent and sequence.phase is Phase.RUNNING:
                 self.hold(sequence)
 
+    def set_capacity(self, stage: int, blocks: int) -> None:
+        """Stage `stage` ≥ 1 has `blocks` blocks; one that has fewer forgets prefixes by itself."""
+        had = self.ledger.capacity_of(stage)
+        self.ledger.set_capacity(stage, blocks)
+        if blocks < had:
+            self.drop_prefixes()
+            self.prefixes.shrinking.add(stage)
+        elif blocks > had:
+            self.prefixes.shrinking.discard(stage)
+
     def drop_prefixes(self) -> None:
         """Forget all prefixes. A sequence that no stage knows with its prefix starts again."""
         for sequence in [one for one in self.sequences.values() if one.has_untold_hits]:

@@ -226,7 +226,7 @@ class PlannerState:
         ledger = self.sequence_table.ledger
         match event:
             case changes.CapacityReported():
-                ledger.set_capacity(event.stage, event.blocks)
+                self.sequence_table.set_capacity(event.stage, event.blocks)
             case changes.BlocksCredited():
                 ledger.credit(event.stage, event.blocks)
             case changes.ReleasedTaken():

@@ -14,12 +14,14 @@ OPERATIONS = ("start", "start", "prepare", "commit", "commit", "turns", "turns",
 FAULTS = ("lose", "jump")
 ONCE_WRONG = (96, 408, 1433, 1670, 2656, 4426)
 """Runs that found a defect of the machine or of the planner."""
+LONG_STEPS, ONCE_WRONG_CACHED = 80, (10876,)
+"""The same of longer runs with prefixes in the cache."""
 
 
-def explore(seed: int, prefixes: bool = False) -> World:
+def explore(seed: int, prefixes: bool = False, steps: int = STEPS, **options: int) -> World:
     """A run by chance."""
-    world = World(seed, prefixes=prefixes)
-    for _ in range(STEPS):
+    world = World(seed, prefixes=prefixes, **options)
+    for _ in range(steps):
         world.step()
     world.settle()
     return world
@@ -40,6 +42,8 @@ def test_so_it_is_with_prefixes_in_the_cache() -> None:
     loads = [member.planner.load() for world in worlds for member in world.members.values()]
     assert sum(load.preemptions_total for load in loads) > CACHED_RUNS
     assert sum(load.prefix_hits_total for load in loads) > CACHED_RUNS
+    for seed in ONCE_WRONG_CACHED:
+        explore(seed, True, LONG_STEPS, losses=0)
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ from services.core.planner.block_table import StageTable
 from services.core.planner.config import IterationConfig
 from services.core.planner.configuration_events import (
     BlocksAdopted,
+    CapacityReported,
     ConfigurationEnded,
     FlightDiscarded,
     PoolLimited,
@@ -124,6 +125,25 @@ def test_a_capacity_that_shrinks_ends_all_names_at_every_stage() -> None:
     assert pair.run("c", PROMPT) == 2
     pair.leader.handle(PoolLimited(8))
     assert pair.run("d", PROMPT) == 18
+
+
+def test_nothing_is_cached_until_a_stage_has_all_its_blocks_again() -> None:
+    """It forgets what lies in the blocks that it empties, and the leader cannot know which."""
+    pair = Pair()
+    pair.run("a", PROMPT)
+    pair.ask("high", PROMPT[:9], 4)
+    pair.step()
+    pair.leader.handle(CapacityReported(1, 7))
+    pair.leader.handle(ReleasedTaken())
+    pair.follower.pool.limit(7)
+    while pair.step():
+        pass
+    assert pair.run("b", PROMPT) == 18
+    assert pair.run("c", PROMPT) == 18
+    pair.leader.handle(CapacityReported(1, BLOCKS - 2))
+    pair.follower.pool.limit(BLOCKS - 2)
+    assert pair.run("d", PROMPT) == 18
+    assert pair.run("e", PROMPT) == 2
 
 
 def test_nothing_is_shared_while_kv_moves() -> None:
