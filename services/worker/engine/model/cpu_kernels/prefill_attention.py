@@ -16,11 +16,10 @@ from services.worker.engine.model.cpu_kernels.brgemm import product
 from services.worker.engine.model.cpu_kernels.compiler import (
     compiled,
     for_stored,
-    larger,
-    narrow,
 )
 from services.worker.engine.model.cpu_kernels.exponential import exponential
 from services.worker.engine.model.cpu_kernels.panel_gemm import narrow_rows
+from services.worker.engine.model.cpu_kernels.softmax_row import weigh_row
 
 KEYS = 64
 """Positions of a tile, a multiple of the positions whose values a product takes together."""
@@ -84,40 +83,37 @@ def _pack_values(blocks, table, kv_head, first, count, packed):  # type: ignore[
 
 @compiled(
     *for_stored(
-        "void(float32[::1], int64, int64, float32, float32[::1], STORED[::1], float32[::1])"
+        "void(float32[:, ::1], int64, int64, int64, float32, float32[:, :, ::1], int64, int64,"
+        " STORED[:, ::1], float32[:, :, ::1])"
     )
 )
-def _weigh(scores, begin, end, scaling, state, weights, attended):  # type: ignore[no-untyped-def]
-    """Turn `scores` [KEYS] of a row into `weights`; those before `begin` or from `end` on are 0.
+def _weigh_tile(  # type: ignore[no-untyped-def]
+    scores, count, distance, window, scaling, states, head, first_row, weights, output
+):
+    """Turn the first `count` rows of `scores` into `weights`, 0 for a position that a row misses.
 
-    `state`: the highest score of the row, and the sum of its weights. What it has `attended` so far
-    shrinks if a higher score comes.
+    `states` [head, row]: the highest score of a row, and the sum of its weights. What the row has
+    attended to so far, in `output`, shrinks if a higher score comes.
     """
-    highest = state[0]
-    peak, total = highest, float32(0)
-    if begin == 0 and end == KEYS:
-        for k in range(len(scores)):  # with a length that it knows, LLVM uses no vectors
-            peak = larger(peak, scores[k])
-        for k in range(KEYS):
-            weight = exponential((scores[k] - peak) * scaling)
-            total += weight
-            weights[k] = narrow(weight, weights)
-    else:
-        for k in range(begin, end):
-            peak = larger(peak, scores[k])
-        for k in range(KEYS):
-            seen = begin <= k and k < end
-            weight = exponential((scores[k] - peak) * scaling) if seen else float32(0)
-            total += weight
-            weights[k] = narrow(weight, weights)
-    if peak > highest:
-        shrink = exponential((highest - peak) * scaling)
-        state[0] = peak
-        state[1] = state[1] * shrink + total
-        for k in range(len(attended)):
-            attended[k] *= shrink
-    else:
-        state[1] += total
+    size = output.shape[2]
+    for m in range(count):
+        end = distance + m + 1
+        begin = max(0, end - window) if window else 0
+        end = min(KEYS, end)
+        if begin >= end:
+            weights[m] = 0
+            continue
+        row = first_row + m
+        highest = states[head, row, 0]
+        peak, total = weigh_row(scores, m, KEYS, begin, end, highest, scaling, weights)
+        if peak > highest:
+            shrink = exponential((highest - peak) * scaling)
+            states[head, row, 0] = peak
+            states[head, row, 1] = states[head, row, 1] * shrink + total
+            for k in range(size):
+                output[row, head, k] *= shrink
+        else:
+            states[head, row, 1] += total
 
 
 @compiled(
@@ -139,16 +135,7 @@ def _attend_tile(  # type: ignore[no-untyped-def]
     product(
         calls[0], count, KEYS, size, heads * size, KEYS, KEYS, 0, inputs, at, keys, 0, scores, 0
     )
-    for m in range(count):
-        end = distance + m + 1
-        begin = max(0, end - window) if window else 0
-        end = min(KEYS, end)
-        row = first_row + m
-        if begin < end:
-            attended, state = output[row, head], states[head, row]
-            _weigh(scores[m], begin, end, scaling, state, weights[m], attended)
-        else:
-            weights[m] = 0
+    _weigh_tile(scores, count, distance, window, scaling, states, head, first_row, weights, output)
     for panel in range(len(values)):
         column = panel * PANEL
         product(
