@@ -1,0 +1,44 @@
+"""Weights of a row of scores, beside torch's softmax."""
+
+import numpy as np
+import pytest
+import torch
+from numba import njit
+
+from services.worker.engine.model.cpu_kernels.softmax_row import weigh_row
+
+KEYS = 64
+
+
+@njit
+def weigh(scores, row, begin, end, highest, weights):  # type: ignore[no-untyped-def]
+    return weigh_row(scores, row, KEYS, begin, end, highest, np.float32(0.125), weights)
+
+
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("begin", "end"), [(0, 64), (0, 1), (63, 64), (5, 41), (16, 48)])
+@pytest.mark.parametrize("highest", [float("-inf"), 40.0])
+def test_weights_are_those_of_the_softmax(
+    stored: torch.dtype, begin: int, end: int, highest: float
+) -> None:
+    torch.manual_seed(begin + end)
+    scores = 8 * torch.randn(3, KEYS)
+    weights = torch.full((3, KEYS), 7.0, dtype=stored)
+    array = weights.numpy() if stored == torch.float32 else weights.view(torch.uint16).numpy()
+    peak, total = weigh(scores.numpy(), 1, begin, end, np.float32(highest), array)
+    wanted = torch.zeros(KEYS)
+    assert peak == max(highest, scores[1, begin:end].max())
+    wanted[begin:end] = ((scores[1, begin:end] - peak) * 0.125).exp()
+    assert total == pytest.approx(float(wanted.sum()), rel=1e-5)
+    torch.testing.assert_close(weights[1].float(), wanted.to(stored).float(), rtol=8e-3, atol=1e-6)
+    if stored == torch.float32:
+        torch.testing.assert_close(weights[1], wanted, rtol=1e-5, atol=0)
+    assert not weights[1, :begin].any() and not weights[1, end:].any()
+    assert (weights[[0, 2]] == 7.0).all()
+
+
+def test_the_least_weight_is_no_error() -> None:
+    scores = torch.tensor([[0.0, -1e30] + [-2e5] * (KEYS - 2)])
+    weights = torch.zeros(1, KEYS)
+    peak, total = weigh(scores.numpy(), 0, 0, KEYS, np.float32(-np.inf), weights.numpy())
+    assert (peak, total) == (0.0, 1.0) and float(weights.sum()) == pytest.approx(1.0)
