@@ -25,7 +25,10 @@ def fit(device: torch.device, storage_dtype: torch.dtype, compute_dtype: torch.d
 
 
 def has_panel_product(storage_dtype: torch.dtype) -> bool:
-    """Whether products with weights in panels are faster here; the kernels fit."""
+    """Whether this processor and torch have a product for weights in panels, one that is right.
+
+    It is not timed; ask only where the kernels `fit`.
+    """
     from services.worker.engine.model.cpu_kernels.panel_gemm import panel_calls
 
     return panel_calls(storage_dtype) is not None

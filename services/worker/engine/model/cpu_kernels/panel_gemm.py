@@ -42,9 +42,10 @@ _FEATURES = {
 
 @cache
 def panel_calls(dtype: torch.dtype) -> np.ndarray | None:
-    """Where the product of a dtype is, and what ends its use of matrix registers (int64 [2]).
+    """The addresses (int64 [2]) of the product of a dtype, and of the call that releases AMX tiles.
 
-    None if processor or torch have none that is right.
+    None if the processor lacks the instructions, if torch lacks the product, or if a trial product
+    is wrong.
     """
     features = processor_features()
     if not any(needed <= features for needed in _FEATURES.get(dtype, ())):
