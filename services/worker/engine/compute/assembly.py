@@ -1,5 +1,6 @@
 """Loads a model: divides the memory budget, fills the stage's memory, builds the decoder."""
 
+import logging
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -31,6 +32,8 @@ SCRATCH_BYTES = 8 << 20
 SAMPLER_ROWS = 5
 """Rows of logits that would take as much memory as the sampler: scratch, and a copy of a row."""
 
+log = logging.getLogger(__name__)
+
 
 class LoadedModel(NamedTuple):
     """The parts of a model in memory; its arena belongs to `stage_memory`."""
@@ -52,8 +55,10 @@ def load_model(config: RunnerConfig) -> LoadedModel:
     model_config = load_config(config.model_dir)
     geometry = _limited(geometry_of(model_config, config.dtype), config.max_model_len)
     skeleton = Skeleton(model_config)
-    compiled = cpu_kernels.fit(device, config.dtype, compute_dtype(device, config.dtype))
+    compute = compute_dtype(device, config.dtype)
+    compiled = cpu_kernels.fit(device, config.dtype, compute)
     panels = compiled and cpu_kernels.has_panel_product(config.dtype)
+    log.info("products: %s", products_text(config.dtype, compute, compiled=compiled, panels=panels))
     layouts = slab_layouts(skeleton, config.dtype, panels=panels)
     block_shape = KvBlockShape(
         config.block_size, geometry.num_kv_heads, geometry.head_dim, config.dtype
@@ -77,6 +82,17 @@ def load_model(config: RunnerConfig) -> LoadedModel:
         decoder = _build_decoder(config, skeleton, geometry, stage_memory)
         stack.pop_all()
     return LoadedModel(geometry, stage_memory, decoder)
+
+
+def products_text(
+    storage: torch.dtype, compute: torch.dtype, *, compiled: bool, panels: bool
+) -> str:
+    """Which products an engine computes, for its log."""
+    if panels:
+        return cpu_kernels.describe_panel_product(storage)
+    stored, computed = (str(dtype).removeprefix("torch.") for dtype in (storage, compute))
+    kernels = "" if compiled else f", by torch alone (threads: {torch.get_num_threads()})"
+    return f"row-major weights in {stored}, {computed} products{kernels}"
 
 
 def staging_bytes(config: RunnerConfig, geometry: ModelGeometry) -> int:

@@ -32,3 +32,11 @@ def has_panel_product(storage_dtype: torch.dtype) -> bool:
     from services.worker.engine.model.cpu_kernels.panel_gemm import panel_calls
 
     return panel_calls(storage_dtype) is not None
+
+
+def describe_panel_product(storage_dtype: torch.dtype) -> str:
+    """The product that `has_panel_product` has found, for logs."""
+    from services.worker.engine.model.cpu_kernels.panel_gemm import product_instructions
+
+    dtype = str(storage_dtype).removeprefix("torch.")
+    return f"{dtype} panels ({', '.join(product_instructions(storage_dtype))})"

@@ -38,6 +38,8 @@ _FEATURES = {
     torch.bfloat16: (_VECTORS | {"+avx512bf16"}, _VECTORS | {"+amx-bf16"}),
 }
 """Instructions, all of one set, without which oneDNN has no such product, and ends the process."""
+_NAMES = {"+avx512f": "avx512f", "+avx512bf16": "avx512_bf16", "+amx-bf16": "amx_bf16"}
+"""Instructions that multiply, by the names that /proc/cpuinfo has for them."""
 
 
 @cache
@@ -58,6 +60,14 @@ def panel_calls(dtype: torch.dtype) -> np.ndarray | None:
         return None
     calls = np.array([ctypes.cast(one, ctypes.c_void_p).value for one in found], np.int64)
     return calls if _is_right(calls, dtype) else None
+
+
+def product_instructions(dtype: torch.dtype) -> list[str]:
+    """The instructions of this processor that can multiply a dtype, as /proc/cpuinfo names them."""
+    features = processor_features()
+    usable = [needed for needed in _FEATURES.get(dtype, ()) if needed <= features]
+    own = [sorted(needed - _VECTORS) or ["+avx512f"] for needed in usable]
+    return [_NAMES[one] for names in own for one in names]
 
 
 @compiled(*for_stored("void(float32[:, ::1], STORED[:, ::1])"))
