@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 
+from services.core.groups.slab_names import layer_name
 from services.worker.engine.compute.runner_config import LOGIT_ROWS, RunnerConfig, compute_dtype
 from services.worker.engine.memory.budget import MemoryDemand, MemoryPlan, plan_memory
 from services.worker.engine.memory.kv_range import KvBlockShape
@@ -58,8 +59,10 @@ def load_model(config: RunnerConfig) -> LoadedModel:
     compute = compute_dtype(device, config.dtype)
     compiled = cpu_kernels.fit(device, config.dtype, compute)
     panels = compiled and cpu_kernels.has_panel_product(config.dtype)
-    log.info("products: %s", products_text(config.dtype, compute, compiled=compiled, panels=panels))
     layouts = slab_layouts(skeleton, config.dtype, panels=panels)
+    # Weights of a shape that does not fit are row-major all the same.
+    panels = bool(layouts[layer_name(0)].tag)
+    log.info("products: %s", products_text(config.dtype, compute, compiled=compiled, panels=panels))
     block_shape = KvBlockShape(
         config.block_size, geometry.num_kv_heads, geometry.head_dim, config.dtype
     )
@@ -87,7 +90,10 @@ def load_model(config: RunnerConfig) -> LoadedModel:
 def products_text(
     storage: torch.dtype, compute: torch.dtype, *, compiled: bool, panels: bool
 ) -> str:
-    """Which products an engine computes, for its log."""
+    """The products of a model's layers, for the log of an engine.
+
+    `compiled`: the kernels compute them; `panels`: with weights in panels.
+    """
     if panels:
         return cpu_kernels.describe_panel_product(storage)
     stored, computed = (str(dtype).removeprefix("torch.") for dtype in (storage, compute))
