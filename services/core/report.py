@@ -21,8 +21,8 @@ class Load:
     token came from here. `batch_running`, `batch_waiting` and `kv_blocks_batch` are what the class
     `batch` has of those; nothing decides by them so far. Cached blocks are free ones.
     `prefill_tokens` are to be computed before the next outputs of those that do not decode.
-    `prefix_queries_total` are the prompt tokens of requests that began with a look into the cache
-    of prefixes, `prefix_hits_total` those that were there.
+    `prefix_queries_total` are the prompt tokens of requests looked up in the prefix cache when
+    they started, `prefix_hits_total` those that were found.
     """
 
     running: int

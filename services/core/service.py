@@ -18,10 +18,11 @@ class ServiceClass(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """Class, targets in seconds from the arrival at the gateway (None: no promise), and tenant.
+    """A request's class, its targets in seconds from the arrival at the gateway, and its tenant.
 
-    `tpot_s` holds on average over `token_group` tokens; a smaller `rank` is earlier within the
-    class. So far all of it is carried along and changes nothing.
+    A target of None promises nothing. `tpot_s` holds on average over `token_group` tokens; a
+    smaller `rank` is earlier within the class. Every message carries these fields; no decision
+    depends on them yet.
     """
 
     service_class: ServiceClass = ServiceClass.STANDARD

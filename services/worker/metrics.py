@@ -59,7 +59,7 @@ class WorkerCollector(Collector):
         }
         counters = {
             "vllm:num_preemptions": (
-                "Times that a request lost its KV blocks and was computed again.",
+                "Preemptions: a request lost its KV blocks, and was computed again.",
                 load.preemptions_total,
             ),
             "vllm:prompt_tokens": (
@@ -68,11 +68,11 @@ class WorkerCollector(Collector):
             ),
             "vllm:generation_tokens": ("Tokens generated.", self._engine.generated_tokens),
             "vllm:prefix_cache_queries": (
-                "Prompt tokens that were looked for in the cache of prefixes.",
+                "Prompt tokens looked up in the prefix cache.",
                 load.prefix_queries_total,
             ),
             "vllm:prefix_cache_hits": (
-                "Prompt tokens that were there, and were not computed again.",
+                "Prompt tokens found in the prefix cache (hits), which were not computed again.",
                 load.prefix_hits_total,
             ),
         }

@@ -19,7 +19,7 @@ async def test_drop_and_restore(
         assert (one.engine.held, two.engine.held) == ({0, 1}, {2, 3})
         told = capsys.readouterr().out
         assert "group-w0, group-w1 merge: room for 8,200 tokens of KV instead of 3,200" in told
-        assert "w0 for layers 0 to 1, w1 for layers 2 to 3 get ready" in told
+        assert "w0 (layers 0-1) and w1 (layers 2-3) prepare; serving continues" in told
         assert "stable: all members serve epoch" in told
         await asyncio.to_thread(restore, url, None, "group-w0")
         assert (one.engine.held, two.engine.held) == ({0, 1, 2, 3}, {0, 1, 2, 3})

@@ -24,7 +24,7 @@ DETAILS = "grpc-status-details-bin"
 
 
 class GrpcDoor:
-    """One gateway and the connection to it. Counterpart of `event_stream.Server`."""
+    """One gateway and the connection to it. Counterpart of `event_stream.OpenAIServer`."""
 
     def __init__(self, url: str, api_key: str | None) -> None:
         """`url`: grpc://host:port."""
@@ -76,7 +76,7 @@ class GrpcDoor:
 
 
 def completion_request(model: str, request: PlannedRequest) -> pb.StreamCompleteRequest:
-    """What `client.completion_body` asks over HTTP."""
+    """The message of a request; `event_stream.completion_body` asks the same over HTTP."""
     completion = pb.CompleteRequest(
         model=model,
         prompts=[pb.Prompt(token_ids=pb.TokenIds(ids=request.prompt_ids))],

@@ -23,12 +23,13 @@ from services.common.config import (
     mapping,
     number,
     option,
+    read_yaml,
 )
 from services.common.device_profile import load_profile, split_slowdown
 from services.common.errors import ConfigError
 from services.common.reference import default_text as default_text_of
 from services.common.service_config import ServiceConfig
-from services.common.settings import given_in_file
+from services.common.settings import given_in_mapping
 from services.core.engine_kind import EngineKind
 from services.gateway.config import GatewayConfig
 from services.memmgr.config import MemmgrConfig
@@ -209,7 +210,7 @@ def read_options(path: Path | None, flags: Mapping[str, Any]) -> ClusterOptions:
     Raises:
         ConfigError: one sentence about the first key or value that cannot be used.
     """
-    given = {} if path is None else given_in_file(ClusterOptions, path)
+    given = {} if path is None else _given_in(path)
     check_keys(flags, field_names(ClusterOptions), COMMAND_LINE)
     given |= {key: Given(v, COMMAND_LINE) for key, v in flags.items() if v is not None}
     options = build(ClusterOptions, given, lambda key: f"missing in {path or COMMAND_LINE}")
@@ -224,6 +225,30 @@ def read_options(path: Path | None, flags: Mapping[str, Any]) -> ClusterOptions:
         _check_section(getattr(options, section), section, path)
     _check_device(str(options.worker.get("device", options.device)), options.engine_kind)
     return options
+
+
+def _given_in(path: Path) -> dict[str, Given]:
+    """The options in the file at `path`. Raises ConfigError."""
+    data = read_yaml(path)
+    for key in data:
+        sections = _sections_with(key)
+        if sections:
+            raise ConfigError(
+                f"unknown configuration key '{key}' in {path}; it is a key of section"
+                f" {' or '.join(map(repr, sections))}: write `{sections[0]}: {{{key}: …}}`"
+            )
+    return given_in_mapping(ClusterOptions, data, str(path))
+
+
+def _sections_with(key: str) -> list[str]:
+    """The sections that have a key, if it is no option of the cluster by this or another name."""
+    options = dataclasses.fields(ClusterOptions)
+    named = {one.metadata.get("passed_to", (None, ""))[1] for one in options}
+    if key in named | SETTLED_KEYS | {one.name for one in options}:
+        return []
+    if key in field_names(ServiceConfig):
+        return [SERVICES]
+    return [name for name, config in CONFIGS.items() if key in field_names(config)]
 
 
 def profile_name(name_or_path: str) -> str:

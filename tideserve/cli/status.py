@@ -66,7 +66,7 @@ def read_status(url: str, key: str | None, timeout_s: float = 10.0) -> dict[str,
 
 def _print_decisions(console: Console, status: Mapping[str, Any]) -> None:
     console.print("[bold]Decisions about memory[/] [dim](tokens of KV cache, newest last)[/]")
-    for line in decision_lines(status) or ["none yet: no demand above the room for it"]:
+    for line in decision_lines(status) or ["none yet: demand has not exceeded the KV cache"]:
         console.print(f"  {escape(line)}", soft_wrap=True)
 
 
@@ -101,6 +101,9 @@ def workers_table(status: Mapping[str, Any]) -> Table:
     pipelined = any(row.get("pipeline_busy_s") for row in rows)
     if pipelined:
         columns.append("bubble>")
+    cached = any(row.get("prefix_queries_total") for row in rows)
+    if cached:
+        columns.append("hits>")
     table = _table("Workers", *columns)
     for row in rows:
         total = row["kv_blocks_total"]
@@ -113,6 +116,7 @@ def workers_table(status: Mapping[str, Any]) -> Table:
             str(row["waiting"]),
             str(row["preemptions_total"]),
             *([bubble_text(row)] if pipelined else []),
+            *([hits_text(row)] if cached else []),
         )
     return table
 
@@ -122,6 +126,12 @@ def bubble_text(row: Mapping[str, Any]) -> str:
     bubble_s = row["pipeline_bubble_s"]
     pipelined_s = row["pipeline_busy_s"] + bubble_s
     return f"{bubble_s / pipelined_s:.0%}" if pipelined_s else "–"
+
+
+def hits_text(row: Mapping[str, Any]) -> str:
+    """Share of the prompt tokens looked up in a worker's prefix cache that were found there."""
+    looked_up = row["prefix_queries_total"]
+    return f"{row['prefix_hits_total'] / looked_up:.0%}" if looked_up else "–"
 
 
 def paced_workers(status: Mapping[str, Any]) -> dict[str, str]:

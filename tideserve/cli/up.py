@@ -436,4 +436,5 @@ def missing_of(ready: Mapping[str, Any]) -> Missing:
     expected, there = ready.get("workers_expected"), ready.get("workers_registered", 0)
     if expected is None or there >= expected:
         return Missing(sentences, sentences)
-    return Missing(sentences, f"workers load the model: {there} of {expected} ready")
+    doing = "workers load the model (the first start compiles kernels)"
+    return Missing(sentences, f"{doing}: {there} of {expected} ready")

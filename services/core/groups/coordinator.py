@@ -373,11 +373,13 @@ def _late(change: _Change, members: Sequence[MemberSeen]) -> list[str]:
 
 def _getting_ready(targets: Targets) -> str:
     if all(len(target) == 1 for target in targets):
-        places = [f"{target[0].worker_id} for all layers" for target in targets]
+        places = [f"{target[0].worker_id} (all layers)" for target in targets]
     else:
         places = [
-            f"{stage.worker_id} for layers {stage.first_layer} to {stage.end_layer - 1}"
+            f"{stage.worker_id} (layers {stage.first_layer}-{stage.end_layer - 1})"
             for target in targets
             for stage in target
         ]
-    return f"{', '.join(places)} get ready, and serve as before meanwhile"
+    *others, last = places
+    named = f"{', '.join(others)} and {last} prepare" if others else f"{last} prepares"
+    return f"{named}; serving continues"

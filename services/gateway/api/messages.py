@@ -211,7 +211,7 @@ VOCABULARY = Vocabulary(
             **CHAT.ignored,
             "cache_control": "prefixes are cached by themselves",
             "context_management": "the context is as it is sent",
-            "diagnostics": "what the cache of prefixes did is not told, beside in usage",
+            "diagnostics": "what the prefix cache did is told only in usage",
             "inference_geo": "the cluster is where it is",
             "speed": "there is one",
             "user_profile_id": "it is not used",

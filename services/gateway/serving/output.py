@@ -21,7 +21,7 @@ OUTPUT_LOGPROBS_MAX = 2**17
 class Usage:
     """Token counts of a request, all choices together.
 
-    Each prompt counts once. `cached_tokens` of the prompts were in a cache of prefixes when their
+    Each prompt counts once. `cached_tokens` of the prompts were in a prefix cache when their
     first choice began.
     """
 

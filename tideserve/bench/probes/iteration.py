@@ -41,7 +41,7 @@ RATE_ROWS = 256
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class BatchShape:
     """A batch: `requests` of them have `new` tokens each after `context` computed ones."""
 
     name: str
@@ -66,9 +66,9 @@ class Shape:
 
 
 SHAPES = (
-    *(Shape(f"prefill of {new}", 1, new, 0) for new in (64, 128, 256, 1024, 2048)),
-    *(Shape(f"decode of {count}, context 128", count, 1, 127) for count in (1, 8, 64)),
-    Shape("decode of 16, context 1,024", 16, 1, 1023),
+    *(BatchShape(f"prefill of {new}", 1, new, 0) for new in (64, 128, 256, 1024, 2048)),
+    *(BatchShape(f"decode of {count}, context 128", count, 1, 127) for count in (1, 8, 64)),
+    BatchShape("decode of 16, context 1,024", 16, 1, 1023),
 )
 
 
@@ -163,7 +163,7 @@ def measure(runner: ModelRunner, dtype: torch.dtype, rounds: int) -> dict[str, A
     geometry = runner.geometry
     values = geometry.num_heads * geometry.head_dim * geometry.num_layers
 
-    def row(shape: Shape) -> dict[str, Any]:
+    def row(shape: BatchShape) -> dict[str, Any]:
         iteration_s, products_s = (median(each[shape.name][1:]) for each in (iterations, alone))
         read = shape.requests * (shape.context + shape.new) * runner.kv_bytes_per_token
         attention_s = max(4 * shape.pairs * values / operations_per_s, read / bytes_per_s)

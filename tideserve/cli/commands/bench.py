@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
-from tideserve.bench.scenarios import scenario_names
+from tideserve.bench.scenarios import scenario_names, scenario_summaries
 from tideserve.cli.default import DEFAULT_WORKERS
 from tideserve.cli.option_command import Flags, Wording
 from tideserve.cli.option_types import ApiKey
@@ -23,8 +23,10 @@ FLAGS = Flags(
         ),
     },
 )
-EXAMPLES = (
-    "Examples:\n\n"
+EPILOG = (
+    "Scenarios:\n\n"
+    + "".join(f"  {name}: {summary}\n\n" for name, summary in scenario_summaries().items())
+    + "Examples:\n\n"
     "  tideserve bench steady --quick\n\n"
     "  tideserve bench burst --quick --json burst.json --plot burst.png\n\n"
     "  tideserve bench steady --systems tideserve,mine=http://127.0.0.1:9000"
@@ -33,9 +35,7 @@ EXAMPLES = (
 
 ScenarioName = Annotated[
     str,
-    typer.Argument(
-        help=f"One of {', '.join(scenario_names())}; README.md says what each measures."
-    ),
+    typer.Argument(help=f"One of {', '.join(scenario_names())}; see below what each measures."),
 ]
 Quick = Annotated[
     bool, typer.Option("--quick", help="Measure for at most four minutes per system.")
@@ -43,8 +43,10 @@ Quick = Annotated[
 Systems = Annotated[
     str | None,
     typer.Option(
-        help="tideserve, an overload policy (drop, recompute), vllm, name=URL; the suffix"
-        " -mechanism switches one mechanism off, and -float32 or -bfloat16 sets the dtype.",
+        help="Separated by commas: tideserve (with the default overload policy), an overload policy"
+        " (drop, recompute), vllm, name=URL. A suffix switches a mechanism off: -exchange,"
+        " -lookahead, -restore, -chunking, -ample (the memory limit, also of vllm); -float32 or"
+        " -bfloat16 sets the dtype.",
         show_default="the scenario's",
     ),
 ]

@@ -749,7 +749,7 @@ class RequestEvent(_message.Message):
     message: _builtins.str
     """Cause and remedy when the request failed."""
     cached_tokens: _builtins.int
-    """With the first output token: how many tokens of the prompt were in the cache of prefixes."""
+    """With the first output token: how many tokens of the prompt were in the prefix cache."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """New output tokens."""

@@ -1,5 +1,6 @@
 """Loads a model: divides the memory budget, fills the stage's memory, builds the decoder."""
 
+import logging
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -7,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 
+from services.core.groups.slab_names import layer_name
 from services.worker.engine.compute.runner_config import LOGIT_ROWS, RunnerConfig, compute_dtype
 from services.worker.engine.memory.budget import MemoryDemand, MemoryPlan, plan_memory
 from services.worker.engine.memory.kv_range import KvBlockShape
@@ -31,6 +33,8 @@ SCRATCH_BYTES = 8 << 20
 SAMPLER_ROWS = 5
 """Rows of logits that would take as much memory as the sampler: scratch, and a copy of a row."""
 
+log = logging.getLogger(__name__)
+
 
 class LoadedModel(NamedTuple):
     """The parts of a model in memory; its arena belongs to `stage_memory`."""
@@ -52,9 +56,13 @@ def load_model(config: RunnerConfig) -> LoadedModel:
     model_config = load_config(config.model_dir)
     geometry = _limited(geometry_of(model_config, config.dtype), config.max_model_len)
     skeleton = Skeleton(model_config)
-    compiled = cpu_kernels.fit(device, config.dtype, compute_dtype(device, config.dtype))
+    compute = compute_dtype(device, config.dtype)
+    compiled = cpu_kernels.fit(device, config.dtype, compute)
     panels = compiled and cpu_kernels.has_panel_product(config.dtype)
     layouts = slab_layouts(skeleton, config.dtype, panels=panels)
+    # Weights of a shape that does not fit are row-major all the same.
+    panels = bool(layouts[layer_name(0)].tag)
+    log.info("products: %s", products_text(config.dtype, compute, compiled=compiled, panels=panels))
     block_shape = KvBlockShape(
         config.block_size, geometry.num_kv_heads, geometry.head_dim, config.dtype
     )
@@ -77,6 +85,20 @@ def load_model(config: RunnerConfig) -> LoadedModel:
         decoder = _build_decoder(config, skeleton, geometry, stage_memory)
         stack.pop_all()
     return LoadedModel(geometry, stage_memory, decoder)
+
+
+def products_text(
+    storage: torch.dtype, compute: torch.dtype, *, compiled: bool, panels: bool
+) -> str:
+    """The products of a model's layers, for the log of an engine.
+
+    `compiled`: the kernels compute them; `panels`: with weights in panels.
+    """
+    if panels:
+        return cpu_kernels.describe_panel_product(storage)
+    stored, computed = (str(dtype).removeprefix("torch.") for dtype in (storage, compute))
+    kernels = "" if compiled else f", by torch alone (threads: {torch.get_num_threads()})"
+    return f"row-major weights in {stored}, {computed} products{kernels}"
 
 
 def staging_bytes(config: RunnerConfig, geometry: ModelGeometry) -> int:

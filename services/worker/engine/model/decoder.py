@@ -64,7 +64,8 @@ class Interrupted(Exception):
 class WatchedInterrupt:
     """Tells whether an iteration shall be given up; `descriptor` is readable when that may change.
 
-    So whoever runs layers asks only then. Of another callable it is asked before each layer.
+    So a loop over layers calls `answer` only when `descriptor` is readable. Any other callable is
+    called before each layer.
     """
 
     answer: Callable[[], bool]
@@ -190,7 +191,7 @@ class Decoder:
         layers: range,
         interrupted: Callable[[], bool] | None,
     ) -> torch.Tensor:
-        """As `run_layers`, as few calls."""
+        """The same as `run_layers`, with one compiled call for several layers."""
         for index in layers:
             self._slabs[layer_name(index)].check_resident()
         cache = self._kv_ranges[layers.start]

@@ -119,7 +119,10 @@ class DecoderLayer(nn.Module):
 
 
 class Embedding(nn.Module):
-    """The rows of tokens. That of torch fills them at random, and to do so loads its compiler."""
+    """A row of weights for each token.
+
+    `torch.nn.Embedding` fills its rows with random numbers, and loads torch's compiler to do so.
+    """
 
     def __init__(self, rows: int, size: int) -> None:
         super().__init__()

@@ -37,6 +37,11 @@ def test_flags_win_over_the_file_and_absent_ones_do_not(tmp_path: Path) -> None:
     ("text", "said"),
     [
         ("memroy: 1GiB", "did you mean 'memory'"),
+        ("memory_bytes: 1GiB", "did you mean 'memory'"),
+        ("prefix_caching: true", r"a key of section 'worker': write `worker: {prefix_caching: …}`"),
+        ("dispatch: prefix", "a key of section 'scheduler': write"),
+        ("overtaken_max: 1", "a key of section 'scheduler' or 'worker': write"),
+        ("log_level: debug", "a key of section 'services': write"),
         ("workers: 0", "must be 1 to"),
         ("workers: many", "must be of type int"),
         ("memory: much", "'memory' in .*cluster.yaml: 'much' is not a size"),

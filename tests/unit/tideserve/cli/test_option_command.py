@@ -15,8 +15,10 @@ from typer.testing import CliRunner
 from services.common.config import field_of, kinds_of
 from services.common.reference import values_text
 from tideserve.bench.probes import drop_cost
-from tideserve.bench.scenarios import scenario_names
+from tideserve.bench.scenarios import scenario_names, scenario_summaries
 from tideserve.bench.scenarios.scenario import find_scenarios, find_trials
+from tideserve.bench.systems.tideserve import MECHANISMS
+from tideserve.bench.systems.vllm_install import CPU_BUILD, GPU_BUILD
 from tideserve.cli.cluster_options import SECTIONS, ClusterOptions
 from tideserve.cli.commands.main import app
 from tideserve.cli.option_command import Flags, Wording, option_command
@@ -26,7 +28,7 @@ FIELDS = {one.name: one for one in dataclasses.fields(ClusterOptions)}
 
 
 def help_of(command: str) -> str:
-    result = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "200"})
+    result = CliRunner().invoke(app, [*command.split(), "--help"], env={"COLUMNS": "200"})
     assert result.exit_code == 0
     return re.sub(r"[│\s]+", " ", result.output)
 
@@ -89,10 +91,29 @@ def test_other_commands_say_the_same_about_the_same_option(command: str) -> None
     assert FIELDS["memory"].metadata["help"] in text
 
 
-def test_bench_names_every_scenario() -> None:
-    names = sorted({*find_scenarios(), *find_trials(), drop_cost.NAME})
+def test_bench_names_every_scenario_and_what_it_measures() -> None:
+    known = {**find_scenarios(), **find_trials()}
+    names = sorted({*known, drop_cost.NAME})
     assert scenario_names() == names
-    assert f"One of {', '.join(names)};" in help_of("bench")
+    text = help_of("bench")
+    assert f"One of {', '.join(names)};" in text
+    summaries = scenario_summaries()
+    assert list(summaries) == names
+    for name, one in known.items():
+        assert summaries[name] == one.summary, "write it as one text in one line"
+    for name, summary in summaries.items():
+        assert f" {name}: {summary} " in text
+
+
+def test_to_install_an_engine_says_how_large_it_is() -> None:
+    text = help_of("engine install")
+    assert CPU_BUILD.size in text and GPU_BUILD.size in text
+
+
+def test_bench_names_every_suffix_of_a_system() -> None:
+    text = help_of("bench")
+    for name in MECHANISMS:
+        assert f" -{name}" in text
 
 
 @pytest.mark.parametrize(("command", "loaded"), [("up", True), ("bench", True), ("status", False)])

@@ -96,6 +96,15 @@ def test_bubbles_are_shown_once_there_was_a_pipeline() -> None:
     assert next(line for line in lines if "w1" in line)[-1] == "25%"
 
 
+def test_hits_are_shown_once_prompts_were_looked_up() -> None:
+    row = STATUS["workers"][0] | {"prefix_queries_total": 0, "prefix_hits_total": 0}
+    assert "hits" not in shown(workers_table({"workers": [row]}))
+    warm = row | {"id": "w1", "prefix_queries_total": 400, "prefix_hits_total": 250}
+    lines = [line.split() for line in shown(workers_table({"workers": [row, warm]})).splitlines()]
+    assert next(line for line in lines if "worker-0" in line)[-1] == "–"
+    assert next(line for line in lines if "w1" in line)[-1] == "62%"
+
+
 def test_bars() -> None:
     assert usage_bar(0, 100) == "░" * 10 + " 0/100"
     assert usage_bar(1, 100).startswith("█░")

@@ -25,7 +25,18 @@ def fit(device: torch.device, storage_dtype: torch.dtype, compute_dtype: torch.d
 
 
 def has_panel_product(storage_dtype: torch.dtype) -> bool:
-    """Whether products with weights in panels are faster here; the kernels fit."""
+    """Whether this processor and torch have a product for weights in panels, one that is right.
+
+    It is not timed; ask only where the kernels `fit`.
+    """
     from services.worker.engine.model.cpu_kernels.panel_gemm import panel_calls
 
     return panel_calls(storage_dtype) is not None
+
+
+def describe_panel_product(storage_dtype: torch.dtype) -> str:
+    """The product that `has_panel_product` has found, for logs."""
+    from services.worker.engine.model.cpu_kernels.panel_gemm import product_instructions
+
+    dtype = str(storage_dtype).removeprefix("torch.")
+    return f"{dtype} panels ({', '.join(product_instructions(storage_dtype))})"

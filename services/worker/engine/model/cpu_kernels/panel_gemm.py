@@ -38,13 +38,16 @@ _FEATURES = {
     torch.bfloat16: (_VECTORS | {"+avx512bf16"}, _VECTORS | {"+amx-bf16"}),
 }
 """Instructions, all of one set, without which oneDNN has no such product, and ends the process."""
+_NAMES = {"+avx512f": "avx512f", "+avx512bf16": "avx512_bf16", "+amx-bf16": "amx_bf16"}
+"""Instructions that multiply, by the names that /proc/cpuinfo has for them."""
 
 
 @cache
 def panel_calls(dtype: torch.dtype) -> np.ndarray | None:
-    """Where the product of a dtype is, and what ends its use of matrix registers (int64 [2]).
+    """The addresses (int64 [2]) of the product of a dtype, and of the call that releases AMX tiles.
 
-    None if processor or torch have none that is right.
+    None if the processor lacks the instructions, if torch lacks the product, or if a trial product
+    is wrong.
     """
     features = processor_features()
     if not any(needed <= features for needed in _FEATURES.get(dtype, ())):
@@ -57,6 +60,14 @@ def panel_calls(dtype: torch.dtype) -> np.ndarray | None:
         return None
     calls = np.array([ctypes.cast(one, ctypes.c_void_p).value for one in found], np.int64)
     return calls if _is_right(calls, dtype) else None
+
+
+def product_instructions(dtype: torch.dtype) -> list[str]:
+    """The instructions of this processor that can multiply a dtype, as /proc/cpuinfo names them."""
+    features = processor_features()
+    usable = [needed for needed in _FEATURES.get(dtype, ()) if needed <= features]
+    own = [sorted(needed - _VECTORS) or ["+avx512f"] for needed in usable]
+    return [_NAMES[one] for names in own for one in names]
 
 
 @compiled(*for_stored("void(float32[:, ::1], STORED[:, ::1])"))

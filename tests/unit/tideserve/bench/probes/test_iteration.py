@@ -9,10 +9,10 @@ from services.worker.engine.compute.runner import ModelRunner
 from services.worker.engine.compute.runner_config import RunnerConfig
 from tests.support.tiny_models import make_tiny_model
 from tideserve.bench.probes import iteration
-from tideserve.bench.probes.iteration import Shape, measure
+from tideserve.bench.probes.iteration import BatchShape, measure
 from tideserve.bench.scenarios.engine import rows
 
-SHAPES = (Shape("prefill of 8", 1, 8, 0), Shape("decode of 2", 2, 1, 7))
+SHAPES = (BatchShape("prefill of 8", 1, 8, 0), BatchShape("decode of 2", 2, 1, 7))
 
 
 def test_a_token_sees_itself_and_what_came_before() -> None:

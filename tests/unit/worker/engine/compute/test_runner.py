@@ -6,9 +6,10 @@ import torch
 
 from services.core.planner.batch import Batch, Chunk, SampleSpec, SampleTerms
 from services.worker.config import DEVICES
-from services.worker.engine.compute.assembly import ARENAS
+from services.worker.engine.compute.assembly import ARENAS, products_text
 from services.worker.engine.compute.runner import ModelRunner
 from services.worker.engine.compute.runner_config import RunnerConfig
+from services.worker.engine.model.cpu_kernels import panel_gemm
 from services.worker.errors import InvalidBatch
 from tests.support.generation import GREEDY, generate_tokens
 from tests.support.tiny_models import make_tiny_model
@@ -52,6 +53,20 @@ def chunk(name: str, tokens: int, *, sample: bool = True) -> Chunk:
 
 def test_the_devices_that_are_told_are_those_with_a_backend() -> None:
     assert set(ARENAS) == set(DEVICES)
+
+
+def test_a_log_names_the_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    features = ["+avx512f", "+avx512bw", "+avx512dq", "+avx512vl", "+avx512bf16"]
+    monkeypatch.setattr(panel_gemm, "processor_features", lambda: set(features))
+    bfloat16, float32 = torch.bfloat16, torch.float32
+    for storage, panels, wanted in (
+        (bfloat16, True, "bfloat16 panels (avx512_bf16)"),
+        (float32, True, "float32 panels (avx512f)"),
+        (bfloat16, False, "row-major weights in bfloat16, float32 products"),
+    ):
+        assert products_text(storage, float32, compiled=True, panels=panels) == wanted
+    text = products_text(bfloat16, float32, compiled=False, panels=False)
+    assert text.startswith("row-major weights in bfloat16, float32 products, by torch alone (")
 
 
 def test_only_chunks_that_sample_answer(runner: ModelRunner) -> None:
