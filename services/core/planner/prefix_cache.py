@@ -32,8 +32,9 @@ class PrefixCache:
     """Prefixes whose KV is in blocks of `table`, which is that of the leader's own stage.
 
     `queries_total` counts the prompt tokens of requests that have started since the beginning,
-    `hits_total` those whose KV was there; what starts again after a preemption is not counted.
-    `shrinking` are the stages ≥ 1 that have announced fewer blocks.
+    `hits_total` those whose KV was there. Not counted are requests that start again after a
+    preemption, and those that must run their whole prompt. `shrinking` are the stages ≥ 1 that have
+    announced fewer blocks.
     """
 
     block_size: int
@@ -72,19 +73,31 @@ class PrefixCache:
     def find(self, sequence: Sequence) -> tuple[int, ...]:
         """The blocks with the KV of the first tokens of a sequence, of all but the last at most.
 
-        None if log probabilities of its prompt were asked for: they come from running it.
+        Empty if log probabilities of its prompt were asked for: they come from running it.
         """
-        if not self.on or sequence.request.logprobs.prompt is not None:
+        if not self._looks_up(sequence):
             return ()
-        blocks = (len(sequence.token_ids) - 1) // self.block_size
+        blocks = self._blocks_max(sequence)
         return tuple(self._cache.find(islice(self._hashes(sequence, blocks), blocks)))
 
-    def spared(self, sequence: Sequence) -> int:
-        """Blocks that a sequence would not need, since others that run have them."""
-        if not self._single:
-            return 0
-        cache = self._cache
-        return sum(not cache.is_idle(block) for block in self.find(sequence))
+    def shares_blocks(self, sequence: Sequence, blocks: int) -> bool:
+        """Whether a sequence can begin with so many blocks that others use now.
+
+        It is asked in every iteration while the sequence waits: a look at two blocks answers "no",
+        except when one of them has come into use since the last time. Only "yes" takes longer.
+        """
+        if not (self._single and self._looks_up(sequence)) or blocks > self._blocks_max(sequence):
+            return False
+        hashes, in_use = self._hashes(sequence, blocks), self._cache.in_use
+        if not in_use(hashes[blocks - 1]):
+            return False
+        if sequence.unshared < blocks and not in_use(hashes[sequence.unshared]):
+            return False
+        for place in range(blocks):
+            if not in_use(hashes[place]):
+                sequence.unshared = place
+                return False
+        return True
 
     def begin(self, sequence: Sequence) -> None:
         """A sequence starts: it has the blocks of its known prefix, and runs from there on."""
@@ -94,7 +107,7 @@ class PrefixCache:
         sequence.named = len(found)
         sequence.hit_blocks = 0 if self._single else len(found)
         sequence.hits_told = False
-        if self.on and not sequence.begun:
+        if self._looks_up(sequence) and not sequence.begun:
             sequence.cached_tokens = sequence.computed
             self.queries_total += len(sequence.token_ids)
             self.hits_total += sequence.computed
@@ -146,6 +159,14 @@ class PrefixCache:
                 self._draft.shared.append(SharedPrefix(sequence.request_id, hashes))
                 sequence.hits_told = True
         return self._draft.take()
+
+    def _looks_up(self, sequence: Sequence) -> bool:
+        """Whether a sequence that starts looks for its prefix."""
+        return self.on and not sequence.request.logprobs.runs_prompt
+
+    def _blocks_max(self, sequence: Sequence) -> int:
+        """Blocks that a sequence can begin with at most: its last token runs."""
+        return (len(sequence.token_ids) - 1) // self.block_size
 
     def _name(self, sequence: Sequence, blocks: int) -> None:
         hashes, table = self._hashes(sequence, blocks), self.table

@@ -51,6 +51,11 @@ class CachedBlocks:
         """Whether no request uses the block, which has a name."""
         return block in self._idle
 
+    def in_use(self, block_hash: bytes) -> bool:
+        """Whether a block has this name and some request uses it."""
+        block = self._block_of.get(block_hash)
+        return block is not None and block not in self._idle
+
     def block_of(self, block_hash: bytes) -> int | None:
         """The block with this name; None if there is none."""
         return self._block_of.get(block_hash)
