@@ -130,10 +130,12 @@ class GroupTable:
         load = self._of_worker(report.worker_id, report.incarnation)
         if load is None:
             return None
-        load.note_report(reported)
+        counts = load.note_report(reported)
         prefixes = self._models[load.group.model].prefixes
         if prefixes is not None and report.epoch == load.group.epoch:
-            prefixes.note_report(load, report.dropped_prefixes)
+            prefixes.note_dropped(load, report)
+            if counts:
+                prefixes.note_load(load, report.load)
         if not reported.passed_on:
             self._steadiness.came(report.worker_id)
         self.touch(load)

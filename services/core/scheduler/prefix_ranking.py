@@ -11,6 +11,7 @@ from math import inf
 
 from services.core.ask import Ask
 from services.core.cost.model import CostModel
+from services.core.report import Load, LoadReport
 from services.core.scheduler.group_index import GroupIndex
 from services.core.scheduler.group_load import GroupLoad
 from services.core.scheduler.hit_trust import HitTrust
@@ -46,29 +47,47 @@ def predicted_ttft_s(
 class PrefixRanking:
     """The groups of one model: what they have cached, as far as the scheduler can know.
 
-    Add a group, remove it and tell its reports as in `GroupIndex`.
+    Add a group and remove it as in `GroupIndex`.
     """
 
     cost: CostModel
     index: PrefixIndex = field(default_factory=PrefixIndex)
     _trust: dict[str, HitTrust] = field(default_factory=dict)
+    _dropped_totals: dict[str, int] = field(default_factory=dict)  # of drops that were seen
 
     def add(self, load: GroupLoad) -> None:
         """A group comes: its cache is taken as empty."""
         self.index.join(load.group.group_id, load.capacity_blocks)
         self._trust[load.group.group_id] = HitTrust()
+        self._dropped_totals[load.group.group_id] = 0
 
     def remove(self, group_id: str) -> None:
         """Forget a group."""
         self.index.leave(group_id)
         del self._trust[group_id]
+        del self._dropped_totals[group_id]
 
-    def note_report(self, load: GroupLoad, dropped: tuple[int, ...]) -> None:
-        """The group's load was reported, with the thin hashes of blocks that it has dropped."""
+    def note_load(self, load: GroupLoad, told: Load) -> None:
+        """The group's load counts as told in the report just taken."""
         group_id = load.group.group_id
         self.index.resize(group_id, load.capacity_blocks)
+        self._trust[group_id].note_told(told.prefix_queries_total, told.prefix_hits_total)
+
+    def note_dropped(self, load: GroupLoad, report: LoadReport) -> None:
+        """A report, in order or not, tells which blocks the group has dropped; each counts once.
+
+        Told again, it may be cached there again.
+        """
+        group_id, dropped, total = (
+            load.group.group_id,
+            report.dropped_prefixes,
+            report.dropped_total,
+        )
+        if total:
+            new = max(0, total - self._dropped_totals[group_id])
+            dropped = dropped[-new:] if new else ()
+            self._dropped_totals[group_id] += new
         self.index.drop(group_id, dropped)
-        self._trust[group_id].note_told(*load.prefix_tokens_total)
 
     def hit_tokens(self, load: GroupLoad, ask: Ask) -> int:
         """Tokens of a prompt that need not be computed there; the last one always must."""
