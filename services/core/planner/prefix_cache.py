@@ -145,8 +145,8 @@ class PrefixCache:
         for sequence in sequences:
             sequence.named = 0
 
-    def doubt(self, sequences: Iterable[Sequence]) -> None:
-        """Microbatches were discarded: the stages may not have heard with what these begin."""
+    def resend_hits(self, sequences: Iterable[Sequence]) -> None:
+        """Microbatches were discarded: the stages may have to learn again with what these begin."""
         for sequence in sequences:
             if sequence.computed <= sequence.hit_blocks * self.block_size:
                 sequence.hits_told = False
@@ -172,20 +172,22 @@ class PrefixCache:
         hashes, table = self._hashes(sequence, blocks), self.table
         ids = table.block_ids(sequence.request_id)
         for place in range(sequence.named, blocks):
-            told = (place + 1) % THIN_STRIDE == 0
+            reported = (place + 1) % THIN_STRIDE == 0
             if self._single:
-                self._cache.name(ids[place], hashes[place], told)
+                self._cache.name(ids[place], hashes[place], reported)
             else:
-                self._name_everywhere(sequence.request_id, place, ids[place], hashes[place], told)
+                self._name_everywhere(
+                    sequence.request_id, place, ids[place], hashes[place], reported
+                )
         sequence.named = blocks
 
     def _name_everywhere(
-        self, request_id: str, place: int, block: int, block_hash: bytes, told: bool
+        self, request_id: str, place: int, block: int, block_hash: bytes, reported: bool
     ) -> None:
         """Name a block at every stage, unless requests share it here and perhaps not elsewhere."""
         if self.table.pool.users[block] > 1 or block_hash in self._draft.evicted:
             return
-        if self._cache.name(block, block_hash, told):
+        if self._cache.name(block, block_hash, reported):
             self._draft.named.append(NamedBlock(request_id, place, block_hash))
 
     def _hashes(self, sequence: Sequence, blocks: int) -> list[bytes]:

@@ -11,7 +11,7 @@ from services.core.scheduler.group_index import GroupIndex
 from services.core.scheduler.group_load import GroupLoad
 from services.core.scheduler.prefix_ranking import PrefixRanking
 from services.core.scheduler.vocabulary import LoadLost, LoadReported, ServingGroup
-from services.core.steadiness import Attention, Steadiness
+from services.core.steadiness import SelfWatch, Steadiness
 
 MODELS_REMEMBERED_MAX = 1_000
 
@@ -66,7 +66,7 @@ class GroupTable:
     _group_of_worker: dict[str, str] = field(default_factory=dict)
     _served_before: set[str] = field(default_factory=set)
     _steadiness: Steadiness = field(default_factory=Steadiness)
-    _attention: Attention = field(default_factory=Attention)
+    _self_watch: SelfWatch = field(default_factory=SelfWatch)
 
     @property
     def models(self) -> Collection[str]:
@@ -143,7 +143,7 @@ class GroupTable:
 
     def lose(self, lost: LoadLost) -> None:
         """A worker's reports have ended."""
-        if self._attention.awake(lost.now_s):
+        if self._self_watch.awake(lost.now_s):
             self._steadiness.left(lost.worker_id, lost.now_s)
         load = self._of_worker(lost.worker_id, lost.incarnation)
         if load is not None:
@@ -153,7 +153,7 @@ class GroupTable:
         """Note workers that fall silent, rank groups of flapping workers anew, drop lapsed
         reservations.
         """
-        awake = self._attention.look(now_s)
+        awake = self._self_watch.look(now_s)
         for load in self._loads.values():
             worker_id = load.group.worker_id
             if awake and load.is_silent(now_s):

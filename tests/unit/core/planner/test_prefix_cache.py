@@ -220,7 +220,7 @@ def test_the_wait_for_room_costs_the_same_however_long_the_cached_prefix_is(runn
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_who_is_admitted_by_shared_blocks_has_room(seed: int) -> None:
+def test_a_request_that_is_admitted_by_shared_blocks_has_room(seed: int) -> None:
     """Blocks of one prefix belong to several requests, and come into use and out of it."""
     rng = random.Random(seed)
     engine = Engine(num_blocks=16, max_batch_tokens=rng.choice([8, 32]))

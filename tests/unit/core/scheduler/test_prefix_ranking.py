@@ -12,7 +12,7 @@ from services.core.report import Load, LoadReport
 from services.core.reporting import LoadReporting, ReportRhythm
 from services.core.scheduler.group_index import FEW
 from services.core.scheduler.hit_trust import SILENT_MAX
-from services.core.scheduler.prefix_ranking import COMPARED, predicted_ttft_s
+from services.core.scheduler.prefix_ranking import CANDIDATES, predicted_ttft_s
 from services.core.scheduler.state import SchedulerState
 from services.core.scheduler.vocabulary import (
     Asked,
@@ -264,7 +264,7 @@ def test_the_last_group_may_leave_and_another_come() -> None:
     assert dispatch.state.snapshot(0.0).cached_tokens_total == 0
 
 
-@pytest.mark.parametrize("groups", [COMPARED, FEW // 2, 2 * FEW])
+@pytest.mark.parametrize("groups", [CANDIDATES, FEW // 2, 2 * FEW])
 def test_a_chat_is_found_among_many_groups(groups: int) -> None:
     rng = random.Random(groups)
     dispatch = Dispatch(groups)
