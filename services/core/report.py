@@ -66,7 +66,8 @@ class LoadReport:
     Of two of one `incarnation` that with the higher `number` is the newer one. `epoch` is that of
     the configuration in which requests find the worker. `received_request_ids` are the requests
     that arrived there since its last report to the scheduler or the one before; so are
-    `dropped_prefixes` the thin hashes of blocks that it has dropped from its prefix cache.
+    `dropped_prefixes` the thin hashes of blocks that it has dropped from its prefix cache. With the
+    last of them it has told of `dropped_total`, so that a reader can tell which it has seen.
     """
 
     worker_id: str
@@ -76,6 +77,7 @@ class LoadReport:
     load: Load
     received_request_ids: tuple[str, ...] = ()
     dropped_prefixes: tuple[int, ...] = ()
+    dropped_total: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,7 +51,8 @@ class LoadReporting:
     """A worker's load reports: those of its stream to the scheduler, and those told beside it.
 
     A report names the requests that were received since the last report of the stream or the one
-    before: so one that overtakes that report makes up for it.
+    before: so one that overtakes that report makes up for it. So it is with dropped prefixes, which
+    are numbered: one that is told twice may be cached again meanwhile.
     """
 
     worker_id: str
@@ -62,6 +63,7 @@ class LoadReporting:
     _reported: list[str] = field(default_factory=list)
     _dropped: list[int] = field(default_factory=list)
     _dropped_reported: list[int] = field(default_factory=list)
+    _dropped_total: int = 0
 
     def note_received(self, *request_ids: str) -> None:
         """These requests have arrived."""
@@ -70,7 +72,9 @@ class LoadReporting:
 
     def note_dropped(self, thin_hashes: Iterable[int]) -> None:
         """These are no longer in the prefix cache; of many, the newest are reported."""
+        have = len(self._dropped)
         self._dropped += thin_hashes
+        self._dropped_total += len(self._dropped) - have
         del self._dropped[:-DROPPED_MAX]
 
     def told_beside(self, epoch: int, load: Load) -> LoadReport:
@@ -79,7 +83,14 @@ class LoadReporting:
         received = (*self._reported, *self._received)
         dropped = (*self._dropped_reported, *self._dropped)[-DROPPED_MAX:]
         return LoadReport(
-            self.worker_id, self.incarnation, self._told, epoch, load, received, dropped
+            self.worker_id,
+            self.incarnation,
+            self._told,
+            epoch,
+            load,
+            received,
+            dropped,
+            self._dropped_total,
         )
 
     def next(self, epoch: int, load: Load, now_s: float) -> LoadReport:

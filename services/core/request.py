@@ -115,6 +115,11 @@ class LogprobOptions:
     output: int | None = None
     prompt: int | None = None
 
+    @property
+    def runs_prompt(self) -> bool:
+        """Whether the whole prompt must run, whatever is cached of it: that yields them."""
+        return self.prompt is not None
+
 
 NO_LOGPROBS = LogprobOptions()
 

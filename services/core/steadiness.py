@@ -21,8 +21,8 @@ WORKERS_MAX = 10_000
 
 
 @dataclass(slots=True)
-class Attention:
-    """Whether an observer has been awake; if not, the silence of others is its own fault."""
+class SelfWatch:
+    """Whether this observer itself has been running; if not, the silence of others is its fault."""
 
     _looked_s: float = math.inf
     _woke_s: float = -math.inf

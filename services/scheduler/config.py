@@ -38,15 +38,15 @@ class SchedulerConfig(ServiceConfig):
     dispatch: str = choice(
         "kv_share",
         DISPATCHES,
-        "How groups are ranked: kv_share takes the one with the smallest share of its KV cache in"
-        " use, waited for or reserved; least_loaded the one with the fewest sequences; prefix the"
-        " one that is likely to give the first token soonest, since it has cached the beginning of"
-        " the prompt or has little to do, and among equals as kv_share.",
+        "How a group is chosen. kv_share: the one with the smallest share of its KV cache in use,"
+        " waited for or reserved; least_loaded: the one with the fewest sequences; prefix: the"
+        " group with the lowest predicted TTFT, counting expected prefix cache hits; kv_share"
+        " breaks ties.",
     )
     cost_profile: str | None = option(
         None,
-        "Device profile, by name or file, by whose times the dispatch prefix compares groups; none:"
-        " every token of a prompt costs the same.",
+        "Device profile that predicts TTFT for dispatch prefix, by name or file; none: every token"
+        " of a prompt costs the same.",
     )
     gateway_grace_s: float = number(
         10.0,

@@ -47,7 +47,7 @@ GRAMMARS = ("[a-z]{3,12}( [0-9]{1,4}){0,3}", r'\{"k":"[a-f]{0,9}"(,"n":[0-9]{1,6
 COMMON = 3
 """So many beginnings of prompts that requests share."""
 OVER_UCX = 25
-"""Every so manieth scenario has real lanes between its engines."""
+"""One scenario in so many has real lanes between its engines."""
 
 
 @pytest.fixture(scope="module")

@@ -22,6 +22,7 @@ def load_reported(
     queries: int = 0,
     hits: int = 0,
     dropped: tuple[int, ...] = (),
+    dropped_total: int = 0,
 ) -> LoadReported:
     """The event of a load report."""
     load = Load(
@@ -34,7 +35,9 @@ def load_reported(
         prefix_queries_total=queries,
         prefix_hits_total=hits,
     )
-    report = LoadReport(worker_id, incarnation, number, epoch, load, received, dropped)
+    report = LoadReport(
+        worker_id, incarnation, number, epoch, load, received, dropped, dropped_total
+    )
     return LoadReported(now_s, report, passed_on)
 
 

@@ -22,7 +22,7 @@ from services.core.overload.action_plan import (
 from services.core.overload.events import Action, Decision
 from services.core.overload.worker_facts import WorkerFacts
 from services.core.report import EngineReport
-from services.core.steadiness import Attention, Steadiness
+from services.core.steadiness import SelfWatch, Steadiness
 
 
 @dataclass(slots=True)
@@ -34,7 +34,7 @@ class ActionState:
     _failed: Backoff = field(default_factory=Backoff)  # of workers
     _planless: Backoff = field(default_factory=Backoff)  # of models
     _steadiness: Steadiness = field(default_factory=Steadiness)
-    _attention: Attention = field(default_factory=Attention)
+    _self_watch: SelfWatch = field(default_factory=SelfWatch)
     _present: dict[str, str] = field(default_factory=dict)  # incarnations of workers that speak
     _changing: set[str] = field(default_factory=set)
     _gains: dict[tuple[str, ...], tuple[str, int]] = field(default_factory=dict)  # model, tokens
@@ -43,7 +43,7 @@ class ActionState:
         """These workers are there and speak; call it a few times a second."""
         gone = self._present.keys() - incarnations.keys()
         blind = len(self._present) > 1 and len(gone) == len(self._present)
-        silent_left = self._attention.look(now_s) and not blind
+        silent_left = self._self_watch.look(now_s) and not blind
         for worker_id, incarnation in self._present.items():
             left = silent_left if worker_id in gone else incarnations[worker_id] != incarnation
             if left:

@@ -32,8 +32,9 @@ class PrefixCache:
     """Prefixes whose KV is in blocks of `table`, which is that of the leader's own stage.
 
     `queries_total` counts the prompt tokens of requests that have started since the beginning,
-    `hits_total` those whose KV was there; what starts again after a preemption is not counted.
-    `shrinking` are the stages ≥ 1 that have announced fewer blocks.
+    `hits_total` those whose KV was there. Not counted are requests that start again after a
+    preemption, and those that must run their whole prompt. `shrinking` are the stages ≥ 1 that have
+    announced fewer blocks.
     """
 
     block_size: int
@@ -72,19 +73,31 @@ class PrefixCache:
     def find(self, sequence: Sequence) -> tuple[int, ...]:
         """The blocks with the KV of the first tokens of a sequence, of all but the last at most.
 
-        None if log probabilities of its prompt were asked for: they come from running it.
+        Empty if log probabilities of its prompt were asked for: they come from running it.
         """
-        if not self.on or sequence.request.logprobs.prompt is not None:
+        if not self._looks_up(sequence):
             return ()
-        blocks = (len(sequence.token_ids) - 1) // self.block_size
+        blocks = self._blocks_max(sequence)
         return tuple(self._cache.find(islice(self._hashes(sequence, blocks), blocks)))
 
-    def spared(self, sequence: Sequence) -> int:
-        """Blocks that a sequence would not need, since others that run have them."""
-        if not self._single:
-            return 0
-        cache = self._cache
-        return sum(not cache.is_idle(block) for block in self.find(sequence))
+    def shares_blocks(self, sequence: Sequence, blocks: int) -> bool:
+        """Whether a sequence can begin with so many blocks that others use now.
+
+        It is asked in every iteration while the sequence waits: a look at two blocks answers "no",
+        except when one of them has come into use since the last time. Only "yes" takes longer.
+        """
+        if not (self._single and self._looks_up(sequence)) or blocks > self._blocks_max(sequence):
+            return False
+        hashes, in_use = self._hashes(sequence, blocks), self._cache.in_use
+        if not in_use(hashes[blocks - 1]):
+            return False
+        if sequence.unshared < blocks and not in_use(hashes[sequence.unshared]):
+            return False
+        for place in range(blocks):
+            if not in_use(hashes[place]):
+                sequence.unshared = place
+                return False
+        return True
 
     def begin(self, sequence: Sequence) -> None:
         """A sequence starts: it has the blocks of its known prefix, and runs from there on."""
@@ -94,7 +107,7 @@ class PrefixCache:
         sequence.named = len(found)
         sequence.hit_blocks = 0 if self._single else len(found)
         sequence.hits_told = False
-        if self.on and not sequence.begun:
+        if self._looks_up(sequence) and not sequence.begun:
             sequence.cached_tokens = sequence.computed
             self.queries_total += len(sequence.token_ids)
             self.hits_total += sequence.computed
@@ -132,8 +145,8 @@ class PrefixCache:
         for sequence in sequences:
             sequence.named = 0
 
-    def doubt(self, sequences: Iterable[Sequence]) -> None:
-        """Microbatches were discarded: the stages may not have heard with what these begin."""
+    def resend_hits(self, sequences: Iterable[Sequence]) -> None:
+        """Microbatches were discarded: the stages may have to learn again with what these begin."""
         for sequence in sequences:
             if sequence.computed <= sequence.hit_blocks * self.block_size:
                 sequence.hits_told = False
@@ -147,24 +160,34 @@ class PrefixCache:
                 sequence.hits_told = True
         return self._draft.take()
 
+    def _looks_up(self, sequence: Sequence) -> bool:
+        """Whether a sequence that starts looks for its prefix."""
+        return self.on and not sequence.request.logprobs.runs_prompt
+
+    def _blocks_max(self, sequence: Sequence) -> int:
+        """Blocks that a sequence can begin with at most: its last token runs."""
+        return (len(sequence.token_ids) - 1) // self.block_size
+
     def _name(self, sequence: Sequence, blocks: int) -> None:
         hashes, table = self._hashes(sequence, blocks), self.table
         ids = table.block_ids(sequence.request_id)
         for place in range(sequence.named, blocks):
-            told = (place + 1) % THIN_STRIDE == 0
+            reported = (place + 1) % THIN_STRIDE == 0
             if self._single:
-                self._cache.name(ids[place], hashes[place], told)
+                self._cache.name(ids[place], hashes[place], reported)
             else:
-                self._name_everywhere(sequence.request_id, place, ids[place], hashes[place], told)
+                self._name_everywhere(
+                    sequence.request_id, place, ids[place], hashes[place], reported
+                )
         sequence.named = blocks
 
     def _name_everywhere(
-        self, request_id: str, place: int, block: int, block_hash: bytes, told: bool
+        self, request_id: str, place: int, block: int, block_hash: bytes, reported: bool
     ) -> None:
         """Name a block at every stage, unless requests share it here and perhaps not elsewhere."""
         if self.table.pool.users[block] > 1 or block_hash in self._draft.evicted:
             return
-        if self._cache.name(block, block_hash, told):
+        if self._cache.name(block, block_hash, reported):
             self._draft.named.append(NamedBlock(request_id, place, block_hash))
 
     def _hashes(self, sequence: Sequence, blocks: int) -> list[bytes]:

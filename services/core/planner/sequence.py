@@ -83,6 +83,7 @@ class Sequence:
     `cached_tokens` of its prompt were in the cache when it started. `block_hashes` are those of its
     first blocks, as far as they were needed, and `named` of its blocks are known to the cache.
     In a larger group the other stages have to be told of its first `hit_blocks` before it runs.
+    Nobody used the block `unshared` of its prefix when that was looked for last.
     """
 
     request: Request
@@ -105,6 +106,7 @@ class Sequence:
     named: int = 0
     hit_blocks: int = 0
     hits_told: bool = False
+    unshared: int = 0
     prompt_tokens: int = field(init=False)
     tokens_max: int = field(init=False)
     _reads_output: bool = field(init=False)

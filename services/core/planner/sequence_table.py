@@ -108,8 +108,8 @@ class SequenceTable:
         def fits(sequence: Sequence) -> bool:
             if sequence.sample_due:
                 return False
-            blocks = sequence.blocks_to_admit(self.block_size)
-            return blocks <= free or blocks - self.prefixes.spared(sequence) <= free
+            missing = sequence.blocks_to_admit(self.block_size) - free
+            return missing <= 0 or self.prefixes.shares_blocks(sequence, missing)
 
         return next_to_start(self.waiting, fits, overtaken_max)
 

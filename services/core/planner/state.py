@@ -244,7 +244,7 @@ class PlannerState:
             self.sequence_table.release_again(self._unheard.pop(plan.number, ()))
         if self.stages > 1:
             self._discarded = True
-            self.sequence_table.prefixes.doubt(self.sequences.values())
+            self.sequence_table.prefixes.resend_hits(self.sequences.values())
             self.sequence_table.drop_prefixes()
 
     # --- changes of sequences

@@ -15,7 +15,7 @@ from typing import NamedTuple
 HASH_BYTES = 16
 """Wide enough that nobody finds two prompts with one hash."""
 THIN_STRIDE = 8
-"""A prompt that is not long has a thin hash for every so-manieth block."""
+"""Blocks between two thin hashes; the stride doubles for long prompts."""
 THIN_MAX = 64
 """Most thin hashes of a prompt."""
 _THIN_BYTES = 8

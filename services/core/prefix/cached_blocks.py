@@ -14,13 +14,13 @@ from services.core.prefix.dropped_prefixes import DroppedPrefixes
 
 @dataclass(slots=True)
 class CachedBlocks:
-    """Names of blocks, and which named blocks are idle; `dropped` are names that are no more.
+    """Names of blocks, and which named blocks are idle.
 
-    Only blocks named as `told` are in `dropped`: those whose thin hash a scheduler may know.
+    `dropped`: evicted hashes that the scheduler may know, since their blocks were named `reported`.
     """
 
     dropped: DroppedPrefixes = field(default_factory=DroppedPrefixes)
-    _told: set[int] = field(default_factory=set)
+    _reported: set[int] = field(default_factory=set)
     _hash_of: dict[int, bytes] = field(default_factory=dict)
     _block_of: dict[bytes, int] = field(default_factory=dict)
     _idle: dict[int, None] = field(default_factory=dict)  # the first was used longest ago
@@ -51,18 +51,23 @@ class CachedBlocks:
         """Whether no request uses the block, which has a name."""
         return block in self._idle
 
+    def in_use(self, block_hash: bytes) -> bool:
+        """Whether a block has this name and some request uses it."""
+        block = self._block_of.get(block_hash)
+        return block is not None and block not in self._idle
+
     def block_of(self, block_hash: bytes) -> int | None:
         """The block with this name; None if there is none."""
         return self._block_of.get(block_hash)
 
-    def name(self, block: int, block_hash: bytes, told: bool = False) -> bool:
+    def name(self, block: int, block_hash: bytes, reported: bool = False) -> bool:
         """Give a block in use its name; False if it has one, or another block has this one."""
         if block in self._hash_of or block_hash in self._block_of:
             return False
         self._hash_of[block] = block_hash
         self._block_of[block_hash] = block
-        if told:
-            self._told.add(block)
+        if reported:
+            self._reported.add(block)
         return True
 
     def rename(self, source: int, target: int) -> None:
@@ -71,9 +76,9 @@ class CachedBlocks:
         if block_hash is not None:
             self._hash_of[target] = block_hash
             self._block_of[block_hash] = target
-            if source in self._told:
-                self._told.remove(source)
-                self._told.add(target)
+            if source in self._reported:
+                self._reported.remove(source)
+                self._reported.add(target)
 
     def park(self, block: int) -> bool:
         """Nobody uses the block any more; returns whether it has a name, and thus is idle now."""
@@ -99,8 +104,8 @@ class CachedBlocks:
         block_hash = self._hash_of.pop(block, None)
         if block_hash is not None:
             del self._block_of[block_hash]
-            if block in self._told:
-                self._told.remove(block)
+            if block in self._reported:
+                self._reported.remove(block)
                 self.dropped.note(thin_hash(block_hash))
 
     def forget_from(self, limit: int) -> None:
@@ -114,11 +119,11 @@ class CachedBlocks:
         self._hash_of.clear()
         self._block_of.clear()
         self._idle.clear()
-        self._told.clear()
+        self._reported.clear()
         return idle
 
     def check_invariants(self) -> None:
         """A name has one block, a block one name, and idle ones have a name."""
         assert self._block_of == {name: block for block, name in self._hash_of.items()}
         assert self._idle.keys() <= self._hash_of.keys()
-        assert self._told <= self._hash_of.keys()
+        assert self._reported <= self._hash_of.keys()

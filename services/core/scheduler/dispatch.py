@@ -48,9 +48,16 @@ def least_loaded(load: GroupLoad) -> Score:
 
 SCORES: dict[str, ScoreFunction] = {"kv_share": kv_share, "least_loaded": least_loaded}
 PREFIX = "prefix"
-DISPATCHES = (*SCORES, PREFIX)
+_SCORES_OF = {**SCORES, PREFIX: kv_share}
+DISPATCHES = tuple(_SCORES_OF)
 
 
 def score_of(dispatch: str) -> ScoreFunction:
-    """The score by which a dispatch of `DISPATCHES` ranks groups before it looks at a request."""
-    return SCORES.get(dispatch, kv_share)
+    """The score by which a dispatch of `DISPATCHES` ranks groups before it looks at a request.
+
+    Raises:
+        ValueError: if there is no such dispatch.
+    """
+    if dispatch not in _SCORES_OF:
+        raise ValueError(f"no dispatch {dispatch!r}; there are {', '.join(DISPATCHES)}")
+    return _SCORES_OF[dispatch]

@@ -42,8 +42,8 @@ class GroupLoad:
     _heard_s: float = -math.inf
     _spoken_s: float = math.inf  # at whatever epoch
 
-    def note_report(self, reported: LoadReported) -> None:
-        """Take a report of this group's worker.
+    def note_report(self, reported: LoadReported) -> bool:
+        """Take a report of this group's worker; returns whether its load counts from now on.
 
         A report at another epoch stops the group from taking requests: the worker would refuse
         them. From an out-of-order report only `received_request_ids` are used. A report that a
@@ -51,7 +51,7 @@ class GroupLoad:
         """
         report, passed_on = reported.report, reported.passed_on
         if self._report is None and passed_on:
-            return
+            return False
         for request_id in report.received_request_ids:
             self.release(request_id)
         current = report.epoch == self.group.epoch
@@ -59,9 +59,11 @@ class GroupLoad:
             self._spoken_s = reported.now_s
         if current and not passed_on:
             self._heard_s = reported.now_s
-        if report.number > self._newest:
-            self._newest = report.number
-            self._report = report if current else None
+        if report.number <= self._newest:
+            return False
+        self._newest = report.number
+        self._report = report if current else None
+        return current
 
     def forget_report(self) -> None:
         """Take nothing until the next report: the worker refused this epoch, or may be gone."""
@@ -126,14 +128,6 @@ class GroupLoad:
         """Tokens that are to be prefilled there, of requests on their way, too."""
         reported = self._report.load.prefill_tokens if self._report is not None else 0
         return reported + self._reserved_tokens
-
-    @property
-    def prefix_tokens_total(self) -> tuple[int, int]:
-        """Prompt tokens that were looked up in the worker's prefix cache, and hits among them."""
-        if self._report is None:
-            return 0, 0
-        load = self._report.load
-        return load.prefix_queries_total, load.prefix_hits_total
 
     def reserve(self, request_id: str, blocks: int, now_s: float, prefill_tokens: int = 0) -> float:
         """Hold blocks for a new assignment, of which so many tokens are to be prefilled.

@@ -11,7 +11,7 @@ from services.core.scheduler.group_index import GroupIndex
 from services.core.scheduler.group_load import GroupLoad
 from services.core.scheduler.prefix_ranking import PrefixRanking
 from services.core.scheduler.vocabulary import LoadLost, LoadReported, ServingGroup
-from services.core.steadiness import Attention, Steadiness
+from services.core.steadiness import SelfWatch, Steadiness
 
 MODELS_REMEMBERED_MAX = 1_000
 
@@ -66,7 +66,7 @@ class GroupTable:
     _group_of_worker: dict[str, str] = field(default_factory=dict)
     _served_before: set[str] = field(default_factory=set)
     _steadiness: Steadiness = field(default_factory=Steadiness)
-    _attention: Attention = field(default_factory=Attention)
+    _self_watch: SelfWatch = field(default_factory=SelfWatch)
 
     @property
     def models(self) -> Collection[str]:
@@ -130,10 +130,12 @@ class GroupTable:
         load = self._of_worker(report.worker_id, report.incarnation)
         if load is None:
             return None
-        load.note_report(reported)
+        counts = load.note_report(reported)
         prefixes = self._models[load.group.model].prefixes
         if prefixes is not None and report.epoch == load.group.epoch:
-            prefixes.note_report(load, report.dropped_prefixes)
+            prefixes.note_dropped(load, report)
+            if counts:
+                prefixes.note_load(load, report.load)
         if not reported.passed_on:
             self._steadiness.came(report.worker_id)
         self.touch(load)
@@ -141,7 +143,7 @@ class GroupTable:
 
     def lose(self, lost: LoadLost) -> None:
         """A worker's reports have ended."""
-        if self._attention.awake(lost.now_s):
+        if self._self_watch.awake(lost.now_s):
             self._steadiness.left(lost.worker_id, lost.now_s)
         load = self._of_worker(lost.worker_id, lost.incarnation)
         if load is not None:
@@ -151,7 +153,7 @@ class GroupTable:
         """Note workers that fall silent, rank groups of flapping workers anew, drop lapsed
         reservations.
         """
-        awake = self._attention.look(now_s)
+        awake = self._self_watch.look(now_s)
         for load in self._loads.values():
             worker_id = load.group.worker_id
             if awake and load.is_silent(now_s):

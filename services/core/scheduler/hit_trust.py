@@ -1,18 +1,18 @@
-"""How far predicted cache hits can be believed: what workers tell of their hits corrects them."""
+"""How far predicted cache hits can be believed: the hits that workers report correct them."""
 
 from dataclasses import dataclass, field
 
 REMEMBERED = 32
-"""After so many requests what was before counts half."""
+"""Requests after which the rates so far count half."""
 LEEWAY = 0.05
-"""Rates of hits that differ by less say little."""
+"""Added to both hit rates, so that small differences change little."""
 SILENT_MAX = 64
-"""A worker that looks nothing up while it is sent so many predicted hits has no prefix cache."""
+"""Predicted hits after which a worker that reports no lookups is taken to have no prefix cache."""
 
 
 @dataclass(slots=True)
 class _Rate:
-    """Hits of tokens."""
+    """Cache hits per prompt token; newer requests count more."""
 
     tokens: float = 0.0
     hits: float = 0.0
@@ -32,14 +32,14 @@ class _Rate:
 
 @dataclass(slots=True)
 class HitTrust:
-    """Compares rates of one group: hits per prompt token as predicted, and as the worker tells.
+    """Compares two hit rates of one group: as predicted, and as its worker reports.
 
     Rates instead of sums, since a worker looks prompts up some time after they were sent.
     """
 
     _predicted: _Rate = field(default_factory=_Rate)
     _told: _Rate = field(default_factory=_Rate)
-    _totals: tuple[int, int] | None = None  # what the worker told last
+    _totals: tuple[int, int] | None = None  # as the worker reported last
     _sent: int = 0
     _silent: int = 0  # predicted hits that were sent since the worker looked anything up
 
@@ -65,7 +65,7 @@ class HitTrust:
     def note_told(self, queries_total: int, hits_total: int) -> None:
         """The worker has looked up so many prompt tokens since it started, so many were hits.
 
-        What it tells first was before the requests that count here.
+        The first totals are a base: they were before the requests that count here.
         """
         queries_before, hits_before = self._totals or (queries_total, hits_total)
         self._totals = queries_total, hits_total

@@ -1,4 +1,4 @@
-"""The score `prefix`: which group gives a prompt its first token soonest, with what it has cached.
+"""Prefix-aware dispatch: the group with the lowest predicted TTFT.
 
 A score of `dispatch` ranks groups whatever the request is. What a group has cached of a prompt
 depends on the request; so few groups are compared for each: the best ones by that score, and those
@@ -11,17 +11,18 @@ from math import inf
 
 from services.core.ask import Ask
 from services.core.cost.model import CostModel
+from services.core.report import Load, LoadReport
 from services.core.scheduler.group_index import GroupIndex
 from services.core.scheduler.group_load import GroupLoad
 from services.core.scheduler.hit_trust import HitTrust
 from services.core.scheduler.prefix_index import PrefixIndex
 
-COMPARED = 4
-"""Groups that are compared of those with the best score, and of those with the longest match."""
-LOOKED_AT = 16
-"""Groups with a match among which some that have room are looked for."""
-EVEN = 0.05
-"""First tokens that are predicted within this of the earliest one count as equally early."""
+CANDIDATES = 4
+"""Groups compared: so many with the best score, and so many with the longest match."""
+MATCHES_EXAMINED = 16
+"""Groups with the longest match among which those with room are candidates."""
+TTFT_TIE = 0.05
+"""Predicted TTFTs that exceed the lowest by less than this share are ties."""
 
 
 def predicted_ttft_s(
@@ -46,29 +47,43 @@ def predicted_ttft_s(
 class PrefixRanking:
     """The groups of one model: what they have cached, as far as the scheduler can know.
 
-    Add a group, remove it and tell its reports as in `GroupIndex`.
+    Add a group and remove it as in `GroupIndex`.
     """
 
     cost: CostModel
     index: PrefixIndex = field(default_factory=PrefixIndex)
     _trust: dict[str, HitTrust] = field(default_factory=dict)
+    _dropped_totals: dict[str, int] = field(default_factory=dict)  # of drops that were seen
 
     def add(self, load: GroupLoad) -> None:
         """A group comes: its cache is taken as empty."""
         self.index.join(load.group.group_id, load.capacity_blocks)
         self._trust[load.group.group_id] = HitTrust()
+        self._dropped_totals[load.group.group_id] = 0
 
     def remove(self, group_id: str) -> None:
         """Forget a group."""
         self.index.leave(group_id)
         del self._trust[group_id]
+        del self._dropped_totals[group_id]
 
-    def note_report(self, load: GroupLoad, dropped: tuple[int, ...]) -> None:
-        """The group's load was reported, with the thin hashes of blocks that it has dropped."""
+    def note_load(self, load: GroupLoad, told: Load) -> None:
+        """The group's load counts as told in the report just taken."""
         group_id = load.group.group_id
         self.index.resize(group_id, load.capacity_blocks)
+        self._trust[group_id].note_told(told.prefix_queries_total, told.prefix_hits_total)
+
+    def note_dropped(self, load: GroupLoad, report: LoadReport) -> None:
+        """A report, in order or not, tells which blocks the group has dropped; each counts once.
+
+        Told again, it may be cached there again.
+        """
+        group_id, dropped = load.group.group_id, report.dropped_prefixes
+        if report.dropped_total:
+            new = max(0, report.dropped_total - self._dropped_totals[group_id])
+            dropped = dropped[-new:] if new else ()
+            self._dropped_totals[group_id] += new
         self.index.drop(group_id, dropped)
-        self._trust[group_id].note_told(*load.prefix_tokens_total)
 
     def hit_tokens(self, load: GroupLoad, ask: Ask) -> int:
         """Tokens of a prompt that need not be computed there; the last one always must."""
@@ -80,19 +95,19 @@ class PrefixRanking:
     ) -> GroupLoad | None:
         """The group that is to take a request, or None if none can start it now.
 
-        It is the one with the best score among those that are about as early as the earliest.
+        It is the one with the best score among those whose predicted TTFT is the lowest, or ties.
         `below_tokens` as in `GroupIndex.pick`.
         """
         wanted = ask.prompt_tokens, ask.max_tokens, now_s, below_tokens
-        found = {load.group.group_id: load for load in groups.best(*wanted, most=COMPARED)}
-        if len(found) == COMPARED:
+        found = {load.group.group_id: load for load in groups.best(*wanted, most=CANDIDATES)}
+        if len(found) == CANDIDATES:
             for group_id in self._longest(groups, ask, now_s, below_tokens):
                 found[group_id] = groups.loads[group_id]
         steady = [load for load in found.values() if not load.flaps] or list(found.values())
         if len(steady) < 2:
             return steady[0] if steady else None
         ttft_s = {load.group.group_id: self._ttft_s(load, ask) for load in steady}
-        latest_s = min(ttft_s.values()) * (1 + EVEN)
+        latest_s = min(ttft_s.values()) * (1 + TTFT_TIE)
         early = [load for load in steady if ttft_s[load.group.group_id] <= latest_s]
         return min(early, key=lambda load: (groups.score(load), load.group.group_id))
 
@@ -114,9 +129,9 @@ class PrefixRanking:
     ) -> list[str]:
         """Some groups that can start the request, of those with the longest match."""
         wanted = ask.prompt_tokens, ask.max_tokens, now_s, below_tokens
-        matching = islice(self.index.longest(ask.prefix), LOOKED_AT)
+        matching = islice(self.index.longest(ask.prefix), MATCHES_EXAMINED)
         able = (one for one in matching if groups.can_start(groups.loads[one], *wanted))
-        return list(islice(able, COMPARED))
+        return list(islice(able, CANDIDATES))
 
     def _matched_tokens(self, load: GroupLoad, ask: Ask) -> int:
         blocks = self.index.matched_blocks(load.group.group_id, ask.prefix)

@@ -93,7 +93,7 @@ class Preparer:
             choices = [replace(choice, chat=form) for choice in choices]
         if len(choices) > 1:
             choices = [_numbered(choice, index) for index, choice in enumerate(choices)]
-        if block_size := self._prefix_block_size():
+        if (block_size := self._prefix_block_size()) and not logprobs.runs_prompt:
             choices = await self._with_prefixes(choices, block_size)
         record.prompt_tokens = prompt_tokens
         return PreparedRequest(

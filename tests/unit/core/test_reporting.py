@@ -83,3 +83,15 @@ def test_dropped_prefixes_are_told_twice_and_the_newest_of_many() -> None:
     assert loads.next(1, IDLE, 2.0).dropped_prefixes == newest
     assert loads.next(1, IDLE, 3.0).dropped_prefixes == newest
     assert loads.next(1, IDLE, 4.0).dropped_prefixes == ()
+
+
+def test_dropped_prefixes_are_numbered_by_how_many_have_been_told() -> None:
+    loads = LoadReporting("w", "i", ReportRhythm(0.5, 4.0))
+    assert loads.next(1, IDLE, 0.0).dropped_total == 0
+    loads.note_dropped((1, 2))
+    reports = [loads.told_beside(1, IDLE), loads.next(1, IDLE, 1.0), loads.next(1, IDLE, 2.0)]
+    assert [report.dropped_total for report in reports] == [2, 2, 2]
+    loads.note_dropped(iter(range(2 * DROPPED_MAX)))
+    report = loads.next(1, IDLE, 3.0)
+    assert report.dropped_total == 2 + 2 * DROPPED_MAX
+    assert loads.next(1, IDLE, 4.0).dropped_total == report.dropped_total

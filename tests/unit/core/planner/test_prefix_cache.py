@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -168,6 +169,76 @@ def test_a_prompt_whose_log_probabilities_are_told_runs_wholly() -> None:
     engine.ask(told)
     microbatch = engine.state.plan(0.0)
     assert microbatch is not None and microbatch.batch.tokens == 18
+
+
+def test_prompts_that_run_wholly_are_no_misses_of_the_cache() -> None:
+    engine = Engine()
+    engine.run(request("a", prompt_of(18)), request("b", prompt_of(18)))
+    before = engine.state.load()
+    told = replace(request("c", prompt_of(18)), logprobs=LogprobOptions(prompt=0))
+    engine.run(told)
+    after = engine.state.load()
+    assert after.prefix_queries_total == before.prefix_queries_total == 36
+    assert after.prefix_hits_total == before.prefix_hits_total
+    engine.run(request("d", prompt_of(18)))
+    assert engine.cached == {"a": 0, "b": 0, "c": 0, "d": 16}
+
+
+class Lookups(dict[bytes, int]):
+    """Blocks by name, which counts how often one is looked for."""
+
+    count = 0
+
+    def get(self, key: bytes, default: Any = None) -> Any:
+        self.count += 1
+        return super().get(key, default)
+
+
+@pytest.mark.parametrize("running", [True, False], ids=["in use", "idle"])
+def test_the_wait_for_room_costs_the_same_however_long_the_cached_prefix_is(running: bool) -> None:
+    counts = []
+    for blocks in (20, 200):
+        engine = Engine(num_blocks=2 * blocks + 20, max_batch_tokens=4000)
+        prefix = prompt_of(BLOCK_SIZE * blocks)
+        engine.run(request("before", prefix))
+        if running:
+            engine.ask(request("runs", prefix, 30))
+        engine.ask(request("fills", prompt_of(BLOCK_SIZE * blocks, start=5000), 30))
+        engine.step()
+        for number in range(16):
+            tail = prompt_of(BLOCK_SIZE * (blocks + 10), start=6000 + number)
+            engine.ask(replace(request(f"w{number}", prefix + tail), returnable=True))
+        engine.step()
+        assert len(engine.state.waiting) == 16
+        lookups = Lookups(engine.state.pool.cache._block_of)
+        engine.state.pool.cache._block_of = lookups
+        for _ in range(8):
+            engine.step()
+            assert engine.state.return_due_s is not None
+        counts.append(lookups.count)
+    assert 0 < counts[0] == counts[1]
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_a_request_that_is_admitted_by_shared_blocks_has_room(seed: int) -> None:
+    """Blocks of one prefix belong to several requests, and come into use and out of it."""
+    rng = random.Random(seed)
+    engine = Engine(num_blocks=16, max_batch_tokens=rng.choice([8, 32]))
+    table, shared = engine.state.sequence_table, 0
+    for number in range(80):
+        prompt = prompt_of(rng.choice([4, 8, 12, 20, 28, 36]), start=rng.choice([0, 0, 0, 20]))
+        engine.ask(request(f"r{number}", prompt, rng.randint(1, 12)))
+        for _ in range(rng.randint(0, 4)):
+            first = table.next_to_admit(8, 8)
+            if first is not None:
+                missing = first.blocks_to_admit(BLOCK_SIZE) - table.ledger.free
+                cache = engine.state.pool.cache
+                in_use = [not cache.is_idle(block) for block in table.prefixes.find(first)]
+                assert missing <= sum(in_use)
+                shared += missing > 0
+            engine.step(drop=rng.random() < 0.1)
+    engine.run()
+    assert shared > 0
 
 
 def test_a_dropped_iteration_names_nothing() -> None:

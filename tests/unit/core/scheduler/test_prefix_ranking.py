@@ -8,9 +8,11 @@ import pytest
 
 from services.core.cost.model import TOKENS, CostModel
 from services.core.prefix.block_hash import THIN_MAX, ThinHashes
+from services.core.report import Load, LoadReport
+from services.core.reporting import LoadReporting, ReportRhythm
 from services.core.scheduler.group_index import FEW
 from services.core.scheduler.hit_trust import SILENT_MAX
-from services.core.scheduler.prefix_ranking import COMPARED, predicted_ttft_s
+from services.core.scheduler.prefix_ranking import CANDIDATES, predicted_ttft_s
 from services.core.scheduler.state import SchedulerState
 from services.core.scheduler.vocabulary import (
     Asked,
@@ -19,6 +21,7 @@ from services.core.scheduler.vocabulary import (
     GroupJoined,
     GroupLeft,
     LoadLost,
+    LoadReported,
     SendAssignment,
     SendRefusal,
     ServingGroup,
@@ -58,8 +61,10 @@ class Dispatch:
         told = {"free": 1000, "incarnation": f"{name}-a"} | changes
         return self(load_reported(self.now_s, name, next(self._numbers), **told))
 
-    def ask(self, hashes: tuple[int, ...], tokens: int = 0, max_tokens: int = 1) -> str:
-        """The worker that gets a prompt; all requests before it have come there and ended."""
+    def ask(
+        self, hashes: tuple[int, ...], tokens: int = 0, max_tokens: int = 1, **told: Any
+    ) -> str:
+        """The worker that gets a prompt, and tells this with its arrival; all before it ended."""
         request_id = f"r{next(self._numbers)}"
         tokens = tokens or len(hashes) * HASHED + 1
         (command,) = [
@@ -77,7 +82,7 @@ class Dispatch:
             )
             if isinstance(one, SendAssignment)
         ]
-        self.report(command.worker_id, received=(request_id,))
+        self.report(command.worker_id, received=(request_id,), **told)
         return command.worker_id
 
 
@@ -173,6 +178,52 @@ def test_blocks_that_a_worker_has_dropped_no_longer_count() -> None:
     assert dispatch.state.snapshot(0.0).cached_tokens_total == cached + 4 * HASHED
 
 
+def test_a_prefix_that_is_cached_again_is_not_dropped_by_what_is_told_twice() -> None:
+    dispatch, idle = Dispatch(1), Load(0, 0, 1000, 0)
+    loads = LoadReporting("w0", "w0-a", ReportRhythm(0.005, 0.5))
+    for _ in range(50):  # newer than what Dispatch reports
+        loads.next(1, idle, 0.0)
+
+    def hit_tokens(report: LoadReport, passed_on: bool = False) -> int:
+        dispatch(LoadReported(0.0, report, passed_on))
+        before = dispatch.state.snapshot(0.0).cached_tokens_total
+        dispatch.ask(chat(1, 3))
+        return dispatch.state.snapshot(0.0).cached_tokens_total - before
+
+    dispatch.ask(chat(1, 3))
+    loads.note_dropped(chat(1, 3)[1:])
+    late = loads.told_beside(1, idle)
+    dropped = loads.next(1, idle, 0.0)
+    assert hit_tokens(dropped) == HASHED
+    beside = loads.told_beside(1, idle)
+    assert beside.dropped_prefixes == dropped.dropped_prefixes
+    for report, passed_on in ((beside, True), (late, True), (loads.next(1, idle, 0.0), False)):
+        assert hit_tokens(report, passed_on) == 3 * HASHED
+    loads.note_dropped(chat(1, 3)[2:])
+    assert hit_tokens(loads.told_beside(1, idle), passed_on=True) == 2 * HASHED
+    assert hit_tokens(loads.next(1, idle, 0.0)) == 3 * HASHED
+
+
+@pytest.mark.parametrize("lost", [False, True], ids=["a new group", "reports that ended"])
+def test_a_load_that_is_passed_on_before_the_own_one_says_nothing_about_hits(lost: bool) -> None:
+    dispatch = Dispatch(0)
+    told = {"queries": 50_000_000, "hits": 0}
+    group = ServingGroup("group-w0", 1, "w0", "w0-a", "w0:1", "m", 1000, 16, 16_000)
+    dispatch(GroupJoined(0.0, group))
+    if lost:
+        dispatch.report("w0", **told)
+        dispatch(LoadLost(0.0, "w0", "w0-a"))
+    dispatch.report("w0", **told, passed_on=True)
+    dispatch.report("w0", **told)
+    queries = hits = 0
+    for turn in range(10):
+        before = dispatch.state.snapshot(0.0).cached_tokens_total
+        queries += 4 * HASHED + 1
+        hits += 4 * HASHED * (turn > 0)
+        dispatch.ask(chat(1, 4), queries=50_000_000 + queries, hits=hits)
+    assert dispatch.state.snapshot(0.0).cached_tokens_total == before + 4 * HASHED
+
+
 def test_a_worker_that_looks_nothing_up_is_no_home() -> None:
     dispatch = Dispatch(3)
     for _ in range(SILENT_MAX + 3):
@@ -213,7 +264,7 @@ def test_the_last_group_may_leave_and_another_come() -> None:
     assert dispatch.state.snapshot(0.0).cached_tokens_total == 0
 
 
-@pytest.mark.parametrize("groups", [COMPARED, FEW // 2, 2 * FEW])
+@pytest.mark.parametrize("groups", [CANDIDATES, FEW // 2, 2 * FEW])
 def test_a_chat_is_found_among_many_groups(groups: int) -> None:
     rng = random.Random(groups)
     dispatch = Dispatch(groups)

@@ -303,6 +303,7 @@ class World:
                 queries=self.queries,
                 hits=self.queries // 3,
                 dropped=self.some_prefix().hashes,
+                dropped_total=self.rng.randrange(100),
             )
         )
 

@@ -73,6 +73,17 @@ async def test_owners_and_salts_have_no_hash_in_common(gateway: Gateway) -> None
         seen.update(choice.prefix.hashes)
 
 
+@pytest.mark.parametrize(
+    "fields", [{"prompt_logprobs": 1}, {"echo": True, "logprobs": 1}, {"echo": True}]
+)
+async def test_a_prompt_that_runs_wholly_has_no_prefix(
+    gateway: Gateway, fields: dict[str, Any]
+) -> None:
+    (choice,) = await gateway.choices(**fields)
+    asked = ask_for(choice).prefix != NO_PREFIX
+    assert asked is (fields == {"echo": True})
+
+
 async def test_a_scheduler_that_wants_nothing_is_told_nothing(gateway: Gateway) -> None:
     gateway.block_size = 0
     (choice,) = await gateway.choices()
