@@ -1,7 +1,7 @@
 """vLLM itself (0.32): opened with a worker's configuration. The only module that imports it.
 
 `AsyncLLM` and `SamplingParams` are its public API. The numbers of a step are not: they are read in
-`_StepLogger` alone.
+`StepStats.note` alone.
 """
 
 from collections.abc import Mapping
@@ -134,14 +134,7 @@ class _StepLogger(StatLoggerBase):
         mm_cache_stats: Any = None,
         engine_idx: int = 0,
     ) -> None:
-        stats = self._stats
-        if iteration_stats is not None:
-            stats.preemptions_total += iteration_stats.num_preempted_reqs
-        if scheduler_stats is not None:
-            stats.steps += 1
-            stats.running = scheduler_stats.num_running_reqs
-            stats.waiting = scheduler_stats.num_waiting_reqs
-            stats.kv_usage = scheduler_stats.kv_cache_usage
+        self._stats.note(scheduler_stats, iteration_stats)
 
     def log_engine_initialized(self) -> None:
         """Told by the facts."""
