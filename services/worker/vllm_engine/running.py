@@ -147,7 +147,7 @@ class VllmRequests:
         """The load now. A block is in use if vLLM says so and a request may have it.
 
         vLLM tells nothing while nothing runs: what it told last may be of requests that are gone.
-        It does not tell how far a prompt is, or what of it was cached, before the first token: until
+        Nor does it tell before the first token how far a prompt is and what of it was cached: until
         then the whole prompt is to be prefilled.
         """
         waiting = self.waiting()
@@ -167,9 +167,7 @@ class VllmRequests:
             batch_waiting=sum(entry.is_batch for entry in waiting),
             kv_blocks_batch=sum(count for entry, count in held.items() if entry.is_batch),
             prefill_tokens=sum(
-                len(entry.request.prompt_ids)
-                for entry in self._by_id.values()
-                if not entry.emitted
+                len(entry.request.prompt_ids) for entry in self._by_id.values() if not entry.emitted
             ),
             prefix_queries_total=self.stats.prefix_queries_total,
             prefix_hits_total=self.stats.prefix_hits_total,
