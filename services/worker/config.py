@@ -72,7 +72,8 @@ class WorkerConfig(ServiceConfig):
         multiple_of=PAGE_BYTES,
         default_text="chosen by the sizes of the model",
     )
-    # An abort waits for the running iteration, so a slow device gets small ones.
+    # The next tokens come once an iteration has ended, so a slow device gets small ones. With vLLM
+    # an abort waits for that, too.
     max_batch_tokens: int = number(
         256,
         "Tokens of one iteration; more raise throughput and the time between tokens.",
@@ -112,11 +113,11 @@ class WorkerConfig(ServiceConfig):
     )
     prefix_caching: bool = option(
         True,
-        "Whether requests that begin alike share the KV of what they have in common, and KV stays"
-        " for later ones while nothing else needs its memory.",
+        "Automatic prefix caching: requests with a common prefix share its KV blocks, which stay"
+        " cached until their memory is needed.",
     )
     coordinated_exchange: bool = option(
-        True, "Whether KV and parameters stand aside for activations."
+        True, "Whether bulk transfers (KV, parameters) yield to activations."
     )
     ucx_transports: str = option(
         "sm,tcp", "UCX_TLS between engines, such as rc,sm,tcp for RDMA between hosts."

@@ -25,6 +25,7 @@ START_S = 900.0
 MODEL = "SmolLM2-135M-Instruct"
 LONG_PROMPT_TOKENS = 900
 """The worker has KV for two or three of these."""
+BLOCK_SIZE = 16
 
 pytestmark = [
     pytest.mark.slow,
@@ -195,10 +196,33 @@ async def test_overload_is_refused_with_a_time(cluster: Cluster) -> None:
     await at_rest(cluster)
 
 
-async def test_its_metrics_are_those_of_any_worker(cluster: Cluster) -> None:
+def metrics_of_the_worker(cluster: Cluster) -> dict[str, float]:
     targets = json.loads((cluster.folder / "cluster" / "prometheus_targets.json").read_text())
     (found,) = [one["targets"] for one in targets if one["labels"]["process"] == "worker-0"]
-    metrics = read_metrics(f"http://{found[0]}")
+    return read_metrics(f"http://{found[0]}")
+
+
+async def test_a_prompt_that_came_before_is_cached(cluster: Cluster, client: AsyncOpenAI) -> None:
+    before = metrics_of_the_worker(cluster)
+    cached = []
+    for _ in range(2):
+        answer = await client.completions.create(
+            model=MODEL, prompt=[700] * LONG_PROMPT_TOKENS, max_tokens=4, temperature=0
+        )
+        assert answer.usage is not None and answer.usage.prompt_tokens_details is not None
+        cached.append(answer.usage.prompt_tokens_details.cached_tokens)
+    await at_rest(cluster)
+    assert cached == [0, (LONG_PROMPT_TOKENS - 1) // BLOCK_SIZE * BLOCK_SIZE]
+    after = metrics_of_the_worker(cluster)
+    queries, hits = [
+        after[name] - before[name]
+        for name in ("vllm:prefix_cache_queries_total", "vllm:prefix_cache_hits_total")
+    ]
+    assert (queries, hits) == (2 * LONG_PROMPT_TOKENS, cached[1])
+
+
+async def test_its_metrics_are_those_of_any_worker(cluster: Cluster) -> None:
+    metrics = metrics_of_the_worker(cluster)
     assert metrics["tideserve_worker_kv_blocks_total"] > 0
     assert metrics["vllm:num_requests_running"] == 0
     assert metrics["vllm:prompt_tokens_total"] > LONG_PROMPT_TOKENS

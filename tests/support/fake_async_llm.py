@@ -59,6 +59,7 @@ class FakeOutput:
     outputs: Sequence[FakeCompletion]
     prompt_logprobs: Sequence[Mapping[int, FakeLogprob] | None] | None = None
     metrics: FakeMetrics | None = field(default_factory=FakeMetrics)
+    num_cached_tokens: int | None = 0
 
     @property
     def finished(self) -> bool:

@@ -7,6 +7,7 @@ all that came together. Groups of several never come about: what asks for one is
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -55,7 +56,7 @@ class AsyncEngine(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class OpenedEngine:
-    """vLLM with a model, and what tells of it.
+    """A loaded vLLM engine, with its statistics and exception types.
 
     `stats` is renewed after each of its steps. `to_params` makes its sampling parameters. An error
     of `invalid` says that a request cannot be served, one of `transient` that it failed, one of
@@ -97,6 +98,7 @@ class VllmAdapter:
         self._to_params = opened.to_params
         self._invalid: tuple[type[Exception], ...] = (CannotServe, *opened.invalid)
         self._transient: tuple[type[Exception], ...] = (RequestFailed, *opened.transient)
+        self._dead = opened.dead
         self._socket = socket
         self._now_s = now_s
         self._requests = VllmRequests(facts.kv_blocks_total, facts.block_size, opened.stats)
@@ -160,6 +162,7 @@ class VllmAdapter:
             entry.task.cancel()
 
     async def _serve(self, entry: VllmRequest) -> None:
+        """Have vLLM run a request. Whatever goes wrong ends this one alone, unless vLLM is dead."""
         request = entry.request
         # vLLM's `TokensInput`: nothing is left to be rendered.
         prompt: dict[str, Any] = {"type": "token", "prompt_token_ids": list(request.prompt_ids)}
@@ -168,21 +171,31 @@ class VllmAdapter:
         reader = OutputReader(request)
         try:
             params = self._to_params(parameters_of(request))
-            async for output in self._engine.generate(prompt, params, request.request_id):
-                self._note(entry, reader.read(output), output)
+            # Closed, it has vLLM abort a request that has not ended.
+            async with aclosing(
+                self._engine.generate(prompt, params, request.request_id)
+            ) as outputs:
+                async for output in outputs:
+                    self._note(entry, reader.read(output), output)
+        except self._dead:
+            raise
         except self._invalid as error:
             self._refuse(entry, RefuseRequest(request.request_id, str(error)))
         except self._transient as error:
-            log.warning("request %s failed in vLLM: %s", request.request_id, error)
-            message = f"vLLM failed with the request ({error}); try again"
-            self._refuse(entry, RefuseRequest(request.request_id, message, retryable=True))
+            log.warning(
+                "request %s failed in vLLM: %s", request.request_id, error.__cause__ or error
+            )
+            self._refuse(entry, _failed(request, str(error)))
+        except Exception:
+            log.exception("request %s failed in vLLM, unexpectedly", request.request_id)
+            self._refuse(entry, _failed(request))
 
     def _note(self, entry: VllmRequest, tokens: list[EmitToken], output: VllmOutput) -> None:
         self._answered_s = self._now_s()
+        times = times_of(output.metrics) if output.finished else None
         self._requests.emit(entry, len(tokens))
         if output.finished:
             self._requests.remove(entry)
-            times = times_of(output.metrics)
             if times is not None:
                 self._times[entry.request.request_id] = times
         self._tokens += tokens
@@ -227,3 +240,9 @@ class VllmAdapter:
         progress = Progress(self._received, self._tokens, self._refusals, report, times=self._times)
         self._received, self._tokens, self._refusals, self._times = [], [], [], {}
         return progress
+
+
+def _failed(request: Request, why: str = "") -> RefuseRequest:
+    reason = f" ({why})" if why else ""
+    message = f"vLLM failed with the request{reason}; try again"
+    return RefuseRequest(request.request_id, message, retryable=True)

@@ -1,7 +1,7 @@
 """vLLM itself (0.32): opened with a worker's configuration. The only module that imports it.
 
 `AsyncLLM` and `SamplingParams` are its public API. The numbers of a step are not: they are read in
-`_StepLogger` alone.
+`StepStats.note` alone.
 """
 
 from collections.abc import Mapping
@@ -20,14 +20,13 @@ from services.worker.config import WorkerConfig
 from services.worker.errors import WorkerError
 from services.worker.ipc import EngineReady
 from services.worker.vllm_engine.adapter import OpenedEngine
+from services.worker.vllm_engine.arguments import arguments_of
 from services.worker.vllm_engine.budget import kv_bytes, parameter_bytes
 from services.worker.vllm_engine.running import StepStats
 
 VERSION = "0.32"
 NULL_BLOCKS = 1
 """vLLM keeps one block empty."""
-FIT_MODEL_LEN = -1
-"""vLLM's word for the longest sequence that its KV cache holds."""
 
 
 class VllmUnusable(WorkerError):
@@ -81,13 +80,7 @@ def to_params(arguments: Mapping[str, Any]) -> SamplingParams:
 
 def _arguments(config: WorkerConfig, room_bytes: int) -> AsyncEngineArgs:
     return AsyncEngineArgs(
-        model=str(config.model_dir),
-        dtype=config.dtype,
-        max_model_len=config.max_model_len or FIT_MODEL_LEN,
-        block_size=config.block_size,
-        kv_cache_memory_bytes=room_bytes,
-        max_num_seqs=config.max_running,
-        max_num_batched_tokens=config.max_batch_tokens,
+        **arguments_of(config, room_bytes),
         # Stop tokens and sampling are the gateway's, not those of the model's folder.
         generation_config="vllm",
         # Grammars are in the dialect of llguidance.
@@ -134,14 +127,7 @@ class _StepLogger(StatLoggerBase):
         mm_cache_stats: Any = None,
         engine_idx: int = 0,
     ) -> None:
-        stats = self._stats
-        if iteration_stats is not None:
-            stats.preemptions_total += iteration_stats.num_preempted_reqs
-        if scheduler_stats is not None:
-            stats.steps += 1
-            stats.running = scheduler_stats.num_running_reqs
-            stats.waiting = scheduler_stats.num_waiting_reqs
-            stats.kv_usage = scheduler_stats.kv_cache_usage
+        self._stats.note(scheduler_stats, iteration_stats)
 
     def log_engine_initialized(self) -> None:
         """Told by the facts."""

@@ -36,11 +36,15 @@ class RequestMoments(Protocol):
 
 
 class VllmOutput(Protocol):
-    """A `RequestOutput` that has what is new. Prompt log probabilities come once, all together."""
+    """A `RequestOutput` that has what is new. Prompt log probabilities come once, all together.
+
+    `num_cached_tokens` of the prompt were in vLLM's cache of prefixes when the request started.
+    """
 
     outputs: Sequence[Completion]
     prompt_logprobs: Sequence[Mapping[int, Logprob] | None] | None
     metrics: RequestMoments | None
+    num_cached_tokens: int | None
     finished: bool
 
 
@@ -54,15 +58,19 @@ class OutputReader:
     def __init__(self, request: Request) -> None:
         self._request = request
         self._prompt_rows: LogprobRows | None = None
+        self._cached_tokens = 0
         self.emitted = 0
 
     def read(self, output: VllmOutput) -> list[EmitToken]:
         """The tokens of an output; the last of a finished request says why it ended.
 
+        The first token of a request tells how many of its prompt's were cached.
+
         Raises:
             RequestFailed: if it ended otherwise.
         """
         (completion,) = output.outputs
+        self._cached_tokens = output.num_cached_tokens or 0
         if output.prompt_logprobs:
             self._prompt_rows = self._prompt(output.prompt_logprobs)
         reason = completion.finish_reason
@@ -82,7 +90,8 @@ class OutputReader:
         if top is not None and completion.logprobs is not None:
             own = packed(top, [_row(token_id, completion.logprobs[offset], top)])
         index, self.emitted = self.emitted, self.emitted + 1
-        return EmitToken(self._request.request_id, index, token_id, ended, own, rows)
+        cached = 0 if index else self._cached_tokens
+        return EmitToken(self._request.request_id, index, token_id, ended, own, rows, cached)
 
     def _prompt(self, rows: Sequence[Mapping[int, Logprob] | None]) -> LogprobRows | None:
         """One row for each prompt token but the first, of which vLLM tells none."""

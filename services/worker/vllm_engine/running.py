@@ -6,6 +6,7 @@ since then is counted here: a request that was just handed over waits.
 
 import asyncio
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from services.core.planner.returns import RETURN_AFTER_S
 from services.core.report import Load
@@ -17,6 +18,31 @@ STEPS_TO_START = 3
 plan one while another runs."""
 
 
+class PrefixLookups(Protocol):
+    """Prompt tokens of requests that started in a step after a look into the cache; hits of them.
+
+    Requests that were preempted and start again are not among them.
+    """
+
+    queries: int
+    hits: int
+
+
+class SchedulerNumbers(Protocol):
+    """What is read of vLLM's `SchedulerStats`, which come once a step."""
+
+    num_running_reqs: int
+    num_waiting_reqs: int
+    kv_cache_usage: float
+    prefix_cache_stats: PrefixLookups
+
+
+class IterationNumbers(Protocol):
+    """What is read of vLLM's `IterationStats`, which come with outputs."""
+
+    num_preempted_reqs: int
+
+
 @dataclass(slots=True)
 class StepStats:
     """What vLLM told after its last step; `kv_usage` in [0, 1], the totals since it started."""
@@ -26,6 +52,20 @@ class StepStats:
     waiting: int = 0
     kv_usage: float = 0.0
     preemptions_total: int = 0
+    prefix_queries_total: int = 0
+    prefix_hits_total: int = 0
+
+    def note(self, scheduler: SchedulerNumbers | None, iteration: IterationNumbers | None) -> None:
+        """Take in what vLLM told of a step; its outputs may come in several parts."""
+        if iteration is not None:
+            self.preemptions_total += iteration.num_preempted_reqs
+        if scheduler is not None:
+            self.steps += 1
+            self.running = scheduler.num_running_reqs
+            self.waiting = scheduler.num_waiting_reqs
+            self.kv_usage = scheduler.kv_cache_usage
+            self.prefix_queries_total += scheduler.prefix_cache_stats.queries
+            self.prefix_hits_total += scheduler.prefix_cache_stats.hits
 
 
 @dataclass(slots=True, eq=False)
@@ -107,6 +147,8 @@ class VllmRequests:
         """The load now. A block is in use if vLLM says so and a request may have it.
 
         vLLM tells nothing while nothing runs: what it told last may be of requests that are gone.
+        Nor does it tell before the first token how far a prompt is and what of it was cached: until
+        then the whole prompt is to be prefilled.
         """
         waiting = self.waiting()
         queued = set(waiting)
@@ -124,6 +166,11 @@ class VllmRequests:
             batch_running=sum(entry.is_batch for entry in started),
             batch_waiting=sum(entry.is_batch for entry in waiting),
             kv_blocks_batch=sum(count for entry, count in held.items() if entry.is_batch),
+            prefill_tokens=sum(
+                len(entry.request.prompt_ids) for entry in self._by_id.values() if not entry.emitted
+            ),
+            prefix_queries_total=self.stats.prefix_queries_total,
+            prefix_hits_total=self.stats.prefix_hits_total,
         )
 
     def _wanted(self, entry: VllmRequest) -> int:

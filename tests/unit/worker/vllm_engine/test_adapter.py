@@ -2,12 +2,12 @@
 
 import asyncio
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from services.core.planner.events import EmitToken, RefuseRequest
-from services.core.request import FinishReason, Limits, Request, Sampling
+from services.core.request import FinishReason, Limits, LogprobOptions, Request, Sampling
 from services.worker.ipc import (
     AbortRequest,
     ApplyConfiguration,
@@ -21,7 +21,17 @@ from services.worker.ipc import (
 )
 from services.worker.vllm_engine.adapter import CANNOT_MERGE, SILENT_AFTER_S
 from services.worker.vllm_engine.running import STEPS_TO_START
-from tests.support.fake_async_llm import AdapterOnTest, Dead, Invalid, Transient, output
+from tests.support.fake_async_llm import (
+    AdapterOnTest,
+    Dead,
+    FakeCompletion,
+    FakeLogprob,
+    FakeMetrics,
+    FakeOutput,
+    Invalid,
+    Transient,
+    output,
+)
 from tests.support.waiting import eventually
 
 
@@ -111,11 +121,49 @@ async def test_what_vllm_fails_with_may_be_tried_again(adapter: AdapterOnTest) -
     for name in ("a", "b"):
         adapter.send(start(name))
     await adapter.until_received("a", "b")
-    adapter.llm.tell("a", output(5), Transient("broken"))
+    # As `EngineGenerateError`, which has no text of its own.
+    adapter.llm.tell("a", output(5), Transient())
     adapter.llm.tell("b", output(5, ended="error"))
     await eventually(lambda: len(refusals(adapter)) == 2)
     assert all(refusal.retryable and not refusal.returned for refusal in refusals(adapter))
+    assert {refusal.request_id: refusal.message for refusal in refusals(adapter)} == {
+        "a": "vLLM failed with the request; try again",
+        "b": "vLLM failed with the request (it ended with 'error'); try again",
+    }
     assert [token.request_id for token in tokens(adapter)] == ["a"]
+
+
+@pytest.mark.parametrize("broken", ["prompt rows", "no completion", "times", "in vLLM"])
+async def test_what_nobody_expects_ends_one_request_alone(
+    adapter: AdapterOnTest, broken: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    short: Any = [None, {2: FakeLogprob(-1.0, 1)}]
+    told: dict[str, FakeOutput | Exception] = {
+        "prompt rows": FakeOutput([FakeCompletion([5])], short),
+        "no completion": FakeOutput([]),
+        "times": FakeOutput([FakeCompletion([5], "length")], metrics=cast(FakeMetrics, object())),
+        "in vLLM": IndexError("list index out of range"),
+    }
+    adapter.send(start("a", logprobs=LogprobOptions(prompt=1)))
+    adapter.send(start("b"))
+    await adapter.until_received("a", "b")
+    adapter.llm.tell("a", told[broken])
+    await eventually(lambda: refusals(adapter))
+    (refusal,) = refusals(adapter)
+    assert (refusal.request_id, refusal.retryable, refusal.returned) == ("a", True, False)
+    assert adapter.llm.aborted == ([] if broken == "in vLLM" else ["a"])
+    (logged,) = [one for one in caplog.records if one.levelname == "ERROR"]
+    assert "request a " in logged.getMessage() and logged.exc_info is not None
+    adapter.llm.tell("b", output(7, ended="length"))
+    await eventually(lambda: tokens(adapter) == [EmitToken("b", 0, 7, FinishReason.LENGTH)])
+    assert (await adapter.settled()).report.load.waiting == 0
+
+
+async def test_a_failed_request_is_aborted_in_vllm(adapter: AdapterOnTest) -> None:
+    adapter.send(start())
+    await adapter.until_received("r")
+    adapter.llm.tell("r", output(5, ended="error"))
+    await eventually(lambda: adapter.llm.aborted == ["r"])
 
 
 async def test_a_full_queue_and_a_known_id_are_refused(adapter: AdapterOnTest) -> None:

@@ -72,6 +72,20 @@ def test_log_probabilities_of_the_prompt_come_with_the_first_token() -> None:
     assert second.prompt_logprobs is None
 
 
+def test_the_first_token_tells_how_much_of_the_prompt_was_cached() -> None:
+    read = reader()
+
+    def cached(one: FakeOutput, cached_tokens: int | None) -> list[int]:
+        one.num_cached_tokens = cached_tokens
+        return [token.cached_tokens for token in read.read(one)]
+
+    assert cached(output(), 2) == [], "a part of the prompt, without a token"
+    assert cached(output(5, 6), 2) == [2, 0]
+    assert cached(output(7), 2) == [0]
+    read = reader()
+    assert cached(output(5), None) == [0]
+
+
 def test_times_are_told_by_their_moments() -> None:
     assert times_of(FakeMetrics()) == RequestTimes(2.0, 4.0, 8.0)
     assert times_of(None) is None

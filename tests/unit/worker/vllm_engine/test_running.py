@@ -1,5 +1,6 @@
 """The load of an engine whose numbers come from vLLM once a step."""
 
+from dataclasses import dataclass, field
 from random import Random
 
 import pytest
@@ -11,6 +12,29 @@ from services.core.service import Service, ServiceClass
 from services.worker.vllm_engine.running import STEPS_TO_START, StepStats, VllmRequests
 
 BLOCKS, BLOCK_SIZE = 40, 16
+
+
+@dataclass
+class Lookups:
+    queries: int = 0
+    hits: int = 0
+
+
+@dataclass
+class Step:
+    """As vLLM's `SchedulerStats`."""
+
+    num_running_reqs: int = 0
+    num_waiting_reqs: int = 0
+    kv_cache_usage: float = 0.0
+    prefix_cache_stats: Lookups = field(default_factory=Lookups)
+
+
+@dataclass
+class Iteration:
+    """As vLLM's `IterationStats`."""
+
+    num_preempted_reqs: int
 
 
 def requests() -> VllmRequests:
@@ -33,7 +57,29 @@ def request(name: str = "r", tokens: int = 16, returnable: bool = False, batch: 
 def test_one_that_was_just_handed_over_waits_and_wants_its_blocks() -> None:
     running = requests()
     running.add(request(), 0.0)
-    assert running.load() == Load(0, 1, BLOCKS, 2, kv_blocks_total=BLOCKS)
+    assert running.load() == Load(0, 1, BLOCKS, 2, kv_blocks_total=BLOCKS, prefill_tokens=16)
+
+
+def test_a_prompt_is_to_be_prefilled_until_its_first_token() -> None:
+    running = requests()
+    first, second = running.add(request("a", 16), 0.0), running.add(request("b", 48), 0.0)
+    assert running.load().prefill_tokens == 64
+    running.stats.running = 2
+    assert running.load().prefill_tokens == 64, "both run, and neither has a token"
+    running.emit(first, 1)
+    assert running.load().prefill_tokens == 48
+    running.remove(second)
+    assert running.load().prefill_tokens == 0
+
+
+def test_lookups_of_all_steps_are_summed() -> None:
+    running = requests()
+    running.stats.note(Step(2, 1, 0.5, Lookups(100, 64)), Iteration(1))
+    running.stats.note(Step(3, 0, 0.25, Lookups(50, 0)), None)
+    running.stats.note(None, Iteration(2))
+    assert running.stats == StepStats(2, 3, 0, 0.25, 3, 150, 64)
+    load = running.load()
+    assert (load.prefix_queries_total, load.prefix_hits_total) == (150, 64)
 
 
 def test_vllm_says_when_it_runs_and_what_it_holds() -> None:

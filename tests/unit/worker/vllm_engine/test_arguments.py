@@ -1,0 +1,44 @@
+"""A worker's configuration as vLLM's engine arguments."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.worker.config import WorkerConfig
+from services.worker.vllm_engine.arguments import FIT_MODEL_LEN, arguments_of
+
+
+def config(**changes: Any) -> WorkerConfig:
+    return WorkerConfig(
+        etcd_url="http://127.0.0.1:2379",
+        engine="vllm",
+        engine_python=Path("/python"),
+        model_name="m",
+        model_dir=Path("/models/m"),
+        memory_bytes=1 << 30,
+        max_running=7,
+        max_batch_tokens=300,
+        **changes,
+    )
+
+
+def test_options_have_vllms_names() -> None:
+    assert arguments_of(config(), 1 << 20) == {
+        "model": "/models/m",
+        "dtype": "bfloat16",
+        "max_model_len": FIT_MODEL_LEN,
+        "block_size": 16,
+        "kv_cache_memory_bytes": 1 << 20,
+        "max_num_seqs": 7,
+        "max_num_batched_tokens": 300,
+        "enable_prefix_caching": None,
+    }
+    assert arguments_of(config(max_model_len=99), 1)["max_model_len"] == 99
+
+
+@pytest.mark.parametrize(("option", "told"), [(True, None), (False, False)])
+def test_prefix_caching_can_be_turned_off(option: bool, told: bool | None) -> None:
+    """On, vLLM decides: it has no such cache for some models."""
+    found = arguments_of(config(prefix_caching=option), 1)
+    assert found["enable_prefix_caching"] is told
