@@ -34,7 +34,7 @@ def vector_exponential(builder: Any, numbers: Any) -> Any:
     """`exponential` of each lane of a vector of float32 that are 0 or less, as instructions."""
     kind = numbers.type
 
-    def each(number: float) -> Any:
+    def each(number: Any) -> Any:
         return ir.Constant(kind, [float(number)] * kind.count)
 
     exponent = vector_call(builder, "maxnum", builder.fmul(numbers, each(_LOG2_E)), each(_LEAST))
