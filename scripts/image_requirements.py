@@ -41,6 +41,8 @@ GLIBC_MINORS = range(17, 37)
 PIP_TIMEOUT_S = 900.0
 PIN = re.compile(r"^(?P<name>[\w.-]+)==(?P<version>[^\s;]+)", re.MULTILINE)
 ENTRY = re.compile(PIN.pattern + r"(?P<hashes>(?: \\\n {4}--hash=sha256:[0-9a-f]{64})+)$", re.M)
+# What torch's CUDA build needs beside what its CPU build does, which is in the images.
+CUDA_PARTS = re.compile(r"(nvidia|cuda)-|triton$")
 DIGEST = re.compile(r"sha256:([0-9a-f]{64})")
 
 
@@ -140,6 +142,8 @@ def closure(
         wanted.add(name)
         for text in [] if name in alone else requires(name) or []:
             needed = Requirement(text)
+            if name == TORCH and CUDA_PARTS.match(canonicalize_name(needed.name)):
+                continue
             if needed.marker is None or needed.marker.evaluate(dict(MARKERS)):
                 waiting.append(canonicalize_name(needed.name))
     return wanted - {TORCH, *without}

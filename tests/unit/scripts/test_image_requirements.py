@@ -53,3 +53,9 @@ def test_what_a_package_needs_comes_along() -> None:
 def test_a_package_without_a_pin_is_named() -> None:
     with pytest.raises(LookupError, match="pytest is needed"):
         closure(["pytest"], pins(), alone=set(), without=[])
+
+
+def test_what_the_cuda_build_of_torch_needs_is_in_no_image(monkeypatch: pytest.MonkeyPatch) -> None:
+    needs = {"torch": ["jinja2", "triton==3.4", 'nvidia-cudnn-cu13==9 ; sys_platform == "linux"']}
+    monkeypatch.setattr(image_requirements, "requires", lambda name: needs.get(name, []))
+    assert closure(["torch"], {"jinja2": "3"}, alone=set(), without=[]) == {"jinja2"}
