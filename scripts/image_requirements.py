@@ -41,7 +41,7 @@ GLIBC_MINORS = range(17, 37)
 PIP_TIMEOUT_S = 900.0
 PIN = re.compile(r"^(?P<name>[\w.-]+)==(?P<version>[^\s;]+)", re.MULTILINE)
 ENTRY = re.compile(PIN.pattern + r"(?P<hashes>(?: \\\n {4}--hash=sha256:[0-9a-f]{64})+)$", re.M)
-# What torch's CUDA build needs beside what its CPU build does, which is in the images.
+# Only torch's CUDA build needs these; the images have its CPU build.
 CUDA_PARTS = re.compile(r"(nvidia|cuda)-|triton$")
 DIGEST = re.compile(r"sha256:([0-9a-f]{64})")
 
