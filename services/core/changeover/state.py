@@ -117,6 +117,7 @@ class Changeover:
         self._capacity = MemberCapacity(self._context, self._kv)
         self._preparation = Preparation(self._context)
         self._next: Configuration | None = None
+        self._leads_whole = True  # a group that has all layers
         self._drained = False  # the leader has said so
         self._leader_has_left = False  # it adopts no more
         self._drain_until_s = 0.0
@@ -182,10 +183,7 @@ class Changeover:
     @property
     def may_plan(self) -> bool:
         """Whether this worker plans now."""
-        if self._next is not None or self._takeover.waiting:
-            return False
-        configuration = self._context.configuration
-        return configuration is None or (configuration.leads and self._serves(configuration))
+        return self._leads_whole and self._next is None and not self._takeover.waiting
 
     def name_of(self, request_id: str) -> str:
         """The sequence that answers a request here; "" if none does."""
@@ -228,7 +226,8 @@ class Changeover:
             return None
         microbatch = planner.plan(now_s)
         if microbatch is not None:
-            self._kv.forget(microbatch.released)
+            if microbatch.released:
+                self._kv.forget(microbatch.released)
             self._kv.claim(chunk.request_id for chunk in microbatch.batch.chunks)
         return microbatch
 
@@ -340,6 +339,7 @@ class Changeover:
             context.change(PoolGrown(answer.blocks))
         self._handover.begin()
         context.configuration, self._next = new, None
+        self._leads_whole = new.leads and self._serves(new)
         self._drained = self._leader_has_left = False
         self._lost = self._told_lost = frozenset()
         self._kv.enter(answer)

@@ -1,7 +1,11 @@
-"""Events and commands of a worker's planner."""
+"""Events and commands of a worker's planner.
+
+Tokens are named tuples, as the chunks of `batch.py` are: there are as many in each iteration.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from services.core.logprobs import LogprobRows
 from services.core.planner.batch import Microbatch, SampleNotes
@@ -59,8 +63,7 @@ RequestEvent = RequestArrived | RequestAborted | IterationFinished | IterationDr
 Event = RequestEvent | ConfigurationEvent
 
 
-@dataclass(frozen=True, slots=True)
-class EmitToken:
+class EmitToken(NamedTuple):
     """Send an output token to the client; `finish_reason` is set on the last.
 
     `logprobs` is the token's row if it was asked for. With the first output token come
@@ -69,7 +72,7 @@ class EmitToken:
     """
 
     request_id: str
-    index: int
+    index: int  # type: ignore[assignment]  # instead of tuple.index, which is not needed here
     token_id: int
     finish_reason: FinishReason | None
     logprobs: LogprobRows | None = None

@@ -1,6 +1,5 @@
 """Decisions of a planner: sequences and token counts, before token ids are needed."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -71,11 +70,11 @@ class Plan:
         for sequence, start, _, _ in self.prefills:
             _rewind(sequence, start)
 
-    def sequences(self) -> Iterator[Sequence]:
-        """The sequences that run in it."""
-        yield from self.decodes
-        for prefill in self.prefills:
-            yield prefill.sequence
+    def sequences(self) -> list[Sequence]:
+        """The sequences that run in it; not to be changed."""
+        if not self.prefills:
+            return self.decodes
+        return self.decodes + [prefill.sequence for prefill in self.prefills]
 
     def includes(self, sequence: Sequence) -> bool:
         """Whether a chunk of `sequence` is in it."""

@@ -134,9 +134,11 @@ class PrefixCache:
         """
         if not self.on:
             return
+        block_size = self.block_size
         for sequence in sequences:
-            if sequence.blocks and sequence.computed // self.block_size > sequence.named:
-                self._name(sequence, sequence.computed // self.block_size)
+            blocks = sequence.computed // block_size
+            if blocks > sequence.named and sequence.blocks:
+                self._name(sequence, blocks)
 
     def drop(self, sequences: Iterable[Sequence]) -> None:
         """Forget all prefixes, at every stage; these are all sequences."""

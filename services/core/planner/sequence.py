@@ -181,12 +181,11 @@ class Sequence:
 
     def append(self, token_id: int) -> FinishReason | None:
         """Take the token that was sampled last; returns why it is the last one, if it is."""
-        limits = self.request.limits
         self.token_ids.append(token_id)
         self.sample_due = False
-        if token_id in limits.stop_token_ids:
+        if token_id in self.request.limits.stop_token_ids:
             return FinishReason.STOP
-        if self.output_count >= limits.max_tokens:
+        if len(self.token_ids) >= self.tokens_max:
             return FinishReason.LENGTH
         return None
 
@@ -221,7 +220,7 @@ class Sequence:
 
     def _next_sample(self) -> SampleSpec:
         """The spec of the next output token."""
-        told, count = self.told, self.output_count
+        told, count = self.told, len(self.token_ids) - self.prompt_tokens
         self.told = count
         if told is not None:
             if not self._reads_output or told == count:

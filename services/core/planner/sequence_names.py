@@ -47,14 +47,15 @@ class SequenceNames:
     """Which sequence answers which request at one engine; at most one does."""
 
     _current: dict[str, _Current] = field(default_factory=dict)
+    _answering: set[str] = field(default_factory=set)  # the names in `_current`: asked each token
 
     def begin(self, name: str) -> None:
         """A sequence that begins here answers its request from now on."""
-        self._current[request_of(name)] = _Current(name, adopted=False)
+        self._set(_Current(name, adopted=False))
 
     def adopt(self, name: str) -> None:
         """A sequence that another engine began answers its request from now on."""
-        self._current[request_of(name)] = _Current(name, adopted=True)
+        self._set(_Current(name, adopted=True))
 
     def name_of(self, request_id: str) -> str:
         """The sequence that answers a request here, or did before it moved away; "" if none."""
@@ -67,16 +68,13 @@ class SequenceNames:
 
     def end(self, name: str) -> None:
         """A sequence is over, or nobody wants it: clients get nothing more of it."""
-        request_id = request_of(name)
-        current = self._current.get(request_id)
-        if current is not None and current.name == name:
-            del self._current[request_id]
+        if name in self._answering:
+            self._answering.remove(name)
+            del self._current[request_of(name)]
 
     def keep_only(self, names: Iterable[str]) -> None:
         """Forget the others: a change-over begins, and nobody asks for what has moved before."""
-        known = frozenset(names)
-        gone = [one.name for one in self._current.values() if one.name not in known]
-        for name in gone:
+        for name in self._answering.difference(names):
             self.end(name)
 
     def keeps(self, command: Command) -> bool:
@@ -84,11 +82,18 @@ class SequenceNames:
 
         The final command of a sequence ends it. Commands for others than clients are kept.
         """
-        if not isinstance(command, EmitToken | RefuseRequest):
+        if not isinstance(command, (EmitToken, RefuseRequest)):
             return True
         name = command.request_id
-        if self.name_of(request_of(name)) != name:
+        if name not in self._answering:
             return False
         if isinstance(command, RefuseRequest) or command.finish_reason is not None:
             self.end(name)
         return True
+
+    def _set(self, current: _Current) -> None:
+        request_id = request_of(current.name)
+        if (before := self._current.get(request_id)) is not None:
+            self._answering.remove(before.name)
+        self._current[request_id] = current
+        self._answering.add(current.name)

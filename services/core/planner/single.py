@@ -25,7 +25,8 @@ class SinglePlanner:
         """Choose what `plan` runs, and take the blocks for it; nothing runs beside it."""
         preempted = self._add_decodes(plan.decodes)
         budget = self.config.max_batch_tokens - len(plan.decodes)
-        budget = self._add_prefills(plan, budget)
+        if len(plan.decodes) < len(self.sequence_table.running):
+            budget = self._add_prefills(plan, budget)
         if not preempted:
             self._admit(plan, budget)
 

@@ -175,11 +175,12 @@ class PlannerState:
         else:
             return None
         self._launch(plan)
-        released, prefixes = self.sequence_table.take_released(), None
+        released = self.sequence_table.take_released()
         if released:
             self._unheard[plan.number] = released
-        if self.stages > 1:
-            prefixes = self.sequence_table.prefixes.take_news(plan.sequences())
+        if self.stages == 1:
+            return Microbatch(plan.number, batch, released)
+        prefixes = self.sequence_table.prefixes.take_news(plan.sequences())
         return Microbatch(plan.number, batch, released, prefixes)
 
     def export(self, request_id: str) -> SequenceState:
@@ -376,7 +377,9 @@ class PlannerState:
         plan = self._next_result(event.number)
         if plan is None:
             return []
-        samplers = plan.decodes + [one.sequence for one in plan.prefills if one.samples]
+        samplers = plan.decodes
+        if plan.prefills:
+            samplers = samplers + [one.sequence for one in plan.prefills if one.samples]
         notes = event.notes
         if notes is not None:
             return self._take_notes(plan, samplers, event.sampled, notes)
@@ -412,20 +415,18 @@ class PlannerState:
         self, sequence: Sequence, token_id: int, logprobs: LogprobRows | None = None
     ) -> EmitToken:
         """A token of a sequence, which may end with it."""
-        index = sequence.output_count
-        prompt_logprobs = None
-        if index == 0:
-            self.sequence_table.prompt_tokens_total += sequence.prompt_tokens
-            prompt_logprobs = sequence.prompt_logprobs
+        index = len(sequence.token_ids) - sequence.prompt_tokens
         if logprobs is not None:
             sequence.logprobs.append(logprobs)
         reason = sequence.append(token_id)
         if reason is not None:
             self.sequence_table.end(sequence)
-        cached = 0 if index else sequence.cached_tokens
-        return EmitToken(
-            sequence.request_id, index, token_id, reason, logprobs, prompt_logprobs, cached
-        )
+        name = sequence.request.request_id
+        if index:
+            return EmitToken(name, index, token_id, reason, logprobs)
+        self.sequence_table.prompt_tokens_total += sequence.prompt_tokens
+        first, cached = sequence.prompt_logprobs, sequence.cached_tokens
+        return EmitToken(name, index, token_id, reason, logprobs, first, cached)
 
     def _decide(self, now_s: float) -> Plan:
         """Choose what runs next, and take the blocks for it."""

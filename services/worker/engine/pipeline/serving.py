@@ -71,7 +71,7 @@ class Serving:
             return
         if command.index == 0:
             self._clock.emitted(name, self._now_s())
-        self.news.tokens.append(replace(command, request_id=request_of(name)))
+        self.news.tokens.append(command._replace(request_id=request_of(name)))
         if command.finish_reason is not None:
             self._note_end(name)
 
