@@ -166,10 +166,10 @@ def prefetch(
 
 
 def fetch(builder: Any, address: Any) -> None:
-    """Emit a prefetch of a cache line into the second-level cache; any address is safe."""
+    """Emit a prefetch of a cache line into the first cache; any address is safe."""
     word, pointer = ir.IntType(32), ir.IntType(8).as_pointer()
     function = builder.module.declare_intrinsic(
         "llvm.prefetch", [pointer], ir.FunctionType(ir.VoidType(), [pointer, word, word, word])
     )
-    to_read, second_cache, data = word(0), word(2), word(1)
-    builder.call(function, [builder.bitcast(address, pointer), to_read, second_cache, data])
+    to_read, first_cache, data = word(0), word(3), word(1)
+    builder.call(function, [builder.bitcast(address, pointer), to_read, first_cache, data])

@@ -7,36 +7,30 @@ the time, with 300 tokens half, 8 sequences with 1,000 tokens three quarters.
 
 import numpy as np
 import torch
-from numba import float32, types
+from numba import float32
 from numba.extending import overload, register_jitable
 
+from services.worker.engine.model.cpu_kernels.attention_products import LANES
 from services.worker.engine.model.cpu_kernels.compiler import (
     CACHE_LINE_BYTES,
     compiled,
     float32_of,
     for_stored,
     larger,
-    narrow,
     prefetch,
     stored_array,
 )
 from services.worker.engine.model.cpu_kernels.exponential import exponential
-from services.worker.engine.model.cpu_kernels.pair_products import (
-    LANES,
-    PAIRED,
-    collect_values,
-    has_pair_products,
-    score_keys,
+from services.worker.engine.model.cpu_kernels.vector_attention import (
+    WHOLE,
+    attend_row,
+    values_at_once,
 )
-from services.worker.engine.model.cpu_kernels.panel_gemm import narrow_rows
 
 SLOTS = 4
 """Positions per step, a divisor of the block size: the CPU overlaps their sums."""
 _ROWS, _CACHE = "float32[:, ::1]", "STORED[:, :, :, :, ::1]"
 _PLACE = "int64, int64, float32, int64[::1]"
-_WHOLE = 64
-"""Loops over multiples of it use vectors only."""
-_LEAST = np.float32(-3e38)
 
 
 @register_jitable
@@ -147,113 +141,6 @@ def _attend_row(  # type: ignore[no-untyped-def]
     _collect(scores, blocks, seen, after, output)
 
 
-@compiled("float32(float32[::1], int64, int64, float32, uint16[::1])")
-def _weigh(scores, begin, end, scaling, weights):  # type: ignore[no-untyped-def]
-    """`weights`: the softmax of `scores` from `begin` to `end`, times what is returned.
-
-    Both have a length that whole loops over vectors cover; scores outside are overwritten.
-    """
-    scores[:begin] = _LEAST
-    scores[end:] = _LEAST
-    peak = _LEAST
-    for index in range(len(scores)):
-        peak = larger(peak, scores[index])
-    total = float32(0)
-    for index in range(len(scores)):
-        weight = exponential((scores[index] - peak) * scaling)
-        total += weight
-        weights[index] = narrow(weight, weights)
-    weights[:begin] = 0
-    weights[end:] = 0
-    return total
-
-
-@register_jitable
-def _prefetch_half(blocks, block, half):  # type: ignore[no-untyped-def]
-    """Prefetch the keys (0) or the values (1) of a block."""
-    begin = half * blocks.strides[1]
-    for offset in range(begin, begin + blocks.strides[1], CACHE_LINE_BYTES):
-        prefetch(blocks, block, offset)
-
-
-@register_jitable
-def _prefetch_share(blocks, table, step, steps):  # type: ignore[no-untyped-def]
-    """Prefetch the part of the blocks in `table` that is due in one of `steps`.
-
-    It walks through each block from its keys to its values, as they lie in memory.
-    """
-    halves = 2 * len(table)
-    for half in range(step * halves // steps, (step + 1) * halves // steps):
-        _prefetch_half(blocks, table[half // 2], half % 2)
-
-
-@register_jitable
-def _prefetch_before_keys(blocks, seen, following, step):  # type: ignore[no-untyped-def]
-    """Prefetch for the next row; without one, what this row reads after block `step`."""
-    if len(following):
-        _prefetch_share(blocks, following, step, 2 * len(seen))
-    else:
-        _prefetch_half(blocks, seen[step], 1)
-        _prefetch_half(blocks, seen[min(step + 1, len(seen) - 1)], 0)
-
-
-@register_jitable
-def _score_in_pairs(query, blocks, seen, following, scores):  # type: ignore[no-untyped-def]
-    """As `_score`, of queries that are rounded to bfloat16."""
-    slots, sharing = blocks.shape[2], len(query) // blocks.shape[3]
-    wanted = np.empty(query.shape, np.uint16)
-    narrow_rows(query, wanted)
-    for block in range(len(seen)):
-        _prefetch_before_keys(blocks, seen, following, block)
-        for slot in range(0, slots, LANES):
-            for head in range(len(query)):
-                position = block * slots + slot
-                keys = blocks[seen[block], 0]
-                score_keys(wanted, head, keys, slot, head // sharing, scores, position)
-
-
-@register_jitable
-def _collect_in_pairs(weights, blocks, seen, following, output):  # type: ignore[no-untyped-def]
-    """As `_collect`, of weights in bfloat16."""
-    slots, kv_heads = blocks.shape[2], blocks.shape[3]
-    sharing, count = len(weights) // kv_heads, len(seen)
-    output[:] = 0
-    for block in range(count):
-        _prefetch_share(blocks, following, count + block, 2 * count)
-        for slot in range(0, slots, LANES):
-            for kv_head in range(kv_heads):
-                collect_values(
-                    weights, block * slots + slot, blocks[seen[block], 1], slot, kv_head, output,
-                    kv_head * sharing, (kv_head + 1) * sharing,
-                )  # fmt: skip
-
-
-_IN_PAIRS = f"void({_ROWS}, uint16[:, :, :, :, ::1], int64[::1], {_PLACE}, {_ROWS}, {_ROWS})"
-
-
-@compiled(*((_IN_PAIRS,) if has_pair_products() else ()))
-def _attend_in_pairs(  # type: ignore[no-untyped-def]
-    query, blocks, seen, begin, end, scaling, following, scores, output
-):
-    """As `_attend_row`, in bfloat16; queries and weights are rounded to it.
-
-    To read memory takes longer than to compute. So while it attends, the blocks of the next row
-    come into the cache.
-    """
-    heads, size = query.shape
-    weights = np.empty(scores.shape, np.uint16)
-    totals = np.empty(heads, np.float32)
-    _score_in_pairs(query, blocks, seen, following, scores)
-    padded = -(-len(seen) * blocks.shape[2] // _WHOLE) * _WHOLE
-    for head in range(heads):
-        totals[head] = _weigh(scores[head, :padded], begin, end, scaling, weights[head, :padded])
-    _collect_in_pairs(weights, blocks, seen, following, output)
-    for head in range(heads):
-        share = float32(1) / totals[head]
-        for k in range(size):
-            output[head, k] *= share
-
-
 def _attend_best(*arguments):  # type: ignore[no-untyped-def]
     """Stands for `_attend_row`, or for something faster that this processor has."""
 
@@ -262,20 +149,17 @@ def _attend_best(*arguments):  # type: ignore[no-untyped-def]
 def _choose(  # type: ignore[no-untyped-def]
     query, blocks, seen, begin, end, scaling, following, scores, output
 ):
-    def general(  # type: ignore[no-untyped-def]
-        query, blocks, seen, begin, end, scaling, following, scores, output
-    ):
-        _attend_row(query, blocks, seen, begin, end, scaling, following, scores, output)
+    width = values_at_once(blocks.dtype)
 
-    def in_pairs(  # type: ignore[no-untyped-def]
+    def chosen(  # type: ignore[no-untyped-def]
         query, blocks, seen, begin, end, scaling, following, scores, output
     ):
-        if blocks.shape[2] % LANES == 0 and query.shape[1] % PAIRED == 0:
-            _attend_in_pairs(query, blocks, seen, begin, end, scaling, following, scores, output)
+        if blocks.shape[2] % LANES == 0 and query.shape[1] % width == 0:
+            attend_row(query, blocks, seen, begin, end, scaling, following, scores, output)
         else:
             _attend_row(query, blocks, seen, begin, end, scaling, following, scores, output)
 
-    return in_pairs if blocks.dtype == types.uint16 and has_pair_products() else general
+    return chosen
 
 
 @register_jitable
@@ -306,7 +190,7 @@ def attend_rows(query, blocks, spans, tables, window, scaling, output):  # type:
             longest = max(longest, spans[index, 2] + 1)
             decodes[count] = index
             count += 1
-    positions = -(-(longest + slots) // _WHOLE) * _WHOLE
+    positions = -(-(longest + slots) // WHOLE) * WHOLE
     scores = np.empty((query.shape[1], positions), np.float32)
     for turn in range(count):
         row, _, start, _ = unpacked(spans[decodes[turn]])

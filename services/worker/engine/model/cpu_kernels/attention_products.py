@@ -1,0 +1,266 @@
+"""Dot products of decode attention, as LLVM instructions.
+
+`LANES` keys are scored at a time, so that their sums over lanes share additions; a compiler sums
+the lanes of each key by itself. Where the processor multiplies pairs of bfloat16 values and adds
+both products to a float32 (avx512_bf16), queries and weights are rounded to bfloat16; values of two
+positions are interleaved in registers, as such pairs need it. Else all is multiplied in float32.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from services.worker.engine.model.cpu_kernels.compiler import VECTOR_FLOATS, assembly
+from services.worker.engine.model.cpu_kernels.exponential import vector_call
+
+LANES = VECTOR_FLOATS
+"""Positions that are scored at once, and float32 in a vector."""
+_LONG, _WORD = ir.IntType(64), ir.IntType(32)
+_SUMS = ir.VectorType(ir.FloatType(), LANES)
+_WORDS = ir.VectorType(_WORD, LANES)
+_SHORTS = ir.VectorType(ir.IntType(16), LANES)
+_HALVES = ir.VectorType(ir.IntType(16), 2 * LANES)
+_WORD_BYTES = 4
+
+_ROUNDED = f"""
+define <{LANES} x bfloat> @rounded(<{LANES} x float> %sums) {{
+  %pairs = fptrunc <{LANES} x float> %sums to <{LANES} x bfloat>
+  ret <{LANES} x bfloat> %pairs
+}}
+"""
+
+
+@cache
+def has_pair_products() -> bool:
+    """Whether LLVM has the instruction for this processor, in vectors of 16 float32.
+
+    What the processor says of itself is not enough: LLVM takes an instruction away together with
+    any that it builds on, and it ends the process where it must compile one that it lacks. So the
+    rounding that belongs to the same extension is compiled, which it can always do.
+    """
+    return any("vcvtneps2bf16" in line and "zmm" in line for line in assembly(_ROUNDED))
+
+
+class _BFloat16(ir.Type):
+    """The type of LLVM that llvmlite does not name."""
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _BFloat16)
+
+    def __hash__(self) -> int:
+        return hash(_BFloat16)
+
+
+_PAIRS = ir.VectorType(_BFloat16(), 2 * LANES)
+
+
+class _Pairs:
+    """Keys and values in bfloat16, times factors in bfloat16, two at a time."""
+
+    values = 2 * LANES
+    stored_bytes = factor_bytes = 2
+
+    def load(self, builder: Any, address: Any, offset: Any) -> Any:
+        return _load(builder, address, offset, _HALVES)
+
+    def load_factors(self, builder: Any, address: Any, offset: Any) -> Any:
+        return self.load(builder, address, offset)
+
+    def add_product(self, builder: Any, total: Any, left: Any, right: Any) -> Any:
+        function = cgutils.get_or_insert_function(
+            builder.module,
+            ir.FunctionType(_SUMS, [_SUMS, _PAIRS, _PAIRS]),
+            "llvm.x86.avx512bf16.dpbf16ps.512",
+        )
+        return builder.call(function, [total, *(builder.bitcast(o, _PAIRS) for o in (left, right))])
+
+    def columns(self, builder: Any, rows: Sequence[Any]) -> list[tuple[Any, ...]]:
+        """Two rows each, as pairs of their values: the first half of the columns, the second."""
+        halves = (range(LANES), range(LANES, 2 * LANES))
+        lanes = [[lane for k in half for lane in (k, k + 2 * LANES)] for half in halves]
+        return [
+            tuple(_shuffled(builder, rows[n], rows[n + 1], half) for half in lanes)
+            for n in range(0, LANES, 2)
+        ]
+
+
+class _Floats:
+    """Keys and values in float32, times factors in float32."""
+
+    values = LANES
+    stored_bytes = factor_bytes = 4
+
+    def load(self, builder: Any, address: Any, offset: Any) -> Any:
+        return _load(builder, address, offset, _SUMS)
+
+    def load_factors(self, builder: Any, address: Any, offset: Any) -> Any:
+        return _load(builder, address, offset, _SUMS)
+
+    def add_product(self, builder: Any, total: Any, left: Any, right: Any) -> Any:
+        return vector_call(builder, "fma", builder.bitcast(left, _SUMS), right, total)
+
+    def columns(self, builder: Any, rows: Sequence[Any]) -> list[tuple[Any, ...]]:
+        return [(row,) for row in rows]
+
+
+class _Widened(_Floats):
+    """Keys and values in bfloat16, times factors in float32."""
+
+    stored_bytes = 2
+
+    def load(self, builder: Any, address: Any, offset: Any) -> Any:
+        words = builder.zext(_load(builder, address, offset, _SHORTS), _WORDS)
+        upper = builder.shl(words, ir.Constant(_WORDS, [16] * LANES))
+        return builder.bitcast(upper, _SUMS)
+
+
+def _kind(factors: Any, stored: Any) -> _Pairs | _Floats:
+    if factors.dtype == types.uint16:
+        return _Pairs()
+    return _Widened() if stored.dtype == types.uint16 else _Floats()
+
+
+@intrinsic
+def score_keys(
+    typing_context: Any, wanted: Any, head: Any, blocks: Any, block: Any, slot: Any, kv_head: Any,
+    scores: Any, position: Any,
+) -> tuple[Any, Callable[..., Any]]:  # fmt: skip
+    """`scores` [head, position ..] of the `LANES` keys of a block from `slot` on, for one head.
+
+    `wanted` [head, head_dim] and `blocks` [block, 2, slot, kv_head, head_dim] are float32 or have
+    the bits of bfloat16; both have them only where `has_pair_products`. head_dim is a multiple of
+    `LANES`, then of twice as many.
+    """
+    integer, kind = types.int64, _kind(wanted, blocks)
+    signature = types.void(wanted, integer, blocks, integer, integer, integer, scores, integer)
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Sequence[Any]) -> Any:
+        _, head, _, block, slot, kv_head, _, position = arguments
+        rows, stored, target = (
+            _made(context, builder, signature, arguments, index) for index in (0, 2, 6)
+        )
+        query = _element(builder, rows, head)
+        first = _element(builder, stored, block, _LONG(0), slot, kv_head)
+        stride = builder.extract_value(stored.strides, 2)
+        starts = [builder.gep(first, [builder.mul(stride, _LONG(lane))]) for lane in range(LANES)]
+        totals = [cgutils.alloca_once(builder, _SUMS) for _ in starts]
+        for total in totals:
+            builder.store(ir.Constant(_SUMS, None), total)
+        vectors = builder.sdiv(builder.extract_value(rows.shape, 1), _LONG(kind.values))
+        with cgutils.for_range(builder, vectors) as loop:
+            value = builder.mul(loop.index, _LONG(kind.values))
+            at = builder.mul(value, _LONG(kind.factor_bytes))
+            factors = kind.load_factors(builder, query, at)
+            at = builder.mul(value, _LONG(kind.stored_bytes))
+            for start, total in zip(starts, totals, strict=True):
+                key = kind.load(builder, start, at)
+                sums = kind.add_product(builder, builder.load(total), factors, key)
+                builder.store(sums, total)
+        sums = _lane_sums(builder, [builder.load(total) for total in totals])
+        place = _element(builder, target, head, position)
+        builder.store(sums, builder.bitcast(place, _SUMS.as_pointer()), align=4)
+        return context.get_dummy_value()
+
+    return signature, generate
+
+
+@intrinsic
+def collect_values(
+    typing_context: Any, weights: Any, position: Any, blocks: Any, block: Any, slot: Any,
+    kv_head: Any, attended: Any, first_head: Any, last_head: Any,
+) -> tuple[Any, Callable[..., Any]]:  # fmt: skip
+    """Add the `LANES` values of a block from `slot` on, times `weights`, to `attended`.
+
+    `weights` [head, position ..] and `blocks` are as `wanted` and `blocks` of `score_keys`;
+    `attended` [head, head_dim] is float32, and its rows from `first_head` to `last_head` are those
+    that share `kv_head`.
+    """
+    integer, kind = types.int64, _kind(weights, blocks)
+    signature = types.void(
+        weights, integer, blocks, integer, integer, integer, attended, integer, integer
+    )
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Sequence[Any]) -> Any:
+        _, position, _, block, slot, kv_head, _, first_head, last_head = arguments
+        factors, stored, target = (
+            _made(context, builder, signature, arguments, index) for index in (0, 2, 6)
+        )
+        first = _element(builder, stored, block, _LONG(1), slot, kv_head)
+        stride = builder.extract_value(stored.strides, 2)
+        starts = [builder.gep(first, [builder.mul(stride, _LONG(lane))]) for lane in range(LANES)]
+        vectors = builder.sdiv(builder.extract_value(target.shape, 1), _LONG(kind.values))
+        with cgutils.for_range(builder, vectors) as loop:
+            value = builder.mul(loop.index, _LONG(kind.values))
+            at = builder.mul(value, _LONG(kind.stored_bytes))
+            columns = kind.columns(builder, [kind.load(builder, start, at) for start in starts])
+            at = builder.mul(value, _LONG(_WORD_BYTES))
+            with cgutils.for_range_slice(builder, first_head, last_head, _LONG(1)) as (head, _):
+                weight = _element(builder, factors, head, position)
+                row = builder.gep(_element(builder, target, head), [at])
+                for part in range(kind.values // LANES):
+                    place = builder.gep(row, [_LONG(part * LANES * _WORD_BYTES)])
+                    sums = builder.bitcast(place, _SUMS.as_pointer())
+                    total = builder.load(sums, align=4)
+                    for n, column in enumerate(columns):
+                        word = _load(builder, weight, _LONG(n * _WORD_BYTES), _WORD)
+                        each = _splat(builder, word)
+                        total = kind.add_product(builder, total, each, column[part])
+                    builder.store(total, sums, align=4)
+        return context.get_dummy_value()
+
+    return signature, generate
+
+
+def _shuffled(builder: Any, left: Any, right: Any, lanes: Sequence[int]) -> Any:
+    mask = ir.Constant(ir.VectorType(_WORD, len(lanes)), list(lanes))
+    return builder.shuffle_vector(left, right, mask)
+
+
+def _lane_sums(builder: Any, vectors: Sequence[Any]) -> Any:
+    """A vector whose lane i is the sum of all lanes of vector i; there are `LANES` of each."""
+    width = 1
+    while len(vectors) > 1:
+        # Groups of `width` lanes: every first one of both vectors, and every second one.
+        begins = range(0, LANES, 2 * width)
+        first = [at + k for begin in begins for at in (begin, begin + LANES) for k in range(width)]
+        second = [lane + width for lane in first]
+        vectors = [
+            builder.fadd(
+                _shuffled(builder, left, right, first), _shuffled(builder, left, right, second)
+            )
+            for left, right in zip(vectors[::2], vectors[1::2], strict=True)
+        ]
+        width *= 2
+    return vectors[0]
+
+
+def _splat(builder: Any, word: Any) -> Any:
+    undefined = ir.Constant(_WORDS, ir.Undefined)
+    one = builder.insert_element(undefined, word, _WORD(0))
+    return _shuffled(builder, one, undefined, [0] * LANES)
+
+
+def _made(context: Any, builder: Any, signature: Any, arguments: Sequence[Any], index: int) -> Any:
+    return context.make_array(signature.args[index])(context, builder, arguments[index])
+
+
+def _element(builder: Any, array: Any, *indices: Any) -> Any:
+    """The address of an element, as a pointer to bytes."""
+    offset = _LONG(0)
+    for dimension, index in enumerate(indices):
+        stride = builder.extract_value(array.strides, dimension)
+        offset = builder.add(offset, builder.mul(stride, index))
+    return cgutils.pointer_add(builder, array.data, offset, ir.IntType(8).as_pointer())
+
+
+def _load(builder: Any, address: Any, offset: Any, kind: Any) -> Any:
+    place = builder.gep(address, [offset])
+    return builder.load(builder.bitcast(place, kind.as_pointer()), align=2)
