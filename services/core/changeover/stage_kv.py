@@ -6,7 +6,7 @@ here has spoken of since the last change is *unclaimed*: another group may still
 """
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
 from services.core.changeover.frames import (
@@ -135,6 +135,7 @@ class StageKv:
         """
         names = frozenset(released)
         self._held -= names
+        self._cancel_sending(names)
         if not self._departing.isdisjoint(names):
             self._departing -= names
             self._fewer_depart = True
@@ -156,7 +157,8 @@ class StageKv:
 
     def send(self, peer: str, frame: SendKv) -> None:
         """Begin a transfer in the background, unless the request was released meanwhile."""
-        if frame.request_id not in self._held:
+        here = len(self._context.table.block_ids(frame.request_id))
+        if frame.request_id not in self._held or here < frame.blocks:
             self._context.send(peer, KvEnded(frame.request_id, frame.transfer_id, intact=False))
             return
         self._sending[frame.transfer_id] = _Transfer(frame.request_id, peer)
@@ -182,9 +184,7 @@ class StageKv:
         self._departing.discard(name)
         if frame.whole_table:
             self._held.discard(name)
-        for transfer_id, entry in self._sending.items():
-            if entry.request_id == name:
-                context.commands.append(CancelTransfer(transfer_id))
+        self._cancel_sending((name,))
         blocks = len(context.table.block_ids(name)) if frame.whole_table else 0
         if blocks:
             context.change(BlocksReleased(name))
@@ -217,6 +217,7 @@ class StageKv:
             return
         gone = [name for name in self._departing if name not in table]
         if gone or self._fewer_depart or not self._departing:
+            self._cancel_sending(gone)
             self._departing.difference_update(gone)
             self._fewer_depart = False
             self._release(_Freed(None))
@@ -228,6 +229,12 @@ class StageKv:
         if grown:
             self._context.change(PoolGrown(answer.blocks))
         self._tell(self._freed.popleft(), grown)
+
+    def _cancel_sending(self, request_ids: Collection[str]) -> None:
+        """What is still to be read of their KV is not theirs any more."""
+        for transfer_id, entry in self._sending.items():
+            if entry.request_id in request_ids:
+                self._context.commands.append(CancelTransfer(transfer_id))
 
     def _release(self, freed: _Freed) -> None:
         self._freed.append(freed)

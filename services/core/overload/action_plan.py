@@ -140,8 +140,10 @@ def merges_of_full(
             continue
         chosen = max(alike, key=lambda one: (_nearness(plan, one[1]), -one[1].running_kv_bytes))
         with suppress(SplitError):
-            found += _merges_alike([full, chosen[0]], facts, reports, 1)
-            roomy.remove(chosen)
+            made = _merges_alike([full, chosen[0]], facts, reports, 1)
+            if made:
+                found += made
+                roomy.remove(chosen)
     if not found:
         raise NoPlan("no group that has room can merge with those that are full")
     return found

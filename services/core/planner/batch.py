@@ -4,7 +4,7 @@ Chunks are named tuples, since a planner makes hundreds in each iteration: they 
 times as fast as frozen dataclasses.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -124,11 +124,6 @@ class Microbatch:
     batch: Batch
     released: tuple[str, ...] = ()
     prefixes: PrefixNews | None = None
-
-    def block_counts(self) -> Iterator[tuple[str, int]]:
-        """Each request that runs, with the blocks that its table must cover."""
-        for chunk in self.batch.chunks:
-            yield chunk.request_id, len(chunk.block_ids)
 
 
 @dataclass(frozen=True, slots=True)

@@ -220,7 +220,7 @@ class Sequence:
 
     def _next_sample(self) -> SampleSpec:
         """The spec of the next output token."""
-        told, count = self.told, len(self.token_ids) - self.prompt_tokens
+        told, count = self.told, self.output_count
         self.told = count
         if told is not None:
             if not self._reads_output or told == count:

@@ -415,7 +415,7 @@ class PlannerState:
         self, sequence: Sequence, token_id: int, logprobs: LogprobRows | None = None
     ) -> EmitToken:
         """A token of a sequence, which may end with it."""
-        index = len(sequence.token_ids) - sequence.prompt_tokens
+        index = sequence.output_count
         if logprobs is not None:
             sequence.logprobs.append(logprobs)
         reason = sequence.append(token_id)

@@ -53,9 +53,12 @@ class Admission:
     shortfalls: dict[str, int] = field(default_factory=dict)
 
     def refusal(
-        self, ask: Asked, model: ModelGroups | None, arrival_s: float, returns: int
+        self, ask: Asked, model: ModelGroups | None, arrival_s: float, placed: bool
     ) -> NotAdmitted | None:
-        """Why a new request for `model` may not wait; None if it may. `returns`: as in Waiting."""
+        """Why a request for `model` may not wait; None if it may. `placed`: as in Waiting.
+
+        For want of room only newcomers are refused.
+        """
         if model is None:
             refused = check_model(ask.model, self.groups.models, self.groups.served_before)
         else:
@@ -64,7 +67,9 @@ class Admission:
             return refused
         if ask.now_s - arrival_s >= self.queue_deadline_s:
             return self._expired()
-        if len(self.queue) >= self.queue_limit and not returns:
+        if placed:
+            return None
+        if len(self.queue) >= self.queue_limit:
             return NotAdmitted(
                 RefusalReason.QUEUE_FULL,
                 f"all {self.queue_limit} places in the queue are taken; retry later",
@@ -104,7 +109,8 @@ class Admission:
     ) -> NotAdmitted | None:
         """Refuses a newcomer that would expire, where no merge can make room.
 
-        A request that had a place before is not refused now.
+        A gateway's word that it was assigned is enough here, as after a restart of the scheduler;
+        the limit of the queue holds for what this scheduler does not remember.
         """
         if model is None or ask.failed is not None or not self.shortfalls.get(ask.model):
             return None

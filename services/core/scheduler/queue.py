@@ -14,7 +14,8 @@ class Waiting:
 
     `stream_id` is where its answer goes: that of the latest ask. `start_tokens` of KV must be free
     before it can run. `overtaken` counts requests behind it in the line that were assigned before
-    it; `returns` counts workers that have given it back.
+    it; `returns` counts workers that have given it back. One that is `placed` was assigned before:
+    by a return, or by a change of groups, it is here again.
     """
 
     ask: Asked
@@ -23,6 +24,7 @@ class Waiting:
     start_tokens: int = 0
     overtaken: int = 0
     returns: int = 0
+    placed: bool = False
 
 
 @dataclass(slots=True)

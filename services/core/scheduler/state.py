@@ -144,9 +144,8 @@ class SchedulerState:
         self._queue.check_invariants()
         self._groups.check_invariants()
         self._assignments.check_invariants()
-        # A request that a worker has given back has had a place already.
         waiting = [one for model in self._queue.models() for one in self._queue.line(model)]
-        assert sum(not one.returns for one in waiting) <= self.queue_limit
+        assert sum(not one.placed for one in waiting) <= self.queue_limit
         assert not any(self._queue.get(request_id) for request_id in self._assignments)
 
     # --- asks
@@ -157,15 +156,15 @@ class SchedulerState:
             return [SendTicket(ask.stream_id, ask.request_id)]
         if (invalid := check_fields(ask)) is not None:
             return [self._refusal(ask, ask.stream_id, invalid, ask.now_s)]
-        arrival_s, returns = ask.now_s - ask.waited_s, 0
+        arrival_s, returns, placed = ask.now_s - ask.waited_s, 0, False
         returned = ask.failed is not None and ask.failed.returned
         if (remembered := self._assignments.get(ask.request_id)) is not None:
             if (repeated := self._repeat(ask, remembered)) is not None:
                 return [repeated]
             arrival_s = min(arrival_s, remembered.arrival_s)
-            returns = remembered.returns + returned
+            returns, placed = remembered.returns + returned, True
         self._totals.returned += returned
-        return self._admit(ask, arrival_s, returns)
+        return self._admit(ask, arrival_s, returns, placed)
 
     def _repeat(self, ask: Asked, remembered: Assigned) -> SendAssignment | None:
         """The same assignment again, or None (and it is forgotten) if it no longer holds.
@@ -183,12 +182,12 @@ class SchedulerState:
         self._forget(ask.request_id)
         return None
 
-    def _admit(self, ask: Asked, arrival_s: float, returns: int) -> list[Command]:
+    def _admit(self, ask: Asked, arrival_s: float, returns: int, placed: bool) -> list[Command]:
         """Let a request wait, or refuse it; then serve the line."""
         model = self._groups.of_model(ask.model)
         start_tokens = _start_tokens(ask, model)
-        refused = self._admission.refusal(ask, model, arrival_s, returns)
-        if model is not None and not returns and (refused is None or refused.for_want_of_room):
+        refused = self._admission.refusal(ask, model, arrival_s, placed)
+        if model is not None and not placed and (refused is None or refused.for_want_of_room):
             model.meter.arrived.add(start_tokens, ask.now_s)
         if refused is not None:
             if model is not None and refused.for_want_of_room:
@@ -196,7 +195,9 @@ class SchedulerState:
             return [self._refusal(ask, ask.stream_id, refused, ask.now_s)]
         if model is not None and not self._queue.wanted(ask.model)[0]:
             model.meter.pace.begin(ask.now_s)
-        waiting = Waiting(ask, ask.stream_id, arrival_s, start_tokens, returns=returns)
+        waiting = Waiting(
+            ask, ask.stream_id, arrival_s, start_tokens, returns=returns, placed=placed
+        )
         self._queue.push(waiting)
         return [SendTicket(ask.stream_id, ask.request_id), *self._dispatch(ask.model, ask.now_s)]
 

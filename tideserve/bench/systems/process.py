@@ -37,6 +37,11 @@ class ServerProcess:
                 preexec_fn=partial(die_with_parent, signal.SIGTERM),  # noqa: PLW1509
             )
 
+    @property
+    def pid(self) -> int:
+        """Its process id; that of a process below it is another."""
+        return self._process.pid
+
     def wait_until(self, ready: Callable[[], bool], timeout_s: float) -> None:
         """Poll `ready`; raises SystemUnavailable if the process ends or time runs out first."""
         deadline_s = monotonic_s() + timeout_s

@@ -14,6 +14,7 @@ from tideserve.bench.client_process import python_environment
 from tideserve.bench.errors import SystemUnavailable
 from tideserve.bench.systems.gateway_cost import GatewayCost, read_gateway_cost
 from tideserve.bench.systems.process import ServerProcess
+from tideserve.bench.systems.process_cost import ProcessCost, read_process_cost
 from tideserve.bench.systems.system import (
     AMPLE,
     Counters,
@@ -127,7 +128,7 @@ class Tideserve:
         self.cost_at_start = self.gateway_cost()
         # Capacity before any merge: demand is reported as a multiple of it.
         blocks = self.metrics().get("tideserve_worker_kv_blocks_total")
-        self._capacity_tokens = int(blocks) * BLOCK_TOKENS if blocks else None
+        self._capacity_tokens = int(blocks) * self._block_tokens if blocks else None
 
     def stop(self) -> None:
         if self._process is not None:
@@ -155,6 +156,11 @@ class Tideserve:
     def gateway_cost(self) -> GatewayCost:
         """What its gateway has spent since it started. Raises SystemUnavailable."""
         return read_gateway_cost(self.urls[0], self.admin_url)
+
+    def process_cost(self) -> ProcessCost:
+        """What all processes of the cluster have spent since they began."""
+        assert self._process is not None
+        return read_process_cost([self._process.pid])
 
     @property
     def targets(self) -> Path:
@@ -185,12 +191,16 @@ class Tideserve:
         return Counters(
             int(preemptions),
             self._capacity_tokens,
-            int(metrics.get("tideserve_memmgr_usable_kv_blocks", blocks)) * BLOCK_TOKENS,
+            int(metrics.get("tideserve_memmgr_usable_kv_blocks", blocks)) * self._block_tokens,
             **{
                 field: metrics.get(f"tideserve_worker_{name}_seconds_total")
                 for field, name in TIMES.items()
             },
         )
+
+    @property
+    def _block_tokens(self) -> int:
+        return int(self.options()["block_size"])
 
     def kv_bytes_per_worker(self) -> int:
         """KV cache that each worker has. Raises SystemUnavailable if it does not tell."""

@@ -12,6 +12,7 @@ from typing import Any
 from services.common.vllm_environment import compiled_folder, vllm_environment
 from tideserve.bench.errors import SystemUnavailable
 from tideserve.bench.systems.process import ServerProcess
+from tideserve.bench.systems.process_cost import ProcessCost, read_process_cost
 from tideserve.bench.systems.system import (
     AMPLE,
     Counters,
@@ -111,6 +112,10 @@ class Vllm:
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
             self._folder = None
+
+    def process_cost(self) -> ProcessCost:
+        """What all of its processes have spent since they began."""
+        return read_process_cost([process.pid for process in self._processes])
 
     def rest(self) -> bool:
         """See System; starting anew would take minutes."""

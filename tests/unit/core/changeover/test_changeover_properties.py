@@ -46,6 +46,12 @@ def test_so_it_is_with_prefixes_in_the_cache() -> None:
         explore(seed, True, LONG_STEPS, losses=0)
 
 
+def test_kv_of_a_request_that_was_released_is_not_sent() -> None:
+    """Runs that found a defect: a leader had preempted a request whose KV was on its way."""
+    explore(1001389, True, 80)
+    explore(9000471, False, 100)
+
+
 @pytest.mark.slow
 def test_many_runs() -> None:
     for seed in range(RUNS, MANY_RUNS):

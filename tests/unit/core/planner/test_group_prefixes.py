@@ -20,6 +20,7 @@ from services.core.planner.sequence import SequenceState
 from services.core.planner.state import PlannerState
 from services.core.prefix.news import PrefixNews
 from services.core.request import Limits, Request, Sampling
+from tests.support.microbatches import block_counts
 
 BLOCKS = 12
 PROMPT = tuple(range(18))
@@ -48,7 +49,7 @@ class Pair:
     def follow(self, microbatch: Microbatch) -> None:
         news = microbatch.prefixes or PrefixNews()
         self.told.append(news)
-        self.follower.apply(microbatch.released, microbatch.block_counts(), news)
+        self.follower.apply(microbatch.released, block_counts(microbatch), news)
         self.follower.check_invariants()
         for chunk in microbatch.batch.chunks:
             assert len(self.follower.block_ids(chunk.request_id)) == len(chunk.block_ids)

@@ -33,6 +33,7 @@ from services.core.planner.events import (
 from services.core.planner.sequence import Phase, SequenceState
 from services.core.planner.state import PlannerState
 from tests.support import modelled_pipeline
+from tests.support.microbatches import block_counts
 from tests.support.modelled_pipeline import A100, ModelledPipeline, arrive
 
 
@@ -92,7 +93,7 @@ def test_chunks_of_a_prompt_follow_each_other_in_flight() -> None:
     first, second = state.plan(0.0), state.plan(0.0)
     chunks = [*first.batch.chunks, *second.batch.chunks]
     assert [(chunk.start, len(chunk.token_ids)) for chunk in chunks] == [(0, 16), (16, 16)]
-    assert dict(second.block_counts()) == {"long": 10}
+    assert dict(block_counts(second)) == {"long": 10}
     assert finish(state, first) == finish(state, second) == []
     third = state.plan(0.0)
     assert third.batch.chunks[0].sample is not None and state.plan(0.0) is None

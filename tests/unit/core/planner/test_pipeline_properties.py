@@ -41,6 +41,7 @@ from services.core.planner.sequence import Phase, Sequence
 from services.core.planner.state import PlannerState
 from services.core.prefix.news import NO_NEWS
 from services.core.request import NO_LOGPROBS, Limits, LogprobOptions, Request, Sampling
+from tests.support.microbatches import block_counts
 from tests.support.told_sampler import ToldSampler, row_of, rows_of
 
 BLOCK_SIZE = 2
@@ -154,8 +155,8 @@ class Group:
         match message:
             case Microbatch():
                 news = message.prefixes or NO_NEWS
-                stage.table.apply(message.released, message.block_counts(), news)
-                tables = {name: stage.table.block_ids(name) for name, _ in message.block_counts()}
+                stage.table.apply(message.released, block_counts(message), news)
+                tables = {name: stage.table.block_ids(name) for name, _ in block_counts(message)}
                 for chunk in message.batch.chunks:
                     assert len(tables[chunk.request_id]) == len(chunk.block_ids)
                 self.run(stage, message, tables)

@@ -465,6 +465,20 @@ class TestReturns:
         stranger = scheduler.ask("r3", failed=FailedAssignment("group-w0", 1, returned=True))
         assert refusal(stranger).reason is RefusalReason.QUEUE_FULL, "it never had a place"
 
+    def test_nor_what_comes_back_since_its_group_has_changed(self) -> None:
+        scheduler = self.two_groups(queue_limit=1)
+        scheduler.ask("r1")
+        place = self.place(scheduler.report("w0", free=3))
+        scheduler.report("w0", free=0, received=("r1",))
+        scheduler.join("w0", epoch=2)
+        scheduler.ask("r2")
+        before = scheduler.state.demands(0.3)
+        failed = FailedAssignment(place.group_id, place.epoch)
+        assert kinds(scheduler.ask("r1", now_s=0.3, failed=failed)) == [SendTicket]
+        after = scheduler.state.demands(0.3)
+        assert after[0].arriving_tokens_per_s == before[0].arriving_tokens_per_s
+        assert not after[0].refused
+
     def test_a_request_is_returned_only_so_often_and_only_where_there_is_another_group(
         self,
     ) -> None:

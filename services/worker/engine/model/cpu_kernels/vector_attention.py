@@ -46,7 +46,7 @@ def values_at_once(stored: object) -> int:
 
 
 @register_jitable
-def _half_ahead(blocks, seen, following, reads):  # type: ignore[no-untyped-def]
+def _half_ahead(seen, following, reads):  # type: ignore[no-untyped-def]
     """The block whose keys (0) or values (1) are due `AHEAD` after half `reads`, and which of them.
 
     A row reads the keys of all its blocks and then their values; then comes the row of `following`.
@@ -80,7 +80,7 @@ def _score(wanted, blocks, seen, following, scores):  # type: ignore[no-untyped-
     slots, heads = blocks.shape[2], len(wanted)
     sharing, parts = heads // blocks.shape[3], slots // LANES * heads
     for block in range(len(seen)):
-        ahead = _half_ahead(blocks, seen, following, block)
+        ahead = _half_ahead(seen, following, block)
         for group in range(slots // LANES):
             position = block * slots + group * LANES
             for head in range(heads):
@@ -119,7 +119,7 @@ def _collect(weights, blocks, seen, following, output):  # type: ignore[no-untyp
     sharing, parts = len(weights) // kv_heads, slots // LANES * kv_heads
     output[:] = 0
     for block in range(len(seen)):
-        ahead = _half_ahead(blocks, seen, following, len(seen) + block)
+        ahead = _half_ahead(seen, following, len(seen) + block)
         for group in range(slots // LANES):
             position = block * slots + group * LANES
             for kv_head in range(kv_heads):
