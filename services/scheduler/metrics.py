@@ -66,7 +66,7 @@ def _queue(now: Snapshot) -> Iterable[Metric]:
     )
     yield CounterMetricFamily(
         "tideserve_scheduler_expected_cached_tokens",
-        "Those of them that their group was expected to have in its prefix cache.",
+        "Prompt tokens of the requests assigned that their group was expected to have cached.",
         value=now.cached_tokens_total,
     )
     refused = CounterMetricFamily(

@@ -98,7 +98,13 @@ class WorkerConfig(ServiceConfig):
         minimum=0,
         maximum=2**20,
     )
-    threads: int = number(1, "Compute threads.", minimum=1, maximum=1024)
+    threads: int = number(
+        1,
+        "Compute threads. The compiled kernels of tideserve's engine need 1; with more, torch alone"
+        " computes.",
+        minimum=1,
+        maximum=1024,
+    )
     start_timeout_s: float = number(
         600.0, "Seconds that loading the model may take.", minimum=1, maximum=86400
     )

@@ -15,11 +15,12 @@ WORKER_TIMES = {
     ),
     "prefill_predicted_s": (
         "prefill_predicted_seconds",
-        "Time of the same iterations as the cost model predicted it; 0 without a profile.",
+        "Time of iterations with a chunk of more than one token, as the cost model predicted it;"
+        " 0 without a profile.",
     ),
-    "decode_s": ("decode_seconds", "Time of all other iterations; 0 without a profile."),
+    "decode_s": ("decode_seconds", "Time of iterations that only decode; 0 without a profile."),
     "decode_predicted_s": (
         "decode_predicted_seconds",
-        "Time of all other iterations as the cost model predicted it; 0 without a profile.",
+        "Time of iterations that only decode, as the cost model predicted it; 0 without a profile.",
     ),
 }

@@ -3,6 +3,7 @@
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from tideserve.cli.cache import cache_root
 from tideserve.cli.cluster_folder import ClusterFolder, default_folder, running_urls
 from tideserve.cli.errors import EXIT_UNUSABLE, CommandError
 
@@ -26,7 +27,11 @@ def find_admin_url(given: str | None, url: str, cluster_dir: Path | None) -> str
     state = folder.read_state() if folder is not None else None
     if folder is None or state is None:
         place = f"from {cluster_dir}" if cluster_dir is not None else f"on this machine at {url}"
-        raise CommandError(f"no cluster runs {place}; {_others()}, or {REMEDY}", EXIT_UNUSABLE)
+        raise CommandError(
+            f"no cluster runs {place} by the cache folder {cache_root()} (TIDESERVE_CACHE);"
+            f" {_others()}, or {REMEDY}",
+            EXIT_UNUSABLE,
+        )
     admin_url = state.get("admin_url")
     if not admin_url:
         raise CommandError(

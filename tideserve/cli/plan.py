@@ -165,11 +165,11 @@ def summary(planned: PlannedMerges, cluster: PlanInput) -> list[str]:
         )
     else:
         lines.append(f"[yellow]! nothing can merge: there is no partner left among {groups}[/]")
-    merges = f"{len(planned.targets):,} merge" + "s" * (len(planned.targets) != 1)
-    lines.append(
-        f"planned for {groups} in {planned.plan_s * 1e3:.1f} ms of processor"
-        f" time; layers of {merges} divided in {planned.split_s * 1e3:.1f} ms"
-    )
+    took = f"planned for {groups} in {planned.plan_s * 1e3:.1f} ms of processor time"
+    if planned.targets:
+        merges = f"{len(planned.targets):,} merge" + "s" * (len(planned.targets) != 1)
+        took += f"; layers of {merges} divided in {planned.split_s * 1e3:.1f} ms"
+    lines.append(took)
     return lines
 
 

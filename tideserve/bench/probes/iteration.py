@@ -1,4 +1,4 @@
-"""What an iteration takes beside its products: `python -m tideserve.bench.probes.iteration`.
+"""How much longer iterations take than products: `python -m tideserve.bench.probes.iteration`.
 
 One engine without a cluster, one JSON object on stdout. For each shape of a batch, iterations take
 turns with the products of their weights alone, and of each the median counts. Attention has a floor

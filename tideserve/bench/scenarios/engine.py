@@ -1,4 +1,4 @@
-"""`engine`: what an iteration takes beside its products, for batches of several shapes."""
+"""`engine`: how much longer iterations of several shapes take than their matrix products alone."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -51,7 +51,7 @@ def rows(figures: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 TRIAL = Trial(
     name="engine",
-    summary="what an iteration takes beside its products",
+    summary="how much longer an iteration takes than its matrix products alone",
     memory="2GiB",
     run=run,
     real_model=True,

@@ -59,7 +59,7 @@ class LoadCost:
 
 
 @dataclass(slots=True)
-class Found:
+class FrontRecord:
     """All that was measured, by system; TTFTs of a trace by lengths, then by system."""
 
     alone: dict[str, list[LoadCost]] = field(default_factory=lambda: {FRONT: [], PLAIN: []})
@@ -118,7 +118,7 @@ class Sides:
 
 def run(deployment: Deployment, choice: LoadChoice, say: Say, progress: Say) -> TrialVerdict:
     """Start one engine each, then two, and measure."""
-    found = Found()
+    found = FrontRecord()
     with ExitStack() as stack:
         compare_costs(Sides.start(deployment, 1, say, stack), found, choice, progress)
     with ExitStack() as stack:
@@ -126,7 +126,7 @@ def run(deployment: Deployment, choice: LoadChoice, say: Say, progress: Say) -> 
     return judge(found)
 
 
-def compare_costs(sides: Sides, found: Found, choice: LoadChoice, progress: Say) -> None:
+def compare_costs(sides: Sides, found: FrontRecord, choice: LoadChoice, progress: Say) -> None:
     """Pairs of both closed loops; which system is first alternates."""
     pairs = QUICK_PAIRS if choice.quick else PAIRS
     for number in range(-1, pairs):  # what loads at the first request does not count
@@ -139,7 +139,7 @@ def compare_costs(sides: Sides, found: Found, choice: LoadChoice, progress: Say)
                 found.together[name].append(together)
 
 
-def compare_dispatch(sides: Sides, found: Found, choice: LoadChoice, progress: Say) -> None:
+def compare_dispatch(sides: Sides, found: FrontRecord, choice: LoadChoice, progress: Say) -> None:
     """Rounds of the same arrivals with both kinds of lengths."""
     rounds = QUICK_ROUNDS if choice.quick else ROUNDS
     recorded = load_trace(SLICE if choice.trace is None else Path(choice.trace)).slice(
@@ -159,7 +159,7 @@ def compare_dispatch(sides: Sides, found: Found, choice: LoadChoice, progress: S
                 by[name].append(_ttfts(sides.send(name, load, None)))
 
 
-def judge(found: Found) -> TrialVerdict:
+def judge(found: FrontRecord) -> TrialVerdict:
     """Figures, and what is above its bound."""
     problems: list[str] = []
     figures: dict[str, Any] = {}

@@ -58,7 +58,7 @@ def new(
 @key.command("list", epilog="Examples:\n\n  tideserve key list keys.jsonl")
 def show(
     file: KeyFile,
-    json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
 ) -> None:
     """Show whose keys are in FILE, and what they allow."""
     from tideserve.cli.keys import show_keys

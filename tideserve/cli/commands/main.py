@@ -38,7 +38,7 @@ def status(
     admin_url: AdminUrl = None,
     admin_key: AdminKey = None,
     cluster_dir: ClusterDir = None,
-    json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
     why: Annotated[
         bool,
         typer.Option("--why", help="Also the latest decisions about memory and their numbers."),
@@ -72,7 +72,7 @@ def plan(
             help="Plan for so many made-up instances of a 14B model, without a cluster.",
         ),
     ] = None,
-    json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
 ) -> None:
     """Show which groups would merge to free that much memory; nothing is changed."""
     from tideserve.cli.admin import find_admin_url
@@ -201,7 +201,9 @@ def certs(
         list[str] | None,
         typer.Option(help="Another host name or address of etcd and the gateway; repeatable."),
     ] = None,
-    days: Annotated[int, typer.Option(min=1, max=3650, help="How long they are valid.")] = 90,
+    days: Annotated[
+        int, typer.Option(min=1, max=3650, help="Days until the certificates expire.")
+    ] = 90,
 ) -> None:
     """Make a development CA and a certificate for each service, etcd and HTTP.
 

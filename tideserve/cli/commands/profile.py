@@ -29,7 +29,7 @@ def profile(
     quick: Annotated[
         bool, typer.Option("--quick", help="About 40 seconds instead of two minutes.")
     ] = False,
-    json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
 ) -> None:
     """Measure how long iterations take here, fit the cost model and store it for workers.
 

@@ -50,10 +50,10 @@ def simulate(
 ) -> None:
     """Simulate a cluster of any size with the policies of the real one.
 
-    With --against, simulates the cluster and load of a benchmark and shows both figures.
+    With --against, simulates a benchmark, and shows what was measured beside what it gives.
     """
     if (config is None) == (against is None):
-        raise CommandError("give either a configuration or --against, not both", EXIT_UNUSABLE)
+        raise CommandError("give a configuration, or a result with --against", EXIT_UNUSABLE)
     if against is None and (profile is not None or calibrate is not None):
         raise CommandError("--profile and --calibrate go with --against only", EXIT_UNUSABLE)
     if against is not None and seed is not None:

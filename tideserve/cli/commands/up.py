@@ -27,7 +27,8 @@ def up(
         Path | None,
         typer.Option(
             help="YAML file with these options (queue_limit: 64). Its sections gateway, scheduler,"
-            " memmgr and worker hold further keys of these services. Flags take precedence."
+            " memmgr and worker hold further keys of these services, and services those of all."
+            " Flags take precedence."
         ),
     ] = None,
     cluster_dir: ClusterDir = None,

@@ -73,5 +73,5 @@ def check_free_port(host: str, port: int) -> Finding:
     try:
         check_port(host, port, False)
     except CommandError as error:
-        return PORTS.warning(f"no cluster runs from this folder, and {error}")
+        return PORTS.warning(f"the cache folder has no cluster of that port, and {error}")
     return PORTS.fine(f"port {port} of {host} is free for a cluster")

@@ -78,7 +78,15 @@ def test_logs_that_break_or_miss_something_are_a_problem() -> None:
 
 
 def test_trials_are_found_beside_the_scenarios() -> None:
-    assert list(find_trials()) == ["churn", "clients", "doors", "engine", "prefix", "tracing"]
+    assert list(find_trials()) == [
+        "churn",
+        "clients",
+        "doors",
+        "engine",
+        "front",
+        "prefix",
+        "tracing",
+    ]
     assert not find_trials().keys() & find_scenarios().keys()
 
 

@@ -53,7 +53,7 @@ def test_what_is_not_here_is_asked_for(url: str, words: str) -> None:
 
 def test_the_clusters_that_run_are_named() -> None:
     running(default_folder(9000), url="http://127.0.0.1:9000", pid=2**30)
-    with pytest.raises(CommandError, match=r"at http://127.0.0.1:8000; start one with"):
+    with pytest.raises(CommandError, match=r"at http://127.0.0.1:8000 by .*; start one with"):
         find_admin_url(None, STATE["url"], None)
     running(default_folder(8155), url="http://127.0.0.1:8155", pid=os.getpid())
     words = r"one runs at http://127.0.0.1:8155: add --url http://127.0.0.1:8155, or give the admin"

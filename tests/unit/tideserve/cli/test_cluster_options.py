@@ -1,5 +1,6 @@
 """Options of a cluster: file, flags, and what every service is told."""
 
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -197,6 +198,23 @@ def test_the_longest_context_is_passed_on() -> None:
 def test_processors_are_shared_out() -> None:
     assert ClusterOptions(workers=64).threads_per_worker >= 1
     assert ClusterOptions(workers=2, threads=5).threads_per_worker == 5
+
+
+@pytest.mark.parametrize(
+    ("processors", "workers", "engine", "threads"),
+    [
+        (2, 1, "tideserve", 1),
+        (15, 2, "tideserve", 1),
+        (16, 2, "tideserve", 8),
+        (2, 1, "vllm", 2),
+        (1, 4, "vllm", 1),
+    ],
+)
+def test_few_processors_of_a_worker_serve_one_thread_with_compiled_kernels(
+    monkeypatch: pytest.MonkeyPatch, processors: int, workers: int, engine: str, threads: int
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: set(range(processors)))
+    assert ClusterOptions(workers=workers, engine=engine).threads_per_worker == threads
 
 
 def test_a_paced_profile_is_a_name_or_an_absolute_path(
