@@ -1,9 +1,7 @@
 """When a worker reports and what it numbers; the worker and the simulator drive it.
 
 A change is reported at once, those soon after a report together in the next one, and there is a
-report now and then without any change. Of many running requests one takes a block in nearly every
-iteration, and who reads the reports keeps blocks for that. So a load that only has less room than
-the last one reported can wait, or reports would be as frequent as iterations.
+report now and then without any change.
 """
 
 import math
@@ -20,35 +18,32 @@ RECEIVED_IDS_MAX = 10_000
 class ReportRhythm:
     """When the next report of a stream is due; the first one is at once.
 
-    Two reports are `pause_s` apart at least, and `heartbeat_s` at most. A change that can wait is
-    reported `patience_s` after the last report.
+    Two reports are `pause_s` apart at least, and `heartbeat_s` at most.
     """
 
     pause_s: float
     heartbeat_s: float
-    patience_s: float = 0.0
-    _wait_s: float = math.inf  # from the last report on, for what has changed since
+    _changed: bool = False
     _last_s: float = -math.inf
 
     @property
     def due_s(self) -> float:
         """When the next report is due, if nothing changes until then."""
-        return self._last_s + min(self._wait_s, self.heartbeat_s)
+        return self._last_s + self.pause_s if self._changed else self.heartbeat_due_s
 
     @property
     def heartbeat_due_s(self) -> float:
         """When the next report would be due without a change."""
         return self._last_s + self.heartbeat_s
 
-    def note_change(self, can_wait: bool = False) -> bool:
+    def note_change(self) -> bool:
         """What is reported has changed; returns whether that alters when a report is due."""
-        was_s = self._wait_s
-        self._wait_s = min(was_s, max(self.pause_s, self.patience_s) if can_wait else self.pause_s)
-        return self._wait_s < was_s
+        was, self._changed = self._changed, True
+        return not was
 
     def passed(self, now_s: float) -> None:
         """A report was sent, or left out since there was nothing to say."""
-        self._wait_s, self._last_s = math.inf, now_s
+        self._changed, self._last_s = False, now_s
 
 
 @dataclass(slots=True)
@@ -64,7 +59,6 @@ class LoadReporting:
     incarnation: str
     rhythm: ReportRhythm
     _told: int = 0
-    _last: tuple[int, Load] | None = None  # epoch and load in the last report of the stream
     _received: list[str] = field(default_factory=list)
     _reported: list[str] = field(default_factory=list)
     _dropped: list[int] = field(default_factory=list)
@@ -75,14 +69,6 @@ class LoadReporting:
         """These requests have arrived."""
         self._received += request_ids
         del self._received[RECEIVED_IDS_MAX:]
-
-    def note_load(self, epoch: int, load: Load) -> bool:
-        """The load has changed; returns whether that alters when a report is due."""
-        last = self._last
-        can_wait = (
-            last is not None and not self._received and _has_only_less_room(last, epoch, load)
-        )
-        return self.rhythm.note_change(can_wait)
 
     def note_dropped(self, thin_hashes: Iterable[int]) -> None:
         """These are no longer in the prefix cache; of many, the newest are reported."""
@@ -110,20 +96,7 @@ class LoadReporting:
     def next(self, epoch: int, load: Load, now_s: float) -> LoadReport:
         """The next report of the stream."""
         report = self.told_beside(epoch, load)
-        self._last = epoch, load
         self._reported, self._received = self._received, []
         self._dropped_reported, self._dropped = self._dropped, []
         self.rhythm.passed(now_s)
         return report
-
-
-def _has_only_less_room(last: tuple[int, Load], epoch: int, load: Load) -> bool:
-    """Whether the same sequences run and wait as in the last report, and no room was gained."""
-    before = last[1]
-    room = load.kv_blocks_free - load.kv_blocks_wanted
-    return (epoch, load.running, load.waiting, load.kv_blocks_total) == (
-        last[0],
-        before.running,
-        before.waiting,
-        before.kv_blocks_total,
-    ) and room <= before.kv_blocks_free - before.kv_blocks_wanted

@@ -18,7 +18,7 @@ from tideserve.common.v1 import load_pb2, record_pb2
 from tideserve.memmgr.v1 import memmgr_pb2, memmgr_pb2_grpc
 from tideserve.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 
-LOAD_PAUSE_S, LOAD_INTERVAL_S, LOAD_PATIENCE_S = 0.005, 0.5, 0.05
+LOAD_PAUSE_S, LOAD_INTERVAL_S = 0.005, 0.5
 MEMORY_PAUSE_S, MEMORY_INTERVAL_S = 0.1, 1.0
 
 
@@ -45,7 +45,7 @@ class ReportSender:
         self._epoch = epoch
         self._pids = pids
         self._dial = dial
-        load_rhythm = ReportRhythm(LOAD_PAUSE_S, LOAD_INTERVAL_S, LOAD_PATIENCE_S)
+        load_rhythm = ReportRhythm(LOAD_PAUSE_S, LOAD_INTERVAL_S)
         self._loads = LoadReporting(worker_id, incarnation, load_rhythm)
         self._load_due = _Due(load_rhythm)
         self._memory_due = _Due(ReportRhythm(MEMORY_PAUSE_S, MEMORY_INTERVAL_S))
@@ -58,16 +58,13 @@ class ReportSender:
 
     def note_change(self) -> None:
         """Something that is reported has changed."""
-        if self._loads.note_load(self._epoch(), self._engine.report.load):
-            self._load_due.look_again()
-        if self._memory_due.rhythm.note_change():
-            self._memory_due.look_again()
+        self._load_due.note_change()
+        self._memory_due.note_change()
 
     def note_received(self, request_id: str) -> None:
         """A request has arrived, so its reservation at the scheduler can go."""
         self._loads.note_received(request_id)
-        if self._load_due.rhythm.note_change():
-            self._load_due.look_again()
+        self._load_due.note_change()
 
     def note_dropped(self, thin_hashes: tuple[int, ...]) -> None:
         """The engine has dropped these from its prefix cache."""
@@ -124,9 +121,10 @@ class _Due:
         self.rhythm = rhythm
         self._moved = asyncio.Event()
 
-    def look_again(self) -> None:
-        """The report may be due earlier than before."""
-        self._moved.set()
+    def note_change(self) -> None:
+        """The report has changed."""
+        if self.rhythm.note_change():
+            self._moved.set()
 
     async def wait(self) -> None:
         """Return when the next report is due."""

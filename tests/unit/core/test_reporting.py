@@ -29,45 +29,6 @@ def test_changes_soon_after_a_report_travel_together_in_the_next() -> None:
     assert rhythm.note_change() and rhythm.due_s == 2.0
 
 
-def test_a_change_that_can_wait_is_told_later_unless_another_comes() -> None:
-    rhythm = ReportRhythm(0.5, 4.0, 2.0)
-    rhythm.passed(1.0)
-    assert rhythm.note_change(can_wait=True) and not rhythm.note_change(can_wait=True)
-    assert rhythm.due_s == 3.0
-    assert rhythm.note_change() and not rhythm.note_change(can_wait=True)
-    assert rhythm.due_s == 1.5
-
-
-@pytest.mark.parametrize(
-    ("epoch", "load", "waits"),
-    [
-        (1, Load(2, 1, 4, 3, 0, 9), True),
-        (1, Load(2, 1, 3, 3, 0, 9), True),
-        (1, Load(2, 1, 3, 2, 0, 9), True),
-        (1, Load(2, 1, 5, 3, 0, 9), False),
-        (1, Load(2, 1, 4, 2, 0, 9), False),
-        (1, Load(1, 1, 4, 3, 0, 9), False),
-        (1, Load(2, 2, 4, 3, 0, 9), False),
-        (1, Load(2, 1, 4, 3, 0, 8), False),
-        (2, Load(2, 1, 4, 3, 0, 9), False),
-    ],
-)
-def test_a_load_that_has_only_less_room_can_wait(epoch: int, load: Load, waits: bool) -> None:
-    loads = LoadReporting("w", "i", ReportRhythm(0.5, 4.0, 2.0))
-    assert loads.note_load(1, IDLE), "nothing was told yet"
-    loads.next(1, Load(2, 1, 4, 3, 0, 9), 1.0)
-    loads.note_load(epoch, load)
-    assert loads.rhythm.due_s == (3.0 if waits else 1.5)
-
-
-def test_a_received_request_is_told_at_once() -> None:
-    loads = LoadReporting("w", "i", ReportRhythm(0.5, 4.0, 2.0))
-    loads.next(1, IDLE, 1.0)
-    loads.note_received("a")
-    loads.note_load(1, IDLE)
-    assert loads.rhythm.due_s == 1.5
-
-
 @pytest.mark.parametrize("seed", range(20))
 def test_every_change_is_told_within_the_pause_and_silence_ends(seed: int) -> None:
     rng, pause_s, heartbeat_s = random.Random(seed), 0.5, 2.0
