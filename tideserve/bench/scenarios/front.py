@@ -33,7 +33,8 @@ ALONE = (12, 1, 64, 8)
 """Requests, how many at a time, prompt tokens, output tokens."""
 TOGETHER = (24, 8, 64, 64)
 SLICE = Path(__file__).resolve().parents[1] / "data" / "azure_code_2023_slice.csv"
-SLICE_S = 30.0
+SLICE_BEGIN_S, SLICE_S = 270.0, 30.0
+"""The evenest 30 s of the slice: 128 requests."""
 ROUNDS, QUICK_ROUNDS = 5, 3
 LENGTHS = {
     "lengths of the trace": LengthScale(0.2, 1.0, (16, 1024), (4, 64)),
@@ -143,7 +144,8 @@ def compare_dispatch(sides: Sides, found: FrontRecord, choice: LoadChoice, progr
     """Rounds of the same arrivals with both kinds of lengths."""
     rounds = QUICK_ROUNDS if choice.quick else ROUNDS
     recorded = load_trace(SLICE if choice.trace is None else Path(choice.trace)).slice(
-        choice.trace_start_s or 0.0, choice.trace_duration_s or SLICE_S
+        SLICE_BEGIN_S if choice.trace_start_s is None else choice.trace_start_s,
+        choice.trace_duration_s or SLICE_S,
     )
     for lengths, scale in LENGTHS.items():
         by = found.ttfts_s[lengths] = {FRONT: [], PLAIN: []}
