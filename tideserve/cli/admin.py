@@ -26,12 +26,10 @@ def find_admin_url(given: str | None, url: str, cluster_dir: Path | None) -> str
     folder = local_folder(url) if cluster_dir is None else ClusterFolder(cluster_dir)
     state = folder.read_state() if folder is not None else None
     if folder is None or state is None:
-        place = f"from {cluster_dir}" if cluster_dir is not None else f"on this machine at {url}"
-        raise CommandError(
-            f"no cluster runs {place} by the cache folder {cache_root()} (TIDESERVE_CACHE);"
-            f" {_others()}, or {REMEDY}",
-            EXIT_UNUSABLE,
-        )
+        place = f"on this machine at {url} by the cache folder {cache_root()} (TIDESERVE_CACHE)"
+        if cluster_dir is not None:
+            place = f"from {cluster_dir}"
+        raise CommandError(f"no cluster runs {place}; {_others()}, or {REMEDY}", EXIT_UNUSABLE)
     admin_url = state.get("admin_url")
     if not admin_url:
         raise CommandError(

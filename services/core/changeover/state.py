@@ -202,6 +202,9 @@ class Changeover:
         if self.settled and self.leads:
             assert not self.planner.held, "a sequence is held for nothing"
         assert self._next is None or self._next.epoch > self._epoch
+        if (configuration := self.configuration) is not None:
+            leads_whole = configuration.leads and self._serves(configuration)
+            assert self._leads_whole == leads_whole
 
     # --- what changes it
 

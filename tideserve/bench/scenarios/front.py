@@ -92,8 +92,11 @@ class Sides:
 
     def send(self, name: str, load: Workload, concurrency: int | None) -> list[SentRequest]:
         """The records of a load on one system, while the other one does nothing."""
-        system = self.front if name == FRONT else self.plain
-        self.plain.rest() if name == FRONT else self.plain.wake()
+        system = self._system(name)
+        if system is self.plain:
+            self.plain.wake()
+        else:
+            self.plain.rest()
         return list(
             run_answered(
                 Job(
@@ -110,11 +113,14 @@ class Sides:
         """Send a closed loop, and read what it cost."""
         count, concurrency, prompt, outputs = shape
         load = fixed(count, prompt, outputs, seed, f"{name} {shape}")
-        system = self.front if name == FRONT else self.plain
+        system = self._system(name)
         before = system.process_cost()
         records = self.send(name, load, concurrency)
         cost = system.process_cost().since(before)
         return LoadCost(cost, count * outputs, median(_ttfts(records)))
+
+    def _system(self, name: str) -> Tideserve | Vllm:
+        return self.front if name == FRONT else self.plain
 
 
 def run(deployment: Deployment, choice: LoadChoice, say: Say, progress: Say) -> TrialVerdict:
@@ -141,22 +147,28 @@ def compare_costs(sides: Sides, found: FrontRecord, choice: LoadChoice, progress
 
 
 def compare_dispatch(sides: Sides, found: FrontRecord, choice: LoadChoice, progress: Say) -> None:
-    """Rounds of the same arrivals with both kinds of lengths."""
+    """Rounds of the same arrivals with both kinds of lengths.
+
+    Both systems get the load that tells the rate, so that neither begins cold. No prompt begins as
+    one of the other lengths, or vLLM's prefix cache would skip that part.
+    """
     rounds = QUICK_ROUNDS if choice.quick else ROUNDS
     recorded = load_trace(SLICE if choice.trace is None else Path(choice.trace)).slice(
         SLICE_BEGIN_S if choice.trace_start_s is None else choice.trace_start_s,
         choice.trace_duration_s or SLICE_S,
     )
-    for lengths, scale in LENGTHS.items():
+    for number, (lengths, scale) in enumerate(LENGTHS.items()):
+        first_seed = (choice.seed * len(LENGTHS) + number) * 1000
         by = found.ttfts_s[lengths] = {FRONT: [], PLAIN: []}
         progress(f"{lengths}: how many requests a second are too many")
-        load = from_trace(recorded, scale, choice.seed * 1000 - 1, lengths)
-        rate = UTILISATION * _answered_per_s(sides.send(PLAIN, load, SATURATING))
-        found.rates_per_s[lengths] = rate = choice.rate_per_s or rate
+        load = from_trace(recorded, scale, first_seed, lengths)
+        answered = {name: _answered_per_s(sides.send(name, load, SATURATING)) for name in by}
+        rate = choice.rate_per_s or UTILISATION * answered[PLAIN]
+        found.rates_per_s[lengths] = rate
         part = recorded.scale_rate(rate)
         for turn in range(rounds):
             progress(f"{lengths}: round {turn + 1} of {rounds}")
-            load = from_trace(part, scale, choice.seed * 1000 + turn, lengths)
+            load = from_trace(part, scale, first_seed + 1 + turn, lengths)
             for name in sorted(by, reverse=bool(turn % 2)):
                 by[name].append(_ttfts(sides.send(name, load, None)))
 
