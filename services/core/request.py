@@ -82,6 +82,8 @@ class Sampling:
     @property
     def reads_prompt(self) -> bool:
         """Whether tokens of the prompt change what is chosen, beside through the logits."""
+        if not self.bad_words:
+            return self.repetition_penalty != 1
         return self.repetition_penalty != 1 or any(len(word) > 1 for word in self.bad_words)
 
     @property

@@ -213,6 +213,9 @@ class Changeover:
         context = self._context
         if isinstance(event, _OF_PLANNER):  # nearly every event: it changes no phase
             context.change(event)
+        elif isinstance(event, RequestArrived) and self.may_plan:  # the phase is as good as ever
+            context.now_s = event.now_s
+            self._arrive(event)
         else:
             before = self.phase
             context.now_s = getattr(event, "now_s", context.now_s)

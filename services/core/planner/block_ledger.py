@@ -87,6 +87,8 @@ class BlockLedger:
     @property
     def free(self) -> int:
         """Blocks that every stage has and has not promised: for requests that start."""
+        if not self.capacity:
+            return self.pool.free_count - self.promised[0]
         return min([self.room(stage) - blocks for stage, blocks in enumerate(self.promised)])
 
     def full_stages(self) -> frozenset[int]:
@@ -100,6 +102,8 @@ class BlockLedger:
 
     def give_back(self, blocks: int, absent: frozenset[int] = frozenset()) -> None:
         """Take back `take`, or the promise at the stages in `absent`."""
+        if not (self.capacity or absent):
+            return
         for stage in range(self.stages):
             if stage in absent:
                 self.promised[stage] -= blocks

@@ -100,7 +100,9 @@ class PrefixCache:
         return True
 
     def begin(self, sequence: Sequence) -> None:
-        """A sequence starts: it has the blocks of its known prefix, and runs from there on."""
+        """A waiting sequence starts: it has the blocks of its known prefix, and runs from there."""
+        if not self.enabled:
+            return
         found = self.find(sequence)
         self.table.share(sequence.request_id, found)
         sequence.computed = len(found) * self.block_size

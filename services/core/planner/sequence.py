@@ -1,7 +1,7 @@
 """A request inside a worker: what it has produced and what of it is in the KV cache."""
 
 from dataclasses import dataclass, field
-from enum import Enum, auto
+from enum import IntEnum, auto
 
 from services.core.logprobs import LogprobRows, newest
 from services.core.planner.batch import (
@@ -17,8 +17,8 @@ LOGPROBS_CARRIED_BYTES = 4 << 20
 """Log probabilities of the newest outputs that go with a sequence to another leader."""
 
 
-class Phase(Enum):
-    """Where a sequence is in its life inside the worker."""
+class Phase(IntEnum):
+    """Where a sequence is in its life inside the worker; numbers, whose hash costs little."""
 
     WAITING = auto()
     RUNNING = auto()

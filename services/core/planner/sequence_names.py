@@ -8,6 +8,7 @@ the sequence that runs now. Clients, and what they are told, go by the id.
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from services.core.planner.events import Command, EmitToken, RefuseRequest
 
@@ -19,8 +20,7 @@ def request_of(name: str) -> str:
     return name.rpartition(MARK)[0] or name
 
 
-@dataclass(frozen=True, slots=True)
-class _Current:
+class _Current(NamedTuple):
     name: str
     adopted: bool
 

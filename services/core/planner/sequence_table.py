@@ -81,7 +81,7 @@ class SequenceTable:
         self.ledger.promise(sequence.blocks, absent)
         self._enter(sequence)
         sequence.phase = Phase.HELD if held else Phase.RUNNING
-        insort(self.held if held else self.running, sequence, key=_age)
+        _insert(self.held if held else self.running, sequence)
 
     def forget(self, sequence: Sequence) -> None:
         """Leave a sequence to another leader: its blocks stay where they are, and in use."""
@@ -123,7 +123,7 @@ class SequenceTable:
         sequence.move(Phase.RUNNING)
         self.prefixes.begin(sequence)
         sequence.begun = True
-        insort(self.running, sequence, key=_age)
+        _insert(self.running, sequence)
         sequence.blocks = blocks_for(len(sequence.token_ids), self.block_size)
         self.prefixes.make_room(sequence.blocks, have=sequence.named)
         self.table.adopt(sequence.request_id, sequence.blocks)
@@ -163,7 +163,7 @@ class SequenceTable:
         """Hold a sequence: it keeps its blocks and is not planned."""
         self._leave(sequence)
         sequence.move(Phase.HELD)
-        insort(self.held, sequence, key=_age)
+        _insert(self.held, sequence)
 
     def resume(self, sequence: Sequence) -> None:
         """Go on with a held sequence, which has its blocks at every stage."""
@@ -172,7 +172,7 @@ class SequenceTable:
         self._leave(sequence)
         if sequence.blocks:
             sequence.move(Phase.RUNNING)
-            insort(self.running, sequence, key=_age)
+            _insert(self.running, sequence)
         else:
             sequence.move(Phase.WAITING)
             self._queue(sequence)
@@ -302,8 +302,12 @@ class SequenceTable:
 
     def _queue(self, sequence: Sequence) -> None:
         """Enter the line at its place: nearly always as the first or the last."""
-        waiting, key = self.waiting, self._key(sequence)
-        if not waiting or self._key(waiting[-1]) < key:
+        waiting = self.waiting
+        if not waiting:
+            waiting.append(sequence)
+            return
+        key = self._key(sequence)
+        if self._key(waiting[-1]) < key:
             waiting.append(sequence)
             return
         place = 0
@@ -314,6 +318,14 @@ class SequenceTable:
     def _key(self, sequence: Sequence) -> tuple[LineKey, Age]:
         """Its place in the line; among equals the older one is first."""
         return self.line(sequence.request.service, sequence.arrival_s), sequence.age
+
+
+def _insert(line: list[Sequence], sequence: Sequence) -> None:
+    """Put it at the place of its age: nearly always at the end."""
+    if not line or line[-1].age < sequence.age:
+        line.append(sequence)
+    else:
+        insort(line, sequence, key=_age)
 
 
 def _age(sequence: Sequence) -> Age:

@@ -61,7 +61,7 @@ class SinglePlanner:
     def _admit(self, plan: Plan, budget: int) -> None:
         """Start waiting sequences that fit, as far as possible in order of arrival."""
         config, sequence_table = self.config, self.sequence_table
-        while budget:
+        while budget and sequence_table.waiting:
             sequence = sequence_table.next_to_admit(config.max_running, config.overtaken_max)
             if sequence is None:
                 return

@@ -167,20 +167,23 @@ class PlannerState:
         In a pipeline, an empty one is planned when there is nothing to run, but blocks to release
         at the stages.
         """
+        table, alone = self.sequence_table, self.stages == 1
+        if alone and not (table.running or table.waiting):
+            return None
         plan = self._decide(now_s)
         if plan:
             batch = plan.batch(self.table)
-        elif self.stages > 1 and self.sequence_table.released and not self.in_flight:
+        elif not alone and table.released and not self.in_flight:
             batch = Batch(())
         else:
             return None
         self._launch(plan)
-        released = self.sequence_table.take_released()
+        released = table.take_released()
         if released:
             self._unheard[plan.number] = released
-        if self.stages == 1:
+        if alone:
             return Microbatch(plan.number, batch, released)
-        prefixes = self.sequence_table.prefixes.take_news(plan.sequences())
+        prefixes = table.prefixes.take_news(plan.sequences())
         return Microbatch(plan.number, batch, released, prefixes)
 
     def export(self, request_id: str) -> SequenceState:
@@ -370,7 +373,8 @@ class PlannerState:
         plan = self.in_flight.popleft()
         assert number in (None, plan.number), f"result {number} before that of {plan.number}"
         self._unheard.pop(plan.number, None)
-        self.sequence_table.prefixes.publish(plan.sequences())
+        if self.config.prefix_caching:
+            self.sequence_table.prefixes.publish(plan.sequences())
         return plan
 
     def _finish_iteration(self, event: IterationFinished) -> list[Command]:
