@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 import uvloop
 
+from services.common import failpoint
 from services.common.errors import ServiceError
 from services.common.logging import set_up_logging
 from services.common.reference import help_text
@@ -100,6 +101,7 @@ def _leaves(group: BaseExceptionGroup[ServiceError]) -> list[ServiceError]:
 async def _until_signal(serve: Callable[[C, asyncio.Event], Awaitable[None]], config: C) -> None:
     if isinstance(config, ServiceConfig):
         set_up_logging(config.log_level, config.log_format)
+        failpoint.arm(config.failpoints, config.failpoint_file)
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from services.common import failpoint
 from services.common.config import choice, number, option, tcp_port
 from services.common.errors import ConfigError
 from services.common.etcd_url import refuse_user
@@ -54,6 +55,12 @@ class ServiceConfig:
     event_log: Path | None = option(
         None, "Folder for a log of all events, tokens included; a debugging aid."
     )
+    failpoints: tuple[str, ...] = option(
+        (), "Faults for tests, such as engine.merge.switch.leader=kill; see docs/faults.md."
+    )
+    failpoint_file: Path | None = option(
+        None, "File that gets a line for each failpoint that was hit; `failpoints` need one."
+    )
 
     def __post_init__(self) -> None:
         if not self.etcd_prefix.endswith("/"):
@@ -69,6 +76,7 @@ class ServiceConfig:
             )
         if self.etcd_password is not None and self.etcd_user is None:
             raise ConfigError("'etcd_password' is given without 'etcd_user'; add the user")
+        failpoint.check(self.failpoints, self.failpoint_file)
         given = [part for part in ("ca", "cert", "key") if getattr(self, f"tls_{part}_file")]
         if len(given) in (1, 2):
             raise ConfigError(

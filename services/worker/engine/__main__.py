@@ -14,6 +14,7 @@ from functools import partial
 import torch
 
 from services.common import config as config_module
+from services.common import failpoint
 from services.common.clock import monotonic_s
 from services.common.device_profile import DeviceProfile, load_profile
 from services.common.errors import ConfigError, ServiceError
@@ -71,6 +72,7 @@ def main() -> None:
     config = config_module.from_mapping(WorkerConfig, data, "the servicer's configuration")
     set_up_logging(config.log_level, config.log_format)
     identity = Identity(config.worker_id, arguments.incarnation)
+    failpoint.arm(config.failpoints, config.failpoint_file, arguments.parent)
     socket = connect(arguments.socket)
     try:
         pacer = pacer_of(config)
