@@ -66,20 +66,15 @@ class EngineGateway:
         self._left.add((self._group.owner[request_id], request_id))
         self._lose(request_id)
 
-    def lose(self, worker_id: str, rest: set[str]) -> None:
-        """A worker dies, and the `rest` of its group drops all requests, soon."""
+    def lose(self, worker_id: str) -> None:
+        """A worker dies."""
         group = self._group
-        for place in [one for one in (*self._unread, *self._left) if one[0] in {worker_id, *rest}]:
+        for place in [one for one in (*self._unread, *self._left) if one[0] == worker_id]:
             self._unread.pop(place, None)
             self._left.discard(place)
-            if place[0] in rest:
-                self._left.add(place)
         for request_id, stream in group.streams.items():
-            owner = group.owner[request_id]
-            if owner not in {worker_id, *rest} or stream.over:
+            if group.owner[request_id] != worker_id or stream.over:
                 continue
-            if owner in rest:
-                self._left.add((owner, request_id))
             if stream.tokens:
                 stream.aborted = True
             else:

@@ -287,7 +287,7 @@ class EngineGroup:
         )
 
     def lose(self, worker_id: str) -> None:
-        """A worker dies; what is left of its group serves nothing, and its requests are over.
+        """A worker dies, and what it led is over. What is left of its group serves nothing for now.
 
         If the gateway asks again, it does so for those that have no token yet.
         """
@@ -299,14 +299,20 @@ class EngineGroup:
         lost.close()
         self.epoch += 1
         if self.gateway.asks_again:
-            self.gateway.lose(worker_id, {stage.worker_id for stage in group} - {worker_id})
+            self.gateway.lose(worker_id)
+        for request_id, owner in self.owner.items():
+            if owner == worker_id:
+                self.streams[request_id].aborted = True
         for stage in group:
             if stage.worker_id != worker_id:
-                for request_id, owner in self.owner.items():
-                    if owner in (stage.worker_id, worker_id):
-                        self.streams[request_id].aborted = True
                 plans = self._plans([[stage]], self.epoch)
                 self.engines[stage.worker_id].member.apply(ApplyConfiguration(plans))
+
+    def restore(self) -> None:
+        """What is left of groups that lost a member gets all layers back."""
+        placed = {stage.worker_id for group in self.groups for stage in group}
+        for worker_id in sorted(self.engines.keys() - placed):
+            self.reconfigure([[self._alone(worker_id)]])
 
     # --- turns
 

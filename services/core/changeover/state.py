@@ -42,6 +42,7 @@ from services.core.planner.configuration_events import (
     MicrobatchFollowed,
     PoolGrown,
     ReleasedTaken,
+    SequencePreempted,
     SequenceResumed,
     StagesConfigured,
 )
@@ -340,7 +341,7 @@ class Changeover:
         context, new = self._context, self._next
         assert new is not None
         if not self._serves(new):
-            self._end_everything()
+            self._start_over()
         if answer.blocks >= context.table.pool.num_blocks:
             context.change(PoolGrown(answer.blocks))
         self._handover.begin()
@@ -365,12 +366,15 @@ class Changeover:
             context.send(leader, frames.AllAdopted())
         self._begin_when_joined()
 
-    def _end_everything(self) -> None:
-        """A member was lost, and with it KV of every request. The gateways have been told."""
+    def _start_over(self) -> None:
+        """A member was lost, and with it KV of every request.
+
+        The requests that this member leads wait until it has all layers, and are computed again:
+        their tokens are here. Those that the lost member led are its gateways' to ask for anew.
+        """
         context = self._context
         for name in tuple(context.planner.sequences):
-            context.names.end(name)
-            context.change(RequestAborted(context.now_s, name))
+            context.change(SequencePreempted(name))
         self._kv.release_everything()
         context.take_freed(ReleasedTaken())  # nobody is left to hear of them
 
