@@ -29,6 +29,7 @@ from services.core.groups.vocabulary import (
     ClusterListed,
     Group,
     GroupPhase,
+    GroupStuck,
     LeadershipChanged,
     MemberAnswered,
     PrepareMembers,
@@ -38,6 +39,7 @@ from services.core.groups.vocabulary import (
     TransactionFinished,
 )
 from services.core.overload.worker_facts import WorkerFacts
+from services.core.report import MemoryReport
 from services.memmgr.change_count import LAST_PHASES, ChangeCount
 from services.memmgr.change_trace import ChangeCause, ChangeTrace, restoration
 from services.memmgr.cluster_store import ClusterRecords, ClusterStore
@@ -130,6 +132,22 @@ class Driver:
     def lead(self, token: int) -> None:
         """This instance decides from now on under `token`, or no longer (0)."""
         self._apply(LeadershipChanged(monotonic_s(), token or None))
+
+    def note_report(self, report: MemoryReport) -> None:
+        """A worker has reported; the group that it is in may be in trouble."""
+        self._memory.report(report)
+        engine = report.engine
+        if engine.trouble:
+            log.warning("%s at epoch %d: %s", report.worker_id, engine.epoch, engine.trouble)
+            self._apply(
+                GroupStuck(
+                    monotonic_s(),
+                    report.worker_id,
+                    report.incarnation,
+                    engine.epoch,
+                    engine.trouble,
+                )
+            )
 
     async def reconfigure(
         self, targets: Targets, cause: ChangeCause, urgent: bool = False

@@ -58,8 +58,8 @@ class EngineParticipant:
         """`address`: host:port of this worker's gRPC server.
 
         `changed` is called when `place` has changed. `end_requests` ends all requests with a
-        message: a group that loses its leader's engine goes on without it. `resolve` looks up the address of a lane's host, because the engine must not wait
-        for name servers.
+        message: a group that loses its leader's engine goes on without it. `resolve` looks up the
+        address of a lane's host, because the engine must not wait for name servers.
         """
         self._worker_id = worker_id
         self._engine = engine

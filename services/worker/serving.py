@@ -44,6 +44,7 @@ class EngineServing:
         self._server = server
         self._engine = engine
         self._parted = False
+        self._left_out = False  # the engine's group goes on without it
         self._groups = GroupView(store, name, incarnation, self._note_groups)
         self._services = Directory(store, SERVICES, record_pb2.ServiceRecord)
         self._reporter = ReportSender(
@@ -81,7 +82,7 @@ class EngineServing:
     def place(self) -> Place | None:
         """The configuration that this worker serves; its engine was told of it before."""
         recorded, told = self._groups.place, self._participant.place
-        if self._parted or recorded is None or told is None:
+        if self._parted or self._left_out or recorded is None or told is None:
             return None
         return told if recorded.epoch > told.epoch else recorded
 
@@ -135,6 +136,9 @@ class EngineServing:
         self._reporter.note_dropped(progress.dropped_prefixes)
         self._reporter.note_change()
         self._requests.deliver(progress)
+        left_out, self._left_out = self._left_out, progress.report.left
+        if self._left_out and not left_out:
+            self._requests.give_up_all("the worker's group goes on without it; try again")
         self._departure.note_progress()
 
     def _note_groups(self) -> None:

@@ -29,7 +29,6 @@ from services.core.request import (
 from services.worker.engine.compute.runner import ModelRunner
 from services.worker.engine.compute.runner_config import RunnerConfig
 from services.worker.engine.memory.stage_memory import StageMemory
-from services.worker.engine.pipeline.connections import UNREACHABLE_S
 from services.worker.engine.pipeline.member import Member
 from services.worker.engine.transfer.errors import UcxUnavailable
 from services.worker.engine.transfer.ucx_transport import load_ucxx
@@ -444,13 +443,59 @@ def test_the_rest_of_a_group_serves_again(
         group.close()
 
 
+CUTS = range(int(os.environ.get("TIDESERVE_CUT_SCENARIOS", "40")))
+
+
+def test_members_that_lose_one_another_lose_no_request(
+    config: RunnerConfig, oracle: Oracle
+) -> None:
+    """All live, and the lanes to one are cut: in the exchange, in a steady group, or idle."""
+    anew = [cut_scenario(config, oracle, seed) for seed in CUTS]
+    assert {True, False} == set(anew), "groups are made anew, and others are divided"
+
+
+def cut_scenario(config: RunnerConfig, oracle: Oracle, seed: int) -> bool:
+    """Returns whether the group was made anew."""
+    rng = random.Random(seed)
+    names = ["w0", "w1", "w2"][: rng.choice([2, 3])]
+    room = rng.choice([8, 16, 64]) * LAYERS * CHUNK_BYTES
+    roomy = replace(config, budget_bytes=config.budget_bytes + room)
+    group = EngineGroup(roomy, len(names), seed, prefix_caching=seed % 2 == 1)
+    group.gateway.asks_again = True  # a reader stays until its leader sends it on
+    try:
+        for number in range(4):
+            group.start(replace(oracle.requests[number], request_id=f"{number}-{number}"))
+        for _ in range(rng.randint(0, 100)):
+            group.turn()
+        rng.shuffle(names)
+        stages = split_in(names, sorted(rng.sample(range(1, LAYERS), len(names) - 1)))
+        group.reconfigure([stages])
+        if rng.random() < 0.6:
+            group.settle()
+        for number in range(4, 8):
+            group.start(replace(oracle.requests[number], request_id=f"{number}-{number}"))
+        for _ in range(rng.randint(0, 150)):
+            group.turn()
+        group.network.cut(rng.choice(names))
+        for _ in range(rng.randint(0, 40)):
+            group.turn()
+        anew = group.mend(stages)
+        serves_on(group, oracle)
+        for stream in group.streams.values():
+            wanted = oracle.tokens(stream.request)
+            assert stream.tokens == wanted, (seed, stream)
+    finally:
+        group.close()
+    return anew
+
+
 def serves_on(group: EngineGroup, oracle: Oracle) -> None:
     """Further requests get their tokens, and nothing is left afterwards."""
-    for number in range(6, 10):
+    for number in range(10, 14):
         group.start(replace(oracle.requests[number], request_id=f"{number}-{number}"))
     group.finish()
     group.check_at_rest()
-    for number in range(6, 10):
+    for number in range(10, 14):
         stream = group.streams[f"{number}-{number}"]
         assert stream.tokens == oracle.tokens(stream.request)
 
@@ -603,7 +648,7 @@ def moves_of(leader: Member) -> list[Move]:
     [
         (moment, engines, lost)
         for moment in (is_dealt, is_source, is_fetching)
-        for engines, lost in ((2, "w0"), (2, "w1"), (3, "w1"), (3, "w2"))
+        for engines, lost in ((2, "w0"), (2, "w1"), (3, "w0"), (3, "w1"), (3, "w2"))
         if lost != "w0" or moment is is_source  # the old leader, which deals
     ],
 )
@@ -616,11 +661,7 @@ def test_a_worker_that_was_split_off_serves_on_when_another_one_dies(
     engines: int,
     seed: int,
 ) -> None:
-    """Requests go on, recomputed where their KV is gone; no worker keeps KV that has no leader.
-
-    The old leader of three knows what it has handed out; when it is lost, the other two may have
-    to start anew.
-    """
+    """Requests go on, recomputed where their KV is gone; no worker keeps KV that has no leader."""
     names = [f"w{index}" for index in range(engines)]
     group = EngineGroup(
         replace(config, budget_bytes=config.budget_bytes + (1 << 20)), engines, seed
@@ -772,7 +813,7 @@ def test_a_peer_lost_long_ago_ends_no_engine_when_groups_change_again(
         group.lose("w1")
         for _ in range(50):
             group.turn()
-        network.skip(UNREACHABLE_S + 10.0)
+        network.skip(40.0)
         group.start(oracle.requests[0], "w0")
         group.reconfigure([split_in(["w0", "w2"], [1])])
         group.finish()

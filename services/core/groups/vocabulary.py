@@ -163,6 +163,17 @@ class TransactionFinished:
 
 
 @dataclass(frozen=True, slots=True)
+class GroupStuck:
+    """A worker reports that its group, at `epoch`, cannot go on as it is: `reason`, for people."""
+
+    now_s: float
+    worker_id: str
+    incarnation: str
+    epoch: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class TimePassed:
     """Nothing else happened; deadlines may have passed."""
 
@@ -175,6 +186,7 @@ Event = (
     | Reconfigure
     | MemberAnswered
     | TransactionFinished
+    | GroupStuck
     | TimePassed
 )
 

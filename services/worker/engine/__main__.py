@@ -46,10 +46,8 @@ from services.worker.engine.transfer.lane import Identity
 from services.worker.engine.transfer.lanes import Lanes, LanesConfig, open_lanes
 from services.worker.engine.transfer.mover import Mover, MoverConfig
 from services.worker.engine.transfer.ucx_config import UcxConfig
-from services.worker.errors import MemberUnreachable, WorkerError
+from services.worker.errors import WorkerError
 from services.worker.ipc import EngineReady, EngineUnusable
-
-EXIT_UNREACHABLE = 3
 
 log = logging.getLogger(__name__)
 
@@ -101,11 +99,7 @@ def main() -> None:
     grammars = GrammarCheck(runner.grammars, monotonic_s)
     member.mover.start()
     descriptors = (lanes.activations.fileno(), member.mover.fileno())
-    try:
-        EngineLoop(member, socket, grammars, descriptors, profiler).run()
-    except MemberUnreachable as error:
-        log.error("%s", error)
-        sys.exit(EXIT_UNREACHABLE)
+    EngineLoop(member, socket, grammars, descriptors, profiler).run()
 
 
 def runner_config(config: WorkerConfig) -> RunnerConfig:
