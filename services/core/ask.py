@@ -27,6 +27,7 @@ class Ask:
 
     `failed` is the latest assignment if that has failed. `traceparent` is W3C's, "" if the request
     is not traced. `prefix` stands for the beginnings of the prompt that a group may have cached.
+    `resumed`: the request has run, and goes on with `prompt_tokens` that hold its output so far.
     """
 
     request_id: str
@@ -37,6 +38,7 @@ class Ask:
     service: Service = NO_PROMISE
     traceparent: str = ""
     prefix: ThinHashes = NO_PREFIX
+    resumed: bool = False
 
 
 @dataclass(frozen=True, slots=True)

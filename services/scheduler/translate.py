@@ -49,6 +49,7 @@ def to_admit_event(
                 service=to_service(ask.service),
                 traceparent=ask.traceparent,
                 prefix=ThinHashes(ask.prefix_stride or THIN_STRIDE, tuple(ask.prefix_hashes)),
+                resumed=ask.resumed,
                 now_s=now_s,
                 stream_id=stream_id,
                 waited_s=ask.waited_s,

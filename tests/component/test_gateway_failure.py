@@ -222,29 +222,32 @@ async def test_workers_that_do_not_listen_are_asked_three_times(case: Case) -> N
     await eventually(lambda: inflight_is(case, 0))
 
 
-async def test_a_worker_lost_after_a_token_ends_its_requests_with_one_error(case: Case) -> None:
-    worker = case.cluster.workers[0]
-    worker.pause_at = 5
-    body = {"model": "m", "messages": HI, "stream": True}
-    async with case.http.stream("POST", "/v1/chat/completions", json=body) as answer:
-        events = asyncio.create_task(events_of(answer))
-        await eventually(lambda: gauge(case, "tideserve_gateway_output_tokens_total"))
-        worker.hang_up()
-        data = await events
-    assert "[DONE]" not in data
-    assert json.loads(data[-1])["error"]["code"] == "worker_lost"
-    assert not any("error" in json.loads(line) for line in data[:-1])
+async def test_without_resumption_a_worker_lost_after_a_token_ends_its_requests_with_one_error(
+    store: Store, tmp_path: Path
+) -> None:
+    async with gateway_case(store, tmp_path / "model", resume_streams=False) as case:
+        worker = case.cluster.workers[0]
+        worker.pause_at = 5
+        body = {"model": "m", "messages": HI, "stream": True}
+        async with case.http.stream("POST", "/v1/chat/completions", json=body) as answer:
+            events = asyncio.create_task(events_of(answer))
+            await eventually(lambda: gauge(case, "tideserve_gateway_output_tokens_total"))
+            worker.hang_up()
+            data = await events
+        assert "[DONE]" not in data
+        assert json.loads(data[-1])["error"]["code"] == "worker_lost"
+        assert not any("error" in json.loads(line) for line in data[:-1])
 
-    stream = await case.openai.chat.completions.create(model="m", messages=HI, stream=True)
-    chunks = aiter(stream)
-    await anext(chunks)
-    worker.hang_up()
-    with pytest.raises(openai.APIError, match="worker"):
-        async for _ in chunks:
-            pass
-    assert len(case.cluster.scheduler.asks) == 2
-    worker.pause_at = None
-    assert (await case.chat(max_tokens=4)).status_code == 200
+        stream = await case.openai.chat.completions.create(model="m", messages=HI, stream=True)
+        chunks = aiter(stream)
+        await anext(chunks)
+        worker.hang_up()
+        with pytest.raises(openai.APIError, match="worker"):
+            async for _ in chunks:
+                pass
+        assert len(case.cluster.scheduler.asks) == 2
+        worker.pause_at = None
+        assert (await case.chat(max_tokens=4)).status_code == 200
 
 
 @pytest.mark.parametrize("move_at", [0, 1, 7])

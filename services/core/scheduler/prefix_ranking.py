@@ -116,7 +116,8 @@ class PrefixRanking:
         group_id = load.group.group_id
         computed = ask.prompt_tokens - self.hit_tokens(load, ask)
         matched = min(ask.prompt_tokens - 1, self._matched_tokens(load, ask))
-        self._trust[group_id].note_sent(ask.prompt_tokens, matched)
+        if not ask.resumed:  # a worker does not count the hits of a request that has run before
+            self._trust[group_id].note_sent(ask.prompt_tokens, matched)
         self.index.fill(group_id, ask.prefix)
         return computed
 

@@ -163,6 +163,9 @@ class SchedulerState:
                 return [repeated]
             arrival_s = min(arrival_s, remembered.arrival_s)
             returns, placed = remembered.returns + returned, True
+        if ask.resumed:
+            placed = True
+            self._forget_lost(ask)
         self._totals.returned += returned
         return self._admit(ask, arrival_s, returns, placed)
 
@@ -181,6 +184,14 @@ class SchedulerState:
                 self._groups.forget_report(load)
         self._forget(ask.request_id)
         return None
+
+    def _forget_lost(self, ask: Asked) -> None:
+        """Forget the load of the worker that a request has lost, wherever it had moved to."""
+        failed = ask.failed
+        if failed is None or failed.returned:
+            return
+        if (load := self._groups.at_epoch(failed.group_id, failed.epoch)) is not None:
+            self._groups.forget_report(load)
 
     def _admit(self, ask: Asked, arrival_s: float, returns: int, placed: bool) -> list[Command]:
         """Let a request wait, or refuse it; then serve the line."""

@@ -17,6 +17,7 @@ from services.common.tracing import SpanLink, parse_traceparent
 from services.core.ask import Assignment
 from services.core.request import Request
 from services.gateway.cluster import translate_worker
+from services.gateway.cluster.journal import Journal
 from services.gateway.cluster.token_stream import TokenStream
 from services.gateway.cluster.worker_link import WorkerLink
 from services.gateway.records.request_record import ChoiceRecord, RequestMove, Stay
@@ -88,11 +89,12 @@ class WorkerClient:
 
     @contextlib.asynccontextmanager
     async def open(
-        self, request: Request, place: Assignment, record: ChoiceRecord
+        self, request: Request, place: Assignment, record: ChoiceRecord, journal: Journal
     ) -> AsyncIterator[TokenStream]:
         """Start `request` at a worker; leaving early aborts it there, or wherever it has moved to.
 
-        `record` gets a stay for every worker that has it.
+        `record` gets a stay for every worker that has it. `journal` has the output so far, which
+        is that of `request`, and gets what comes.
 
         Raises:
             QueueFull: if the worker takes what is sent to it too slowly.
@@ -101,7 +103,7 @@ class WorkerClient:
             if _ids_of(request) > LARGE_IDS:
                 # One request at a time, so that other tasks run in between.
                 await asyncio.sleep(0)
-            carried = self._start(request, place, record)
+            carried = self._start(request, place, record, journal)
         stream = carried.stream
         try:
             yield stream
@@ -115,9 +117,11 @@ class WorkerClient:
             carried.link.streams.pop(request.request_id, None)
             self._close_if_vanished(carried.link)
 
-    def _start(self, request: Request, place: Assignment, record: ChoiceRecord) -> _Carried:
+    def _start(
+        self, request: Request, place: Assignment, record: ChoiceRecord, journal: Journal
+    ) -> _Carried:
         record.stays.append(Stay(place.worker_id, place.group_id, place.epoch, monotonic_s()))
-        stream = TokenStream(request, record)
+        stream = TokenStream(journal, record)
         carried = _Carried(request.request_id, stream, self._link(place.address), place.epoch)
         self._carried[request.request_id] = carried
         self._carry(
@@ -204,7 +208,8 @@ class WorkerClient:
 
 
 def _ids_of(request: Request) -> int:
-    return len(request.prompt_ids) + len(request.sampling.allowed_token_ids)
+    ids = request.prompt_ids, request.output_ids, request.sampling.allowed_token_ids
+    return sum(map(len, ids))
 
 
 def _record_move(record: ChoiceRecord, moved: Moved) -> None:

@@ -70,12 +70,16 @@ class RequestMove:
 
 @dataclass(slots=True)
 class ChoiceRecord:
-    """The way of one choice through the cluster; `cached_tokens` of its prompt were in a cache."""
+    """The way of one choice through the cluster; `cached_tokens` of its prompt were in a cache.
+
+    `resumed` counts how often it went on elsewhere once its worker was lost after a token.
+    """
 
     queued_s: list[tuple[float, float]] = field(default_factory=list)
     stays: list[Stay] = field(default_factory=list)
     moves: list[RequestMove] = field(default_factory=list)
     cached_tokens: int = 0
+    resumed: int = 0
 
     @property
     def queue_s(self) -> float:

@@ -932,3 +932,64 @@ def test_ten_thousand_waiting_requests_cost_no_more_each() -> None:
     assert len(order) == 5_000
     assert all(int(a[1:]) < int(b[1:]) for a, b in pairwise(order))
     state.check_invariants()
+
+
+# --- requests that have run
+
+
+def full(**settings: Any) -> Scheduler:
+    """One group without room."""
+    scheduler = Scheduler(**settings)
+    scheduler.join()
+    scheduler.report(free=0)
+    return scheduler
+
+
+def test_a_request_that_has_run_goes_before_all_that_have_not() -> None:
+    scheduler = full()
+    scheduler.ask("early", waited_s=60.0)
+    scheduler.ask("resumed", resumed=True)
+    scheduler.ask("later-resumed", resumed=True)
+    assert assigned(scheduler.report(free=100)) == ["resumed", "later-resumed", "early"]
+
+
+def test_neither_the_limit_nor_the_deadline_of_the_queue_ends_what_has_run() -> None:
+    scheduler = full(queue_limit=2, queue_deadline_s=5.0)
+    scheduler.ask("a")
+    scheduler.ask("b")
+    assert kinds(scheduler.ask("new")) == [SendRefusal]
+    assert kinds(scheduler.ask("resumed", resumed=True, waited_s=99.0)) == [SendTicket]
+    assert {one.request_id for one in scheduler(Ticked(6.0))} == {"a", "b"}
+    assert scheduler(Ticked(600.0)) == []
+    assert assigned(scheduler.report(free=100, now_s=600.0)) == ["resumed"]
+    assert scheduler.state.snapshot(600.0).oldest_wait_s == 0.0
+
+
+def test_it_waits_for_the_workers_of_its_model_to_come_back(scheduler: Scheduler) -> None:
+    scheduler.join()
+    scheduler.join("other", model="other")
+    scheduler(GroupLeft(0.0, "group-w0"))
+    assert refusal(scheduler.ask("new")).reason is RefusalReason.UNKNOWN_MODEL
+    assert kinds(scheduler.ask("resumed", resumed=True)) == [SendTicket]
+    scheduler.join(epoch=2, incarnation="w0-b")
+    assert assigned(scheduler.report(epoch=2, incarnation="w0-b")) == ["resumed"]
+
+
+def test_the_worker_that_it_has_lost_gets_nothing_until_it_reports(scheduler: Scheduler) -> None:
+    """Also if the request had moved there from the group that it was assigned to."""
+    scheduler.join()
+    scheduler.join("w1", capacity_blocks=50)
+    scheduler.report()
+    assert assigned(scheduler.ask("r")) == ["r"]
+    scheduler(GroupLeft(0.0, "group-w0"))
+    scheduler.report("w1", free=50)
+    failed = FailedAssignment("group-w1", 1)
+    assert kinds(scheduler.ask("r", resumed=True, failed=failed)) == [SendTicket]
+    assert assigned(scheduler.report("w1", free=50)) == ["r"]
+
+
+def test_what_has_run_and_fits_nowhere_is_refused(scheduler: Scheduler) -> None:
+    scheduler.join()
+    scheduler.report()
+    command = refusal(scheduler.ask("r", prompt_tokens=2000, resumed=True))
+    assert command.reason is RefusalReason.TOO_LARGE
