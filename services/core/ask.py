@@ -28,6 +28,7 @@ class Ask:
     `failed` is the latest assignment if that has failed. `traceparent` is W3C's, "" if the request
     is not traced. `prefix` stands for the beginnings of the prompt that a group may have cached.
     `resumed`: the request has run, and goes on with `prompt_tokens` that hold its output so far.
+    `alone`: engines have died with it, so it gets a group without other requests if it can.
     """
 
     request_id: str
@@ -39,6 +40,7 @@ class Ask:
     traceparent: str = ""
     prefix: ThinHashes = NO_PREFIX
     resumed: bool = False
+    alone: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,6 +50,7 @@ def to_admit_event(
                 traceparent=ask.traceparent,
                 prefix=ThinHashes(ask.prefix_stride or THIN_STRIDE, tuple(ask.prefix_hashes)),
                 resumed=ask.resumed,
+                alone=ask.alone,
                 now_s=now_s,
                 stream_id=stream_id,
                 waited_s=ask.waited_s,

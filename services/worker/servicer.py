@@ -161,11 +161,12 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         while self._unwanted:
             await self._engine.abort_request(self._unwanted.pop())
 
-    def fail_all(self, message: str) -> None:
+    def fail_all(self, message: str, engine_died: bool = False) -> None:
         """End every active request with an error; no effect when there is none."""
+        reason = pb.FINISH_REASON_ENGINE_DIED if engine_died else pb.FINISH_REASON_ERROR
         for request_id, link in list(self._links.items()):
             self._forget(request_id, link)
-            link.post([failure(request_id, pb.FINISH_REASON_ERROR, message)])
+            link.post([failure(request_id, reason, message)])
         for expected in self._arrivals.clear():
             expected.reader.post([failure(expected.request_id, pb.FINISH_REASON_ERROR, message)])
         self._note_activity()

@@ -184,3 +184,25 @@ async def test_a_refusal_after_a_token_says_that_the_worker_was_lost(case: Case)
     assert answer.status_code == 503
     error = answer.json()["error"]
     assert error["code"] == "worker_lost" and "no worker is so large" in error["message"]
+
+
+async def test_what_engines_die_of_runs_alone_and_then_ends(case: Case) -> None:
+    for worker in case.cluster.workers:
+        worker.fails_after, worker.failure = 2, worker_pb2.FINISH_REASON_ENGINE_DIED
+    answer = await case.complete(max_tokens=TOKENS)
+    assert answer.status_code == 500
+    assert answer.json()["error"]["code"] == "engine_killed"
+    asks = case.cluster.scheduler.asks
+    assert [ask.alone for ask in asks] == [False, False, True]
+    assert [list(one.output_ids) for worker in case.cluster.workers for one in worker.starts] == [
+        text_ids(TEXT)[:2],
+        [],
+        text_ids(TEXT)[:4],
+    ]
+
+
+async def test_other_losses_do_not_make_a_request_run_alone(case: Case) -> None:
+    for worker in case.cluster.workers:
+        worker.fails_after = 2
+    assert (await case.complete(max_tokens=9)).status_code == 200
+    assert not any(ask.alone for ask in case.cluster.scheduler.asks)

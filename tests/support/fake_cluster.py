@@ -138,8 +138,9 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
     return_times: int = 0
     # Tokens beyond what was asked for.
     generate_more: int = 0
-    # Requests end by an error after so many tokens of this worker, unless they end before.
+    # Requests fail after so many tokens of this worker, unless they end before, and as what.
     fails_after: int | None = None
+    failure: "worker_pb2.FinishReason" = worker_pb2.FINISH_REASON_ERROR
     # The index after the last token that was emitted.
     emitted: int = 0
     # Where its requests go on, and the token before which they do.
@@ -191,6 +192,11 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         """End every stream, as a dying worker does."""
         for reading in list(self.calls):
             reading.cancel()
+
+    def die(self) -> None:
+        """End every stream, and fail what comes later."""
+        self.pause_at, self.fails_after = None, 0
+        self.hang_up()
 
     async def _read(
         self,
@@ -253,7 +259,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
             if self.pause_at is not None and first >= self.pause_at:
                 await self.go.wait()
             if self.fails_after is not None and first - from_index >= self.fails_after:
-                self._emit(outbox, start, first, [], worker_pb2.FINISH_REASON_ERROR)
+                self._emit(outbox, start, first, [], self.failure)
                 return
             part = tokens[first : first + self.tokens_per_event]
             end = first + len(part) == len(tokens)

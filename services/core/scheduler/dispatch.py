@@ -15,8 +15,8 @@ ScoreFunction = Callable[[GroupLoad], Score]
 
 
 def serves(load: GroupLoad, now_s: float) -> bool:
-    """Filter: the group's worker has reported lately, at this epoch."""
-    return load.is_fresh(now_s)
+    """Filter: the group's worker has reported lately, at this epoch, and no request is alone."""
+    return load.is_fresh(now_s) and not load.is_kept(now_s)
 
 
 def could_hold(load: GroupLoad, prompt_tokens: int, max_tokens: int) -> bool:

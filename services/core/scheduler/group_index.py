@@ -134,6 +134,15 @@ class GroupIndex:
             found += islice(able, most)
         return [self.loads[ranked[-1]] for ranked in sorted(found)[:most]]
 
+    def idle(self, prompt_tokens: int, max_tokens: int, now_s: float) -> GroupLoad | None:
+        """As `pick`, among the groups in which nothing runs or waits."""
+        able = [
+            self._ranked(load)
+            for load in self.loads.values()
+            if load.is_idle and self.can_start(load, prompt_tokens, max_tokens, now_s)
+        ]
+        return self.loads[min(able)[-1]] if able else None
+
     @staticmethod
     def can_start(
         load: GroupLoad,

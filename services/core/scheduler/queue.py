@@ -19,7 +19,8 @@ class Waiting:
     `stream_id` is where its answer goes: that of the latest ask. `start_tokens` of KV must be free
     before it can run. `overtaken` counts requests behind it in the line that were assigned before
     it; `returns` counts workers that have given it back. One that is `placed` was assigned before:
-    by a return, a change of groups or the loss of a worker, it is here again.
+    by a return, a change of groups or the loss of a worker, it is here again. Until `alone_until_s`
+    it may start only where nothing else runs.
     """
 
     ask: Asked
@@ -29,6 +30,7 @@ class Waiting:
     overtaken: int = 0
     returns: int = 0
     placed: bool = False
+    alone_until_s: float = -inf
 
 
 @dataclass(slots=True)

@@ -45,6 +45,8 @@ from services.core.scheduler.vocabulary import (
 
 RETURNS_MAX = 3
 """Workers that may give a request back; the next one keeps it."""
+ALONE_S = 10.0
+"""How long a request that is to be alone waits for a group without requests."""
 
 
 @dataclass(slots=True)
@@ -209,6 +211,8 @@ class SchedulerState:
         waiting = Waiting(
             ask, ask.stream_id, arrival_s, start_tokens, returns=returns, placed=placed
         )
+        if ask.alone:
+            waiting.alone_until_s = ask.now_s + ALONE_S
         self._queue.push(waiting)
         return [SendTicket(ask.stream_id, ask.request_id), *self._dispatch(ask.model, ask.now_s)]
 
@@ -249,11 +253,17 @@ class SchedulerState:
 
         def fits(waiting: Waiting) -> bool:
             nonlocal picked
-            picked = model.pick(waiting.ask, now_s, held_tokens)
+            ask = waiting.ask
+            if now_s < waiting.alone_until_s:
+                picked = index.idle(ask.prompt_tokens, ask.max_tokens, now_s)
+            else:
+                picked = model.pick(ask, now_s, held_tokens)
             return picked is not None
 
         def holds_all(waiting: Waiting) -> bool:
             nonlocal held_tokens
+            if now_s < waiting.alone_until_s:
+                return False
             held_tokens = min(held_tokens, waiting.ask.prompt_tokens + waiting.ask.max_tokens)
             return index.tokens_min >= held_tokens
 
@@ -301,6 +311,8 @@ class SchedulerState:
             ask.request_id,
             Assigned(group.group_id, group.epoch, waiting.arrival_s, now_s, waiting.returns),
         )
+        if now_s < waiting.alone_until_s:
+            load.keep_for(ask.request_id, now_s)
         self._rate.note(now_s)
         model.meter.dispatched.note(now_s)
         model.meter.pace.note(now_s)

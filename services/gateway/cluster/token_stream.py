@@ -142,6 +142,9 @@ class TokenStream:
                 raise BadRequest(journal.message or "the worker refuses the request")
             case Finish.OVERLOADED:
                 raise QueueFull(journal.message or "the worker is full; try again")
+            case Finish.ENGINE_DIED:
+                message = journal.message or "the engine died; try again"
+                raise WorkerLost(message, engine_died=True)
             case Finish.ERROR:
                 raise WorkerLost(journal.message or "the engine failed; try again")
         if self._error is not None:

@@ -50,6 +50,7 @@ def ask_frame(ask: Ask, waited_s: float) -> scheduler_pb2.AdmitRequest:
             prefix_hashes=ask.prefix.hashes,
             prefix_stride=ask.prefix.stride,
             resumed=ask.resumed,
+            alone=ask.alone,
         )
     )
 

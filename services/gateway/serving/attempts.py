@@ -8,6 +8,7 @@ from services.gateway.cluster.token_stream import Returned, StaleEpoch
 from services.gateway.records.request_record import Stay
 from services.gateway.vocabulary.errors import (
     EngineFailed,
+    EngineKilled,
     QueueFull,
     ServiceUnavailable,
     WorkerLost,
@@ -17,6 +18,8 @@ from services.gateway.vocabulary.errors import (
 EMPTY_MAX = 10
 # Workers that a request may lose in a row without a new token.
 LOST_MAX = 3
+# Engines that may die with a request in them; before the last of them it runs alone.
+DIED_MAX = 3
 
 Failure = StaleEpoch | Returned | WorkerLost | QueueFull
 
@@ -29,6 +32,12 @@ class Attempts:
     _output: int = 0
     _empty: int = 0  # starts in a row without a new token
     _lost: int = 0  # of these, workers that were lost, or were full for a request that had run
+    _died: int = 0  # engines that have died with it, in all
+
+    @property
+    def alone(self) -> bool:
+        """Whether it is to run where no other request does: it may be what engines die of."""
+        return self._died >= DIED_MAX - 1
 
     def fail(self, failure: Failure, output: int, tokens_max: int) -> None:
         """A start has failed when the request had `output` of at most `tokens_max` tokens.
@@ -43,6 +52,12 @@ class Attempts:
         else:
             self._empty += 1
             self._lost += isinstance(failure, (WorkerLost, QueueFull))
+        self._died += isinstance(failure, WorkerLost) and failure.engine_died
+        if self._died >= DIED_MAX:
+            raise EngineKilled(
+                f"{DIED_MAX} engines died while they ran this request, which may be the cause; do"
+                " not send it again, and tell the operator its id"
+            )
         if not output:
             self._check_unbegun(failure)
         elif not self.resumes or output >= tokens_max or self._lost >= LOST_MAX:
@@ -71,7 +86,12 @@ def _ended(failure: Failure) -> Exception:
 
 
 def asked_again(
-    ask: Ask, request: Request, output: int, place: Assignment | Stay, failure: Failure
+    ask: Ask,
+    request: Request,
+    output: int,
+    place: Assignment | Stay,
+    failure: Failure,
+    alone: bool = False,
 ) -> Ask:
     """What the scheduler is asked once a start has failed at `place`, after `output` tokens.
 
@@ -84,6 +104,7 @@ def asked_again(
         max_tokens=request.limits.max_tokens - output,
         failed=FailedAssignment(place.group_id, place.epoch, returned),
         resumed=output > 0,
+        alone=alone,
     )
 
 

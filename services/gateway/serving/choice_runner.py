@@ -100,7 +100,7 @@ class ChoiceRunner:
                     attempts.fail(failure, output, request.limits.max_tokens)
                     last = record.stays[-1] if len(record.stays) > stays else place
                     self._note_failure(failure, request, output, last.worker_id, record)
-                    ask = asked_again(ask, request, output, last, failure)
+                    ask = asked_again(ask, request, output, last, failure, attempts.alone)
 
     async def _admit(self, ask: Ask, began_s: float, record: ChoiceRecord) -> Assignment:
         asked_s = monotonic_s()

@@ -208,10 +208,15 @@ async def test_a_dead_engine_ends_every_request_with_an_error() -> None:
         for name in ("a", "b"):
             await call.write(start(name))
             await bench.engine.next()
-        bench.servicer.fail_all("the engine stopped")
-        events = [*await read(call), *await read(call)]
-        assert {event.request_id for event in events} == {"a", "b"}
-        assert {event.finish_reason for event in events} == {pb.FINISH_REASON_ERROR}
+        await call.write(attach("awaited", 0))
+        await eventually(lambda: bench.servicer.active == 3)
+        bench.servicer.fail_all("the engine stopped", engine_died=True)
+        events = [event for _ in range(3) for event in await read(call)]
+        assert {event.request_id: event.finish_reason for event in events} == {
+            "a": pb.FINISH_REASON_ENGINE_DIED,
+            "b": pb.FINISH_REASON_ENGINE_DIED,
+            "awaited": pb.FINISH_REASON_ERROR,  # it has not been in that engine
+        }
         await asyncio.wait_for(bench.servicer.wait_idle(), 20)
 
 

@@ -124,6 +124,7 @@ class Ask(_message.Message):
     PREFIX_HASHES_FIELD_NUMBER: _builtins.int
     PREFIX_STRIDE_FIELD_NUMBER: _builtins.int
     RESUMED_FIELD_NUMBER: _builtins.int
+    ALONE_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Unique id of the request, drawn by the gateway."""
     model: _builtins.str
@@ -154,6 +155,11 @@ class Ask(_message.Message):
     """The request has run, and its worker was lost: `prompt_tokens` counts its output so far, too. It
     goes before all that have not run, and neither the queue's limit nor its deadline holds for it.
     """
+    alone: _builtins.bool
+    """Two engines have died with the request in them. It gets a group in which nothing else runs or
+    waits, and which takes nothing else until the request has a token there; for want of such a
+    group, after some seconds, it gets any.
+    """
     @_builtins.property
     def service(self) -> _service_pb2.Service:
         """What the request is promised."""
@@ -181,10 +187,11 @@ class Ask(_message.Message):
         prefix_hashes: _abc.Iterable[_builtins.int] | None = ...,
         prefix_stride: _builtins.int = ...,
         resumed: _builtins.bool = ...,
+        alone: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["service", b"service"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_tokens", b"max_tokens", "model", b"model", "prefix_hashes", b"prefix_hashes", "prefix_stride", b"prefix_stride", "prompt_tokens", b"prompt_tokens", "refused_epoch", b"refused_epoch", "refused_group_id", b"refused_group_id", "request_id", b"request_id", "resumed", b"resumed", "returned", b"returned", "service", b"service", "traceparent", b"traceparent", "waited_s", b"waited_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["alone", b"alone", "max_tokens", b"max_tokens", "model", b"model", "prefix_hashes", b"prefix_hashes", "prefix_stride", b"prefix_stride", "prompt_tokens", b"prompt_tokens", "refused_epoch", b"refused_epoch", "refused_group_id", b"refused_group_id", "request_id", b"request_id", "resumed", b"resumed", "returned", b"returned", "service", b"service", "traceparent", b"traceparent", "waited_s", b"waited_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -48,6 +48,8 @@ class _FinishReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FinishRe
     """The worker's queue is full; the request could be served at another time or elsewhere."""
     FINISH_REASON_RETURNED: _FinishReason.ValueType  # 7
     """The request was `returnable` and has not begun: ask the scheduler for another place."""
+    FINISH_REASON_ENGINE_DIED: _FinishReason.ValueType  # 8
+    """The engine's process ended, or was ended because it was silent, with the request in it."""
 
 class FinishReason(_FinishReason, metaclass=_FinishReasonEnumTypeWrapper):
     """Why a request ended."""
@@ -72,6 +74,8 @@ FINISH_REASON_OVERLOADED: FinishReason.ValueType  # 6
 """The worker's queue is full; the request could be served at another time or elsewhere."""
 FINISH_REASON_RETURNED: FinishReason.ValueType  # 7
 """The request was `returnable` and has not begun: ask the scheduler for another place."""
+FINISH_REASON_ENGINE_DIED: FinishReason.ValueType  # 8
+"""The engine's process ended, or was ended because it was silent, with the request in it."""
 Global___FinishReason: _TypeAlias = FinishReason  # noqa: Y015
 
 @_typing.final

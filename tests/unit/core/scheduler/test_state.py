@@ -12,8 +12,10 @@ from services.core.ask import FailedAssignment, RefusalReason
 from services.core.overtaking import OVERTAKEN_MAX
 from services.core.scheduler.bookkeeping import REMEMBERED_MAX
 from services.core.scheduler.dispatch import ScoreFunction, kv_share, least_loaded
+from services.core.scheduler.group_load import KEPT_S
 from services.core.scheduler.group_table import MODELS_REMEMBERED_MAX
 from services.core.scheduler.state import (
+    ALONE_S,
     RETURNS_MAX,
     SchedulerState,
 )
@@ -993,3 +995,42 @@ def test_what_has_run_and_fits_nowhere_is_refused(scheduler: Scheduler) -> None:
     scheduler.report()
     command = refusal(scheduler.ask("r", prompt_tokens=2000, resumed=True))
     assert command.reason is RefusalReason.TOO_LARGE
+
+
+# --- requests that engines may die of
+
+
+def test_what_is_to_be_alone_takes_an_idle_group_and_keeps_it_until_it_has_run(
+    scheduler: Scheduler,
+) -> None:
+    for name in ("w0", "w1"):
+        scheduler.join(name)
+        scheduler.report(name, running=1, free=90)
+    assert kinds(scheduler.ask("alone", resumed=True, alone=True)) == [SendTicket]
+    assert assigned(scheduler.ask("other")) == ["other"], "it does not hold the line"
+    assert assigned(scheduler.report("w1")) == ["alone"]
+    scheduler.report("w0", free=0, running=9)
+    assert assigned(scheduler.ask("next")) == []
+    # It has come, and is not yet through its prompt.
+    assert assigned(scheduler.report("w1", running=1, prefill=32, received=("alone",))) == []
+    assert assigned(scheduler.report("w1", running=1)) == ["next"]
+
+
+def test_no_group_waits_for_ever_for_what_is_to_be_alone(scheduler: Scheduler) -> None:
+    scheduler.join()
+    scheduler.report()
+    assert assigned(scheduler.ask("alone", alone=True)) == ["alone"]
+    assert assigned(scheduler.ask("next")) == []
+    scheduler.report(now_s=KEPT_S - 0.1)
+    assert assigned(scheduler(Ticked(KEPT_S - 0.1))) == []
+    assert assigned(scheduler(Ticked(KEPT_S))) == ["next"]
+
+
+def test_what_finds_no_idle_group_in_time_runs_beside_others(scheduler: Scheduler) -> None:
+    scheduler.join()
+    scheduler.report(running=1, free=90)
+    assert kinds(scheduler.ask("alone", resumed=True, alone=True)) == [SendTicket]
+    scheduler.report(running=1, free=90, now_s=ALONE_S - 0.1)
+    assert assigned(scheduler(Ticked(ALONE_S - 0.1))) == []
+    assert assigned(scheduler(Ticked(ALONE_S))) == ["alone"]
+    assert assigned(scheduler.ask("next", now_s=ALONE_S)) == ["next"]

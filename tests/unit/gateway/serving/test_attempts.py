@@ -14,12 +14,14 @@ from services.gateway.serving.attempts import (
 )
 from services.gateway.vocabulary.errors import (
     EngineFailed,
+    EngineKilled,
     QueueFull,
     ServiceUnavailable,
     WorkerLost,
 )
 
 LOST = WorkerLost("lost")
+DIED = WorkerLost("died", engine_died=True)
 PLACE = Assignment("r", "g", 3, "w", "host:1")
 
 
@@ -54,6 +56,17 @@ def test_groups_that_keep_changing_end_a_request(output: int) -> None:
         attempts.fail(StaleEpoch(), output, 9)
     with pytest.raises(ServiceUnavailable):
         attempts.fail(Returned(), output, 9)
+
+
+def test_engines_that_die_count_in_all() -> None:
+    attempts = Attempts(resumes=True)
+    for output in (3, 5):
+        assert not attempts.alone
+        attempts.fail(DIED, output, 9)
+        attempts.fail(LOST, output + 1, 9)
+    assert attempts.alone
+    with pytest.raises(EngineKilled):
+        attempts.fail(DIED, 8, 9)
 
 
 @pytest.mark.parametrize(("failure", "error"), [(LOST, WorkerLost), (StaleEpoch(), EngineFailed)])
