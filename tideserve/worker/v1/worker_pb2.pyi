@@ -340,7 +340,9 @@ class Start(_message.Message):
     RETURNABLE_FIELD_NUMBER: _builtins.int
     OUTPUT_IDS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
-    """Unique id of the request; a second start under the same id is refused."""
+    """Unique id of the request. A second start under the same id is refused; on another stream it ends
+    the first one without a word, since that stream is broken for the gateway.
+    """
     group_id: _builtins.str
     """Group that the scheduler assigned."""
     epoch: _builtins.int
