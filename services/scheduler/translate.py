@@ -51,6 +51,8 @@ def to_admit_event(
                 prefix=ThinHashes(ask.prefix_stride or THIN_STRIDE, tuple(ask.prefix_hashes)),
                 resumed=ask.resumed,
                 alone=ask.alone,
+                avoided=tuple(ask.avoided_addresses),
+                avoided_s=ask.avoided_s,
                 now_s=now_s,
                 stream_id=stream_id,
                 waited_s=ask.waited_s,

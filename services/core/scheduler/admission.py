@@ -4,7 +4,7 @@ import math
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from services.core.ask import RefusalReason
+from services.core.ask import AVOIDED_MAX, RefusalReason
 from services.core.prefix.block_hash import THIN_MAX
 from services.core.scheduler.group_table import GroupTable, ModelGroups
 from services.core.scheduler.queue import Waiting, WaitQueue
@@ -142,6 +142,8 @@ def check_fields(ask: Asked) -> NotAdmitted | None:
         cause = f"waited_s is {ask.waited_s}, but must be 0 or more"
     elif len(ask.prefix.hashes) > THIN_MAX:
         cause = f"there are {len(ask.prefix.hashes)} hashes of its prefix, above {THIN_MAX}"
+    elif len(ask.avoided) > AVOIDED_MAX or not math.isfinite(ask.avoided_s):
+        cause = f"avoided_addresses must be at most {AVOIDED_MAX}, and avoided_s finite"
     elif ask.failed is not None and ask.failed.epoch < 0:
         cause = f"refused_epoch is {ask.failed.epoch}, but must be 0 or more"
     elif (fault := ask.service.fault()) is not None:

@@ -10,6 +10,8 @@ from collections.abc import Callable
 from services.core.request import admission_blocks
 from services.core.scheduler.group_load import GroupLoad
 
+NOBODY: frozenset[str] = frozenset()
+
 Score = tuple[float, ...]
 ScoreFunction = Callable[[GroupLoad], Score]
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from math import inf
 
 from services.core.line_order import LineKey, LineOrder, by_arrival
+from services.core.scheduler.dispatch import NOBODY
 from services.core.scheduler.vocabulary import Asked
 
 
@@ -31,6 +32,12 @@ class Waiting:
     returns: int = 0
     placed: bool = False
     alone_until_s: float = -inf
+
+    def avoided(self, now_s: float) -> frozenset[str]:
+        """Addresses of workers that its gateway does not want now."""
+        if not self.ask.avoided or now_s >= self.ask.now_s + self.ask.avoided_s:
+            return NOBODY
+        return frozenset(self.ask.avoided)
 
 
 @dataclass(slots=True)

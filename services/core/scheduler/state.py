@@ -257,7 +257,7 @@ class SchedulerState:
             if now_s < waiting.alone_until_s:
                 picked = index.idle(ask.prompt_tokens, ask.max_tokens, now_s)
             else:
-                picked = model.pick(ask, now_s, held_tokens)
+                picked = model.pick(ask, now_s, held_tokens, waiting.avoided(now_s))
             return picked is not None
 
         def holds_all(waiting: Waiting) -> bool:

@@ -51,6 +51,8 @@ def ask_frame(ask: Ask, waited_s: float) -> scheduler_pb2.AdmitRequest:
             prefix_stride=ask.prefix.stride,
             resumed=ask.resumed,
             alone=ask.alone,
+            avoided_addresses=ask.avoided,
+            avoided_s=ask.avoided_s,
         )
     )
 

@@ -18,6 +18,7 @@ from services.core.ask import Assignment
 from services.core.request import Request
 from services.gateway.cluster import translate_worker
 from services.gateway.cluster.journal import Journal
+from services.gateway.cluster.reach import Reach
 from services.gateway.cluster.token_stream import TokenStream
 from services.gateway.cluster.worker_link import WorkerLink
 from services.gateway.records.request_record import ChoiceRecord, RequestMove, Stay
@@ -67,6 +68,7 @@ class WorkerClient:
         self._on_moved = on_moved
         self._on_load = on_load
         self._dial = dial
+        self._reach = Reach()
         self._links: dict[str, WorkerLink] = {}
         self._carried: dict[str, _Carried] = {}
         self._tasks: asyncio.TaskGroup | None = None
@@ -129,8 +131,13 @@ class WorkerClient:
         )
         return carried
 
+    def avoided(self) -> tuple[tuple[str, ...], float]:
+        """Addresses of workers that cannot be reached from here; see `Reach.avoided`."""
+        return self._reach.avoided(monotonic_s())
+
     def workers_changed(self) -> None:
         """Tell that `known_addresses` may have changed."""
+        self._reach.keep_only(self._known_addresses())
         for link in list(self._links.values()):
             self._close_if_vanished(link)
 
@@ -196,7 +203,7 @@ class WorkerClient:
         if link is None or not link.usable:
             assert self._tasks is not None, "run() owns the links"
             link = self._links[address] = WorkerLink(
-                address, self._note_moved, self._on_load, self._dial
+                address, self._note_moved, self._on_load, self._reach, self._dial
             )
             task = self._tasks.create_task(link.run(), name=f"worker {address}")
             task.add_done_callback(lambda _: self._forget(link))

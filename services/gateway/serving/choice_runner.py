@@ -6,11 +6,11 @@ A request whose worker is lost goes on at another one, from the tokens that have
 import contextlib
 import logging
 from collections.abc import AsyncGenerator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from services.common.clock import monotonic_s
-from services.core.ask import Ask, Assignment
+from services.core.ask import AVOIDED_MAX, Ask, Assignment
 from services.core.request import Request
 from services.gateway.cluster.admission_client import AdmissionClient
 from services.gateway.cluster.journal import Journal
@@ -105,6 +105,8 @@ class ChoiceRunner:
     async def _admit(self, ask: Ask, began_s: float, record: ChoiceRecord) -> Assignment:
         asked_s = monotonic_s()
         try:
+            avoided, avoided_s = self._workers.avoided()
+            ask = replace(ask, avoided=avoided[:AVOIDED_MAX], avoided_s=avoided_s)
             return await self._admission.admit(ask, asked_s - began_s)
         except GatewayError as refused:
             if not ask.resumed:

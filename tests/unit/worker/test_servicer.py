@@ -430,7 +430,7 @@ async def test_a_start_on_another_stream_takes_the_place_of_one_whose_stream_is_
         assert await bench.engine.next() == ("abort", "a")
         assert await bench.engine.next() == ("start", "a")
         assert bench.servicer.active == 1
-        # What the engine has told before it got the second start is of the first one.
+        # News that the engine has told before it got the second start is of the first one.
         bench.emit(EmitToken("a", 1, 6, None))
         bench.emit(EmitToken("a", 2, 7, FinishReason.STOP))
         bench.emit(moved("a", 3))

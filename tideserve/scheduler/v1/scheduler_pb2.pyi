@@ -125,6 +125,8 @@ class Ask(_message.Message):
     PREFIX_STRIDE_FIELD_NUMBER: _builtins.int
     RESUMED_FIELD_NUMBER: _builtins.int
     ALONE_FIELD_NUMBER: _builtins.int
+    AVOIDED_ADDRESSES_FIELD_NUMBER: _builtins.int
+    AVOIDED_S_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Unique id of the request, drawn by the gateway."""
     model: _builtins.str
@@ -160,6 +162,8 @@ class Ask(_message.Message):
     waits, and which takes nothing else until the request has a token there; for want of such a
     group, after some seconds, it gets any.
     """
+    avoided_s: _builtins.float
+    """Seconds from this ask on for which that holds."""
     @_builtins.property
     def service(self) -> _service_pb2.Service:
         """What the request is promised."""
@@ -169,6 +173,12 @@ class Ask(_message.Message):
         """Short hashes of the beginnings of the prompt, each for the whole prompt up to some block, so that
         a group can be chosen that has cached them. At most 64; empty if the scheduler does not want
         them or the prompt is short.
+        """
+
+    @_builtins.property
+    def avoided_addresses(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Addresses (host:port) of workers that the gateway cannot reach, at most 64. They get the request
+        only if no other worker of the model serves.
         """
 
     def __init__(
@@ -188,10 +198,12 @@ class Ask(_message.Message):
         prefix_stride: _builtins.int = ...,
         resumed: _builtins.bool = ...,
         alone: _builtins.bool = ...,
+        avoided_addresses: _abc.Iterable[_builtins.str] | None = ...,
+        avoided_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["service", b"service"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["alone", b"alone", "max_tokens", b"max_tokens", "model", b"model", "prefix_hashes", b"prefix_hashes", "prefix_stride", b"prefix_stride", "prompt_tokens", b"prompt_tokens", "refused_epoch", b"refused_epoch", "refused_group_id", b"refused_group_id", "request_id", b"request_id", "resumed", b"resumed", "returned", b"returned", "service", b"service", "traceparent", b"traceparent", "waited_s", b"waited_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["alone", b"alone", "avoided_addresses", b"avoided_addresses", "avoided_s", b"avoided_s", "max_tokens", b"max_tokens", "model", b"model", "prefix_hashes", b"prefix_hashes", "prefix_stride", b"prefix_stride", "prompt_tokens", b"prompt_tokens", "refused_epoch", b"refused_epoch", "refused_group_id", b"refused_group_id", "request_id", b"request_id", "resumed", b"resumed", "returned", b"returned", "service", b"service", "traceparent", b"traceparent", "waited_s", b"waited_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

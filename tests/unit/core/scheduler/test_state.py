@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from services.core.ask import FailedAssignment, RefusalReason
+from services.core.cost.model import TOKENS, CostModel
 from services.core.overtaking import OVERTAKEN_MAX
 from services.core.scheduler.bookkeeping import REMEMBERED_MAX
 from services.core.scheduler.dispatch import ScoreFunction, kv_share, least_loaded
@@ -1034,3 +1035,41 @@ def test_what_finds_no_idle_group_in_time_runs_beside_others(scheduler: Schedule
     assert assigned(scheduler(Ticked(ALONE_S - 0.1))) == []
     assert assigned(scheduler(Ticked(ALONE_S))) == ["alone"]
     assert assigned(scheduler.ask("next", now_s=ALONE_S)) == ["next"]
+
+
+# --- workers that a gateway cannot reach
+
+
+@pytest.mark.parametrize("ttft", [None, TOKENS])
+def test_a_worker_that_the_gateway_cannot_reach_is_avoided_for_a_while(
+    ttft: CostModel | None,
+) -> None:
+    scheduler = Scheduler(ttft=ttft)
+    for name, free in (("w0", 100), ("w1", 60)):
+        scheduler.join(name)
+        scheduler.report(name, free=free)
+    (command,) = scheduler.ask("other")[1:]
+    assert isinstance(command, SendAssignment) and command.worker_id == "w0"
+    avoiding = {"avoided": ("w0:1",), "avoided_s": 2.0}
+    (command,) = scheduler.ask("r", **avoiding)[1:]
+    assert isinstance(command, SendAssignment) and command.worker_id == "w1"
+    # For a while it waits for the others, if they serve.
+    scheduler.report("w1", free=0)
+    assert assigned(scheduler.ask("waits", **avoiding)) == []
+    assert assigned(scheduler(Ticked(1.9))) == []
+    assert assigned(scheduler(Ticked(2.0))) == ["waits"]
+
+
+def test_the_last_workers_are_never_avoided(scheduler: Scheduler) -> None:
+    for name in ("w0", "w1"):
+        scheduler.join(name)
+    scheduler.report("w0")
+    everybody = {"avoided": ("w0:1", "w1:1"), "avoided_s": 9.0}
+    assert assigned(scheduler.ask("all", **everybody)) == ["all"]
+    # The other one does not report.
+    assert assigned(scheduler.ask("one", avoided=("w0:1",), avoided_s=9.0)) == ["one"]
+
+
+@pytest.mark.parametrize("changes", [{"avoided": ("a:1",) * 65}, {"avoided_s": math.inf}])
+def test_what_no_gateway_avoids_is_refused(scheduler: Scheduler, changes: dict[str, Any]) -> None:
+    assert refusal(scheduler.ask("r", **changes)).reason is RefusalReason.INVALID
