@@ -7,6 +7,7 @@ with penalties, a grammar, log probabilities or several choices.
 import asyncio
 import json
 from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -16,6 +17,7 @@ import pytest
 from tests.support.client import TIMEOUT_S, prompt_of
 from tests.support.cluster import Cluster
 from tests.support.tiny_models import make_tiny_model
+from tideserve.bench.audit_logs import audit_logs
 
 OUTPUT_TOKENS = 300
 PENALTIES = {"presence_penalty": 0.7, "frequency_penalty": 0.4, "repetition_penalty": 1.2}
@@ -36,14 +38,23 @@ Answer = list[dict[str, Any]]
 
 
 @pytest.fixture(scope="module", params=["float32", "float64"])
-def cluster(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Cluster]:
+def dtype(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def logs(dtype: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp(dtype)
+
+
+@pytest.fixture(scope="module")
+def cluster(dtype: str, logs: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     folder = make_tiny_model(tmp_path_factory.mktemp("model"), seed=3, layers=4)
     with Cluster(
         model_dir=folder,
         memory="32MiB",
-        dtype=request.param,
+        dtype=dtype,
+        services={"event_log": str(logs)},
         chunk_size="64KiB",
         overload_policy="recompute",  # groups do not change
     ) as running:
@@ -131,7 +142,6 @@ def test_no_answer_shows_that_a_worker_was_killed(
     killed: list[int] = []
     # Both get requests: the heartbeat of the scheduler counts those that report.
     cluster.eventually(lambda: metric(cluster, "tideserve_gateway_groups_serving") == 2)
-    before = metric(cluster, RESUMED)
 
     def note(tokens: int) -> None:
         if tokens >= at and not killed:
@@ -147,5 +157,13 @@ def test_no_answer_shows_that_a_worker_was_killed(
             assert one["logprobs"] == pytest.approx(other["logprobs"], abs=1e-3)
             one["logprobs"] = other["logprobs"]
         assert answer == expected, f"{KINDS[number]} differs"
-    assert metric(cluster, RESUMED) > before, "nothing ran at the worker that was killed"
     cluster.wait_for_restart(name, killed[0])
+
+
+def test_the_event_logs_hold_the_invariants(cluster: Cluster, logs: Path) -> None:
+    """Also with the logs of killed engines: a segment is what its engine has emitted."""
+    cluster.eventually(lambda: all(not row["running"] for row in cluster.workers()))
+    assert metric(cluster, RESUMED) > 0, "nothing ran at the workers that were killed"
+    findings = audit_logs(logs).findings
+    assert findings.violations == []
+    assert findings.checks["I5"] > OUTPUT_TOKENS

@@ -154,7 +154,7 @@ class EngineGroup:
         changeover = Changeover.of(member_config)
         state = changeover.planner
         facts = FactLog(log, state, memory, lambda: self.now_s)
-        facts.start(identity, memory.plan.arena_bytes + memory.plan.staging_bytes)
+        facts.start(identity, memory.plan.arena_bytes + memory.plan.staging_bytes, exact=True)
         activations, bulk = self.network.lanes(identity)
         gate = ActivationGate()
         settings = MoverConfig(chunk_bytes=4096)

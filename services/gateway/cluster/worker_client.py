@@ -122,7 +122,10 @@ class WorkerClient:
     def _start(
         self, request: Request, place: Assignment, record: ChoiceRecord, journal: Journal
     ) -> _Carried:
-        record.stays.append(Stay(place.worker_id, place.group_id, place.epoch, monotonic_s()))
+        first = len(journal.token_ids)
+        record.stays.append(
+            Stay(place.worker_id, place.group_id, place.epoch, monotonic_s(), first_index=first)
+        )
         stream = TokenStream(journal, record)
         carried = _Carried(request.request_id, stream, self._link(place.address), place.epoch)
         self._carried[request.request_id] = carried
@@ -166,7 +169,7 @@ class WorkerClient:
             return
         log.info("request %s goes on at %s", request_id, moved.worker_id)
         self._on_moved()
-        _record_move(carried.stream.record, moved)
+        _record_move(carried.stream, moved)
         if carried.attaching is not None:
             carried.attaching.cancel()
         carried.epoch = moved.epoch
@@ -219,8 +222,8 @@ def _ids_of(request: Request) -> int:
     return sum(map(len, ids))
 
 
-def _record_move(record: ChoiceRecord, moved: Moved) -> None:
-    now_s = monotonic_s()
+def _record_move(stream: TokenStream, moved: Moved) -> None:
+    now_s, record = monotonic_s(), stream.record
     left = record.stays[-1]
     left.ended_s = now_s
     change = parse_traceparent(moved.traceparent)
@@ -230,4 +233,6 @@ def _record_move(record: ChoiceRecord, moved: Moved) -> None:
         else None
     )
     record.moves.append(RequestMove(now_s, left.worker_id, moved, link))
-    record.stays.append(Stay(moved.worker_id, moved.group_id, moved.epoch, now_s))
+    stay = Stay(moved.worker_id, moved.group_id, moved.epoch, now_s)
+    stay.first_index, stay.moved = stream.next_index, True
+    record.stays.append(stay)

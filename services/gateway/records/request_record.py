@@ -46,7 +46,8 @@ _MADE_ID = re.compile(rf"[a-z]+[-_]([0-9a-f]{{{GATEWAY_DIGITS}}})[0-9a-f]{{{32 -
 class Stay:
     """A request at one worker. `first_token_s`: of the request's first, if that came from there.
 
-    `times` are the worker's own, None if it has not told them.
+    `times` are the worker's own, None if it has not told them. Its tokens begin at `first_index`;
+    those before came from other workers, the last of which has handed it over if it has `moved`.
     """
 
     worker_id: str
@@ -56,6 +57,8 @@ class Stay:
     ended_s: float | None = None
     first_token_s: float | None = None
     times: WorkerTimes | None = None
+    first_index: int = 0
+    moved: bool = False
 
 
 @dataclass(frozen=True, slots=True)

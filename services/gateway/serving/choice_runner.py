@@ -78,7 +78,7 @@ class ChoiceRunner:
         reading = Reading(journal, self._output(choice), _chat(choice))
         attempts = Attempts(self._resumes)
         with (
-            self._record.stream(request) as note_finish,
+            self._record.stream(request, record.stays) as note_finish,
             measured(self._metrics.requests, choice, record, arrived_s) as meter,
         ):
             while True:
