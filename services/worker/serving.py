@@ -11,7 +11,7 @@ from services.common.membership import SERVICES, WORKERS, Directory, Registratio
 from services.core.groups.fence import MemberState
 from services.worker.config import WorkerConfig
 from services.worker.departure import Departure
-from services.worker.engine_client import EngineClient
+from services.worker.engine_client import EngineClient, EngineStopped
 from services.worker.engine_participant import EngineParticipant
 from services.worker.group_view import GroupView, Place
 from services.worker.identity import claim
@@ -91,12 +91,16 @@ class EngineServing:
         services = self._server.services
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(self._requests, services)
         worker_pb2_grpc.add_MemberServiceServicer_to_server(self._member, services)
+        died = False
         try:
             await self._serve(stop)
+        except* EngineStopped:
+            died = True
+            raise
         finally:
             # Also when the engine has died: the others need not wait for the lease to end.
             await self._registration.withdraw()
-            self._requests.fail_all("the engine of the worker stopped; retry")
+            self._requests.fail_all("the engine of the worker stopped; retry", engine_died=died)
 
     async def _serve(self, stop: asyncio.Event) -> None:
         async with asyncio.TaskGroup() as tasks:

@@ -461,7 +461,7 @@ def cut_scenario(config: RunnerConfig, oracle: Oracle, seed: int) -> bool:
     room = rng.choice([8, 16, 64]) * LAYERS * CHUNK_BYTES
     roomy = replace(config, budget_bytes=config.budget_bytes + room)
     group = EngineGroup(roomy, len(names), seed, prefix_caching=seed % 2 == 1)
-    group.gateway.asks_again = True  # a reader stays until its leader sends it on
+    group.gateway.asks_again = group.gateway.resumes = True
     try:
         for number in range(4):
             group.start(replace(oracle.requests[number], request_id=f"{number}-{number}"))
@@ -500,8 +500,13 @@ def serves_on(group: EngineGroup, oracle: Oracle) -> None:
         assert stream.tokens == oracle.tokens(stream.request)
 
 
-def retried_scenario(config: RunnerConfig, requests: list[Request], seed: int) -> EngineGroup:
-    """Members are lost while groups change; requests without a token are asked for again."""
+def retried_scenario(
+    config: RunnerConfig, requests: list[Request], seed: int, *, resumes: bool = False
+) -> EngineGroup:
+    """Members are lost while groups change; requests without a token are asked for again.
+
+    If the gateway `resumes`, so are the others, after their tokens.
+    """
     rng = random.Random(seed)
     kv_bytes = rng.choice([5, 8, 16, 32]) * LAYERS * CHUNK_BYTES
     engines = rng.choice([2, 3, 3, 4])
@@ -513,6 +518,7 @@ def retried_scenario(config: RunnerConfig, requests: list[Request], seed: int) -
         max_running=8,
     )
     group.gateway.asks_again = True
+    group.gateway.resumes = resumes
     numbers = iter(range(100))
 
     def start(count: int) -> None:
@@ -541,14 +547,14 @@ def retried_scenario(config: RunnerConfig, requests: list[Request], seed: int) -
     else:
         group.abort_attempt(attempt, targets)
     for _ in range(rng.choice([5, 20, 60, 150])):
-        if group.gateway.without_token(names[1:]):
+        if group.gateway.to_ask_for(names[1:]):
             break  # at one that others, too, have KV of
         group.turn()
-    open_ones = [name for name, one in group.streams.items() if not (one.over or one.tokens)]
+    open_ones = [name for name, one in group.streams.items() if group.gateway.would_ask(one)]
     for name in rng.sample(open_ones, min(len(open_ones), rng.randint(0, 2))):
         group.gateway.hang_up(name)
     turns(rng.choice([0, 0, 10]))
-    group.lose(rng.choice(group.gateway.without_token(names[1:]) or names))
+    group.lose(rng.choice(group.gateway.to_ask_for(names[1:]) or names))
     start(rng.randint(0, 3))
     turns(40)
     group.restore()
@@ -562,6 +568,25 @@ def parted(names: list[str], rng: random.Random) -> list[list[Stage]]:
     pair = rng.sample(names, 2)
     alone = [[Stage(name, 0, LAYERS)] for name in names if name not in pair]
     return [split_in(pair, [rng.randint(1, LAYERS - 1)]), *alone]
+
+
+@pytest.mark.parametrize("seed", range(int(os.environ.get("TIDESERVE_RESUMED_SCENARIOS", "30"))))
+def test_a_request_goes_on_after_its_tokens_wherever_its_leader_was_lost(
+    config: RunnerConfig, oracle: Oracle, seed: int
+) -> None:
+    """Penalties, grammars, draws and log probabilities, while groups change and part."""
+    group = retried_scenario(config, oracle.requests, 1000 + seed, resumes=True)
+    try:
+        group.finish()
+        group.check_at_rest()
+        for stream in group.streams.values():
+            assert not stream.refused, stream.refused
+            assert stream.finish_reason is not None
+            oracle.check(stream)
+            assert stream.tokens == oracle.tokens(stream.request)
+        assert not group.violations
+    finally:
+        group.close()
 
 
 RETRIED = range(int(os.environ.get("TIDESERVE_RETRIED_SCENARIOS", "20")))

@@ -154,7 +154,7 @@ class EngineGroup:
         changeover = Changeover.of(member_config)
         state = changeover.planner
         facts = FactLog(log, state, memory, lambda: self.now_s)
-        facts.start(identity, memory.plan.arena_bytes + memory.plan.staging_bytes)
+        facts.start(identity, memory.plan.arena_bytes + memory.plan.staging_bytes, exact=True)
         activations, bulk = self.network.lanes(identity)
         gate = ActivationGate()
         settings = MoverConfig(chunk_bytes=4096)
@@ -332,7 +332,12 @@ class EngineGroup:
         """What is left of groups that lost a member gets all layers back."""
         placed = {stage.worker_id for group in self.groups for stage in group}
         for worker_id in sorted(self.engines.keys() - placed):
-            self.reconfigure([[self._alone(worker_id)]])
+            whole = [[self._alone(worker_id)]]
+            attempt = self.prepare(whole)
+            while not self.await_answers(attempt, whole):
+                self.abort_attempt(attempt, whole)  # it has yet to enter an earlier configuration
+                attempt = self.prepare(whole)
+            self.commit(whole)
 
     # --- turns
 

@@ -57,7 +57,8 @@ class EngineHistory:
     switches: list[EngineSwitched] = field(default_factory=list)
     memory: list[MemoryHeld] = field(default_factory=list)
     aborted: set[str] = field(default_factory=set)
-    tokens: dict[Key, Emitted] = field(default_factory=dict)
+    exact: bool = False
+    tokens: dict[Key, list[Emitted]] = field(default_factory=dict)
     arrived: Counter[str] = field(default_factory=Counter)
     finished: Counter[str] = field(default_factory=Counter)
     open: set[str] = field(default_factory=set)
@@ -97,6 +98,7 @@ class EngineHistory:
         self.worker_id, self.incarnation = fact.worker_id, fact.incarnation
         self.model_digest, self.num_layers = fact.model_digest, fact.num_layers
         self._budget_bytes = fact.budget_bytes
+        self.exact = fact.exact
 
     # --- configurations
 
@@ -215,7 +217,8 @@ class EngineHistory:
             "{} emitted token {} of {} twice",
             *(self.worker_id, command.index, request_id),
         )
-        self.tokens[key] = Emitted(command.token_id, self.epoch, self.worker_id)
+        told = Emitted(command.token_id, self.epoch, self.worker_id)
+        self.tokens.setdefault(key, []).append(told)
         if command.finish_reason is not None:
             self.finished[request_id] += 1
             self.open.discard(name)

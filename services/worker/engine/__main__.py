@@ -92,7 +92,7 @@ def main() -> None:
         sys.exit(EXIT_UNUSABLE)
     changeover = Changeover.of(member_config)
     facts = FactLog(event_log, changeover.planner, runner.stage_memory, monotonic_s)
-    facts.start(identity, config.memory_bytes)
+    facts.start(identity, config.memory_bytes, exact=config.dtype != "bfloat16")
     profiler = idle_profiler(runner, changeover.planner.pool, config)
     member = join(identity, lanes, runner, changeover, config, pacer, facts)
     send(socket, describe(runner, config, lanes))

@@ -127,7 +127,7 @@ class Member:
         if isinstance(event, RequestArrived):
             name = self._names.name(event.request.request_id)
             event = replace(event, request=replace(event.request, request_id=name))
-            self._serving.begin(name, event.request.arrival_s)
+            self._serving.begin(name, event.request)
         elif isinstance(event, RequestAborted):
             self._serving.abort(self.changeover.name_of(event.request_id))
         self._apply(event)
