@@ -13,7 +13,8 @@ LINK_BLOCKS_PER_S = 30_000.0
 FIRST_RESERVATION_S = 0.2
 """How long a reservation is assumed to take until one is known."""
 RESERVATIONS = 5.0
-"""A move is five turns: the two of its reservation, send, arrived, ended. Twice that is under way."""
+"""A move takes five turns (reserve, reserved, send, arrived, ended), two of them to reserve; twice
+that is under way."""
 MOVES_MIN = 2
 """So many moves a source may have under way, however large they are."""
 
