@@ -215,7 +215,9 @@ def join(
 ) -> Member:
     """The engine's part in its group."""
     gate = ActivationGate()
-    settings = MoverConfig(coordinated=config.coordinated_exchange)
+    settings = MoverConfig(
+        link_bytes_per_s=config.link_bytes_per_s, coordinated=config.coordinated_exchange
+    )
     return Member(
         identity,
         changeover,

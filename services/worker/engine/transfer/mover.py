@@ -34,6 +34,8 @@ from services.worker.engine.transfer.sender import Sender, SenderBounds
 from services.worker.engine.transfer.transfer_event import TransferEvent
 
 CHUNK_BYTES_MAX = 1 << 20
+PATIENCE = 4.0  # times what the link takes: it has other transfers, and yields to activations
+PATIENCE_MIN_S = 2.0
 REST_S = 1.0  # the longest sleep of the thread
 CLOSE_TIMEOUT_S = 10.0
 
@@ -48,10 +50,12 @@ class MoverConfig:
 
     `frames_in_flight_max` bounds, per peer, the pieces that the receiver has not answered; as many
     as `PieceWindow` allows are under way.
+    `link_bytes_per_s` is what a link carries at least.
     `answer_timeout_s` must be longer than `future_wait_s`, for which a receiver may hold a piece.
     """
 
     chunk_bytes: int = CHUNK_BYTES_MAX
+    link_bytes_per_s: float = 1e9
     coordinated: bool = True
     frames_in_flight_max: int = 48
     active_max: int = 8
@@ -82,6 +86,7 @@ class Mover:
         self._gate = gate
         self._yield_s = config.yield_s
         self._transfers_max = config.transfers_max
+        self._link_bytes_per_s = config.link_bytes_per_s
         self._chunk_bytes = 0
         self.chunk_bytes = config.chunk_bytes
         self._lock = Lock()  # guards the next three
@@ -111,6 +116,10 @@ class Mover:
         if not 0 < size_bytes <= CHUNK_BYTES_MAX:
             raise ValueError(f"chunks have 1 to {CHUNK_BYTES_MAX} bytes, not {size_bytes}")
         self._chunk_bytes = size_bytes
+
+    def patience_s(self, size_bytes: int) -> float:
+        """How long to wait for a transfer of that size before it is had from elsewhere."""
+        return max(PATIENCE_MIN_S, PATIENCE * size_bytes / self._link_bytes_per_s)
 
     def send(
         self,
