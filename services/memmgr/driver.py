@@ -15,6 +15,7 @@ from services.core.audit.record import COMMAND, EVENT
 from services.core.groups.coordinator import (
     ENDED,
     ChangeAsked,
+    ChangeCalledOff,
     ChangePhase,
     ChangeStepped,
     Command,
@@ -168,6 +169,10 @@ class Driver:
             yield step
             if step.phase in LAST_PHASES:
                 return
+
+    def call_off(self, targets: Targets, reason: str) -> None:
+        """End the change to `targets` unless it is committed already."""
+        self._apply(ChangeCalledOff(monotonic_s(), targets, reason))
 
     def _note_step(self, step: ChangeStepped) -> None:
         asked = self._asked.get(step.change_id)

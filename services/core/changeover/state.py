@@ -29,6 +29,7 @@ from services.core.changeover.configuration import Configuration
 from services.core.changeover.handover import Handover
 from services.core.changeover.leader_moves import LeaderMoves
 from services.core.changeover.member_context import MemberContext
+from services.core.changeover.move_window import LINK_BLOCKS_PER_S
 from services.core.changeover.parting import Parting
 from services.core.changeover.preparation import Preparation
 from services.core.changeover.stage_kv import StageKv
@@ -63,8 +64,6 @@ DRAIN_TIMEOUT_S = 5.0
 DRAINED_TIMEOUT_S = 20.0
 """After it, a stage gives its leader up. A leader that hears of the change in time takes less; what
 a later one says of freed requests comes too late, and `Unclaimed` frees their blocks."""
-EXCHANGE_WINDOW = 4
-"""For how many requests a leader moves KV at the same time."""
 
 
 class MemberPhase(StrEnum):
@@ -89,12 +88,17 @@ TRANSITIONS = {
 
 @dataclass(frozen=True, slots=True)
 class MemberConfig:
-    """What a member is made with. `num_layers` are those of the model."""
+    """What a member is made with.
+
+    `num_layers` are those of the model. `link_blocks_per_s` is what a link between two members
+    carries at least, in KV blocks of one layer.
+    """
 
     worker_id: str
     num_layers: int
     tied_embeddings: bool
     planner: IterationConfig
+    link_blocks_per_s: float = LINK_BLOCKS_PER_S
 
 
 class Changeover:
@@ -107,12 +111,12 @@ class Changeover:
         planner: PlannerState,
         *,
         tied_embeddings: bool = False,
-        exchange_window: int = EXCHANGE_WINDOW,
+        link_blocks_per_s: float = LINK_BLOCKS_PER_S,
     ) -> None:
         names = SequenceNames()
         self._context = MemberContext(worker_id, num_layers, tied_embeddings, planner, names)
         self._kv = StageKv(self._context)
-        self._moves = LeaderMoves(self._context, self._kv, exchange_window)
+        self._moves = LeaderMoves(self._context, self._kv, link_blocks_per_s)
         self._unclaimed = Unclaimed(self._context, self._kv)
         self._handover = Handover(self._context)
         self._takeover = Takeover(self._context, self._moves, self._handover)
@@ -136,6 +140,7 @@ class Changeover:
             config.num_layers,
             PlannerState(config.planner),
             tied_embeddings=config.tied_embeddings,
+            link_blocks_per_s=config.link_blocks_per_s,
         )
 
     # --- what there is

@@ -31,6 +31,7 @@ from services.core.groups.stuck import Stuck
 from services.core.groups.vocabulary import (
     FLOOR_KEY,
     AbortMember,
+    CalledOff,
     ChangeRefused,
     ClusterListed,
     Command,
@@ -104,6 +105,8 @@ class GroupState:
                 commands += self._change_leader(event.token)
             case Reconfigure():
                 commands += self._reconfigure(event)
+            case CalledOff():
+                commands += self._call_off(event)
             case MemberAnswered():
                 commands += self._take_answer(event)
             case TransactionFinished():
@@ -170,6 +173,14 @@ class GroupState:
         names = {stage.worker_id for target in targets for stage in target}
         keys = worker_keys(names) | group_keys(sources_of(self.records, targets))
         return bool(keys & self._busy())
+
+    def _call_off(self, event: CalledOff) -> list[Command]:
+        """End an attempt before its commit; its workers have not failed, so nobody backs off."""
+        for attempt in self._attempts.values():
+            is_open = attempt.phase in (AttemptPhase.MARKING, AttemptPhase.PREPARING)
+            if is_open and attempt.request_id == event.request_id:
+                return [self._end(attempt, event.reason)]
+        return []
 
     def _take_answer(self, answer: MemberAnswered) -> list[Command]:
         """An answer to another attempt, or from another incarnation, has no effect."""
@@ -255,15 +266,18 @@ class GroupState:
         return transaction
 
     def _abort(self, attempt: Attempt, reason: str) -> list[Command]:
-        """Forget the attempt; its marks are then nobody's, and are removed as such."""
-        attempt.move(AttemptPhase.ABORTED)
-        del self._attempts[attempt.attempt_id]
         if self._stuck.renewal_failed(attempt):
-            return [ReconfigurationFailed(attempt.request_id, reason)]  # its members split up now
+            return [self._end(attempt, reason)]  # its members are on their own now
         self._backoff.failed(
             attempt.workers, self._now_s, self.config.backoff_s, self.config.backoff_max_s
         )
-        return [ReconfigurationFailed(attempt.request_id, reason)]
+        return [self._end(attempt, reason)]
+
+    def _end(self, attempt: Attempt, reason: str) -> ReconfigurationFailed:
+        """Forget the attempt; its marks are then nobody's, and are removed as such."""
+        attempt.move(AttemptPhase.ABORTED)
+        del self._attempts[attempt.attempt_id]
+        return ReconfigurationFailed(attempt.request_id, reason)
 
     def _abort_what_cannot_be(self) -> list[Command]:
         commands: list[Command] = []

@@ -139,6 +139,15 @@ class Reconfigure:
 
 
 @dataclass(frozen=True, slots=True)
+class CalledOff:
+    """Nobody wants the change `request_id` any more; a commit under way is not stopped."""
+
+    now_s: float
+    request_id: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class MemberAnswered:
     """A member has prepared itself (`ready`), or will not: `reason`."""
 
@@ -184,6 +193,7 @@ Event = (
     ClusterListed
     | LeadershipChanged
     | Reconfigure
+    | CalledOff
     | MemberAnswered
     | TransactionFinished
     | GroupStuck

@@ -83,6 +83,7 @@ def main() -> None:
             runner.stage_memory.num_layers,
             runner.stage_memory.tied_embeddings,
             made_with,
+            config.link_bytes_per_s / runner.stage_memory.kv_ranges[0].shape.size_bytes,
         )
         event_log = open_event_log(member_config, config)
         lanes = open_lanes(identity, lanes_config(config), KINDS)
@@ -208,7 +209,9 @@ def join(
 ) -> Member:
     """The engine's part in its group."""
     gate = ActivationGate()
-    settings = MoverConfig(coordinated=config.coordinated_exchange)
+    settings = MoverConfig(
+        link_bytes_per_s=config.link_bytes_per_s, coordinated=config.coordinated_exchange
+    )
     return Member(
         identity,
         changeover,

@@ -34,6 +34,8 @@ class _DecisionActionEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Decisi
     """Groups split; their members take all layers back."""
     DECISION_ACTION_EXHAUSTED: _DecisionAction.ValueType  # 3
     """There is more demand than all merges together can meet."""
+    DECISION_ACTION_CALL_OFF: _DecisionAction.ValueType  # 4
+    """A split that is being prepared is given up, since load has returned."""
 
 class DecisionAction(_DecisionAction, metaclass=_DecisionActionEnumTypeWrapper):
     """What a decision asks for."""
@@ -46,6 +48,8 @@ DECISION_ACTION_RESTORE: DecisionAction.ValueType  # 2
 """Groups split; their members take all layers back."""
 DECISION_ACTION_EXHAUSTED: DecisionAction.ValueType  # 3
 """There is more demand than all merges together can meet."""
+DECISION_ACTION_CALL_OFF: DecisionAction.ValueType  # 4
+"""A split that is being prepared is given up, since load has returned."""
 Global___DecisionAction: _TypeAlias = DecisionAction  # noqa: Y015
 
 class _DecisionCause:
