@@ -16,7 +16,6 @@ from services.core.changeover.vocabulary import (
     NoteMoved,
     RunStage,
 )
-from services.core.groups.layer_map import serves
 from services.core.groups.vocabulary import Member
 from services.core.planner.events import (
     EmitToken,
@@ -111,8 +110,6 @@ class EngineHistory:
         )
         self.epoch = fact.epoch
         self.switches.append(fact)
-        if not serves(fact.stages, self.num_layers):
-            self.open.clear()  # a member was lost: its requests are over, as their gateways know
 
     @property
     def _leads(self) -> bool:
