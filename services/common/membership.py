@@ -174,7 +174,7 @@ class Directory(Generic[M]):
             decoded = {
                 key: record
                 for key, entry in listing.items()
-                if (record := read_record(self._kind, key, entry.value)) is not None
+                if (record := self._decoded(key, entry)) is not None
             }
             self.entries = listing
             self.records = decoded
@@ -183,6 +183,12 @@ class Directory(Generic[M]):
             self._changed = asyncio.Event()
             if self._on_change is not None:
                 self._on_change()
+
+    def _decoded(self, key: str, entry: Entry) -> M | None:
+        """The record of an entry; one that has not changed is not read again."""
+        if self.entries.get(key) == entry:
+            return self.records.get(key)
+        return read_record(self._kind, key, entry.value)
 
     async def wait_for(self, predicate: Callable[[], bool]) -> None:
         """Return once `predicate` holds; it is asked again after every change."""

@@ -8,6 +8,8 @@ from services.core.service import NO_PROMISE, Service
 
 NO_PREFIX = ThinHashes(THIN_STRIDE, ())
 """A prompt of which no beginning is known."""
+AVOIDED_MAX = 64
+"""Most workers that an ask may avoid."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +29,10 @@ class Ask:
 
     `failed` is the latest assignment if that has failed. `traceparent` is W3C's, "" if the request
     is not traced. `prefix` stands for the beginnings of the prompt that a group may have cached.
+    `resumed`: the request has run, and goes on with `prompt_tokens` that hold its output so far.
+    `alone`: engines have died with it, so it gets a group without other requests if it can.
+    Its gateway cannot reach the workers whose addresses are `avoided`, and does not want them for
+    `avoided_s` unless there are no others.
     """
 
     request_id: str
@@ -37,6 +43,10 @@ class Ask:
     service: Service = NO_PROMISE
     traceparent: str = ""
     prefix: ThinHashes = NO_PREFIX
+    resumed: bool = False
+    alone: bool = False
+    avoided: tuple[str, ...] = ()
+    avoided_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -141,7 +141,8 @@ class Request:
 
     `waited_s` is the time since it came to the gateway; `choice` which of several choices of one
     client request it is. `returnable`: a worker that cannot start it soon gives it back. Requests
-    share cached prompts only with those of the same `cache_salt`.
+    share cached prompts only with those of the same `cache_salt`. One that another worker has begun
+    has `output_ids` already: its next token has index `len(output_ids)`, and `limits` count them.
     """
 
     request_id: str
@@ -156,6 +157,7 @@ class Request:
     cache_salt: str = ""
     choice: int = 0
     returnable: bool = False
+    output_ids: tuple[int, ...] = ()
 
 
 def blocks_for(tokens: int, block_size: int) -> int:

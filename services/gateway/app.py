@@ -228,6 +228,7 @@ class _Gateway:
                 self._pool,
                 self._metrics,
                 record,
+                config.resume_streams,
             ),
             drain=self._drain,
             bodies=self._bodies,

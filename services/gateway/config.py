@@ -152,6 +152,11 @@ class GatewayConfig(ServiceConfig):
         minimum=0.1,
         maximum=600,
     )
+    resume_streams: bool = option(
+        True,
+        "Whether a request whose worker was lost after its first token goes on at another one; else"
+        " it ends with an error.",
+    )
     tokenizer_threads: int = number(
         2, "Threads that tokenise and apply templates.", minimum=1, maximum=64
     )

@@ -13,7 +13,8 @@ from services.core.audit.record import FACT
 from services.core.groups.coordinator import ChangePhase, ChangeStepped
 from services.core.groups.vocabulary import Group, Targets
 from services.core.overload.action_plan import ActionPlan, Change
-from services.core.overload.actions import ActionState
+from services.core.overload.actions import LOAD_IS_BACK, ActionState
+from services.core.overload.events import Action
 from services.core.overload.worker_facts import WorkerFacts
 from services.memmgr.change_trace import ChangeCause, decided
 from services.memmgr.overload_watch import LoggedDecision
@@ -36,6 +37,8 @@ class Changer(Protocol):
     def stable_groups(self) -> tuple[Group, ...]: ...
 
     def reconfigure(self, targets: Targets, cause: ChangeCause) -> AsyncIterator[ChangeStepped]: ...
+
+    def call_off(self, targets: Targets, reason: str) -> None: ...
 
 
 class ActionRunner:
@@ -76,6 +79,9 @@ class ActionRunner:
         if self._tasks is None or not driver.leads:
             logged.note(decision.model, "another memory manager leads")
             return None
+        if decision.action is Action.CALL_OFF:
+            self._call_off(logged)
+            return None
         now_s = monotonic_s()
         with collector_paused():
             plan = self._state.begin(
@@ -91,6 +97,11 @@ class ActionRunner:
             cause = decided(decision, change)
             self._tasks.create_task(self._change(change, cause, logged))
         return plan
+
+    def _call_off(self, logged: LoggedDecision) -> None:
+        for change in self._state.to_call_off(logged.decision):
+            logged.note(", ".join(change.group_ids), f"{change.text}: {LOAD_IS_BACK}")
+            self._driver.call_off(change.targets, LOAD_IS_BACK)
 
     async def _change(self, change: Change, cause: ChangeCause, logged: LoggedDecision) -> None:
         key = ", ".join(change.group_ids)

@@ -15,6 +15,7 @@ from services.core.audit.record import COMMAND, EVENT
 from services.core.groups.coordinator import (
     ENDED,
     ChangeAsked,
+    ChangeCalledOff,
     ChangePhase,
     ChangeStepped,
     Command,
@@ -29,6 +30,7 @@ from services.core.groups.vocabulary import (
     ClusterListed,
     Group,
     GroupPhase,
+    GroupStuck,
     LeadershipChanged,
     MemberAnswered,
     PrepareMembers,
@@ -38,6 +40,7 @@ from services.core.groups.vocabulary import (
     TransactionFinished,
 )
 from services.core.overload.worker_facts import WorkerFacts
+from services.core.report import MemoryReport
 from services.memmgr.change_count import LAST_PHASES, ChangeCount
 from services.memmgr.change_trace import ChangeCause, ChangeTrace, restoration
 from services.memmgr.cluster_store import ClusterRecords, ClusterStore
@@ -131,6 +134,22 @@ class Driver:
         """This instance decides from now on under `token`, or no longer (0)."""
         self._apply(LeadershipChanged(monotonic_s(), token or None))
 
+    def note_report(self, report: MemoryReport) -> None:
+        """A worker has reported; the group that it is in may be in trouble."""
+        self._memory.report(report)
+        engine = report.engine
+        if engine.trouble:
+            log.warning("%s at epoch %d: %s", report.worker_id, engine.epoch, engine.trouble)
+            self._apply(
+                GroupStuck(
+                    monotonic_s(),
+                    report.worker_id,
+                    report.incarnation,
+                    engine.epoch,
+                    engine.trouble,
+                )
+            )
+
     async def reconfigure(
         self, targets: Targets, cause: ChangeCause, urgent: bool = False
     ) -> AsyncIterator[ChangeStepped]:
@@ -150,6 +169,10 @@ class Driver:
             yield step
             if step.phase in LAST_PHASES:
                 return
+
+    def call_off(self, targets: Targets, reason: str) -> None:
+        """End the change to `targets` unless it is committed already."""
+        self._apply(ChangeCalledOff(monotonic_s(), targets, reason))
 
     def _note_step(self, step: ChangeStepped) -> None:
         asked = self._asked.get(step.change_id)

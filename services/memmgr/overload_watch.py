@@ -137,6 +137,7 @@ def text_of(decision: Decision) -> str:
     change = {
         Action.MERGE: f"merge {merged if names else f'to gain {decision.needed_tokens} tokens'}",
         Action.SPLIT: f"split {names}",
+        Action.CALL_OFF: f"do not split {names}",
         Action.EXHAUSTED: f"{decision.needed_tokens} tokens short after all merges",
     }[decision.action]
     return (

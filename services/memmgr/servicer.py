@@ -55,7 +55,7 @@ class MemmgrServicer(memmgr_pb2_grpc.MemmgrServiceServicer):
                 memory = to_memory_report(report.memory)
             except InvalidReport as error:
                 await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
-            self._memory.report(memory)
+            self._driver.note_report(memory)
         return memmgr_pb2.ReportMemoryResponse()
 
     async def ReportDemand(

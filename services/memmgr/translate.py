@@ -23,6 +23,7 @@ from tideserve.worker.v1 import worker_pb2
 _ACTIONS = {
     Action.MERGE: memmgr_pb2.DECISION_ACTION_MERGE,
     Action.SPLIT: memmgr_pb2.DECISION_ACTION_RESTORE,
+    Action.CALL_OFF: memmgr_pb2.DECISION_ACTION_CALL_OFF,
     Action.EXHAUSTED: memmgr_pb2.DECISION_ACTION_EXHAUSTED,
 }
 _CAUSES = {

@@ -125,6 +125,14 @@ class WorkerConfig(ServiceConfig):
     coordinated_exchange: bool = option(
         True, "Whether bulk transfers (KV, parameters) yield to activations."
     )
+    link_bytes_per_s: int = size(
+        10**9,
+        "What the network carries between two workers at least, in bytes per second (10 Gbit/s are"
+        " 1250000000). By it an exchange of KV begins; what more the network carries is measured. A"
+        " peer that sends parameters at less than a quarter of it is given up for the folder.",
+        minimum=1,
+        maximum=2**50,
+    )
     ucx_transports: str = option(
         "sm,tcp", "UCX_TLS between engines, such as rc,sm,tcp for RDMA between hosts."
     )

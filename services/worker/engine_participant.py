@@ -29,6 +29,9 @@ log = logging.getLogger(__name__)
 class Engine(Protocol):
     """The engine's commands for groups, as `EngineClient` has them."""
 
+    @property
+    def responsive(self) -> bool: ...
+
     async def apply(self, configuration: ApplyConfiguration) -> None: ...
 
     async def prepare(self, preparation: Prepare, timeout_s: float) -> Prepared: ...
@@ -55,8 +58,8 @@ class EngineParticipant:
         """`address`: host:port of this worker's gRPC server.
 
         `changed` is called when `place` has changed. `end_requests` ends all requests with a
-        message. `resolve` looks up the address of a lane's host, because the engine must not wait
-        for name servers.
+        message: a group that loses its leader's engine goes on without it. `resolve` looks up the
+        address of a lane's host, because the engine must not wait for name servers.
         """
         self._worker_id = worker_id
         self._engine = engine
@@ -86,9 +89,10 @@ class EngineParticipant:
         """See Participant. The engine keeps what the new layers need of `superseded`."""
         prepared, self._prepared = self._prepared, None
         if group.phase is GroupPhase.DEGRADED:
-            log.warning("a member was lost: nothing is served until all layers are back")
+            log.warning("a member was lost: requests wait until all layers are back")
             self._move_to(None)
-            self._end_requests("a member of the worker's group was lost; try again")
+            if not self._engine.responsive:
+                self._end_requests("the engine of the worker does not answer; try again")
             await self._engine.apply(ApplyConfiguration([self._plan(group)]))
             return
         if prepared is not None and prepared.attempt == attempt:

@@ -79,14 +79,3 @@ class InvalidBatch(WorkerError):
 def _mib(size_bytes: int) -> int:
     """`size_bytes` in MiB, rounded up, so that a stated minimum is always enough."""
     return -(-size_bytes // _MIB)
-
-
-class MemberUnreachable(WorkerError):
-    """The connection to another member of the group has ended, and the group has not changed."""
-
-    def __init__(self, worker_id: str, seconds: float) -> None:
-        super().__init__(
-            f"the connection to {worker_id} ended {seconds:g} s ago, but it is still a member of"
-            " this group; this engine starts anew, since the group's requests cannot go on. If it"
-            " happens again, look at the network between the two"
-        )

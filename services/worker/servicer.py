@@ -7,13 +7,15 @@ import asyncio
 import contextlib
 import logging
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import TypeVar
 
 import grpc.aio
 
 from services.common.clock import monotonic_s
 from services.common.frames import TAKES_MANY, unpacked
 from services.common.timeouts import timeout
+from services.core.planner.events import EmitToken, RefuseRequest
 from services.worker.arrivals import Arrivals, Expected, UnreadOutput
 from services.worker.engine_client import EngineClient
 from services.worker.group_view import Place
@@ -27,6 +29,8 @@ from tideserve.worker.v1 import worker_pb2_grpc
 
 # How often requests that nobody attaches to are looked for.
 SWEEP_S = 0.25
+
+News = TypeVar("News", EmitToken, RefuseRequest, MovedRequest)
 
 log = logging.getLogger(__name__)
 
@@ -61,6 +65,9 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         self._open: set[Link] = set()
         self._links: dict[str, Link] = {}
         self._arrivals: Arrivals[Link] = Arrivals()
+        # Requests that were given to the engine in place of earlier ones of their ids, and that it
+        # has not noted yet: what it still tells is of the earlier ones.
+        self._superseding: set[str] = set()
         # Requests of the engine without a reader for ever; `run` has them aborted.
         self._unwanted: set[str] = set()
         self._wake = asyncio.Event()
@@ -117,13 +124,14 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         """Send the results of an engine step to the gateways that wait for them."""
         for request_id in progress.received:
             self._on_received(request_id)
+        self._superseding.difference_update(progress.received)
         batches: dict[Link, list[pb.RequestEvent]] = defaultdict(list)
         # A gateway that learns of an end gets the load with it: the scheduler has to know it before
         # it is asked again.
         told_end: set[Link] = set()
         for adopted in progress.adopted:
             self._adopt(adopted, batches)
-        for token in progress.tokens:
+        for token in self._of_now(progress.tokens):
             link = self._links.get(token.request_id)
             if link is None:
                 self._arrivals.add_token(token, progress.times.get(token.request_id))
@@ -132,7 +140,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             if token.finish_reason is not None:
                 self._forget(token.request_id, link)
                 told_end.add(link)
-        for refusal in progress.refusals:
+        for refusal in self._of_now(progress.refusals):
             link = self._links.get(refusal.request_id)
             if link is None:
                 self._arrivals.end(refusal)
@@ -140,11 +148,17 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             self._forget(refusal.request_id, link)
             batches[link].append(to_refusal(refusal))
             told_end.add(link)
-        for moved in progress.moved:
+        for moved in self._of_now(progress.moved):
             self._move(moved, progress.times.get(moved.request_id), batches)
         load = self._load() if told_end else None
         for link, events in batches.items():
             link.post(events, load if link in told_end else None)
+
+    def _of_now(self, news: Sequence[News]) -> Sequence[News]:
+        """What is not of an earlier start than the one that its request has here."""
+        if not self._superseding:
+            return news
+        return [one for one in news if one.request_id not in self._superseding]
 
     async def sweep(self) -> None:
         """Drop requests and readers that have waited too long."""
@@ -161,11 +175,12 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         while self._unwanted:
             await self._engine.abort_request(self._unwanted.pop())
 
-    def fail_all(self, message: str) -> None:
+    def fail_all(self, message: str, engine_died: bool = False) -> None:
         """End every active request with an error; no effect when there is none."""
+        reason = pb.FINISH_REASON_ENGINE_DIED if engine_died else pb.FINISH_REASON_ERROR
         for request_id, link in list(self._links.items()):
             self._forget(request_id, link)
-            link.post([failure(request_id, pb.FINISH_REASON_ERROR, message)])
+            link.post([failure(request_id, reason, message)])
         for expected in self._arrivals.clear():
             expected.reader.post([failure(expected.request_id, pb.FINISH_REASON_ERROR, message)])
         self._note_activity()
@@ -236,8 +251,9 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             message = f"{start.group_id} at epoch {start.epoch} is stale; {_serves(place)}"
             self._refuse(start, link, pb.FINISH_REASON_STALE_EPOCH, message)
             return
+        former = self._links.get(start.request_id)
         try:
-            if start.request_id in self._links:
+            if former is link:
                 raise InvalidStart("a request with this id is running already")
             facts = self._facts
             request = to_request(start, facts.vocab_size, facts.max_model_len, monotonic_s())
@@ -246,9 +262,13 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             return
         earlier = self._arrivals.forget(start.request_id)
         unwanted = start.request_id in self._unwanted
-        if unwanted or (earlier is not None and earlier.ending is None):
+        if former is not None:
+            # Its gateway has lost that link, which this worker has not noticed yet.
+            self._forget(start.request_id, former)
+        if former is not None or unwanted or (earlier is not None and earlier.ending is None):
             # Its gateway has given that one up, and asks anew under the same id.
             self._unwanted.discard(start.request_id)
+            self._superseding.add(start.request_id)
             await self._engine.abort_request(start.request_id)
         self._links[start.request_id] = link
         link.request_ids.add(start.request_id)
@@ -311,6 +331,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     def _forget(self, request_id: str, link: Link) -> None:
         del self._links[request_id]
         link.request_ids.discard(request_id)
+        self._superseding.discard(request_id)
         self._note_activity()
 
     def _note_activity(self) -> None:

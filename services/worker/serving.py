@@ -11,7 +11,7 @@ from services.common.membership import SERVICES, WORKERS, Directory, Registratio
 from services.core.groups.fence import MemberState
 from services.worker.config import WorkerConfig
 from services.worker.departure import Departure
-from services.worker.engine_client import EngineClient
+from services.worker.engine_client import EngineClient, EngineStopped
 from services.worker.engine_participant import EngineParticipant
 from services.worker.group_view import GroupView, Place
 from services.worker.identity import claim
@@ -44,6 +44,7 @@ class EngineServing:
         self._server = server
         self._engine = engine
         self._parted = False
+        self._left_out = False  # the engine's group goes on without it
         self._groups = GroupView(store, name, incarnation, self._note_groups)
         self._services = Directory(store, SERVICES, record_pb2.ServiceRecord)
         self._reporter = ReportSender(
@@ -81,7 +82,7 @@ class EngineServing:
     def place(self) -> Place | None:
         """The configuration that this worker serves; its engine was told of it before."""
         recorded, told = self._groups.place, self._participant.place
-        if self._parted or recorded is None or told is None:
+        if self._parted or self._left_out or recorded is None or told is None:
             return None
         return told if recorded.epoch > told.epoch else recorded
 
@@ -90,12 +91,16 @@ class EngineServing:
         services = self._server.services
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(self._requests, services)
         worker_pb2_grpc.add_MemberServiceServicer_to_server(self._member, services)
+        died = False
         try:
             await self._serve(stop)
+        except* EngineStopped:
+            died = True
+            raise
         finally:
             # Also when the engine has died: the others need not wait for the lease to end.
             await self._registration.withdraw()
-            self._requests.fail_all("the engine of the worker stopped; retry")
+            self._requests.fail_all("the engine of the worker stopped; retry", engine_died=died)
 
     async def _serve(self, stop: asyncio.Event) -> None:
         async with asyncio.TaskGroup() as tasks:
@@ -135,6 +140,9 @@ class EngineServing:
         self._reporter.note_dropped(progress.dropped_prefixes)
         self._reporter.note_change()
         self._requests.deliver(progress)
+        left_out, self._left_out = self._left_out, progress.report.left
+        if self._left_out and not left_out:
+            self._requests.give_up_all("the worker's group goes on without it; try again")
         self._departure.note_progress()
 
     def _note_groups(self) -> None:

@@ -47,6 +47,12 @@ def to_request(start: pb.Start, vocab_size: int, max_model_len: int, now_s: floa
     )
     _require(len(prompt) > 0, "prompt_ids must not be empty")
     _require_ids("prompt_ids", prompt, vocab_size)
+    output = tuple(start.output_ids)
+    _require_ids("output_ids", output, vocab_size)
+    _require(
+        not output or len(output) < start.limits.max_tokens,
+        "output_ids must be fewer than max_tokens",
+    )
     _require(
         len(start.traceparent) <= TRACEPARENT_CHARS_MAX,
         f"traceparent must have at most {TRACEPARENT_CHARS_MAX} characters",
@@ -73,6 +79,7 @@ def to_request(start: pb.Start, vocab_size: int, max_model_len: int, now_s: floa
         cache_salt=start.cache_salt,
         choice=start.choice,
         returnable=start.returnable,
+        output_ids=output,
     )
 
 

@@ -217,8 +217,9 @@ async def broken(seen: Seen) -> None:
         asyncio.create_task(seen.grpc(said("chat", CHAT), stream=True)),
     ]
     await eventually(lambda: len(worker.active) == 2)
-    worker.hang_up()
+    worker.die()
     assert await asyncio.gather(*streams) == [200, "ABORTED"]
+    worker.pause_at, worker.fails_after = 2, None
     left = asyncio.create_task(seen.http("completion", COMPLETION))
     await eventually(lambda: len(worker.active) == 1)
     left.cancel()

@@ -22,6 +22,7 @@ from services.common.membership import GROUPS, WORKERS
 from services.gateway.app import serve
 from services.gateway.bounds.body_budget import SMALL_BYTES
 from services.gateway.bounds.drain import Drain
+from services.gateway.cluster import reach
 from services.gateway.cluster.admission_client import SWEEP_S
 from services.gateway.config import GatewayConfig
 from tests.support.byte_tokenizer import write_model_folder
@@ -222,29 +223,57 @@ async def test_workers_that_do_not_listen_are_asked_three_times(case: Case) -> N
     await eventually(lambda: inflight_is(case, 0))
 
 
-async def test_a_worker_lost_after_a_token_ends_its_requests_with_one_error(case: Case) -> None:
+async def test_the_scheduler_hears_who_cannot_be_reached(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reach, "FIRST_S", 600.0)
+    monkeypatch.setattr(reach, "LONGEST_S", 600.0)
     worker = case.cluster.workers[0]
-    worker.pause_at = 5
-    body = {"model": "m", "messages": HI, "stream": True}
-    async with case.http.stream("POST", "/v1/chat/completions", json=body) as answer:
-        events = asyncio.create_task(events_of(answer))
-        await eventually(lambda: gauge(case, "tideserve_gateway_output_tokens_total"))
-        worker.hang_up()
-        data = await events
-    assert "[DONE]" not in data
-    assert json.loads(data[-1])["error"]["code"] == "worker_lost"
-    assert not any("error" in json.loads(line) for line in data[:-1])
-
-    stream = await case.openai.chat.completions.create(model="m", messages=HI, stream=True)
-    chunks = aiter(stream)
-    await anext(chunks)
-    worker.hang_up()
-    with pytest.raises(openai.APIError, match="worker"):
-        async for _ in chunks:
-            pass
-    assert len(case.cluster.scheduler.asks) == 2
+    good = worker.address
+    with refusing_address() as bad:
+        worker.address = bad
+        assert (await case.complete()).status_code == 503
+        assert (await case.complete()).status_code == 503
+    told = [list(ask.avoided_addresses) for ask in case.cluster.scheduler.asks]
+    assert told == [[], *[[bad]] * 5]
+    assert all(0 < ask.avoided_s <= 600 for ask in case.cluster.scheduler.asks[1:])
+    # It answers at last: who breaks off afterwards can be reached.
+    worker.address, worker.pause_at = good, 2
+    asking = asyncio.create_task(case.complete(max_tokens=4))
+    await eventually(lambda: worker.active)
     worker.pause_at = None
-    assert (await case.chat(max_tokens=4)).status_code == 200
+    worker.hang_up()
+    assert (await asking).status_code == 200
+    last = case.cluster.scheduler.asks[-1]
+    assert last.resumed and good not in last.avoided_addresses
+
+
+async def test_without_resumption_a_worker_lost_after_a_token_ends_its_requests_with_one_error(
+    store: Store, tmp_path: Path
+) -> None:
+    async with gateway_case(store, tmp_path / "model", resume_streams=False) as case:
+        worker = case.cluster.workers[0]
+        worker.pause_at = 5
+        body = {"model": "m", "messages": HI, "stream": True}
+        async with case.http.stream("POST", "/v1/chat/completions", json=body) as answer:
+            events = asyncio.create_task(events_of(answer))
+            await eventually(lambda: gauge(case, "tideserve_gateway_output_tokens_total"))
+            worker.hang_up()
+            data = await events
+        assert "[DONE]" not in data
+        assert json.loads(data[-1])["error"]["code"] == "worker_lost"
+        assert not any("error" in json.loads(line) for line in data[:-1])
+
+        stream = await case.openai.chat.completions.create(model="m", messages=HI, stream=True)
+        chunks = aiter(stream)
+        await anext(chunks)
+        worker.hang_up()
+        with pytest.raises(openai.APIError, match="worker"):
+            async for _ in chunks:
+                pass
+        assert len(case.cluster.scheduler.asks) == 2
+        worker.pause_at = None
+        assert (await case.chat(max_tokens=4)).status_code == 200
 
 
 @pytest.mark.parametrize("move_at", [0, 1, 7])

@@ -153,11 +153,11 @@ async def test_a_stream_that_breaks_says_how_far_it_came(case: Case) -> None:
         count = len(got.token_ids)
         while count < 5:
             count += len((await anext(stream)).token_ids)
-        worker.hang_up()
+        worker.die()
         with pytest.raises(tide.StreamLost) as caught:
             await anext(stream)
     assert (caught.value.next_index, caught.value.metadata["cause"]) == (5, "WORKER_LOST")
-    assert len(worker.starts) == 1
+    assert len(worker.starts) == 4, "it went on three times, and got no further"
 
 
 async def test_calls_are_told_like_requests(case: Case, caplog: pytest.LogCaptureFixture) -> None:

@@ -359,7 +359,7 @@ async def test_a_stream_that_breaks_ends_with_an_error_event(case: Case) -> None
             line = await anext(lines)
             if line.startswith("data: "):
                 seen += json.loads(line.removeprefix("data: ")).get("delta", {}).get("text", "")
-        worker.hang_up()
+        worker.die()
         rest = [line async for line in lines if line]
     assert rest[-2] == "event: error"
     error = json.loads(rest[-1].removeprefix("data: "))

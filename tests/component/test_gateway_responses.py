@@ -367,7 +367,7 @@ async def test_a_stream_that_breaks_fails(case: Case) -> None:
             line = await anext(lines)
             if line.startswith("data: "):
                 seen += json.loads(line.removeprefix("data: ")).get("delta", "")
-        worker.hang_up()
+        worker.die()
         rest = [line async for line in lines if line]
     assert rest[-4::2] == ["event: error", "event: response.failed"]
     error, failed = (json.loads(line.removeprefix("data: ")) for line in rest[-3::2])

@@ -29,7 +29,6 @@ from services.core.request import (
 from services.worker.engine.compute.runner import ModelRunner
 from services.worker.engine.compute.runner_config import RunnerConfig
 from services.worker.engine.memory.stage_memory import StageMemory
-from services.worker.engine.pipeline.connections import UNREACHABLE_S
 from services.worker.engine.pipeline.member import Member
 from services.worker.engine.transfer.errors import UcxUnavailable
 from services.worker.engine.transfer.ucx_transport import load_ucxx
@@ -417,7 +416,10 @@ def test_a_leaving_member_hands_over_all_of_its_requests(
 def test_the_rest_of_a_group_serves_again(
     config: RunnerConfig, oracle: Oracle, lost: str, turns: int
 ) -> None:
-    """A leader or a follower dies, in the exchange or after it: the other one takes all layers."""
+    """A leader or a follower dies, in the exchange or after it: the other one takes all layers.
+
+    It recomputes what it leads; what the lost one led is over here.
+    """
     left = "w1" if lost == "w0" else "w0"
     group = EngineGroup(
         replace(config, budget_bytes=config.budget_bytes + (1 << 20)), 2, seed=turns
@@ -432,26 +434,79 @@ def test_the_rest_of_a_group_serves_again(
             group.turn()
         group.lose(lost)
         group.run_until(lambda: group.engines[left].member.settled)
-        assert not group.engines[left].member.state.sequences
-        group.reconfigure([[Stage(left, 0, LAYERS)]])
+        led = [one for one in group.streams.values() if not one.over]
+        group.restore()
         serves_on(group, oracle)
+        for stream in led:
+            assert stream.tokens == oracle.tokens(stream.request)
     finally:
         group.close()
 
 
+CUTS = range(int(os.environ.get("TIDESERVE_CUT_SCENARIOS", "40")))
+
+
+def test_members_that_lose_one_another_lose_no_request(
+    config: RunnerConfig, oracle: Oracle
+) -> None:
+    """All live, and the lanes to one are cut: in the exchange, in a steady group, or idle."""
+    anew = [cut_scenario(config, oracle, seed) for seed in CUTS]
+    assert {True, False} == set(anew), "groups are made anew, and others are divided"
+
+
+def cut_scenario(config: RunnerConfig, oracle: Oracle, seed: int) -> bool:
+    """Returns whether the group was made anew."""
+    rng = random.Random(seed)
+    names = ["w0", "w1", "w2"][: rng.choice([2, 3])]
+    room = rng.choice([8, 16, 64]) * LAYERS * CHUNK_BYTES
+    roomy = replace(config, budget_bytes=config.budget_bytes + room)
+    group = EngineGroup(roomy, len(names), seed, prefix_caching=seed % 2 == 1)
+    group.gateway.asks_again = group.gateway.resumes = True
+    try:
+        for number in range(4):
+            group.start(replace(oracle.requests[number], request_id=f"{number}-{number}"))
+        for _ in range(rng.randint(0, 100)):
+            group.turn()
+        rng.shuffle(names)
+        stages = split_in(names, sorted(rng.sample(range(1, LAYERS), len(names) - 1)))
+        group.reconfigure([stages])
+        if rng.random() < 0.6:
+            group.settle()
+        for number in range(4, 8):
+            group.start(replace(oracle.requests[number], request_id=f"{number}-{number}"))
+        for _ in range(rng.randint(0, 150)):
+            group.turn()
+        group.network.cut(rng.choice(names))
+        for _ in range(rng.randint(0, 40)):
+            group.turn()
+        anew = group.mend(stages)
+        serves_on(group, oracle)
+        for stream in group.streams.values():
+            wanted = oracle.tokens(stream.request)
+            assert stream.tokens == wanted, (seed, stream)
+    finally:
+        group.close()
+    return anew
+
+
 def serves_on(group: EngineGroup, oracle: Oracle) -> None:
     """Further requests get their tokens, and nothing is left afterwards."""
-    for number in range(6, 10):
+    for number in range(10, 14):
         group.start(replace(oracle.requests[number], request_id=f"{number}-{number}"))
     group.finish()
     group.check_at_rest()
-    for number in range(6, 10):
+    for number in range(10, 14):
         stream = group.streams[f"{number}-{number}"]
         assert stream.tokens == oracle.tokens(stream.request)
 
 
-def retried_scenario(config: RunnerConfig, requests: list[Request], seed: int) -> EngineGroup:
-    """Members are lost while groups change; requests without a token are asked for again."""
+def retried_scenario(
+    config: RunnerConfig, requests: list[Request], seed: int, *, resumes: bool = False
+) -> EngineGroup:
+    """Members are lost while groups change; requests without a token are asked for again.
+
+    If the gateway `resumes`, so are the others, after their tokens.
+    """
     rng = random.Random(seed)
     kv_bytes = rng.choice([5, 8, 16, 32]) * LAYERS * CHUNK_BYTES
     engines = rng.choice([2, 3, 3, 4])
@@ -463,6 +518,7 @@ def retried_scenario(config: RunnerConfig, requests: list[Request], seed: int) -
         max_running=8,
     )
     group.gateway.asks_again = True
+    group.gateway.resumes = resumes
     numbers = iter(range(100))
 
     def start(count: int) -> None:
@@ -491,16 +547,17 @@ def retried_scenario(config: RunnerConfig, requests: list[Request], seed: int) -
     else:
         group.abort_attempt(attempt, targets)
     for _ in range(rng.choice([5, 20, 60, 150])):
-        if group.gateway.without_token(names[1:]):
+        if group.gateway.to_ask_for(names[1:]):
             break  # at one that others, too, have KV of
         group.turn()
-    open_ones = [name for name, one in group.streams.items() if not (one.over or one.tokens)]
+    open_ones = [name for name, one in group.streams.items() if group.gateway.would_ask(one)]
     for name in rng.sample(open_ones, min(len(open_ones), rng.randint(0, 2))):
         group.gateway.hang_up(name)
     turns(rng.choice([0, 0, 10]))
-    group.lose(rng.choice(group.gateway.without_token(names[1:]) or names))
+    group.lose(rng.choice(group.gateway.to_ask_for(names[1:]) or names))
     start(rng.randint(0, 3))
     turns(40)
+    group.restore()
     return group
 
 
@@ -511,6 +568,25 @@ def parted(names: list[str], rng: random.Random) -> list[list[Stage]]:
     pair = rng.sample(names, 2)
     alone = [[Stage(name, 0, LAYERS)] for name in names if name not in pair]
     return [split_in(pair, [rng.randint(1, LAYERS - 1)]), *alone]
+
+
+@pytest.mark.parametrize("seed", range(int(os.environ.get("TIDESERVE_RESUMED_SCENARIOS", "30"))))
+def test_a_request_goes_on_after_its_tokens_wherever_its_leader_was_lost(
+    config: RunnerConfig, oracle: Oracle, seed: int
+) -> None:
+    """Penalties, grammars, draws and log probabilities, while groups change and part."""
+    group = retried_scenario(config, oracle.requests, 1000 + seed, resumes=True)
+    try:
+        group.finish()
+        group.check_at_rest()
+        for stream in group.streams.values():
+            assert not stream.refused, stream.refused
+            assert stream.finish_reason is not None
+            oracle.check(stream)
+            assert stream.tokens == oracle.tokens(stream.request)
+        assert not group.violations
+    finally:
+        group.close()
 
 
 RETRIED = range(int(os.environ.get("TIDESERVE_RETRIED_SCENARIOS", "20")))
@@ -597,7 +673,7 @@ def moves_of(leader: Member) -> list[Move]:
     [
         (moment, engines, lost)
         for moment in (is_dealt, is_source, is_fetching)
-        for engines, lost in ((2, "w0"), (2, "w1"), (3, "w1"), (3, "w2"))
+        for engines, lost in ((2, "w0"), (2, "w1"), (3, "w0"), (3, "w1"), (3, "w2"))
         if lost != "w0" or moment is is_source  # the old leader, which deals
     ],
 )
@@ -610,11 +686,7 @@ def test_a_worker_that_was_split_off_serves_on_when_another_one_dies(
     engines: int,
     seed: int,
 ) -> None:
-    """Requests go on, recomputed where their KV is gone; no worker keeps KV that has no leader.
-
-    The old leader of three knows what it has handed out; when it is lost, the other two may have
-    to start anew.
-    """
+    """Requests go on, recomputed where their KV is gone; no worker keeps KV that has no leader."""
     names = [f"w{index}" for index in range(engines)]
     group = EngineGroup(
         replace(config, budget_bytes=config.budget_bytes + (1 << 20)), engines, seed
@@ -766,7 +838,7 @@ def test_a_peer_lost_long_ago_ends_no_engine_when_groups_change_again(
         group.lose("w1")
         for _ in range(50):
             group.turn()
-        network.skip(UNREACHABLE_S + 10.0)
+        network.skip(40.0)
         group.start(oracle.requests[0], "w0")
         group.reconfigure([split_in(["w0", "w2"], [1])])
         group.finish()

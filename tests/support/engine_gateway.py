@@ -1,4 +1,4 @@
-"""What a gateway does when a request loses its leader before its first token: it asks again.
+"""What a gateway does when a request loses its leader: it asks again, and goes on after its tokens.
 
 Under the same id, at any leader, while the first sequence may still run, move, or be adopted by a
 leader where nobody reads it. Requests are followed then as strictly as the worker's servicer does:
@@ -11,10 +11,11 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from services.core.planner.events import EmitToken, RequestAborted, RequestArrived
+from services.gateway.serving.attempts import resumed
 from services.worker.ipc import AdoptedRequest, MovedRequest
 
 if TYPE_CHECKING:
-    from tests.support.engine_group import EngineGroup
+    from tests.support.engine_group import EngineGroup, Stream
 
 EXPIRES = 0.05
 """The chance that a request without a reader is aborted, each time that it is looked at."""
@@ -35,12 +36,15 @@ class Unread:
 class EngineGateway:
     """The gateway of an `EngineGroup`. Unless it `asks_again`, requests of a lost engine are over.
 
-    `asked` counts how often it has asked again.
+    Unless it `resumes`, those with tokens are. `asked` counts how often it has asked again,
+    `resumed` for how many of these there were tokens.
     """
 
     def __init__(self, group: "EngineGroup") -> None:
         self.asks_again = False
+        self.resumes = False
         self.asked = 0
+        self.resumed = 0
         self._group = group
         self._lost: set[str] = set()  # to be asked for again
         self._unread: dict[Place, Unread] = {}
@@ -52,38 +56,37 @@ class EngineGateway:
         found += [partial(self._expire, place) for place in sorted({*self._left, *self._unread})]
         return found
 
-    def without_token(self, leaders: Collection[str]) -> list[str]:
-        """The `leaders` of requests without a token, once for each request."""
+    def to_ask_for(self, leaders: Collection[str]) -> list[str]:
+        """The `leaders` of requests that it would ask for again, once for each request."""
         streams, owner = self._group.streams, self._group.owner
         return [
             owner[name]
             for name, stream in streams.items()
-            if owner[name] in leaders and not (stream.over or stream.tokens)
+            if owner[name] in leaders and self.would_ask(stream)
         ]
+
+    def would_ask(self, stream: "Stream") -> bool:
+        """Whether it would ask for a request again if that lost its leader."""
+        return not stream.over and (self.resumes or not stream.tokens)
 
     def hang_up(self, request_id: str) -> None:
         """The connection to a request's leader breaks; that one hears of it later."""
         self._left.add((self._group.owner[request_id], request_id))
         self._lose(request_id)
 
-    def lose(self, worker_id: str, rest: set[str]) -> None:
-        """A worker dies, and the `rest` of its group drops all requests, soon."""
+    def lose(self, worker_id: str) -> None:
+        """A worker dies."""
         group = self._group
-        for place in [one for one in (*self._unread, *self._left) if one[0] in {worker_id, *rest}]:
+        for place in [one for one in (*self._unread, *self._left) if one[0] == worker_id]:
             self._unread.pop(place, None)
             self._left.discard(place)
-            if place[0] in rest:
-                self._left.add(place)
         for request_id, stream in group.streams.items():
-            owner = group.owner[request_id]
-            if owner not in {worker_id, *rest} or stream.over:
+            if group.owner[request_id] != worker_id or stream.over:
                 continue
-            if owner in rest:
-                self._left.add((owner, request_id))
-            if stream.tokens:
-                stream.aborted = True
-            else:
+            if self.would_ask(stream):
                 self._lose(request_id)
+            else:
+                stream.aborted = True
 
     def abort(self, request_id: str) -> bool:
         """The client hangs up; False if the leader has to be told."""
@@ -130,7 +133,7 @@ class EngineGateway:
         group.owner[request_id] = ""
         unread = self._unread.pop(place, None)
         if unread is None:
-            if group.streams[request_id].tokens:
+            if group.streams[request_id].tokens and not self.resumes:
                 group.streams[request_id].aborted = True
             else:
                 self._lose(request_id)
@@ -146,12 +149,11 @@ class EngineGateway:
         self._group.owner[request_id] = ""
 
     def _ask(self, request_id: str) -> bool:
-        """Ask a leader for a request that has no token yet."""
+        """Ask a leader for a request, with the tokens that it has."""
         group = self._group
-        self._lost.discard(request_id)
         if not group.groups:
-            group.streams[request_id].aborted = True  # nobody serves
-            return True
+            return False  # it waits until somebody serves
+        self._lost.discard(request_id)
         leader = group.rng.choice(group.groups)[0].worker_id
         place = leader, request_id
         member = group.engines[leader].member
@@ -162,7 +164,10 @@ class EngineGateway:
             member.handle(RequestAborted(group.now_s, request_id))
         group.owner[request_id] = leader
         self.asked += 1
-        member.handle(RequestArrived(group.now_s, group.streams[request_id].request))
+        stream = group.streams[request_id]
+        self.resumed += bool(stream.tokens)
+        request = resumed(stream.request, tuple(stream.tokens))
+        member.handle(RequestArrived(group.now_s, request))
         return True
 
     def _expire(self, place: Place) -> bool:

@@ -28,7 +28,6 @@ from services.worker.engine.transfer.gate import ActivationGate
 from services.worker.engine.transfer.lane import Identity, Lane
 from services.worker.engine.transfer.mover import Mover, MoverConfig
 from services.worker.engine.transfer.receiver import IsCurrent, Unpack
-from services.worker.errors import MemberUnreachable
 from services.worker.ipc import (
     AdoptedRequest,
     ApplyConfiguration,
@@ -43,6 +42,7 @@ from tests.support.engine_networks import EngineNetwork, QueueNetwork
 
 TURNS_MAX = 200_000
 ATTEMPT_TURNS = 5_000
+MEND_TURNS = 600
 
 
 @dataclass
@@ -154,7 +154,7 @@ class EngineGroup:
         changeover = Changeover.of(member_config)
         state = changeover.planner
         facts = FactLog(log, state, memory, lambda: self.now_s)
-        facts.start(identity, memory.plan.arena_bytes + memory.plan.staging_bytes)
+        facts.start(identity, memory.plan.arena_bytes + memory.plan.staging_bytes, exact=True)
         activations, bulk = self.network.lanes(identity)
         gate = ActivationGate()
         settings = MoverConfig(chunk_bytes=4096)
@@ -223,10 +223,12 @@ class EngineGroup:
         """What the members have said of an attempt."""
         return [one for (name, _), one in self.prepared.items() if name == attempt]
 
-    def await_answers(self, attempt: str, groups: Sequence[Sequence[Stage]]) -> bool:
+    def await_answers(
+        self, attempt: str, groups: Sequence[Sequence[Stage]], turns: int = ATTEMPT_TURNS
+    ) -> bool:
         """Run until every member has answered, or no more comes; whether all are ready."""
         members = sum(len(group) for group in groups)
-        for _ in range(ATTEMPT_TURNS):
+        for _ in range(turns):
             if len(self.answers(attempt)) == members:
                 return all(not answer.error for answer in self.answers(attempt))
             self.turn()
@@ -287,7 +289,7 @@ class EngineGroup:
         )
 
     def lose(self, worker_id: str) -> None:
-        """A worker dies; what is left of its group serves nothing, and its requests are over.
+        """A worker dies, and what it led is over. What is left of its group serves nothing for now.
 
         If the gateway asks again, it does so for those that have no token yet.
         """
@@ -299,14 +301,43 @@ class EngineGroup:
         lost.close()
         self.epoch += 1
         if self.gateway.asks_again:
-            self.gateway.lose(worker_id, {stage.worker_id for stage in group} - {worker_id})
+            self.gateway.lose(worker_id)
+        for request_id, owner in self.owner.items():
+            if owner == worker_id:
+                self.streams[request_id].aborted = True
         for stage in group:
             if stage.worker_id != worker_id:
-                for request_id, owner in self.owner.items():
-                    if owner in (stage.worker_id, worker_id):
-                        self.streams[request_id].aborted = True
                 plans = self._plans([[stage]], self.epoch)
                 self.engines[stage.worker_id].member.apply(ApplyConfiguration(plans))
+
+    def mend(self, stages: Sequence[Stage]) -> bool:
+        """Members of a group have lost one another: make it anew, or else divide it.
+
+        Returns whether it was made anew.
+        """
+        attempt = self.prepare([stages])
+        if self.await_answers(attempt, [stages], MEND_TURNS):
+            self.commit([stages])
+            return True
+        self.abort_attempt(attempt, [stages])
+        self.groups = [one for one in self.groups if one != list(stages)]
+        self.epoch += 1
+        for stage in stages:
+            plans = self._plans([[stage]], self.epoch)
+            self.engines[stage.worker_id].member.apply(ApplyConfiguration(plans))
+        self.restore()
+        return False
+
+    def restore(self) -> None:
+        """What is left of groups that lost a member gets all layers back."""
+        placed = {stage.worker_id for group in self.groups for stage in group}
+        for worker_id in sorted(self.engines.keys() - placed):
+            whole = [[self._alone(worker_id)]]
+            attempt = self.prepare(whole)
+            while not self.await_answers(attempt, whole):
+                self.abort_attempt(attempt, whole)  # it has yet to enter an earlier configuration
+                attempt = self.prepare(whole)
+            self.commit(whole)
 
     # --- turns
 
@@ -404,13 +435,7 @@ class EngineGroup:
         return engine.mover.step(self.now_s) <= self.now_s
 
     def _step(self, engine: Engine) -> bool:
-        try:
-            took = engine.member.take()
-        except MemberUnreachable:
-            if not self.gateway.asks_again:
-                raise
-            self.lose(engine.identity.worker_id)  # a new process would have to join
-            return True
+        took = engine.member.take()
         self._hear(engine)
         ran = engine.member.launch()
         self._hear(engine)

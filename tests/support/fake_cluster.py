@@ -138,6 +138,11 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
     return_times: int = 0
     # Tokens beyond what was asked for.
     generate_more: int = 0
+    # Requests fail after so many tokens of this worker, unless they end before, and as what.
+    fails_after: int | None = None
+    failure: "worker_pb2.FinishReason" = worker_pb2.FINISH_REASON_ERROR
+    # The index after the last token that was emitted.
+    emitted: int = 0
     # Where its requests go on, and the token before which they do.
     moves_to: "FakeWorker | None" = None
     move_at: int = 0
@@ -188,6 +193,11 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         for reading in list(self.calls):
             reading.cancel()
 
+    def die(self) -> None:
+        """End every stream, and fail what comes later."""
+        self.pause_at, self.fails_after = None, 0
+        self.hang_up()
+
     async def _read(
         self,
         frames: AsyncIterator[worker_pb2.GenerateRequest],
@@ -219,7 +229,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
             self._emit(outbox, start, first, [], worker_pb2.FINISH_REASON_UNSPECIFIED)
         else:
             self.starts.append(frame.start)
-            start, first = frame.start, 0
+            start, first = frame.start, len(frame.start.output_ids)
         self.active.add(start.request_id)
         running[start.request_id] = asyncio.create_task(self._generate(start, outbox, first))
 
@@ -239,12 +249,18 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
             return
         tokens = self.script(start.prompt_ids)
         tokens = tokens[: start.limits.max_tokens + self.generate_more]
+        if from_index >= len(tokens):
+            self._emit(outbox, start, from_index, [], self.finish)
+            return
         for first in range(from_index, len(tokens), self.tokens_per_event):
             if self.moves_to is not None and first >= self.move_at:
                 self._move(outbox, start, first, self.moves_to)
                 return
             if self.pause_at is not None and first >= self.pause_at:
                 await self.go.wait()
+            if self.fails_after is not None and first - from_index >= self.fails_after:
+                self._emit(outbox, start, first, [], self.failure)
+                return
             part = tokens[first : first + self.tokens_per_event]
             end = first + len(part) == len(tokens)
             reason = worker_pb2.FINISH_REASON_UNSPECIFIED
@@ -295,6 +311,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
             times=None if reason == worker_pb2.FINISH_REASON_UNSPECIFIED else self.times,
         )
         outbox.put_nowait(event)
+        self.emitted = max(self.emitted, first_index + len(token_ids))
 
     def _told(
         self, start: worker_pb2.Start, first_index: int, token_ids: Sequence[int]

@@ -13,6 +13,7 @@ from random import Random
 
 from services.core.groups.coordinator import (
     ChangeAsked,
+    ChangeCalledOff,
     ChangePhase,
     ChangeStepped,
     Command,
@@ -443,7 +444,10 @@ class World:
         request_id = f"r{self.requests}"
         leads = self.tokens.index(self.store.token)
         which = leads if self.rng.random() < 0.8 else 1 - leads
-        self._feed(which, ChangeAsked(self.now_s, request_id, self._some_targets()))
+        targets = self._some_targets()
+        self._feed(which, ChangeAsked(self.now_s, request_id, targets))
+        if self.rng.random() < 0.1:
+            self._feed(which, ChangeCalledOff(self.now_s, targets, "not wanted"))
 
     def _some_targets(self) -> Targets:
         live = [one.group.members for one in self.store.groups.values() if one.group.members]

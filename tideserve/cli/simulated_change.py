@@ -23,7 +23,6 @@ ABOVE_ZERO = frozenset(
         "verify_bytes_per_s",
         "tick_s",
         "changes_max",
-        "exchange_window",
         "smoothing_s",
     }
     | {"num_layers", "layer_bytes", "kv_bytes", "layer_cost"}

@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass, field
 
-from services.core.changeover.kv_exchange import ExchangeState
 from services.core.groups.layer_map import ModelShape
 from services.core.groups.state import ProtocolConfig
 from services.core.overload.events import OverloadConfig
@@ -15,8 +14,7 @@ class ChangeCosts:
 
     Members connect in `connect_s` and verify fetched parameters at `verify_bytes_per_s`. A
     transaction takes `store_s`, and everybody knows of it `watch_s` later; a call takes `call_s`.
-    The coordinator looks every `tick_s`; `changes_max` run at the same time. A leader has KV of
-    `exchange_window` requests moved at the same time. A change whose members
+    The coordinator looks every `tick_s`; `changes_max` run at the same time. A change whose members
     have not changed over `change_over_timeout_s` after the commit has failed.
     """
 
@@ -28,7 +26,6 @@ class ChangeCosts:
     call_s: float = 0.001
     tick_s: float = 0.1
     changes_max: int = 32
-    exchange_window: int = ExchangeState().window
     change_over_timeout_s: float = 30.0
 
 

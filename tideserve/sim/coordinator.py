@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from services.core.demand import ModelDemand
 from services.core.groups.coordinator import (
     ChangeAsked,
+    ChangeCalledOff,
     ChangePhase,
     ChangeStepped,
     Command,
@@ -35,7 +36,7 @@ from services.core.groups.vocabulary import (
     Worker,
 )
 from services.core.overload.action_plan import Change
-from services.core.overload.actions import ActionState
+from services.core.overload.actions import LOAD_IS_BACK, ActionState
 from services.core.overload.events import (
     Action,
     Decision,
@@ -150,6 +151,10 @@ class Coordinator:
         }
 
     def _act(self, decision: Decision) -> None:
+        if decision.action is Action.CALL_OFF:
+            for change in self._actions.to_call_off(decision):
+                self._apply(ChangeCalledOff(decision.now_s, change.targets, LOAD_IS_BACK))
+            return
         plan = self._actions.begin(
             decision, self.stable_groups, self._facts, self._reports(), decision.now_s
         )

@@ -81,7 +81,7 @@ class SimulatedMember:
             shape.num_layers,
             self.state,
             tied_embeddings=shape.tied_embeddings,
-            exchange_window=self._costs.exchange_window,
+            link_blocks_per_s=world.spec.link.bytes_per_s / self.memory.block_bytes,
         )
         self.pipeline: Pipeline | None = None
         self._world = world

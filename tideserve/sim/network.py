@@ -11,6 +11,8 @@ from typing import Any
 
 from tideserve.sim.engine import Action, Simulation
 
+ACTIVE_MAX = 8
+"""Bulk transfers of a worker that take turns, as those of an engine do; the others wait."""
 MESSAGE_BYTES = 256
 """A message of the group's members to one another."""
 
@@ -84,7 +86,7 @@ class _Link:
             piece_bytes = min(bulk.left_bytes, self._spec.piece_bytes)
             bulk.left_bytes -= piece_bytes
             if bulk.left_bytes:
-                self._bulk.append(bulk)
+                self._bulk.insert(ACTIVE_MAX - 1, bulk)
                 self._occupy(piece_bytes, None, ())
             else:
                 self._occupy(piece_bytes, bulk.action, bulk.arguments)

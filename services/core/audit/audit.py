@@ -10,8 +10,9 @@ I2  after each change of any engine's memory, the engines together hold every la
 I3  a group's epochs only rise, each has one configuration, and no worker is in two groups
 I4  an engine's epochs only rise, and each was committed; a commit has the consent of every member
     and none of them had aborted the attempt; leaderships commit in order
-I5  a token leaves one engine, in the epoch in which it was planned; clients get those very tokens;
-    members of a group have loaded the same parameters
+I5  a token leaves one engine, in the epoch in which it was planned; others may emit it, too, if its
+    request was started again: the same one where engines are exact; clients get segments, each of
+    tokens that its worker emitted; members of a group have loaded the same parameters
 I6  used blocks have an owner at all times, and when all requests are over, none is used
 I7  parameters, KV (also of layers that come or go) and staging are within the budget
 I8  clients get token 0, 1, 2, …; nothing after the end, and all of them before it
@@ -30,7 +31,7 @@ from services.core.audit.facts import EngineSwitched
 from services.core.audit.findings import Findings
 from services.core.audit.group_history import GroupHistory
 from services.core.audit.record import Recorded
-from services.core.audit.stream_history import StreamHistory
+from services.core.audit.stream_history import AuditedStream, StreamHistory
 
 STABLE_WITHIN_S = 30.0
 
@@ -178,36 +179,58 @@ class Audit:
     def _check_tokens(self) -> None:
         """A token comes from one engine, unless its request was admitted again."""
         arrived: Counter[str] = sum((one.arrived for one in self.engines), Counter())
-        emitted: dict[Key, Emitted] = {}
+        emitted: dict[Key, list[Emitted]] = {}
         for engine in self.engines:
-            for key, token in engine.tokens.items():
-                other = emitted.get(key)
+            for key, tokens in engine.tokens.items():
+                others = emitted.setdefault(key, [])
+                first, other = tokens[0], others[-1] if others else None
                 self.findings.check(
                     "I5",
                     other is None or arrived[key[0]] > 1,
                     "token {} of {} came from {} in epoch {} and from {} in epoch {}",
-                    *(key[1], key[0], token.worker_id, token.epoch),
+                    *(key[1], key[0], first.worker_id, first.epoch),
                     *((other.worker_id, other.epoch) if other else ("", 0)),
                 )
-                emitted[key] = token
+                others += tokens
+        if all(engine.exact for engine in self.engines):
+            self._check_alike(emitted)
         for request_id, stream in self.streams.streams.items():
-            self._check_stream(request_id, stream.token_ids, emitted, arrived[request_id])
+            self._check_stream(request_id, stream, emitted)
+
+    def _check_alike(self, emitted: Mapping[Key, Sequence[Emitted]]) -> None:
+        """An index that was emitted again, since the first time was lost, has the same token."""
+        for (request_id, index), tokens in emitted.items():
+            if len(tokens) > 1:
+                ids = sorted({token.token_id for token in tokens})
+                self.findings.check(
+                    "I5",
+                    len(ids) == 1,
+                    "token {} of {} was emitted as {}",
+                    *(index, request_id, ", ".join(map(str, ids))),
+                )
 
     def _check_stream(
-        self,
-        request_id: str,
-        token_ids: Sequence[int],
-        emitted: Mapping[Key, Emitted],
-        arrived: int,
+        self, request_id: str, stream: AuditedStream, emitted: Mapping[Key, Sequence[Emitted]]
     ) -> None:
-        for index, token_id in enumerate(token_ids):
-            token = emitted.get((request_id, index))
-            self.findings.check(
-                "I5",
-                token is not None and (token.token_id == token_id or arrived > 1),
-                "{} got {} as token {}, but its engine emitted {}",
-                *(request_id, token_id, index, token.token_id if token else "none"),
-            )
+        """Each token of the client is one that the worker of its segment emitted."""
+        self.findings.check(
+            "I5",
+            bool(stream.segments) or not stream.token_ids,
+            "{} got tokens of no worker",
+            request_id,
+        )
+        for first, end, workers in stream.sources():
+            for index in range(first, end):
+                tokens = emitted.get((request_id, index), ())
+                own = [token.token_id for token in tokens if token.worker_id in workers]
+                token_id = stream.token_ids[index]
+                self.findings.check(
+                    "I5",
+                    token_id in own,
+                    "{} got {} as token {}, but {} emitted {}",
+                    *(request_id, token_id, index, " or ".join(sorted(workers))),
+                    ", ".join(map(str, own)) or "none",
+                )
 
     def _check_ends(self) -> None:
         finished: Counter[str] = sum((one.finished for one in self.engines), Counter())

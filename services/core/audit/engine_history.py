@@ -16,7 +16,6 @@ from services.core.changeover.vocabulary import (
     NoteMoved,
     RunStage,
 )
-from services.core.groups.layer_map import serves
 from services.core.groups.vocabulary import Member
 from services.core.planner.events import (
     EmitToken,
@@ -57,7 +56,8 @@ class EngineHistory:
     switches: list[EngineSwitched] = field(default_factory=list)
     memory: list[MemoryHeld] = field(default_factory=list)
     aborted: set[str] = field(default_factory=set)
-    tokens: dict[Key, Emitted] = field(default_factory=dict)
+    exact: bool = False
+    tokens: dict[Key, list[Emitted]] = field(default_factory=dict)
     arrived: Counter[str] = field(default_factory=Counter)
     finished: Counter[str] = field(default_factory=Counter)
     open: set[str] = field(default_factory=set)
@@ -97,6 +97,7 @@ class EngineHistory:
         self.worker_id, self.incarnation = fact.worker_id, fact.incarnation
         self.model_digest, self.num_layers = fact.model_digest, fact.num_layers
         self._budget_bytes = fact.budget_bytes
+        self.exact = fact.exact
 
     # --- configurations
 
@@ -109,8 +110,6 @@ class EngineHistory:
         )
         self.epoch = fact.epoch
         self.switches.append(fact)
-        if not serves(fact.stages, self.num_layers):
-            self.open.clear()  # a member was lost: its requests are over, as their gateways know
 
     @property
     def _leads(self) -> bool:
@@ -215,7 +214,8 @@ class EngineHistory:
             "{} emitted token {} of {} twice",
             *(self.worker_id, command.index, request_id),
         )
-        self.tokens[key] = Emitted(command.token_id, self.epoch, self.worker_id)
+        told = Emitted(command.token_id, self.epoch, self.worker_id)
+        self.tokens.setdefault(key, []).append(told)
         if command.finish_reason is not None:
             self.finished[request_id] += 1
             self.open.discard(name)

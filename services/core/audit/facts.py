@@ -12,7 +12,10 @@ from services.core.overload.events import Decision
 
 @dataclass(frozen=True, slots=True)
 class EngineStarted:
-    """An engine has loaded a model; `model_digest` covers all its parameters."""
+    """An engine has loaded a model; `model_digest` covers all its parameters.
+
+    `exact`: it computes so that a token depends on what was before it alone, however that came.
+    """
 
     now_s: float
     worker_id: str
@@ -20,6 +23,7 @@ class EngineStarted:
     model_digest: str
     num_layers: int
     budget_bytes: int
+    exact: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +98,19 @@ class TokensForwarded:
 
 
 @dataclass(frozen=True, slots=True)
+class SegmentRead:
+    """A gateway had a request's tokens from `first_index` on, if any came, from this worker.
+
+    `moved`: the worker before it had handed the request over, with its tokens.
+    """
+
+    request_id: str
+    first_index: int
+    worker_id: str
+    moved: bool
+
+
+@dataclass(frozen=True, slots=True)
 class StreamEnded:
     """A request is over for its client: "stop", "length", the name of an error, or "abandoned"."""
 
@@ -105,5 +122,5 @@ class StreamEnded:
 FACTS: tuple[type, ...] = (
     *(EngineStarted, EngineSwitched, MemoryHeld),
     *(MemoryDecided, ChangePlanned),
-    *(StreamOpened, TokensForwarded, StreamEnded),
+    *(StreamOpened, TokensForwarded, SegmentRead, StreamEnded),
 )

@@ -160,10 +160,15 @@ class GroupHistory:
         self, transaction: Transact
     ) -> Iterator[tuple[PrepareMembers, tuple[Group, ...]]]:
         """Attempts that it commits: it writes their targets over the records that they marked."""
-        written = {(group.group_id, group.epoch) for group in transaction.groups}
+        written = {_configuration(group) for group in transaction.groups}
         compared = transaction.group_revisions
         for asked in self._asked.values():
-            places = {(group.group_id, group.epoch) for group in asked.targets}
+            places = {_configuration(group) for group in asked.targets}
             marked = {one.group.group_id: one.mod_revision for one in asked.sources}
             if places <= written and marked.items() <= compared.items():
                 yield asked, asked.targets
+
+
+def _configuration(group: Group) -> tuple[str, int, GroupPhase, tuple[Member, ...]]:
+    """What tells it apart: members that divide may get the epoch that an attempt has not got."""
+    return group.group_id, group.epoch, group.phase, group.members

@@ -1,9 +1,9 @@
 """History of one gateway process, from its log: requests, and the tokens that clients got."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from services.core.audit.facts import StreamEnded, StreamOpened, TokensForwarded
+from services.core.audit.facts import SegmentRead, StreamEnded, StreamOpened, TokensForwarded
 from services.core.audit.findings import Findings
 from services.core.audit.record import Recorded
 
@@ -14,7 +14,20 @@ class AuditedStream:
 
     tokens_max: int
     token_ids: list[int] = field(default_factory=list)
+    segments: list[SegmentRead] = field(default_factory=list)
     outcome: str = ""
+
+    def sources(self) -> Iterator[tuple[int, int, frozenset[str]]]:
+        """Each segment's first index, its end, and the workers whose tokens it may hold.
+
+        A worker that was handed a request also tells tokens that the one before had emitted.
+        """
+        workers: frozenset[str] = frozenset()
+        ends = [*(segment.first_index for segment in self.segments[1:]), len(self.token_ids)]
+        for segment, end in zip(self.segments, ends, strict=False):
+            own = frozenset({segment.worker_id})
+            workers = workers | own if segment.moved else own
+            yield segment.first_index, min(end, len(self.token_ids)), workers
 
 
 @dataclass(slots=True)
@@ -32,6 +45,8 @@ class StreamHistory:
                     self._open(opened)
                 case TokensForwarded() as tokens:
                     self._forward(tokens)
+                case SegmentRead() as segment:
+                    self._note_segment(segment)
                 case StreamEnded() as ended:
                     self._end(ended)
         for request_id, stream in self.streams.items():
@@ -62,6 +77,22 @@ class StreamHistory:
             *(fact.request_id, fact.first_index, len(stream.token_ids)),
         )
         stream.token_ids += fact.token_ids
+
+    def _note_segment(self, fact: SegmentRead) -> None:
+        stream = self.streams.get(fact.request_id)
+        if stream is None:
+            return
+        before = stream.segments[-1].first_index if stream.segments else 0
+        # A request that moved may have had more tokens than its client has taken.
+        sent = fact.moved or fact.first_index <= len(stream.token_ids)
+        within = before <= fact.first_index and sent
+        self.findings.check(
+            "I5",
+            within and (bool(stream.segments) or fact.first_index == 0),
+            "{} went on at {} with token {}, after a segment from {} on and {} tokens in all",
+            *(fact.request_id, fact.worker_id, fact.first_index, before, len(stream.token_ids)),
+        )
+        stream.segments.append(fact)
 
     def _end(self, fact: StreamEnded) -> None:
         stream = self.streams.get(fact.request_id)

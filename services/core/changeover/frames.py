@@ -164,6 +164,11 @@ class AllMoved:
 
 
 @dataclass(frozen=True, slots=True)
+class Bye:
+    """To a former member: the sender goes on without it, in a later configuration."""
+
+
+@dataclass(frozen=True, slots=True)
 class Passed:
     """From a member of the change: it has left the envelope's epoch, or will never enter it.
 
@@ -247,6 +252,7 @@ MemberFrame = (
     | AllAdopted
     | AllMoved
     | Passed
+    | Bye
     | Reserve
     | Reserved
     | SendKv

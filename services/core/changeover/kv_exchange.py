@@ -10,10 +10,12 @@ fits, the request with the least KV gives its blocks up and is recomputed. Hence
 makes progress.
 """
 
+from collections import Counter, deque
 from collections.abc import Mapping
 from collections.abc import Sequence as Row
 from dataclasses import dataclass, field
 
+from services.core.changeover.move_window import MoveWindow
 from services.core.changeover.route import Transfer, transfers_between
 from services.core.groups.layer_map import Stage
 from services.core.planner.sequence import Sequence
@@ -36,6 +38,14 @@ class Move:
     lacking: frozenset[str]
     leaving: frozenset[str]
     highest_block: int
+
+    @property
+    def sizes(self) -> Counter[str]:
+        """The KV that each source sends, in blocks of one layer."""
+        sizes: Counter[str] = Counter()
+        for transfer in self.transfers:
+            sizes[transfer.source] += self.blocks * (transfer.end_layer - transfer.first_layer)
+        return sizes
 
     @classmethod
     def between(
@@ -71,6 +81,7 @@ class MoveAdded:
 class BlocksReserved:
     """`worker_id` has the blocks and expects the KV."""
 
+    now_s: float
     request_id: str
     worker_id: str
 
@@ -79,6 +90,7 @@ class BlocksReserved:
 class MoveEnded:
     """A transfer is complete and verified at its destination, or has failed (`intact` False)."""
 
+    now_s: float
     request_id: str
     transfer: Transfer
     intact: bool
@@ -174,9 +186,9 @@ class _Underway:
 
 @dataclass(slots=True)
 class ExchangeState:
-    """Moves that wait and moves that are under way, at most `window` of them."""
+    """Moves that wait, and moves that are under way: as many as `window` has room for."""
 
-    window: int = 4
+    window: MoveWindow = field(default_factory=MoveWindow)
     waiting: dict[str, Move] = field(default_factory=dict)
     underway: dict[str, _Underway] = field(default_factory=dict)
     _free: dict[str, int] = field(default_factory=dict)
@@ -203,7 +215,7 @@ class ExchangeState:
                 self._freeing.discard((event.request_id, event.worker_id))
             case RequestGone(request_id=request_id):
                 if request_id in self.underway:
-                    self._free_sources(self.underway.pop(request_id).move, commands)
+                    self._free_sources(self._take(request_id), commands)
                 elif request_id in self.waiting:
                     self._free_sources(self.waiting.pop(request_id), commands)
             case SourceLost(worker_id=worker_id):
@@ -212,11 +224,12 @@ class ExchangeState:
                 self._free = dict(free_blocks)
         return commands
 
-    def start(self) -> list[ExchangeCommand]:
+    def start(self, now_s: float) -> list[ExchangeCommand]:
         """Begin moves while the window and the ledger allow; call it after events."""
         commands: list[ExchangeCommand] = []
-        while len(self.underway) < self.window and (move := self._next_fitting()) is not None:
-            self._begin(move, commands)
+        lines = self._lines()
+        while (move := self._next_fitting(lines)) is not None:
+            self._begin(move, now_s, commands)
         if self.waiting and not self.underway and not self._freeing:
             victim = min(self.waiting.values(), key=lambda move: (move.tokens, move.request_id))
             self._recompute(victim, commands)
@@ -225,7 +238,9 @@ class ExchangeState:
     def check_invariants(self) -> None:
         """Raise AssertionError if the state contradicts itself."""
         assert not self.waiting.keys() & self.underway.keys()
-        assert len(self.underway) <= self.window
+        self.window.check_invariants(
+            {name: entry.move.sizes for name, entry in self.underway.items()}
+        )
         for entry in self.underway.values():
             assert entry.unreserved or entry.unfinished, "a finished move is still under way"
         assert not self._lost & {worker_id for _, worker_id in self._freeing}
@@ -248,28 +263,50 @@ class ExchangeState:
         unfinished |= {name: entry.unfinished for name, entry in self.underway.items()}
         for request_id, transfers in unfinished.items():
             if any(transfer.source == worker_id for transfer in transfers):
-                entry = self.underway.pop(request_id, None)
-                self._recompute(entry.move if entry else self.waiting[request_id], commands)
+                is_underway = request_id in self.underway
+                move = self._take(request_id) if is_underway else self.waiting[request_id]
+                self._recompute(move, commands)
 
-    def _next_fitting(self) -> Move | None:
-        """The move that starts next, of another origin than the last one where that fits."""
-        fitting = [move for move in self.waiting.values() if self._fits(move)]
-        if not fitting:
+    def _lines(self) -> dict[str, deque[Move]]:
+        """What waits, by origin, in the order in which it may start."""
+        lines: dict[str, deque[Move]] = {}
+        by_block = sorted(
+            self.waiting.values(),
+            key=lambda move: (move.highest_block, move.request_id),
+            reverse=True,
+        )
+        for move in by_block:
+            lines.setdefault(move.origin, deque()).append(move)
+        return lines
+
+    def _next_fitting(self, lines: dict[str, deque[Move]]) -> Move | None:
+        """The move that starts next, of another origin than the last one where that fits.
+
+        It is taken out of its line, as are those that do not fit: room only shrinks by moves that
+        begin.
+        """
+        for line in lines.values():
+            while line and not (self._fits(line[0]) and self.window.has_room(line[0].sizes)):
+                line.popleft()
+        heads = [line[0] for line in lines.values() if line]
+        if not heads:
             return None
-        return max(
-            fitting,
+        move = max(
+            heads,
             key=lambda move: (
                 move.origin != self._last_origin,
                 move.highest_block,
                 move.request_id,
             ),
         )
+        return lines[move.origin].popleft()
 
     def _fits(self, move: Move) -> bool:
         return all(self._free.get(worker_id, 0) >= move.blocks for worker_id in move.lacking)
 
-    def _begin(self, move: Move, commands: list[ExchangeCommand]) -> None:
+    def _begin(self, move: Move, now_s: float, commands: list[ExchangeCommand]) -> None:
         del self.waiting[move.request_id]
+        self.window.begin(move.request_id, move.sizes, now_s)
         self._last_origin = move.origin
         destinations = {transfer.destination for transfer in move.transfers}
         self.underway[move.request_id] = _Underway(move, destinations, set(move.transfers))
@@ -285,6 +322,7 @@ class ExchangeState:
             return
         entry.unreserved.remove(event.worker_id)
         if not entry.unreserved:
+            self.window.reserve(event.request_id, event.now_s)
             commands += [StartTransfer(event.request_id, one) for one in entry.move.transfers]
 
     def _ended(self, event: MoveEnded, commands: list[ExchangeCommand]) -> None:
@@ -292,13 +330,19 @@ class ExchangeState:
         if entry is None or event.transfer not in entry.unfinished:
             return
         if not event.intact:
-            del self.underway[event.request_id]
-            self._recompute(entry.move, commands)
+            self._recompute(self._take(event.request_id), commands)
             return
         entry.unfinished.remove(event.transfer)
         if not entry.unfinished:
-            del self.underway[event.request_id]
-            self._complete(entry.move, commands)
+            move = self.underway.pop(event.request_id).move
+            self.window.arrive(event.request_id, move.sizes, event.now_s)
+            self._complete(move, commands)
+
+    def _take(self, request_id: str) -> Move:
+        """Give a move that is under way up."""
+        move = self.underway.pop(request_id).move
+        self.window.end(request_id, move.sizes)
+        return move
 
     def _complete(self, move: Move, commands: list[ExchangeCommand]) -> None:
         commands.append(ResumeRequest(move.request_id))

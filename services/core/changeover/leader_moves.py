@@ -1,5 +1,6 @@
 """The leader's part in moving KV: carries out what `ExchangeState` decides (KunServe §4.2)."""
 
+from collections.abc import Iterable
 from collections.abc import Sequence as Row
 
 from services.core.changeover.frames import FreeKv, KvEnded, KvFreed, Reserve, Reserved, SendKv
@@ -21,6 +22,7 @@ from services.core.changeover.kv_exchange import (
     StartTransfer,
 )
 from services.core.changeover.member_context import MemberContext
+from services.core.changeover.move_window import MoveWindow
 from services.core.changeover.route import Transfer
 from services.core.changeover.stage_kv import StageKv
 from services.core.groups.layer_map import Stage
@@ -42,10 +44,11 @@ def transfer_id_of(epoch: int, request_id: str, transfer: Transfer) -> str:
 class LeaderMoves:
     """The moves of requests that this worker leads now; `kv` is its part as a member."""
 
-    def __init__(self, context: MemberContext, kv: StageKv, window: int) -> None:
+    def __init__(self, context: MemberContext, kv: StageKv, link_blocks_per_s: float) -> None:
         self._context = context
         self._kv = kv
-        self._exchange = ExchangeState(window)
+        self._link_blocks_per_s = link_blocks_per_s
+        self._exchange = self._new_exchange()
         self._transfers: dict[str, tuple[str, Transfer]] = {}
 
     @property
@@ -59,7 +62,7 @@ class LeaderMoves:
 
     def enter(self) -> None:
         """Begin a configuration; the one before is settled, or its requests are recomputed."""
-        self._exchange = ExchangeState(self._exchange.window)
+        self._exchange = self._new_exchange()
         self._transfers.clear()
 
     def add(self, request_id: str, origin: str, old: Row[Stage], highest_block: int) -> None:
@@ -72,29 +75,31 @@ class LeaderMoves:
         """Start what may start; call it in each turn until `settled`."""
         if self._exchange.settled:
             return
-        self._drop_gone()
+        self._drop_gone((*self._exchange.waiting, *self._exchange.underway))
         ledger = self._context.planner.sequence_table.ledger
         stages = self._context.stages
         room = {stage.worker_id: ledger.room(index) for index, stage in enumerate(stages)}
         self._exchange.handle(RoomReported(room))
-        self._carry_out(self._exchange.start())
+        self._carry_out(self._exchange.start(self._context.now_s))
 
     def lose(self, worker_id: str) -> None:
         """A worker of another group is gone: KV that it has not sent is computed again."""
-        self._drop_gone()
+        self._drop_gone((*self._exchange.waiting, *self._exchange.underway))
         self._carry_out(self._exchange.handle(SourceLost(worker_id)))
 
     def note_reserved(self, peer: str, frame: Reserved) -> None:
         """A member is ready for a request's KV."""
-        self._drop_gone()
-        self._carry_out(self._exchange.handle(BlocksReserved(frame.request_id, peer)))
+        self._drop_gone((frame.request_id,))
+        reserved = BlocksReserved(self._context.now_s, frame.request_id, peer)
+        self._carry_out(self._exchange.handle(reserved))
 
     def note_ended(self, _peer: str, frame: KvEnded) -> None:
         """A transfer is over."""
-        self._drop_gone()
         request_id, transfer = self._transfers.pop(frame.transfer_id, (None, None))
         if request_id is not None and transfer is not None:
-            self._carry_out(self._exchange.handle(MoveEnded(request_id, transfer, frame.intact)))
+            self._drop_gone((request_id,))
+            ended = MoveEnded(self._context.now_s, request_id, transfer, frame.intact)
+            self._carry_out(self._exchange.handle(ended))
 
     def note_freed(self, peer: str, frame: KvFreed) -> None:
         """A source has freed departed KV and may have more room."""
@@ -103,10 +108,13 @@ class LeaderMoves:
                 self._context.change(CapacityReported(index, frame.capacity))
         self._carry_out(self._exchange.handle(DepartedFreed(frame.request_id, peer)))
 
-    def _drop_gone(self) -> None:
-        """Forget requests that were aborted or preempted since."""
+    def _new_exchange(self) -> ExchangeState:
+        return ExchangeState(MoveWindow(self._link_blocks_per_s))
+
+    def _drop_gone(self, request_ids: Iterable[str]) -> None:
+        """Forget those of these requests that were aborted or preempted since."""
         sequences = self._context.planner.sequences
-        for request_id in (*self._exchange.waiting, *self._exchange.underway):
+        for request_id in request_ids:
             sequence = sequences.get(request_id)
             if sequence is None or sequence.phase is not Phase.HELD:
                 self._carry_out(self._exchange.handle(RequestGone(request_id)))

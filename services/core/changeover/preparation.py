@@ -6,6 +6,7 @@ below the limit, KV tails are unmapped; parameters come from a member that holds
 model folder, and are verified before they can run.
 """
 
+from collections import Counter
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
@@ -29,6 +30,7 @@ from services.core.changeover.vocabulary import (
     SlabVerified,
     UndoRestore,
 )
+from services.core.groups.layer_map import serves
 from services.core.groups.slab_names import stage_slabs
 from services.core.planner.configuration_events import (
     BlocksRelocated,
@@ -38,6 +40,7 @@ from services.core.planner.configuration_events import (
 )
 
 MOVES_PER_TURN = 64
+FAILURES_MAX = 3
 BUSY = "another change is being prepared here; try again"
 NO_ROOM = "the parameters of the returning layers leave no room for KV"
 
@@ -66,6 +69,7 @@ class _Attempt:
     missing: list[str] = field(default_factory=list)
     returning: tuple[int, ...] = ()
     from_folder: bool = False
+    failures: Counter[str] = field(default_factory=Counter)  # by holder
 
 
 class Preparation:
@@ -191,6 +195,7 @@ class Preparation:
             now.missing.pop(0)
             now.from_folder = False
         else:
+            now.failures[self._holder(event.slab, now)] += 1
             now.from_folder = True
         self._restore_next(now)
 
@@ -240,12 +245,15 @@ class Preparation:
             self._context.commands.append(MapKv(now.returning))
             return
         slab = now.missing[0]
-        holder = "" if now.from_folder else self._holder(slab, now.new)
+        holder = "" if now.from_folder else self._holder(slab, now)
         now.from_folder = not holder
         self._context.commands.append(RestoreSlab(now.attempt, slab, holder))
 
-    def _holder(self, slab: str, new: Configuration) -> str:
-        """A member of the present group that runs the slab and stays connected; "" if none."""
+    def _holder(self, slab: str, now: _Attempt) -> str:
+        """A member of the present group that runs the slab and stays connected; "" if none.
+
+        One that has failed to send `FAILURES_MAX` slabs is not asked again in this attempt.
+        """
         context = self._context
         for stage in context.stages:
             slabs = stage_slabs(
@@ -255,7 +263,8 @@ class Preparation:
                 tied_embeddings=context.tied_embeddings,
             )
             if stage.worker_id != context.worker_id and slab in slabs:
-                return stage.worker_id if stage.worker_id in new.members else ""
+                is_asked = now.failures[stage.worker_id] < FAILURES_MAX
+                return stage.worker_id if is_asked and stage.worker_id in now.new.members else ""
         return ""
 
     # --- ends
@@ -277,4 +286,6 @@ class Preparation:
         self._context.announced_blocks = None
         self._context.commands.append(NoteAborted(now.attempt))
         if now.restoring:
-            self._context.commands.append(UndoRestore(now.attempt))
+            # A member that cannot serve until it has its layers needs no memory for KV.
+            keep_verified = not serves(self._context.stages, self._context.num_layers)
+            self._context.commands.append(UndoRestore(now.attempt, keep_verified))

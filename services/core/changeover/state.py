@@ -29,6 +29,8 @@ from services.core.changeover.configuration import Configuration
 from services.core.changeover.handover import Handover
 from services.core.changeover.leader_moves import LeaderMoves
 from services.core.changeover.member_context import MemberContext
+from services.core.changeover.move_window import LINK_BLOCKS_PER_S
+from services.core.changeover.parting import Parting
 from services.core.changeover.preparation import Preparation
 from services.core.changeover.stage_kv import StageKv
 from services.core.changeover.takeover import Takeover
@@ -42,6 +44,7 @@ from services.core.planner.configuration_events import (
     MicrobatchFollowed,
     PoolGrown,
     ReleasedTaken,
+    SequencePreempted,
     SequenceResumed,
     StagesConfigured,
 )
@@ -61,8 +64,6 @@ DRAIN_TIMEOUT_S = 5.0
 DRAINED_TIMEOUT_S = 20.0
 """After it, a stage gives its leader up. A leader that hears of the change in time takes less; what
 a later one says of freed requests comes too late, and `Unclaimed` frees their blocks."""
-EXCHANGE_WINDOW = 4
-"""For how many requests a leader moves KV at the same time."""
 
 
 class MemberPhase(StrEnum):
@@ -87,12 +88,17 @@ TRANSITIONS = {
 
 @dataclass(frozen=True, slots=True)
 class MemberConfig:
-    """What a member is made with. `num_layers` are those of the model."""
+    """What a member is made with.
+
+    `num_layers` are those of the model. `link_blocks_per_s` is what a link between two members
+    carries at least, in KV blocks of one layer.
+    """
 
     worker_id: str
     num_layers: int
     tied_embeddings: bool
     planner: IterationConfig
+    link_blocks_per_s: float = LINK_BLOCKS_PER_S
 
 
 class Changeover:
@@ -105,17 +111,18 @@ class Changeover:
         planner: PlannerState,
         *,
         tied_embeddings: bool = False,
-        exchange_window: int = EXCHANGE_WINDOW,
+        link_blocks_per_s: float = LINK_BLOCKS_PER_S,
     ) -> None:
         names = SequenceNames()
         self._context = MemberContext(worker_id, num_layers, tied_embeddings, planner, names)
         self._kv = StageKv(self._context)
-        self._moves = LeaderMoves(self._context, self._kv, exchange_window)
+        self._moves = LeaderMoves(self._context, self._kv, link_blocks_per_s)
         self._unclaimed = Unclaimed(self._context, self._kv)
         self._handover = Handover(self._context)
         self._takeover = Takeover(self._context, self._moves, self._handover)
         self._capacity = MemberCapacity(self._context, self._kv)
         self._preparation = Preparation(self._context)
+        self._parting = Parting()
         self._next: Configuration | None = None
         self._leads_whole = True  # a group that has all layers
         self._drained = False  # the leader has said so
@@ -133,6 +140,7 @@ class Changeover:
             config.num_layers,
             PlannerState(config.planner),
             tied_embeddings=config.tied_embeddings,
+            link_blocks_per_s=config.link_blocks_per_s,
         )
 
     # --- what there is
@@ -178,11 +186,19 @@ class Changeover:
     @property
     def busy(self) -> bool:
         """Whether a change, a preparation or a waiting member needs turns."""
-        return not self.settled or self._preparation.running or self._capacity.asked
+        waits = self._preparation.running or self._capacity.asked or self._parting.waiting
+        return waits or not self.settled
+
+    @property
+    def left(self) -> bool:
+        """Whether its group goes on without it: its requests are over here."""
+        return self._parting.left
 
     @property
     def may_plan(self) -> bool:
         """Whether this worker plans now."""
+        if self._parting.lost_member:
+            return False
         return self._leads_whole and self._next is None and not self._takeover.waiting
 
     def name_of(self, request_id: str) -> str:
@@ -204,7 +220,7 @@ class Changeover:
         assert self._next is None or self._next.epoch > self._epoch
         if (configuration := self.configuration) is not None:
             leads_whole = configuration.leads and self._serves(configuration)
-            assert self._leads_whole == leads_whole
+            assert self._leads_whole == (leads_whole and not self.left)
 
     # --- what changes it
 
@@ -289,6 +305,8 @@ class Changeover:
         self._drain_until_s = event.now_s + timeout_s
 
     def _take_turn(self, event: words.TurnTaken) -> None:
+        if self._next is None and self._parting.leave(event.now_s):
+            self._leave_group()
         self._preparation.advance(self.settled)
         if self._next is not None and self._is_drained(self._next, event.now_s):
             self._end_configuration(self._next)
@@ -306,7 +324,8 @@ class Changeover:
     def _is_drained(self, new: Configuration, now_s: float) -> bool:
         """Whether the present configuration can be left: no frame of it is expected any more.
 
-        True at once if a member was lost, since nothing comes back then.
+        If a member was lost, nothing in flight comes back to the leader. Its stages wait for its
+        last word: a change of the same members has connected them again.
         """
         if now_s > self._drain_until_s or not self._serves(new):
             return True
@@ -314,7 +333,8 @@ class Changeover:
             if not self._leader_has_left:
                 return self._handover.settled
             return self._handover.settled_beside(self._context.leader)
-        return self._context.leads and self._handover.settled and not self.planner.in_flight
+        ended = self._parting.lost_member or not self.planner.in_flight
+        return self._context.leads and self._handover.settled and ended
 
     def _end_configuration(self, new: Configuration) -> None:
         """Free all that this configuration does not pass on, and tell its other stages.
@@ -326,6 +346,9 @@ class Changeover:
         if old is not None and self._moving:
             for peer in sorted(old.members - old.own.workers - new.members):
                 context.send(peer, frames.Passed())
+        if old is not None:
+            for peer in sorted(old.own.workers - new.members):
+                context.send(peer, frames.Bye())
         if context.planner.in_flight:
             context.change(FlightDiscarded())  # they did not come back in time, and run again
         self._handover.end_aborted()
@@ -340,7 +363,7 @@ class Changeover:
         context, new = self._context, self._next
         assert new is not None
         if not self._serves(new):
-            self._end_everything()
+            self._start_over()
         if answer.blocks >= context.table.pool.num_blocks:
             context.change(PoolGrown(answer.blocks))
         self._handover.begin()
@@ -348,6 +371,7 @@ class Changeover:
         self._leads_whole = new.leads and self._serves(new)
         self._drained = self._leader_has_left = False
         self._lost = self._told_lost = frozenset()
+        self._parting = Parting()
         self._kv.enter(answer)
         self._unclaimed.enter()
         self._moves.enter()
@@ -365,14 +389,23 @@ class Changeover:
             context.send(leader, frames.AllAdopted())
         self._begin_when_joined()
 
-    def _end_everything(self) -> None:
-        """A member was lost, and with it KV of every request. The gateways have been told."""
+    def _start_over(self) -> None:
+        """A member was lost, and with it KV of every request.
+
+        The requests that this member leads wait until it has all layers, and are computed again:
+        their tokens are here. Those that the lost member led are its gateways' to ask for anew.
+        """
         context = self._context
         for name in tuple(context.planner.sequences):
-            context.names.end(name)
-            context.change(RequestAborted(context.now_s, name))
+            context.change(SequencePreempted(name))
         self._kv.release_everything()
         context.take_freed(ReleasedTaken())  # nobody is left to hear of them
+
+    def _leave_group(self) -> None:
+        """Its group goes on without this member: whoever wants its requests asks elsewhere."""
+        self._leads_whole = False
+        for name in tuple(self._context.planner.sequences):
+            self._abort(name)
 
     def _begin_when_joined(self) -> None:
         for peer, frame in self._takeover.begin_when_joined():
@@ -388,6 +421,9 @@ class Changeover:
     def _note_lost(self, event: words.PeersLost) -> None:
         """Give up work that only lost workers of other groups could do."""
         self._told_lost = event.workers
+        configuration = self._context.configuration
+        if configuration is not None and event.workers & configuration.own.workers:
+            self._parting.note_lost(event.now_s)
         self._leave_lost()
 
     def _leave_lost(self) -> None:
@@ -402,6 +438,11 @@ class Changeover:
         configuration = self._context.configuration
         if configuration is not None and peer not in configuration.own.workers | self._lost:
             self._leave(peer)
+
+    def _note_bye(self, peer: str, _frame: frames.Bye) -> None:
+        configuration = self._context.configuration
+        if configuration is not None and peer in configuration.own.workers:
+            self._parting.note_bye(self._context.now_s)
 
     def _leave(self, worker_id: str) -> None:
         """Stop waiting for a lost worker of another group of this change.
@@ -433,8 +474,12 @@ class Changeover:
         _FRAMES[type(frame)](self, peer, frame)
 
     def _follow(self, _peer: str, frame: frames.Activations) -> None:
-        """Bring the table up to date before this stage runs; after `Drained` nothing runs."""
-        if self._drained:
+        """Bring the table up to date before this stage runs.
+
+        After `Drained` nothing runs, nor after the loss of a member, between which and this one
+        microbatches are missing, even if it is connected again.
+        """
+        if self._drained or self._parting.lost_member:
             return
         chunks = tuple((chunk.request_id, chunk.blocks) for chunk in frame.chunks)
         self._context.change(MicrobatchFollowed(frame.released, chunks, frame.prefixes))
@@ -443,6 +488,8 @@ class Changeover:
         self._context.commands.append(words.RunStage(frame))
 
     def _finish(self, _peer: str, frame: frames.Samples) -> None:
+        if self._parting.lost_member:
+            return  # one before it may be missing; all run again
         now_s = self._context.now_s
         self._context.change(IterationFinished(now_s, frame.tokens, frame.number, frame.notes))
 
@@ -526,6 +573,7 @@ _FRAMES: dict[type[Any], Callable[[Changeover, str, Any], None]] = {
     frames.AllAdopted: Changeover._note_all_adopted,
     frames.AllMoved: lambda self, _peer, frame: self._unclaimed.note(frame, self._lost),
     frames.Passed: Changeover._note_passed,
+    frames.Bye: Changeover._note_bye,
     frames.Reserve: Changeover._reserve,
     frames.Reserved: lambda self, peer, frame: self._moves.note_reserved(peer, frame),
     frames.SendKv: lambda self, peer, frame: self._kv.send(peer, frame),

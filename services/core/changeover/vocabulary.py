@@ -302,9 +302,13 @@ class MapKv:
 
 @dataclass(frozen=True, slots=True)
 class UndoRestore:
-    """Take back what a preparation did to the memory. Answered by `RestoreUndone`."""
+    """Take back what a preparation did to the memory. Answered by `RestoreUndone`.
+
+    `keep_verified`: slabs that came whole stay, so that the next attempt goes on where this ended.
+    """
 
     attempt: str
+    keep_verified: bool = False
 
 
 @dataclass(frozen=True, slots=True)

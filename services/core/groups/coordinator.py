@@ -9,10 +9,11 @@ to etcd and calls members; the simulator's writes to a table and waits.
 A change is QUEUED while `running_max` changes run; one asked for by hand is urgent and begins at
 once. If another write is in its way, it is BLOCKED and asked for again every `look_s`, up to
 `blocked_max_s`. While an attempt runs it is PREPARING. An attempt that is aborted ends the change:
-it has FAILED, and its asker decides anew. A committed change cannot fail any more, but its
-members may be late: it is COMMITTED until all of them report its epoch or a later one, at most
-`change_over_timeout_s`. Then it is STABLE: it makes room for the next one in the queue, and is
-followed until all members have settled. A change whose KV moves too long is LEFT to its members.
+it has FAILED, and its asker decides anew. So does a change that is called off before its commit. A
+committed change cannot fail any more, but its members may be late: it is COMMITTED until all of
+them report its epoch or a later one, at most `change_over_timeout_s`. Then it is STABLE: it makes
+room for the next one in the queue, and is followed until all members have settled. A change whose
+KV moves too long is LEFT to its members.
 
 Survivors of a lost member get their layers back by attempts that nobody asked for. They are
 followed from the moment when their members are asked, under the id of the attempt.
@@ -31,6 +32,7 @@ from services.core.groups.records import Records
 from services.core.groups.state import GroupState, ProtocolConfig
 from services.core.groups.vocabulary import (
     AbortMember,
+    CalledOff,
     PrepareMembers,
     ReconfigurationCommitted,
     ReconfigurationFailed,
@@ -57,8 +59,10 @@ class ChangePhase(StrEnum):
 
 TRANSITIONS = {
     (ChangePhase.QUEUED, ChangePhase.PREPARING),
+    (ChangePhase.QUEUED, ChangePhase.FAILED),
     (ChangePhase.PREPARING, ChangePhase.BLOCKED),
     (ChangePhase.BLOCKED, ChangePhase.PREPARING),
+    (ChangePhase.BLOCKED, ChangePhase.FAILED),
     (ChangePhase.PREPARING, ChangePhase.COMMITTED),
     (ChangePhase.PREPARING, ChangePhase.FAILED),
     (ChangePhase.COMMITTED, ChangePhase.STABLE),
@@ -105,6 +109,15 @@ class ChangeAsked:
 
 
 @dataclass(frozen=True, slots=True)
+class ChangeCalledOff:
+    """Nobody wants the change to `targets` any more; a commit under way is not stopped."""
+
+    now_s: float
+    targets: Targets
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class MemberSeen:
     """The epoch that a worker reports to serve, and whether it is done with its last change."""
 
@@ -122,8 +135,8 @@ class MembersSeen:
     members: tuple[MemberSeen, ...]
 
 
-Event = GroupEvent | ChangeAsked | MembersSeen
-"""`ChangeAsked` takes the place of the protocol's `Reconfigure`."""
+Event = GroupEvent | ChangeAsked | ChangeCalledOff | MembersSeen
+"""`ChangeAsked` takes the place of the protocol's `Reconfigure`, the next that of `CalledOff`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,6 +216,8 @@ class CoordinatorState:
                     event.change_id, event.targets, event.urgent, event.traceparent
                 )
                 commands: list[Command] = []
+            case ChangeCalledOff():
+                commands = self._call_off(event)
             case MembersSeen():
                 commands = self._see(event)
             case _:
@@ -255,6 +270,18 @@ class CoordinatorState:
             if change.urgent or turns < self.config.running_max:
                 change.blocked_until_s = now_s + self.config.blocked_max_s
                 commands += self._begin(change, now_s)
+        return commands
+
+    def _call_off(self, event: ChangeCalledOff) -> list[Command]:
+        """End a change that waits or prepares; its members go on as they are."""
+        commands: list[Command] = []
+        for change in list(self._changes.values()):
+            if change.targets != event.targets:
+                continue
+            if change.phase is ChangePhase.PREPARING:
+                commands += self._advance(CalledOff(event.now_s, change.change_id, event.reason))
+            elif change.phase in (ChangePhase.QUEUED, ChangePhase.BLOCKED):
+                commands += self._end(change, ChangePhase.FAILED, event.reason)
         return commands
 
     def _begin(self, change: _Change, now_s: float) -> list[Command]:

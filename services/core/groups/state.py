@@ -11,6 +11,11 @@ prepare itself, commit. A failure before the commit leaves everything as it was.
 removes marks of other coordinators. When a member of a merged group is lost, the group is DEGRADED:
 each survivor gets a record of its own with the layers that it holds, serves nothing, and comes back
 by an attempt that gives it all layers.
+
+A group may be stuck although all its members are registered: a lane between two is cut, a process
+stands still, or its lease has yet to end. Its members say so (`GroupStuck`). It is made anew with
+the same members, which connect again and keep their KV; if that fails, it is treated like a group
+that has lost a member. Both are safe whoever lives, since epochs fence what the others do.
 """
 
 from dataclasses import dataclass, field, replace
@@ -22,15 +27,18 @@ from services.core.groups.layer_map import Stage
 from services.core.groups.reconfiguration import refusal, sources_of, target_groups
 from services.core.groups.records import Records
 from services.core.groups.settlement import settle
+from services.core.groups.stuck import Stuck
 from services.core.groups.vocabulary import (
     FLOOR_KEY,
     AbortMember,
+    CalledOff,
     ChangeRefused,
     ClusterListed,
     Command,
     Event,
     Group,
     GroupPhase,
+    GroupStuck,
     LeadershipChanged,
     MemberAnswered,
     ReconfigurationCommitted,
@@ -49,10 +57,12 @@ from services.core.groups.vocabulary import (
 class ProtocolConfig:
     """How long members may prepare, and how long they are left alone after an abort.
 
-    Records of workers that have not been registered for `gone_after_s` are removed.
+    Members of a stuck group have `renew_timeout_s` to connect again. Records of workers that have
+    not been registered for `gone_after_s` are removed.
     """
 
     prepare_timeout_s: float = 60.0
+    renew_timeout_s: float = 2.0
     backoff_s: float = 1.0
     backoff_max_s: float = 30.0
     gone_after_s: float = 3600.0
@@ -77,6 +87,7 @@ class GroupState:
     _unread: set[str] = field(default_factory=set)
     _backoff: Backoff = field(default_factory=Backoff)
     _departed: Departed = field(default_factory=Departed)
+    _stuck: Stuck = field(default_factory=Stuck)
     _transactions_begun: int = 0
     _attempts_begun: int = 0
 
@@ -94,10 +105,14 @@ class GroupState:
                 commands += self._change_leader(event.token)
             case Reconfigure():
                 commands += self._reconfigure(event)
+            case CalledOff():
+                commands += self._call_off(event)
             case MemberAnswered():
                 commands += self._take_answer(event)
             case TransactionFinished():
                 commands += self._finish_transaction(event)
+            case GroupStuck():
+                self._stuck.note(self.records, event)
             case TimePassed():
                 pass
         return commands + self._decide()
@@ -159,6 +174,14 @@ class GroupState:
         keys = worker_keys(names) | group_keys(sources_of(self.records, targets))
         return bool(keys & self._busy())
 
+    def _call_off(self, event: CalledOff) -> list[Command]:
+        """End an attempt before its commit; its workers have not failed, so nobody backs off."""
+        for attempt in self._attempts.values():
+            is_open = attempt.phase in (AttemptPhase.MARKING, AttemptPhase.PREPARING)
+            if is_open and attempt.request_id == event.request_id:
+                return [self._end(attempt, event.reason)]
+        return []
+
     def _take_answer(self, answer: MemberAnswered) -> list[Command]:
         """An answer to another attempt, or from another incarnation, has no effect."""
         attempt = self._attempts.get(answer.attempt)
@@ -193,8 +216,8 @@ class GroupState:
         if attempt.phase is AttemptPhase.MARKING:
             attempt.move(AttemptPhase.PREPARING)
             attempt.marked_revision = revision
-            attempt.deadline_s = self._now_s + self.config.prepare_timeout_s
-            return [attempt.prepare(self.config.prepare_timeout_s)]
+            attempt.deadline_s = self._now_s + self._timeout_s(attempt)
+            return [attempt.prepare(self._timeout_s(attempt))]
         attempt.move(AttemptPhase.COMMITTED)
         del self._attempts[attempt.attempt_id]
         self._backoff.succeeded(attempt.workers)
@@ -243,26 +266,35 @@ class GroupState:
         return transaction
 
     def _abort(self, attempt: Attempt, reason: str) -> list[Command]:
-        """Forget the attempt; its marks are then nobody's, and are removed as such."""
-        attempt.move(AttemptPhase.ABORTED)
-        del self._attempts[attempt.attempt_id]
+        if self._stuck.renewal_failed(attempt):
+            return [self._end(attempt, reason)]  # its members are on their own now
         self._backoff.failed(
             attempt.workers, self._now_s, self.config.backoff_s, self.config.backoff_max_s
         )
-        return [ReconfigurationFailed(attempt.request_id, reason)]
+        return [self._end(attempt, reason)]
+
+    def _end(self, attempt: Attempt, reason: str) -> ReconfigurationFailed:
+        """Forget the attempt; its marks are then nobody's, and are removed as such."""
+        attempt.move(AttemptPhase.ABORTED)
+        del self._attempts[attempt.attempt_id]
+        return ReconfigurationFailed(attempt.request_id, reason)
 
     def _abort_what_cannot_be(self) -> list[Command]:
         commands: list[Command] = []
         for attempt in list(self._attempts.values()):
             if attempt.phase is not AttemptPhase.PREPARING:
                 continue
-            reason = attempt.change_in(self.records)
+            reason = attempt.change_in(self.records) or self._stuck.reason_against(attempt)
             if reason is None and self._now_s >= attempt.deadline_s:
                 silent = ", ".join(sorted(attempt.workers.keys() - attempt.ready))
-                reason = f"{silent} was not ready within {self.config.prepare_timeout_s:g} s"
+                reason = f"{silent} was not ready within {self._timeout_s(attempt):g} s"
             if reason is not None:
                 commands += self._abort(attempt, reason)
         return commands
+
+    def _timeout_s(self, attempt: Attempt) -> float:
+        renewal = self._stuck.is_renewal(attempt)
+        return self.config.renew_timeout_s if renewal else self.config.prepare_timeout_s
 
     # --- groups as they should be
 
@@ -282,7 +314,7 @@ class GroupState:
     def _mend(self, group_id: str, busy: set[str]) -> list[Command]:
         """What a live group without an attempt of ours needs."""
         stored = self.records.groups[group_id]
-        if not self.records.is_sound(group_id):
+        if not self.records.is_sound(group_id) or self._stuck.is_hopeless(stored.group):
             names = {member.worker_id for member in stored.group.members}
             return self._settle(group_id, names, busy)
         if stored.group.attempt:
@@ -295,7 +327,20 @@ class GroupState:
             return [self._track(removal)]
         if stored.group.phase is GroupPhase.DEGRADED:
             return self._restore(stored.group, busy)
+        if self._stuck.is_stuck(stored.group):
+            return self._renew(stored.group, busy)
         return []
+
+    def _renew(self, group: Group, busy: set[str]) -> list[Command]:
+        """Make a stuck group anew with the same members."""
+        names = {member.worker_id for member in group.members}
+        if busy & worker_keys(names):
+            return []
+        stages = tuple(Stage(m.worker_id, m.first_layer, m.end_layer) for m in group.members)
+        transaction = self._begin(None, (stages,))
+        self._stuck.renewing(group, self._attempts[self._committing[transaction.transaction_id]])
+        busy |= transaction.touched | worker_keys(names)
+        return [transaction]
 
     def _restore(self, group: Group, busy: set[str]) -> list[Command]:
         """Give a survivor all its layers back."""

@@ -139,6 +139,15 @@ class Reconfigure:
 
 
 @dataclass(frozen=True, slots=True)
+class CalledOff:
+    """Nobody wants the change `request_id` any more; a commit under way is not stopped."""
+
+    now_s: float
+    request_id: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class MemberAnswered:
     """A member has prepared itself (`ready`), or will not: `reason`."""
 
@@ -163,6 +172,17 @@ class TransactionFinished:
 
 
 @dataclass(frozen=True, slots=True)
+class GroupStuck:
+    """A worker reports that its group, at `epoch`, cannot go on as it is: `reason`, for people."""
+
+    now_s: float
+    worker_id: str
+    incarnation: str
+    epoch: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class TimePassed:
     """Nothing else happened; deadlines may have passed."""
 
@@ -173,8 +193,10 @@ Event = (
     ClusterListed
     | LeadershipChanged
     | Reconfigure
+    | CalledOff
     | MemberAnswered
     | TransactionFinished
+    | GroupStuck
     | TimePassed
 )
 

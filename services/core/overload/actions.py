@@ -24,6 +24,8 @@ from services.core.overload.worker_facts import WorkerFacts
 from services.core.report import EngineReport
 from services.core.steadiness import SelfWatch, Steadiness
 
+LOAD_IS_BACK = "called off: load has returned"
+
 
 @dataclass(slots=True)
 class ActionState:
@@ -37,6 +39,8 @@ class ActionState:
     _self_watch: SelfWatch = field(default_factory=SelfWatch)
     _present: dict[str, str] = field(default_factory=dict)  # incarnations of workers that speak
     _changing: set[str] = field(default_factory=set)
+    _splits: list[Change] = field(default_factory=list)  # that run
+    _called_off: set[Change] = field(default_factory=set)  # of these
     _gains: dict[tuple[str, ...], tuple[str, int]] = field(default_factory=dict)  # model, tokens
 
     def see(self, incarnations: Mapping[str, str], now_s: float) -> None:
@@ -74,18 +78,33 @@ class ActionState:
                 changes = self._merges(decision, coming, groups, facts, reports, now_s)
         except NoPlan as error:
             return ActionPlan((), max(0, missing) if for_all else None, str(error))
+        if decision.action is Action.SPLIT:
+            self._splits += changes
         for change in changes:
             self._changing.update(change.group_ids)
             self._gains[change.group_ids] = model, change.gain_tokens
         missing -= sum(change.gain_tokens for change in changes)
         return ActionPlan(tuple(changes), max(0, missing) if for_all else None)
 
+    def to_call_off(self, decision: Decision) -> list[Change]:
+        """The splits that run and that a decision calls off; call `ended` when they have ended."""
+        found = [one for one in self._splits if one.group_ids[0] in decision.group_ids]
+        self._called_off.update(found)
+        return found
+
     def ended(self, change: Change, is_stable: bool, now_s: float) -> None:
-        """A change is over: all members serve it, or it has failed."""
+        """A change is over: all members serve it, or it has failed.
+
+        One that was called off is no failure: nobody backs off.
+        """
         self._changing.difference_update(change.group_ids)
         del self._gains[change.group_ids]
+        if change in self._splits:
+            self._splits.remove(change)
         names = [stage.worker_id for target in change.targets for stage in target]
-        if is_stable:
+        called_off = change in self._called_off
+        self._called_off.discard(change)
+        if is_stable or called_off:
             self._failed.succeeded(names)
         else:
             self._failed.failed(names, now_s, self.backoff_s, self.backoff_max_s)

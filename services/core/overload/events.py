@@ -11,6 +11,8 @@ class Action(StrEnum):
 
     MERGE = "merge"
     SPLIT = "split"
+    # A split that is being prepared is given up, since load has returned.
+    CALL_OFF = "call_off"
     # Demand that all merges together cannot meet: more instances are needed.
     EXHAUSTED = "exhausted"
 
@@ -203,7 +205,7 @@ class Why:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """A decision: merges have to gain `needed_tokens` of KV, or `group_ids` split.
+    """A decision: merges have to gain `needed_tokens` of KV, or `group_ids` split, or do not.
 
     A merge with `group_ids` is for these groups, which are full while others have room. After a
     change by hand `group_ids` are the groups that were merged or split.

@@ -9,6 +9,8 @@ does not count. A drop only adds capacity, so demand is never overload and subsi
 times, and a longer one after each split that was too early, keep merges and splits from taking
 turns.
 A merged group with a leaving member is split immediately, without dwell time.
+A split takes its group's capacity away while it is prepared. If that becomes an overload, the split
+is called off; a split because a member leaves is not.
 """
 
 from collections.abc import Sequence
@@ -46,7 +48,8 @@ class _Model:
     `rate_tokens_per_s`: KV that arriving requests need; `growth_tokens_per_s`: how fast demand
     rises, departures included; both smoothed. `mean_demand_tokens` is None after a change of
     groups. `held_s`: until when an action by hand stands. `leaving_s`: until when a split, decided
-    because a member leaves, has time to show, by group.
+    because a member leaves, has time to show, by group. `splitting`: groups of a split for subsided
+    demand, until they have split.
     """
 
     split_dwell_s: float
@@ -65,6 +68,7 @@ class _Model:
     calm_since_s: float | None = None
     held_s: dict[Action, float] = field(default_factory=dict)
     leaving_s: dict[str, float] = field(default_factory=dict)
+    splitting: frozenset[str] = frozenset()
 
     def forecast_tokens(self, lookahead_s: float) -> int:
         """Net arrivals within the look-ahead: what arrives less what leaves, at least 0."""
@@ -161,6 +165,8 @@ class OverloadMonitor:
             state.settles_s = now_s + self.config.report_s
             state.overloaded_since_s = state.subsided_since_s = None
             ids = {group.group_id for group in groups}
+            merged = {group.group_id for group in groups if len(group.worker_ids) > 1}
+            state.splitting &= merged
             state.leaving_s = {one: s for one, s in state.leaving_s.items() if one in ids}
         state.layout, state.standing = layout, standing
 
@@ -181,12 +187,13 @@ class OverloadMonitor:
         config, state = self.config, self._models[name]
         subsided_tokens = self._subsided_tokens(numbers)
         low = numbers.expected_tokens < subsided_tokens
+        state.splitting -= set(self._left(name))
         short = numbers.expected_tokens > numbers.capacity_tokens or numbers.stuck_tokens > 0
         overloaded = numbers.waiting > 0 and short and not low
         splits = self._splits(name)
         subsided = low and bool(splits)
         self._note_calm(state, not overloaded, now_s)
-        if now_s < state.settles_s:
+        if now_s < state.settles_s and not state.splitting:
             return None
         state.overloaded_since_s = _since(overloaded, state.overloaded_since_s, now_s)
         state.subsided_since_s = _since(subsided, state.subsided_since_s, now_s)
@@ -194,7 +201,10 @@ class OverloadMonitor:
             held_s, dwell_s = _held_s(state.overloaded_since_s, now_s), config.overload_dwell_s
             if held_s >= dwell_s:
                 why = Why(Cause.OVERLOAD, numbers.capacity_tokens, held_s, dwell_s, numbers)
-                return self._merge(name, why, now_s)
+                act = self._call_off if state.splitting else self._merge
+                return act(name, why, now_s)
+        if now_s < state.settles_s:
+            return None
         if subsided and now_s >= state.held_s.get(Action.MERGE, now_s):
             held_s, dwell_s = _held_s(state.subsided_since_s, now_s), state.split_dwell_s
             if held_s >= dwell_s:
@@ -243,14 +253,25 @@ class OverloadMonitor:
             return self._exhaust(name, why, needed, now_s)
         state.settles_s = now_s + config.settle_s
         regretted = state.split_s is not None and now_s - state.split_s < config.regret_s
-        longest = max(config.split_dwell_s, config.split_dwell_max_s)
-        state.split_dwell_s = (
-            min(2 * state.split_dwell_s, longest) if regretted else config.split_dwell_s
-        )
+        state.split_dwell_s = self._longer_dwell_s(state) if regretted else config.split_dwell_s
         full: tuple[str, ...] = ()
         if why.numbers.expected_tokens <= why.numbers.capacity_tokens:
             full = tuple(one.group_id for one in self._staying(name) if one.stuck_tokens)
         return Decision(now_s, name, Action.MERGE, why, needed, full)
+
+    def _call_off(self, name: str, why: Why, now_s: float) -> Decision:
+        """Give a split up that was decided too early."""
+        state = self._models[name]
+        names, state.splitting = tuple(sorted(state.splitting)), frozenset()
+        state.settles_s = now_s + self.config.report_s
+        state.split_dwell_s = self._longer_dwell_s(state)
+        state.split_s = state.overloaded_since_s = None
+        return Decision(now_s, name, Action.CALL_OFF, why, group_ids=names)
+
+    def _longer_dwell_s(self, state: _Model) -> float:
+        """The dwell time after a split that is regretted."""
+        longest = max(self.config.split_dwell_s, self.config.split_dwell_max_s)
+        return min(2 * state.split_dwell_s, longest)
 
     def _note_planned(self, planned: MergesPlanned) -> list[Decision]:
         """Tell, once per overload, that all merges gain too little."""
@@ -280,6 +301,7 @@ class OverloadMonitor:
         state = self._models[name]
         state.settles_s = now_s + self.config.settle_s
         state.split_s = now_s
+        state.splitting = frozenset(splits).difference(self._left(name))
         return Decision(now_s, name, Action.SPLIT, why, group_ids=splits)
 
     def _splits(self, name: str) -> tuple[str, ...]:

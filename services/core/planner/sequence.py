@@ -96,7 +96,7 @@ class Sequence:
     absent: frozenset[int] = _NOTHING
     sample_due: bool = False
     turn: int = 0  # the microbatch that ran it last
-    begun: bool = False  # it has had blocks, here or at another leader
+    begun: bool = field(init=False)  # it has had blocks, here or at another leader
     overtaken: int = 0  # by younger ones, while it waited at this leader
     told: int | None = None
     logprobs: list[LogprobRows] = field(default_factory=list)
@@ -112,8 +112,9 @@ class Sequence:
     _reads_output: bool = field(init=False)
 
     def __post_init__(self) -> None:
-        self.token_ids = list(self.request.prompt_ids)
-        self.prompt_tokens = len(self.token_ids)
+        self.token_ids = [*self.request.prompt_ids, *self.request.output_ids]
+        self.prompt_tokens = len(self.request.prompt_ids)
+        self.begun = bool(self.request.output_ids)
         self.tokens_max = self.prompt_tokens + self.request.limits.max_tokens
         self._reads_output = self.request.sampling.reads_output
         if self.request.logprobs.prompt is not None:
@@ -123,7 +124,7 @@ class Sequence:
     def restore(cls, state: SequenceState) -> "Sequence":
         """The sequence as `state` describes it."""
         sequence = cls(state.request, state.ordinal, state.arrival_s)
-        sequence.token_ids += state.output_ids
+        sequence.token_ids[sequence.prompt_tokens :] = state.output_ids
         sequence.computed = state.computed
         sequence.blocks = state.blocks
         sequence.begun = bool(state.blocks or state.output_ids)

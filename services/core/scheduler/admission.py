@@ -4,7 +4,7 @@ import math
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from services.core.ask import RefusalReason
+from services.core.ask import AVOIDED_MAX, RefusalReason
 from services.core.prefix.block_hash import THIN_MAX
 from services.core.scheduler.group_table import GroupTable, ModelGroups
 from services.core.scheduler.queue import Waiting, WaitQueue
@@ -57,13 +57,15 @@ class Admission:
     ) -> NotAdmitted | None:
         """Why a request for `model` may not wait; None if it may. `placed`: as in Waiting.
 
-        For want of room only newcomers are refused.
+        For want of room only newcomers are refused. One that has run waits also for workers that
+        are away, since they may come back; its gateway knows for how long.
         """
-        if model is None:
-            refused = check_model(ask.model, self.groups.models, self.groups.served_before)
-        else:
+        refused = None
+        if model is not None:
             refused = check_size(ask.prompt_tokens, ask.max_tokens, model.index.tokens_max)
-        if refused is not None:
+        elif not ask.resumed:
+            refused = check_model(ask.model, self.groups.models, self.groups.served_before)
+        if refused is not None or ask.resumed:
             return refused
         if ask.now_s - arrival_s >= self.queue_deadline_s:
             return self._expired()
@@ -83,9 +85,7 @@ class Admission:
         group can hold it: it may have been asked before any group of its model was known.
         """
         oldest = self.queue.oldest(name)
-        if oldest is None:
-            return None
-        if now_s - oldest.arrival_s >= self.queue_deadline_s:
+        if oldest is not None and now_s - oldest.arrival_s >= self.queue_deadline_s:
             return oldest, self._expired()
         model, head = self.groups.of_model(name), self.queue.head(name)
         if model is None or head is None:
@@ -142,6 +142,8 @@ def check_fields(ask: Asked) -> NotAdmitted | None:
         cause = f"waited_s is {ask.waited_s}, but must be 0 or more"
     elif len(ask.prefix.hashes) > THIN_MAX:
         cause = f"there are {len(ask.prefix.hashes)} hashes of its prefix, above {THIN_MAX}"
+    elif len(ask.avoided) > AVOIDED_MAX or not math.isfinite(ask.avoided_s):
+        cause = f"avoided_addresses must be at most {AVOIDED_MAX}, and avoided_s finite"
     elif ask.failed is not None and ask.failed.epoch < 0:
         cause = f"refused_epoch is {ask.failed.epoch}, but must be 0 or more"
     elif (fault := ask.service.fault()) is not None:

@@ -10,13 +10,15 @@ from collections.abc import Callable
 from services.core.request import admission_blocks
 from services.core.scheduler.group_load import GroupLoad
 
+NOBODY: frozenset[str] = frozenset()
+
 Score = tuple[float, ...]
 ScoreFunction = Callable[[GroupLoad], Score]
 
 
 def serves(load: GroupLoad, now_s: float) -> bool:
-    """Filter: the group's worker has reported lately, at this epoch."""
-    return load.is_fresh(now_s)
+    """Filter: the group's worker has reported lately, at this epoch, and no request is alone."""
+    return load.is_fresh(now_s) and not load.is_kept(now_s)
 
 
 def could_hold(load: GroupLoad, prompt_tokens: int, max_tokens: int) -> bool:

@@ -10,7 +10,14 @@ from itertools import islice
 from math import inf
 
 from services.core.request import admission_blocks
-from services.core.scheduler.dispatch import Score, ScoreFunction, could_hold, has_room, serves
+from services.core.scheduler.dispatch import (
+    NOBODY,
+    Score,
+    ScoreFunction,
+    could_hold,
+    has_room,
+    serves,
+)
 from services.core.scheduler.group_load import GroupLoad
 
 FEW = 64
@@ -102,13 +109,19 @@ class GroupIndex:
         return min(self._tokens.values())
 
     def pick(
-        self, prompt_tokens: int, max_tokens: int, now_s: float, below_tokens: float = inf
+        self,
+        prompt_tokens: int,
+        max_tokens: int,
+        now_s: float,
+        below_tokens: float = inf,
+        avoided: frozenset[str] = NOBODY,
     ) -> GroupLoad | None:
         """The group with the best score among those that can start the request now, or None.
 
-        Only groups count that could not hold a sequence of `below_tokens`.
+        Only groups count that could not hold a sequence of `below_tokens`, and whose address is
+        not `avoided`.
         """
-        found = self.best(prompt_tokens, max_tokens, now_s, below_tokens)
+        found = self.best(prompt_tokens, max_tokens, now_s, below_tokens, avoided)
         return found[0] if found else None
 
     def best(
@@ -117,6 +130,7 @@ class GroupIndex:
         max_tokens: int,
         now_s: float,
         below_tokens: float = inf,
+        avoided: frozenset[str] = NOBODY,
         most: int = 1,
     ) -> list[GroupLoad]:
         """Up to `most` groups as `pick` would pick them one after the other, the best first."""
@@ -128,11 +142,25 @@ class GroupIndex:
                 ranked
                 for ranked in self._with_room(places, needed)
                 if self.can_start(
-                    self.loads[ranked[-1]], prompt_tokens, max_tokens, now_s, below_tokens
+                    self.loads[ranked[-1]],
+                    prompt_tokens,
+                    max_tokens,
+                    now_s,
+                    below_tokens,
+                    avoided,
                 )
             )
             found += islice(able, most)
         return [self.loads[ranked[-1]] for ranked in sorted(found)[:most]]
+
+    def idle(self, prompt_tokens: int, max_tokens: int, now_s: float) -> GroupLoad | None:
+        """As `pick`, among the groups in which nothing runs or waits."""
+        able = [
+            self._ranked(load)
+            for load in self.loads.values()
+            if load.is_idle and self.can_start(load, prompt_tokens, max_tokens, now_s)
+        ]
+        return self.loads[min(able)[-1]] if able else None
 
     @staticmethod
     def can_start(
@@ -141,12 +169,14 @@ class GroupIndex:
         max_tokens: int,
         now_s: float,
         below_tokens: float = inf,
+        avoided: frozenset[str] = NOBODY,
     ) -> bool:
-        """Whether a group passes all filters; `below_tokens` as in `pick`."""
+        """Whether a group passes all filters; `below_tokens` and `avoided` as in `pick`."""
         return (
             has_room(load, prompt_tokens, max_tokens)
             and could_hold(load, prompt_tokens, max_tokens)
             and load.tokens_max < below_tokens
+            and load.group.address not in avoided
             and serves(load, now_s)
         )
 

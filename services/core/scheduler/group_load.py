@@ -10,6 +10,8 @@ from services.core.scheduler.vocabulary import LoadReported, ServingGroup
 REPORT_FRESH_S = 3.0
 RESERVATION_S = 5.0
 GROWTH_BLOCKS = 0.5
+KEPT_S = 10.0
+"""Longest that a group takes nothing beside a request that is to be alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +43,9 @@ class GroupLoad:
     _newest: int = 0
     _heard_s: float = -math.inf
     _spoken_s: float = math.inf  # at whatever epoch
+    # A request that is to be alone here, and until when at most.
+    _kept_for: str = ""
+    _kept_until_s: float = -math.inf
 
     def note_report(self, reported: LoadReported) -> bool:
         """Take a report of this group's worker; returns whether its load counts from now on.
@@ -63,6 +68,8 @@ class GroupLoad:
             return False
         self._newest = report.number
         self._report = report if current else None
+        if current and self._kept_for not in self._reserved and not report.load.prefill_tokens:
+            self._kept_for = ""  # it has run: what it does to an engine has been done
         return current
 
     def forget_report(self) -> None:
@@ -72,6 +79,19 @@ class GroupLoad:
     def is_fresh(self, now_s: float) -> bool:
         """Whether the worker has reported at this epoch within `REPORT_FRESH_S`."""
         return self._report is not None and now_s - self._heard_s <= REPORT_FRESH_S
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request runs, waits or is on its way, as last reported."""
+        return self._report is not None and self.sequences == 0
+
+    def keep_for(self, request_id: str, now_s: float) -> None:
+        """Take nothing beside a request that is on its way, until it has a token."""
+        self._kept_for, self._kept_until_s = request_id, now_s + KEPT_S
+
+    def is_kept(self, now_s: float) -> bool:
+        """Whether another request is to be alone here."""
+        return bool(self._kept_for) and now_s < self._kept_until_s
 
     def is_silent(self, now_s: float) -> bool:
         """Whether its worker has reported, at whatever epoch, but not lately."""

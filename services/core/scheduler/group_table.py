@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from services.core.ask import Ask
 from services.core.cost.model import CostModel
 from services.core.scheduler.demand import DemandMeter
-from services.core.scheduler.dispatch import ScoreFunction
+from services.core.scheduler.dispatch import NOBODY, ScoreFunction
 from services.core.scheduler.group_index import GroupIndex
 from services.core.scheduler.group_load import GroupLoad
 from services.core.scheduler.prefix_ranking import PrefixRanking
@@ -27,11 +27,21 @@ class ModelGroups:
     meter: DemandMeter
     prefixes: PrefixRanking | None = None
 
-    def pick(self, ask: Ask, now_s: float, below_tokens: float) -> GroupLoad | None:
-        """The group that is to take a request, or None; `below_tokens` as in `GroupIndex.pick`."""
+    def pick(
+        self, ask: Ask, now_s: float, below_tokens: float, avoided: frozenset[str] = NOBODY
+    ) -> GroupLoad | None:
+        """The group that is to take a request, or None; `below_tokens` as in `GroupIndex.pick`.
+
+        Workers at `avoided` addresses take it only if no other one serves.
+        """
+        loads = self.index.loads.values()
+        if avoided and not any(
+            load.is_fresh(now_s) and load.group.address not in avoided for load in loads
+        ):
+            avoided = NOBODY
         if self.prefixes is not None:
-            return self.prefixes.pick(self.index, ask, now_s, below_tokens)
-        return self.index.pick(ask.prompt_tokens, ask.max_tokens, now_s, below_tokens)
+            return self.prefixes.pick(self.index, ask, now_s, below_tokens, avoided)
+        return self.index.pick(ask.prompt_tokens, ask.max_tokens, now_s, below_tokens, avoided)
 
     def reserve(self, load: GroupLoad, ask: Ask, blocks: int, now_s: float) -> int:
         """Hold blocks for a new assignment; returns how many of its tokens are not yet cached."""

@@ -12,6 +12,7 @@ from math import inf
 from services.core.ask import Ask
 from services.core.cost.model import CostModel
 from services.core.report import Load, LoadReport
+from services.core.scheduler.dispatch import NOBODY
 from services.core.scheduler.group_index import GroupIndex
 from services.core.scheduler.group_load import GroupLoad
 from services.core.scheduler.hit_trust import HitTrust
@@ -41,6 +42,10 @@ def predicted_ttft_s(
     return cost.chunk_s(hit_tokens, new) + (
         waiting * token_s / load.group.members + iterations * decodes_s
     )
+
+
+Wanted = tuple[int, int, float, float, frozenset[str]]
+"""Arguments of `GroupIndex.best` and `GroupIndex.can_start`."""
 
 
 @dataclass(slots=True)
@@ -91,17 +96,22 @@ class PrefixRanking:
         return min(ask.prompt_tokens - 1, int(factor * self._matched_tokens(load, ask)))
 
     def pick(
-        self, groups: GroupIndex, ask: Ask, now_s: float, below_tokens: float = inf
+        self,
+        groups: GroupIndex,
+        ask: Ask,
+        now_s: float,
+        below_tokens: float = inf,
+        avoided: frozenset[str] = NOBODY,
     ) -> GroupLoad | None:
         """The group that is to take a request, or None if none can start it now.
 
         It is the one with the best score among those whose predicted TTFT is the lowest, or ties.
-        `below_tokens` as in `GroupIndex.pick`.
+        `below_tokens` and `avoided` as in `GroupIndex.pick`.
         """
-        wanted = ask.prompt_tokens, ask.max_tokens, now_s, below_tokens
+        wanted = ask.prompt_tokens, ask.max_tokens, now_s, below_tokens, avoided
         found = {load.group.group_id: load for load in groups.best(*wanted, most=CANDIDATES)}
         if len(found) == CANDIDATES:
-            for group_id in self._longest(groups, ask, now_s, below_tokens):
+            for group_id in self._longest(groups, ask, wanted):
                 found[group_id] = groups.loads[group_id]
         steady = [load for load in found.values() if not load.flaps] or list(found.values())
         if len(steady) < 2:
@@ -116,7 +126,8 @@ class PrefixRanking:
         group_id = load.group.group_id
         computed = ask.prompt_tokens - self.hit_tokens(load, ask)
         matched = min(ask.prompt_tokens - 1, self._matched_tokens(load, ask))
-        self._trust[group_id].note_sent(ask.prompt_tokens, matched)
+        if not ask.resumed:  # a worker does not count the hits of a request that has run before
+            self._trust[group_id].note_sent(ask.prompt_tokens, matched)
         self.index.fill(group_id, ask.prefix)
         return computed
 
@@ -124,11 +135,8 @@ class PrefixRanking:
         """Raise AssertionError if the index contradicts itself."""
         self.index.check_invariants()
 
-    def _longest(
-        self, groups: GroupIndex, ask: Ask, now_s: float, below_tokens: float
-    ) -> list[str]:
+    def _longest(self, groups: GroupIndex, ask: Ask, wanted: Wanted) -> list[str]:
         """Some groups that can start the request, of those with the longest match."""
-        wanted = ask.prompt_tokens, ask.max_tokens, now_s, below_tokens
         matching = islice(self.index.longest(ask.prefix), MATCHES_EXAMINED)
         able = (one for one in matching if groups.can_start(groups.loads[one], *wanted))
         return list(islice(able, CANDIDATES))

@@ -1,10 +1,15 @@
-"""Requests that wait: a line for each model, in the order that a policy gives."""
+"""Requests that wait: a line for each model, in the order that a policy gives.
+
+Requests that have run go before all others, and have no deadline here.
+"""
 
 from bisect import bisect_left, insort
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from math import inf
 
 from services.core.line_order import LineKey, LineOrder, by_arrival
+from services.core.scheduler.dispatch import NOBODY
 from services.core.scheduler.vocabulary import Asked
 
 
@@ -15,7 +20,8 @@ class Waiting:
     `stream_id` is where its answer goes: that of the latest ask. `start_tokens` of KV must be free
     before it can run. `overtaken` counts requests behind it in the line that were assigned before
     it; `returns` counts workers that have given it back. One that is `placed` was assigned before:
-    by a return, or by a change of groups, it is here again.
+    by a return, a change of groups or the loss of a worker, it is here again. Until `alone_until_s`
+    it may start only where nothing else runs.
     """
 
     ask: Asked
@@ -25,6 +31,13 @@ class Waiting:
     overtaken: int = 0
     returns: int = 0
     placed: bool = False
+    alone_until_s: float = -inf
+
+    def avoided(self, now_s: float) -> frozenset[str]:
+        """Addresses of workers that its gateway does not want now."""
+        if not self.ask.avoided or now_s >= self.ask.now_s + self.ask.avoided_s:
+            return NOBODY
+        return frozenset(self.ask.avoided)
 
 
 @dataclass(slots=True)
@@ -32,7 +45,7 @@ class _Line:
     """The requests of one model. Entries end in a number, by which equals keep their order."""
 
     by_key: list[tuple[LineKey, int, str]] = field(default_factory=list)
-    by_arrival: list[tuple[float, int, str]] = field(default_factory=list)
+    by_arrival: list[tuple[float, int, str]] = field(default_factory=list)  # resumed ones last
     start_tokens: int = 0
 
 
@@ -77,13 +90,15 @@ class WaitQueue:
         return next(self.line(model), None)
 
     def oldest(self, model: str) -> Waiting | None:
-        """The longest-waiting request for `model`, wherever it stands in the line, or None."""
+        """The longest-waiting request for `model` that can expire, wherever it stands, or None."""
         line = self._lines.get(model)
-        return self._live[line.by_arrival[0][-1]][1] if line is not None else None
+        found = self._live[line.by_arrival[0][-1]][1] if line is not None else None
+        return None if found is None or found.ask.resumed else found
 
     def oldest_arrival_s(self) -> float | None:
-        """When the longest-waiting request of all arrived, or None."""
-        return min((line.by_arrival[0][0] for line in self._lines.values()), default=None)
+        """When the longest-waiting request of all that can expire arrived, or None."""
+        oldest = [waiting for model in self._lines if (waiting := self.oldest(model)) is not None]
+        return min((waiting.arrival_s for waiting in oldest), default=None)
 
     def push(self, waiting: Waiting) -> None:
         """Add a request whose id is not in the queue."""
@@ -93,7 +108,7 @@ class WaitQueue:
         self._live[ask.request_id] = (number, waiting)
         line = self._lines.setdefault(ask.model, _Line())
         insort(line.by_key, (self._key(waiting), number, ask.request_id))
-        insort(line.by_arrival, (waiting.arrival_s, number, ask.request_id))
+        insort(line.by_arrival, (_expires_in_order(waiting), number, ask.request_id))
         line.start_tokens += waiting.start_tokens
         self._by_stream.setdefault(waiting.stream_id, set()).add(ask.request_id)
 
@@ -111,7 +126,8 @@ class WaitQueue:
         model = waiting.ask.model
         line = self._lines[model]
         del line.by_key[bisect_left(line.by_key, (self._key(waiting), number, request_id))]
-        del line.by_arrival[bisect_left(line.by_arrival, (waiting.arrival_s, number, request_id))]
+        expiry = (_expires_in_order(waiting), number, request_id)
+        del line.by_arrival[bisect_left(line.by_arrival, expiry)]
         line.start_tokens -= waiting.start_tokens
         if not line.by_key:
             del self._lines[model]
@@ -126,7 +142,7 @@ class WaitQueue:
             assert request_id == waiting.ask.request_id
             assert request_id in self._by_stream[waiting.stream_id]
             assert (self._key(waiting), number, request_id) in line.by_key
-            assert (waiting.arrival_s, number, request_id) in line.by_arrival
+            assert (_expires_in_order(waiting), number, request_id) in line.by_arrival
         assert sum(len(line.by_key) for line in self._lines.values()) == len(self._live)
         assert sum(map(len, self._by_stream.values())) == len(self._live)
         for model, line in self._lines.items():
@@ -136,10 +152,15 @@ class WaitQueue:
             assert line.start_tokens == tokens[model]
 
     def _key(self, waiting: Waiting) -> LineKey:
-        return self.order(waiting.ask.service, waiting.arrival_s)
+        return not waiting.ask.resumed, *self.order(waiting.ask.service, waiting.arrival_s)
 
     def _leave_stream(self, waiting: Waiting) -> None:
         ids = self._by_stream[waiting.stream_id]
         ids.discard(waiting.ask.request_id)
         if not ids:
             del self._by_stream[waiting.stream_id]
+
+
+def _expires_in_order(waiting: Waiting) -> float:
+    """Smaller expires earlier; a request that has run does not expire."""
+    return inf if waiting.ask.resumed else waiting.arrival_s

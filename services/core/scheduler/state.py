@@ -45,6 +45,8 @@ from services.core.scheduler.vocabulary import (
 
 RETURNS_MAX = 3
 """Workers that may give a request back; the next one keeps it."""
+ALONE_S = 10.0
+"""How long a request that is to be alone waits for a group without requests."""
 
 
 @dataclass(slots=True)
@@ -163,6 +165,9 @@ class SchedulerState:
                 return [repeated]
             arrival_s = min(arrival_s, remembered.arrival_s)
             returns, placed = remembered.returns + returned, True
+        if ask.resumed:
+            placed = True
+            self._forget_lost(ask)
         self._totals.returned += returned
         return self._admit(ask, arrival_s, returns, placed)
 
@@ -182,6 +187,14 @@ class SchedulerState:
         self._forget(ask.request_id)
         return None
 
+    def _forget_lost(self, ask: Asked) -> None:
+        """Forget the load of the worker that a request has lost, wherever it had moved to."""
+        failed = ask.failed
+        if failed is None or failed.returned:
+            return
+        if (load := self._groups.at_epoch(failed.group_id, failed.epoch)) is not None:
+            self._groups.forget_report(load)
+
     def _admit(self, ask: Asked, arrival_s: float, returns: int, placed: bool) -> list[Command]:
         """Let a request wait, or refuse it; then serve the line."""
         model = self._groups.of_model(ask.model)
@@ -198,6 +211,8 @@ class SchedulerState:
         waiting = Waiting(
             ask, ask.stream_id, arrival_s, start_tokens, returns=returns, placed=placed
         )
+        if ask.alone:
+            waiting.alone_until_s = ask.now_s + ALONE_S
         self._queue.push(waiting)
         return [SendTicket(ask.stream_id, ask.request_id), *self._dispatch(ask.model, ask.now_s)]
 
@@ -238,11 +253,17 @@ class SchedulerState:
 
         def fits(waiting: Waiting) -> bool:
             nonlocal picked
-            picked = model.pick(waiting.ask, now_s, held_tokens)
+            ask = waiting.ask
+            if now_s < waiting.alone_until_s:
+                picked = index.idle(ask.prompt_tokens, ask.max_tokens, now_s)
+            else:
+                picked = model.pick(ask, now_s, held_tokens, waiting.avoided(now_s))
             return picked is not None
 
         def holds_all(waiting: Waiting) -> bool:
             nonlocal held_tokens
+            if now_s < waiting.alone_until_s:
+                return False
             held_tokens = min(held_tokens, waiting.ask.prompt_tokens + waiting.ask.max_tokens)
             return index.tokens_min >= held_tokens
 
@@ -290,6 +311,8 @@ class SchedulerState:
             ask.request_id,
             Assigned(group.group_id, group.epoch, waiting.arrival_s, now_s, waiting.returns),
         )
+        if now_s < waiting.alone_until_s:
+            load.keep_for(ask.request_id, now_s)
         self._rate.note(now_s)
         model.meter.dispatched.note(now_s)
         model.meter.pace.note(now_s)

@@ -54,6 +54,10 @@ class Journal:
             self.message = event.message
         return len(fresh)
 
+    def reopen(self) -> None:
+        """Another worker goes on after the tokens: how the request ended at one before is void."""
+        self.finish, self.message = None, ""
+
     def take_logprobs(self) -> Sequence[TokenLogprobs]:
         """The log probabilities since the last call, which are then forgotten."""
         if not self.logprobs:

@@ -2,7 +2,6 @@
 
 import asyncio
 
-from services.core.request import Request
 from services.gateway.cluster.journal import Journal
 from services.gateway.records.request_record import ChoiceRecord
 from services.gateway.vocabulary.errors import (
@@ -24,18 +23,22 @@ class Returned(Exception):
 
 
 class TokenStream:
-    """One request's tokens, journalled as they come and read at the client's pace.
+    """The tokens of one start of a request, journalled as they come and read at the client's pace.
 
     While it moves to another worker it is not attached, and the loss of a link does not end it.
     """
 
-    def __init__(self, request: Request, record: ChoiceRecord) -> None:
-        """`record.stays` ends with the worker that has the request."""
+    def __init__(self, journal: Journal, record: ChoiceRecord) -> None:
+        """`record.stays` ends with the worker that has the request, which goes on after `journal`.
+
+        All of `journal` has been read.
+        """
         self.record = record
         self._attached = True
         self._changed = asyncio.Event()
-        self._journal = Journal(request.limits.max_tokens)
-        self._read = 0
+        journal.reopen()
+        self._journal = journal
+        self._first = self._read = len(journal.token_ids)
         self._news = asyncio.Event()
         self._error: GatewayError | None = None
 
@@ -129,11 +132,9 @@ class TokenStream:
     def _raise_failure(self) -> None:
         journal = self._journal
         match journal.finish:
-            case Finish.STALE_EPOCH if not journal.token_ids:
-                raise StaleEpoch
             case Finish.STALE_EPOCH:
-                raise EngineFailed("the worker's group changed under the request; try again")
-            case Finish.RETURNED if not journal.token_ids:
+                raise StaleEpoch
+            case Finish.RETURNED if len(journal.token_ids) == self._first:
                 raise Returned
             case Finish.RETURNED:
                 raise EngineFailed("the worker gave up a request that had begun; try again")
@@ -141,6 +142,9 @@ class TokenStream:
                 raise BadRequest(journal.message or "the worker refuses the request")
             case Finish.OVERLOADED:
                 raise QueueFull(journal.message or "the worker is full; try again")
+            case Finish.ENGINE_DIED:
+                message = journal.message or "the engine died; try again"
+                raise WorkerLost(message, engine_died=True)
             case Finish.ERROR:
                 raise WorkerLost(journal.message or "the engine failed; try again")
         if self._error is not None:

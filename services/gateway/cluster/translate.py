@@ -49,6 +49,10 @@ def ask_frame(ask: Ask, waited_s: float) -> scheduler_pb2.AdmitRequest:
             returned=failed is not None and failed.returned,
             prefix_hashes=ask.prefix.hashes,
             prefix_stride=ask.prefix.stride,
+            resumed=ask.resumed,
+            alone=ask.alone,
+            avoided_addresses=ask.avoided,
+            avoided_s=ask.avoided_s,
         )
     )
 

@@ -46,6 +46,7 @@ def start_frame(request: Request, place: Assignment, now_s: float) -> worker_pb2
             logprobs=_logprob_options(request.logprobs),
             choice=request.choice,
             returnable=place.returnable,
+            output_ids=request.output_ids,
         )
     )
 

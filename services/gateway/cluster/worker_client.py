@@ -17,6 +17,8 @@ from services.common.tracing import SpanLink, parse_traceparent
 from services.core.ask import Assignment
 from services.core.request import Request
 from services.gateway.cluster import translate_worker
+from services.gateway.cluster.journal import Journal
+from services.gateway.cluster.reach import Reach
 from services.gateway.cluster.token_stream import TokenStream
 from services.gateway.cluster.worker_link import WorkerLink
 from services.gateway.records.request_record import ChoiceRecord, RequestMove, Stay
@@ -66,6 +68,7 @@ class WorkerClient:
         self._on_moved = on_moved
         self._on_load = on_load
         self._dial = dial
+        self._reach = Reach()
         self._links: dict[str, WorkerLink] = {}
         self._carried: dict[str, _Carried] = {}
         self._tasks: asyncio.TaskGroup | None = None
@@ -88,11 +91,12 @@ class WorkerClient:
 
     @contextlib.asynccontextmanager
     async def open(
-        self, request: Request, place: Assignment, record: ChoiceRecord
+        self, request: Request, place: Assignment, record: ChoiceRecord, journal: Journal
     ) -> AsyncIterator[TokenStream]:
         """Start `request` at a worker; leaving early aborts it there, or wherever it has moved to.
 
-        `record` gets a stay for every worker that has it.
+        `record` gets a stay for every worker that has it. `journal` has the output so far, which
+        is that of `request`, and gets what comes.
 
         Raises:
             QueueFull: if the worker takes what is sent to it too slowly.
@@ -101,7 +105,7 @@ class WorkerClient:
             if _ids_of(request) > LARGE_IDS:
                 # One request at a time, so that other tasks run in between.
                 await asyncio.sleep(0)
-            carried = self._start(request, place, record)
+            carried = self._start(request, place, record, journal)
         stream = carried.stream
         try:
             yield stream
@@ -115,9 +119,14 @@ class WorkerClient:
             carried.link.streams.pop(request.request_id, None)
             self._close_if_vanished(carried.link)
 
-    def _start(self, request: Request, place: Assignment, record: ChoiceRecord) -> _Carried:
-        record.stays.append(Stay(place.worker_id, place.group_id, place.epoch, monotonic_s()))
-        stream = TokenStream(request, record)
+    def _start(
+        self, request: Request, place: Assignment, record: ChoiceRecord, journal: Journal
+    ) -> _Carried:
+        first = len(journal.token_ids)
+        record.stays.append(
+            Stay(place.worker_id, place.group_id, place.epoch, monotonic_s(), first_index=first)
+        )
+        stream = TokenStream(journal, record)
         carried = _Carried(request.request_id, stream, self._link(place.address), place.epoch)
         self._carried[request.request_id] = carried
         self._carry(
@@ -125,8 +134,13 @@ class WorkerClient:
         )
         return carried
 
+    def avoided(self) -> tuple[tuple[str, ...], float]:
+        """Addresses of workers that cannot be reached from here; see `Reach.avoided`."""
+        return self._reach.avoided(monotonic_s())
+
     def workers_changed(self) -> None:
         """Tell that `known_addresses` may have changed."""
+        self._reach.keep_only(self._known_addresses())
         for link in list(self._links.values()):
             self._close_if_vanished(link)
 
@@ -155,7 +169,7 @@ class WorkerClient:
             return
         log.info("request %s goes on at %s", request_id, moved.worker_id)
         self._on_moved()
-        _record_move(carried.stream.record, moved)
+        _record_move(carried.stream, moved)
         if carried.attaching is not None:
             carried.attaching.cancel()
         carried.epoch = moved.epoch
@@ -192,7 +206,7 @@ class WorkerClient:
         if link is None or not link.usable:
             assert self._tasks is not None, "run() owns the links"
             link = self._links[address] = WorkerLink(
-                address, self._note_moved, self._on_load, self._dial
+                address, self._note_moved, self._on_load, self._reach, self._dial
             )
             task = self._tasks.create_task(link.run(), name=f"worker {address}")
             task.add_done_callback(lambda _: self._forget(link))
@@ -204,11 +218,12 @@ class WorkerClient:
 
 
 def _ids_of(request: Request) -> int:
-    return len(request.prompt_ids) + len(request.sampling.allowed_token_ids)
+    ids = request.prompt_ids, request.output_ids, request.sampling.allowed_token_ids
+    return sum(map(len, ids))
 
 
-def _record_move(record: ChoiceRecord, moved: Moved) -> None:
-    now_s = monotonic_s()
+def _record_move(stream: TokenStream, moved: Moved) -> None:
+    now_s, record = monotonic_s(), stream.record
     left = record.stays[-1]
     left.ended_s = now_s
     change = parse_traceparent(moved.traceparent)
@@ -218,4 +233,6 @@ def _record_move(record: ChoiceRecord, moved: Moved) -> None:
         else None
     )
     record.moves.append(RequestMove(now_s, left.worker_id, moved, link))
-    record.stays.append(Stay(moved.worker_id, moved.group_id, moved.epoch, now_s))
+    stay = Stay(moved.worker_id, moved.group_id, moved.epoch, now_s)
+    stay.first_index, stay.moved = stream.next_index, True
+    record.stays.append(stay)

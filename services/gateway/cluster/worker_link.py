@@ -7,10 +7,12 @@ from collections.abc import Callable
 
 import grpc
 
+from services.common.clock import monotonic_s
 from services.common.grpc_client import Dial
 from services.gateway.cluster import translate_worker
 from services.gateway.cluster.journal import JournalError
 from services.gateway.cluster.outbox import Outbox
+from services.gateway.cluster.reach import Reach
 from services.gateway.cluster.stream import StreamBroken, cause, write_all
 from services.gateway.cluster.token_stream import TokenStream
 from services.gateway.vocabulary.errors import EngineFailed, WorkerLost
@@ -30,18 +32,21 @@ class WorkerLink:
         address: str,
         on_moved: Callable[["WorkerLink", str, Moved], None],
         on_load: Callable[[load_pb2.WorkerLoad], None],
+        reach: Reach,
         dial: Dial,
     ) -> None:
         """`on_moved` learns of each request id that this worker has handed to another, `on_load` of
-        its load whenever requests have ended, before these do.
+        its load whenever requests have ended, before these do; `reach` whether it answers.
         """
         self.address = address
         self._on_moved = on_moved
         self._on_load = on_load
+        self._reach = reach
         self._dial = dial
         self.streams: dict[str, TokenStream] = {}
         self._outbox: Outbox[worker_pb2.GenerateRequest] = Outbox()
         self._stop = asyncio.Event()
+        self._answered = False
 
     @property
     def usable(self) -> bool:
@@ -74,10 +79,13 @@ class WorkerLink:
                         tasks.create_task(write_all(call, self._outbox))
                         tasks.create_task(self._read(call))
                         tasks.create_task(self._wait_for_stop())
+                        tasks.create_task(self._wait_for_answer(call))
                 finally:
                     call.cancel()
         except* (StreamBroken, grpc.aio.AioRpcError) as group:
             reason = cause(group)
+            if not (self._answered or self._stop.is_set()):
+                self._reach.failed(self.address, monotonic_s())
         finally:
             self._stop.set()
             self._outbox.close()
@@ -105,6 +113,13 @@ class WorkerLink:
                 self.send(translate_worker.abort_frame(event.request_id))
         if event.moved is not None:
             self._on_moved(self, event.request_id, event.moved)
+
+    async def _wait_for_answer(self, call: GenerateCall) -> None:
+        """A worker sends its metadata at once; those of a call that has failed are empty."""
+        await call.initial_metadata()
+        if not call.done():
+            self._answered = True
+            self._reach.reached(self.address)
 
     async def _wait_for_stop(self) -> None:
         await self._stop.wait()

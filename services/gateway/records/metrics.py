@@ -75,6 +75,10 @@ class Metrics:
             "tideserve_gateway_moved_streams",
             "Times that a running stream went over to another worker.",
         )
+        self._resumed_streams = counter(
+            "tideserve_gateway_resumed_streams",
+            "Times that a request whose worker was lost after a token was started again after it.",
+        )
         self.quotas = QuotaMetrics(registry)
         self._add_states(partial(Gauge, registry=registry))
         self._add_loads(partial(Gauge, registry=registry))
@@ -151,6 +155,10 @@ class Metrics:
     def stream_moved(self) -> None:
         """Count a stream that goes over to another worker."""
         self._moved_streams.inc()
+
+    def stream_resumed(self) -> None:
+        """Count a request that goes on after the tokens which came from a lost worker."""
+        self._resumed_streams.inc()
 
     def totals(self) -> EndpointTotals:
         """What has been counted so far, for rates."""

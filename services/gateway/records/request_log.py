@@ -85,6 +85,7 @@ def fields_of(record: RequestRecord) -> dict[str, Any]:
         "total_s": _rounded(record.ended_s - record.began_s),
         "worker": stays[-1].worker_id if stays else None,
         "moved": sum(len(choice.moves) for choice in record.choices) if stays else None,
+        "resumed": sum(choice.resumed for choice in record.choices) or None,
         "finish_reason": ",".join(record.finish_reasons) or None,
         "retry_after_s": record.retry_after_s,
     }

@@ -46,7 +46,8 @@ _MADE_ID = re.compile(rf"[a-z]+[-_]([0-9a-f]{{{GATEWAY_DIGITS}}})[0-9a-f]{{{32 -
 class Stay:
     """A request at one worker. `first_token_s`: of the request's first, if that came from there.
 
-    `times` are the worker's own, None if it has not told them.
+    `times` are the worker's own, None if it has not told them. Its tokens begin at `first_index`;
+    those before came from other workers, the last of which has handed it over if it has `moved`.
     """
 
     worker_id: str
@@ -56,6 +57,8 @@ class Stay:
     ended_s: float | None = None
     first_token_s: float | None = None
     times: WorkerTimes | None = None
+    first_index: int = 0
+    moved: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,12 +73,16 @@ class RequestMove:
 
 @dataclass(slots=True)
 class ChoiceRecord:
-    """The way of one choice through the cluster; `cached_tokens` of its prompt were in a cache."""
+    """The way of one choice through the cluster; `cached_tokens` of its prompt were in a cache.
+
+    `resumed` counts how often it went on elsewhere once its worker was lost after a token.
+    """
 
     queued_s: list[tuple[float, float]] = field(default_factory=list)
     stays: list[Stay] = field(default_factory=list)
     moves: list[RequestMove] = field(default_factory=list)
     cached_tokens: int = 0
+    resumed: int = 0
 
     @property
     def queue_s(self) -> float:

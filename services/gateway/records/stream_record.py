@@ -5,9 +5,10 @@ from contextlib import contextmanager
 
 from services.common.clock import monotonic_s
 from services.common.event_log import EventLog
-from services.core.audit.facts import StreamEnded, StreamOpened, TokensForwarded
+from services.core.audit.facts import SegmentRead, StreamEnded, StreamOpened, TokensForwarded
 from services.core.audit.record import FACT
 from services.core.request import FinishReason, Request
+from services.gateway.records.request_record import Stay
 from services.gateway.vocabulary.errors import GatewayError
 
 ABANDONED = "abandoned"
@@ -21,8 +22,10 @@ class StreamRecord:
         self._log = log
 
     @contextmanager
-    def stream(self, request: Request) -> Iterator[Callable[[FinishReason | None], None]]:
-        """Note the beginning of a request and its end, whatever that is.
+    def stream(
+        self, request: Request, stays: Sequence[Stay]
+    ) -> Iterator[Callable[[FinishReason | None], None]]:
+        """Note the beginning of a request and its end, whatever that is, with its `stays` by then.
 
         Call what it yields with each piece's finish reason.
         """
@@ -44,7 +47,9 @@ class StreamRecord:
             outcome = type(error).__name__
             raise
         finally:
-            self._log.append(FACT, [StreamEnded(monotonic_s(), request.request_id, outcome)])
+            name = request.request_id
+            segments = [SegmentRead(name, s.first_index, s.worker_id, s.moved) for s in stays]
+            self._log.append(FACT, [*segments, StreamEnded(monotonic_s(), name, outcome)])
 
     def forwarded(self, request_id: str, first_index: int, token_ids: Sequence[int]) -> None:
         """Note tokens that are sent to the client now."""

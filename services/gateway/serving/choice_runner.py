@@ -1,32 +1,42 @@
-"""One request from prompt tokens to text: place, start, decode, end."""
+"""One request from prompt tokens to text: place, start, decode, end.
+
+A request whose worker is lost goes on at another one, from the tokens that have come.
+"""
 
 import contextlib
 import logging
 from collections.abc import AsyncGenerator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 from services.common.clock import monotonic_s
-from services.core.ask import Ask, Assignment, FailedAssignment
+from services.core.ask import AVOIDED_MAX, Ask, Assignment
+from services.core.request import Request
 from services.gateway.cluster.admission_client import AdmissionClient
+from services.gateway.cluster.journal import Journal
 from services.gateway.cluster.token_stream import Returned, StaleEpoch
 from services.gateway.cluster.worker_client import WorkerClient
 from services.gateway.records.metrics import Metrics
 from services.gateway.records.request_record import ChoiceRecord
 from services.gateway.records.stream_record import StreamRecord
+from services.gateway.serving.attempts import Attempts, Failure, asked_again, resumed
 from services.gateway.serving.chat_output import ChatOutput
 from services.gateway.serving.output import OutputPiece, OutputText
 from services.gateway.serving.prepared import PreparedChoice
 from services.gateway.serving.request_meter import RequestMeter, measured
 from services.gateway.text.tokenizer import TextPool, Tokenizer
-from services.gateway.vocabulary.errors import ServiceUnavailable, WorkerLost
-
-# Groups change seldom: more stale assignments than this in a row mean that something is wrong.
-STALE_MAX = 10
-# Workers that a request may lose before its first token.
-LOST_MAX = 3
+from services.gateway.vocabulary.errors import GatewayError, QueueFull, WorkerLost
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What has come of a choice, whichever workers it came from: tokens, and their text so far."""
+
+    journal: Journal
+    output: OutputText
+    chat: ChatOutput | None
 
 
 class ChoiceRunner:
@@ -40,13 +50,16 @@ class ChoiceRunner:
         pool: TextPool,
         metrics: Metrics,
         record: StreamRecord,
+        resumes: bool,
     ) -> None:
+        """`resumes`: requests that have lost their worker after a token go on at another one."""
         self._admission = admission
         self._workers = workers
         self._tokenizer = tokenizer
         self._pool = pool
         self._metrics = metrics
         self._record = record
+        self._resumes = resumes
 
     async def run(
         self, choice: PreparedChoice, record: ChoiceRecord, arrived_s: float
@@ -60,66 +73,77 @@ class ChoiceRunner:
             GatewayError: if the request fails.
         """
         began_s = monotonic_s()
-        ask = ask_for(choice)
-        lost, begun = 0, False
+        ask, request = ask_for(choice), choice.request
+        journal = Journal(request.limits.max_tokens)
+        reading = Reading(journal, self._output(choice), _chat(choice))
+        attempts = Attempts(self._resumes)
         with (
-            self._record.stream(choice.request) as note_finish,
+            self._record.stream(request, record.stays) as note_finish,
             measured(self._metrics.requests, choice, record, arrived_s) as meter,
         ):
-            for _ in range(STALE_MAX):
-                returned = False
+            while True:
                 place = await self._admit(ask, began_s, record)
+                stays = len(record.stays)
+                started = resumed(request, tuple(journal.token_ids))
                 try:
                     async with contextlib.aclosing(
-                        self._pieces(choice, place, record, meter)
+                        self._pieces(started, place, reading, record, meter)
                     ) as pieces:
                         async for piece in pieces:
-                            begun = True
                             note_finish(piece.finish_reason)
                             if piece.finish_reason is not None:
                                 meter.finish(piece.finish_reason)
                             yield piece
                     return
-                except StaleEpoch:
-                    pass
-                except Returned:
-                    returned = True
-                except WorkerLost:
-                    lost += 1
-                    # After the first token another worker would have to continue from it.
-                    if begun or lost == LOST_MAX:
-                        raise
-                    log.info(
-                        "request %s lost %s before a token", choice.request_id, place.worker_id
-                    )
-                # Under the same id, so that the request keeps its place in the line.
-                failed = FailedAssignment(place.group_id, place.epoch, returned)
-                ask = replace(ask, failed=failed)
-            raise ServiceUnavailable(
-                "the workers' groups keep changing; send the request again shortly"
-            )
+                except (StaleEpoch, Returned, WorkerLost, QueueFull) as failure:
+                    output = len(journal.token_ids)
+                    attempts.fail(failure, output, request.limits.max_tokens)
+                    last = record.stays[-1] if len(record.stays) > stays else place
+                    self._note_failure(failure, request, output, last.worker_id, record)
+                    ask = asked_again(ask, request, output, last, failure, attempts.alone)
 
     async def _admit(self, ask: Ask, began_s: float, record: ChoiceRecord) -> Assignment:
         asked_s = monotonic_s()
         try:
+            avoided, avoided_s = self._workers.avoided()
+            ask = replace(ask, avoided=avoided[:AVOIDED_MAX], avoided_s=avoided_s)
             return await self._admission.admit(ask, asked_s - began_s)
+        except GatewayError as refused:
+            if not ask.resumed:
+                raise
+            # Its client knows nothing of queues any more: it has a part of the answer.
+            raise WorkerLost(
+                f"the worker of this request was lost, and no other goes on with it"
+                f" ({refused.message}); send the request again"
+            ) from refused
         finally:
             record.queued_s.append((asked_s, monotonic_s()))
 
+    def _note_failure(
+        self, failure: Failure, request: Request, output: int, worker_id: str, record: ChoiceRecord
+    ) -> None:
+        request_id = request.request_id
+        if output:
+            log.info("request %s goes on after %d tokens, not at %s", request_id, output, worker_id)
+            record.resumed += 1
+            self._metrics.stream_resumed()
+        elif isinstance(failure, WorkerLost):
+            log.info("request %s lost %s before a token", request_id, worker_id)
+
     async def _pieces(
         self,
-        choice: PreparedChoice,
+        request: Request,
         place: Assignment,
+        reading: Reading,
         record: ChoiceRecord,
         meter: RequestMeter,
     ) -> AsyncGenerator[OutputPiece, None]:
-        output = self._output(choice)
-        chat = None if choice.chat is None else ChatOutput(choice.chat)
-        async with self._workers.open(choice.request, place, record) as stream:
+        output, chat = reading.output, reading.chat
+        async with self._workers.open(request, place, record, reading.journal) as stream:
             while True:
                 first_index = stream.read_index
                 fresh = await stream.next()
-                self._record.forwarded(choice.request_id, first_index, fresh.token_ids)
+                self._record.forwarded(request.request_id, first_index, fresh.token_ids)
                 if fresh.token_ids:
                     now_s = monotonic_s()
                     if not meter.tokens(len(fresh.token_ids), now_s):
@@ -142,6 +166,10 @@ class ChoiceRunner:
             prompt = tokenizer.detokenizer(skip)
         shown = frozenset[int]() if choice.chat is None else choice.chat.marks
         return OutputText(choice, tokenizer.detokenizer(skip, shown), prompt)
+
+
+def _chat(choice: PreparedChoice) -> ChatOutput | None:
+    return None if choice.chat is None else ChatOutput(choice.chat)
 
 
 def ask_for(choice: PreparedChoice) -> Ask:

@@ -164,6 +164,12 @@ class EngineFailed(GatewayError):
     code = "engine_failed"
 
 
+class EngineKilled(GatewayError):
+    """Engine after engine died with the request in it."""
+
+    code = "engine_killed"
+
+
 class ServiceUnavailable(GatewayError):
     """Nobody can serve the request now; a retry is sensible."""
 
@@ -182,9 +188,15 @@ class QueueFull(ServiceUnavailable):
 
 
 class WorkerLost(ServiceUnavailable):
-    """The worker went away with the request."""
+    """The worker went away with the request; `engine_died`: its engine did, for certain."""
 
     code = "worker_lost"
+
+    def __init__(
+        self, message: str, *, retry_after_s: float = 1.0, engine_died: bool = False
+    ) -> None:
+        super().__init__(message, retry_after_s=retry_after_s)
+        self.engine_died = engine_died
 
 
 class ShuttingDown(ServiceUnavailable):

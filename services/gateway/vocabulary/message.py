@@ -48,6 +48,7 @@ class Finish(Enum):
     INVALID = auto()
     OVERLOADED = auto()
     RETURNED = auto()
+    ENGINE_DIED = auto()
     ERROR = auto()
 
 

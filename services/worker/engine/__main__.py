@@ -47,10 +47,8 @@ from services.worker.engine.transfer.lane import Identity
 from services.worker.engine.transfer.lanes import Lanes, LanesConfig, open_lanes
 from services.worker.engine.transfer.mover import Mover, MoverConfig
 from services.worker.engine.transfer.ucx_config import UcxConfig
-from services.worker.errors import MemberUnreachable, WorkerError
+from services.worker.errors import WorkerError
 from services.worker.ipc import EngineReady, EngineUnusable
-
-EXIT_UNREACHABLE = 3
 
 log = logging.getLogger(__name__)
 
@@ -87,6 +85,7 @@ def main() -> None:
             runner.stage_memory.num_layers,
             runner.stage_memory.tied_embeddings,
             made_with,
+            config.link_bytes_per_s / runner.stage_memory.kv_ranges[0].shape.size_bytes,
         )
         event_log = open_event_log(member_config, config)
         lanes = open_lanes(identity, lanes_config(config), KINDS)
@@ -96,18 +95,14 @@ def main() -> None:
         sys.exit(EXIT_UNUSABLE)
     changeover = Changeover.of(member_config)
     facts = FactLog(event_log, changeover.planner, runner.stage_memory, monotonic_s)
-    facts.start(identity, config.memory_bytes)
+    facts.start(identity, config.memory_bytes, exact=config.dtype != "bfloat16")
     profiler = idle_profiler(runner, changeover.planner.pool, config)
     member = join(identity, lanes, runner, changeover, config, pacer, facts)
     send(socket, describe(runner, config, lanes))
     grammars = GrammarCheck(runner.grammars, monotonic_s)
     member.mover.start()
     descriptors = (lanes.activations.fileno(), member.mover.fileno())
-    try:
-        EngineLoop(member, socket, grammars, descriptors, profiler).run()
-    except MemberUnreachable as error:
-        log.error("%s", error)
-        sys.exit(EXIT_UNREACHABLE)
+    EngineLoop(member, socket, grammars, descriptors, profiler).run()
 
 
 def runner_config(config: WorkerConfig) -> RunnerConfig:
@@ -216,7 +211,9 @@ def join(
 ) -> Member:
     """The engine's part in its group."""
     gate = ActivationGate()
-    settings = MoverConfig(coordinated=config.coordinated_exchange)
+    settings = MoverConfig(
+        link_bytes_per_s=config.link_bytes_per_s, coordinated=config.coordinated_exchange
+    )
     return Member(
         identity,
         changeover,

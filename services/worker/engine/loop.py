@@ -74,7 +74,7 @@ class EngineLoop:
         self._may_interrupt = True
         self._published_s = 0.0
         self._dropped_total = 0
-        self._standing = (0, False)
+        self._standing = (0, False, "", False)
         self._waiting = zmq.Poller()
         self._waiting.register(socket, zmq.POLLIN)
         for descriptor in (*descriptors, grammars.fileno()):
@@ -182,7 +182,9 @@ class EngineLoop:
         news, now_s = self._member.take_news(), monotonic_s()
         silent_s = now_s - self._published_s
         configuration = self._member.configuration
-        standing = (configuration.epoch if configuration else 0, not self._member.settled)
+        epoch = configuration.epoch if configuration else 0
+        member = self._member
+        standing = (epoch, not member.settled, member.trouble, member.changeover.left)
         happened = bool(news or self._received or standing != self._standing)
         if not happened and 1e3 * silent_s < IDLE_HEARTBEAT_MS / 2:
             return False
@@ -195,12 +197,13 @@ class EngineLoop:
         dropped_prefixes = dropped.since(self._dropped_total)
         self._dropped_total = dropped.total
         report = EngineReport(
-            self._member.state.load(),
-            *standing,
-            self._member.stage.runner.parameter_bytes,
-            self._member.pipeline_time,
-            self._member.iteration_time,
-            self._member.iteration_tokens,
+            member.state.load(),
+            *standing[:2],
+            member.stage.runner.parameter_bytes,
+            member.pipeline_time,
+            member.iteration_time,
+            member.iteration_tokens,
+            *standing[2:],
         )
         send(
             self._socket,

@@ -165,7 +165,9 @@ class VllmAdapter:
         """Have vLLM run a request. Whatever goes wrong ends this one alone, unless vLLM is dead."""
         request = entry.request
         # vLLM's `TokensInput`: nothing is left to be rendered.
-        prompt: dict[str, Any] = {"type": "token", "prompt_token_ids": list(request.prompt_ids)}
+        # Output that another worker made is a part of the prompt here.
+        token_ids = [*request.prompt_ids, *request.output_ids]
+        prompt: dict[str, Any] = {"type": "token", "prompt_token_ids": token_ids}
         if request.cache_salt:
             prompt["cache_salt"] = request.cache_salt
         reader = OutputReader(request)

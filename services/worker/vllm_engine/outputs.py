@@ -53,13 +53,13 @@ class RequestFailed(Exception):
 
 
 class OutputReader:
-    """Numbers the tokens of one request."""
+    """Numbers the tokens of one request, after those that it came with."""
 
     def __init__(self, request: Request) -> None:
         self._request = request
         self._prompt_rows: LogprobRows | None = None
         self._cached_tokens = 0
-        self.emitted = 0
+        self.emitted = len(request.output_ids)
 
     def read(self, output: VllmOutput) -> list[EmitToken]:
         """The tokens of an output; the last of a finished request says why it ended.

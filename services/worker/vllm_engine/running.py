@@ -81,7 +81,12 @@ class VllmRequest:
     @property
     def tokens(self) -> int:
         """Prompt and output so far."""
-        return len(self.request.prompt_ids) + self.emitted
+        return self.prompt_tokens + self.emitted
+
+    @property
+    def prompt_tokens(self) -> int:
+        """What is a prompt to vLLM: output that another worker made, too."""
+        return len(self.request.prompt_ids) + len(self.request.output_ids)
 
     @property
     def is_batch(self) -> bool:
@@ -114,7 +119,7 @@ class VllmRequests:
 
     def emit(self, entry: VllmRequest, count: int) -> None:
         """VllmOutput tokens of it came."""
-        if count and not entry.emitted:
+        if count and not entry.emitted and not entry.request.output_ids:
             self._prompt_tokens += len(entry.request.prompt_ids)
         entry.emitted += count
 
@@ -167,7 +172,7 @@ class VllmRequests:
             batch_waiting=sum(entry.is_batch for entry in waiting),
             kv_blocks_batch=sum(count for entry, count in held.items() if entry.is_batch),
             prefill_tokens=sum(
-                len(entry.request.prompt_ids) for entry in self._by_id.values() if not entry.emitted
+                entry.prompt_tokens for entry in self._by_id.values() if not entry.emitted
             ),
             prefix_queries_total=self.stats.prefix_queries_total,
             prefix_hits_total=self.stats.prefix_hits_total,

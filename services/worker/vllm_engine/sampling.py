@@ -23,17 +23,25 @@ def parameters_of(request: Request) -> dict[str, Any]:
     Stop tokens are ours alone: the model's own end-of-sequence tokens are among them if they shall
     end the request. Text is the gateway's, so nothing is detokenised.
 
+    vLLM takes the output that a request came with for a part of the prompt. So presence and
+    frequency penalties do not count it, and draws begin anew.
+
     Raises:
         CannotServe: for sequences of forbidden tokens: vLLM takes words and tokenises them itself.
+            For a grammar of a request that comes with output: vLLM cannot begin in its middle.
     """
     if request.sampling.bad_words:
         raise CannotServe(
             "bad_words does not work where vLLM runs the model; use logit_bias with -100 for tokens"
             " that must not come"
         )
+    if request.output_ids and request.sampling.grammar is not None:
+        raise CannotServe(
+            "vLLM cannot go on with an answer in the middle of a grammar; send the request again"
+        )
     return {
         **_sampling(request.sampling),
-        **_limits(request.limits),
+        **_limits(request.limits, len(request.output_ids)),
         **_logprobs(request.logprobs),
         "ignore_eos": True,
         "detokenize": False,
@@ -62,10 +70,11 @@ def _sampling(sampling: Sampling) -> dict[str, Any]:
     return found
 
 
-def _limits(limits: Limits) -> dict[str, Any]:
+def _limits(limits: Limits, output: int) -> dict[str, Any]:
+    """The limits of a request that has so much output."""
     return {
-        "max_tokens": limits.max_tokens,
-        "min_tokens": limits.min_tokens,
+        "max_tokens": limits.max_tokens - output,
+        "min_tokens": max(0, limits.min_tokens - output),
         "stop_token_ids": sorted(limits.stop_token_ids),
     }
 

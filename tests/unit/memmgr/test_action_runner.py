@@ -238,6 +238,7 @@ class FakeDriver:
         self.ending = ChangeStepped("c", ChangePhase.STABLE, "all members serve epoch 2", 2)
         self.go = asyncio.Event()
         self.go.set()
+        self.called_off: list[Targets] = []
 
     async def reconfigure(
         self, targets: Targets, cause: ChangeCause
@@ -246,6 +247,11 @@ class FakeDriver:
         yield ChangeStepped("c", ChangePhase.PREPARING, "they get ready")
         await self.go.wait()
         yield self.ending
+
+    def call_off(self, targets: Targets, reason: str) -> None:
+        self.called_off.append(targets)
+        self.ending = ChangeStepped("c", ChangePhase.FAILED, reason)
+        self.go.set()
 
 
 class Bench:
@@ -287,6 +293,22 @@ async def test_a_restore() -> None:
         one.driver.stable_groups = (merged("w0", "w1"), merged("w2", "w3"))
         await one.act(Action.SPLIT, "group-w2", "group-gone")
         assert one.driver.asked == [((Stage("w2", 0, 4),), (Stage("w3", 0, 4),))]
+
+
+async def test_a_restore_is_called_off_and_its_groups_do_not_back_off() -> None:
+    async with bench() as one:
+        one.driver.stable_groups = (merged("w0", "w1"), merged("w2", "w3"))
+        one.driver.go.clear()
+        await one.act(Action.SPLIT, "group-w0")
+        await one.act(Action.CALL_OFF, "group-w2")
+        assert one.driver.called_off == []
+        outcome = await one.act(Action.CALL_OFF, "group-w0")
+        assert one.driver.called_off == one.driver.asked
+        assert outcome.endswith("called off: load has returned")
+        await one.act(Action.CALL_OFF, "group-w0")
+        assert len(one.driver.called_off) == 1
+        await one.act(Action.SPLIT, "group-w0")
+        assert len(one.driver.asked) == 2
 
 
 async def test_groups_that_are_being_changed_are_left_alone() -> None:

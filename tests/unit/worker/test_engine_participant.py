@@ -43,6 +43,7 @@ MERGE = ProposedChange("7-1", "group-w0", 1, MERGED, PEERS)
 class RecordingEngine:
     told: list[object] = field(default_factory=list)
     error: str = ""
+    responsive: bool = True
 
     async def apply(self, configuration: ApplyConfiguration) -> None:
         self.told.append(configuration)
@@ -190,6 +191,14 @@ async def test_a_degraded_group_serves_nothing() -> None:
     await bench.participant.commit(degraded, "", "")
     assert bench.participant.place is None
     told = bench.engine.told[-1]
-    assert isinstance(told, ApplyConfiguration), "the engine ends what it runs"
+    assert isinstance(told, ApplyConfiguration), "the engine runs what it holds"
     assert [group.epoch for group in told.groups] == [4]
-    assert bench.given_up == ["a member of the worker's group was lost; try again"]
+    assert not bench.given_up, "its requests wait for the layers"
+
+
+async def test_a_frozen_engine_keeps_no_request_when_its_group_goes_on() -> None:
+    bench = Bench()
+    await bench.participant.commit(ALONE, "", "")
+    bench.engine.responsive = False
+    await bench.participant.commit(replace(ALONE, epoch=4, phase=GroupPhase.DEGRADED), "", "")
+    assert bench.given_up == ["the engine of the worker does not answer; try again"]

@@ -208,10 +208,15 @@ async def test_a_dead_engine_ends_every_request_with_an_error() -> None:
         for name in ("a", "b"):
             await call.write(start(name))
             await bench.engine.next()
-        bench.servicer.fail_all("the engine stopped")
-        events = [*await read(call), *await read(call)]
-        assert {event.request_id for event in events} == {"a", "b"}
-        assert {event.finish_reason for event in events} == {pb.FINISH_REASON_ERROR}
+        await call.write(attach("awaited", 0))
+        await eventually(lambda: bench.servicer.active == 3)
+        bench.servicer.fail_all("the engine stopped", engine_died=True)
+        events = [event for _ in range(3) for event in await read(call)]
+        assert {event.request_id: event.finish_reason for event in events} == {
+            "a": pb.FINISH_REASON_ENGINE_DIED,
+            "b": pb.FINISH_REASON_ENGINE_DIED,
+            "awaited": pb.FINISH_REASON_ERROR,  # it has not been in that engine
+        }
         await asyncio.wait_for(bench.servicer.wait_idle(), 20)
 
 
@@ -413,6 +418,44 @@ async def test_an_abort_comes_before_its_request(how: str, awaited: bool) -> Non
             assert bench.servicer.active == 1
 
 
+async def test_a_start_on_another_stream_takes_the_place_of_one_whose_stream_is_broken() -> None:
+    """The gateway has lost its link, and this worker does not know it yet."""
+    async with Bench() as bench:
+        old, new = bench.stub.Generate(), bench.stub.Generate()
+        await old.write(start("a"))
+        assert await bench.engine.next() == ("start", "a")
+        bench.emit(EmitToken("a", 0, 5, None), received=["a"])
+        await read(old)
+        await new.write(start("a", output_ids=[5]))
+        assert await bench.engine.next() == ("abort", "a")
+        assert await bench.engine.next() == ("start", "a")
+        assert bench.servicer.active == 1
+        # News that the engine has told before it got the second start is of the first one.
+        bench.emit(EmitToken("a", 1, 6, None))
+        bench.emit(EmitToken("a", 2, 7, FinishReason.STOP))
+        bench.emit(moved("a", 3))
+        bench.emit(RefuseRequest("a", "full"))
+        bench.emit(EmitToken("a", 1, 8, None), received=["a"])
+        (event,) = await read(new)
+        assert (event.first_index, list(event.token_ids)) == (1, [8])
+        # The end of the old stream does not concern it.
+        old.cancel()
+        await new.write(start("sync"))
+        assert await bench.engine.next() == ("start", "sync")
+        bench.emit(EmitToken("a", 2, 9, FinishReason.STOP), received=["sync"])
+        (event,) = await read(new)
+        assert (event.first_index, event.finish_reason) == (2, pb.FINISH_REASON_STOP)
+
+
+async def test_a_second_start_on_the_same_stream_is_refused() -> None:
+    async with Bench() as bench:
+        call = bench.stub.Generate()
+        await call.write(start("a"))
+        await call.write(start("a"))
+        (event,) = await read(call)
+        assert event.finish_reason == pb.FINISH_REASON_INVALID
+
+
 class StuckCall:
     """Context of a call whose writes end only when they are cancelled for a second time."""
 
@@ -510,7 +553,7 @@ async def test_a_start_replaces_what_nobody_fetched() -> None:
             ("abort", "a"),
             ("start", "a"),
         ]
-        bench.emit(EmitToken("a", 0, 5, FinishReason.LENGTH))
+        bench.emit(EmitToken("a", 0, 5, FinishReason.LENGTH), received=["a"])
         assert list((await read(call))[0].token_ids) == [5]
         await asyncio.wait_for(bench.servicer.wait_idle(), 20)
 

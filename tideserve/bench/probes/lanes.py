@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from itertools import count
+from statistics import median
 from time import sleep
 
 import msgspec
@@ -31,11 +32,14 @@ from services.worker.engine.transfer.pieces import BULK_KINDS, BulkPiece, SlabCu
 from services.worker.engine.transfer.transfer_event import TransferSent
 from services.worker.engine.transfer.ucx_config import UcxLaneConfig
 from services.worker.engine.transfer.ucx_lane import UcxLane
+from tideserve.bench.probes.plain_stream import plain_stream
 
 SLAB_BYTES = 16 << 20
 WARM_UP_TRIPS = 50
 TRIP_TIMEOUT_S = 30.0
 ROUNDS = 10  # the kinds take turns, so that other work of the machine hits all of them
+ALONE_S = 0.3
+PLAIN_MESSAGES = 300
 US = Identity("measuring", "1")
 PEER = Identity("echoing", "1")
 
@@ -60,13 +64,19 @@ class Trips:
 
 @dataclass(frozen=True, slots=True)
 class LaneReport:
-    """Round trips alone, and beside bulk that stands aside, and beside bulk that does not."""
+    """Round trips alone, and beside bulk that stands aside, and beside bulk that does not.
+
+    `bulk_bytes_per_s` is bulk with nothing beside it, `plain_bytes_per_s` what UCX does without
+    lanes; medians of turns that they took.
+    """
 
     payload_bytes: int
     chunk_bytes: int
     idle: Trips
     coordinated: Trips
     uncoordinated: Trips
+    bulk_bytes_per_s: float
+    plain_bytes_per_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +129,14 @@ class _BulkStream:
             self.mover.send(name, PEER.worker_id, "", 0, pieces)
             self._under_way += 1
 
+    def bytes_per_s(self) -> float:
+        """Nothing but bulk, for `ALONE_S`."""
+        began_s, before_bytes = monotonic_s(), self.sent_bytes
+        while monotonic_s() < began_s + ALONE_S:
+            self.feed()
+            select.select([self.mover], [], [], ALONE_S)
+        return (self.sent_bytes - before_bytes) / (monotonic_s() - began_s)
+
     def drain(self) -> None:
         """Wait until all transfers have ended."""
         end_s = monotonic_s() + TRIP_TIMEOUT_S
@@ -133,12 +151,13 @@ class _BulkStream:
 def measure_in(config: UcxLaneConfig, load: TripLoad) -> LaneReport:
     """Start the other process and measure. Raises UcxUnavailable, OSError."""
     gate = ActivationGate()
-    with _echoing_peer() as (addresses, nonces):
+    with _echoing_peer() as (addresses, nonces), plain_stream(config.ucx) as plain:
         activations, bulk_lane = (UcxLane(US, CODEC, config) for _ in range(2))
         for lane, address, nonce in zip((activations, bulk_lane), addresses, nonces, strict=True):
             lane.connect(PEER.worker_id, address, nonce)
         bulk = _BulkStream(bulk_lane, gate, load)
         idle, coordinated, uncoordinated = _Tally(), _Tally(), _Tally()
+        rates: list[tuple[float, float]] = []
         try:
             _trips(activations, gate, load, WARM_UP_TRIPS, None, _Tally())
             for _ in range(ROUNDS):
@@ -148,7 +167,9 @@ def measure_in(config: UcxLaneConfig, load: TripLoad) -> LaneReport:
                 _trips(activations, gate, load, trips, bulk, coordinated)
                 bulk.mover.coordinated = False
                 _trips(activations, gate, load, trips, bulk, uncoordinated)
+                bulk_bytes_per_s = bulk.bytes_per_s()
                 bulk.drain()
+                rates.append((bulk_bytes_per_s, plain.bytes_per_s(PLAIN_MESSAGES)))
         finally:
             bulk.mover.close()
             activations.close()
@@ -159,6 +180,7 @@ def measure_in(config: UcxLaneConfig, load: TripLoad) -> LaneReport:
         idle.result(),
         coordinated.result(),
         uncoordinated.result(),
+        *(median(kind) for kind in zip(*rates, strict=True)),
     )
 
 

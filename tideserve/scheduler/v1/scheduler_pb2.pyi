@@ -123,6 +123,10 @@ class Ask(_message.Message):
     RETURNED_FIELD_NUMBER: _builtins.int
     PREFIX_HASHES_FIELD_NUMBER: _builtins.int
     PREFIX_STRIDE_FIELD_NUMBER: _builtins.int
+    RESUMED_FIELD_NUMBER: _builtins.int
+    ALONE_FIELD_NUMBER: _builtins.int
+    AVOIDED_ADDRESSES_FIELD_NUMBER: _builtins.int
+    AVOIDED_S_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Unique id of the request, drawn by the gateway."""
     model: _builtins.str
@@ -149,6 +153,17 @@ class Ask(_message.Message):
     """Hash i (from 0) is that of block (i + 1) * prefix_stride - 1; blocks have the size of the
     workers' KV blocks.
     """
+    resumed: _builtins.bool
+    """The request has run, and its worker was lost: `prompt_tokens` counts its output so far, too. It
+    goes before all that have not run, and neither the queue's limit nor its deadline holds for it.
+    """
+    alone: _builtins.bool
+    """Two engines have died with the request in them. It gets a group in which nothing else runs or
+    waits, and which takes nothing else until the request has a token there; for want of such a
+    group, after some seconds, it gets any.
+    """
+    avoided_s: _builtins.float
+    """Seconds from this ask on for which that holds."""
     @_builtins.property
     def service(self) -> _service_pb2.Service:
         """What the request is promised."""
@@ -158,6 +173,12 @@ class Ask(_message.Message):
         """Short hashes of the beginnings of the prompt, each for the whole prompt up to some block, so that
         a group can be chosen that has cached them. At most 64; empty if the scheduler does not want
         them or the prompt is short.
+        """
+
+    @_builtins.property
+    def avoided_addresses(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Addresses (host:port) of workers that the gateway cannot reach, at most 64. They get the request
+        only if no other worker of the model serves.
         """
 
     def __init__(
@@ -175,10 +196,14 @@ class Ask(_message.Message):
         returned: _builtins.bool = ...,
         prefix_hashes: _abc.Iterable[_builtins.int] | None = ...,
         prefix_stride: _builtins.int = ...,
+        resumed: _builtins.bool = ...,
+        alone: _builtins.bool = ...,
+        avoided_addresses: _abc.Iterable[_builtins.str] | None = ...,
+        avoided_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["service", b"service"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_tokens", b"max_tokens", "model", b"model", "prefix_hashes", b"prefix_hashes", "prefix_stride", b"prefix_stride", "prompt_tokens", b"prompt_tokens", "refused_epoch", b"refused_epoch", "refused_group_id", b"refused_group_id", "request_id", b"request_id", "returned", b"returned", "service", b"service", "traceparent", b"traceparent", "waited_s", b"waited_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["alone", b"alone", "avoided_addresses", b"avoided_addresses", "avoided_s", b"avoided_s", "max_tokens", b"max_tokens", "model", b"model", "prefix_hashes", b"prefix_hashes", "prefix_stride", b"prefix_stride", "prompt_tokens", b"prompt_tokens", "refused_epoch", b"refused_epoch", "refused_group_id", b"refused_group_id", "request_id", b"request_id", "resumed", b"resumed", "returned", b"returned", "service", b"service", "traceparent", b"traceparent", "waited_s", b"waited_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

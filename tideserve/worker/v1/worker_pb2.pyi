@@ -48,6 +48,8 @@ class _FinishReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FinishRe
     """The worker's queue is full; the request could be served at another time or elsewhere."""
     FINISH_REASON_RETURNED: _FinishReason.ValueType  # 7
     """The request was `returnable` and has not begun: ask the scheduler for another place."""
+    FINISH_REASON_ENGINE_DIED: _FinishReason.ValueType  # 8
+    """The engine's process ended, or was ended because it was silent, with the request in it."""
 
 class FinishReason(_FinishReason, metaclass=_FinishReasonEnumTypeWrapper):
     """Why a request ended."""
@@ -72,6 +74,8 @@ FINISH_REASON_OVERLOADED: FinishReason.ValueType  # 6
 """The worker's queue is full; the request could be served at another time or elsewhere."""
 FINISH_REASON_RETURNED: FinishReason.ValueType  # 7
 """The request was `returnable` and has not begun: ask the scheduler for another place."""
+FINISH_REASON_ENGINE_DIED: FinishReason.ValueType  # 8
+"""The engine's process ended, or was ended because it was silent, with the request in it."""
 Global___FinishReason: _TypeAlias = FinishReason  # noqa: Y015
 
 @_typing.final
@@ -334,8 +338,11 @@ class Start(_message.Message):
     LOGPROBS_FIELD_NUMBER: _builtins.int
     CHOICE_FIELD_NUMBER: _builtins.int
     RETURNABLE_FIELD_NUMBER: _builtins.int
+    OUTPUT_IDS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
-    """Unique id of the request; a second start under the same id is refused."""
+    """Unique id of the request. A second start under the same id is refused; on another stream it ends
+    the first one without a word, since that stream is broken for the gateway.
+    """
     group_id: _builtins.str
     """Group that the scheduler assigned."""
     epoch: _builtins.int
@@ -372,6 +379,12 @@ class Start(_message.Message):
     def logprobs(self) -> Global___LogprobOptions:
         """Which log probabilities to report; missing: none."""
 
+    @_builtins.property
+    def output_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Output that the gateway has of the request from a worker that was lost, fewer than `max_tokens`.
+        The first event has their number as its first index; `limits` and penalties count them.
+        """
+
     def __init__(
         self,
         *,
@@ -388,10 +401,11 @@ class Start(_message.Message):
         logprobs: Global___LogprobOptions | None = ...,
         choice: _builtins.int = ...,
         returnable: _builtins.bool = ...,
+        output_ids: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["limits", b"limits", "logprobs", b"logprobs", "sampling", b"sampling", "service", b"service"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "choice", b"choice", "epoch", b"epoch", "group_id", b"group_id", "limits", b"limits", "logprobs", b"logprobs", "prompt_ids", b"prompt_ids", "request_id", b"request_id", "returnable", b"returnable", "sampling", b"sampling", "service", b"service", "traceparent", b"traceparent", "waited_s", b"waited_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "choice", b"choice", "epoch", b"epoch", "group_id", b"group_id", "limits", b"limits", "logprobs", b"logprobs", "output_ids", b"output_ids", "prompt_ids", b"prompt_ids", "request_id", b"request_id", "returnable", b"returnable", "sampling", b"sampling", "service", b"service", "traceparent", b"traceparent", "waited_s", b"waited_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

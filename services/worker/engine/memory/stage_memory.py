@@ -358,12 +358,15 @@ class StageMemory:
             self.kv_ranges[layer].map_tail(part, cold=True)
         self._arriving |= coming
 
-    def abandon_restore(self) -> int:
-        """Take back all steps of a restore before `set_stage`; returns the new `num_blocks`."""
+    def abandon_restore(self, *, keep_verified: bool = False) -> int:
+        """Take back all steps of a restore before `set_stage`; returns the new `num_blocks`.
+
+        `keep_verified`: slabs that are resident stay.
+        """
         self.cancel_drop()
         present = self.slabs_of(self._layers.start, self._layers.stop)
         for name, slab in self.slabs.items():
-            if name not in present:
+            if name not in present and not (keep_verified and slab.resident):
                 slab.drop()
         for layer in self._arriving:
             self.kv_ranges[layer].retire_tail(0)

@@ -4,14 +4,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from services.worker.engine.transfer.lane import Identity, Lane, LaneEvent, PeerConnected, PeerLost
-from services.worker.errors import MemberUnreachable
 from services.worker.ipc import Lane as LanePlan
 from services.worker.ipc import MemberPlan
 
 RETRY_S = 0.05
 """A peer in the middle of an iteration refuses a connection until the iteration has ended."""
-UNREACHABLE_S = 30.0
-"""A member that was lost is out of its group by then: longer than its lease and a change take."""
 
 
 @dataclass(slots=True)
@@ -19,7 +16,7 @@ class _Peers:
     """The connections of one lane: the process behind each name, and the names that are awaited.
 
     `awaited`: with the nonce of the connection. `retry_s`: when a peer that refused may be asked
-    again. `lost_s`: when a connected process was lost, even if it is connected again: frames
+    again. `lost`: processes that were connected and lost, even if they are connected again: frames
     between the two are missing until the next configuration.
     """
 
@@ -27,7 +24,7 @@ class _Peers:
     connected: dict[str, Identity] = field(default_factory=dict)
     awaited: dict[str, tuple[Identity, str]] = field(default_factory=dict)
     retry_s: dict[str, float] = field(default_factory=dict)
-    lost_s: dict[Identity, float] = field(default_factory=dict)
+    lost: set[Identity] = field(default_factory=set)
 
     def note(self, event: LaneEvent, now_s: float) -> None:
         name = event.peer.worker_id
@@ -40,7 +37,7 @@ class _Peers:
                 # A refusal does not name the process, and a lost one may have a successor.
                 if self.connected.get(name) == peer:
                     del self.connected[name]
-                    self.lost_s.setdefault(peer, now_s)
+                    self.lost.add(peer)
                 if self.awaited.pop(name, None) is not None:
                     self.retry_s[name] = now_s + RETRY_S
 
@@ -98,34 +95,19 @@ class Connections:
         processes = {Identity(one.worker_id, one.incarnation) for one in members}
         for peers in (self._activations, self._bulk):
             gone = processes.difference(peers.connected.values())
-            peers.lost_s = {peer: at_s for peer, at_s in peers.lost_s.items() if peer in gone}
+            peers.lost &= gone
 
     @property
     def any_lost(self) -> bool:
         """Whether there is anything to look after."""
-        return bool(self._activations.lost_s or self._bulk.lost_s)
+        return bool(self._activations.lost or self._bulk.lost)
 
     def lost(self, members: Iterable[MemberPlan]) -> list[str]:
         """Which of the members were lost, on either lane."""
-        return [one.worker_id for one in members if self._lost_s(one) is not None]
-
-    def check_reachable(self, members: Iterable[MemberPlan]) -> None:
-        """Raise MemberUnreachable if one was lost `UNREACHABLE_S` ago.
-
-        It lives, or its group would have changed. Frames to it are lost, and requests of the group
-        hang: only a new start of this engine ends them.
-        """
-        late_s = self._now_s() - UNREACHABLE_S
-        for member in members:
-            lost_s = self._lost_s(member)
-            if lost_s is not None and lost_s < late_s:
-                raise MemberUnreachable(member.worker_id, UNREACHABLE_S)
-
-    def _lost_s(self, member: MemberPlan) -> float | None:
-        """When a member was lost first, on either lane."""
-        peer = Identity(member.worker_id, member.incarnation)
-        lanes = (self._activations, self._bulk)
-        return min((lane.lost_s[peer] for lane in lanes if peer in lane.lost_s), default=None)
+        gone = self._activations.lost | self._bulk.lost
+        return [
+            one.worker_id for one in members if Identity(one.worker_id, one.incarnation) in gone
+        ]
 
     def note_activations(self, event: LaneEvent) -> None:
         """A peer came or went on the activation lane."""

@@ -29,8 +29,8 @@ class FactLog:
     now_s: Callable[[], float]
     _noted: tuple[object, ...] = ()
 
-    def start(self, identity: Identity, budget_bytes: int) -> None:
-        """The model is loaded."""
+    def start(self, identity: Identity, budget_bytes: int, exact: bool) -> None:
+        """The model is loaded; `exact` as in `EngineStarted`."""
         if self.log is None:
             return
         self._note(
@@ -41,6 +41,7 @@ class FactLog:
                 self.memory.parameters_digest.hex(),
                 self.memory.num_layers,
                 budget_bytes,
+                exact,
             )
         )
         self.look(0, settled=True)

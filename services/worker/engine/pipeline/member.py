@@ -34,6 +34,7 @@ from services.core.planner.sequence_names import NameSource
 from services.worker.engine.pipeline.connections import Connections
 from services.worker.engine.pipeline.fact_log import FactLog
 from services.worker.engine.pipeline.frames import SlabRefused, SlabWanted
+from services.worker.engine.pipeline.group_health import GroupHealth
 from services.worker.engine.pipeline.kv_transfers import KvTransfers
 from services.worker.engine.pipeline.links import Links, Received
 from services.worker.engine.pipeline.news import News
@@ -85,6 +86,7 @@ class Member:
         self._now_s = now_s
         self._names = NameSource(identity.incarnation)
         self._facts = facts or FactLog(None, state, memory, now_s)
+        self._health = GroupHealth()
         self._serving = Serving(state, stage, links, now_s)
         self._connections = Connections(links.lane, bulk, now_s)
         self._restoring = Restoring(links, self._connections, stage, mover, now_s)
@@ -125,7 +127,7 @@ class Member:
         if isinstance(event, RequestArrived):
             name = self._names.name(event.request.request_id)
             event = replace(event, request=replace(event.request, request_id=name))
-            self._serving.begin(name, event.request.arrival_s)
+            self._serving.begin(name, event.request)
         elif isinstance(event, RequestAborted):
             self._serving.abort(self.changeover.name_of(event.request_id))
         self._apply(event)
@@ -176,6 +178,11 @@ class Member:
         return self.changeover.busy or self._restoring.running or not self._swept
 
     @property
+    def trouble(self) -> str:
+        """Why its group cannot go on as it is, for people; "" if it can."""
+        return self._health.trouble(self._now_s())
+
+    @property
     def pipeline_time(self) -> StageTime:
         """Time that this engine has spent as a stage of pipelines."""
         return self._serving.meter.total
@@ -200,8 +207,7 @@ class Member:
     def take(self) -> bool:
         """Take frames of other members, and go on with a change; False if idle.
 
-        A microbatch of which this is a later stage runs here. Raises MemberUnreachable, after which
-        nothing but a new engine helps.
+        A microbatch of which this is a later stage runs here.
         """
         received = self.links.receive()
         for one in received:
@@ -240,6 +246,8 @@ class Member:
         with self.stage.lock:
             microbatch = self.changeover.plan(now_s)
         self._facts.record(BATCH, Planned(now_s, microbatch))
+        if microbatch is not None and self.state.stages > 1:
+            self._health.launched(now_s)
         self._serving.note_planned(microbatch, now_s)
         return microbatch
 
@@ -252,6 +260,7 @@ class Member:
         else:
             if isinstance(frame, Samples):
                 self._serving.meter.finished(frame.number, self._now_s())
+                self._health.finished(self._now_s())
             self._payload = received.payload
             self._apply(words.FrameReceived(self._now_s(), received.peer, frame))
 
@@ -275,14 +284,13 @@ class Member:
         return bool(events)
 
     def _look_after_lost(self, configuration: Configuration) -> None:
-        """Give up work that only lost peers could do. Raises MemberUnreachable."""
+        """Give up work that only lost peers could do, and note whether the group can go on."""
         members = members_of(self._plans[configuration.epoch])
         lost = frozenset(self._connections.lost(members.values()))
         if lost != self._lost:
             self._lost = lost
+            self._health.note_lost(lost & configuration.own.workers)
             self._apply(words.PeersLost(self._now_s(), lost))
-        # The machine has given up what workers of other groups were to send.
-        self._connections.check_reachable(members[name] for name in configuration.own.workers)
 
     # --- events and commands
 
@@ -325,6 +333,7 @@ class Member:
         }
         self._connections.enter(members_of(self._plans[new.epoch]).values())
         self._lost = frozenset()
+        self._health.enter()
         self._serving.meter.enter()
         self._facts.switch(new)
         return words.StageSwitched(memory.num_blocks, bool(memory.departed_layers))

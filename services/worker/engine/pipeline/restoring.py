@@ -35,7 +35,6 @@ from services.worker.ipc import MemberPlan
 
 HASH_BYTES_PER_TURN = 8 << 20
 CONNECT_TIMEOUT_S = 10.0
-FETCH_TIMEOUT_S = 60.0
 
 End = MembersConnected | KvShrunk | SlabVerified | RestoreFailed
 log = logging.getLogger(__name__)
@@ -134,9 +133,11 @@ class Restoring:
     def _fetch(self, command: RestoreSlab) -> Iterator[None]:
         """Have a member send a slab. Raises _NotFetched."""
         transfer_id = f"{command.attempt}/{self.links.worker_id}/{command.slab}"
-        fetching = _Fetching(transfer_id, self.now_s() + FETCH_TIMEOUT_S)
+        memory = self.stage.runner.stage_memory
+        patience_s = self.mover.patience_s(memory.slabs[command.slab].layout.size_bytes)
+        fetching = _Fetching(transfer_id, self.now_s() + patience_s)
         self._fetching = fetching
-        digest = self.stage.runner.stage_memory.slab_digest(command.slab).hex()
+        digest = memory.slab_digest(command.slab).hex()
         self.links.send(command.holder, SlabWanted(command.slab, transfer_id, digest))
         while not (fetching.arrived or fetching.failed):
             if self.now_s() > fetching.until_s:
@@ -176,10 +177,11 @@ class Restoring:
         self.stage.runner.stage_memory.map_kv_of(command.layers)
         return KvMapped()
 
-    def undo(self, _command: UndoRestore) -> RestoreUndone:
+    def undo(self, command: UndoRestore) -> RestoreUndone:
         """Take back every step; slow work that was begun ends without an event."""
         self.stop()
-        return RestoreUndone(self.stage.runner.stage_memory.abandon_restore())
+        memory = self.stage.runner.stage_memory
+        return RestoreUndone(memory.abandon_restore(keep_verified=command.keep_verified))
 
     def stop(self) -> None:
         """Nobody waits for what was begun any more."""

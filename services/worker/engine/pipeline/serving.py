@@ -19,6 +19,7 @@ from services.core.planner.events import (
 )
 from services.core.planner.sequence_names import request_of
 from services.core.planner.state import PlannerState
+from services.core.request import Request
 from services.worker.engine.pipeline.links import Links
 from services.worker.engine.pipeline.news import News
 from services.worker.engine.pipeline.request_clock import RequestClock
@@ -53,10 +54,10 @@ class Serving:
 
     # --- what clients are told
 
-    def begin(self, name: str, arrival_s: float) -> None:
+    def begin(self, name: str, request: Request) -> None:
         """A sequence is about to begin."""
         self._clock.prune(self._state.sequences, len(self._state.sequences))
-        self._clock.begin(name, arrival_s)
+        self._clock.begin(name, request.arrival_s, decodes=bool(request.output_ids))
 
     def abort(self, name: str) -> None:
         """Nobody wants a sequence any more."""

@@ -34,6 +34,8 @@ from services.worker.engine.transfer.sender import Sender, SenderBounds
 from services.worker.engine.transfer.transfer_event import TransferEvent
 
 CHUNK_BYTES_MAX = 1 << 20
+PATIENCE = 4.0  # times what the link takes: it has other transfers, and yields to activations
+PATIENCE_MIN_S = 2.0
 REST_S = 1.0  # the longest sleep of the thread
 CLOSE_TIMEOUT_S = 10.0
 
@@ -46,13 +48,16 @@ log = logging.getLogger(__name__)
 class MoverConfig:
     """`yield_s`: how long at most a piece waits for activations.
 
-    `frames_in_flight_max` bounds, per peer, the pieces that the receiver has not answered.
+    `frames_in_flight_max` bounds, per peer, the pieces that the receiver has not answered; as many
+    as `PieceWindow` allows are under way.
+    `link_bytes_per_s` is what a link carries at least.
     `answer_timeout_s` must be longer than `future_wait_s`, for which a receiver may hold a piece.
     """
 
     chunk_bytes: int = CHUNK_BYTES_MAX
+    link_bytes_per_s: float = 1e9
     coordinated: bool = True
-    frames_in_flight_max: int = 2
+    frames_in_flight_max: int = 48
     active_max: int = 8
     transfers_max: int = 4096
     yield_s: float = 0.005
@@ -81,6 +86,7 @@ class Mover:
         self._gate = gate
         self._yield_s = config.yield_s
         self._transfers_max = config.transfers_max
+        self._link_bytes_per_s = config.link_bytes_per_s
         self._chunk_bytes = 0
         self.chunk_bytes = config.chunk_bytes
         self._lock = Lock()  # guards the next three
@@ -110,6 +116,10 @@ class Mover:
         if not 0 < size_bytes <= CHUNK_BYTES_MAX:
             raise ValueError(f"chunks have 1 to {CHUNK_BYTES_MAX} bytes, not {size_bytes}")
         self._chunk_bytes = size_bytes
+
+    def patience_s(self, size_bytes: int) -> float:
+        """How long to wait for a transfer of that size before it is had from elsewhere."""
+        return max(PATIENCE_MIN_S, PATIENCE * size_bytes / self._link_bytes_per_s)
 
     def send(
         self,
@@ -181,7 +191,7 @@ class Mover:
         LaneClosed.
         """
         self._take_commands()
-        self._take_lane()
+        self._take_lane(now_s)
         self._receiver.take_held(now_s)
         self._move_pieces(now_s)
         over = self._sender.finish(now_s)
@@ -232,11 +242,11 @@ class Mover:
             elif not self._sender.cancel(command):
                 self._receiver.cancel(command)
 
-    def _take_lane(self) -> None:
+    def _take_lane(self, now_s: float) -> None:
         """Take frames from the lane: answers are handled at once, pieces wait for their turn."""
         if self._receiver.has_room:
             for peer, frame in self._lane.receive():
-                self._sort(peer, frame)
+                self._sort(peer, frame, now_s)
         for event in self._lane.events():
             if isinstance(event, PeerLost):
                 reason = f"the peer is lost: {event.reason}"
@@ -244,7 +254,7 @@ class Mover:
                 self._receiver.forget_peer(event.peer.worker_id, reason)
             self._report(event)
 
-    def _sort(self, peer: str, frame: Frame) -> None:
+    def _sort(self, peer: str, frame: Frame, now_s: float) -> None:
         header = frame.header
         if isinstance(header, KvPiece | ParameterPiece):
             self._receiver.add(peer, header, frame)
@@ -258,7 +268,7 @@ class Mover:
             case TransferEnded(by_sender=True):
                 self._receiver.handle(peer, header)
             case PieceTaken() | TransferEnded():
-                self._sender.handle(peer, header)
+                self._sender.handle(peer, header, now_s)
             case _:
                 log.warning("an unknown frame on the bulk lane is ignored; %s sent it", peer)
 

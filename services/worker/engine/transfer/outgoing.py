@@ -6,12 +6,13 @@ from dataclasses import dataclass, field
 
 from services.worker.engine.transfer.frame import Frame
 from services.worker.engine.transfer.lane import Sent
+from services.worker.engine.transfer.piece_window import PieceSent, PieceWindow
 from services.worker.engine.transfer.pieces import OutgoingPiece
 
 
 @dataclass(slots=True, eq=False)
 class OutgoingTransfer:
-    """One transfer. `unanswered` has the deadlines of the pieces without an answer.
+    """One transfer. `unanswered` has the pieces that were sent and not answered.
 
     `ended`: why the transfer was given up. It is kept until no send reads its memory any more.
     """
@@ -25,7 +26,7 @@ class OutgoingTransfer:
     complete: bool = False  # its last piece is packed
     ended: str | None = None
     size_bytes: int = 0
-    unanswered: dict[int, float] = field(default_factory=dict)
+    unanswered: dict[int, PieceSent] = field(default_factory=dict)
     sends: deque[Sent] = field(default_factory=deque)
 
     @property
@@ -47,9 +48,11 @@ class OutgoingTransfer:
             problem = problem or (str(error) if error is not None else None)
         return problem
 
-    def deadline_s(self) -> float | None:
-        """When the oldest answer is due; None if none is."""
-        return min(self.unanswered.values(), default=None) if self.ended is None else None
+    def oldest_s(self) -> float | None:
+        """When the oldest piece without an answer was sent; None if no answer is due."""
+        if self.ended is not None:
+            return None
+        return min((piece.sent_s for piece in self.unanswered.values()), default=None)
 
 
 class OutgoingTransfers:
@@ -58,6 +61,7 @@ class OutgoingTransfers:
     def __init__(self, active_max: int, frames_in_flight_max: int) -> None:
         self._active_max = active_max
         self._frames_in_flight_max = frames_in_flight_max
+        self._windows: dict[str, PieceWindow] = {}  # by peer
         self._active: dict[str, deque[OutgoingTransfer]] = {}
         self._waiting: dict[str, deque[OutgoingTransfer]] = {}
         self._by_id: dict[str, OutgoingTransfer] = {}
@@ -69,6 +73,7 @@ class OutgoingTransfers:
         if transfer.peer not in self._active:
             self._active[transfer.peer] = deque()
             self._waiting[transfer.peer] = deque()
+            self._windows[transfer.peer] = PieceWindow(self._frames_in_flight_max)
             self._turns.append(transfer.peer)
         self._waiting[transfer.peer].append(transfer)
         self._promote(transfer.peer)
@@ -105,6 +110,16 @@ class OutgoingTransfers:
                     return transfer
         return None
 
+    def note_sent(self, transfer: OutgoingTransfer, piece: int, now_s: float) -> None:
+        """A piece is handed to the lane."""
+        transfer.unanswered[piece] = self._windows[transfer.peer].depart(now_s)
+
+    def note_answered(self, transfer: OutgoingTransfer, piece: int, now_s: float) -> None:
+        """A receiver has taken a piece; a second answer changes nothing."""
+        sent = transfer.unanswered.pop(piece, None)
+        if sent is not None:
+            self._windows[transfer.peer].arrive(sent, now_s)
+
     def remove(self, transfer: OutgoingTransfer) -> None:
         """Forget a transfer; the next one of its peer becomes active."""
         peer = transfer.peer
@@ -114,12 +129,12 @@ class OutgoingTransfers:
                 queue.remove(transfer)
         self._promote(peer)
         if not self._active[peer]:
-            del self._active[peer], self._waiting[peer]
+            del self._active[peer], self._waiting[peer], self._windows[peer]
             self._turns.remove(peer)
 
     def _has_room(self, peer: str) -> bool:
         in_flight = sum(len(transfer.unanswered) for transfer in self._active[peer])
-        return in_flight < self._frames_in_flight_max
+        return in_flight < self._windows[peer].limit
 
     def _promote(self, peer: str) -> None:
         active, waiting = self._active[peer], self._waiting[peer]

@@ -59,13 +59,13 @@ class Sender:
             self._give_up(transfer, CANCELLED)
         return transfer is not None or transfer_id in self._ended
 
-    def handle(self, peer: str, header: PieceTaken | TransferEnded) -> None:
+    def handle(self, peer: str, header: PieceTaken | TransferEnded, now_s: float) -> None:
         """Handle an answer of a receiver; one about an unknown transfer is ignored."""
         transfer = self._outbox.find(header.transfer_id)
         if transfer is None or transfer.peer != peer:
             return
         if isinstance(header, PieceTaken):
-            transfer.unanswered.pop(header.piece, None)
+            self._outbox.note_answered(transfer, header.piece, now_s)
         else:
             self._give_up(transfer, f"refused: {header.reason}", tell=False)
 
@@ -95,7 +95,7 @@ class Sender:
         else:
             transfer.packed = None
             transfer.sends.append(sent)
-            transfer.unanswered[number] = now_s + self._answer_timeout_s
+            self._outbox.note_sent(transfer, number, now_s)
             transfer.size_bytes += frame.payload.size
 
     def finish(self, now_s: float) -> list[str]:
@@ -103,10 +103,10 @@ class Sender:
         over = []
         for transfer in self._outbox.all():
             problem = transfer.forget_done_sends()
-            due_s = transfer.deadline_s()
+            oldest_s = transfer.oldest_s()
             if problem is not None:
                 self._give_up(transfer, problem)
-            elif due_s is not None and now_s >= due_s:
+            elif oldest_s is not None and now_s >= oldest_s + self._answer_timeout_s:
                 self._give_up(transfer, "the receiver did not answer in time")
             if transfer.is_over:
                 self._outbox.remove(transfer)
@@ -117,8 +117,9 @@ class Sender:
 
     def dues_s(self) -> list[float]:
         """The times at which `finish` or `send_piece` has work."""
-        answers = [transfer.deadline_s() for transfer in self._outbox.active()]
-        return [due for due in (self._retry_s, *answers) if due is not None]
+        sent = [transfer.oldest_s() for transfer in self._outbox.active()]
+        dues = [one_s + self._answer_timeout_s for one_s in sent if one_s is not None]
+        return dues if self._retry_s is None else [*dues, self._retry_s]
 
     def _pack(self, transfer: OutgoingTransfer) -> tuple[int, Frame]:
         piece = next(transfer.pieces, None)

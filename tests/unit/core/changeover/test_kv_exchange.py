@@ -22,6 +22,7 @@ from services.core.changeover.kv_exchange import (
     SourceLost,
     StartTransfer,
 )
+from services.core.changeover.move_window import MoveWindow
 from services.core.changeover.route import Transfer, transfers_between
 from services.core.groups.layer_map import Stage
 
@@ -56,6 +57,7 @@ class Cluster:
     free: dict[str, int]
     exchange: ExchangeState
     failing: float = 0.0
+    now_s: float = 0.0
     todo: list[ExchangeCommand] = field(default_factory=list)
     holding: dict[tuple[str, str], int] = field(default_factory=dict)
     ended: dict[str, str] = field(default_factory=dict)
@@ -98,17 +100,18 @@ class Cluster:
     def turn(self) -> bool:
         """Start what may start, then finish one thing; False when there is nothing left."""
         self.exchange.handle(RoomReported(self.free))
-        self.carry_out(self.exchange.start())
+        self.now_s += self.rng.random() / 10
+        self.carry_out(self.exchange.start(self.now_s))
         if not self.todo:
             return False
         command = self.todo.pop(self.rng.randrange(len(self.todo)))
         match command:
             case ReserveBlocks():
-                event = BlocksReserved(command.request_id, command.worker_id)
+                event = BlocksReserved(self.now_s, command.request_id, command.worker_id)
                 self.carry_out(self.exchange.handle(event))
             case StartTransfer():
                 intact = self.rng.random() >= self.failing
-                ended = MoveEnded(command.request_id, command.transfer, intact)
+                ended = MoveEnded(self.now_s, command.request_id, command.transfer, intact)
                 self.carry_out(self.exchange.handle(ended))
             case FreeDeparted():
                 # The chunks of departed layers make room at the tails of those that stay.
@@ -138,11 +141,11 @@ def test_a_request_resumes_when_it_is_whole_and_not_before() -> None:
     exchange.handle(RoomReported({"a": 10, "b": 10}))
     move = merge_move("r", "a", 3)
     assert exchange.handle(MoveAdded(move)) == []
-    assert exchange.start() == [ReserveBlocks("r", "b", 3)]
+    assert exchange.start(0.0) == [ReserveBlocks("r", "b", 3)]
     transfer = move.transfers[0]
-    assert exchange.handle(BlocksReserved("r", "b")) == [StartTransfer("r", transfer)]
+    assert exchange.handle(BlocksReserved(0.0, "r", "b")) == [StartTransfer("r", transfer)]
     assert not exchange.settled
-    assert exchange.handle(MoveEnded("r", transfer, intact=True)) == [
+    assert exchange.handle(MoveEnded(0.0, "r", transfer, intact=True)) == [
         ResumeRequest("r"),
         FreeDeparted("r", "a", whole_table=False),
     ]
@@ -151,9 +154,8 @@ def test_a_request_resumes_when_it_is_whole_and_not_before() -> None:
 
 
 def test_moves_alternate_between_the_sides_and_take_the_highest_blocks_first() -> None:
-    exchange = ExchangeState(window=1)
+    exchange = ExchangeState()
     exchange.handle(RoomReported({"a": 100, "b": 100}))
-    order = []
     for move in (
         merge_move("a-low", "a", 1, highest=3),
         merge_move("a-high", "a", 1, highest=9),
@@ -161,13 +163,7 @@ def test_moves_alternate_between_the_sides_and_take_the_highest_blocks_first() -
         merge_move("b-high", "b", 1, highest=7),
     ):
         exchange.handle(MoveAdded(move))
-    for _ in range(4):
-        (reserve,) = exchange.start()
-        assert isinstance(reserve, ReserveBlocks)
-        order.append(reserve.request_id)
-        (send,) = exchange.handle(BlocksReserved(reserve.request_id, reserve.worker_id))
-        assert isinstance(send, StartTransfer)
-        exchange.handle(MoveEnded(send.request_id, send.transfer, intact=True))
+    order = [command.request_id for command in exchange.start(0.0)]
     assert [name[2:] for name in order] == ["high", "high", "low", "low"]
     assert order[0][0] != order[1][0]
     assert order[2][0] != order[3][0]
@@ -196,17 +192,17 @@ def split_move(name: str) -> Move:
 
 
 def test_what_a_lost_worker_has_not_sent_is_computed_again_and_nobody_waits_for_it() -> None:
-    exchange = ExchangeState(window=3)
+    exchange = ExchangeState(MoveWindow(20.0))
     for name in ("whole", "begun", "reserving", "waiting"):
         exchange.handle(MoveAdded(split_move(name)))
     exchange.handle(RoomReported({"a": 100}))
-    started = {command.request_id for command in exchange.start()}
+    started = {command.request_id for command in exchange.start(0.0)}
     assert len(started) == 3
     (whole, begun, _reserving), (waiting,) = sorted(started), set(exchange.waiting)
     for name in (whole, begun):
-        (send,) = exchange.handle(BlocksReserved(name, "a"))
+        (send,) = exchange.handle(BlocksReserved(0.0, name, "a"))
     assert isinstance(send, StartTransfer)
-    ended = exchange.handle(MoveEnded(whole, send.transfer, intact=True))
+    ended = exchange.handle(MoveEnded(0.0, whole, send.transfer, intact=True))
     assert ended == [ResumeRequest(whole), FreeDeparted(whole, "b", whole_table=True)]
     commands = exchange.handle(SourceLost("b"))
     assert {command.request_id for command in commands} == {begun, _reserving, waiting}
@@ -223,7 +219,9 @@ def test_what_a_lost_worker_has_not_sent_is_computed_again_and_nobody_waits_for_
 def test_every_move_ends_once_whatever_happens(seed: int) -> None:
     rng = random.Random(seed)
     free = {"a": rng.randrange(30), "b": rng.randrange(30)}
-    cluster = Cluster(rng, free, ExchangeState(window=rng.randint(1, 5)), rng.choice([0, 0.2]))
+    cluster = Cluster(
+        rng, free, ExchangeState(MoveWindow(rng.choice([1.0, 20.0, 200.0]))), rng.choice([0, 0.2])
+    )
     names = [f"{rng.choice('ab')}{index}" for index in range(rng.randint(1, 20))]
     for name in names:
         cluster.add(merge_move(name, name[0], rng.randint(1, 12), rng.randrange(50)), [name[0]])

@@ -2,9 +2,12 @@
 
 import pytest
 
+from services.core.changeover import preparation
 from services.core.changeover import vocabulary as words
+from services.core.changeover.configuration import GroupStages
 from services.core.changeover.frames import Capacity
 from services.core.changeover.preparation import BUSY, NO_ROOM
+from services.core.groups.layer_map import Stage
 from tests.support.changeover_scenes import restoring
 from tests.support.changeover_script import LAYERS, Script, groups
 
@@ -182,3 +185,29 @@ def test_a_stage_with_room_for_what_returns_gives_no_block_up() -> None:
     assert commands == [words.ShrinkKv("t", blocks, 0)]
     assert machine.planner.pool.usable == blocks
     assert not capacities(script)
+
+
+def test_a_member_that_fails_again_and_again_is_not_asked_any_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(preparation, "FAILURES_MAX", 1)
+    script = restoring("b")
+    first = fetching(script)
+    assert first.holder == "a"
+    script.go_on("b", intact=False)
+    (second,) = script.go_on("b")
+    assert isinstance(second, words.RestoreSlab)
+    assert second.slab != first.slab and second.holder == ""
+
+
+def test_a_survivor_keeps_what_it_has_verified_for_the_next_attempt() -> None:
+    script = restoring()
+    survivor = (GroupStages("g-b", 3, (Stage("b", LAYERS // 2, LAYERS),)),)
+    script.do("b", words.ConfigurationCommitted(script.now_s, survivor))
+    script.settle()
+    script.do("b", words.PreparationAsked("t", groups(4, "b")))
+    script.settle()
+    fetching(script)
+    script.go_on("b")
+    commands = script.do("b", words.PreparationAborted("t"))
+    assert words.UndoRestore("t", keep_verified=True) in commands

@@ -10,6 +10,7 @@ from services.core.groups.coordinator import (
     ENDED,
     TRANSITIONS,
     ChangeAsked,
+    ChangeCalledOff,
     ChangePhase,
     ChangeStepped,
     Command,
@@ -167,6 +168,23 @@ def test_a_change_is_followed_until_its_members_have_settled() -> None:
     assert cluster.looks == []
 
 
+def test_a_change_that_waits_or_prepares_can_be_called_off_and_no_other() -> None:
+    cluster = Cluster()
+    for number, names in enumerate((("w0", "w1"), ("w2", "w3"), ("w4", "w5"))):
+        cluster.ask(f"c{number}", merge(*names))
+    cluster.write_all()
+    assert "c2" not in cluster.steps, "it waits for its turn"
+    for names in (("w4", "w5"), ("w0", "w1"), ("w6", "w7")):
+        cluster.feed(ChangeCalledOff(cluster.now_s, merge(*names), "not wanted"))
+    assert cluster.steps == {"c0": [PREPARING, FAILED], "c1": [PREPARING], "c2": [FAILED]}
+    assert cluster.messages["c0"] == cluster.messages["c2"] == "not wanted"
+    cluster.commit_all()
+    cluster.feed(ChangeCalledOff(cluster.now_s, merge("w2", "w3"), "not wanted"))
+    assert cluster.steps["c1"] == [PREPARING, COMMITTED]
+    assert not any(stored.group.attempt for stored in cluster.store.groups.values())
+    assert len(cluster.store.groups["group-w0"].group.members) == 1
+
+
 def test_what_cannot_be_has_failed_at_once() -> None:
     cluster = Cluster()
     cluster.ask("c", merge("w0", "unknown"))
@@ -298,13 +316,14 @@ class Chaos(Cluster):
     def __init__(self, seed: int) -> None:
         self.rng = Random(seed)
         self.asked = 0
+        self.targets: list[Targets] = []
         super().__init__(names=NAMES[:4])
 
     def step(self) -> None:
         self.rng.choice(
             (
                 *(self._ask, self._write, self._write, self._answer, self._answer),
-                *(self._serve, self._wait, self._settle, self._lead),
+                *(self._serve, self._wait, self._settle, self._lead, self._call_off),
             )
         )()
 
@@ -312,7 +331,13 @@ class Chaos(Cluster):
         self.asked += 1
         some = self.rng.sample(NAMES[:4], 2)
         targets = merge(*some) if self.rng.random() < 0.6 else split(*some)
+        self.targets.append(targets)
         self.ask(f"c{self.asked}", targets, urgent=self.rng.random() < 0.2)
+
+    def _call_off(self) -> None:
+        if self.targets:
+            targets = self.rng.choice(self.targets[-4:])
+            self.feed(ChangeCalledOff(self.now_s, targets, "not wanted"))
 
     def _write(self) -> None:
         if self.transactions:

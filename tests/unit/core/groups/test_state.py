@@ -9,6 +9,7 @@ from services.core.groups.state import GroupState, ProtocolConfig
 from services.core.groups.vocabulary import (
     AbortMember,
     Assignment,
+    CalledOff,
     ClusterListed,
     Command,
     Event,
@@ -435,3 +436,41 @@ class TestDegraded:
         assert pair.feed(TimePassed(0.5)) == []
         (mark,) = pair.feed(TimePassed(1.5))
         assert transaction(mark).groups[0].attempt
+
+
+class TestCallingOff:
+    def call_off(self, store: Store) -> list[Command]:
+        return store.feed(CalledOff(store.now_s, "r", "load has returned"))
+
+    def test_marks_vanish_members_abort_and_nobody_backs_off(self, pair: Store) -> None:
+        pair.merge()
+        attempt = pair.prepare(SPLIT).attempt
+        failed, removal = self.call_off(pair)
+        assert failed == ReconfigurationFailed("r", "load has returned")
+        assert pair.commit(transaction(removal)) == [
+            AbortMember(attempt, TOKEN, name, f"{name}-a") for name in ("w0", "w1")
+        ]
+        assert pair.group("group-w0").attempt == ""
+        assert pair.answer("w0", attempt) == pair.answer("w1", attempt) == []
+        assert pair.prepare(SPLIT).attempt != attempt
+
+    def test_a_mark_that_is_being_written_is_removed_afterwards(self, pair: Store) -> None:
+        (mark,) = pair.ask(MERGE)
+        assert self.call_off(pair) == [ReconfigurationFailed("r", "load has returned")]
+        removals = pair.commit(transaction(mark))
+        while removals:
+            command = removals.pop(0)
+            removals += (
+                [] if isinstance(command, AbortMember) else pair.commit(transaction(command))
+            )
+        assert not any(stored.group.attempt for stored in pair.groups.values())
+
+    def test_a_commit_under_way_is_not_stopped(self, pair: Store) -> None:
+        attempt = pair.prepare(MERGE).attempt
+        pair.answer("w0", attempt)
+        (commit,) = pair.answer("w1", attempt)
+        assert self.call_off(pair) == []
+        assert pair.commit(transaction(commit)) == [ReconfigurationCommitted("r", pair.epoch())]
+
+    def test_what_nobody_has_asked_for_is_nothing(self, pair: Store) -> None:
+        assert self.call_off(pair) == []

@@ -37,6 +37,7 @@ class World:
         self.delay_s = delay_s
         self.now_s = 100.0
         self.merged = self.leaving = False
+        self.limit = MERGED  # less while a split is prepared
         self.used = self.queued_tokens = self.refused_tokens = 0
         self.rate = 0.0
         self.decisions: list[Decision] = []
@@ -71,13 +72,17 @@ class World:
         self.monitor.check_invariants()
         self.decisions += decisions
         for decision in decisions:
-            if decision.action is not Action.EXHAUSTED:
-                self._change = self.now_s + self.delay_s, decision.action is Action.MERGE
+            if decision.action is Action.CALL_OFF:
+                self._change, self.limit = None, MERGED
+            elif decision.action is not Action.EXHAUSTED:
+                merge = decision.action is Action.MERGE
+                if self._change is None or self._change[1] is not merge:
+                    self._change = self.now_s + self.delay_s, merge
 
     def _groups(self) -> tuple[GroupUse, ...]:
         if self.merged:
             used = min(self.used, MERGED)
-            members = [MemberUse(f"w{n}", MERGED, used, UNMERGED) for n in range(2)]
+            members = [MemberUse(f"w{n}", self.limit, used, UNMERGED) for n in range(2)]
             return (GroupUse("g0", MODEL, tuple(members), draining=self.leaving),)
         used = min(self.used // 2, UNMERGED)
         return tuple(
@@ -473,3 +478,52 @@ def test_a_group_with_a_leaving_member_splits_however_full_it_is(world: World) -
     assert (decision.why.cause, decision.why.held_s) == (Cause.DRAINING, 0.0)
     world.used = world.queued_tokens = 0
     assert world.tick(100) == [] and not world.merged
+
+
+def preparing_to_split(**config: object) -> World:
+    """Demand has subsided, and a split takes its time."""
+    world = World(**config)
+    world.merged = True
+    world.tick(20)
+    world.used = 500
+    world.delay_s = 16.0
+    decisions = world.tick(60)
+    assert [one.action for one in decisions] == [Action.SPLIT]
+    world.limit = UNMERGED
+    return world
+
+
+def test_a_split_that_is_prepared_is_called_off_when_load_returns() -> None:
+    world = preparing_to_split()
+    world.used, world.queued_tokens = 1000, 400
+    (decision,) = world.tick(20)
+    assert (decision.action, decision.group_ids) == (Action.CALL_OFF, ("g0",))
+    assert decision.why.cause is Cause.OVERLOAD
+    assert decision.why.held_s >= decision.why.dwell_s == 0.2
+    assert world.merged
+    world.used, world.queued_tokens = 1400, 0
+    assert world.tick(100) == [], "its capacity is there again"
+    world.used = 500
+    assert world.tick(90) == [], "the next dwell is longer"
+    assert [one.action for one in world.tick(30)] == [Action.SPLIT]
+
+
+def test_a_split_goes_on_while_its_requests_fit() -> None:
+    world = preparing_to_split()
+    world.used, world.queued_tokens = 600, 300
+    assert {one.action for one in world.tick(100)} <= {Action.SPLIT}
+
+
+def test_after_a_split_there_is_nothing_to_call_off() -> None:
+    world = preparing_to_split()
+    world.tick(170)
+    assert not world.merged
+    world.used, world.queued_tokens = 1900, 600
+    assert [one.action for one in world.tick(20)] == [Action.MERGE]
+
+
+def test_a_split_because_a_member_leaves_is_not_called_off() -> None:
+    world = preparing_to_split()
+    world.leaving = True
+    world.used, world.queued_tokens = 1000, 400
+    assert Action.CALL_OFF not in {one.action for one in world.tick(60)}

@@ -16,6 +16,7 @@ from services.core.planner.events import (
     RequestAborted,
     RequestArrived,
 )
+from services.core.planner.sequence import Sequence
 from services.core.planner.state import PlannerState
 from services.core.request import FinishReason, Limits, Request, Sampling
 
@@ -130,6 +131,46 @@ def test_output_does_not_depend_on_the_schedule(seed: int) -> None:
         assert (tokens, reason[0]) == expected(request)
     assert state.pool.free_count == state.config.num_blocks
     assert state.load().running == state.load().waiting == 0
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_output_goes_on_as_if_another_worker_had_not_begun_it(seed: int) -> None:
+    """Requests are cut at any token and go on at a second planner, which runs others, too."""
+    rng = random.Random(seed)
+    state = make_state(num_blocks=rng.choice([10, 16, 40]))
+    model, outputs, requests = FakeModel(state.config), {}, []
+    for number in range(12):
+        stop = frozenset({STOP}) if rng.random() < 0.5 else frozenset()
+        limits = {"min_tokens": rng.randint(0, 12), "stop_token_ids": stop}
+        request = make_request(f"r{number}", rng.randint(1, 20), 16, rng, **limits)
+        whole, _ = expected(request)
+        cut = tuple(whole[: rng.randrange(len(whole))])
+        outputs[request.request_id] = list(cut), []
+        requests.append(request)
+        state.handle(RequestArrived(0.0, replace(request, output_ids=cut)))
+    drive(state, model, outputs)
+    for request in requests:
+        tokens, reason = outputs[request.request_id]
+        assert (tokens, reason[0]) == expected(request)
+    assert state.pool.free_count == state.config.num_blocks
+
+
+def test_the_sampler_gets_earlier_output_as_output() -> None:
+    state = make_state()
+    sampling = Sampling(temperature=1, presence_penalty=1, repetition_penalty=2)
+    request = Request("r", (1, 2), sampling, Limits(8, 4), 0.0, output_ids=(5, 6, 7))
+    state.handle(RequestArrived(0.0, request))
+    microbatch = state.plan(0.0)
+    assert microbatch is not None
+    (chunk,) = microbatch.batch.chunks
+    assert chunk.token_ids == (1, 2, 5, 6, 7)
+    assert chunk.sample is not None and chunk.sample.terms is not None
+    assert chunk.sample.index == 3
+    assert (chunk.sample.terms.prompt_ids, chunk.sample.terms.output_ids) == ((1, 2), (5, 6, 7))
+    (token,) = state.handle(IterationFinished(0.0, {"r": 9}))
+    assert token == EmitToken("r", 3, 9, None)
+    # The state for another leader holds every token once.
+    assert Sequence.restore(state.export("r")).token_ids == [1, 2, 5, 6, 7, 9]
 
 
 def test_overflow_preempts_the_newest_and_the_oldest_advances() -> None:

@@ -9,11 +9,14 @@ from typing import Any
 import pytest
 
 from services.core.ask import FailedAssignment, RefusalReason
+from services.core.cost.model import TOKENS, CostModel
 from services.core.overtaking import OVERTAKEN_MAX
 from services.core.scheduler.bookkeeping import REMEMBERED_MAX
 from services.core.scheduler.dispatch import ScoreFunction, kv_share, least_loaded
+from services.core.scheduler.group_load import KEPT_S
 from services.core.scheduler.group_table import MODELS_REMEMBERED_MAX
 from services.core.scheduler.state import (
+    ALONE_S,
     RETURNS_MAX,
     SchedulerState,
 )
@@ -932,3 +935,141 @@ def test_ten_thousand_waiting_requests_cost_no_more_each() -> None:
     assert len(order) == 5_000
     assert all(int(a[1:]) < int(b[1:]) for a, b in pairwise(order))
     state.check_invariants()
+
+
+# --- requests that have run
+
+
+def full(**settings: Any) -> Scheduler:
+    """One group without room."""
+    scheduler = Scheduler(**settings)
+    scheduler.join()
+    scheduler.report(free=0)
+    return scheduler
+
+
+def test_a_request_that_has_run_goes_before_all_that_have_not() -> None:
+    scheduler = full()
+    scheduler.ask("early", waited_s=60.0)
+    scheduler.ask("resumed", resumed=True)
+    scheduler.ask("later-resumed", resumed=True)
+    assert assigned(scheduler.report(free=100)) == ["resumed", "later-resumed", "early"]
+
+
+def test_neither_the_limit_nor_the_deadline_of_the_queue_ends_what_has_run() -> None:
+    scheduler = full(queue_limit=2, queue_deadline_s=5.0)
+    scheduler.ask("a")
+    scheduler.ask("b")
+    assert kinds(scheduler.ask("new")) == [SendRefusal]
+    assert kinds(scheduler.ask("resumed", resumed=True, waited_s=99.0)) == [SendTicket]
+    assert {one.request_id for one in scheduler(Ticked(6.0))} == {"a", "b"}
+    assert scheduler(Ticked(600.0)) == []
+    assert assigned(scheduler.report(free=100, now_s=600.0)) == ["resumed"]
+    assert scheduler.state.snapshot(600.0).oldest_wait_s == 0.0
+
+
+def test_it_waits_for_the_workers_of_its_model_to_come_back(scheduler: Scheduler) -> None:
+    scheduler.join()
+    scheduler.join("other", model="other")
+    scheduler(GroupLeft(0.0, "group-w0"))
+    assert refusal(scheduler.ask("new")).reason is RefusalReason.UNKNOWN_MODEL
+    assert kinds(scheduler.ask("resumed", resumed=True)) == [SendTicket]
+    scheduler.join(epoch=2, incarnation="w0-b")
+    assert assigned(scheduler.report(epoch=2, incarnation="w0-b")) == ["resumed"]
+
+
+def test_the_worker_that_it_has_lost_gets_nothing_until_it_reports(scheduler: Scheduler) -> None:
+    """Also if the request had moved there from the group that it was assigned to."""
+    scheduler.join()
+    scheduler.join("w1", capacity_blocks=50)
+    scheduler.report()
+    assert assigned(scheduler.ask("r")) == ["r"]
+    scheduler(GroupLeft(0.0, "group-w0"))
+    scheduler.report("w1", free=50)
+    failed = FailedAssignment("group-w1", 1)
+    assert kinds(scheduler.ask("r", resumed=True, failed=failed)) == [SendTicket]
+    assert assigned(scheduler.report("w1", free=50)) == ["r"]
+
+
+def test_what_has_run_and_fits_nowhere_is_refused(scheduler: Scheduler) -> None:
+    scheduler.join()
+    scheduler.report()
+    command = refusal(scheduler.ask("r", prompt_tokens=2000, resumed=True))
+    assert command.reason is RefusalReason.TOO_LARGE
+
+
+# --- requests that engines may die of
+
+
+def test_what_is_to_be_alone_takes_an_idle_group_and_keeps_it_until_it_has_run(
+    scheduler: Scheduler,
+) -> None:
+    for name in ("w0", "w1"):
+        scheduler.join(name)
+        scheduler.report(name, running=1, free=90)
+    assert kinds(scheduler.ask("alone", resumed=True, alone=True)) == [SendTicket]
+    assert assigned(scheduler.ask("other")) == ["other"], "it does not hold the line"
+    assert assigned(scheduler.report("w1")) == ["alone"]
+    scheduler.report("w0", free=0, running=9)
+    assert assigned(scheduler.ask("next")) == []
+    # It has come, and is not yet through its prompt.
+    assert assigned(scheduler.report("w1", running=1, prefill=32, received=("alone",))) == []
+    assert assigned(scheduler.report("w1", running=1)) == ["next"]
+
+
+def test_no_group_waits_for_ever_for_what_is_to_be_alone(scheduler: Scheduler) -> None:
+    scheduler.join()
+    scheduler.report()
+    assert assigned(scheduler.ask("alone", alone=True)) == ["alone"]
+    assert assigned(scheduler.ask("next")) == []
+    scheduler.report(now_s=KEPT_S - 0.1)
+    assert assigned(scheduler(Ticked(KEPT_S - 0.1))) == []
+    assert assigned(scheduler(Ticked(KEPT_S))) == ["next"]
+
+
+def test_what_finds_no_idle_group_in_time_runs_beside_others(scheduler: Scheduler) -> None:
+    scheduler.join()
+    scheduler.report(running=1, free=90)
+    assert kinds(scheduler.ask("alone", resumed=True, alone=True)) == [SendTicket]
+    scheduler.report(running=1, free=90, now_s=ALONE_S - 0.1)
+    assert assigned(scheduler(Ticked(ALONE_S - 0.1))) == []
+    assert assigned(scheduler(Ticked(ALONE_S))) == ["alone"]
+    assert assigned(scheduler.ask("next", now_s=ALONE_S)) == ["next"]
+
+
+# --- workers that a gateway cannot reach
+
+
+@pytest.mark.parametrize("ttft", [None, TOKENS])
+def test_a_worker_that_the_gateway_cannot_reach_is_avoided_for_a_while(
+    ttft: CostModel | None,
+) -> None:
+    scheduler = Scheduler(ttft=ttft)
+    for name, free in (("w0", 100), ("w1", 60)):
+        scheduler.join(name)
+        scheduler.report(name, free=free)
+    (command,) = scheduler.ask("other")[1:]
+    assert isinstance(command, SendAssignment) and command.worker_id == "w0"
+    avoiding = {"avoided": ("w0:1",), "avoided_s": 2.0}
+    (command,) = scheduler.ask("r", **avoiding)[1:]
+    assert isinstance(command, SendAssignment) and command.worker_id == "w1"
+    # For a while it waits for the others, if they serve.
+    scheduler.report("w1", free=0)
+    assert assigned(scheduler.ask("waits", **avoiding)) == []
+    assert assigned(scheduler(Ticked(1.9))) == []
+    assert assigned(scheduler(Ticked(2.0))) == ["waits"]
+
+
+def test_the_last_workers_are_never_avoided(scheduler: Scheduler) -> None:
+    for name in ("w0", "w1"):
+        scheduler.join(name)
+    scheduler.report("w0")
+    everybody = {"avoided": ("w0:1", "w1:1"), "avoided_s": 9.0}
+    assert assigned(scheduler.ask("all", **everybody)) == ["all"]
+    # The other one does not report.
+    assert assigned(scheduler.ask("one", avoided=("w0:1",), avoided_s=9.0)) == ["one"]
+
+
+@pytest.mark.parametrize("changes", [{"avoided": ("a:1",) * 65}, {"avoided_s": math.inf}])
+def test_what_no_gateway_avoids_is_refused(scheduler: Scheduler, changes: dict[str, Any]) -> None:
+    assert refusal(scheduler.ask("r", **changes)).reason is RefusalReason.INVALID

@@ -2,13 +2,16 @@
 
 import itertools
 import random
+from dataclasses import replace
 
 import pytest
 
 from services.core.cost.model import CostModel
 from services.core.groups.layer_map import ModelShape
+from services.core.overload.actions import LOAD_IS_BACK
+from services.core.overload.events import Action
 from services.core.planner.config import IterationConfig
-from tideserve.sim.change_spec import ChangeSpec
+from tideserve.sim.change_spec import ChangeCosts, ChangeSpec
 from tideserve.sim.cluster import Cluster, ClusterSpec
 from tideserve.sim.report import Outcome, figures
 from tideserve.sim.time_model import CostTimeModel
@@ -62,3 +65,33 @@ def test_groups_merge_in_a_flood_and_split_after_it(seed: int, instances: int) -
         assert instance.state.stages == 1
         assert not instance.state.sequences
         assert instance.state.pool.free_count == instance.state.pool.usable == BLOCKS
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_restore_is_called_off_when_the_flood_returns(seed: int) -> None:
+    rng = random.Random(seed)
+    floods = [
+        start_s + time_s
+        for start_s in (0.0, FLOOD_S + 15.0)
+        for time_s in gamma_times(9.0, 1.0, FLOOD_S, rng)
+    ]
+    trickle = [FLOOD_S + time_s for time_s in gamma_times(0.5, 1.0, 15.0, rng)]
+    lengths = (Length(120, 0.5, most=400), Length(120, 0.5, most=400))
+    workload = OpenLoop(list(with_lengths(sorted(floods + trickle), *lengths, rng)))
+    iteration = IterationConfig(
+        block_size=16, num_blocks=BLOCKS, max_batch_tokens=512, max_running=64, max_waiting=1000
+    )
+    slow = replace(CHANGE, costs=ChangeCosts(verify_bytes_per_s=SHAPE.layer_bytes / 15))
+    cluster = Cluster(ClusterSpec(2, iteration, 8192, change=slow), DEVICE, workload)
+    outcomes = cluster.run()
+    cluster.check_invariants()
+    assert {record.outcome for record in outcomes.records} == {Outcome.COMPLETED}
+    actions = [decision.action for decision in outcomes.changes.decisions]
+    assert Action.CALL_OFF in actions
+    assert LOAD_IS_BACK in outcomes.changes.failed
+    call_off = actions.index(Action.CALL_OFF)
+    assert Action.SPLIT in actions[:call_off]
+    back_s = outcomes.changes.decisions[call_off].now_s
+    assert not any(
+        change.decided_s < back_s < change.committed_s for change in outcomes.changes.changes
+    )

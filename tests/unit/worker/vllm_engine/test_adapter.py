@@ -72,6 +72,19 @@ async def test_a_request_runs_to_its_end(adapter: AdapterOnTest) -> None:
     assert (last.report.load.running, last.report.load.kv_blocks_free) == (0, 40)
 
 
+async def test_a_request_goes_on_after_the_output_of_another_worker(
+    adapter: AdapterOnTest,
+) -> None:
+    adapter.send(start(output_ids=(7, 8)))
+    await adapter.until_received("r")
+    prompt, parameters = adapter.llm.given["r"]
+    assert prompt["prompt_token_ids"] == [1, 2, 3, 7, 8]
+    assert parameters["max_tokens"] == 6
+    adapter.llm.tell("r", output(5))
+    await eventually(lambda: tokens(adapter))
+    assert tokens(adapter) == [EmitToken("r", 2, 5, None)]
+
+
 async def test_the_tokens_of_one_step_are_one_frame(adapter: AdapterOnTest) -> None:
     for name in ("a", "b"):
         adapter.send(start(name))

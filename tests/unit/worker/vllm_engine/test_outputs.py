@@ -37,6 +37,13 @@ def test_tokens_are_numbered_without_a_gap() -> None:
     ]
 
 
+def test_tokens_follow_those_that_a_request_came_with() -> None:
+    request = Request("r", (1, 2), Sampling(), Limits(9), 0.0, output_ids=(3, 4))
+    found = output(5)
+    found.num_cached_tokens = 2
+    assert OutputReader(request).read(found) == [EmitToken("r", 2, 5, None)]
+
+
 def test_a_stop_token_is_the_last_token() -> None:
     assert reader().read(output(7, ended="stop")) == [EmitToken("r", 0, 7, FinishReason.STOP)]
 

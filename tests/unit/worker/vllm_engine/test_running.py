@@ -1,6 +1,6 @@
 """The load of an engine whose numbers come from vLLM once a step."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 
 import pytest
@@ -70,6 +70,15 @@ def test_a_prompt_is_to_be_prefilled_until_its_first_token() -> None:
     assert running.load().prefill_tokens == 48
     running.remove(second)
     assert running.load().prefill_tokens == 0
+
+
+def test_output_of_another_worker_is_prefilled_as_a_prompt_is() -> None:
+    running = requests()
+    entry = running.add(replace(request(), output_ids=(1,) * 15), 0.0)
+    assert running.load().prefill_tokens == 31 and running.load().kv_blocks_wanted == 2
+    running.emit(entry, 1)
+    assert running.load().prefill_tokens == 0
+    assert running.load().prompt_tokens_total == 0, "its first token came from another worker"
 
 
 def test_lookups_of_all_steps_are_summed() -> None:

@@ -1,5 +1,6 @@
 """What vLLM is told about a request."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -62,3 +63,18 @@ def test_log_probabilities_are_asked_for() -> None:
 def test_forbidden_sequences_are_refused_with_a_remedy() -> None:
     with pytest.raises(CannotServe, match=r"bad_words does not work .* use logit_bias"):
         told(bad_words=((1, 2),))
+
+
+def test_what_another_worker_has_made_counts_for_the_limits() -> None:
+    limits = Limits(9, 6, frozenset())
+    request = Request("r", (1,), Sampling(), limits, 0.0, output_ids=(2, 3, 4))
+    found = parameters_of(request)
+    assert (found["max_tokens"], found["min_tokens"]) == (6, 3)
+    later = replace(request, output_ids=(2,) * 8)
+    assert parameters_of(later)["min_tokens"] == 0
+
+
+def test_an_answer_in_the_middle_of_a_grammar_is_refused() -> None:
+    sampling = Sampling(grammar=Grammar(GrammarKind.REGEX, "a+"))
+    with pytest.raises(CannotServe, match="middle of a grammar"):
+        parameters_of(Request("r", (1,), sampling, Limits(9), 0.0, output_ids=(2,)))

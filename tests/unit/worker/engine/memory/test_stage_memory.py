@@ -269,6 +269,31 @@ def test_a_restore_can_be_aborted_at_any_step(memory: StageMemory) -> None:
         assert layout_of(memory) == before
 
 
+def test_an_aborted_restore_may_keep_what_is_verified(memory: StageMemory) -> None:
+    whole_blocks = memory.num_blocks
+    memory.set_stage(0, 3)
+    memory.release_departed(0)
+    memory.finish_drop(None)
+    memory.shrink_kv(memory.blocks_beside(0, 6), used_blocks=0)
+    memory.map_layer_parameters(layer_name(3))
+    memory.load_layer(layer_name(3))
+    memory.finish_layer(layer_name(3))
+    memory.map_layer_parameters(layer_name(4))
+    missing = memory.missing_slabs(0, 6)
+    memory.abandon_restore(keep_verified=True)
+    memory.check_invariants()
+    assert memory.missing_slabs(0, 6) == missing, "layer 3 is here, layer 4 is not"
+    memory.shrink_kv(memory.blocks_beside(0, 6), used_blocks=0)
+    for name in missing:
+        memory.map_layer_parameters(name)
+        memory.load_layer(name)
+        memory.finish_layer(name)
+    memory.map_kv_of([3, 4, 5])
+    memory.set_stage(0, 6)
+    memory.check_invariants()
+    assert memory.num_blocks == whole_blocks
+
+
 def test_a_restore_out_of_order_is_refused(memory: StageMemory) -> None:
     blocks = memory.num_blocks
     memory.set_stage(0, 3)

@@ -19,12 +19,8 @@ from services.core.planner.events import (
     RequestArrived,
     WaitLooked,
 )
-from services.worker.engine.pipeline.connections import UNREACHABLE_S
 from services.worker.engine.pipeline.links import Links
 from services.worker.engine.transfer.errors import MoverFull
-from services.worker.errors import (
-    MemberUnreachable,
-)
 from services.worker.ipc import ApplyConfiguration
 from tests.support.integer_group import (
     APART,
@@ -215,16 +211,20 @@ def test_a_piece_of_an_epoch_that_begins_while_it_is_looked_at_is_not_given_up(
     assert standing_of("g", 2) is Standing.CURRENT
 
 
-def test_a_member_that_lives_but_is_out_of_reach_ends_this_engine(make_group: MakeGroup) -> None:
+def test_a_member_out_of_reach_is_told_and_its_group_is_made_anew(make_group: MakeGroup) -> None:
+    """Both live: they connect again, keep the KV, and run what was in flight once more."""
     group = merged(make_group())
     started(group)
+    group.settle()
     group.network.cut("w1")
-    for _ in range(50):
-        group.turn()
-    group.network.skip(UNREACHABLE_S + 1.0)  # type: ignore[attr-defined]
-    with pytest.raises(MemberUnreachable, match="the connection to w"):
-        for _ in range(50):
-            group.turn()
+    group.run_until(lambda: member(group, "w0").trouble)
+    assert member(group, "w0").trouble == "the connection to w1 is lost"
+    preempted = member(group, "w0").state.preemptions_total
+    group.reconfigure(MERGED)
+    group.settle()
+    assert not any(one.member.trouble for one in group.engines.values())
+    assert member(group, "w0").state.preemptions_total <= preempted + 1
+    check_tokens(group)
 
 
 def test_a_lost_worker_of_another_group_is_told_once_and_never_ends_this_engine(
@@ -241,7 +241,7 @@ def test_a_lost_worker_of_another_group_is_told_once_and_never_ends_this_engine(
     group.network.cut("w1")
     for _ in range(100):
         group.turn()
-    group.network.skip(UNREACHABLE_S + 1.0)  # type: ignore[attr-defined]
+    group.network.skip(31.0)  # type: ignore[attr-defined]
     lost = [one for one in told if type(one).__name__ == "PeersLost"]
     assert [one.workers for one in lost] == [frozenset({"w1"})]  # type: ignore[attr-defined]
     check_tokens(group)

@@ -10,6 +10,7 @@ from services.worker.engine.transfer.frame import Bytes, Frame
 from services.worker.engine.transfer.gate import ActivationGate
 from services.worker.engine.transfer.lane import Identity, PeerConnected, PeerLost
 from services.worker.engine.transfer.mover import Mover, MoverConfig, MoverEvent
+from services.worker.engine.transfer.piece_window import PIECES_MIN
 from services.worker.engine.transfer.pieces import (
     KvPiece,
     OutgoingPiece,
@@ -148,11 +149,11 @@ def test_a_chunk_has_a_sane_size(size_bytes: int) -> None:
 
 
 def test_few_pieces_are_under_way_and_packed_only_then() -> None:
-    pair = Pair(replace(CONFIG, frames_in_flight_max=3))
+    pair = Pair()
     pair.network.hold("a", "b")
     pair.a.send_slab("b")
     pair.settle()
-    assert pair.a.memory.reads == 3
+    assert pair.a.memory.reads == PIECES_MIN
     assert pair.a.ends == []
 
 

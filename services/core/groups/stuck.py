@@ -1,0 +1,71 @@
+"""Groups that cannot go on although all their members are registered, as members report them."""
+
+from dataclasses import dataclass, field
+
+from services.core.groups.attempt import Attempt
+from services.core.groups.records import Records
+from services.core.groups.vocabulary import Group, GroupPhase, GroupStuck
+
+
+@dataclass(slots=True)
+class Stuck:
+    """Stuck groups by id, each at the epoch that is stuck: a later one is another matter.
+
+    One entry for each group that was ever stuck, so it is bounded as the records are.
+    """
+
+    _reasons: dict[str, tuple[int, str]] = field(default_factory=dict)
+    _hopeless: dict[str, int] = field(default_factory=dict)  # making it anew has failed
+    _renewals: dict[str, Group] = field(default_factory=dict)  # by attempt: the group that is stuck
+
+    def note(self, records: Records, event: GroupStuck) -> None:
+        """Take a report; one of another process or epoch has no effect, nor one of a lone worker.
+
+        A lone worker needs nobody else.
+        """
+        stored = records.assignments.get(event.worker_id)
+        worker = records.workers.get(event.worker_id)
+        if stored is None or worker is None or worker.incarnation != event.incarnation:
+            return
+        group = records.groups.get(stored.assignment.group_id)
+        if group is None or len(group.group.members) < 2 or group.group.epoch != event.epoch:
+            return
+        self._reasons[group.group.group_id] = (event.epoch, event.reason)
+
+    def is_stuck(self, group: Group) -> bool:
+        """Whether a member has said so of the group at its present epoch."""
+        epoch, _ = self._reasons.get(group.group_id, (-1, ""))
+        return epoch == group.epoch and group.phase is GroupPhase.STABLE
+
+    def is_hopeless(self, group: Group) -> bool:
+        """Whether the group is stuck, and its members did not find together again."""
+        return self._hopeless.get(group.group_id) == group.epoch and self.is_stuck(group)
+
+    def reason_against(self, attempt: Attempt) -> str | None:
+        """Why an attempt cannot succeed: a group that it changes is stuck. None for a renewal."""
+        if self.is_renewal(attempt):
+            return None
+        for group in attempt.sources:
+            if self.is_stuck(group):
+                return f"{group.group_id} is stuck: {self._reasons[group.group_id][1]}"
+        return None
+
+    def renewing(self, group: Group, attempt: Attempt) -> None:
+        """An attempt has begun to make the group anew."""
+        # A coordinator that lost its leadership leaves some behind.
+        self._renewals = {
+            name: one for name, one in self._renewals.items() if one.group_id != group.group_id
+        }
+        self._renewals[attempt.attempt_id] = group
+
+    def is_renewal(self, attempt: Attempt) -> bool:
+        """Whether the attempt makes a stuck group anew."""
+        return attempt.attempt_id in self._renewals
+
+    def renewal_failed(self, attempt: Attempt) -> bool:
+        """An attempt was aborted; whether it was to make a group anew, which is hopeless then."""
+        group = self._renewals.pop(attempt.attempt_id, None)
+        if group is None:
+            return False
+        self._hopeless[group.group_id] = group.epoch
+        return True

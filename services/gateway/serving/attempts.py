@@ -1,0 +1,119 @@
+"""Whether a request that has failed at a worker is started once more, and with what. Pure."""
+
+from dataclasses import dataclass, replace
+
+from services.core.ask import Ask, Assignment, FailedAssignment
+from services.core.request import Request
+from services.gateway.cluster.token_stream import Returned, StaleEpoch
+from services.gateway.records.request_record import Stay
+from services.gateway.vocabulary.errors import (
+    EngineFailed,
+    EngineKilled,
+    QueueFull,
+    ServiceUnavailable,
+    WorkerLost,
+)
+
+# Groups change seldom: more assignments in a row that come to nothing mean that something is wrong.
+EMPTY_MAX = 10
+# Workers that a request may lose in a row without a new token.
+LOST_MAX = 3
+# Engines that may die with a request in them; before the last of them it runs alone.
+DIED_MAX = 3
+
+Failure = StaleEpoch | Returned | WorkerLost | QueueFull
+
+
+@dataclass(slots=True)
+class Attempts:
+    """The starts of one request; `resumes`: it goes on elsewhere even after its first token."""
+
+    resumes: bool
+    _output: int = 0
+    _empty: int = 0  # starts in a row without a new token
+    _lost: int = 0  # of these, workers that were lost, or were full for a request that had run
+    _died: int = 0  # engines that have died with it, in all
+
+    @property
+    def alone(self) -> bool:
+        """Whether it is to run where no other request does: it may be what engines die of."""
+        return self._died >= DIED_MAX - 1
+
+    def fail(self, failure: Failure, output: int, tokens_max: int) -> None:
+        """A start has failed when the request had `output` of at most `tokens_max` tokens.
+
+        Returns if the request is to be started again.
+
+        Raises:
+            GatewayError: if it has failed.
+        """
+        if output > self._output:
+            self._output, self._empty, self._lost = output, 0, 0
+        else:
+            self._empty += 1
+            self._lost += isinstance(failure, (WorkerLost, QueueFull))
+        self._died += isinstance(failure, WorkerLost) and failure.engine_died
+        if self._died >= DIED_MAX:
+            raise EngineKilled(
+                f"{DIED_MAX} engines died while they ran this request, which may be the cause; do"
+                " not send it again, and tell the operator its id"
+            )
+        if not output:
+            self._check_unbegun(failure)
+        elif not self.resumes or output >= tokens_max or self._lost >= LOST_MAX:
+            raise _ended(failure)
+        if self._empty >= EMPTY_MAX:
+            raise ServiceUnavailable(
+                "the workers' groups keep changing; send the request again shortly"
+            )
+
+    def _check_unbegun(self, failure: Failure) -> None:
+        if isinstance(failure, QueueFull):
+            raise failure
+        if isinstance(failure, WorkerLost) and self._lost >= LOST_MAX:
+            raise failure
+
+
+def _ended(failure: Failure) -> Exception:
+    """The error of a request that had begun."""
+    match failure:
+        case StaleEpoch():
+            return EngineFailed("the worker's group changed under the request; try again")
+        case Returned():
+            return EngineFailed("the worker gave up a request that had begun; try again")
+        case _:
+            return failure
+
+
+def asked_again(
+    ask: Ask,
+    request: Request,
+    output: int,
+    place: Assignment | Stay,
+    failure: Failure,
+    alone: bool = False,
+) -> Ask:
+    """What the scheduler is asked once a start has failed at `place`, after `output` tokens.
+
+    Under the same id, so that the request keeps its place in the line.
+    """
+    returned = isinstance(failure, Returned)
+    return replace(
+        ask,
+        prompt_tokens=len(request.prompt_ids) + output,
+        max_tokens=request.limits.max_tokens - output,
+        failed=FailedAssignment(place.group_id, place.epoch, returned),
+        resumed=output > 0,
+        alone=alone,
+    )
+
+
+def resumed(request: Request, token_ids: tuple[int, ...]) -> Request:
+    """The request as it goes on after these tokens of output, at another worker.
+
+    Log probabilities of its prompt came with the first of them.
+    """
+    if not token_ids:
+        return request
+    logprobs = replace(request.logprobs, prompt=None)
+    return replace(request, output_ids=token_ids, logprobs=logprobs)

@@ -1,0 +1,208 @@
+"""A request whose worker is lost after its first token goes on at another worker."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.common.etcd import Store
+from tests.support.gateway import TEXT, Case, gateway_case, text_ids
+from tests.support.waiting import eventually
+from tideserve.scheduler.v1 import scheduler_pb2
+from tideserve.worker.v1 import worker_pb2
+
+TOKENS = 20
+
+
+@pytest.fixture
+async def case(store: Store, tmp_path: Path) -> AsyncIterator[Case]:
+    async with gateway_case(store, tmp_path / "model", workers=2) as case:
+        yield case
+
+
+async def chunks_of(case: Case, **fields: Any) -> list[dict[str, Any]]:
+    """The chunks of a completion's stream, which ends as it should."""
+    body = {"model": "m", "prompt": "hi", "max_tokens": TOKENS, "stream": True} | fields
+    async with case.http.stream("POST", "/v1/completions", json=body) as answer:
+        lines = [line.removeprefix("data: ") async for line in answer.aiter_lines() if line]
+    assert lines.pop() == "[DONE]"
+    return [json.loads(line) for line in lines]
+
+
+async def metric(case: Case, name: str) -> float:
+    text = (await case.http.get("/metrics")).text
+    return float(next(line.split()[1] for line in text.splitlines() if line.startswith(name + " ")))
+
+
+async def lose(case: Case, worker: int, at: int) -> None:
+    """Lose a worker when it is about to emit token `at`, which is not its first."""
+    dying = case.cluster.workers[worker]
+    await eventually(lambda: dying.emitted >= at)
+    dying.pause_at = None  # in case that requests come back
+    dying.hang_up()
+
+
+@pytest.mark.parametrize("at", [1, 2, 7, TOKENS - 1])
+async def test_a_client_does_not_notice_that_its_worker_is_lost(case: Case, at: int) -> None:
+    # The fake scheduler takes turns, and begins with the second one.
+    alive, dying = case.cluster.workers
+    dying.pause_at = at
+    asking = asyncio.create_task(
+        chunks_of(case, seed=7, min_tokens=3, stream_options={"include_usage": True})
+    )
+    await lose(case, 1, at)
+    *chunks, last = await asking
+    choices = [chunk["choices"][0] for chunk in chunks]
+    assert "".join(choice["text"] for choice in choices) == TEXT[:TOKENS]
+    finishes = [choice["finish_reason"] for choice in choices if choice["finish_reason"]]
+    assert finishes == ["length"]
+    prompt = len(dying.starts[0].prompt_ids)
+    assert last["usage"]["prompt_tokens"] == prompt
+    assert last["usage"]["completion_tokens"] == TOKENS
+
+    (first,), (second,) = dying.starts, alive.starts
+    assert list(second.output_ids) == text_ids(TEXT)[:at] and not first.output_ids
+    second.ClearField("output_ids")
+    for start in (first, second):
+        start.ClearField("group_id")
+        start.ClearField("waited_s")
+    assert first == second, "prompt, limits and sampling are as at the first worker"
+    asked, again = case.cluster.scheduler.asks
+    assert (again.prompt_tokens, again.max_tokens) == (prompt + at, TOKENS - at)
+    assert (asked.resumed, again.resumed) == (False, True)
+    assert (again.refused_group_id, again.refused_epoch) == ("group-w1", 1)
+    assert asked.request_id == again.request_id
+    assert await metric(case, "tideserve_gateway_resumed_streams_total") == 1
+
+
+async def test_a_drawn_seed_is_kept(case: Case) -> None:
+    alive, dying = case.cluster.workers
+    dying.pause_at = 3
+    asking = asyncio.create_task(chunks_of(case))
+    await lose(case, 1, 3)
+    await asking
+    assert dying.starts[0].sampling.seed == alive.starts[0].sampling.seed != 0
+
+
+async def test_an_answer_that_is_not_streamed_is_whole(case: Case) -> None:
+    _, dying = case.cluster.workers
+    dying.pause_at = 5
+    asking = asyncio.create_task(case.complete(max_tokens=TOKENS, logprobs=2))
+    await lose(case, 1, 5)
+    answer = (await asking).json()
+    told = answer["choices"][0]
+    assert told["text"] == TEXT[:TOKENS] and told["finish_reason"] == "length"
+    assert len(told["logprobs"]["tokens"]) == TOKENS
+    assert answer["usage"]["completion_tokens"] == TOKENS
+
+
+@pytest.mark.parametrize("at", [23, 24, 26])
+async def test_a_stop_string_may_begin_at_one_worker_and_end_at_another(
+    case: Case, at: int
+) -> None:
+    _, dying = case.cluster.workers
+    dying.pause_at = at
+    asking = asyncio.create_task(case.complete(max_tokens=60, stop=["and the"]))
+    await lose(case, 1, at)
+    told = (await asking).json()["choices"][0]
+    assert (told["text"], told["finish_reason"]) == ("The tide comes in, ", "stop")
+
+
+async def test_log_probabilities_of_a_prompt_are_told_once(case: Case) -> None:
+    alive, dying = case.cluster.workers
+    dying.pause_at = 3
+    asking = asyncio.create_task(
+        case.complete(max_tokens=8, echo=True, logprobs=1, prompt="The tide")
+    )
+    await lose(case, 1, 3)
+    told = (await asking).json()["choices"][0]
+    assert told["text"] == "The tide" + TEXT[:8]
+    assert len(told["logprobs"]["tokens"]) == len(dying.starts[0].prompt_ids) + 8
+    assert dying.starts[0].logprobs.HasField("prompt_top")
+    assert not alive.starts[0].logprobs.HasField("prompt_top")
+
+
+async def test_choices_are_resumed_each_by_itself(case: Case) -> None:
+    _, dying = case.cluster.workers
+    dying.pause_at = 4
+    asking = asyncio.create_task(case.complete(max_tokens=TOKENS, n=4))
+    await lose(case, 1, 4)
+    texts = [choice["text"] for choice in (await asking).json()["choices"]]
+    assert texts == [TEXT[:TOKENS]] * 4
+
+
+@pytest.mark.parametrize(
+    "reason", [worker_pb2.FINISH_REASON_ERROR, worker_pb2.FINISH_REASON_STALE_EPOCH]
+)
+async def test_an_engine_that_fails_and_a_group_that_changes_are_losses(
+    case: Case, reason: "worker_pb2.FinishReason"
+) -> None:
+    _, failing = case.cluster.workers
+    failing.script, failing.finish = lambda _: text_ids(TEXT)[:6], reason
+    answer = await case.complete(max_tokens=TOKENS)
+    assert answer.json()["choices"][0]["text"] == TEXT[:TOKENS]
+
+
+async def test_three_resumptions_without_a_new_token_end_a_request(case: Case) -> None:
+    for worker in case.cluster.workers:
+        worker.script, worker.finish = (
+            lambda _: text_ids(TEXT)[:6],
+            worker_pb2.FINISH_REASON_ERROR,
+        )
+    body = {"model": "m", "prompt": "hi", "max_tokens": TOKENS, "stream": True}
+    async with case.http.stream("POST", "/v1/completions", json=body) as answer:
+        lines = [line.removeprefix("data: ") async for line in answer.aiter_lines() if line]
+    *chunks, error = map(json.loads, lines)
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == TEXT[:6]
+    assert error["error"]["code"] == "worker_lost"
+    assert len(case.cluster.scheduler.asks) == 4
+    assert await metric(case, "tideserve_gateway_resumed_streams_total") == 3
+
+
+async def test_every_new_token_counts_anew(case: Case) -> None:
+    """Six losses, with a token between them."""
+    for worker in case.cluster.workers:
+        worker.fails_after, worker.finish = 1, worker_pb2.FINISH_REASON_LENGTH
+    answer = await case.complete(max_tokens=7)
+    assert answer.json()["choices"][0]["text"] == TEXT[:7]
+    assert [ask.resumed for ask in case.cluster.scheduler.asks] == [False, *[True] * 6]
+
+
+async def test_a_refusal_after_a_token_says_that_the_worker_was_lost(case: Case) -> None:
+    _, dying = case.cluster.workers
+    dying.pause_at = 3
+    asking = asyncio.create_task(case.complete(max_tokens=TOKENS))
+    await eventually(lambda: dying.emitted >= 3)
+    case.cluster.scheduler.refusal = scheduler_pb2.Refusal(
+        reason=scheduler_pb2.REFUSAL_REASON_TOO_LARGE, message="no worker is so large"
+    )
+    dying.hang_up()
+    answer = await asking
+    assert answer.status_code == 503
+    error = answer.json()["error"]
+    assert error["code"] == "worker_lost" and "no worker is so large" in error["message"]
+
+
+async def test_what_engines_die_of_runs_alone_and_then_ends(case: Case) -> None:
+    for worker in case.cluster.workers:
+        worker.fails_after, worker.failure = 2, worker_pb2.FINISH_REASON_ENGINE_DIED
+    answer = await case.complete(max_tokens=TOKENS)
+    assert answer.status_code == 500
+    assert answer.json()["error"]["code"] == "engine_killed"
+    asks = case.cluster.scheduler.asks
+    assert [ask.alone for ask in asks] == [False, False, True]
+    assert [list(one.output_ids) for worker in case.cluster.workers for one in worker.starts] == [
+        text_ids(TEXT)[:2],
+        [],
+        text_ids(TEXT)[:4],
+    ]
+
+
+async def test_other_losses_do_not_make_a_request_run_alone(case: Case) -> None:
+    for worker in case.cluster.workers:
+        worker.fails_after = 2
+    assert (await case.complete(max_tokens=9)).status_code == 200
+    assert not any(ask.alone for ask in case.cluster.scheduler.asks)

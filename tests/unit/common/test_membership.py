@@ -1,0 +1,47 @@
+"""A live view of records reads only those that have changed."""
+
+from collections.abc import AsyncIterator
+from typing import Any, cast
+
+import pytest
+
+from services.common import membership
+from services.common.etcd import Entry, Listing, Store, StoreSnapshot
+from services.common.membership import WORKERS, Directory
+from services.common.records import encode_record
+from tideserve.common.v1 import record_pb2
+
+
+class Listings:
+    """A store that tells these listings, one after the other."""
+
+    def __init__(self, *listings: Listing) -> None:
+        self._listings = listings
+
+    async def follow_prefix(self, prefix: str) -> AsyncIterator[StoreSnapshot]:
+        for number, listing in enumerate(self._listings):
+            yield StoreSnapshot(listing, number)
+
+
+def entry(worker_id: str, revision: int, incarnation: str = "i") -> Entry:
+    record = record_pb2.WorkerRecord(worker_id=worker_id, incarnation=incarnation)
+    return Entry(encode_record(record), 1, revision)
+
+
+async def test_a_change_of_one_record_reads_that_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[str] = []
+    real = membership.read_record
+
+    def noting(kind: Any, key: str, value: bytes) -> Any:
+        read.append(key)
+        return real(kind, key, value)
+
+    monkeypatch.setattr(membership, "read_record", noting)
+    first = {"a": entry("a", 2), "b": entry("b", 3), "bad": Entry(b"\xff", 1, 4)}
+    second = first | {"b": entry("b", 5, "later"), "c": entry("c", 6)}
+    third = {name: one for name, one in second.items() if name != "a"}
+    store = cast(Store, Listings(first, second, third, first))
+    directory = Directory(store, WORKERS, record_pb2.WorkerRecord)
+    await directory.run()
+    assert read == ["a", "b", "bad", "b", "c", "a", "b"]
+    assert {key: one.incarnation for key, one in directory.records.items()} == {"a": "i", "b": "i"}

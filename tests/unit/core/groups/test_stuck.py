@@ -1,0 +1,94 @@
+"""A group that cannot go on although all its members are registered."""
+
+from services.core.groups.vocabulary import (
+    Command,
+    Group,
+    GroupPhase,
+    GroupStuck,
+    PrepareMembers,
+    Reconfigure,
+    TimePassed,
+    Transact,
+)
+from tests.unit.core.groups.test_state import MERGE, SPLIT, Store, transaction, worker
+
+
+def merged() -> Store:
+    store = Store(worker("w0"), worker("w1"))
+    store.settle()
+    store.merge()
+    return store
+
+
+def group_of(store: Store, worker_id: str) -> Group:
+    return store.groups[store.assignments[worker_id].assignment.group_id].group
+
+
+def report(
+    store: Store, worker_id: str, epoch: int | None = None, process: str = ""
+) -> list[Command]:
+    incarnation = process or store.workers[worker_id].incarnation
+    epoch = group_of(store, worker_id).epoch if epoch is None else epoch
+    return store.feed(GroupStuck(store.now_s, worker_id, incarnation, epoch, "the lane is cut"))
+
+
+def renewal(store: Store) -> PrepareMembers:
+    """A member reports, and the coordinator asks the members."""
+    (mark,) = report(store, "w0")
+    (asked,) = store.commit(transaction(mark))
+    assert isinstance(asked, PrepareMembers)
+    return asked
+
+
+def test_a_stuck_group_is_made_anew_with_the_same_members_and_layers() -> None:
+    store = merged()
+    before = group_of(store, "w0")
+    asked = renewal(store)
+    assert asked.timeout_s == store.state.config.renew_timeout_s
+    assert report(store, "w1") == [], "it is being mended already"
+    store.answer("w0", asked.attempt)
+    (commit,) = store.answer("w1", asked.attempt)
+    store.commit(transaction(commit))
+    after = group_of(store, "w1")
+    assert (after.members, after.phase) == (before.members, GroupPhase.STABLE)
+    assert after.epoch > before.epoch
+    assert report(store, "w0", before.epoch) == [], "of an epoch that is over"
+    assert isinstance(report(store, "w0")[0], Transact), "it may happen again"
+
+
+def test_members_that_do_not_find_together_are_divided_at_once() -> None:
+    """Nobody waits: neither for a lease, nor for the back-off of an attempt that has failed."""
+    for silent in (False, True):
+        store = merged()
+        asked = renewal(store)
+        if silent:
+            store.now_s += store.state.config.renew_timeout_s
+            commands = store.feed(TimePassed(store.now_s))
+        else:
+            commands = store.answer("w1", asked.attempt, ready=False)
+        (divide,) = [one for one in commands if isinstance(one, Transact)]
+        assert {(one.group_id, one.phase) for one in divide.groups} == {
+            ("group-w0", GroupPhase.DEGRADED),
+            ("group-w1", GroupPhase.DEGRADED),
+        }
+        restores = [one for one in store.commit(divide) if isinstance(one, Transact)]
+        assert len(restores) == 2, "each gets its layers back"
+
+
+def test_a_change_that_is_being_prepared_gives_way() -> None:
+    store = merged()
+    attempt = store.prepare(SPLIT).attempt
+    commands = report(store, "w0")
+    reasons = [getattr(one, "reason", "") for one in commands]
+    assert "group-w0 is stuck: the lane is cut" in reasons
+    assert store.answer("w0", attempt) == []
+
+
+def test_a_report_of_another_process_or_of_a_lone_worker_changes_nothing() -> None:
+    store = merged()
+    assert report(store, "w0", process="older") == []
+    assert store.feed(GroupStuck(0.0, "nobody", "x", 1, "?")) == []
+    alone = Store(worker("w0"), worker("w1"))
+    alone.settle()
+    assert report(alone, "w0") == []
+    assert alone.feed(Reconfigure(0.0, "r", MERGE)), "and both can still be merged"

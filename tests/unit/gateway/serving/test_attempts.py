@@ -1,0 +1,100 @@
+"""When a request that failed at a worker is started again."""
+
+import pytest
+
+from services.core.ask import Ask, Assignment
+from services.core.request import Limits, LogprobOptions, Request, Sampling
+from services.gateway.cluster.token_stream import Returned, StaleEpoch
+from services.gateway.serving.attempts import (
+    EMPTY_MAX,
+    LOST_MAX,
+    Attempts,
+    asked_again,
+    resumed,
+)
+from services.gateway.vocabulary.errors import (
+    EngineFailed,
+    EngineKilled,
+    QueueFull,
+    ServiceUnavailable,
+    WorkerLost,
+)
+
+LOST = WorkerLost("lost")
+DIED = WorkerLost("died", engine_died=True)
+PLACE = Assignment("r", "g", 3, "w", "host:1")
+
+
+def test_before_a_token_a_request_may_lose_two_workers() -> None:
+    attempts = Attempts(resumes=False)
+    for _ in range(LOST_MAX - 1):
+        attempts.fail(LOST, 0, 9)
+    attempts.fail(StaleEpoch(), 0, 9)
+    with pytest.raises(WorkerLost):
+        attempts.fail(LOST, 0, 9)
+
+
+def test_a_full_worker_ends_only_a_request_that_has_not_run() -> None:
+    with pytest.raises(QueueFull):
+        Attempts(resumes=True).fail(QueueFull("full"), 0, 9)
+    Attempts(resumes=True).fail(QueueFull("full"), 2, 9)
+
+
+def test_losses_count_in_a_row_without_a_token() -> None:
+    attempts = Attempts(resumes=True)
+    for output in (1, 2, 3):
+        for _ in range(LOST_MAX):
+            attempts.fail(LOST, output, 9)
+    with pytest.raises(WorkerLost):
+        attempts.fail(LOST, 3, 9)
+
+
+@pytest.mark.parametrize("output", [0, 4])
+def test_groups_that_keep_changing_end_a_request(output: int) -> None:
+    attempts = Attempts(resumes=True)
+    for _ in range(EMPTY_MAX - (output == 0)):
+        attempts.fail(StaleEpoch(), output, 9)
+    with pytest.raises(ServiceUnavailable):
+        attempts.fail(Returned(), output, 9)
+
+
+def test_engines_that_die_count_in_all() -> None:
+    attempts = Attempts(resumes=True)
+    for output in (3, 5):
+        assert not attempts.alone
+        attempts.fail(DIED, output, 9)
+        attempts.fail(LOST, output + 1, 9)
+    assert attempts.alone
+    with pytest.raises(EngineKilled):
+        attempts.fail(DIED, 8, 9)
+
+
+@pytest.mark.parametrize(("failure", "error"), [(LOST, WorkerLost), (StaleEpoch(), EngineFailed)])
+def test_what_has_begun_ends_where_nothing_is_resumed(
+    failure: WorkerLost | StaleEpoch, error: type[Exception]
+) -> None:
+    with pytest.raises(error):
+        Attempts(resumes=False).fail(failure, 1, 9)
+
+
+def test_nothing_is_left_of_a_request_with_all_its_tokens() -> None:
+    with pytest.raises(WorkerLost):
+        Attempts(resumes=True).fail(LOST, 9, 9)
+
+
+def test_it_goes_on_with_the_same_request_and_asks_for_what_is_left() -> None:
+    options = LogprobOptions(output=2, prompt=1)
+    request = Request("r", (5, 6, 7), Sampling(seed=8), Limits(9, 2), 0.0, logprobs=options)
+    assert resumed(request, ()) is request
+    later = resumed(request, (1, 2))
+    assert (later.prompt_ids, later.output_ids, later.limits) == ((5, 6, 7), (1, 2), Limits(9, 2))
+    assert later.sampling == request.sampling
+    assert later.logprobs == LogprobOptions(output=2, prompt=None)
+
+    ask = Ask("r", "m", 3, 9)
+    again = asked_again(ask, request, 2, PLACE, LOST)
+    assert (again.prompt_tokens, again.max_tokens, again.resumed) == (5, 7, True)
+    assert again.failed is not None and not again.failed.returned
+    unbegun = asked_again(ask, request, 0, PLACE, Returned())
+    assert (unbegun.prompt_tokens, unbegun.max_tokens, unbegun.resumed) == (3, 9, False)
+    assert unbegun.failed is not None and unbegun.failed.returned

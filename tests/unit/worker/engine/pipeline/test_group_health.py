@@ -1,0 +1,46 @@
+"""When a group counts as stuck."""
+
+from services.worker.engine.pipeline.group_health import STALLED_FACTOR, STALLED_S, GroupHealth
+
+
+def test_a_lost_member_is_named_until_the_next_configuration() -> None:
+    health = GroupHealth()
+    assert health.trouble(0.0) == ""
+    health.note_lost({"w2", "w1"})
+    assert health.trouble(0.0) == "the connection to w1, w2 is lost"
+    health.enter()
+    assert health.trouble(1.0) == ""
+
+
+def test_a_microbatch_that_does_not_come_back_is_noticed() -> None:
+    health = GroupHealth()
+    health.launched(0.0)
+    health.launched(1.0)
+    assert health.trouble(STALLED_S) == ""
+    assert health.trouble(STALLED_S + 1) == "a microbatch has not come back for 6 s"
+    health.enter()
+    assert health.trouble(100.0) == "", "nothing is in flight"
+
+
+def test_microbatches_that_are_slow_raise_the_limit() -> None:
+    health = GroupHealth()
+    health.launched(0.0)
+    health.finished(3.0)
+    health.launched(3.0)
+    assert health.trouble(3.0 + 3.0 * STALLED_FACTOR) == ""
+    assert health.trouble(3.5 + 3.0 * STALLED_FACTOR) != ""
+
+
+def test_the_same_microbatch_has_twice_the_time_when_it_runs_again() -> None:
+    """One that is slow for the first time is not discarded for ever."""
+    health = GroupHealth()
+    for limit_s in (STALLED_S, 2 * STALLED_S, 4 * STALLED_S):
+        health.launched(0.0)
+        assert health.trouble(limit_s) == ""
+        assert health.trouble(limit_s + 0.1) != ""
+        assert health.trouble(limit_s + 0.2) != "", "it is one alarm"
+        health.enter()
+    health.launched(0.0)
+    health.finished(1.0)
+    health.launched(1.0)
+    assert health.trouble(1.1 + max(STALLED_S, STALLED_FACTOR)) != "", "the limit is as before"
