@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
+from services.common import failpoint
 from services.common.clock import monotonic_s
 from services.common.etcd import RETRY_S
 from services.common.event_log import EventLog
@@ -257,6 +258,7 @@ class Driver:
             case PrepareMembers():
                 log.info("attempt %s: members are asked to prepare", command.attempt)
                 self._note_preparing(command)
+                failpoint.hit("memmgr.prepare.sent")
                 self._start(self._prepare(command))
             case AbortMember():
                 log.info("attempt %s of %s is aborted", command.attempt, command.worker_id)
@@ -273,7 +275,10 @@ class Driver:
         self._tasks.create_task(coroutine)
 
     async def _transact(self, command: Transact) -> None:
+        kind = _kind_of(command)
+        failpoint.hit(f"memmgr.{kind}.sent")
         revision = await self._store.write(command)
+        failpoint.hit(f"memmgr.{kind}.{'refused' if revision is None else 'applied'}")
         for group in command.groups:
             log.info(
                 "%s %s at epoch %d%s: %s",
@@ -301,6 +306,7 @@ class Driver:
             )
             if (trace := self._trace_of(command.attempt)) is not None:
                 trace.answered(worker_id, reason)
+            failpoint.hit("memmgr.prepare.answered")
             self._apply(
                 MemberAnswered(
                     monotonic_s(), command.attempt, worker_id, incarnation, ready, reason
@@ -308,3 +314,12 @@ class Driver:
             )
 
         await self._members.prepare(command, self._places, answered)
+
+
+def _kind_of(command: Transact) -> str:
+    """What a transaction is for, as the failpoints beside it call it."""
+    if any(group.phase is GroupPhase.DEGRADED for group in command.groups):
+        return "settle"
+    if command.assignments:
+        return "commit"
+    return "mark" if any(group.attempt for group in command.groups) else "unmark"

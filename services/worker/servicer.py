@@ -12,6 +12,7 @@ from typing import TypeVar
 
 import grpc.aio
 
+from services.common import failpoint
 from services.common.clock import monotonic_s
 from services.common.frames import TAKES_MANY, unpacked
 from services.common.timeouts import timeout
@@ -220,6 +221,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         times: RequestTimes | None,
         batches: dict[Link, list[pb.RequestEvent]],
     ) -> None:
+        failpoint.hit("worker.moved.told")
         link = self._links.get(moved.request_id)
         traceparent = self._traceparent_of(moved.group_id, moved.epoch)
         event = to_moved(moved, times, traceparent)
@@ -282,6 +284,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         link.post([failure(start.request_id, reason, message)])
 
     def _attach(self, attach: pb.Attach, link: Link) -> None:
+        failpoint.hit("worker.attach.taken")
         request_id = attach.request_id
         if attach.from_index < 0 or request_id in self._links:
             message = "from_index is below 0, or the request is read by another stream"

@@ -9,7 +9,7 @@ import logging
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 
-from services.common import genai
+from services.common import failpoint, genai
 from services.common.clock import monotonic_s
 from services.common.grpc_client import Dial
 from services.common.timeouts import timeout
@@ -132,6 +132,7 @@ class WorkerClient:
         self._carry(
             carried, place.address, translate_worker.start_frame(request, place, monotonic_s())
         )
+        failpoint.hit("gateway.started")
         return carried
 
     def avoided(self) -> tuple[tuple[str, ...], float]:
@@ -168,6 +169,7 @@ class WorkerClient:
         if carried.link is not link and not newer:
             return
         log.info("request %s goes on at %s", request_id, moved.worker_id)
+        failpoint.hit("gateway.moved.before_attach")
         self._on_moved()
         _record_move(carried.stream, moved)
         if carried.attaching is not None:
@@ -192,6 +194,7 @@ class WorkerClient:
             )
 
     def _attach(self, carried: _Carried, moved: Moved) -> None:
+        failpoint.hit("gateway.attach.sent")
         request_id, from_index = carried.request_id, carried.stream.next_index
         self._carry(
             carried, moved.address, translate_worker.attach_frame(request_id, moved, from_index)

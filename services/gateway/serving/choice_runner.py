@@ -9,6 +9,7 @@ from collections.abc import AsyncGenerator
 from dataclasses import dataclass, replace
 from functools import partial
 
+from services.common import failpoint
 from services.common.clock import monotonic_s
 from services.core.ask import AVOIDED_MAX, Ask, Assignment
 from services.core.request import Request
@@ -83,6 +84,7 @@ class ChoiceRunner:
         ):
             while True:
                 place = await self._admit(ask, began_s, record)
+                failpoint.hit("gateway.assigned")
                 stays = len(record.stays)
                 started = resumed(request, tuple(journal.token_ids))
                 try:
@@ -124,6 +126,7 @@ class ChoiceRunner:
     ) -> None:
         request_id = request.request_id
         if output:
+            failpoint.hit("gateway.resumed")
             log.info("request %s goes on after %d tokens, not at %s", request_id, output, worker_id)
             record.resumed += 1
             self._metrics.stream_resumed()
@@ -145,6 +148,7 @@ class ChoiceRunner:
                 fresh = await stream.next()
                 self._record.forwarded(request.request_id, first_index, fresh.token_ids)
                 if fresh.token_ids:
+                    failpoint.hit("gateway.token")
                     now_s = monotonic_s()
                     if not meter.tokens(len(fresh.token_ids), now_s):
                         record.stays[-1].first_token_s = now_s

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 import grpc
 import grpc.aio
 
+from services.common import failpoint
 from services.common.clock import monotonic_s
 from services.common.timeouts import timeout
 from services.core.groups.fence import AbortPreparation, Apply, MemberState, PrepareAsked, Verdict
@@ -156,6 +157,7 @@ class MemberServicer(worker_pb2_grpc.MemberServiceServicer):
         self, preparation: ProposedChange, timeout_s: float
     ) -> "asyncio.Task[PrepareRefused | None]":
         assert self._tasks is not None
+        failpoint.hit("worker.prepare.accepted")
         task = self._tasks.create_task(self._prepare(preparation, timeout_s))
         self._preparing = (preparation.attempt, task)
         return task
@@ -180,6 +182,7 @@ class MemberServicer(worker_pb2_grpc.MemberServiceServicer):
         try:
             async with timeout(timeout_s):
                 await self._participant.prepare(preparation)
+                failpoint.hit("worker.prepare.engine_ready")
         except PrepareRefused as refused:
             return refused
         except TimeoutError:
@@ -200,4 +203,6 @@ class MemberServicer(worker_pb2_grpc.MemberServiceServicer):
             case Apply():
                 group = action.group
                 log.info("serves %s at epoch %d, %s", group.group_id, group.epoch, group.phase)
+                failpoint.hit("worker.commit.seen")
                 await self._participant.commit(group, action.attempt, action.superseded)
+                failpoint.hit("worker.apply.sent")

@@ -32,16 +32,18 @@ class ChangePoints:
 
     def __init__(self, worker_id: str) -> None:
         self._worker_id = worker_id
+        self._present: Configuration | None = None
         self._asked = self._changed = ("alone", "leader")
 
-    def asked(self, present: Configuration | None, groups: Sequence[GroupStages]) -> None:
-        """A change to `groups` is prepared from now on."""
-        self._asked = self._scope(present, Configuration.of(self._worker_id, groups))
-        self.preparing("prepare")
+    def asked(self, groups: Sequence[GroupStages], place: str) -> None:
+        """Pass a place at which a change to `groups` is asked for, or committed."""
+        self._asked = self._scope(Configuration.of(self._worker_id, groups))
+        self.preparing(place)
 
-    def switching(self, present: Configuration | None, new: Configuration) -> None:
-        """The switch from `present` to `new` is about to begin."""
-        self._changed = self._scope(present, new)
+    def switching(self, new: Configuration) -> None:
+        """The switch to `new` is about to begin."""
+        self._changed = self._scope(new)
+        self._present = new
         self.changing("switch")
 
     def preparing(self, place: str) -> None:
@@ -58,13 +60,15 @@ class ChangePoints:
         if place is not None:
             self.changing(place)
 
-    def running(self, configuration: Configuration | None) -> None:
+    def running(self) -> None:
         """A microbatch is about to run in a configuration that has settled."""
-        if failpoint.any_armed() and configuration is not None and len(configuration.stages) > 1:
-            role = "leader" if configuration.leads else "follower"
+        present = self._present
+        if failpoint.any_armed() and present is not None and len(present.stages) > 1:
+            role = "leader" if present.leads else "follower"
             failpoint.hit(f"engine.steady.microbatch.{role}")
 
-    def _scope(self, old: Configuration | None, new: Configuration) -> tuple[str, str]:
+    def _scope(self, new: Configuration) -> tuple[str, str]:
+        old = self._present
         before, after = len(old.stages) if old is not None else 1, len(new.stages)
         larger = old if old is not None and before > after else new
         role = "leader" if larger.leads else "follower"

@@ -11,6 +11,7 @@ import torch
 
 from services.core.changeover.state import Changeover
 from services.core.changeover.vocabulary import KvFailed, SendBlocks
+from services.worker.engine.pipeline.failpoints import ChangePoints
 from services.worker.engine.pipeline.links import Links
 from services.worker.engine.pipeline.stage_runner import StageRunner
 from services.worker.engine.transfer.errors import MoverFull, TransferRefused
@@ -27,6 +28,7 @@ class KvTransfers:
     links: Links
     stage: StageRunner
     mover: Mover
+    points: ChangePoints
 
     def send(self, command: SendBlocks) -> KvFailed | None:
         """Begin a transfer in the background; its failure if there is no place for it."""
@@ -53,6 +55,7 @@ class KvTransfers:
 
     def take(self, piece: KvPiece, payload: Bytes) -> None:
         """Store a piece that arrived; on the mover's thread. Raises TransferRefused."""
+        self.points.changing("kv_arrived")
         with self.stage.lock:
             ids = self.changeover.kv_blocks_for(piece.transfer_id, piece.request_id)
             end = piece.first_block + piece.num_blocks
@@ -67,6 +70,7 @@ class KvTransfers:
         had = self.stage.table.block_ids(request_id)
 
         def pack(layer: int, first: int, count: int) -> object:
+            self.points.changing("kv_piece")
             with self.stage.lock:
                 ids = self.stage.table.block_ids(request_id)[first : first + count]
                 if len(ids) < count or ids != had[first : first + count]:

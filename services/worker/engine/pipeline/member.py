@@ -33,6 +33,7 @@ from services.core.planner.events import (
 from services.core.planner.sequence_names import NameSource
 from services.worker.engine.pipeline.connections import Connections
 from services.worker.engine.pipeline.fact_log import FactLog
+from services.worker.engine.pipeline.failpoints import ChangePoints
 from services.worker.engine.pipeline.frames import SlabRefused, SlabWanted
 from services.worker.engine.pipeline.group_health import GroupHealth
 from services.worker.engine.pipeline.kv_transfers import KvTransfers
@@ -87,11 +88,12 @@ class Member:
         self._names = NameSource(identity.incarnation)
         self._facts = facts or FactLog(None, state, memory, now_s)
         self._health = GroupHealth()
+        self._points = ChangePoints(identity.worker_id)
         self._serving = Serving(state, stage, links, now_s)
         self._connections = Connections(links.lane, bulk, now_s)
-        self._restoring = Restoring(links, self._connections, stage, mover, now_s)
-        self._transfers = KvTransfers(self.changeover, links, stage, mover)
-        self._parameters = ParameterSource(links, stage, mover)
+        self._restoring = Restoring(links, self._connections, stage, mover, now_s, self._points)
+        self._transfers = KvTransfers(self.changeover, links, stage, mover, self._points)
+        self._parameters = ParameterSource(links, stage, mover, self._points)
         self._plans: dict[int, list[GroupPlan]] = {}  # by epoch: present and to come
         self._asked: dict[str, list[GroupPlan]] = {}  # by attempt
         self._lost: frozenset[str] = frozenset()  # told to the machine in this configuration
@@ -140,13 +142,16 @@ class Member:
         """Change to a committed configuration, unless it is not newer."""
         self._plans.setdefault(command.groups[0].epoch, command.groups)
         groups = stages_of(command.groups)
+        self._points.asked(groups, "commit")
         self._apply(words.ConfigurationCommitted(self._now_s(), groups))
 
     def prepare(self, command: Prepare) -> None:
         """Get ready for groups that may be committed; `News.prepared` has the one answer."""
         if command.attempt not in self._asked:  # else the answer is yet to come
             self._asked[command.attempt] = command.groups
-            self._apply(words.PreparationAsked(command.attempt, stages_of(command.groups)))
+            groups = stages_of(command.groups)
+            self._points.asked(groups, "prepare")
+            self._apply(words.PreparationAsked(command.attempt, groups))
 
     def abort(self, attempt: str) -> None:
         """Abort a preparation; unknown ones are ignored."""
@@ -233,6 +238,8 @@ class Member:
         if microbatch is None:
             self._serving.pause()
         else:
+            if self.settled:
+                self._points.running()
             ended = self._serving.run_first(microbatch, self.configuration, interrupts)
             if ended is not None:
                 self._apply(ended)
@@ -300,6 +307,8 @@ class Member:
             self._handle(event)
         while self._to_run:
             assert self.configuration is not None
+            if self.settled:
+                self._points.running()
             self._serving.follow(self.configuration, self._to_run.pop().frame, self._payload)
 
     def _handle(self, event: words.Event) -> None:
@@ -318,10 +327,12 @@ class Member:
                 self._handle(answer)
 
     def _send(self, command: words.SendFrame[Any]) -> None:
+        self._points.sending(command.frame)
         self.links.send(command.peer, command.frame, group=command.group)
 
     def _switch(self, command: words.SwitchStage) -> words.StageSwitched:
         new, memory = command.configuration, self.stage.runner.stage_memory
+        self._points.switching(new)
         report = memory.set_stage(new.stage.first_layer, new.stage.end_layer)
         if report.dropped_bytes:
             log.info("dropped %d bytes in %.0f us", report.dropped_bytes, report.paused_us)
@@ -336,6 +347,7 @@ class Member:
         self._health.enter()
         self._serving.meter.enter()
         self._facts.switch(new)
+        self._points.changing("mapped")
         return words.StageSwitched(memory.num_blocks, bool(memory.departed_layers))
 
     def _release_departed(self, command: words.ReleaseDeparted) -> words.DepartedReleased:
@@ -360,6 +372,7 @@ class Member:
     def _end_preparation(self, command: words.EndPreparation) -> None:
         self._asked.pop(command.attempt, None)
         answer = Prepared(command.attempt, command.refusal or "")
+        self._points.preparing("ready")
         self._serving.news.prepared.append(answer)
 
     def _note_aborted(self, command: words.NoteAborted) -> None:

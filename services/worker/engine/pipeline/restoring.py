@@ -23,6 +23,7 @@ from services.core.changeover.vocabulary import (
 )
 from services.worker.engine.memory.layer_slab import SlabState
 from services.worker.engine.pipeline.connections import Connections
+from services.worker.engine.pipeline.failpoints import ChangePoints
 from services.worker.engine.pipeline.frames import SlabRefused, SlabWanted
 from services.worker.engine.pipeline.links import Links
 from services.worker.engine.pipeline.stage_runner import StageRunner
@@ -57,6 +58,7 @@ class Restoring:
     stage: StageRunner
     mover: Mover
     now_s: Callable[[], float]
+    points: ChangePoints
     _steps: Iterator[End | None] | None = None
     _fetching: _Fetching | None = field(default=None)
 
@@ -97,6 +99,7 @@ class Restoring:
 
     def shrink(self, command: ShrinkKv) -> None:
         """Unmap KV tails; what they leave is swept slice by slice."""
+        self.points.preparing("room")
         self.stage.runner.stage_memory.shrink_kv(command.blocks, used_blocks=command.used)
         self._steps = self._sweep(command.attempt)
 
@@ -112,6 +115,7 @@ class Restoring:
 
     def _restore(self, command: RestoreSlab) -> Iterator[End | None]:
         memory, slab = self.stage.runner.stage_memory, command.slab
+        self.points.preparing("fetch")
         try:
             with self.stage.lock:
                 if memory.slabs[slab].state is SlabState.ABSENT:
@@ -123,6 +127,7 @@ class Restoring:
                 memory.load_layer(slab)
             while not memory.finish_layer(slab, HASH_BYTES_PER_TURN):
                 yield None
+            self.points.preparing("verify")
             yield SlabVerified(command.attempt, slab, intact=True)
         except WorkerError as error:
             if not command.holder:
@@ -174,6 +179,7 @@ class Restoring:
 
     def map_kv(self, command: MapKv) -> KvMapped:
         """Give layers that come back as many blocks as the stage has."""
+        self.points.preparing("map_kv")
         self.stage.runner.stage_memory.map_kv_of(command.layers)
         return KvMapped()
 
@@ -202,6 +208,7 @@ class ParameterSource:
     links: Links
     stage: StageRunner
     mover: Mover
+    points: ChangePoints
 
     def send(self, peer: str, wanted: SlabWanted) -> None:
         """Begin the transfer of a slab, if these are the parameters that are wanted."""
@@ -226,5 +233,6 @@ class ParameterSource:
             memory.unpack_slab(piece.slab, piece.offset_bytes, torch.from_numpy(payload))
 
     def _pack(self, slab: str, offset_bytes: int, size_bytes: int) -> torch.Tensor:
+        self.points.preparing("slab_piece")
         with self.stage.lock:
             return self.stage.runner.stage_memory.pack_slab(slab, offset_bytes, size_bytes)

@@ -11,6 +11,7 @@ from services.core.changeover.route import Transfer
 from services.core.changeover.vocabulary import KvFailed, SendBlocks
 from services.core.planner.block_pool import BlockPool
 from services.core.planner.block_table import StageTable
+from services.worker.engine.pipeline.failpoints import ChangePoints
 from services.worker.engine.pipeline.kv_transfers import KvTransfers
 from services.worker.engine.pipeline.stage_runner import StageRunner
 from services.worker.engine.transfer.errors import MoverFull, TransferRefused
@@ -34,6 +35,7 @@ class Place:
             cast(Any, SimpleNamespace(group_id="g", epoch=4)),
             StageRunner(self.runner, self.table),
             cast(Any, SimpleNamespace(send=self._send, chunk_bytes=2 * SHAPE.size_bytes)),
+            ChangePoints("w0"),
         )
 
     def _send(self, *command: Any) -> None:

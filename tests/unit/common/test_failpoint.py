@@ -1,0 +1,129 @@
+"""Failpoints: what arms one, when it happens, and what is written down before."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from services.common import failpoint
+from services.common.errors import ConfigError
+
+CHILD = """
+import sys
+from pathlib import Path
+from services.common import failpoint
+failpoint.arm([sys.argv[1]], Path(sys.argv[2]), int(sys.argv[3]))
+for _ in range(3):
+    failpoint.hit("a.b")
+    print("passed", flush=True)
+"""
+
+
+@pytest.fixture(autouse=True)
+def unarmed() -> Iterator[None]:
+    yield
+    failpoint.arm((), None)
+
+
+def passes(spec: str, file: Path, parent: int = 0) -> tuple[int, int]:
+    """The exit code of a process that passes a.b three times, and how often it came through."""
+    command = [sys.executable, "-c", CHILD, spec, str(file), str(parent)]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False, cwd=os.getcwd())
+    return ended.returncode, ended.stdout.count("passed")
+
+
+def names(file: Path) -> list[str]:
+    return [one["name"] for one in failpoint.read_hits(file)]
+
+
+def test_nothing_happens_at_a_place_that_is_not_armed(tmp_path: Path) -> None:
+    file = tmp_path / "hits"
+    failpoint.hit("a.b")
+    assert not failpoint.any_armed()
+    failpoint.arm(["a.b=note"], file)
+    failpoint.hit("a.c")
+    assert failpoint.any_armed()
+    assert not file.exists()
+
+
+def test_a_hit_is_written_down_once_with_its_time_and_process(tmp_path: Path) -> None:
+    file = tmp_path / "hits"
+    failpoint.arm(["a.b=note", "a.c=note"], file)
+    for name in ("a.b", "a.b", "a.c"):
+        failpoint.hit(name)
+    first, second = failpoint.read_hits(file)
+    assert (first["name"], first["action"], first["pid"]) == ("a.b", "note", os.getpid())
+    assert second["name"] == "a.c"
+    assert first["monotonic_s"] <= second["monotonic_s"]
+
+
+def test_it_happens_at_the_hit_that_was_asked_for(tmp_path: Path) -> None:
+    file = tmp_path / "hits"
+    failpoint.arm(["a.b=note@3"], file)
+    failpoint.hit("a.b")
+    failpoint.hit("a.b")
+    assert names(file) == []
+    failpoint.hit("a.b")
+    assert names(file) == ["a.b"]
+
+
+def test_a_kill_is_written_down_before_and_happens_in_one_process_only(tmp_path: Path) -> None:
+    file = tmp_path / "hits"
+    assert passes("a.b=kill@2", file) == (-signal.SIGKILL, 1)
+    assert names(file) == ["a.b"]
+    assert passes("a.b=kill@2", file) == (0, 3), "the one that is started anew is not killed again"
+    assert names(file) == ["a.b"]
+
+
+def test_two_processes_that_were_armed_before_the_hit_do_not_both_die(tmp_path: Path) -> None:
+    file = tmp_path / "hits"
+    failpoint.arm(["a.b=kill"], file)
+    assert passes("a.b=kill", file) == (-signal.SIGKILL, 0)
+    failpoint.hit("a.b")
+    assert names(file) == ["a.b"]
+
+
+@pytest.mark.parametrize(
+    ("action", "own", "parents"), [("kill-worker", -9, -9), ("kill-parent", 0, -9), ("kill", -9, 0)]
+)
+def test_an_engine_can_take_its_servicer_along(
+    tmp_path: Path, action: str, own: int, parents: int
+) -> None:
+    servicer = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    try:
+        assert passes(f"a.b={action}", tmp_path / "hits", servicer.pid)[0] == own
+        servicer.communicate(b"\n")
+        assert servicer.returncode == parents
+    finally:
+        servicer.kill()
+
+
+@pytest.mark.parametrize("action", ["stop", "stop-worker"])
+def test_a_suspended_process_goes_on_later(tmp_path: Path, action: str) -> None:
+    assert passes(f"a.b={action}:0.2", tmp_path / "hits") == (0, 3)
+    assert names(tmp_path / "hits") == ["a.b"]
+
+
+def test_a_process_may_have_an_action_of_its_own(tmp_path: Path) -> None:
+    done: list[str] = []
+    failpoint.arm(["a.b=cut"], tmp_path / "hits", own={"cut": lambda: done.append("cut")})
+    failpoint.hit("a.b")
+    failpoint.hit("a.b")
+    assert done == ["cut"]
+
+
+@pytest.mark.parametrize(
+    "spec", ["a.b", "ab=kill", "a.b=explode", "a.b=kill@0", "a.b=stop", "a.b=kill:3", "=kill", ""]
+)
+def test_what_cannot_be_armed_is_refused(tmp_path: Path, spec: str) -> None:
+    with pytest.raises(ConfigError, match="failpoint|take seconds"):
+        failpoint.check([spec], tmp_path / "hits")
+
+
+def test_a_file_of_hits_is_needed() -> None:
+    with pytest.raises(ConfigError, match="'failpoint_file'"):
+        failpoint.check(["a.b=kill"], None)
