@@ -226,7 +226,7 @@ def completion_body(model: str, request: PlannedRequest) -> bytes:
         "max_tokens": request.output_tokens,
         "min_tokens": request.output_tokens,
         "ignore_eos": True,
-        "temperature": 0,
+        "temperature": request.temperature,
         "seed": request.seed % 2**31,
         "stream": True,
         "stream_options": {"include_usage": True},

@@ -29,6 +29,7 @@ class PlannedRequest:
     seed: int
     slo_class: str = DEFAULT_CLASS
     cache_salt: str | None = None
+    temperature: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -96,6 +96,7 @@ def _run_drop_cost(arguments: BenchArguments, report: Report) -> None:
     with _told():
         _check_options(arguments)
         _refuse_load(arguments, "serves no requests")
+        _refuse_cells(arguments)
         check_writable(arguments.json)
         deployment = _deployment(
             arguments, parse_size_bytes(arguments.memory or drop_cost.MEMORY), report, "bfloat16"
@@ -115,6 +116,8 @@ def _run_trial(arguments: BenchArguments, trial: Trial, report: Report) -> None:
     with _told():
         _check_options(arguments)
         _refuse_load(arguments, "compares nothing", trial.traced)
+        if not trial.resumable:
+            _refuse_cells(arguments)
         check_writable(arguments.json)
         with _trial_deployment(arguments, trial, report) as deployment:
             with report.step(f"{trial.name}: {trial.summary}"):
@@ -169,7 +172,7 @@ def _trial_deployment(
             cache=cache_root(),
             workers=arguments.workers,
             memory_bytes=memory_bytes,
-            dtype=arguments.dtype or "float32",
+            dtype=arguments.dtype or trial.dtype,
             options=TINY_OPTIONS,
         )
 
@@ -202,6 +205,12 @@ def _refuse_trace(arguments: BenchArguments, why: str, traced: bool = False) -> 
     _refuse(arguments, given, why)
 
 
+def _refuse_cells(arguments: BenchArguments) -> None:
+    choice = arguments.choice
+    given = {"--cells": choice.cells, "--append": choice.append, "--minutes": choice.minutes}
+    _refuse(arguments, given, "has no cells")
+
+
 def _refuse(arguments: BenchArguments, given: Mapping[str, Any], why: str) -> None:
     for option, value in given.items():
         if value is not None:
@@ -219,6 +228,7 @@ def _plan(arguments: BenchArguments, report: Report, folder: Path) -> BenchPlan:
     scenario = find_scenario(arguments.scenario)
     if arguments.choice.cycles is not None:
         raise BenchError(f"'{scenario.name}' has no cycles; leave --cycles out")
+    _refuse_cells(arguments)
     tiny = arguments.choice.paced
     memory = scenario.paced_memory if tiny else scenario.memory
     if tiny and not memory:

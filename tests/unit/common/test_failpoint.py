@@ -120,7 +120,7 @@ def test_a_process_may_have_an_action_of_its_own(tmp_path: Path) -> None:
     "spec", ["a.b", "ab=kill", "a.b=explode", "a.b=kill@0", "a.b=stop", "a.b=kill:3", "=kill", ""]
 )
 def test_what_cannot_be_armed_is_refused(tmp_path: Path, spec: str) -> None:
-    with pytest.raises(ConfigError, match="failpoint|take seconds"):
+    with pytest.raises(ConfigError, match=r"failpoint|take seconds"):
         failpoint.check([spec], tmp_path / "hits")
 
 

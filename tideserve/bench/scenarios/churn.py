@@ -4,24 +4,22 @@ The groups change by hand, one change after the other, while requests keep comin
 hang up. Afterwards every process's event log is replayed and audited for invariants I1-I10.
 """
 
-import json
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import psutil
 
 from services.common.clock import monotonic_s
 from tideserve.bench.audit_logs import Audited, audit_logs
-from tideserve.bench.errors import SystemUnavailable
+from tideserve.bench.cluster_status import read_status
 from tideserve.bench.group_changes import MERGE_PATH, SPLIT_PATH, ChangeFailed, change_groups
 from tideserve.bench.scenarios.scenario import LoadChoice, Trial, TrialVerdict
 from tideserve.bench.steady_load import Shape, SteadyLoad, Tally
-from tideserve.bench.systems.system import Deployment, Say, fetch
+from tideserve.bench.systems.system import Deployment, Say
 from tideserve.bench.systems.tideserve import Tideserve
 
 FULL_CYCLES, QUICK_CYCLES = 100, 10
@@ -146,16 +144,8 @@ def run(deployment: Deployment, choice: LoadChoice, say: Say, progress: Say) -> 
 # --- looking at the cluster
 
 
-def _status(url: str) -> list[Mapping[str, Any]]:
-    """The workers. Raises SystemUnavailable."""
-    try:
-        return list(json.loads(fetch(f"{url}/tideserve/v1/status"))["workers"])
-    except (OSError, ValueError, KeyError) as error:
-        raise SystemUnavailable(f"{url} does not tell its status: {error}") from error
-
-
 def _note_memory(url: str, done: Churned) -> None:
-    for worker in _status(url):
+    for worker in read_status(url)["workers"]:
         rss_bytes = sum(psutil.Process(pid).memory_info().rss for pid in worker["pids"])
         done.rss_bytes.setdefault(worker["id"], []).append(rss_bytes)
 
@@ -164,7 +154,7 @@ def _await_rest(url: str, done: Churned) -> None:
     """Wait until no worker has a request, for a while, and note how many blocks are free."""
     deadline_s = monotonic_s() + REST_TIMEOUT_S
     while True:
-        workers = _status(url)
+        workers = read_status(url)["workers"]
         done.blocks = {
             one["id"]: (int(one["kv_blocks_free"]), int(one["kv_blocks_total"])) for one in workers
         }

@@ -4,6 +4,7 @@ import importlib
 import pkgutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeVar
 
 from tideserve.bench import scenarios
@@ -45,6 +46,12 @@ class LoadChoice:
     """
     cycles: int | None = None
     workers: int = 2
+    cells: str | None = None
+    """A regular expression: only cells with such names."""
+    append: Path | None = None
+    """File of the cells that are done, which are not run again."""
+    minutes: float | None = None
+    """No cell begins after so long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,8 +129,8 @@ class Trial:
 
     The last arguments of `run` are functions that show a sentence to keep, and the current step. It
     may raise SystemUnavailable. Unless a model is given, it gets a tiny one; with `real_model`, the
-    default one, in the dtype that the processor is fastest with. `traced`: a trace may
-    be chosen.
+    default one, in the dtype that the processor is fastest with; `dtype` is that of the tiny one.
+    `traced`: a trace may be chosen. `resumable`: it has cells, which may be chosen and resumed.
     """
 
     name: str
@@ -132,6 +139,8 @@ class Trial:
     run: Callable[[Deployment, LoadChoice, Say, Say], TrialVerdict]
     real_model: bool = False
     traced: bool = False
+    dtype: str = "float32"
+    resumable: bool = False
 
 
 Kind = TypeVar("Kind", Scenario, Trial)

@@ -149,9 +149,16 @@ class Tideserve:
     @property
     def admin_url(self) -> str:
         """Where groups are changed and the status is told, while it runs."""
+        return str(self.state["admin_url"])
+
+    @property
+    def state(self) -> Mapping[str, Any]:
+        """What `tideserve up` writes down of the cluster while it runs, such as `pids` by name."""
         assert self._folder is not None
-        state = json.loads((self._folder / "cluster" / "cluster.json").read_text())
-        return str(state["admin_url"])
+        state: Mapping[str, Any] = json.loads(
+            (self._folder / "cluster" / "cluster.json").read_text()
+        )
+        return state
 
     def gateway_cost(self) -> GatewayCost:
         """What its gateway has spent since it started. Raises SystemUnavailable."""

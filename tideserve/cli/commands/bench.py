@@ -95,6 +95,19 @@ Cycles = Annotated[
         min=1, max=100_000, help="Merges of churn, each with a split.", show_default="100"
     ),
 ]
+Cells = Annotated[
+    str | None,
+    typer.Option(
+        help="Cells of faults: a regular expression, such as '2/.*/kill'.", show_default="all"
+    ),
+]
+Append = Annotated[
+    Path | None,
+    typer.Option(help="File of the cells of faults that are done; they are not run again."),
+]
+Minutes = Annotated[
+    float | None, typer.Option(min=0, help="No cell of faults begins after so many minutes.")
+]
 Seed = Annotated[
     int, typer.Option(min=0, help="Seed of the prompts, and of the arrivals of a pattern.")
 ]
@@ -115,6 +128,9 @@ def bench(
     rate: Rate = None,
     time_scale: TimeScale = None,
     cycles: Cycles = None,
+    cells: Cells = None,
+    append: Append = None,
+    minutes: Minutes = None,
     seed: Seed = 0,
     api_key: ApiKey = None,
 ) -> None:
@@ -138,6 +154,9 @@ def bench(
         paced=tiny,
         slowdown=split_slowdown(paced)[1] if paced is not None and tiny else 1.0,
         cycles=cycles,
+        cells=cells,
+        append=append,
+        minutes=minutes,
         workers=given.get("workers", DEFAULT_WORKERS),
     )
     files: dict[str, Any] = {"json": json, "plot": plot}

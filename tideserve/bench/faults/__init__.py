@@ -1,0 +1,1 @@
+"""Faults in the middle of change-overs, and what became of the requests."""

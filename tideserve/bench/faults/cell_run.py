@@ -1,0 +1,157 @@
+"""Runs one cell: an undisturbed run, then the same streams with the fault, then a look around."""
+
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from services.common.clock import monotonic_s
+from tideserve.bench.audit_logs import Audited, audit_logs
+from tideserve.bench.errors import SystemUnavailable
+from tideserve.bench.faults.cluster import POLL_S, FaultCluster, StableWatch
+from tideserve.bench.faults.judge import CellSeen, CellVerdict, judge_cell
+from tideserve.bench.faults.matrix import FAULTS, PHASES, FaultCell
+from tideserve.bench.faults.streams import STALL_S, StreamOutcome, Streams, stream_requests
+from tideserve.bench.systems.system import Deployment, Say
+from tideserve.bench.workload import PlannedRequest
+
+STREAMS = 40
+"""More than must be running when the fault begins: some have ended by then."""
+PROBES_PER_WORKER = 2
+BEGIN_TIMEOUT_S = 60.0
+STABLE_TIMEOUT_S = 120.0
+REST_TIMEOUT_S = 30.0
+INVARIANTS = tuple(f"I{number}" for number in range(1, 11))
+
+
+def run_cell(
+    deployment: Deployment, cell: FaultCell, seed: int, kept: Path | None, say: Say
+) -> CellVerdict:
+    """Run a cell on a cluster of its own; `kept` gets the logs if anything was wrong.
+
+    Raises:
+        SystemUnavailable: if the cluster does not even start, or fails without a fault.
+    """
+    with tempfile.TemporaryDirectory(prefix="tideserve-faults-") as folder:
+        cluster = FaultCluster(deployment, cell, Path(folder))
+        try:
+            say(f"{cell.name}: starting a cluster")
+            cluster.start(lambda _: None)
+            verdict = judge_cell(_run(cluster, seed, lambda text: say(f"{cell.name}: {text}")))
+            if kept is not None and (verdict.problems or not verdict.hit):
+                _keep(cluster, Path(folder), kept / cell.name.replace("/", "-"))
+        finally:
+            cluster.stop()
+    return verdict
+
+
+def _run(cluster: FaultCluster, seed: int, say: Say) -> CellSeen:
+    cell, phase = cluster.cell, PHASES[cluster.cell.phase]
+    requests = stream_requests(STREAMS, seed)
+    say("an undisturbed run")
+    wanted = _undisturbed(cluster, requests)
+    if phase.merged:
+        cluster.change("merge")
+        _await(cluster.stable, STABLE_TIMEOUT_S)
+    say("the streams begin")
+    streams = Streams(cluster.url, cluster.model, requests, "disturbed", STALL_S)
+    streams.start()
+    if phase.change:
+        _await(lambda: streams.begun == STREAMS or not streams.running, BEGIN_TIMEOUT_S)
+        cluster.begin_change(phase.change)
+    hit_s = cluster.await_hit_s(lambda: streams.running)
+    seen = CellSeen(cell, hit_s, wanted, ())
+    if hit_s is None:
+        seen.outcomes = streams.wait()
+    else:
+        _follow(cluster, seen, streams, requests, hit_s, say)
+    say("auditing the event logs")
+    _note_audit(seen, audit_logs(cluster.events))
+    return seen
+
+
+def _follow(
+    cluster: FaultCluster,
+    seen: CellSeen,
+    streams: Streams,
+    requests: Sequence[PlannedRequest],
+    hit_s: float,
+    say: Say,
+) -> None:
+    """Act, if that is left to the bench, and note what follows until the cluster is at rest."""
+    say("the fault has begun")
+    ends_s = max(cluster.act(), hit_s + FAULTS[seen.cell.fault].lasts_s)
+    time.sleep(max(0.0, ends_s - monotonic_s()))
+    watch = StableWatch(cluster.stable)
+    seen.outcomes = streams.wait()
+    ended_s = max(one.ended_s for one in seen.outcomes)
+    seen.blocks_free_s = _blocks_free_s(cluster, ended_s)
+    say("waiting for a stable cluster")
+    if watch.await_stable(STABLE_TIMEOUT_S):
+        say("do all workers serve?")
+        probes = requests[: PROBES_PER_WORKER * seen.cell.size]
+        seen.probed = _sent(cluster, probes, "probes")
+        if _blocks_free_s(cluster, monotonic_s()) is None:
+            seen.blocks_free_s = None
+    stable_since_s = watch.end()
+    seen.stable_s = None if stable_since_s is None else max(0.0, stable_since_s - ends_s)
+
+
+def _blocks_free_s(cluster: FaultCluster, since_s: float) -> float | None:
+    if _await(cluster.blocks_free, REST_TIMEOUT_S) is None:
+        return None
+    return monotonic_s() - since_s
+
+
+def _undisturbed(
+    cluster: FaultCluster, requests: Sequence[PlannedRequest]
+) -> list[tuple[int, ...]]:
+    """The tokens of a run without a fault. Raises SystemUnavailable if a request fails."""
+    outcomes = _sent(cluster, requests, "undisturbed")
+    for number, (outcome, request) in enumerate(zip(outcomes, requests, strict=True)):
+        if outcome.failure or len(outcome.token_ids) != request.output_tokens:
+            raise SystemUnavailable(
+                f"request {number} failed without a fault after {len(outcome.token_ids)} tokens:"
+                f" {outcome.failure or 'it ended too early'}"
+            )
+    return [outcome.token_ids for outcome in outcomes]
+
+
+def _sent(
+    cluster: FaultCluster, requests: Sequence[PlannedRequest], salt: str
+) -> list[StreamOutcome]:
+    streams = Streams(cluster.url, cluster.model, requests, salt, STALL_S)
+    streams.start()
+    return streams.wait()
+
+
+def _await(condition: Callable[[], bool], timeout_s: float) -> float | None:
+    """Seconds until it holds; None if it does not in time."""
+    began_s = monotonic_s()
+    while not condition():
+        if monotonic_s() - began_s > timeout_s:
+            return None
+        time.sleep(POLL_S)
+    return monotonic_s() - began_s
+
+
+def _note_audit(seen: CellSeen, audited: Audited) -> None:
+    """What the logs show: broken invariants, replays that decide otherwise, empty checks."""
+    findings = audited.findings
+    otherwise = [
+        f"{name} decides otherwise when replayed: {one.difference}"
+        for name, one in audited.replayed.items()
+        if one.difference
+    ]
+    untold = [
+        f"nothing in the logs tells of {one}" for one in INVARIANTS if not findings.checks[one]
+    ]
+    seen.broken = [*findings.violations, *otherwise, *untold]
+    seen.violations = findings.broken + len(otherwise) + len(untold)
+
+
+def _keep(cluster: FaultCluster, folder: Path, target: Path) -> None:
+    shutil.rmtree(target, ignore_errors=True)
+    shutil.copytree(folder, target)
+    shutil.copytree(cluster.logs, target / "logs")

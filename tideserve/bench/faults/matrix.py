@@ -1,0 +1,136 @@
+"""The cells of the fault matrix: how large the group is, in which phase, to whom, and what happens.
+
+Each phase is a failpoint of an engine (`services.common.failpoint`), so that a fault begins exactly
+there, and not about when a clock says.
+"""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from services.common.failpoint import CUT, KILL, KILL_PARENT, KILL_WORKER, NOTE, STOP, STOP_WORKER
+from tideserve.bench.errors import BenchError
+
+ROLES = ("leader", "follower")
+SIZES = (2, 3, 4)
+QUICK_SIZES = (2,)
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """Where a fault begins: `point` has a place for the role, `nth` is the hit that counts.
+
+    merged: whether the groups merge before the load begins. change: what is asked for under load,
+    "merge", "split", or "" for nothing.
+    """
+
+    point: str
+    nth: int = 1
+    merged: bool = False
+    change: str = ""
+
+
+PHASES: Mapping[str, Phase] = {
+    # Ready for the change, and nobody knows yet.
+    "prepare": Phase("engine.merge.ready.{}", change="merge"),
+    # The change is committed, and the layers have not been switched.
+    "committed": Phase("engine.merge.switch.{}", change="merge"),
+    # A piece of KV is about to be sent: its move is unfinished.
+    "exchange": Phase("engine.merge.kv_piece.{}", nth=2, change="merge"),
+    # The group is settled; so many microbatches in all requests have begun.
+    "steady": Phase("engine.steady.microbatch.{}", nth=100, merged=True),
+    # The first layer that comes back is about to be fetched.
+    "restoring": Phase("engine.split.fetch.{}", merged=True, change="split"),
+    "splitting": Phase("engine.split.switch.{}", merged=True, change="split"),
+    "split_kv": Phase("engine.split.kv_piece.{}", nth=2, merged=True, change="split"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """What happens: an action of the failpoint; `by_hand` is the bench's own, after a note.
+
+    lasts_s: how long the fault itself goes on. seen: whether a connection closes, so that others
+    learn of it at once. roles: to whom it makes a difference.
+    """
+
+    action: str
+    lasts_s: float = 0.0
+    seen: bool = True
+    roles: Sequence[str] = ROLES
+    by_hand: str = ""
+
+
+def _by_hand(kind: str, lasts_s: float = 0.0) -> Fault:
+    return Fault(NOTE, lasts_s, roles=ROLES[:1], by_hand=kind)
+
+
+FAULTS: Mapping[str, Fault] = {
+    "kill-worker": Fault(KILL_WORKER),
+    "kill-engine": Fault(KILL),
+    "kill-servicer": Fault(KILL_PARENT),
+    # Longer than any silence that is tolerated on a lane, and than a lease, is 12 s.
+    "stop-3": Fault(STOP_WORKER, 3, seen=False),
+    "stop-12": Fault(STOP_WORKER, 12, seen=False),
+    "stop-70": Fault(STOP_WORKER, 70, seen=False),
+    "stop-engine-12": Fault(STOP, 12, seen=False),
+    "cut": Fault(CUT),
+    "etcd-kill": _by_hand("etcd-kill"),
+    "etcd-stop-60": _by_hand("etcd-stop", 60),
+    "etcd-compact": _by_hand("etcd-compact"),
+    "gateway-kill": _by_hand("gateway-kill"),
+}
+QUICK_FAULTS = ("kill-worker",)
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class FaultCell:
+    """One cell: a fault in a phase of a group of `size` workers."""
+
+    size: int
+    phase: str
+    role: str
+    fault: str
+
+    @property
+    def name(self) -> str:
+        """Its name, which is what `--cells` is compared with."""
+        return f"{self.size}/{self.phase}/{self.role}/{self.fault}"
+
+    @property
+    def point(self) -> str:
+        """The failpoint of its phase and role."""
+        return PHASES[self.phase].point.format(self.role)
+
+    @property
+    def armed(self) -> str:
+        """The failpoint as it stands in a configuration."""
+        fault = FAULTS[self.fault]
+        seconds = f":{fault.lasts_s:g}" if fault.action in (STOP, STOP_WORKER) else ""
+        return f"{self.point}={fault.action}{seconds}@{PHASES[self.phase].nth}"
+
+
+def fault_cells(quick: bool, pattern: str | None = None) -> list[FaultCell]:
+    """All cells, or those in whose names `pattern` is found; small groups and kills come first.
+
+    Raises:
+        BenchError: if the pattern is none, or no cell has it.
+    """
+    cells = list(_all(QUICK_SIZES, QUICK_FAULTS) if quick else _all(SIZES, tuple(FAULTS)))
+    if pattern is None:
+        return cells
+    try:
+        found = [cell for cell in cells if re.search(pattern, cell.name)]
+    except re.error as error:
+        raise BenchError(f"'{pattern}' is no regular expression: {error}") from error
+    if not found:
+        raise BenchError(f"no cell is called '{pattern}'; one is {cells[0].name}")
+    return found
+
+
+def _all(sizes: Sequence[int], faults: Sequence[str]) -> Iterator[FaultCell]:
+    for size in sizes:
+        for fault in faults:
+            for phase in PHASES:
+                for role in FAULTS[fault].roles:
+                    yield FaultCell(size, phase, role, fault)

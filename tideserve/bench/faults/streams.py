@@ -1,0 +1,151 @@
+"""Streams that all run at once, with every token and its time kept."""
+
+import asyncio
+import itertools
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from random import Random
+
+from services.common.clock import monotonic_s
+from tideserve.bench.event_stream import OpenAIServer, StreamedAnswer, StreamFailed
+from tideserve.bench.workload import TOKEN_ID_MAX, TOKEN_ID_MIN, PlannedRequest
+
+STALL_S = 90.0
+"""A stream without a token for so long is stuck; the longest fault lasts 70 s."""
+TEMPERATURE = 0.8
+PROMPT_TOKENS = (24, 64)
+OUTPUT_TOKENS = (280, 360)
+POLL_S = 0.5
+
+
+def stream_requests(count: int, seed: int) -> list[PlannedRequest]:
+    """Sampled requests of different lengths; the same for the same seed."""
+    requests = []
+    for number in range(count):
+        rng = Random(f"{seed}/{number}")
+        prompt = tuple(
+            rng.randint(TOKEN_ID_MIN, TOKEN_ID_MAX - 1) for _ in range(rng.randint(*PROMPT_TOKENS))
+        )
+        requests.append(
+            PlannedRequest(
+                0.0, prompt, rng.randint(*OUTPUT_TOKENS), number, temperature=TEMPERATURE
+            )
+        )
+    return requests
+
+
+@dataclass(frozen=True, slots=True)
+class StreamOutcome:
+    """How a stream went. `failure`: what its client heard or saw instead of the end, "" if none.
+
+    `times_s` are those of its tokens on the monotonic clock, on which it ended at `ended_s`.
+    `told_tokens`: what the server says that it has sent. `stuck`: it was given up, since nothing
+    came for `STALL_S`.
+    """
+
+    token_ids: tuple[int, ...]
+    times_s: tuple[float, ...]
+    ended_s: float
+    finished: bool
+    told_tokens: int
+    failure: str = ""
+    stuck: bool = False
+
+    def has_tokens_left(self, at_s: float) -> bool:
+        """Whether it had a token at that time, and not the last one."""
+        if not self.times_s or self.times_s[0] > at_s:
+            return False
+        return at_s < (self.times_s[-1] if self.finished else self.ended_s)
+
+    def silence_s(self, since_s: float) -> float:
+        """The longest time between two tokens of which the later one came after `since_s`."""
+        pairs = itertools.pairwise(self.times_s)
+        return max((later - earlier for earlier, later in pairs if later > since_s), default=0.0)
+
+
+class Streams:
+    """Sends all requests at once, from a thread of this process."""
+
+    def __init__(
+        self, url: str, model: str, requests: Sequence[PlannedRequest], salt: str, stall_s: float
+    ) -> None:
+        """With a `salt` of their own they find no prefixes that other streams have left."""
+        self._url = url
+        self._model = model
+        self._stall_s = stall_s
+        self._requests = [replace(one, cache_salt=salt) for one in requests]
+        self._answers = [StreamedAnswer() for _ in requests]
+        self._failures = [""] * len(requests)
+        self._stuck = [False] * len(requests)
+        self._ended_s = [0.0] * len(requests)
+        self._thread = threading.Thread(target=self._run, name=f"streams {salt}", daemon=True)
+
+    def start(self) -> None:
+        """Send them."""
+        self._thread.start()
+
+    @property
+    def begun(self) -> int:
+        """How many have a token."""
+        return sum(bool(answer.token_times_s) for answer in self._answers)
+
+    @property
+    def running(self) -> bool:
+        """Whether some have not ended."""
+        return self._thread.is_alive()
+
+    def wait(self) -> list[StreamOutcome]:
+        """Wait for the end of all of them, however each ends."""
+        self._thread.join()
+        return [
+            StreamOutcome(
+                tuple(answer.output_ids),
+                tuple(answer.token_times_s),
+                self._ended_s[number],
+                answer.finished,
+                answer.output_tokens,
+                self._failures[number] or _failure_in(answer),
+                self._stuck[number],
+            )
+            for number, answer in enumerate(self._answers)
+        ]
+
+    def _run(self) -> None:
+        asyncio.run(self._send_all())
+
+    async def _send_all(self) -> None:
+        server = OpenAIServer(self._url, None)
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for number in range(len(self._requests)):
+                    tasks.create_task(self._send(server, number))
+        finally:
+            await server.close()
+
+    async def _send(self, server: OpenAIServer, number: int) -> None:
+        answer = self._answers[number]
+        sending = asyncio.create_task(
+            server.complete(self._model, self._requests[number], answer, lambda: None)
+        )
+        seen, waited_s = 0, 0.0
+        while not sending.done() and waited_s < self._stall_s:
+            await asyncio.wait((sending,), timeout=POLL_S)
+            waited_s = waited_s + POLL_S if len(answer.token_times_s) == seen else 0.0
+            seen = len(answer.token_times_s)
+        if not sending.done():
+            self._stuck[number] = True
+            sending.cancel()
+        try:
+            await sending
+        except (StreamFailed, OSError) as error:
+            self._failures[number] = str(error) or type(error).__name__
+        except asyncio.CancelledError:
+            self._failures[number] = f"nothing came for {self._stall_s:.0f} s"
+        self._ended_s[number] = monotonic_s()
+
+
+def _failure_in(answer: StreamedAnswer) -> str:
+    if answer.status != 200:
+        return f"HTTP {answer.status}: {answer.body[:300]}"
+    return answer.error
