@@ -13,7 +13,7 @@ import os
 import re
 import signal
 import subprocess
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,7 @@ kill-parent  SIGKILL to the servicer of this engine, with which the engine ends
 kill-worker  SIGKILL to both; in a servicer to it alone, which takes its engine with it
 stop         SIGSTOP to this process for some seconds
 stop-worker  SIGSTOP to the servicer of this engine and to the engine
-cut          this engine closes its connections to the other members
+cut          this engine closes its connections to the other members, which alone notice it
 """
 
 
@@ -57,7 +57,7 @@ class _Process:
         self.armed: dict[str, _Armed] = {}
         self.file = Path()
         self.parent = 0
-        self.own: Mapping[str, Callable[[], None]] = {}
+        self.cut: Callable[[], None] | None = None
         self.helpers: list[subprocess.Popen[bytes]] = []
 
 
@@ -83,23 +83,23 @@ def check(specs: Iterable[str], file: Path | None) -> None:
         raise ConfigError("'failpoints' is given without 'failpoint_file'; add the file of hits")
 
 
-def arm(
-    specs: Sequence[str],
-    file: Path | None,
-    parent: int = 0,
-    own: Mapping[str, Callable[[], None]] | None = None,
-) -> None:
+def on_cut(cut: Callable[[], None]) -> None:
+    """Have `cut` called where a failpoint cuts this process off; without it nothing happens."""
+    _process.cut = cut
+
+
+def arm(specs: Sequence[str], file: Path | None, parent: int = 0) -> None:
     """Arm the failpoints of this process, in place of those before.
 
     `file` gets a line of JSON for each hit: name, action, pid, and `monotonic_s`, which is the same
     clock in all processes of a machine. Failpoints that it has already are not armed. `parent` is
-    the servicer's process id in an engine. `own` are actions that this process carries out itself.
+    the servicer's process id in an engine.
     """
     check(specs, file)
     _armed.clear()
     if not specs or file is None:
         return
-    _process.file, _process.parent, _process.own = file, parent, dict(own or {})
+    _process.file, _process.parent = file, parent
     past = {one["name"] for one in read_hits(file)}
     for one in map(_read, specs):
         if one.name not in past:
@@ -174,7 +174,8 @@ def _act(one: _Armed) -> None:
         case "stop-worker":
             _stop(worker, one.seconds)
         case "cut":
-            _process.own.get(CUT, _nothing)()
+            if _process.cut is not None:
+                _process.cut()
 
 
 def _stop(pids: Sequence[int], seconds: float) -> None:
@@ -195,7 +196,3 @@ def _stop(pids: Sequence[int], seconds: float) -> None:
 def _signal(pids: Sequence[int], number: signal.Signals) -> None:
     for pid in pids:
         os.kill(pid, number)
-
-
-def _nothing() -> None:
-    """This process has no such action."""

@@ -14,7 +14,8 @@ class FakeOpenAI(ThreadingHTTPServer):
     `pages` are further paths and the JSON that a GET of them answers with.
 
     A prompt that begins with a key of `behaviour` is answered with that status, or `"cut"`: the
-    stream ends early, `"error"`: with an error event, `"short"`: well, after one token.
+    stream ends early, `"error"`: with an error event, `"short"`: well, after one token;
+    `"silent"`: not before the server ends.
     """
 
     daemon_threads = True
@@ -25,6 +26,7 @@ class FakeOpenAI(ThreadingHTTPServer):
         self.behaviour = behaviour or {}
         self.received: list[dict[str, Any]] = []
         self.pages: dict[str, Any] = {}
+        self.ending = threading.Event()
 
     @property
     def url(self) -> str:
@@ -59,6 +61,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Transfer-Encoding", "chunked")
         self.send_header("X-Request-Id", f"cmpl-{len(self.server.received)}")
         self.end_headers()
+        if what == "silent":
+            self.server.ending.wait()
         for event in _events(1 if what == "short" else body["max_tokens"], what):
             data = f"data: {event}\n\n".encode()
             self.wfile.write(b"%x\r\n%b\r\n" % (len(data), data))
@@ -97,6 +101,7 @@ def fake_openai(behaviour: dict[int, int | str] | None = None) -> Iterator[FakeO
     try:
         yield server
     finally:
+        server.ending.set()
         server.shutdown()
         server.server_close()
         thread.join()

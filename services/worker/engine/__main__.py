@@ -98,6 +98,7 @@ def main() -> None:
     facts.start(identity, config.memory_bytes, exact=config.dtype != "bfloat16")
     profiler = idle_profiler(runner, changeover.planner.pool, config)
     member = join(identity, lanes, runner, changeover, config, pacer, facts)
+    failpoint.on_cut(member.cut_off)
     send(socket, describe(runner, config, lanes))
     grammars = GrammarCheck(runner.grammars, monotonic_s)
     member.mover.start()

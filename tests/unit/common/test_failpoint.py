@@ -108,9 +108,10 @@ def test_a_suspended_process_goes_on_later(tmp_path: Path, action: str) -> None:
     assert names(tmp_path / "hits") == ["a.b"]
 
 
-def test_a_process_may_have_an_action_of_its_own(tmp_path: Path) -> None:
+def test_a_process_says_how_it_is_cut_off(tmp_path: Path) -> None:
     done: list[str] = []
-    failpoint.arm(["a.b=cut"], tmp_path / "hits", own={"cut": lambda: done.append("cut")})
+    failpoint.on_cut(lambda: done.append("cut"))
+    failpoint.arm(["a.b=cut"], tmp_path / "hits")
     failpoint.hit("a.b")
     failpoint.hit("a.b")
     assert done == ["cut"]

@@ -59,8 +59,8 @@ class StreamOutcome:
         return at_s < (self.times_s[-1] if self.finished else self.ended_s)
 
     def silence_s(self, since_s: float) -> float:
-        """The longest time between two tokens of which the later one came after `since_s`."""
-        pairs = itertools.pairwise(self.times_s)
+        """The longest time from a token to the next one, or to the end, that is after `since_s`."""
+        pairs = itertools.pairwise((*self.times_s, self.ended_s))
         return max((later - earlier for earlier, later in pairs if later > since_s), default=0.0)
 
 

@@ -56,10 +56,11 @@ def read_lines(path: Path | None) -> list[dict[str, Any]]:
         return []
     try:
         lines = [orjson.loads(line) for line in path.read_bytes().splitlines() if line]
-        for line in lines:
-            key_of(line)
+        keys = [key_of(line) for line in lines]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise BenchError(f"{path} is no file of cells: {error}") from error
+    if twice := [key for key in keys if keys.count(key) > 1]:
+        raise BenchError(f"{path} has a cell twice: {'/'.join(map(str, twice[0]))}")
     return lines
 
 

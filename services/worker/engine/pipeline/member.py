@@ -84,6 +84,7 @@ class Member:
         self.stage = stage
         self.links = links
         self.mover = mover
+        self._bulk = bulk
         self._now_s = now_s
         self._names = NameSource(identity.incarnation)
         self._facts = facts or FactLog(None, state, memory, now_s)
@@ -157,6 +158,14 @@ class Member:
         """Abort a preparation; unknown ones are ignored."""
         self._asked.pop(attempt, None)
         self._apply(words.PreparationAborted(attempt))
+
+    def cut_off(self) -> None:
+        """End the connections to all members of the present change and of those asked for."""
+        plans = [*self._plans.values(), *self._asked.values()]
+        for name in {name for groups in plans for name in members_of(groups)}:
+            if name != self.links.worker_id:
+                self.links.lane.disconnect(name)
+                self._bulk.disconnect(name)
 
     # --- what there is
 
@@ -370,9 +379,9 @@ class Member:
         self._restoring.connect(command.attempt, members_of(self._asked[command.attempt]))
 
     def _end_preparation(self, command: words.EndPreparation) -> None:
+        self._points.preparing("ready")
         self._asked.pop(command.attempt, None)
         answer = Prepared(command.attempt, command.refusal or "")
-        self._points.preparing("ready")
         self._serving.news.prepared.append(answer)
 
     def _note_aborted(self, command: words.NoteAborted) -> None:

@@ -83,6 +83,7 @@ def test_trials_are_found_beside_the_scenarios() -> None:
         "clients",
         "doors",
         "engine",
+        "faults",
         "front",
         "prefix",
         "tracing",
