@@ -98,7 +98,6 @@ def main() -> None:
     facts.start(identity, config.memory_bytes, exact=config.dtype != "bfloat16")
     profiler = idle_profiler(runner, changeover.planner.pool, config)
     member = join(identity, lanes, runner, changeover, config, pacer, facts)
-    failpoint.on_cut(member.cut_off)
     send(socket, describe(runner, config, lanes))
     grammars = GrammarCheck(runner.grammars, monotonic_s)
     member.mover.start()
@@ -215,7 +214,7 @@ def join(
     settings = MoverConfig(
         link_bytes_per_s=config.link_bytes_per_s, coordinated=config.coordinated_exchange
     )
-    return Member(
+    member = Member(
         identity,
         changeover,
         StageRunner(runner, changeover.planner.table, pacer),
@@ -225,6 +224,8 @@ def join(
         monotonic_s,
         facts,
     )
+    failpoint.on_cut(member.cut_off)
+    return member
 
 
 def describe(runner: ModelRunner, config: WorkerConfig, lanes: Lanes) -> EngineReady:

@@ -16,7 +16,7 @@ import psutil
 
 from services.common.clock import monotonic_s
 from services.common.failpoint import read_hits
-from tideserve.bench.cluster_status import read_status
+from tideserve.bench.systems.cluster_status import read_status
 from tideserve.bench.errors import SystemUnavailable
 from tideserve.bench.faults.matrix import FAULTS, FaultCell
 from tideserve.bench.group_changes import MERGE_PATH, SPLIT_PATH, ChangeFailed, change_groups

@@ -17,7 +17,7 @@ QUICK_SIZES = (2,)
 
 
 @dataclass(frozen=True, slots=True)
-class Phase:
+class FaultPhase:
     """Where a fault begins: `point` has a place for the role, `nth` is the hit that counts.
 
     merged: whether the groups merge before the load begins. change: what is asked for under load,
@@ -30,19 +30,19 @@ class Phase:
     change: str = ""
 
 
-PHASES: Mapping[str, Phase] = {
+PHASES: Mapping[str, FaultPhase] = {
     # Ready for the change, and nobody knows yet.
-    "prepare": Phase("engine.merge.ready.{}", change="merge"),
+    "prepare": FaultPhase("engine.merge.ready.{}", change="merge"),
     # The change is committed, and the layers have not been switched.
-    "committed": Phase("engine.merge.switch.{}", change="merge"),
+    "committed": FaultPhase("engine.merge.switch.{}", change="merge"),
     # A piece of KV is about to be sent: its move is unfinished.
-    "exchange": Phase("engine.merge.kv_piece.{}", nth=2, change="merge"),
+    "exchange": FaultPhase("engine.merge.kv_piece.{}", nth=2, change="merge"),
     # The group is settled; so many microbatches in all requests have begun.
-    "steady": Phase("engine.steady.microbatch.{}", nth=100, merged=True),
+    "steady": FaultPhase("engine.steady.microbatch.{}", nth=100, merged=True),
     # The first layer that comes back is about to be fetched.
-    "restoring": Phase("engine.split.fetch.{}", merged=True, change="split"),
-    "splitting": Phase("engine.split.switch.{}", merged=True, change="split"),
-    "split_kv": Phase("engine.split.kv_piece.{}", nth=2, merged=True, change="split"),
+    "restoring": FaultPhase("engine.split.fetch.{}", merged=True, change="split"),
+    "splitting": FaultPhase("engine.split.switch.{}", merged=True, change="split"),
+    "split_kv": FaultPhase("engine.split.kv_piece.{}", nth=2, merged=True, change="split"),
 }
 
 

@@ -90,6 +90,12 @@ class Connections:
             for peers in (self._activations, self._bulk)
         )
 
+    def end_all(self) -> None:
+        """End all connections; this end gets no event of that."""
+        for peers in (self._activations, self._bulk):
+            for name in peers.connected:
+                peers.lane.disconnect(name)
+
     def enter(self, members: Iterable[MemberPlan]) -> None:
         """A configuration begins; a peer that is connected now was never lost in it."""
         processes = {Identity(one.worker_id, one.incarnation) for one in members}

@@ -84,7 +84,6 @@ class Member:
         self.stage = stage
         self.links = links
         self.mover = mover
-        self._bulk = bulk
         self._now_s = now_s
         self._names = NameSource(identity.incarnation)
         self._facts = facts or FactLog(None, state, memory, now_s)
@@ -160,12 +159,8 @@ class Member:
         self._apply(words.PreparationAborted(attempt))
 
     def cut_off(self) -> None:
-        """End the connections to all members of the present change and of those asked for."""
-        plans = [*self._plans.values(), *self._asked.values()]
-        for name in {name for groups in plans for name in members_of(groups)}:
-            if name != self.links.worker_id:
-                self.links.lane.disconnect(name)
-                self._bulk.disconnect(name)
+        """End all connections to other members; they alone notice."""
+        self._connections.end_all()
 
     # --- what there is
 

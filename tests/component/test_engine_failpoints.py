@@ -1,0 +1,95 @@
+"""Real engines that merge and split pass the failpoints at which `bench faults` strikes."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from services.common import failpoint
+from services.core.groups.layer_map import Stage
+from services.core.request import Limits, Request, Sampling
+from services.worker.engine.compute.runner_config import RunnerConfig
+from tests.support.engine_group import EngineGroup
+from tests.support.tiny_models import make_tiny_model
+from tideserve.bench.faults.matrix import PHASES, ROLES
+
+LAYERS = 3
+APART = [[Stage("w0", 0, LAYERS)], [Stage("w1", 0, LAYERS)]]
+TOGETHER = [[Stage("w0", 0, 2), Stage("w1", 2, LAYERS)]]
+
+
+@pytest.fixture
+def group(tmp_path: Path) -> Iterator[EngineGroup]:
+    """Two engines with requests that have tokens."""
+    folder = tmp_path / "model"
+    make_tiny_model(folder, "llama", layers=LAYERS, hidden=32, heads=2, kv_heads=1)
+    config = RunnerConfig(
+        model_dir=folder,
+        device="cpu",
+        dtype=torch.float64,
+        budget_bytes=1 << 24,
+        block_size=4,
+        chunk_bytes=4096,
+        max_batch_tokens=64,
+        max_running=16,
+        max_model_len=512,
+        threads=1,
+    )
+    group = EngineGroup(config, 2, seed=1)
+    try:
+        for number in range(6):
+            prompt = tuple(range(3 + number, 23 + number))
+            request = Request(f"r-{number}", prompt, Sampling(temperature=0.0), Limits(200), 0.0)
+            group.start(request, APART[number % 2][0].worker_id)
+        group.run_until(lambda: all(stream.tokens for stream in group.streams.values()))
+        yield group
+    finally:
+        failpoint.arm((), None)
+        group.close()
+
+
+def points(phases: str) -> list[str]:
+    return [PHASES[phase].point.format(role) for phase in phases.split() for role in ROLES]
+
+
+def arm_all(file: Path) -> None:
+    names = [name for phase in PHASES for name in points(phase)]
+    failpoint.arm([f"{name}=note" for name in names], file)
+
+
+def hits(file: Path) -> list[str]:
+    return [one["name"] for one in failpoint.read_hits(file)]
+
+
+def test_both_roles_pass_every_phase_of_the_matrix(group: EngineGroup, tmp_path: Path) -> None:
+    file = tmp_path / "hits"
+    arm_all(file)
+    for _ in range(50):
+        group.turn()
+    assert hits(file) == [], "engines that serve alone pass none"
+    group.reconfigure(TOGETHER)
+    group.settle()
+    merge = points("prepare committed exchange")
+    assert sorted(set(hits(file)) - set(points("steady"))) == sorted(merge)
+    for _ in range(200):
+        group.turn()
+    assert sorted(hits(file)) == sorted([*merge, *points("steady")])
+    group.reconfigure(APART)
+    group.settle()
+    assert sorted(hits(file)) == sorted(name for phase in PHASES for name in points(phase))
+    # Everything was ready before anything was committed, and KV moved after that.
+    order = hits(file)
+    for earlier, later in (("prepare", "committed"), ("committed", "exchange")):
+        assert max(map(order.index, points(earlier))) < max(map(order.index, points(later)))
+
+
+def test_the_other_member_notices_that_one_is_cut_off(group: EngineGroup, tmp_path: Path) -> None:
+    failpoint.on_cut(group.engines["w0"].member.cut_off)
+    group.reconfigure(TOGETHER)
+    group.settle()
+    other = group.engines["w1"].member
+    assert other.trouble == ""
+    failpoint.arm(["engine.steady.microbatch.leader=cut"], tmp_path / "hits")
+    group.run_until(lambda: other.trouble != "")
+    assert hits(tmp_path / "hits") == ["engine.steady.microbatch.leader"]
