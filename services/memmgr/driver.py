@@ -88,6 +88,7 @@ class Driver:
         # One task per outstanding transaction, call or look; the state keeps those few.
         self._tasks: asyncio.TaskGroup | None = None
         self._asked: dict[str, _WaitedChange] = {}  # by change
+        self._troubled: dict[str, int] = {}  # epochs in which workers were in trouble last
         # Facts of the registered workers, by id.
         self.facts: dict[str, WorkerFacts] = {}
         self.changes = ChangeCount()
@@ -140,7 +141,9 @@ class Driver:
         self._memory.report(report)
         engine = report.engine
         if engine.trouble:
-            log.warning("%s at epoch %d: %s", report.worker_id, engine.epoch, engine.trouble)
+            if self._troubled.get(report.worker_id) != engine.epoch:
+                self._troubled[report.worker_id] = engine.epoch
+                log.warning("%s at epoch %d: %s", report.worker_id, engine.epoch, engine.trouble)
             self._apply(
                 GroupStuck(
                     monotonic_s(),
@@ -177,6 +180,8 @@ class Driver:
 
     def _note_step(self, step: ChangeStepped) -> None:
         asked = self._asked.get(step.change_id)
+        if asked is None and step.phase is ChangePhase.FAILED:
+            log.warning("attempt %s failed: %s", step.change_id, step.message)
         if asked is not None:
             asked.steps.put_nowait(step)
             if step.phase in LAST_PHASES:

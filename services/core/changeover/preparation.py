@@ -86,9 +86,12 @@ class Preparation:
         waits = self._now is not None and self._now.step is not PreparationStep.COMMIT
         return self._next is not None or waits
 
-    def ask(self, asked: PreparationAsked) -> None:
-        """Get ready, unless that is being done for something else."""
-        if self._next is not None or self._now is not None:
+    def ask(self, asked: PreparationAsked, draining: bool) -> None:
+        """Get ready, unless that is being done for something else.
+
+        While a committed change is `draining`, what was prepared before it is about to end.
+        """
+        if self._next is not None or (self._now is not None and not draining):
             self._context.commands.append(EndPreparation(asked.attempt, BUSY))
         else:
             new = Configuration.of(self._context.worker_id, asked.groups)

@@ -190,6 +190,11 @@ class Changeover:
         return waits or not self.settled
 
     @property
+    def draining(self) -> bool:
+        """Whether a configuration is committed that it has yet to enter."""
+        return self._next is not None
+
+    @property
     def left(self) -> bool:
         """Whether its group goes on without it: its requests are over here."""
         return self._parting.left
@@ -549,7 +554,7 @@ _EVENTS: dict[type[Any], Callable[[Changeover, Any], None]] = {
     words.KvArrived: lambda self, event: self._kv.note_arrived(event.transfer_id),
     words.KvSent: lambda self, event: self._kv.note_sent(event.transfer_id),
     words.KvFailed: lambda self, event: self._kv.note_failed(event.transfer_id),
-    words.PreparationAsked: lambda self, event: self._preparation.ask(event),
+    words.PreparationAsked: lambda self, event: self._preparation.ask(event, self.draining),
     words.PreparationAborted: lambda self, event: self._preparation.abort(event.attempt),
     words.MembersConnected: lambda self, event: self._preparation.note_connected(event),
     words.RestoreMeasured: lambda self, event: self._preparation.note_measured(event),

@@ -57,15 +57,15 @@ from services.core.groups.vocabulary import (
 class ProtocolConfig:
     """How long members may prepare, and how long they are left alone after an abort.
 
-    Members of a stuck group have `renew_timeout_s` to connect again. Records of workers that have
-    not been registered for `gone_after_s` are removed.
+    Records of workers that have not been registered for `gone_after_s` are removed. Members of a
+    stuck group have `renew_timeout_s` to connect again.
     """
 
     prepare_timeout_s: float = 60.0
-    renew_timeout_s: float = 2.0
     backoff_s: float = 1.0
     backoff_max_s: float = 30.0
     gone_after_s: float = 3600.0
+    renew_timeout_s: float = 2.0
 
 
 @dataclass(slots=True)

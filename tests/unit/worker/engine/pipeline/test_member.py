@@ -10,6 +10,7 @@ import pytest
 from services.common.event_log import read_config, read_entries
 from services.core.audit.facts import EngineStarted, EngineSwitched, MemoryHeld
 from services.core.changeover.epoch_fence import Standing
+from services.core.changeover.parting import ALONE_WAIT_S, BYE_WAIT_S
 from services.core.changeover.state import Changeover, MemberConfig
 from services.core.changeover.vocabulary import KvFailed, RequestEvent
 from services.core.groups.layer_map import Stage
@@ -22,8 +23,10 @@ from services.core.planner.events import (
 from services.worker.engine.pipeline.links import Links
 from services.worker.engine.transfer.errors import MoverFull
 from services.worker.ipc import ApplyConfiguration
+from tests.support.engine_group import EngineGroup
 from tests.support.integer_group import (
     APART,
+    LAYERS,
     MERGED,
     check_tokens,
     failing,
@@ -244,4 +247,52 @@ def test_a_lost_worker_of_another_group_is_told_once_and_never_ends_this_engine(
     group.network.skip(31.0)  # type: ignore[attr-defined]
     lost = [one for one in told if type(one).__name__ == "PeersLost"]
     assert [one.workers for one in lost] == [frozenset({"w1"})]  # type: ignore[attr-defined]
+    check_tokens(group)
+
+
+def deserted(group: EngineGroup) -> None:
+    """The follower goes on in a configuration of which the leader does not hear."""
+    group.epoch += 1
+    plans = group._plans([[Stage("w1", 1, LAYERS)]], group.epoch)
+    member(group, "w1").apply(ApplyConfiguration(plans))
+
+
+@pytest.mark.parametrize("cut", [False, True])
+def test_a_leader_that_its_group_has_left_gives_its_requests_up(
+    make_group: MakeGroup, cut: bool
+) -> None:
+    """It is cut off from the records, so that only its former member can tell; or from both."""
+    group = merged(make_group())
+    started(group)
+    group.settle()
+    if cut:
+        group.network.cut("w1")
+    deserted(group)
+    leader = member(group, "w0")
+    asked_s = group.now_s
+    group.run_until(lambda: leader.changeover.left)
+    assert group.now_s - asked_s > (ALONE_WAIT_S if cut else BYE_WAIT_S)
+    assert not leader.state.sequences and not leader.changeover.may_plan
+    group.epoch += 1
+    leader.apply(ApplyConfiguration(group._plans([[Stage("w0", 0, 1)]], group.epoch)))
+    group.run_until(lambda: leader.links.epoch == group.epoch)
+    assert not leader.changeover.left, "it is in a group again"
+
+
+def test_a_leader_that_hears_of_its_new_group_in_time_keeps_its_requests(
+    make_group: MakeGroup,
+) -> None:
+    group = merged(make_group())
+    started(group)
+    group.settle()
+    deserted(group)
+    leader = member(group, "w0")
+    group.run_until(lambda: leader.changeover._parting.waiting)
+    held = set(leader.state.sequences)
+    assert held
+    leader.apply(ApplyConfiguration(group._plans([[Stage("w0", 0, 1)]], group.epoch)))
+    group.run_until(lambda: leader.links.epoch == group.epoch)
+    assert set(leader.state.sequences) == held
+    group.groups = []
+    group.restore()
     check_tokens(group)

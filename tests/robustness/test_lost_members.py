@@ -1,0 +1,119 @@
+"""A member of a merged group is killed or stands still: every stream goes on, token by token.
+
+What the survivors lead is computed again there; what a dead leader led goes on from the gateway.
+"""
+
+import asyncio
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from threading import Timer
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from services.gateway.admin.guard import ADMIN_HEADER
+from tests.support.cluster import Cluster
+from tests.support.disturbed_streams import KINDS, Answer, ask, check_answers, kill
+from tests.support.tiny_models import make_tiny_model
+from tideserve.bench.audit_logs import audit_logs
+
+STOPPED_S = 12.0
+"""Longer than a stalled microbatch is waited for, and than a member may be silent."""
+
+
+@pytest.fixture(scope="module")
+def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("logs")
+
+
+@pytest.fixture(scope="module")
+def cluster(logs: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    folder = make_tiny_model(tmp_path_factory.mktemp("model"), seed=3, layers=4)
+    with Cluster(
+        model_dir=folder,
+        memory="32MiB",
+        dtype="float64",
+        services={"event_log": str(logs)},
+        chunk_size="64KiB",
+        overload_policy="recompute",  # groups change by hand only
+    ) as running:
+        yield running
+
+
+def run_all(cluster: Cluster, note: Callable[[int], None] | None = None) -> list[Answer]:
+    async def run() -> list[Answer]:
+        return await asyncio.gather(*(ask(cluster, number, note) for number in range(len(KINDS))))
+
+    return asyncio.run(run())
+
+
+@pytest.fixture(scope="module")
+def undisturbed(cluster: Cluster) -> list[Answer]:
+    return run_all(cluster)
+
+
+def groups(cluster: Cluster) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = cluster.status()["groups"]
+    return found
+
+
+def merge(cluster: Cluster) -> list[str]:
+    """Merge both workers, once no attempt with them has just failed; returns the leader first."""
+
+    def stable() -> bool:
+        headers = {ADMIN_HEADER: "1"}
+        url = f"{cluster.admin_url}/tideserve/v1/groups/merge"
+        return '"stable"' in httpx.post(url, headers=headers, timeout=60).text
+
+    cluster.eventually(stable)
+    (group,) = groups(cluster)
+    members: list[str] = group["members"]
+    return members
+
+
+def apart(cluster: Cluster) -> bool:
+    """Whether each worker serves by itself, in a process that is registered."""
+    found = groups(cluster)
+    return len(found) == 2 and not any(one["degraded"] or one["changing"] for one in found)
+
+
+def stop(cluster: Cluster, name: str) -> None:
+    """The engine of a worker stands still for a while."""
+    for process in psutil.Process(cluster.pids()[name]).children(recursive=True):
+        process.suspend()
+        Timer(STOPPED_S, process.resume).start()
+
+
+@pytest.mark.parametrize("role", [0, 1], ids=["leader", "follower"])
+@pytest.mark.parametrize("fault", ["worker", "engine", "stop"])
+def test_no_answer_shows_that_a_member_was_lost(
+    fault: str, role: int, cluster: Cluster, undisturbed: list[Answer]
+) -> None:
+    cluster.eventually(lambda: apart(cluster))
+    name = merge(cluster)[role]
+    before = cluster.pids()
+    hit: list[str] = []
+
+    def note(tokens: int) -> None:
+        if tokens >= 60 and not hit:
+            hit.append(name)
+            if fault == "stop":
+                stop(cluster, name)
+            else:
+                kill(cluster, name, engine=fault == "engine")
+
+    check_answers(run_all(cluster, note), undisturbed)
+    cluster.eventually(lambda: apart(cluster))
+    assert hit, "nothing was disturbed"
+    lived = {one for one, pid in cluster.pids().items() if before[one] == pid}
+    died = {name} if fault != "stop" else set()
+    assert lived == before.keys() - died, "no process ends because of another one"
+
+
+def test_the_event_logs_hold_the_invariants(cluster: Cluster, logs: Path) -> None:
+    cluster.eventually(lambda: all(not row["running"] for row in cluster.workers()))
+    findings = audit_logs(logs).findings
+    assert findings.violations == []
+    assert findings.checks["I4"] > 0 and findings.checks["I5"] > 0

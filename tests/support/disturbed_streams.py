@@ -1,0 +1,89 @@
+"""Streams of every kind of sampling, for tests that disturb the cluster meanwhile."""
+
+import json
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from tests.support.client import TIMEOUT_S, prompt_of
+from tests.support.cluster import Cluster
+
+OUTPUT_TOKENS = 300
+PENALTIES = {"presence_penalty": 0.7, "frequency_penalty": 0.4, "repetition_penalty": 1.2}
+KINDS: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {"temperature": 0.8, "seed": 5},
+    {"temperature": 0.0, **PENALTIES},
+    {"temperature": 0.9, "seed": 6, "min_tokens": 200, **PENALTIES},
+    {"temperature": 0.8, "seed": 7, "structured_outputs": {"regex": "([a-f]{3}[0-9]{2} ){40}z"}},
+    {"temperature": 0.8, "seed": 8, "logprobs": 2},
+    {"temperature": 0.8, "seed": 9, "n": 2},
+    {"temperature": 0.0, "bad_words": ["ab"], "logit_bias": {"70": 2}},
+]
+
+Answer = list[dict[str, Any]]
+
+
+async def chunks_of(answer: httpx.Response) -> AsyncIterator[dict[str, Any]]:
+    """The chunks of a stream; it must end as it should."""
+    line = ""
+    async for line in answer.aiter_lines():
+        if line.startswith("data: {"):
+            yield json.loads(line.removeprefix("data: "))
+        elif line:
+            assert line == "data: [DONE]"
+
+
+async def ask(cluster: Cluster, number: int, note: Callable[[int], None] | None = None) -> Answer:
+    """What a client gets of each choice. `note` is called with the tokens so far."""
+    fields = KINDS[number]
+    body = {
+        "model": cluster.get("/v1/models")["data"][0]["id"],
+        "prompt": prompt_of(number, 24),
+        "max_tokens": OUTPUT_TOKENS,
+        "stream": True,
+        "return_token_ids": True,
+        "ignore_eos": "structured_outputs" not in fields,
+        **fields,
+    }
+    choices: Answer = [
+        {"text": "", "ids": [], "logprobs": [], "finish": None} for _ in range(fields.get("n", 1))
+    ]
+    async with (
+        httpx.AsyncClient(base_url=cluster.url, timeout=TIMEOUT_S) as client,
+        client.stream("POST", "/v1/completions", json=body) as answer,
+    ):
+        assert answer.status_code == 200, await answer.aread()
+        async for chunk in chunks_of(answer):
+            for told in chunk["choices"]:
+                one = choices[told["index"]]
+                one["text"] += told["text"]
+                one["ids"] += told["token_ids"] or []
+                one["logprobs"] += (told["logprobs"] or {"token_logprobs": []})["token_logprobs"]
+                one["finish"] = told["finish_reason"] or one["finish"]
+                if note is not None:
+                    note(len(one["ids"]))
+    return choices
+
+
+def kill(cluster: Cluster, name: str, engine: bool) -> int:
+    """Kill a worker with its engine, or the engine alone; returns the worker's process id."""
+    pid = cluster.pids()[name]
+    worker = psutil.Process(pid)
+    # The worker first, so that it cannot tell of the death of its engine.
+    for process in [*([] if engine else [worker]), *worker.children(recursive=True)]:
+        process.kill()
+    return pid
+
+
+def check_answers(answers: list[Answer], undisturbed: list[Answer]) -> None:
+    """Texts, token ids and ends are those of the undisturbed run."""
+    for number, (answer, expected) in enumerate(zip(answers, undisturbed, strict=True)):
+        for one, other in zip(answer, expected, strict=True):
+            # The KV of prompts and that of decoded tokens are rounded differently in float32.
+            assert one["logprobs"] == pytest.approx(other["logprobs"], abs=1e-3)
+            one["logprobs"] = other["logprobs"]
+        assert answer == expected, f"{KINDS[number]} differs"
