@@ -16,10 +16,10 @@ import psutil
 
 from services.common.clock import monotonic_s
 from services.common.failpoint import read_hits
-from tideserve.bench.systems.cluster_status import read_status
 from tideserve.bench.errors import SystemUnavailable
 from tideserve.bench.faults.matrix import FAULTS, FaultCell
 from tideserve.bench.group_changes import MERGE_PATH, SPLIT_PATH, ChangeFailed, change_groups
+from tideserve.bench.systems.cluster_status import read_status
 from tideserve.bench.systems.system import Deployment, Say
 from tideserve.bench.systems.tideserve import Tideserve
 
@@ -113,8 +113,6 @@ class FaultCluster:
         fault = FAULTS[self.cell.fault]
         began_s = monotonic_s()
         match fault.by_hand:
-            case "etcd-kill":
-                os.kill(self._pid("etcd"), signal.SIGKILL)
             case "etcd-stop":
                 pid = self._pid("etcd")
                 os.kill(pid, signal.SIGSTOP)
@@ -122,8 +120,8 @@ class FaultCluster:
                 os.kill(pid, signal.SIGCONT)
             case "etcd-compact":
                 compact(self._system.state["etcd_url"])
-            case "gateway-kill":
-                os.kill(self._pid("gateway"), signal.SIGKILL)
+            case "etcd-kill" | "gateway-kill" | "memmgr-kill" as kill:
+                os.kill(self._pid(kill.removesuffix("-kill")), signal.SIGKILL)
         return max(monotonic_s(), began_s + fault.lasts_s)
 
     def stable(self) -> bool:

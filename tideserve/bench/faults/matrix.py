@@ -78,6 +78,7 @@ FAULTS: Mapping[str, Fault] = {
     "etcd-kill": _by_hand("etcd-kill"),
     "etcd-stop-60": _by_hand("etcd-stop", 60),
     "etcd-compact": _by_hand("etcd-compact"),
+    "memmgr-kill": _by_hand("memmgr-kill"),
     "gateway-kill": _by_hand("gateway-kill"),
 }
 QUICK_FAULTS = ("kill-worker",)

@@ -15,10 +15,10 @@ import psutil
 
 from services.common.clock import monotonic_s
 from tideserve.bench.audit_logs import Audited, audit_logs
-from tideserve.bench.systems.cluster_status import read_status
 from tideserve.bench.group_changes import MERGE_PATH, SPLIT_PATH, ChangeFailed, change_groups
 from tideserve.bench.scenarios.scenario import LoadChoice, Trial, TrialVerdict
 from tideserve.bench.steady_load import Shape, SteadyLoad, Tally
+from tideserve.bench.systems.cluster_status import read_status
 from tideserve.bench.systems.system import Deployment, Say
 from tideserve.bench.systems.tideserve import Tideserve
 

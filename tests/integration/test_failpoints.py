@@ -1,0 +1,60 @@
+"""The failpoints of a cluster: each service passes those that docs/faults.md gives it."""
+
+from pathlib import Path
+
+from services.common.failpoint import read_hits
+from tests.support.cluster import Cluster
+from tests.support.tiny_models import make_tiny_model
+from tideserve.bench.faults.streams import STALL_S, Streams
+from tideserve.bench.group_changes import MERGE_PATH, change_groups
+from tideserve.bench.workload import PlannedRequest
+
+CHANGE_TIMEOUT_S = 60.0
+MEMMGR = [
+    *("memmgr.mark.sent", "memmgr.mark.applied", "memmgr.prepare.sent"),
+    *("memmgr.prepare.answered", "memmgr.commit.sent", "memmgr.commit.applied"),
+]
+SERVICER = [
+    *("worker.prepare.accepted", "worker.prepare.engine_ready", "worker.commit.seen"),
+    *("worker.apply.sent", "worker.moved.told", "worker.attach.taken"),
+]
+GATEWAY = [
+    *("gateway.assigned", "gateway.started", "gateway.token", "gateway.moved.before_attach"),
+    "gateway.attach.sent",
+]
+FOLLOWER = [
+    *(f"engine.merge.{place}.follower" for place in ("prepare", "ready", "commit", "switch")),
+    *(f"engine.merge.{place}.follower" for place in ("mapped", "joined", "adopt", "all_adopted")),
+]
+
+
+def test_a_merge_under_load_passes_the_failpoints_of_all_services(tmp_path: Path) -> None:
+    hits = tmp_path / "hits.jsonl"
+    names = [*MEMMGR, *SERVICER, *GATEWAY, *FOLLOWER]
+    armed = [f"{name}=note" for name in (*names, "memmgr.settle.sent", "gateway.resumed")]
+    with Cluster(
+        model_dir=make_tiny_model(tmp_path / "model", seed=3, layers=4),
+        dtype="float64",
+        chunk_size="64KiB",
+        overload_policy="recompute",  # groups change by hand only
+        services={"failpoints": armed, "failpoint_file": str(hits)},
+    ) as cluster:
+        model = cluster.get("/v1/models")["data"][0]["id"]
+        requests = [
+            PlannedRequest(0.0, tuple(range(3 + number, 30 + number)), 300, number)
+            for number in range(8)
+        ]
+        streams = Streams(cluster.url, model, requests, "salt", STALL_S)
+        streams.start()
+        cluster.eventually(lambda: streams.begun == 8)
+        change_groups(cluster.admin_url, MERGE_PATH, CHANGE_TIMEOUT_S)
+        outcomes = streams.wait()
+        pids = {one["name"]: one["pid"] for one in read_hits(hits)}
+        running = cluster.pids()
+        engines = {row["pids"][1] for row in cluster.workers()}
+    assert all(one.finished for one in outcomes)
+    assert sorted(pids) == sorted(names), "nobody was lost, so nothing was resumed"
+    assert {pids[name] for name in MEMMGR} == {running["memmgr"]}
+    assert {pids[name] for name in GATEWAY} == {running["gateway"]}
+    assert {pids[name] for name in SERVICER} <= {running["worker-0"], running["worker-1"]}
+    assert {pids[name] for name in FOLLOWER} < engines
