@@ -41,6 +41,7 @@ from services.core.groups.vocabulary import (
     ClusterListed,
     Group,
     GroupPhase,
+    GroupStuck,
     LeadershipChanged,
     MemberAnswered,
     PrepareMembers,
@@ -307,7 +308,7 @@ class World:
             + [self._observe] * 4
             + [self._prepare] * 3
             + [self._ask] * 2
-            + [self._notice, self._lease, self._look]
+            + [self._notice, self._lease, self._look, self._report_trouble]
         )
         self.rng.choice(actions)()
         if self.rng.random() < 0.005:
@@ -448,6 +449,16 @@ class World:
         self._feed(which, ChangeAsked(self.now_s, request_id, targets))
         if self.rng.random() < 0.1:
             self._feed(which, ChangeCalledOff(self.now_s, targets, "not wanted"))
+
+    def _report_trouble(self) -> None:
+        """A member says that its group is stuck; rightly or not, and perhaps late."""
+        if not self.processes or self.rng.random() < 0.7:
+            return
+        process = self.rng.choice(sorted(self.processes.values(), key=lambda one: one.name))
+        epoch = process.state.epoch - (self.rng.random() < 0.2)
+        incarnation = process.state.incarnation
+        report = GroupStuck(self.now_s, process.name, incarnation, epoch, "the lane is cut")
+        self._feed(self.rng.randrange(2), report)
 
     def _some_targets(self) -> Targets:
         live = [one.group.members for one in self.store.groups.values() if one.group.members]

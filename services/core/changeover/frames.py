@@ -164,7 +164,7 @@ class AllMoved:
 
 
 @dataclass(frozen=True, slots=True)
-class Bye:
+class Farewell:
     """To a former member: the sender goes on without it, in a later configuration."""
 
 
@@ -252,7 +252,7 @@ MemberFrame = (
     | AllAdopted
     | AllMoved
     | Passed
-    | Bye
+    | Farewell
     | Reserve
     | Reserved
     | SendKv

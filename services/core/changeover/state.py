@@ -26,11 +26,11 @@ from services.core.changeover import frames
 from services.core.changeover import vocabulary as words
 from services.core.changeover.capacity import MemberCapacity
 from services.core.changeover.configuration import Configuration
+from services.core.changeover.desertion import Desertion
 from services.core.changeover.handover import Handover
 from services.core.changeover.leader_moves import LeaderMoves
 from services.core.changeover.member_context import MemberContext
 from services.core.changeover.move_window import LINK_BLOCKS_PER_S
-from services.core.changeover.parting import Parting
 from services.core.changeover.preparation import Preparation
 from services.core.changeover.stage_kv import StageKv
 from services.core.changeover.takeover import Takeover
@@ -122,7 +122,7 @@ class Changeover:
         self._takeover = Takeover(self._context, self._moves, self._handover)
         self._capacity = MemberCapacity(self._context, self._kv)
         self._preparation = Preparation(self._context)
-        self._parting = Parting()
+        self._desertion = Desertion()
         self._next: Configuration | None = None
         self._leads_whole = True  # a group that has all layers
         self._drained = False  # the leader has said so
@@ -186,7 +186,7 @@ class Changeover:
     @property
     def busy(self) -> bool:
         """Whether a change, a preparation or a waiting member needs turns."""
-        waits = self._preparation.running or self._capacity.asked or self._parting.waiting
+        waits = self._preparation.running or self._capacity.asked or self._desertion.waiting
         return waits or not self.settled
 
     @property
@@ -197,12 +197,12 @@ class Changeover:
     @property
     def left(self) -> bool:
         """Whether its group goes on without it: its requests are over here."""
-        return self._parting.left
+        return self._desertion.left
 
     @property
     def may_plan(self) -> bool:
         """Whether this worker plans now."""
-        if self._parting.lost_member:
+        if self._desertion.lost_member:
             return False
         return self._leads_whole and self._next is None and not self._takeover.waiting
 
@@ -310,7 +310,7 @@ class Changeover:
         self._drain_until_s = event.now_s + timeout_s
 
     def _take_turn(self, event: words.TurnTaken) -> None:
-        if self._next is None and self._parting.leave(event.now_s):
+        if self._next is None and self._desertion.leave(event.now_s):
             self._leave_group()
         self._preparation.advance(self.settled)
         if self._next is not None and self._is_drained(self._next, event.now_s):
@@ -338,7 +338,7 @@ class Changeover:
             if not self._leader_has_left:
                 return self._handover.settled
             return self._handover.settled_beside(self._context.leader)
-        ended = self._parting.lost_member or not self.planner.in_flight
+        ended = self._desertion.lost_member or not self.planner.in_flight
         return self._context.leads and self._handover.settled and ended
 
     def _end_configuration(self, new: Configuration) -> None:
@@ -353,7 +353,7 @@ class Changeover:
                 context.send(peer, frames.Passed())
         if old is not None:
             for peer in sorted(old.own.workers - new.members):
-                context.send(peer, frames.Bye())
+                context.send(peer, frames.Farewell())
         if context.planner.in_flight:
             context.change(FlightDiscarded())  # they did not come back in time, and run again
         self._handover.end_aborted()
@@ -376,7 +376,7 @@ class Changeover:
         self._leads_whole = new.leads and self._serves(new)
         self._drained = self._leader_has_left = False
         self._lost = self._told_lost = frozenset()
-        self._parting = Parting()
+        self._desertion = Desertion()
         self._kv.enter(answer)
         self._unclaimed.enter()
         self._moves.enter()
@@ -428,7 +428,7 @@ class Changeover:
         self._told_lost = event.workers
         configuration = self._context.configuration
         if configuration is not None and event.workers & configuration.own.workers:
-            self._parting.note_lost(event.now_s)
+            self._desertion.note_lost(event.now_s)
         self._leave_lost()
 
     def _leave_lost(self) -> None:
@@ -444,10 +444,10 @@ class Changeover:
         if configuration is not None and peer not in configuration.own.workers | self._lost:
             self._leave(peer)
 
-    def _note_bye(self, peer: str, _frame: frames.Bye) -> None:
+    def _note_farewell(self, peer: str, _frame: frames.Farewell) -> None:
         configuration = self._context.configuration
         if configuration is not None and peer in configuration.own.workers:
-            self._parting.note_bye(self._context.now_s)
+            self._desertion.note_farewell(self._context.now_s)
 
     def _leave(self, worker_id: str) -> None:
         """Stop waiting for a lost worker of another group of this change.
@@ -484,7 +484,7 @@ class Changeover:
         After `Drained` nothing runs, nor after the loss of a member, between which and this one
         microbatches are missing, even if it is connected again.
         """
-        if self._drained or self._parting.lost_member:
+        if self._drained or self._desertion.lost_member:
             return
         chunks = tuple((chunk.request_id, chunk.blocks) for chunk in frame.chunks)
         self._context.change(MicrobatchFollowed(frame.released, chunks, frame.prefixes))
@@ -493,7 +493,7 @@ class Changeover:
         self._context.commands.append(words.RunStage(frame))
 
     def _finish(self, _peer: str, frame: frames.Samples) -> None:
-        if self._parting.lost_member:
+        if self._desertion.lost_member:
             return  # one before it may be missing; all run again
         now_s = self._context.now_s
         self._context.change(IterationFinished(now_s, frame.tokens, frame.number, frame.notes))
@@ -578,7 +578,7 @@ _FRAMES: dict[type[Any], Callable[[Changeover, str, Any], None]] = {
     frames.AllAdopted: Changeover._note_all_adopted,
     frames.AllMoved: lambda self, _peer, frame: self._unclaimed.note(frame, self._lost),
     frames.Passed: Changeover._note_passed,
-    frames.Bye: Changeover._note_bye,
+    frames.Farewell: Changeover._note_farewell,
     frames.Reserve: Changeover._reserve,
     frames.Reserved: lambda self, peer, frame: self._moves.note_reserved(peer, frame),
     frames.SendKv: lambda self, peer, frame: self._kv.send(peer, frame),

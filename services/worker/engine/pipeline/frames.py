@@ -46,6 +46,6 @@ KINDS: dict[int, type[Any]] = {
     0x212: core.RequestDropped,
     0x213: core.Passed,
     0x214: core.AllMoved,
-    0x215: core.Bye,
+    0x215: core.Farewell,
 }
 """By the number that stands for them on the wire."""

@@ -9,8 +9,8 @@ import pytest
 
 from services.common.event_log import read_config, read_entries
 from services.core.audit.facts import EngineStarted, EngineSwitched, MemoryHeld
+from services.core.changeover.desertion import ALONE_WAIT_S, FAREWELL_WAIT_S
 from services.core.changeover.epoch_fence import Standing
-from services.core.changeover.parting import ALONE_WAIT_S, BYE_WAIT_S
 from services.core.changeover.state import Changeover, MemberConfig
 from services.core.changeover.vocabulary import KvFailed, RequestEvent
 from services.core.groups.layer_map import Stage
@@ -271,7 +271,7 @@ def test_a_leader_that_its_group_has_left_gives_its_requests_up(
     leader = member(group, "w0")
     asked_s = group.now_s
     group.run_until(lambda: leader.changeover.left)
-    assert group.now_s - asked_s > (ALONE_WAIT_S if cut else BYE_WAIT_S)
+    assert group.now_s - asked_s > (ALONE_WAIT_S if cut else FAREWELL_WAIT_S)
     assert not leader.state.sequences and not leader.changeover.may_plan
     group.epoch += 1
     leader.apply(ApplyConfiguration(group._plans([[Stage("w0", 0, 1)]], group.epoch)))
@@ -287,7 +287,7 @@ def test_a_leader_that_hears_of_its_new_group_in_time_keeps_its_requests(
     group.settle()
     deserted(group)
     leader = member(group, "w0")
-    group.run_until(lambda: leader.changeover._parting.waiting)
+    group.run_until(lambda: leader.changeover._desertion.waiting)
     held = set(leader.state.sequences)
     assert held
     leader.apply(ApplyConfiguration(group._plans([[Stage("w0", 0, 1)]], group.epoch)))

@@ -1,25 +1,25 @@
 """A member that its group goes on without: when it knows, and when it gives its requests up.
 
 A worker that is cut off from the group records does not see that its group has ended, and nobody
-answers its microbatches. Its former members say `Bye` as they leave. If it is cut off from them,
-too, it loses them. Its requests go on elsewhere, so it gives them up, but not before the records
-had time to come: with these it may keep them.
+answers its microbatches. Its former members say `Farewell` as they leave. If it is cut off from
+them, too, it loses them. Its requests go on elsewhere, so it gives them up, but not before the
+records had time to come: with these it may keep them.
 """
 
 from dataclasses import dataclass
 
-BYE_WAIT_S = 2.0
-"""After a `Bye`: the record that the other member followed is on its way here, too."""
+FAREWELL_WAIT_S = 2.0
+"""After a `Farewell`: the record that the other member followed is on its way here, too."""
 ALONE_WAIT_S = 15.0
 """After the loss of a member: longer than a lease takes to end, and a change-over."""
 
 
 @dataclass(slots=True)
-class Parting:
-    """Of one configuration. `left`: it is over for this member, which waits for another one."""
+class Desertion:
+    """The state of one configuration. `left`: it is over here; the member waits for another one."""
 
     left: bool = False
-    _bye_s: float | None = None
+    _farewell_s: float | None = None
     _lost_s: float | None = None
 
     @property
@@ -30,12 +30,12 @@ class Parting:
     @property
     def waiting(self) -> bool:
         """Whether time may decide."""
-        return not self.left and (self._bye_s is not None or self._lost_s is not None)
+        return not self.left and (self._farewell_s is not None or self._lost_s is not None)
 
-    def note_bye(self, now_s: float) -> None:
+    def note_farewell(self, now_s: float) -> None:
         """A member of the own group has left it for a later configuration."""
-        if self._bye_s is None:
-            self._bye_s = now_s
+        if self._farewell_s is None:
+            self._farewell_s = now_s
 
     def note_lost(self, now_s: float) -> None:
         """A member of the own group was lost."""
@@ -46,7 +46,7 @@ class Parting:
         """Whether the time has come, for the first time."""
         if not self.waiting:
             return False
-        bye = self._bye_s is not None and now_s - self._bye_s > BYE_WAIT_S
+        farewell = self._farewell_s is not None and now_s - self._farewell_s > FAREWELL_WAIT_S
         alone = self._lost_s is not None and now_s - self._lost_s > ALONE_WAIT_S
-        self.left = bye or alone
+        self.left = farewell or alone
         return self.left
