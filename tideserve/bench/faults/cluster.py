@@ -7,7 +7,7 @@ import threading
 import time
 import urllib.request
 from base64 import b64encode
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 
 from services.common.clock import monotonic_s
-from services.common.failpoint import read_hits
+from services.common.failpoint import KILL, KILL_PARENT, KILL_WORKER, read_hits
 from tideserve.bench.errors import SystemUnavailable
 from tideserve.bench.faults.matrix import FAULTS, FaultCell
 from tideserve.bench.group_changes import MERGE_PATH, SPLIT_PATH, ChangeFailed, change_groups
@@ -50,6 +50,7 @@ class FaultCluster:
             "worker": {"profile_when_idle": False},
         }
         options = dict(deployment.options) | options
+        self._workers: dict[str, frozenset[int]] = {}
         self._system = Tideserve(
             "tideserve", (), replace(deployment, options=options, workers=cell.size)
         )
@@ -124,10 +125,28 @@ class FaultCluster:
                 os.kill(self._pid(kill.removesuffix("-kill")), signal.SIGKILL)
         return max(monotonic_s(), began_s + fault.lasts_s)
 
+    def note_workers(self) -> None:
+        """Remember the processes, of which the fault may end some. Raises SystemUnavailable."""
+        rows = read_status(self._system.admin_url)["workers"]
+        self._workers = {one["id"]: frozenset(one["pids"]) for one in rows}
+
+    def survivors(self) -> frozenset[str]:
+        """The workers that the fault does not end."""
+        ends = FAULTS[self.cell.fault].action in (KILL, KILL_PARENT, KILL_WORKER)
+        struck = {one["pid"] for one in read_hits(self._hits)} if ends else set()
+        return frozenset(name for name, pids in self._workers.items() if not pids & struck)
+
     def stable(self) -> bool:
-        """Whether all workers serve, and all records are settled."""
+        """Whether all survivors serve, and all records are settled."""
+        return self._is_stable(self.survivors())
+
+    def whole(self) -> bool:
+        """Whether all workers serve, also those that were started anew."""
+        return self._is_stable(self._workers)
+
+    def _is_stable(self, workers: Collection[str]) -> bool:
         status = self._status()
-        return status is not None and is_stable(status, self.cell.size, psutil.pid_exists)
+        return status is not None and is_stable(status, workers, psutil.pid_exists)
 
     def blocks_free(self) -> bool:
         """Whether no request has a block."""
@@ -159,13 +178,6 @@ class StableWatch:
         self._thread = threading.Thread(target=self._run, name="stable watch", daemon=True)
         self._thread.start()
 
-    def await_stable(self, timeout_s: float) -> bool:
-        """Wait until it is stable; False if it is not in time."""
-        until_s = monotonic_s() + timeout_s
-        while self._since_s is None and monotonic_s() < until_s:
-            time.sleep(POLL_S)
-        return self._since_s is not None
-
     def end(self) -> float | None:
         """Since when it has been stable without a break, on the monotonic clock."""
         self._stop.set()
@@ -182,21 +194,30 @@ class StableWatch:
             self._stop.wait(POLL_S)
 
 
-def is_stable(status: Mapping[str, Any], size: int, is_alive: Callable[[int], bool]) -> bool:
-    """Whether `size` living workers each are in one group that serves, at that group's epoch."""
-    workers = {one["id"]: one for one in status["workers"]}
-    members: Sequence[tuple[str, int]] = [
-        (name, group["epoch"]) for group in status["groups"] for name in group["members"]
-    ]
-    if len(workers) != size or sorted(name for name, _ in members) != sorted(workers):
-        return False
-    if not all(is_alive(pid) for one in workers.values() for pid in one["pids"]):
-        return False
-    if any(group["changing"] or group["degraded"] for group in status["groups"]):
+def is_stable(
+    status: Mapping[str, Any], survivors: Collection[str], is_alive: Callable[[int], bool]
+) -> bool:
+    """Whether all survivors serve, and no record is left of what was lost or is under way.
+
+    A survivor serves if it is in one group, at that group's epoch. A worker that was started anew
+    may have no group yet.
+    """
+    workers = {
+        one["id"]: one for one in status["workers"] if all(is_alive(pid) for pid in one["pids"])
+    }
+    epochs: dict[str, list[int]] = {}
+    for group in status["groups"]:
+        if group["changing"] or group["degraded"]:
+            return False
+        for name in group["members"]:
+            epochs.setdefault(name, []).append(group["epoch"])
+    if not epochs.keys() <= workers.keys():
         return False
     return all(
-        workers[name]["epoch"] == epoch and not workers[name].get("unsettled")
-        for name, epoch in members
+        name in workers
+        and epochs.get(name) == [workers[name]["epoch"]]
+        and not workers[name]["unsettled"]
+        for name in survivors
     )
 
 

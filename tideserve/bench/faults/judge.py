@@ -28,7 +28,8 @@ class CellSeen:
 
     `hit_s`: when the failpoint was hit, on the monotonic clock; None if it never was. `wanted` are
     the tokens of an undisturbed run, by request. `stable_s`: seconds from the end of the fault
-    until every worker served and all records were settled for good, None if that never came.
+    until every survivor served and all records were settled for good, None if that never came;
+    `whole_s`: until those that were started anew served, too.
     `blocks_free_s`: seconds until no request had a block, once none should. `broken` are sentences
     of the audit and of the replays; `probed` are requests after the fault.
     """
@@ -39,6 +40,7 @@ class CellSeen:
     outcomes: Sequence[StreamOutcome]
     probed: Sequence[StreamOutcome] = ()
     stable_s: float | None = None
+    whole_s: float | None = None
     blocks_free_s: float | None = None
     broken: Sequence[str] = ()
     violations: int = 0
@@ -187,6 +189,8 @@ def _cluster_problems(seen: CellSeen, gateway_lost: bool) -> list[str]:
         problems.append("the cluster is not stable again")
     elif seen.stable_s > STABLE_WITHIN_S:
         problems.append(f"the cluster was stable {seen.stable_s:.0f} s after the fault had ended")
+    if seen.whole_s is None:
+        problems.append("not all workers serve again")
     if seen.blocks_free_s is None:
         problems.append("blocks are in use though no request runs")
     elif gateway_lost and seen.blocks_free_s > BLOCKS_FREE_WITHIN_S:

@@ -1,12 +1,13 @@
 """When a cluster counts as stable again."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain, repeat
 from typing import Any
 
 import pytest
 
+from services.common.clock import monotonic_s
 from tests.support.waiting import eventually
 from tideserve.bench.faults.cluster import StableWatch, is_stable
 
@@ -22,8 +23,13 @@ STATUS: dict[str, Any] = {
 }
 
 
-def stable(status: dict[str, Any], dead: frozenset[int] = frozenset()) -> bool:
-    return is_stable(status, 2, lambda pid: pid not in dead)
+BOTH = ("worker-0", "worker-1")
+
+
+def stable(
+    status: dict[str, Any], dead: Iterable[int] = (), survivors: Sequence[str] = BOTH
+) -> bool:
+    return is_stable(status, survivors, lambda pid: pid not in set(dead))
 
 
 def test_two_workers_that_serve_are_stable_apart_and_together() -> None:
@@ -36,20 +42,34 @@ def test_two_workers_that_serve_are_stable_apart_and_together() -> None:
 
 @pytest.mark.parametrize("pid", [10, 11, 20, 21])
 def test_a_dead_process_whose_lease_has_not_ended_is_not_stable(pid: int) -> None:
-    assert not stable(STATUS, frozenset({pid}))
+    assert not stable(STATUS, {pid})
+    assert not stable(STATUS, {pid}, ["worker-0" if pid > 11 else "worker-1"])
+
+
+def test_it_is_stable_without_the_worker_that_was_killed() -> None:
+    """It is gone from the records; or its successor is there, and has a group or none yet."""
+    gone = {name: rows[:1] for name, rows in STATUS.items()}
+    assert stable(gone, survivors=["worker-0"])
+    assert not stable(gone)
+    back = STATUS | {"groups": STATUS["groups"][:1]}
+    assert stable(back, survivors=["worker-0"])
+    assert not stable(back)
+    assert stable(STATUS, survivors=["worker-0"])
+    assert not stable(back, survivors=["worker-1"])
 
 
 @pytest.mark.parametrize(
     "change",
     [
         lambda status: status["workers"].pop(),
+        lambda status: status["workers"].pop(0),
         lambda status: status["groups"].pop(),
         lambda status: status["groups"][1]["members"].append("worker-0"),
+        lambda status: status["groups"][0]["members"].append("worker-9"),
         lambda status: status["groups"][0].update(changing=True),
         lambda status: status["groups"][0].update(degraded=True),
         lambda status: status["groups"][0].update(epoch=9),
         lambda status: status["workers"][0].update(unsettled=True),
-        lambda status: status["workers"].append(status["workers"][0] | {"id": "worker-2"}),
     ],
 )
 def test_what_is_not_settled_is_not_stable(change: Callable[[dict[str, Any]], None]) -> None:
@@ -61,6 +81,22 @@ def test_what_is_not_settled_is_not_stable(change: Callable[[dict[str, Any]], No
 async def test_it_is_stable_only_since_it_was_unstable_last() -> None:
     """At first nobody has noticed the loss: that is no stable cluster."""
     looks = chain([True, True, False, True, False], repeat(True))
+    looked: list[tuple[float, bool]] = []
+
+    def look() -> bool:
+        looked.append((monotonic_s(), next(looks)))
+        return looked[-1][1]
+
+    watch = StableWatch(look)
+    await eventually(lambda: len(looked) > 6)
+    since_s = watch.end()
+    assert since_s is not None
+    last_bad_s, first_good_s = looked[4][0], looked[5][0]
+    assert last_bad_s < since_s <= first_good_s
+
+
+async def test_what_is_unstable_in_the_end_was_never_stable() -> None:
+    looks = chain([True], repeat(False))
     looked: list[bool] = []
 
     def look() -> bool:
@@ -68,11 +104,5 @@ async def test_it_is_stable_only_since_it_was_unstable_last() -> None:
         return looked[-1]
 
     watch = StableWatch(look)
-    await eventually(lambda: len(looked) > 6)
-    assert watch.await_stable(60)
-    since_s = watch.end()
-    assert since_s is not None
-    again = StableWatch(lambda: False)
-    assert not again.await_stable(0.0)
-    assert again.end() is None
-    assert looked.count(False) == 2
+    await eventually(lambda: len(looked) > 2)
+    assert watch.end() is None

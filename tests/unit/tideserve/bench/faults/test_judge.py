@@ -29,7 +29,7 @@ GATEWAY = replace(KILL, fault="gateway-kill")
 def seen(outcomes: Sequence[StreamOutcome] = (), **changes: Any) -> CellSeen:
     """A run in which all holds, but for `outcomes` beside the good ones, and `changes`."""
     every = [GOOD] * STREAMS_MIN + list(outcomes)
-    one = CellSeen(KILL, HIT_S, [WANTED] * len(every), every, [GOOD] * 2, 3.0, 1.0)
+    one = CellSeen(KILL, HIT_S, [WANTED] * len(every), every, [GOOD] * 2, 3.0, 9.0, 1.0)
     return replace(one, **changes)
 
 
@@ -101,6 +101,7 @@ def test_a_failure_counts_even_where_the_cell_does_not() -> None:
     [
         ({"stable_s": None}, "the cluster is not stable again"),
         ({"stable_s": STABLE_WITHIN_S + 2}, "the cluster was stable 32 s after"),
+        ({"whole_s": None}, "not all workers serve again"),
         ({"blocks_free_s": None}, "blocks are in use though no request runs"),
         ({"broken": ["I2: nobody holds layer 3"], "violations": 1}, "I2: nobody holds layer 3"),
         ({"probed": [GOOD, cut(1)]}, "request 1 after the fault is lost"),
