@@ -6,6 +6,7 @@ import logging
 import os
 import socket
 import uuid
+from typing import Any
 
 from services.common.advertise import advertised
 from services.common.etcd import Store, open_store
@@ -19,6 +20,7 @@ from services.common.transport import transport_of
 from services.gateway.admin.port import AdminPort
 from services.gateway.bounds.body_budget import BodyBudget
 from services.gateway.bounds.drain import Drain
+from services.gateway.bounds.kept_answers import KeptAnswers
 from services.gateway.cluster.admission_client import AdmissionClient
 from services.gateway.cluster.cluster_client import ClusterClient
 from services.gateway.cluster.cluster_view import ClusterView
@@ -213,6 +215,8 @@ class _Gateway:
 
     def _request_serving(self, model: ServedModel, record: StreamRecord) -> RequestServing:
         config = self._config
+        answers = _kept_answers(config)
+        self._metrics.answer_bytes.set_function(lambda: answers.bytes_held)
         return RequestServing(
             preparer=Preparer(
                 model,
@@ -233,6 +237,7 @@ class _Gateway:
             drain=self._drain,
             bodies=self._bodies,
             running=self._running,
+            answers=answers,
             metrics=self._metrics,
             request_timeout_s=config.request_timeout_s,
             client_stall_s=config.client_stall_s,
@@ -340,3 +345,12 @@ class _Gateway:
     def _members_changed(self) -> None:
         self._admission.scheduler_changed()
         self._workers.workers_changed()
+
+
+def _kept_answers(config: GatewayConfig) -> KeptAnswers[Any]:
+    return KeptAnswers(
+        config.idempotency_keep_s,
+        config.idempotency_grace_s,
+        config.idempotency_keys_max,
+        config.idempotency_bytes_max,
+    )

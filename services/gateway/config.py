@@ -157,6 +157,28 @@ class GatewayConfig(ServiceConfig):
         "Whether a request whose worker was lost after its first token goes on at another one; else"
         " it ends with an error.",
     )
+    idempotency_keep_s: float = number(
+        600.0,
+        "Seconds for which the answer to a request with an Idempotency-Key is kept, from its end.",
+        minimum=0,
+        maximum=86_400,
+    )
+    idempotency_grace_s: float = number(
+        30.0,
+        "Seconds that such a request goes on after its client has gone, for one that sends it"
+        " again.",
+        minimum=0,
+        maximum=3600,
+    )
+    idempotency_keys_max: int = number(
+        10_000,
+        "Answers that are kept, those of running requests included; the oldest go first.",
+        minimum=1,
+        maximum=1_000_000,
+    )
+    idempotency_bytes_max: int = size(
+        64 * 2**20, "Bytes that these answers may have.", minimum=2**16, maximum=2**40
+    )
     tokenizer_threads: int = number(
         2, "Threads that tokenise and apply templates.", minimum=1, maximum=64
     )

@@ -17,6 +17,7 @@ ANY = "*"
 ASK_AGAIN_S = 600
 METHODS = ("GET", "POST")
 EXPOSED = (
+    "idempotent-replayed",
     "retry-after",
     "warning",
     "x-request-id",

@@ -26,6 +26,13 @@ _ERROR = {
     },
 }
 
+_KEY = {
+    "name": "Idempotency-Key",
+    "in": "header",
+    "schema": {"type": "string", "maxLength": 257},
+    "description": "Sent again with the same body, it gets the same answer.",
+}
+
 
 def takes(
     kind: type[BaseModel],
@@ -36,8 +43,8 @@ def takes(
     """The description of a route's body and of its errors.
 
     The bodies are parsed stricter than the framework would. `policy` has the fields that are
-    ignored, `passed_on` are those of the chat that the body has, too. `error` is the schema of
-    errors.
+    ignored, in routes that generate; `passed_on` are those of the chat that the body has, too.
+    `error` is the schema of errors.
     """
     schema = _schema(kind)
     if passed_on:
@@ -53,6 +60,7 @@ def takes(
     }
     content = {"application/json": {"schema": schema}}
     return {
+        "parameters": [] if policy is None else [_KEY],
         "requestBody": {"required": True, "content": content},
         "responses": {"4XX": refusal, "5XX": refusal},
     }

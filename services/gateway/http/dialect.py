@@ -1,6 +1,9 @@
 """Differences of the generation endpoints: the body that they read, the form they write."""
 
 import asyncio
+import contextlib
+import math
+from collections.abc import AsyncIterator
 from typing import Any, Protocol
 
 import msgspec
@@ -76,13 +79,21 @@ async def hang_up(receive: Receive) -> None:
     raise ClientGone
 
 
-async def send_watched(client: WatchedClient[Message], receive: Receive, body: bytes) -> None:
-    """`send_body` to a client without a guard of its own. Raises ClientGone if it takes nothing."""
+@contextlib.asynccontextmanager
+async def present(
+    client: WatchedClient[Message], receive: Receive, timeout_s: float = math.inf
+) -> AsyncIterator[None]:
+    """Send to a client without a guard of its own.
+
+    Raises ClientGone if it hangs up, takes nothing, or takes longer than `timeout_s`.
+    """
     try:
         async with asyncio.TaskGroup() as tasks:
             guard = tasks.create_task(hang_up(receive))
             with Interruption() as interruption, client.watched(interruption):
-                await send_body(client, body)
+                if timeout_s < math.inf:
+                    interruption.interrupt_after(timeout_s, ClientGone())
+                yield
             guard.cancel()
     except BaseExceptionGroup as group:
         if group.subgroup(ClientGone) is not None:

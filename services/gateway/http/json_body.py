@@ -1,12 +1,11 @@
 """Reads a request's body: bounded in size and time, and strictly JSON."""
 
 from collections.abc import Callable
-from typing import Any, NoReturn, TypeVar
+from typing import NoReturn, TypeVar
 
 from starlette.requests import Request
 
 from services.common.timeouts import timeout
-from services.gateway.api.json_object import parse_object
 from services.gateway.bounds.body_budget import BODY_BYTES_MAX, BODY_BYTES_PER_ITEM, BodyLease
 from services.gateway.text.tokenizer import TextPool
 from services.gateway.vocabulary.errors import BodyTimeout, BodyTooLarge, UnsupportedMediaType
@@ -17,9 +16,9 @@ T = TypeVar("T")
 
 
 async def read_body(
-    request: Request, lease: BodyLease, pool: TextPool, parse: Callable[[dict[str, Any]], T]
+    request: Request, lease: BodyLease, pool: TextPool, parse: Callable[[bytearray], T]
 ) -> T:
-    """What `parse` makes of the JSON object in the body, whose bytes `lease` then holds.
+    """What `parse` makes of the body, which is JSON and whose bytes `lease` then holds.
 
     Raises:
         GatewayError: whatever is wrong with the body.
@@ -27,7 +26,7 @@ async def read_body(
     """
     _check_headers(request)
     body = await _read(request, lease)
-    return await pool.run(lambda: parse(parse_object(body)), len(body) // BODY_BYTES_PER_ITEM)
+    return await pool.run(lambda: parse(body), len(body) // BODY_BYTES_PER_ITEM)
 
 
 def _check_headers(request: Request) -> None:

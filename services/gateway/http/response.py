@@ -1,15 +1,23 @@
 """The response of the generation endpoints, from reading the body to the last byte."""
 
+import asyncio
+import hashlib
+from collections.abc import Coroutine
+from typing import Any
+
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from services.gateway.api.generation import GenerationRequest
+from services.gateway.api.json_object import parse_object
+from services.gateway.bounds.answer import SharedAnswer
 from services.gateway.bounds.body_budget import BodyLease, TakenOnce
 from services.gateway.bounds.client import ClientGone, WatchedClient
-from services.gateway.http.dialect import Dialect, hang_up
+from services.gateway.http.dialect import Dialect, hang_up, present
 from services.gateway.http.errors import error_response
 from services.gateway.http.json_body import read_body
+from services.gateway.http.keyed import name_of, send_answer, sink_of
 from services.gateway.records.request_record import RequestRecord, record_of
 from services.gateway.serving.service_policy import PROMISE_HEADERS
 from services.gateway.serving.serving import RequestServing
@@ -25,6 +33,8 @@ class GenerationResponse(Response):
     """Reads the request and generates while it responds.
 
     So hanging up ends whatever is being done, and a request counts from before its body is read.
+    The answer to a request with an Idempotency-Key is made beside the response, which reads it: so
+    it outlives its client, and others may read it. Its maker ends with the response that began it.
     """
 
     def __init__(
@@ -47,46 +57,131 @@ class GenerationResponse(Response):
         record.promise = _promise(scope)
         client = WatchedClient(send, serving.client_stall_s)
         try:
-            with serving.entered(record) as lease:
-                body = TakenOnce(
-                    await read_body(self._request, lease, self._pool, self._dialect.parse)
-                )
-                lease.keep(self._dialect.kept_bytes)
-                await self._respond(body, record, lease, client, receive)
+            name = name_of(scope)
+            answered = name is not None and name in serving.answers
+            with serving.entered(record, answered) as lease:
+                body, digest = await self._read(lease, keyed=name is not None)
+                if name is None:
+                    await self._make(body, record, lease, client, client, hang_up(receive))
+                else:
+                    answer, new = serving.answers.claim(name, digest, record.response_id)
+                    if not new:
+                        lease.keep(0)
+                        lease.release()
+                        record.replays(answer.response_id)
+                        serving.metrics.replayed()
+                    run = self._run(answer, body, record, lease) if new else None
+                    # Nobody else may hold it while the answer is made.
+                    del body
+                    await self._share(answer, run, record, client, receive)
         except ClientDisconnect:
             record.hang_up()
+        except ClientGone:
+            record.hang_up()
+            serving.metrics.stream_failed("client_gone")
         except GatewayError as error:
             serving.metrics.refused(error)
             await error_response(error, scope)(scope, receive, send)
             record.fail(error)
 
-    async def _respond(
+    async def _read(
+        self, lease: BodyLease, keyed: bool
+    ) -> tuple[TakenOnce[GenerationRequest], bytes]:
+        """What the body asks for, and a digest of its bytes if there is a key."""
+
+        def parse(data: bytearray) -> tuple[TakenOnce[GenerationRequest], bytes]:
+            parsed = self._dialect.parse(parse_object(data))
+            return TakenOnce(parsed), hashlib.sha256(data).digest() if keyed else b""
+
+        read = await read_body(self._request, lease, self._pool, parse)
+        lease.keep(self._dialect.kept_bytes)
+        return read
+
+    async def _make(
         self,
         body: TakenOnce[GenerationRequest],
         record: RequestRecord,
         lease: BodyLease,
-        client: WatchedClient[Message],
-        receive: Receive,
-    ) -> None:
-        """Serve the request; raises GatewayError if it fails before the response has begun."""
+        sink: WatchedClient[Message],
+        client: WatchedClient[Message] | None,
+        gone: Coroutine[Any, Any, None],
+    ) -> bool:
+        """Make the response; returns whether it is whole.
+
+        It goes to `sink`; `client` is to be watched, and `gone` raises ClientGone when nobody wants
+        it any more.
+
+        Raises:
+            GatewayError: if it fails before it has begun.
+            ClientGone: if nobody wants it any more.
+        """
         metrics = self._serving.metrics
-        stream = self._dialect.stream(client, body.value) if body.value.stream else None
-        writer = stream or self._dialect.whole(client, body.value)
+        stream = self._dialect.stream(sink, body.value) if body.value.stream else None
+        writer = stream or self._dialect.whole(sink, body.value)
         try:
-            await self._serving.respond(
-                body, record, lease, writer, client, hang_up=hang_up(receive)
-            )
+            await self._serving.respond(body, record, lease, writer, client, hang_up=gone)
         except GatewayError as error:
-            if not client.started:
+            if not sink.started:
                 raise
             metrics.stream_failed(error.code or "error")
             record.fail(error)
             # A whole response that breaks off is shorter than its header says.
             if stream is not None:
                 await stream.fail(error, FAREWELL_S)
+            return False
+        return True
+
+    async def _run(
+        self,
+        answer: SharedAnswer[Message],
+        body: TakenOnce[GenerationRequest],
+        record: RequestRecord,
+        lease: BodyLease,
+    ) -> None:
+        """Make an answer for all who read it."""
+        whole = False
+        error: GatewayError | None = GatewayError("internal error of the gateway; try again")
+        sink = sink_of(answer, record)
+        try:
+            with self._serving.charged(record):
+                whole = await self._make(body, record, lease, sink, None, answer.deserted())
+        except GatewayError as failure:
+            error = failure
         except ClientGone:
-            record.hang_up()
-            metrics.stream_failed("client_gone")
+            error = None
+        finally:
+            answer.end(whole, None if sink.started else error)
+
+    async def _share(
+        self,
+        answer: SharedAnswer[Message],
+        run: Coroutine[Any, Any, None] | None,
+        record: RequestRecord,
+        client: WatchedClient[Message],
+        receive: Receive,
+    ) -> None:
+        """Send an answer to this client; `run` makes it, even when this client has gone.
+
+        Raises:
+            GatewayError: if the answer fails before it has begun.
+            ClientGone: if this client went away, or took nothing any more.
+        """
+        # By then the answer has ended, and has told its readers why.
+        limit_s = self._serving.request_timeout_s + FAREWELL_S
+        gone = False
+        async with asyncio.TaskGroup() as tasks:
+            with answer.reading() as reader:
+                if run is not None:
+                    tasks.create_task(run)
+                try:
+                    async with present(client, receive, limit_s):
+                        await send_answer(answer, reader, record, client)
+                except ClientGone:
+                    gone = True
+        if gone:
+            raise ClientGone
+        if answer.error is not None:
+            raise answer.error
 
 
 def _promise(scope: Scope) -> dict[str, str]:

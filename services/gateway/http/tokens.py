@@ -10,6 +10,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
+from services.gateway.api.json_object import parse_object
 from services.gateway.api.tokens import (
     Detokenize,
     DetokenizeRequest,
@@ -22,7 +23,7 @@ from services.gateway.api.tokens import (
 from services.gateway.bounds.body_budget import BODY_BYTES_PER_ITEM
 from services.gateway.bounds.client import ClientGone, WatchedClient
 from services.gateway.http.description import takes
-from services.gateway.http.dialect import send_watched
+from services.gateway.http.dialect import present, send_body
 from services.gateway.http.json_body import read_body
 from services.gateway.model.served_model import ServedModel
 from services.gateway.records.request_record import record_of
@@ -100,10 +101,13 @@ class AnsweredResponse(Response, Generic[T]):
         client = WatchedClient(send, self._serving.client_stall_s)
         try:
             with self._serving.entered(record) as lease:
-                asked = await read_body(self._request, lease, self._pool, self._parse)
+                asked = await read_body(
+                    self._request, lease, self._pool, lambda data: self._parse(parse_object(data))
+                )
                 record.warnings += asked.warnings
                 content, size = await self._answer(asked)
                 data = await self._pool.run(lambda: msgspec.json.encode(content()), size)
-                await send_watched(client, receive, data)
+                async with present(client, receive):
+                    await send_body(client, data)
         except (ClientDisconnect, ClientGone):
             record.hang_up()

@@ -79,6 +79,10 @@ class Metrics:
             "tideserve_gateway_resumed_streams",
             "Times that a request whose worker was lost after a token was started again after it.",
         )
+        self._replayed_requests = counter(
+            "tideserve_gateway_replayed_requests",
+            "Requests whose Idempotency-Key had come before, and that got the answer of that time.",
+        )
         self.quotas = QuotaMetrics(registry)
         self._add_states(partial(Gauge, registry=registry))
         self._add_loads(partial(Gauge, registry=registry))
@@ -128,6 +132,10 @@ class Metrics:
             "tideserve_gateway_body_bytes",
             "Bytes of large request bodies that are being read, parsed or tokenised.",
         )
+        self.answer_bytes = gauge(
+            "tideserve_gateway_answer_bytes",
+            "Bytes of answers to requests with an Idempotency-Key, running and kept.",
+        )
 
     def count_calls(self, lines: Mapping[str, Line]) -> None:
         """Tell how many calls there are in each line of a door, by what they do."""
@@ -159,6 +167,10 @@ class Metrics:
     def stream_resumed(self) -> None:
         """Count a request that goes on after the tokens which came from a lost worker."""
         self._resumed_streams.inc()
+
+    def replayed(self) -> None:
+        """Count a request that gets the answer of an earlier one."""
+        self._replayed_requests.inc()
 
     def totals(self) -> EndpointTotals:
         """What has been counted so far, for rates."""

@@ -87,6 +87,7 @@ def fields_of(record: RequestRecord) -> dict[str, Any]:
         "moved": sum(len(choice.moves) for choice in record.choices) if stays else None,
         "resumed": sum(choice.resumed for choice in record.choices) or None,
         "finish_reason": ",".join(record.finish_reasons) or None,
+        "replayed": record.replayed or None,
         "retry_after_s": record.retry_after_s,
     }
     return {name: value for name, value in fields.items() if value is not None}

@@ -116,7 +116,8 @@ class RequestRecord:
     a port; `principal` is its sender, which `quotas` hold to limits, and `quota` what it has taken
     of those; `promise` what headers (or metadata) of `service_policy` say, by their names.
     `warnings` are ASCII sentences for the client, without quotes. `grpc_code` is set at gRPC's
-    door, where `status` is what it would have been over HTTP.
+    door, where `status` is what it would have been over HTTP. `replayed`: its answer is that of an
+    earlier request, which was made once.
     """
 
     request_id: str
@@ -145,6 +146,7 @@ class RequestRecord:
     prompt_tokens: int = 0
     output_tokens: int = 0
     finish_reasons: list[str] = field(default_factory=list)
+    replayed: bool = False
     choices: list[ChoiceRecord] = field(default_factory=list)
 
     @property
@@ -204,6 +206,10 @@ class RequestRecord:
     def hang_up(self) -> None:
         """Note that the client went away, or took nothing any more."""
         self.status, self.code = HUNG_UP, "client_gone"
+
+    def replays(self, response_id: str) -> None:
+        """The request gets the answer of an earlier one, which has that id."""
+        self.response_id, self.replayed = response_id, True
 
     def add_choice(self) -> ChoiceRecord:
         """Add a record for a further choice."""

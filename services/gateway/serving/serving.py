@@ -20,6 +20,7 @@ from services.gateway.bounds.body_budget import BodyBudget, BodyLease, TakenOnce
 from services.gateway.bounds.client import ClientGone, WatchedClient
 from services.gateway.bounds.drain import Drain
 from services.gateway.bounds.interruption import Interruption
+from services.gateway.bounds.kept_answers import KeptAnswers
 from services.gateway.records.metrics import Metrics
 from services.gateway.records.request_record import RequestRecord
 from services.gateway.serving.choice_runner import ChoiceRunner
@@ -52,7 +53,8 @@ class Writer(Protocol):
 class RequestServing:
     """What every door uses to serve requests; times in seconds.
 
-    `refuse_unknown`: whether unknown fields of a body are errors.
+    `answers`: those that requests with a key may get once more. `refuse_unknown`: whether unknown
+    fields of a body are errors.
     """
 
     preparer: Preparer
@@ -60,24 +62,33 @@ class RequestServing:
     drain: Drain
     bodies: BodyBudget
     running: RunningRequests
+    answers: KeptAnswers[Any]
     metrics: Metrics
     request_timeout_s: float
     client_stall_s: float
     refuse_unknown: bool = False
 
     @contextlib.contextmanager
-    def entered(self, record: RequestRecord) -> Iterator[BodyLease]:
+    def entered(self, record: RequestRecord, answered: bool = False) -> Iterator[BodyLease]:
         """Count a request in from before its body is read, and out at the end.
+
+        `answered`: it is likely to need no answer of its own, and does not count for its owner.
 
         Raises:
             GatewayError: if the gateway is full, or the owner's quota is used up.
         """
-        with self._quota(record), self.drain.enter(), self.bodies.lease() as lease:
+        quota = contextlib.nullcontext() if answered else self.charged(record)
+        with quota, self.drain.enter(), self.bodies.lease() as lease:
             yield lease
 
     @contextlib.contextmanager
-    def _quota(self, record: RequestRecord) -> Iterator[None]:
-        if record.quotas is None:
+    def charged(self, record: RequestRecord) -> Iterator[None]:
+        """Count a request for its owner, unless it is counted already.
+
+        Raises:
+            OverQuota: if the owner's quota is used up.
+        """
+        if record.quotas is None or record.quota is not None:
             yield
             return
         with record.quotas.entered(record.principal) as record.quota:

@@ -101,6 +101,13 @@ class DuplicateRequest(BadRequest):
     code = "duplicate_request"
 
 
+class KeyReused(BadRequest):
+    """The client sent the Idempotency-Key of another request."""
+
+    status = 409
+    code = "idempotency_key_reused"
+
+
 class BodyTooLarge(BadRequest):
     """The body is over the limit."""
 

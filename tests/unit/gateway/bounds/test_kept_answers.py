@@ -1,0 +1,326 @@
+"""Answers that are made once and read several times, and what bounds them."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.gateway.bounds.answer import AnswerReader, SharedAnswer
+from services.gateway.bounds.client import ClientGone
+from services.gateway.bounds.kept_answers import NAME_BYTES, KeptAnswers
+from services.gateway.vocabulary.errors import GatewayError, KeyReused, QueueFull
+
+LONG_S = 3600.0
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def kept(
+    answers_max: int = 10,
+    bytes_max: int = 2**20,
+    grace_s: float = LONG_S,
+    clock: Clock | None = None,
+) -> KeptAnswers[int]:
+    return KeptAnswers(60.0, grace_s, answers_max, bytes_max, clock or Clock())
+
+
+def new(answers: KeptAnswers[int], name: str) -> SharedAnswer[int]:
+    answer, is_new = answers.claim(name, b"d", f"cmpl-{name}")
+    assert is_new
+    return answer
+
+
+async def served(answers: KeptAnswers[int], name: str, *sizes: int) -> None:
+    """An answer of messages that have these sizes, and are their sizes."""
+    answer = new(answers, name)
+    for size in sizes:
+        await answer.put(size, size)
+    answer.end(whole=True)
+
+
+async def rest(reader: AnswerReader[int]) -> list[int]:
+    found = []
+    while (message := await reader.next()) is not None:
+        found.append(message)
+    return found
+
+
+@asynccontextmanager
+async def reading(answer: SharedAnswer[int]) -> AsyncIterator["asyncio.Task[list[int]]"]:
+    """A reader that takes what comes, in a task of its own."""
+    with answer.reading() as reader:
+        yield asyncio.create_task(rest(reader))
+
+
+async def until_still() -> None:
+    """Let all tasks go on until they wait."""
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+async def test_every_reader_gets_all_of_it_while_it_is_made_and_afterwards() -> None:
+    answers = kept()
+    answer = new(answers, "a")
+    async with reading(answer) as first:
+        await answer.put(1, 8)
+        await until_still()
+        joined, is_new = answers.claim("a", b"d", "cmpl-b")
+        assert joined is answer and not is_new and joined.response_id == "cmpl-a"
+        async with reading(joined) as second:
+            await answer.put(2, 8)
+            answer.end(whole=True)
+            assert await first == await second == [1, 2]
+    later, is_new = answers.claim("a", b"d", "cmpl-c")
+    assert not is_new
+    with later.reading() as reader:
+        assert await rest(reader) == [1, 2]
+
+
+async def test_a_name_is_good_for_one_request() -> None:
+    answers = kept()
+    new(answers, "a")
+    with pytest.raises(KeyReused):
+        answers.claim("a", b"other", "cmpl-b")
+    assert "a" in answers and "b" not in answers
+
+
+async def test_an_answer_is_forgotten_some_time_after_its_end() -> None:
+    clock = Clock()
+    answers = kept(clock=clock)
+    answer = new(answers, "a")
+    clock.now_s += 1000
+    assert "a" in answers, "it runs"
+    await answer.put(1, 100)
+    answer.end(whole=True)
+    clock.now_s += 59
+    assert "a" in answers and answers.bytes_held == NAME_BYTES + 100
+    clock.now_s += 1
+    assert "a" not in answers and answers.bytes_held == 0
+
+
+async def test_the_one_that_ended_first_goes_first_and_running_ones_stay() -> None:
+    answers = kept(answers_max=3)
+    runs = new(answers, "runs")
+    await served(answers, "b", 1)
+    await served(answers, "a", 1)
+    new(answers, "c")
+    assert [name in answers for name in ("runs", "b", "a", "c")] == [True, False, True, True]
+    new(answers, "d")
+    extra = new(answers, "e")
+    assert len(answers) == 3 and "runs" in answers and "e" not in answers, "nothing has ended"
+    # It is not kept, and served all the same.
+    async with reading(extra) as taken:
+        await extra.put(1, 1)
+        extra.end(whole=True)
+        assert await taken == [1]
+    runs.end(whole=True)
+    assert "runs" in answers
+
+
+async def test_what_finds_no_room_goes_on_at_the_pace_of_its_slowest_reader() -> None:
+    answers = kept(bytes_max=NAME_BYTES + 100)
+    answer = new(answers, "a")
+    with answer.reading() as slow:
+        await answer.put(60, 60)
+        async with reading(answer) as quick:
+            late = asyncio.create_task(answer.put(41, 41))
+            await until_still()
+            assert not late.done() and "a" not in answers
+            assert answers.bytes_held == 101, "the slow one has taken nothing"
+            assert [await slow.next(), await slow.next()] == [60, 41]
+            await until_still()
+            assert not late.done(), "it is about to take the last one"
+            after = asyncio.create_task(slow.next())
+            await late
+            assert answers.bytes_held == 0
+            answer.end(whole=True)
+            assert await after is None and await quick == [60, 41]
+    assert answers.bytes_held == 0
+
+
+async def test_nobody_waits_after_the_last_message() -> None:
+    answers = kept(grace_s=0)
+    answer = new(answers, "a")
+    desertion = asyncio.create_task(answer.deserted())
+    async with reading(answer) as taken:
+        await answer.put(1, 1, last=True)
+        assert await taken == [1], "its maker has yet to end it"
+    await asyncio.sleep(0.05)
+    assert not desertion.done()
+    answer.end(whole=True)
+    assert "a" in answers
+    desertion.cancel()
+
+
+async def test_a_reader_that_leaves_holds_nobody_up() -> None:
+    answers = kept(bytes_max=NAME_BYTES)
+    answer = new(answers, "a")
+    async with reading(answer) as quick:
+        with answer.reading():
+            late = asyncio.create_task(answer.put(9, 9))
+            await until_still()
+            assert not late.done()
+        await late
+        answer.end(whole=True)
+        assert await quick == [9]
+
+
+async def test_others_are_forgotten_for_room() -> None:
+    answers = kept(bytes_max=2 * NAME_BYTES + 100)
+    await served(answers, "old", 60)
+    with answers.claim("old", b"d", "x")[0].reading() as reader:
+        answer = new(answers, "new")
+        await answer.put(41, 41)
+        assert "old" not in answers and "new" in answers
+        assert await rest(reader) == [60], "who reads it gets the rest"
+    assert answers.bytes_held == NAME_BYTES + 41
+
+
+async def test_one_that_nobody_reads_ends_after_the_time_of_grace() -> None:
+    answers = kept(grace_s=0.05)
+    answer = new(answers, "a")
+    desertion = asyncio.create_task(answer.deserted())
+    with answer.reading():
+        await answer.put(1, 1)
+    # The next one comes in time: before any timer can run.
+    with answers.claim("a", b"d", "x")[0].reading():
+        await asyncio.sleep(0.2)
+        assert not desertion.done() and "a" in answers
+    with pytest.raises(ClientGone):
+        async with asyncio.timeout(60):
+            await desertion
+    assert "a" not in answers, "a retry runs anew"
+    answer.end(whole=False)
+    assert answers.bytes_held == 0
+
+
+async def test_one_that_is_not_kept_ends_with_its_only_reader() -> None:
+    answers = kept(bytes_max=0)
+    answer = new(answers, "a")
+    with answer.reading():
+        desertion = asyncio.create_task(answer.deserted())
+        await until_still()
+        assert not desertion.done()
+    await asyncio.wait({desertion}, timeout=60)
+    assert isinstance(desertion.exception(), ClientGone)
+
+
+@pytest.mark.parametrize("error", [QueueFull("full"), None])
+async def test_one_that_fails_is_told_to_its_readers_and_not_kept(
+    error: GatewayError | None,
+) -> None:
+    answers = kept()
+    answer = new(answers, "a")
+    async with reading(answer) as taken:
+        await answer.put(1, 1)
+        answer.end(whole=False, error=error)
+        assert "a" not in answers
+        assert await taken == [1] and answer.error is error
+    assert answers.bytes_held == 0
+
+
+OPS = st.lists(
+    st.tuples(
+        st.sampled_from(["claim", "put", "end", "fail", "join", "leave", "take", "wait"]),
+        st.integers(0, 3),
+        st.integers(1, 90),
+    ),
+    max_size=60,
+)
+
+
+@given(OPS)
+def test_bytes_stay_bounded_and_come_back(ops: list[tuple[str, int, int]]) -> None:
+    asyncio.run(walk(ops))
+
+
+async def walk(ops: list[tuple[str, int, int]]) -> None:
+    """Whatever happens to four requests, the bytes are bounded, and nothing is left."""
+    clock = Clock()
+    answers = kept(answers_max=3, bytes_max=3 * NAME_BYTES + 100, clock=clock)
+    walks = [Walk(answers, str(number)) for number in range(4)]
+    for op, which, size in ops:
+        if op == "wait":
+            clock.now_s += size
+        else:
+            getattr(walks[which], op)(size)
+        await until_still()
+        # Beside what is kept, each of the four may hold one message more, and what it had before.
+        assert answers.bytes_held <= 3 * NAME_BYTES + 100 + 4 * 90
+        assert len(answers) <= 3
+    for one in walks:
+        one.stop()
+    await until_still()
+    clock.now_s += 1000
+    assert "0" not in answers
+    assert answers.bytes_held == 0 and len(answers) == 0
+
+
+class Walk:
+    """One name: the answer that is being made, and those that read it."""
+
+    def __init__(self, answers: KeptAnswers[int], name: str) -> None:
+        self.answers = answers
+        self.name = name
+        self.making: SharedAnswer[int] | None = None
+        self.putting: asyncio.Task[None] | None = None
+        self.readers: list[asyncio.Task[None]] = []
+        self.may_take = asyncio.Event()
+
+    def claim(self, _: int) -> None:
+        if self.making is None:
+            answer, is_new = self.answers.claim(self.name, b"d", self.name)
+            self.making = answer if is_new else None
+            self._read(answer)
+
+    def join(self, _: int) -> None:
+        if self.name in self.answers:
+            self._read(self.answers.claim(self.name, b"d", self.name)[0])
+
+    def _read(self, answer: SharedAnswer[int]) -> None:
+        async def read(reader: AnswerReader[int]) -> None:
+            while await reader.next() is not None:
+                await self.may_take.wait()
+
+        async def hold() -> None:
+            with answer.reading() as reader:
+                await read(reader)
+
+        self.readers.append(asyncio.create_task(hold()))
+
+    def put(self, size: int) -> None:
+        if self.making is not None and (self.putting is None or self.putting.done()):
+            self.putting = asyncio.create_task(self.making.put(size, size))
+
+    def take(self, _: int) -> None:
+        self.may_take.set()
+        self.may_take.clear()
+
+    def leave(self, _: int) -> None:
+        if self.readers:
+            self.readers.pop().cancel()
+
+    def end(self, _: int, whole: bool = True) -> None:
+        if self.making is not None:
+            if self.putting is not None:
+                whole = whole and self.putting.done()
+                self.putting.cancel()
+            self.making.end(whole)
+            self.making = self.putting = None
+
+    def fail(self, _: int) -> None:
+        self.end(0, whole=False)
+
+    def stop(self) -> None:
+        self.fail(0)
+        while self.readers:
+            self.leave(0)
