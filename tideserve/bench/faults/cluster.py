@@ -21,7 +21,7 @@ from tideserve.bench.faults.matrix import FAULTS, FaultCell
 from tideserve.bench.group_changes import MERGE_PATH, SPLIT_PATH, ChangeFailed, change_groups
 from tideserve.bench.systems.cluster_status import read_status
 from tideserve.bench.systems.system import Deployment, Say
-from tideserve.bench.systems.tideserve import Tideserve
+from tideserve.bench.systems.tideserve import RESTORE_OFF_S, Tideserve
 
 CHANGE_TIMEOUT_S = 60.0
 POLL_S = 0.1
@@ -44,8 +44,10 @@ class FaultCluster:
             "failpoint_file": str(self._hits),
         }
         options: dict[str, Any] = {
-            # The cluster makes only the changes that are asked for.
+            # The cluster makes only the changes that are asked for: it does not merge by itself,
+            # and does not split when the streams have ended.
             "overload_policy": "recompute",
+            "memmgr": {"split_dwell_s": RESTORE_OFF_S},
             "services": common,
             "worker": {"profile_when_idle": False},
         }
