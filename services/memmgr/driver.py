@@ -87,6 +87,7 @@ class Driver:
         self._places: dict[str, WorkerPlace] = {}
         # One task per outstanding transaction, call or look; the state keeps those few.
         self._tasks: asyncio.TaskGroup | None = None
+        self._stopping = False
         self._asked: dict[str, _WaitedChange] = {}  # by change
         self._troubled: dict[str, int] = {}  # epochs in which workers were in trouble last
         # Facts of the registered workers, by id.
@@ -126,8 +127,11 @@ class Driver:
             async with asyncio.TaskGroup() as tasks:
                 self._tasks = tasks
                 tasks.create_task(self._tick())
-                async for cluster in self._store.follow():
-                    self._take(cluster)
+                try:
+                    async for cluster in self._store.follow():
+                        self._take(cluster)
+                finally:
+                    self._stopping = True
         finally:
             for trace in self._traces.values():
                 trace.end("the memory manager has stopped", self._memory)
@@ -277,7 +281,10 @@ class Driver:
 
     def _start(self, coroutine: Coroutine[Any, Any, None]) -> None:
         assert self._tasks is not None
-        self._tasks.create_task(coroutine)
+        if self._stopping:
+            coroutine.close()  # the answer of a member came last; the next leader goes on
+        else:
+            self._tasks.create_task(coroutine)
 
     async def _transact(self, command: Transact) -> None:
         kind = _kind_of(command)

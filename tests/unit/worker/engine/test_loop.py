@@ -29,6 +29,8 @@ def member_that(**does: Any) -> SimpleNamespace:
         "take_news": News,
         "configuration": None,
         "settled": True,
+        "trouble": "",
+        "changeover": SimpleNamespace(left=False),
         "state": SimpleNamespace(
             load=lambda: Load(0, 0, 0, 0),
             return_due_s=None,
