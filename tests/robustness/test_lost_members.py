@@ -67,7 +67,7 @@ def merge(cluster: Cluster) -> list[str]:
         url = f"{cluster.admin_url}/tideserve/v1/groups/merge"
         return '"stable"' in httpx.post(url, headers=headers, timeout=60).text
 
-    cluster.eventually(stable)
+    cluster.eventually(stable, deadline_s=120)
     (group,) = groups(cluster)
     members: list[str] = group["members"]
     return members
@@ -91,7 +91,7 @@ def stop(cluster: Cluster, name: str) -> None:
 def test_no_answer_shows_that_a_member_was_lost(
     fault: str, role: int, cluster: Cluster, undisturbed: list[Answer]
 ) -> None:
-    cluster.eventually(lambda: apart(cluster))
+    cluster.eventually(lambda: apart(cluster), deadline_s=120)
     name = merge(cluster)[role]
     before = cluster.pids()
     hit: list[str] = []
@@ -105,7 +105,7 @@ def test_no_answer_shows_that_a_member_was_lost(
                 kill(cluster, name, engine=fault == "engine")
 
     check_answers(run_all(cluster, note), undisturbed)
-    cluster.eventually(lambda: apart(cluster))
+    cluster.eventually(lambda: apart(cluster), deadline_s=120)
     assert hit, "nothing was disturbed"
     lived = {one for one, pid in cluster.pids().items() if before[one] == pid}
     died = {name} if fault != "stop" else set()
