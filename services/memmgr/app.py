@@ -56,7 +56,10 @@ async def _serve(
     memory = MemoryView()
     demand = DemandView()
     protocol = ProtocolConfig(
-        config.prepare_timeout_s, config.backoff_s, config.backoff_max_s, config.gone_after_s
+        prepare_timeout_s=config.prepare_timeout_s,
+        backoff_s=config.backoff_s,
+        backoff_max_s=config.backoff_max_s,
+        gone_after_s=config.gone_after_s,
     )
     bounds = CoordinatorConfig(protocol, change_over_timeout_s=config.change_over_timeout_s)
     event_log = open_event_log(config.event_log, NAME, bounds)

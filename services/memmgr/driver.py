@@ -234,6 +234,8 @@ class Driver:
         if cluster.revision >= self._state.records.revision:
             self._places = listing.places
             self.facts = listing.facts
+            for worker_id in self._troubled.keys() - listing.facts.keys():
+                del self._troubled[worker_id]
             self._memory.set_registered(
                 {worker.worker_id: worker.incarnation for worker in listing.workers}
             )

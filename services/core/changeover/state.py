@@ -234,7 +234,7 @@ class Changeover:
         context = self._context
         if isinstance(event, _OF_PLANNER):  # nearly every event: it changes no phase
             context.change(event)
-        elif isinstance(event, RequestArrived) and self.may_plan:  # the phase is as good as ever
+        elif isinstance(event, RequestArrived) and self.may_plan:  # a leader stays in its phase
             context.now_s = event.now_s
             self._arrive(event)
         else:

@@ -11,7 +11,7 @@ from services.core.groups.vocabulary import Group, GroupPhase, GroupStuck
 class Stuck:
     """Stuck groups by id, each at the epoch that is stuck: a later one is another matter.
 
-    One entry for each group that was ever stuck, so it is bounded as the records are.
+    Entries go with the records of their groups, so there are no more of them than of these.
     """
 
     _reasons: dict[str, tuple[int, str]] = field(default_factory=dict)
@@ -31,6 +31,9 @@ class Stuck:
         if group is None or len(group.group.members) < 2 or group.group.epoch != event.epoch:
             return
         self._reasons[group.group.group_id] = (event.epoch, event.reason)
+        for entries in (self._reasons, self._hopeless):
+            for group_id in entries.keys() - records.groups.keys():
+                del entries[group_id]
 
     def is_stuck(self, group: Group) -> bool:
         """Whether a member has said so of the group at its present epoch."""

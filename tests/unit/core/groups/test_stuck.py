@@ -1,5 +1,7 @@
 """A group that cannot go on although all its members are registered."""
 
+from dataclasses import replace
+
 from services.core.groups.vocabulary import (
     Command,
     Group,
@@ -92,3 +94,19 @@ def test_a_report_of_another_process_or_of_a_lone_worker_changes_nothing() -> No
     alone.settle()
     assert report(alone, "w0") == []
     assert alone.feed(Reconfigure(0.0, "r", MERGE)), "and both can still be merged"
+
+
+def test_entries_go_with_the_records_of_their_groups() -> None:
+    store = merged()
+    asked = renewal(store)
+    store.answer("w1", asked.attempt, ready=False)
+    stuck = store.state._stuck
+    assert stuck._reasons and stuck._hopeless
+    records = store.state.records
+    group = records.groups.pop("group-w0")
+    records.groups["group-w1"] = replace(group, group=replace(group.group, group_id="group-w1"))
+    stored = records.assignments["w1"]
+    moved = replace(stored.assignment, group_id="group-w1")
+    records.assignments["w1"] = replace(stored, assignment=moved)
+    stuck.note(records, GroupStuck(0.0, "w1", "w1-a", group.group.epoch, "the lane is cut"))
+    assert stuck._reasons.keys() == {"group-w1"} and not stuck._hopeless
