@@ -1,7 +1,7 @@
 """When a worker reports and what it numbers; the worker and the simulator drive it.
 
 A change is reported at once, those soon after a report together in the next one, and there is a
-report now and then without any change.
+report now and then without any change. A report of what has been told already is left out.
 """
 
 import math
@@ -42,8 +42,12 @@ class ReportRhythm:
         return not was
 
     def passed(self, now_s: float) -> None:
-        """A report was sent, or left out since there was nothing to say."""
+        """A report was sent, or left out since the reporter may not speak."""
         self._changed, self._last_s = False, now_s
+
+    def unchanged(self) -> None:
+        """What is reported is as it was told; the next heartbeat is due when it was."""
+        self._changed = False
 
 
 @dataclass(slots=True)
@@ -64,6 +68,8 @@ class LoadReporting:
     _dropped: list[int] = field(default_factory=list)
     _dropped_reported: list[int] = field(default_factory=list)
     _dropped_total: int = 0
+    # Epoch and load of the last report of the stream, unless others were told beside it since.
+    _known: tuple[int, Load] | None = None
 
     def note_received(self, *request_ids: str) -> None:
         """These requests have arrived."""
@@ -80,6 +86,8 @@ class LoadReporting:
     def told_beside(self, epoch: int, load: Load) -> LoadReport:
         """A report beside the stream, with a higher number than any before."""
         self._told += 1
+        if self._known != (epoch, load):
+            self._known = None
         received = (*self._reported, *self._received)
         dropped = (*self._dropped_reported, *self._dropped)[-DROPPED_MAX:]
         return LoadReport(
@@ -93,9 +101,25 @@ class LoadReporting:
             self._dropped_total,
         )
 
+    def forget(self) -> None:
+        """What was told does not count: the reader is another one, or may have forgotten it."""
+        self._known = None
+
+    def has_news(self, epoch: int, load: Load) -> bool:
+        """Whether a report of the stream would say what it has not said."""
+        return bool(self._received or self._dropped) or self._known != (epoch, load)
+
+    def due(self, epoch: int, load: Load, now_s: float) -> LoadReport | None:
+        """The next report of the stream, None if it would say nothing new and is no heartbeat."""
+        if self.has_news(epoch, load) or now_s >= self.rhythm.heartbeat_due_s:
+            return self.next(epoch, load, now_s)
+        self.rhythm.unchanged()
+        return None
+
     def next(self, epoch: int, load: Load, now_s: float) -> LoadReport:
-        """The next report of the stream."""
+        """The next report of the stream, whatever it says."""
         report = self.told_beside(epoch, load)
+        self._known = (epoch, load)
         self._reported, self._received = self._received, []
         self._dropped_reported, self._dropped = self._dropped, []
         self.rhythm.passed(now_s)

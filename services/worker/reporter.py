@@ -57,8 +57,10 @@ class ReportSender:
                 tasks.create_task(keep_pushing(self._services, name, push, self._dial))
 
     def note_change(self) -> None:
-        """Something that is reported has changed."""
-        self._load_due.note_change()
+        """Something that is reported may have changed."""
+        # Most iterations leave the load as it is: then nothing wakes up.
+        if self._loads.has_news(self._epoch(), self._engine.report.load):
+            self._load_due.note_change()
         self._memory_due.note_change()
 
     def note_received(self, request_id: str) -> None:
@@ -76,14 +78,15 @@ class ReportSender:
 
     async def load_reports(self) -> AsyncIterator[scheduler_pb2.ReportLoadRequest]:
         """The load now, at every change and as a heartbeat, without end."""
+        self._loads.forget()
         while True:
             now_s = monotonic_s()
             # For a frozen engine no reports are sent, so the scheduler sends it nothing more.
-            if self._engine.responsive:
-                report = self._loads.next(self._epoch(), self._engine.report.load, now_s)
-                yield scheduler_pb2.ReportLoadRequest(load=load_message(report))
-            else:
+            if not self._engine.responsive:
+                self._loads.forget()
                 self._load_due.rhythm.passed(now_s)
+            elif report := self._loads.due(self._epoch(), self._engine.report.load, now_s):
+                yield scheduler_pb2.ReportLoadRequest(load=load_message(report))
             await self._load_due.wait()
 
     async def memory_reports(self) -> AsyncIterator[memmgr_pb2.ReportMemoryRequest]:

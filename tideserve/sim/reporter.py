@@ -48,5 +48,7 @@ class LoadSender:
 
     def _send_if_due(self) -> None:
         now_s = self._simulation.now_s
-        if self._rhythm.due_s <= now_s:
-            self._report(self._reporting.next(self.epoch, self.load, now_s))
+        if self._rhythm.due_s > now_s:
+            return
+        if report := self._reporting.due(self.epoch, self.load, now_s):
+            self._report(report)

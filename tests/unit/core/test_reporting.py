@@ -95,3 +95,31 @@ def test_dropped_prefixes_are_numbered_by_how_many_have_been_told() -> None:
     report = loads.next(1, IDLE, 3.0)
     assert report.dropped_total == 2 + 2 * DROPPED_MAX
     assert loads.next(1, IDLE, 4.0).dropped_total == report.dropped_total
+
+
+def test_a_report_of_what_was_told_is_left_out_until_the_heartbeat() -> None:
+    loads, busy = LoadReporting("w", "i", ReportRhythm(0.5, 4.0)), Load(1, 0, 8, 0)
+
+    def told(epoch: int, load: Load, now_s: float) -> bool:
+        loads.rhythm.note_change()
+        return loads.due(epoch, load, now_s) is not None
+
+    assert told(7, IDLE, 0.0)
+    assert not told(7, IDLE, 1.0) and loads.rhythm.due_s == 4.0
+    assert told(7, busy, 1.5) and told(8, busy, 2.0) and not told(8, busy, 5.0)
+    assert told(8, busy, 6.0), "the heartbeat"
+    loads.note_received("a")
+    assert told(8, busy, 7.0) and not told(8, busy, 7.5)
+    loads.note_dropped([1])
+    assert told(8, busy, 8.0)
+    loads.forget()
+    assert told(8, busy, 8.5)
+
+
+def test_what_was_told_beside_the_stream_is_corrected_by_it() -> None:
+    loads, busy = LoadReporting("w", "i", ReportRhythm(0.5, 4.0)), Load(1, 0, 8, 0)
+    loads.next(7, IDLE, 0.0)
+    loads.told_beside(7, IDLE)
+    assert loads.due(7, IDLE, 1.0) is None
+    loads.told_beside(7, busy)
+    assert loads.due(7, IDLE, 2.0) is not None, "the reader may have the other one"

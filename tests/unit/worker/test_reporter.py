@@ -1,6 +1,7 @@
 """When reports of load and memory are made, and what they hold. See also `test_reporting`."""
 
 import asyncio
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -25,6 +26,14 @@ def make_reporter(responsive: bool = True) -> ReportSender:
     )
 
 
+def change_load(sender: ReportSender) -> None:
+    """The engine has a block less, and has said so."""
+    engine = cast(Any, sender)._engine
+    load = replace(engine.report.load, kv_blocks_free=engine.report.load.kv_blocks_free - 1)
+    engine.report = replace(engine.report, load=load)
+    sender.note_change()
+
+
 @pytest.fixture(autouse=True)
 def only_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     """No heartbeat comes in time, and no pause is waited for."""
@@ -45,9 +54,45 @@ async def test_a_change_is_told_to_both_before_the_next_heartbeat() -> None:
     following = [asyncio.ensure_future(anext(one)) for one in (loads, memories)]
     await asyncio.sleep(0)
     assert not any(one.done() for one in following)
-    busy.note_change()
+    change_load(busy)
     async with asyncio.timeout(DEADLINE_S):
         await asyncio.gather(*following)
+
+
+async def test_an_iteration_that_leaves_the_load_as_it_is_is_not_told() -> None:
+    busy = make_reporter()
+    loads = busy.load_reports()
+    await anext(loads)
+    following = asyncio.ensure_future(anext(loads))
+    for _ in range(3):
+        busy.note_change()
+        await asyncio.sleep(0.001)
+    assert not following.done()
+    change_load(busy)
+    async with asyncio.timeout(DEADLINE_S):
+        assert (await following).load.number == 2
+
+
+async def test_another_stream_begins_with_a_report() -> None:
+    busy = make_reporter()
+    await anext(busy.load_reports())
+    async with asyncio.timeout(DEADLINE_S):
+        assert (await anext(busy.load_reports())).load.number == 2
+
+
+async def test_an_engine_that_speaks_again_is_reported_though_its_load_is_as_before() -> None:
+    frozen = make_reporter()
+    loads = frozen.load_reports()
+    await anext(loads)
+    engine = cast(Any, frozen)._engine
+    before, engine.responsive = engine.report, False
+    following = asyncio.ensure_future(anext(loads))
+    change_load(frozen)
+    await asyncio.sleep(0.001)
+    engine.report, engine.responsive = before, True
+    frozen.note_change()
+    async with asyncio.timeout(DEADLINE_S):
+        assert (await following).load.number == 2
 
 
 async def test_dropped_prefixes_are_told_to_the_scheduler() -> None:
