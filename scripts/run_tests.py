@@ -62,7 +62,7 @@ def compile_kernels() -> None:
     own_pid, package = os.getpid(), "services.worker.engine.model.cpu_kernels"
     compiling = [
         subprocess.Popen(
-            [sys.executable, "-c", f"import {package}.{name}"],
+            [sys.executable, "-m", package, name],
             cwd=ROOT,
             env=environment(),
             preexec_fn=lambda: end_with_parent(own_pid),  # noqa: PLW1509 - there are no threads

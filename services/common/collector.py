@@ -1,4 +1,4 @@
-"""The cycle collector, kept away from short work that must not be held up by it."""
+"""The cycle collector, kept away from work that must not be held up by it."""
 
 import gc
 from collections.abc import Iterator
@@ -18,3 +18,14 @@ def collector_paused() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
+
+
+@contextmanager
+def lasting() -> Iterator[None]:
+    """The body makes what lasts as long as the process, such as what it imports.
+
+    No cycle collection during the body, nor does a later one look at what there is at its end.
+    """
+    with collector_paused():
+        yield
+        gc.freeze()

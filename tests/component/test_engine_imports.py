@@ -11,7 +11,7 @@ PROGRAM = f"""
 import sys
 from pathlib import Path
 import torch
-import services.worker.engine.__main__
+import services.worker.engine.process
 from services.worker.engine.compute.runner import ModelRunner
 from services.worker.engine.compute.runner_config import RunnerConfig
 

@@ -4,7 +4,7 @@ import gc
 
 import pytest
 
-from services.common.collector import collector_paused
+from services.common.collector import collector_paused, lasting
 
 
 def test_it_is_paused_and_comes_back() -> None:
@@ -23,3 +23,15 @@ def test_it_stays_off_where_it_was_off() -> None:
         assert not gc.isenabled()
     finally:
         gc.enable()
+
+
+def test_what_lasts_is_not_looked_at_again() -> None:
+    kept: list[object] = []
+    try:
+        with lasting():
+            assert not gc.isenabled()
+            kept.append([])
+        assert gc.isenabled()
+        assert all(one is not kept[0] for one in gc.get_objects())
+    finally:
+        gc.unfreeze()

@@ -58,7 +58,7 @@ class SdpaPagedAttention:
         )
         self._max_context = max(max_context, GROUP_TOKENS)
         self._masks: dict[int | None, torch.Tensor] = {}
-        self._decode = _compiled_decode(block_size) if compiled else None
+        self._decode = _compiled_decode(block_size, storage_dtype) if compiled else None
 
     def forward(
         self,
@@ -185,7 +185,10 @@ class SdpaPagedAttention:
         return mask
 
 
-def _compiled_decode(block_size: int) -> Callable[..., None] | None:
+def _compiled_decode(block_size: int, storage_dtype: torch.dtype) -> Callable[..., None] | None:
     from services.worker.engine.model.cpu_kernels import decode_attention
 
-    return None if block_size % decode_attention.SLOTS else decode_attention.attend
+    if block_size % decode_attention.SLOTS:
+        return None
+    decode_attention.attend_rows.load(storage_dtype)
+    return decode_attention.attend

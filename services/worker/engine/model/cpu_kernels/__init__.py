@@ -1,4 +1,4 @@
-"""Kernels for one thread of a CPU, compiled when a model is loaded.
+"""Kernels for one thread of a CPU, compiled when a model is loaded, for the dtype of its weights.
 
 To import one takes half a second, so modules import them only where they use them.
 """
@@ -7,8 +7,8 @@ import torch
 
 ROWS_MAX = 64
 """The most rows of a batch that a kernel accepts whose weights do not lie in panels."""
-STORED_DTYPES = (torch.float32, torch.bfloat16)
-"""The dtypes of weights and KV caches; the kernels add up in float32."""
+STORED_TYPES = {torch.float32: "float32", torch.bfloat16: "uint16"}
+"""The dtypes of weights and KV caches, and as what kernels take them; they add up in float32."""
 
 
 def fit(device: torch.device, storage_dtype: torch.dtype, compute_dtype: torch.dtype) -> bool:
@@ -18,7 +18,7 @@ def fit(device: torch.device, storage_dtype: torch.dtype, compute_dtype: torch.d
     """
     return (
         device.type == "cpu"
-        and storage_dtype in STORED_DTYPES
+        and storage_dtype in STORED_TYPES
         and compute_dtype == torch.float32
         and torch.get_num_threads() == 1
     )

@@ -1,7 +1,5 @@
 """Shared by the kernels: their compilation, and operations that numba lacks."""
 
-import logging
-import pickle
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,19 +8,19 @@ import numba
 import numpy as np
 import torch
 from llvmlite import binding, ir
-from numba import njit, types
+from numba import types
 from numba.core import cgutils
 from numba.core.codegen import get_host_cpu_features, initialize_llvm
 from numba.extending import intrinsic
 
 from services.worker.engine.model.cpu_kernels.cache import cache_folder
+from services.worker.engine.model.cpu_kernels.kernel import Kernel
 
 CACHE_LINE_BYTES = 64
-_log = logging.getLogger(__name__)
 
 
 def stored_array(stored: torch.Tensor) -> np.ndarray:
-    """The memory of a tensor of one of `STORED_DTYPES` as an array of float32 or uint16."""
+    """The memory of a tensor of one of `STORED_TYPES` as an array of float32 or uint16."""
     array: np.ndarray = (
         stored if stored.dtype == torch.float32 else stored.view(torch.uint16)
     ).numpy()
@@ -65,36 +63,14 @@ def assembly(module: str) -> list[str]:
     return str(machine.emit_assembly(binding.parse_assembly(module))).splitlines()
 
 
-def for_stored(signature: str) -> tuple[str, str]:
-    """The signature for each of `STORED_DTYPES`, in place of `STORED`."""
-    return signature.replace("STORED", "float32"), signature.replace("STORED", "uint16")
-
-
-def compiled(*signatures: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Compile for `signatures` now, or load the machine code of an earlier process.
+def compiled(signature: str) -> Callable[[Callable[..., Any]], Kernel]:
+    """A function as a kernel for `signature`, in which `STORED` stands for the dtypes of weights.
 
     Sums may be reordered, so that they can use vectors; the order is the same in every call. A
     division by zero is not looked for, which would keep a loop from using vectors. A kernel
-    releases the interpreter lock. Without `signatures` the function stays Python's.
+    releases the interpreter lock.
     """
-
-    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
-        if not signatures:
-            return function
-        options = {
-            "fastmath": {"reassoc", "contract", "nsz"},
-            "error_model": "numpy",
-            "nogil": True,
-        }
-        try:
-            kernel: Callable[..., Any] = njit(list(signatures), cache=True, **options)(function)
-        except (RuntimeError, OSError, EOFError, pickle.UnpicklingError) as error:
-            # The folder may not be written, the disk is full, or a file is broken.
-            _log.info("kernels are compiled anew at each start: their cache fails: %s", error)
-            kernel = njit(list(signatures), **options)(function)
-        return kernel
-
-    return decorate
+    return lambda function: Kernel(function, signature)
 
 
 @intrinsic

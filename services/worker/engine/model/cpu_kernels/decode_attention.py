@@ -15,7 +15,6 @@ from services.worker.engine.model.cpu_kernels.compiler import (
     CACHE_LINE_BYTES,
     compiled,
     float32_of,
-    for_stored,
     larger,
     prefetch,
     stored_array,
@@ -39,7 +38,7 @@ def unpacked(four):  # type: ignore[no-untyped-def]
     return four[0], four[1], four[2], four[3]
 
 
-@compiled(*for_stored(f"void({_ROWS}, {_CACHE}, int64[::1], {_ROWS})"))
+@compiled(f"void({_ROWS}, {_CACHE}, int64[::1], {_ROWS})")
 def _score(wanted, blocks, table, scores):  # type: ignore[no-untyped-def]
     """`scores` [head, position] = `wanted` [head, head_dim] · the keys of the blocks in `table`.
 
@@ -92,7 +91,7 @@ def _soften(scores, begin, end):  # type: ignore[no-untyped-def]
     scores[end:] = 0
 
 
-@compiled(*for_stored(f"void({_ROWS}, {_CACHE}, int64[::1], int64, {_ROWS})"))
+@compiled(f"void({_ROWS}, {_CACHE}, int64[::1], int64, {_ROWS})")
 def _collect(weights, blocks, table, after, attended):  # type: ignore[no-untyped-def]
     """`attended` [head, head_dim] = `weights` [head, position] · the values of the same blocks.
 
@@ -125,7 +124,7 @@ def _collect(weights, blocks, table, after, attended):  # type: ignore[no-untype
                         )
 
 
-@compiled(*for_stored(f"void({_ROWS}, {_CACHE}, int64[::1], {_PLACE}, {_ROWS}, {_ROWS})"))
+@compiled(f"void({_ROWS}, {_CACHE}, int64[::1], {_PLACE}, {_ROWS}, {_ROWS})")
 def _attend_row(  # type: ignore[no-untyped-def]
     query, blocks, seen, begin, end, scaling, following, scores, output
 ):
@@ -171,10 +170,8 @@ def _seen_blocks(span, tables, window, slots):  # type: ignore[no-untyped-def]
 
 
 @compiled(
-    *for_stored(
-        f"void(float32[:, :, ::1], {_CACHE}, int64[:, ::1], int64[::1], int64, float32,"
-        " float32[:, :, ::1])"
-    )
+    f"void(float32[:, :, ::1], {_CACHE}, int64[:, ::1], int64[::1], int64, float32,"
+    " float32[:, :, ::1])"
 )
 def attend_rows(query, blocks, spans, tables, window, scaling, output):  # type: ignore[no-untyped-def]
     """Attend for the decode steps of `spans`; other rows of `output` [tokens, head, head_dim] stay.

@@ -11,7 +11,12 @@ from numba import float32
 
 from services.worker.engine.model.cpu_kernels.compiler import compiled
 from services.worker.engine.model.cpu_kernels.exponential import exponential
-from services.worker.engine.model.cpu_kernels.layer_kernel import Arrays, LayerKernel, add_bias
+from services.worker.engine.model.cpu_kernels.layer_kernel import (
+    Arrays,
+    LayerKernel,
+    LayerWeights,
+    add_bias,
+)
 from services.worker.engine.model.cpu_kernels.rms_norm import normalize
 from services.worker.engine.model.cpu_kernels.rotary import turn
 from services.worker.engine.model.cpu_kernels.skinny_gemm import (
@@ -21,13 +26,10 @@ from services.worker.engine.model.cpu_kernels.skinny_gemm import (
     room_for_inputs,
 )
 
-_STORED = ("float32", "uint16")
 _ROWS, _INPUTS = "float32[:, ::1]", "float32[:, :, ::1]"
 
 
-@compiled(
-    *(f"void({_ROWS}, {_INPUTS}, {stored}[:, ::1], {stored}[::1], {_ROWS})" for stored in _STORED)
-)
+@compiled(f"void({_ROWS}, {_INPUTS}, STORED[:, ::1], STORED[::1], {_ROWS})")
 def _project(rows, inputs, weight, bias, output):  # type: ignore[no-untyped-def]
     """A product, plus `bias` [out]; an empty `bias` [0] means none."""
     multiply(rows, inputs, weight, output)
@@ -35,12 +37,9 @@ def _project(rows, inputs, weight, bias, output):  # type: ignore[no-untyped-def
 
 
 @compiled(
-    *(
-        f"void({_ROWS}, {_ROWS}, {_ROWS}, {stored}[::1], float32,"
-        + 3 * f" {stored}[:, ::1], {stored}[::1],"
-        + f" {stored}[::1], {stored}[::1], {_ROWS}, {_INPUTS}, {_ROWS}, {_ROWS}, {_ROWS})"
-        for stored in _STORED
-    )
+    f"void({_ROWS}, {_ROWS}, {_ROWS}, STORED[::1], float32,"
+    + 3 * " STORED[:, ::1], STORED[::1],"
+    + f" STORED[::1], STORED[::1], {_ROWS}, {_INPUTS}, {_ROWS}, {_ROWS}, {_ROWS})"
 )
 def _before(  # type: ignore[no-untyped-def]
     hidden, cosine, sine, norm, epsilon, weight_q, bias_q, weight_k, bias_k, weight_v, bias_v,
@@ -65,12 +64,9 @@ def _gate(gate, up):  # type: ignore[no-untyped-def]
 
 
 @compiled(
-    *(
-        f"void({_ROWS}, {_ROWS}, {_INPUTS}, {stored}[:, ::1], {stored}[::1], float32,"
-        + 3 * f" {stored}[:, ::1],"
-        + f" {_ROWS}, {_INPUTS}, {_ROWS}, {_ROWS}, {_INPUTS}, {_ROWS})"
-        for stored in _STORED
-    )
+    f"void({_ROWS}, {_ROWS}, {_INPUTS}, STORED[:, ::1], STORED[::1], float32,"
+    + 3 * " STORED[:, ::1],"
+    + f" {_ROWS}, {_INPUTS}, {_ROWS}, {_ROWS}, {_INPUTS}, {_ROWS})"
 )
 def _after(  # type: ignore[no-untyped-def]
     hidden, attended, inputs_attended, weight_o, norm, epsilon, weight_gate, weight_up, weight_down,
@@ -93,6 +89,11 @@ class DecoderLayerKernel(LayerKernel):
     """With weights [out, in] in float32 or bfloat16, for few rows."""
 
     rows_max = FEW_ROWS
+
+    def __init__(self, weights: LayerWeights, head_dim: int, epsilon: float) -> None:
+        super().__init__(weights, head_dim, epsilon)
+        for kernel in (_before, _after):
+            kernel.load(weights.query.dtype)
 
     def _run_before(self, hidden: torch.Tensor, rotation: Arrays, outputs: Arrays) -> None:
         inputs = room_for_inputs(hidden, self.hidden_size)

@@ -17,7 +17,7 @@ from services.worker.engine.model.cpu_kernels.compiler import (
 Arrays = Sequence[np.ndarray]
 
 
-@compiled(*(f"void({stored}[::1], float32[:, ::1])" for stored in ("float32", "uint16")))
+@compiled("void(STORED[::1], float32[:, ::1])")
 def add_bias(bias, output):  # type: ignore[no-untyped-def]
     """Add `bias` [out] to `output` [rows, out]; an empty one [0] means none."""
     if len(bias):

@@ -19,7 +19,6 @@ from numba.extending import intrinsic, register_jitable
 from services.worker.engine.memory.panels import PANEL, WORD_BYTES
 from services.worker.engine.model.cpu_kernels.compiler import (
     compiled,
-    for_stored,
     stored_array,
 )
 from services.worker.engine.model.cpu_kernels.decode_attention import unpacked
@@ -76,13 +75,11 @@ def _panels(address, outputs, inputs, like):  # type: ignore[no-untyped-def]
 
 
 @compiled(
-    *for_stored(
-        "int64(int64[::1], int64[:, ::1], int64[::1], int64[::1], int64[::1], float32, float32,"
-        f" {_ROWS}, {_ROWS}, {_ROWS}, int64[:, ::1], int64[::1],"
-        f" {_NARROWED}, {_ROWS}, {_ROWS}, {_ROWS}, {_ROWS}, {_NARROWED}, {_ROWS}, {_ROWS},"
-        f" {_NARROWED}, STORED[:, :, ::1], float32[:, :, ::1], uint32[:, ::1], uint32[:, :, ::1],"
-        f" {_ROWS}, {_NARROWED}, int64, int64, int64)"
-    )
+    "int64(int64[::1], int64[:, ::1], int64[::1], int64[::1], int64[::1], float32, float32,"
+    f" {_ROWS}, {_ROWS}, {_ROWS}, int64[:, ::1], int64[::1],"
+    f" {_NARROWED}, {_ROWS}, {_ROWS}, {_ROWS}, {_ROWS}, {_NARROWED}, {_ROWS}, {_ROWS},"
+    f" {_NARROWED}, STORED[:, :, ::1], float32[:, :, ::1], uint32[:, ::1], uint32[:, :, ::1],"
+    f" {_ROWS}, {_NARROWED}, int64, int64, int64)"
 )
 def _run(  # type: ignore[no-untyped-def]
     calls, parts, caches, windows, cache_shape, epsilon, scaling,
@@ -151,6 +148,7 @@ class LayerRange:
         sizes: LayerRangeSizes,
     ) -> None:
         self._dtype = layers[0].query.dtype
+        _run.load(self._dtype)
         panels = panel_calls(self._dtype)
         assert panels is not None, "weights lie in panels only where there is a product"
         poll = ctypes.cast(ctypes.CDLL(None).poll, ctypes.c_void_p).value

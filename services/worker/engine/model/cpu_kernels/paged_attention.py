@@ -7,7 +7,6 @@ from services.worker.engine.memory.panels import PANEL, WORD_BYTES
 from services.worker.engine.model.cpu_kernels.brgemm import release
 from services.worker.engine.model.cpu_kernels.compiler import (
     compiled,
-    for_stored,
     narrow,
     stored_array,
 )
@@ -27,7 +26,7 @@ _HEADS, _CACHE = "float32[:, :, ::1]", "STORED[:, :, :, :, ::1]"
 _SPANS = "int64[:, ::1], int64[::1]"
 
 
-@compiled(*for_stored(f"void({_HEADS}, {_HEADS}, {_CACHE}, {_SPANS})"))
+@compiled(f"void({_HEADS}, {_HEADS}, {_CACHE}, {_SPANS})")
 def store(key, value, blocks, spans, tables):  # type: ignore[no-untyped-def]
     """Write `key` and `value` [tokens, kv_head, head_dim] into `blocks`.
 
@@ -52,11 +51,9 @@ def store(key, value, blocks, spans, tables):  # type: ignore[no-untyped-def]
 
 
 @compiled(
-    *for_stored(
-        f"void(int64[::1], {_HEADS}, {_HEADS}, {_HEADS}, {_CACHE}, {_SPANS}, int64, float32,"
-        f" {_HEADS}, STORED[:, :, ::1], {_HEADS}, uint32[:, ::1], uint32[:, :, ::1],"
-        " float32[:, ::1], STORED[:, ::1])"
-    )
+    f"void(int64[::1], {_HEADS}, {_HEADS}, {_HEADS}, {_CACHE}, {_SPANS}, int64, float32,"
+    f" {_HEADS}, STORED[:, :, ::1], {_HEADS}, uint32[:, ::1], uint32[:, :, ::1],"
+    " float32[:, ::1], STORED[:, ::1])"
 )
 def attend(  # type: ignore[no-untyped-def]
     calls, query, key, value, blocks, spans, tables, window, scaling, output, inputs, states, keys,
@@ -115,6 +112,7 @@ class PagedAttentionKernel:
     """`attend` with the room that it needs; a cache of that dtype fits."""
 
     def __init__(self, head_dim: int, storage_dtype: torch.dtype) -> None:
+        attend.load(storage_dtype)
         self._calls = panel_calls(storage_dtype)
         self._room = AttentionRoom(head_dim, storage_dtype)
 

@@ -18,7 +18,6 @@ from services.worker.engine.memory.panels import PANEL, panels_of
 from services.worker.engine.model.cpu_kernels.brgemm import product, release
 from services.worker.engine.model.cpu_kernels.compiler import (
     compiled,
-    for_stored,
     narrow,
     processor_features,
     stored_array,
@@ -70,7 +69,7 @@ def product_instructions(dtype: torch.dtype) -> list[str]:
     return [_NAMES[one] for names in own for one in names]
 
 
-@compiled(*for_stored("void(float32[:, ::1], STORED[:, ::1])"))
+@compiled("void(float32[:, ::1], STORED[:, ::1])")
 def narrow_rows(rows, narrowed):  # type: ignore[no-untyped-def]
     """Copy `rows` [rows, in], rounded if weights are stored in bfloat16."""
     for m in range(len(rows)):
@@ -80,10 +79,8 @@ def narrow_rows(rows, narrowed):  # type: ignore[no-untyped-def]
 
 
 @compiled(
-    *for_stored(
-        "void(int64[::1], int64, STORED[:, ::1], int64, STORED[:, :, :, ::1], int64,"
-        " float32[:, ::1], int64, int64, int64)"
-    )
+    "void(int64[::1], int64, STORED[:, ::1], int64, STORED[:, :, :, ::1], int64,"
+    " float32[:, ::1], int64, int64, int64)"
 )
 def multiply_panel(  # type: ignore[no-untyped-def]
     calls, count, rows, first, panels, panel, output, row, column, add
@@ -101,9 +98,7 @@ def multiply_panel(  # type: ignore[no-untyped-def]
     )  # fmt: skip
 
 
-@compiled(
-    *for_stored("void(int64[::1], STORED[:, ::1], STORED[:, :, :, ::1], float32[:, ::1], int64)")
-)
+@compiled("void(int64[::1], STORED[:, ::1], STORED[:, :, :, ::1], float32[:, ::1], int64)")
 def multiply_panels(calls, rows, panels, output, add):  # type: ignore[no-untyped-def]
     """`output` [rows, out] = `rows` [rows, in] times a weight in panels; plus itself if `add`."""
     for panel in range(len(panels)):
@@ -121,6 +116,8 @@ class PanelProduct:
 
     def __init__(self, panels: torch.Tensor, calls: np.ndarray | None = None) -> None:
         """`calls` None: those of this processor, which has some."""
+        for kernel in (narrow_rows, multiply_panels):
+            kernel.load(panels.dtype)
         self._panels = stored_array(panels)
         self._calls = panel_calls(panels.dtype) if calls is None else calls
         assert self._calls is not None, "weights lie in panels only where there is a product"

@@ -12,7 +12,6 @@ from services.worker.engine.memory.panels import PANEL
 from services.worker.engine.model.cpu_kernels.compiler import (
     compiled,
     float32_of,
-    for_stored,
     narrow,
     stored_array,
 )
@@ -37,7 +36,7 @@ _ROWS, _NARROWED, _PANELS = "float32[:, ::1]", "STORED[:, ::1]", "STORED[:, :, :
 _VECTOR = "STORED[::1]"
 
 
-@compiled(*for_stored(f"void({_ROWS}, {_VECTOR}, float32, {_NARROWED})"))
+@compiled(f"void({_ROWS}, {_VECTOR}, float32, {_NARROWED})")
 def _normalize_narrowed(rows, weight, epsilon, output):  # type: ignore[no-untyped-def]
     """The norm of `rms_norm`, rounded like weights."""
     count, size = rows.shape
@@ -48,7 +47,7 @@ def _normalize_narrowed(rows, weight, epsilon, output):  # type: ignore[no-untyp
             normed[k] = narrow(row[k] * scale * float32_of(weight[k]), normed)
 
 
-@compiled(*for_stored(f"void(int64[::1], {_NARROWED}, {_PANELS}, {_VECTOR}, {_ROWS})"))
+@compiled(f"void(int64[::1], {_NARROWED}, {_PANELS}, {_VECTOR}, {_ROWS})")
 def _project(calls, rows, panels, bias, output):  # type: ignore[no-untyped-def]
     """A product, plus `bias` [out]; an empty `bias` [0] means none."""
     multiply_panels(calls, rows, panels, output, 0)
@@ -56,11 +55,9 @@ def _project(calls, rows, panels, bias, output):  # type: ignore[no-untyped-def]
 
 
 @compiled(
-    *for_stored(
-        f"void(int64[::1], {_ROWS}, {_ROWS}, {_ROWS}, {_VECTOR}, float32,"
-        + 3 * f" {_PANELS}, {_VECTOR},"
-        + f" {_VECTOR}, {_VECTOR}, {_NARROWED}, {_ROWS}, {_ROWS}, {_ROWS})"
-    )
+    f"void(int64[::1], {_ROWS}, {_ROWS}, {_ROWS}, {_VECTOR}, float32,"
+    + 3 * f" {_PANELS}, {_VECTOR},"
+    + f" {_VECTOR}, {_VECTOR}, {_NARROWED}, {_ROWS}, {_ROWS}, {_ROWS})"
 )
 def before_attention(  # type: ignore[no-untyped-def]
     calls, hidden, cosine, sine, norm, epsilon, weight_q, bias_q, weight_k, bias_k, weight_v,
@@ -74,11 +71,7 @@ def before_attention(  # type: ignore[no-untyped-def]
     turn(key, norm_k, epsilon, cosine, sine)
 
 
-@compiled(
-    *for_stored(
-        f"void(int64[::1], {_NARROWED}, {_PANELS}, {_PANELS}, {_ROWS}, {_ROWS}, {_NARROWED})"
-    )
-)
+@compiled(f"void(int64[::1], {_NARROWED}, {_PANELS}, {_PANELS}, {_ROWS}, {_ROWS}, {_NARROWED})")
 def _multiply_gated(  # type: ignore[no-untyped-def]
     calls,
     rows,
@@ -107,11 +100,9 @@ def _multiply_gated(  # type: ignore[no-untyped-def]
 
 
 @compiled(
-    *for_stored(
-        f"void(int64[::1], {_ROWS}, {_PANELS}, {_VECTOR}, float32,"
-        + 3 * f" {_PANELS},"
-        + f" {_NARROWED}, {_NARROWED}, {_ROWS}, {_ROWS}, {_NARROWED}, {_ROWS})"
-    )
+    f"void(int64[::1], {_ROWS}, {_PANELS}, {_VECTOR}, float32,"
+    + 3 * f" {_PANELS},"
+    + f" {_NARROWED}, {_NARROWED}, {_ROWS}, {_ROWS}, {_NARROWED}, {_ROWS})"
 )
 def after_attention(  # type: ignore[no-untyped-def]
     calls, attended, weight_o, norm, epsilon, weight_gate, weight_up, weight_down,
@@ -130,6 +121,8 @@ class PanelLayerKernel(LayerKernel):
 
     def __init__(self, weights: LayerWeights, head_dim: int, epsilon: float) -> None:
         super().__init__(weights, head_dim, epsilon)
+        for kernel in (before_attention, after_attention):
+            kernel.load(weights.query.dtype)
         self._calls = panel_calls(weights.query.dtype)
         assert self._calls is not None, "weights lie in panels only where there is a product"
         self._stored = stored_array(weights.query).dtype

@@ -38,6 +38,9 @@ def _fill(keys, counters, numbers):  # type: ignore[no-untyped-def]
         numbers[index] = float64(part0 >> _DROPPED_BITS) * _RESOLUTION
 
 
+_fill.load()
+
+
 def uniform_numbers(keys: np.ndarray, indices: np.ndarray) -> np.ndarray:
     """The first number in [0, 1) after counter `indices[i]` under `keys[i]`: float64 [numbers].
 

@@ -15,7 +15,6 @@ from services.worker.engine.memory.panels import PANEL, WORD_BYTES
 from services.worker.engine.model.cpu_kernels.brgemm import product
 from services.worker.engine.model.cpu_kernels.compiler import (
     compiled,
-    for_stored,
 )
 from services.worker.engine.model.cpu_kernels.exponential import exponential
 from services.worker.engine.model.cpu_kernels.panel_gemm import narrow_rows
@@ -29,7 +28,7 @@ _CACHE = "STORED[:, :, :, :, ::1]"
 _KEYS, _VALUES = "uint32[:, ::1]", "uint32[:, :, ::1]"
 
 
-@compiled(*for_stored(f"void({_CACHE}, int64[::1], int64, int64, int64, {_KEYS})"))
+@compiled(f"void({_CACHE}, int64[::1], int64, int64, int64, {_KEYS})")
 def _pack_keys(blocks, table, kv_head, first, count, packed):  # type: ignore[no-untyped-def]
     """`packed` [head_dim in words, KEYS]: `count` keys from position `first` on, then zeros."""
     slots = blocks.shape[2]
@@ -45,7 +44,7 @@ def _pack_keys(blocks, table, kv_head, first, count, packed):  # type: ignore[no
         packed[word, count:] = 0
 
 
-@compiled(*for_stored(f"void({_CACHE}, int64[::1], int64, int64, int64, {_VALUES})"))
+@compiled(f"void({_CACHE}, int64[::1], int64, int64, int64, {_VALUES})")
 def _pack_values(blocks, table, kv_head, first, count, packed):  # type: ignore[no-untyped-def]
     """`packed` [panel, KEYS in words, PANEL]: values of the same positions, then zeros.
 
@@ -82,10 +81,8 @@ def _pack_values(blocks, table, kv_head, first, count, packed):  # type: ignore[
 
 
 @compiled(
-    *for_stored(
-        "void(float32[:, ::1], int64, int64, int64, float32, float32[:, :, ::1], int64, int64,"
-        " STORED[:, ::1], float32[:, :, ::1])"
-    )
+    "void(float32[:, ::1], int64, int64, int64, float32, float32[:, :, ::1], int64, int64,"
+    " STORED[:, ::1], float32[:, :, ::1])"
 )
 def _weigh_tile(  # type: ignore[no-untyped-def]
     scores, count, distance, window, scaling, states, head, first_row, weights, output
@@ -117,10 +114,8 @@ def _weigh_tile(  # type: ignore[no-untyped-def]
 
 
 @compiled(
-    *for_stored(
-        f"void(int64[::1], STORED[:, :, ::1], int64, int64, {_KEYS}, {_VALUES}, int64, int64,"
-        " int64, float32, float32[:, ::1], STORED[:, ::1], float32[:, :, ::1], float32[:, :, ::1])"
-    )
+    f"void(int64[::1], STORED[:, :, ::1], int64, int64, {_KEYS}, {_VALUES}, int64, int64,"
+    " int64, float32, float32[:, ::1], STORED[:, ::1], float32[:, :, ::1], float32[:, :, ::1])"
 )
 def _attend_tile(  # type: ignore[no-untyped-def]
     calls, inputs, head, first_row, keys, values, distance, count, window, scaling, scores, weights,
@@ -145,11 +140,9 @@ def _attend_tile(  # type: ignore[no-untyped-def]
 
 
 @compiled(
-    *for_stored(
-        f"void(int64[::1], float32[:, :, ::1], {_CACHE}, int64[::1], int64, int64, float32,"
-        f" float32[:, :, ::1], STORED[:, :, ::1], float32[:, :, ::1], {_KEYS}, {_VALUES},"
-        " float32[:, ::1], STORED[:, ::1])"
-    )
+    f"void(int64[::1], float32[:, :, ::1], {_CACHE}, int64[::1], int64, int64, float32,"
+    f" float32[:, :, ::1], STORED[:, :, ::1], float32[:, :, ::1], {_KEYS}, {_VALUES},"
+    " float32[:, ::1], STORED[:, ::1])"
 )
 def attend_chunk(  # type: ignore[no-untyped-def]
     calls, query, blocks, table, start, window, scaling, output, inputs, states, keys, values,

@@ -19,10 +19,7 @@ def norm_scale(row, epsilon):  # type: ignore[no-untyped-def]
     return float32(1) / np.sqrt(total / float32(len(row)) + epsilon)
 
 
-@compiled(
-    "void(float32[:, ::1], float32[::1], float32, float32[:, ::1])",
-    "void(float32[:, ::1], uint16[::1], float32, float32[:, ::1])",
-)
+@compiled("void(float32[:, ::1], STORED[::1], float32, float32[:, ::1])")
 def normalize(rows, weight, epsilon, output):  # type: ignore[no-untyped-def]
     """`output` may be `rows`."""
     count, size = rows.shape
@@ -37,6 +34,7 @@ class RmsNorm:
     """The norm with a `weight` [size] in float32 or bfloat16 in host memory."""
 
     def __init__(self, weight: torch.Tensor, epsilon: float) -> None:
+        normalize.load(weight.dtype)
         self._weight = stored_array(weight)
         self._epsilon = np.float32(epsilon)
 

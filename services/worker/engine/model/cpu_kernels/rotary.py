@@ -3,10 +3,10 @@
 from services.worker.engine.model.cpu_kernels.compiler import compiled
 from services.worker.engine.model.cpu_kernels.rms_norm import normalize
 
-_STORED, _ROWS = ("float32", "uint16"), "float32[:, ::1]"
+_ROWS = "float32[:, ::1]"
 
 
-@compiled(*(f"void({_ROWS}, {stored}[::1], float32, {_ROWS}, {_ROWS})" for stored in _STORED))
+@compiled(f"void({_ROWS}, STORED[::1], float32, {_ROWS}, {_ROWS})")
 def turn(rows, norm, epsilon, cosine, sine):  # type: ignore[no-untyped-def]
     """Rotate `rows` [rows, head × head_dim] by their positions; apply `norm` before, if any.
 

@@ -32,8 +32,7 @@ _HEIGHT = 4
 _HEIGHT_FULL, _HEIGHT_FEW = min(_HEIGHT, _SUMS // _TEAMS), min(_HEIGHT, _SUMS // (_TEAMS - 1))
 FEW_ROWS = ROWS_MAX if VECTOR_FLOATS == 16 else 24
 """With more rows, the library is faster."""
-_STORED = ("float32", "uint16")
-_PRODUCT = "void(float32[:, ::1], float32[:, :, ::1], {stored}[:, ::1], float32[:, ::1])"
+_PRODUCT = "void(float32[:, ::1], float32[:, :, ::1], STORED[:, ::1], float32[:, ::1])"
 
 
 @compiled("void(float32[:, ::1], float32[:, :, ::1])")
@@ -49,11 +48,8 @@ def arrange(rows, inputs):  # type: ignore[no-untyped-def]
 
 
 @compiled(
-    *(
-        f"void(float32[:, ::1], float32[:, ::1], {stored}[:, ::1], int64, int64, int64, int64,"
-        " float32[:, ::1])"
-        for stored in _STORED
-    )
+    "void(float32[:, ::1], float32[:, ::1], STORED[:, ::1], int64, int64, int64, int64,"
+    " float32[:, ::1])"
 )
 def _finish(sums, rows, weight, teams, height, first, n, output):  # type: ignore[no-untyped-def]
     """Add up the parts of `sums`, and the inputs after the last block; see `tile_product`."""
@@ -70,7 +66,7 @@ def _finish(sums, rows, weight, teams, height, first, n, output):  # type: ignor
                     output[m, n + index] = total
 
 
-@compiled(*(_PRODUCT.format(stored=stored) for stored in _STORED))
+@compiled(_PRODUCT)
 def multiply(rows, inputs, weight, output):  # type: ignore[no-untyped-def]
     """`output` [rows, out] = `rows` [rows, in] · `weight` [out, in] transposed.
 
@@ -104,7 +100,7 @@ def multiply(rows, inputs, weight, output):  # type: ignore[no-untyped-def]
         _finish(sums, rows, weight, rest, height, whole, n, output)
 
 
-@compiled(*(_PRODUCT.format(stored=stored) for stored in _STORED))
+@compiled(_PRODUCT)
 def _multiply_rows(rows, inputs, weight, output):  # type: ignore[no-untyped-def]
     arrange(rows, inputs)
     multiply(rows, inputs, weight, output)
@@ -126,6 +122,7 @@ class SkinnyProduct:
     rows_max = FEW_ROWS
 
     def __init__(self, weight: torch.Tensor) -> None:
+        _multiply_rows.load(weight.dtype)
         self._weight = stored_array(weight)
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,7 @@ split off by their mass.
 from collections.abc import Sequence
 from functools import cache
 from math import isfinite, log
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numba import float64
@@ -23,6 +23,7 @@ from services.worker.engine.model.cpu_kernels.candidates import (
     lead,
 )
 from services.worker.engine.model.cpu_kernels.compiler import compiled
+from services.worker.engine.model.cpu_kernels.kernel import Kernel
 from services.worker.engine.model.cpu_kernels.weights import element, mass_of, weight
 
 SPAN = 256
@@ -166,11 +167,13 @@ def _choose(  # type: ignore[no-untyped-def]
 
 
 @cache
-def _kernel(real: str) -> Any:
-    return compiled(_SIGNATURE.format(real=real))(_choose)
+def _kernel(real: str) -> Kernel:
+    kernel = compiled(_SIGNATURE.format(real=real))(_choose)
+    kernel.load()
+    return kernel
 
 
-# At once, as all kernels; few models are computed in float64.
+# Few models are computed in float64.
 _kernel("float32")
 
 

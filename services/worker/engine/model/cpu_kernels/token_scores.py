@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from functools import cache
 from math import log
-from typing import Any
 
 import numpy as np
 
@@ -15,6 +14,7 @@ from services.worker.engine.model.cpu_kernels.candidates import (
     lead,
 )
 from services.worker.engine.model.cpu_kernels.compiler import compiled
+from services.worker.engine.model.cpu_kernels.kernel import Kernel
 from services.worker.engine.model.cpu_kernels.weights import element, mass_of
 
 _SIGNATURE = (
@@ -50,11 +50,13 @@ def _score(  # type: ignore[no-untyped-def]
 
 
 @cache
-def _kernel(real: str) -> Any:
-    return compiled(_SIGNATURE.format(real=real))(_score)
+def _kernel(real: str) -> Kernel:
+    kernel = compiled(_SIGNATURE.format(real=real))(_score)
+    kernel.load()
+    return kernel
 
 
-# At once, as all kernels; few models are computed in float64.
+# Few models are computed in float64.
 _kernel("float32")
 
 

@@ -20,7 +20,6 @@ from services.worker.engine.model.cpu_kernels.attention_products import (
 from services.worker.engine.model.cpu_kernels.compiler import (
     CACHE_LINE_BYTES,
     compiled,
-    for_stored,
     larger,
     narrow,
     prefetch,
@@ -91,7 +90,7 @@ def _score(wanted, blocks, seen, following, scores):  # type: ignore[no-untyped-
                 )  # fmt: skip
 
 
-@compiled(*for_stored("float32(float32[::1], int64, int64, float32, STORED[::1])"))
+@compiled("float32(float32[::1], int64, int64, float32, STORED[::1])")
 def _weigh(scores, begin, end, scaling, weights):  # type: ignore[no-untyped-def]
     """`weights`: the softmax of `scores` from `begin` to `end`, times what is returned.
 
@@ -155,10 +154,8 @@ def _made_room(scores, blocks):  # type: ignore[no-untyped-def]
 
 
 @compiled(
-    *for_stored(
-        "void(float32[:, ::1], STORED[:, :, :, :, ::1], int64[::1], int64, int64, float32,"
-        " int64[::1], float32[:, ::1], float32[:, ::1])"
-    )
+    "void(float32[:, ::1], STORED[:, :, :, :, ::1], int64[::1], int64, int64, float32,"
+    " int64[::1], float32[:, ::1], float32[:, ::1])"
 )
 def attend_row(  # type: ignore[no-untyped-def]
     query, blocks, seen, begin, end, scaling, following, scores, output

@@ -13,13 +13,15 @@ REPOSITORY = Path(__file__).resolve().parents[5]
 # Compiles kernels, runs one, and tells whether those of a module were in the cache.
 PROGRAM = """
 import numpy
-from services.worker.engine.model.cpu_kernels import rms_norm
+from services.worker.engine.model.cpu_kernels import STORED_TYPES, rms_norm
 from services.worker.engine.model.cpu_kernels.compiler import compiled
 
 double = compiled("float32(float32)")(lambda number: number + number)
 assert double(21.0) == 42.0
 kernels = [value for value in vars(rms_norm).values() if hasattr(value, "stats")]
 assert kernels
+for kernel in kernels:
+    kernel.load(*STORED_TYPES)
 print(all(kernel.stats.cache_hits for kernel in kernels))
 """
 

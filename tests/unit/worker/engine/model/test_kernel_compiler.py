@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import numba
+import numpy as np
 import pytest
 import torch
-from numba import njit
+from numba.core.caching import FunctionCache
 from numba.core.codegen import get_host_cpu_features
 
 from services.worker.engine.model import cpu_kernels
@@ -17,6 +18,7 @@ from services.worker.engine.model.cpu_kernels import compiler
 from services.worker.engine.model.cpu_kernels.cache import CACHE_VARIABLE
 
 
+@pytest.mark.parametrize("step", ["__init__", "load_overload", "save_overload"])
 @pytest.mark.parametrize(
     "failure",
     [
@@ -25,15 +27,14 @@ from services.worker.engine.model.cpu_kernels.cache import CACHE_VARIABLE
     ],
 )
 def test_kernels_are_compiled_whatever_the_matter_with_the_cache(
+    step: str,
     failure: Exception,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def without_cache(*arguments: Any, cache: bool = False, **options: Any) -> Any:
-        if cache:
-            raise failure
-        return njit(*arguments, **options)
+    def failing(*_: Any) -> None:
+        raise failure
 
-    monkeypatch.setattr(compiler, "njit", without_cache)
+    monkeypatch.setattr(FunctionCache, step, failing)
     double = compiler.compiled("int64(int64)")(lambda number: 2 * number)
     assert double(21) == 42
 
@@ -98,7 +99,7 @@ def test_a_processor_of_which_a_hypervisor_hides_instructions_compiles_all_kerne
     every = get_host_cpu_features()
     features = "" if missing is None else every.replace(f"+{missing}", f"-{missing}")
     done = subprocess.run(
-        [sys.executable, "-c", f"import {cpu_kernels.__name__}.layer_range"],
+        [sys.executable, "-m", cpu_kernels.__name__, "layer_range"],
         env={
             **os.environ,
             "PYTHONPATH": os.pathsep.join(sys.path),
@@ -112,3 +113,50 @@ def test_a_processor_of_which_a_hypervisor_hides_instructions_compiles_all_kerne
         check=False,
     )
     assert done.returncode == 0, done.stderr
+
+
+PROGRAM = """
+import torch
+from services.worker.engine.model.cpu_kernels.rms_norm import RmsNorm, norm_scale, normalize
+
+weight, hidden = torch.full((8,), 2.0, dtype=torch.bfloat16), torch.full((1, 8), 3.0)
+assert torch.allclose(RmsNorm(weight, 0.0)(hidden), torch.full((1, 8), 2.0))
+print(normalize.signatures, len(norm_scale.signatures))
+"""
+
+
+def test_a_kernel_is_loaded_for_the_dtype_of_the_model_and_with_it_what_it_calls(
+    tmp_path: Path,
+) -> None:
+    def found() -> str:
+        return subprocess.run(
+            [sys.executable, "-c", PROGRAM],
+            env={
+                **os.environ,
+                "PYTHONPATH": os.pathsep.join(sys.path),
+                CACHE_VARIABLE: str(tmp_path / "kernels"),
+                "NUMBA_CPU_NAME": "generic",  # so that nothing comes from beside the sources
+                "NUMBA_CPU_FEATURES": "",
+            },
+            capture_output=True,
+            text=True,
+            timeout=240,
+            check=True,
+        ).stdout.strip()
+
+    compiled, loaded = found(), found()
+    assert compiled.count("uint16") == 1
+    assert compiled.endswith(" 1"), "the kernel that it calls is compiled with it"
+    assert loaded == compiled[:-1] + "0", "it has the kernel that it calls in it"
+
+
+def test_a_call_from_python_finds_any_declared_dtype() -> None:
+    def total(values: Any) -> Any:
+        return values[0] + values[1]
+
+    kernel = compiler.compiled("int64(STORED[::1])")(total)
+    kernel.load(torch.bfloat16)
+    assert [str(one) for (one,) in kernel.signatures] == ["array(uint16, 1d, C)"]
+    assert kernel(np.array([1, 2], np.float32)) == 3
+    with pytest.raises(TypeError, match="No matching definition"):
+        kernel(np.array([1, 2], np.int8))

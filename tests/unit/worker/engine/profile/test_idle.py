@@ -14,11 +14,11 @@ from services.core.planner.config import IterationConfig
 from services.core.planner.state import PlannerState
 from services.core.request import Limits, Request, Sampling
 from services.worker.config import WorkerConfig
-from services.worker.engine.__main__ import idle_profiler
 from services.worker.engine.compute.runner import ModelRunner
 from services.worker.engine.compute.runner_config import RunnerConfig
 from services.worker.engine.grammar_check import GrammarCheck
 from services.worker.engine.loop import EngineLoop
+from services.worker.engine.process import idle_profiler
 from services.worker.engine.profile import idle, session
 from services.worker.engine.profile.idle import IdleProfiler
 from services.worker.engine.profile.measurer import Measurer, room_of
@@ -255,7 +255,7 @@ def test_a_stored_profile_is_not_measured_again(
 ) -> None:
     """A damaged profile is measured again."""
     monkeypatch.setattr(idle, "IDLE_BEFORE_S", 0.0)
-    monkeypatch.setattr("services.worker.engine.__main__.IDLE", TINY)
+    monkeypatch.setattr("services.worker.engine.process.IDLE", TINY)
     own = worker_config(model_dir, profile_dir=str(tmp_path))
     profiler = idle_profiler(runner, state.pool, own)
     assert profiler is not None

@@ -1,0 +1,26 @@
+"""Fills the cache of kernels: `python -m services.worker.engine.model.cpu_kernels [MODULE ...]`.
+
+For all dtypes, and for the processor that it runs on. A module is one of this package; without one,
+it is every module.
+"""
+
+import importlib
+import pkgutil
+import sys
+
+from services.worker.engine.model import cpu_kernels
+from services.worker.engine.model.cpu_kernels.kernel import Kernel
+
+
+def main(modules: list[str]) -> None:
+    """Load all kernels of `modules`."""
+    every = [module.name for module in pkgutil.iter_modules(cpu_kernels.__path__)]
+    for name in modules or [one for one in every if one != "__main__"]:
+        module = importlib.import_module(f"{cpu_kernels.__name__}.{name}")
+        for value in vars(module).values():
+            if isinstance(value, Kernel):
+                value.load(*cpu_kernels.STORED_TYPES)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,244 @@
+"""What an engine process is made of."""
+
+import argparse
+import logging
+import os
+import signal
+import sys
+from functools import partial
+
+import torch
+
+from services.common import config as config_module
+from services.common import failpoint
+from services.common.clock import monotonic_s
+from services.common.device_profile import DeviceProfile, load_profile
+from services.common.errors import ConfigError, ServiceError
+from services.common.event_log import EventLog
+from services.common.lifecycle import EXIT_UNUSABLE, die_with_parent
+from services.common.logging import set_up_logging
+from services.core.changeover.state import Changeover, MemberConfig
+from services.core.cost.model import CostModel
+from services.core.planner.block_pool import BlockPool
+from services.core.planner.config import BatchFormation, IterationConfig
+from services.worker.config import WorkerConfig
+from services.worker.engine.compute.pacer import Pacer
+from services.worker.engine.compute.runner import ModelRunner
+from services.worker.engine.compute.runner_config import RunnerConfig
+from services.worker.engine.grammar_check import GrammarCheck
+from services.worker.engine.loop import EngineLoop, connect, send
+from services.worker.engine.model.shape import shape_of
+from services.worker.engine.pipeline.fact_log import FactLog
+from services.worker.engine.pipeline.frames import KINDS
+from services.worker.engine.pipeline.links import Links
+from services.worker.engine.pipeline.member import Member
+from services.worker.engine.pipeline.stage_runner import StageRunner
+from services.worker.engine.profile.idle import IdleProfiler
+from services.worker.engine.profile.measurer import Measurer, room_of
+from services.worker.engine.profile.point import IDLE
+from services.worker.engine.profile.session import ProfileSession
+from services.worker.engine.profile.store import profile_path
+from services.worker.engine.transfer.gate import ActivationGate
+from services.worker.engine.transfer.lane import Identity
+from services.worker.engine.transfer.lanes import Lanes, LanesConfig, open_lanes
+from services.worker.engine.transfer.mover import Mover, MoverConfig
+from services.worker.engine.transfer.ucx_config import UcxConfig
+from services.worker.errors import WorkerError
+from services.worker.ipc import EngineReady, EngineUnusable
+
+log = logging.getLogger(__name__)
+
+
+def started() -> EngineLoop:
+    """Load the model and tell the servicer; the result is ready to run."""
+    parser = argparse.ArgumentParser(prog="tideserve-engine")
+    parser.add_argument("--socket", required=True)
+    parser.add_argument("--parent", type=int, required=True)
+    parser.add_argument("--incarnation", required=True)
+    arguments = parser.parse_args()
+    die_with_parent()
+    if os.getppid() != arguments.parent:
+        sys.exit(EXIT_UNUSABLE)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    set_up_logging()
+    data = config_module.parse_yaml(sys.stdin.read(), "the servicer's configuration")
+    config = config_module.from_mapping(WorkerConfig, data, "the servicer's configuration")
+    set_up_logging(config.log_level, config.log_format)
+    identity = Identity(config.worker_id, arguments.incarnation)
+    failpoint.arm(config.failpoints, config.failpoint_file, arguments.parent)
+    socket = connect(arguments.socket)
+    try:
+        pacer = pacer_of(config)
+        runner = ModelRunner.load(runner_config(config))
+        profile = stored_profile(config)
+        measured = pacer or profile
+        made_with = planner_config(runner, config, measured.model if measured is not None else None)
+        if profile is not None:
+            log.info("profile of this model and device: %s (%s)", profile.name, profile.source)
+        member_config = MemberConfig(
+            config.worker_id,
+            runner.stage_memory.num_layers,
+            runner.stage_memory.tied_embeddings,
+            made_with,
+            config.link_bytes_per_s / runner.stage_memory.kv_ranges[0].shape.size_bytes,
+        )
+        event_log = open_event_log(member_config, config)
+        lanes = open_lanes(identity, lanes_config(config), KINDS)
+    except (WorkerError, ServiceError) as error:
+        send(socket, EngineUnusable(str(error)))
+        socket.close()
+        sys.exit(EXIT_UNUSABLE)
+    changeover = Changeover.of(member_config)
+    facts = FactLog(event_log, changeover.planner, runner.stage_memory, monotonic_s)
+    facts.start(identity, config.memory_bytes, exact=config.dtype != "bfloat16")
+    profiler = idle_profiler(runner, changeover.planner.pool, config)
+    member = join(identity, lanes, runner, changeover, config, pacer, facts)
+    send(socket, describe(runner, config, lanes))
+    grammars = GrammarCheck(runner.grammars, monotonic_s)
+    member.mover.start()
+    descriptors = (lanes.activations.fileno(), member.mover.fileno())
+    return EngineLoop(member, socket, grammars, descriptors, profiler)
+
+
+def runner_config(config: WorkerConfig) -> RunnerConfig:
+    """The part of the configuration that the model runner needs."""
+    return RunnerConfig(
+        model_dir=config.model_dir,
+        device=config.device,
+        dtype=getattr(torch, config.dtype),
+        budget_bytes=config.memory_bytes,
+        block_size=config.block_size,
+        chunk_bytes=config.chunk_bytes,
+        load_format=config.load_format,
+        max_batch_tokens=config.max_batch_tokens,
+        max_running=config.max_running,
+        max_model_len=config.max_model_len,
+        threads=config.threads,
+    )
+
+
+def lanes_config(config: WorkerConfig) -> LanesConfig:
+    """The part of the configuration that the lanes need; the servicer has settled `advertise`."""
+    return LanesConfig(
+        config.host,
+        config.advertise,
+        config.activation_port,
+        config.bulk_port,
+        UcxConfig(config.ucx_transports, config.ucx_devices, config.ucx_ports),
+    )
+
+
+def planner_config(
+    runner: ModelRunner, config: WorkerConfig, cost_model: CostModel | None
+) -> IterationConfig:
+    """The configuration of a planner over the blocks that the runner has."""
+    return IterationConfig(
+        block_size=runner.block_size,
+        num_blocks=runner.num_blocks,
+        max_batch_tokens=config.max_batch_tokens,
+        max_running=config.max_running,
+        max_waiting=config.max_waiting,
+        batch_formation=BatchFormation(config.batch_formation),
+        min_microbatch_tokens=config.min_microbatch_tokens,
+        cost_model=cost_model,
+        overtaken_max=config.overtaken_max,
+        prefix_caching=config.prefix_caching,
+    )
+
+
+def open_event_log(made_with: MemberConfig, config: WorkerConfig) -> EventLog | None:
+    """The event log, if one is configured. Raises EventLogError."""
+    if config.event_log is None:
+        return None
+    return EventLog(config.event_log, config.worker_id, made_with)
+
+
+def pacer_of(config: WorkerConfig) -> Pacer | None:
+    """The pacer, if the configuration names a device to pace to. Raises ConfigError."""
+    if config.paced is None:
+        return None
+    profile = load_profile(config.paced)
+    log.warning("PACED: every iteration is padded to the time of %s", profile.name)
+    return Pacer(profile.model)
+
+
+def stored_profile(config: WorkerConfig) -> DeviceProfile | None:
+    """The stored profile of this model on this device; None without a usable one."""
+    if config.profile_dir is None:
+        return None
+    path = profile_path(config.profile_dir, runner_config(config), config.threads)
+    if not path.is_file():
+        return None
+    try:
+        return load_profile(path)
+    except ConfigError as error:
+        log.warning("the stored profile is not usable: %s", error)
+        return None
+
+
+def idle_profiler(
+    runner: ModelRunner, pool: BlockPool, config: WorkerConfig
+) -> IdleProfiler | None:
+    """The profiler for idle times; None if a profile is stored or none is wanted."""
+    # The profiler borrows blocks, which a replay of the event log would not know of.
+    if config.profile_dir is None or config.event_log is not None:
+        return None
+    if config.paced is not None or not config.profile_when_idle:
+        return None
+    if stored_profile(config) is not None:
+        return None
+    own = runner_config(config)
+    path = profile_path(config.profile_dir, own, config.threads)
+    room = room_of(runner, config.max_batch_tokens, config.max_running)
+    return IdleProfiler(
+        ProfileSession(IDLE, room), Measurer(runner, pool), runner, own, config.threads, path
+    )
+
+
+def join(
+    identity: Identity,
+    lanes: Lanes,
+    runner: ModelRunner,
+    changeover: Changeover,
+    config: WorkerConfig,
+    pacer: Pacer | None,
+    facts: FactLog,
+) -> Member:
+    """The engine's part in its group."""
+    gate = ActivationGate()
+    settings = MoverConfig(
+        link_bytes_per_s=config.link_bytes_per_s, coordinated=config.coordinated_exchange
+    )
+    member = Member(
+        identity,
+        changeover,
+        StageRunner(runner, changeover.planner.table, pacer),
+        Links(lanes.activations, config.worker_id, gate),
+        lanes.bulk,
+        partial(Mover, lanes.bulk, gate, settings),
+        monotonic_s,
+        facts,
+    )
+    failpoint.on_cut(member.cut_off)
+    return member
+
+
+def describe(runner: ModelRunner, config: WorkerConfig, lanes: Lanes) -> EngineReady:
+    """The facts about this engine, for its registration and its reports."""
+    return EngineReady(
+        max_model_len=min(runner.geometry.max_model_len, runner.num_blocks * runner.block_size),
+        context_tokens=runner.geometry.max_model_len,
+        vocab_size=runner.geometry.vocab_size,
+        block_size=runner.block_size,
+        kv_blocks_total=runner.num_blocks,
+        kv_block_bytes=runner.kv_bytes_per_token * runner.block_size,
+        budget_bytes=config.memory_bytes,
+        parameter_bytes=runner.parameter_bytes,
+        staging_bytes=runner.staging_bytes,
+        arena_bytes=runner.stage_memory.plan.arena_bytes,
+        shape=shape_of(runner.geometry, runner.slab_bytes),
+        activation_address=lanes.activations.address if lanes.reachable else "",
+        bulk_address=lanes.bulk.address if lanes.reachable else "",
+        model_digest=runner.model_digest,
+    )
