@@ -22,6 +22,11 @@ from services.worker.member.participant import PrepareRefused, ProposedChange, S
 
 # Longer than the deadline of any caller.
 ANSWER_TIMEOUT_S = 3600.0
+UNHEARD_S = 3.0
+"""An engine that says nothing for so long while its group falls apart is what it fell apart of.
+
+If it only computes for long, little is lost: its requests are computed anew in any case.
+"""
 
 log = logging.getLogger(__name__)
 
@@ -30,7 +35,7 @@ class Engine(Protocol):
     """The engine's commands for groups, as `EngineClient` has them."""
 
     @property
-    def responsive(self) -> bool: ...
+    def silent_s(self) -> float: ...
 
     async def apply(self, configuration: ApplyConfiguration) -> None: ...
 
@@ -91,7 +96,7 @@ class EngineParticipant:
         if group.phase is GroupPhase.DEGRADED:
             log.warning("a member was lost: requests wait until all layers are back")
             self._move_to(None)
-            if not self._engine.responsive:
+            if self._engine.silent_s > UNHEARD_S:
                 self._end_requests("the engine of the worker does not answer; try again")
             await self._engine.apply(ApplyConfiguration([self._plan(group)]))
             return

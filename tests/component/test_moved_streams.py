@@ -281,6 +281,19 @@ async def test_a_worker_that_does_not_answer_in_time(bench: Bench) -> None:
         await bench.all_idle()
 
 
+async def test_a_worker_that_cannot_be_reached_is_given_up_at_once(bench: Bench) -> None:
+    old, *_ = bench.owners
+    gone = Owner("gone", 20)
+    bench.client._attach_timeout_s = 3600.0
+    with refusing_address() as gone.address:
+        async with bench.open("r") as stream:
+            await old.has_started("r")
+            old.tell(old.moved("r", gone, 0))
+            with pytest.raises(WorkerLost, match="cannot be reached"):
+                await read(stream)
+    await bench.all_idle()
+
+
 async def test_a_worker_is_asked_until_it_answers(bench: Bench) -> None:
     old, *_ = bench.owners
     late = Owner("late", 20)

@@ -28,6 +28,8 @@ from tideserve.common.v1 import load_pb2
 from tideserve.worker.v1 import worker_pb2
 
 REATTACH_S = 0.2
+UNREACHED_MAX = 5
+"""Connections in a row without a word of a worker: then its process is taken to be gone."""
 LARGE_IDS = 4096
 """Token ids of a request that take longer to pack than a turn of the event loop should."""
 
@@ -59,9 +61,9 @@ class WorkerClient:
     ) -> None:
         """`known_addresses`: where the registered workers listen.
 
-        A stream whose new worker does not answer for `attach_timeout_s` fails. `on_moved` is called
-        for each stream that goes over to another worker, `on_load` with a worker's load before
-        requests that it has ended end here.
+        A stream whose new worker does not answer for `attach_timeout_s`, or cannot be reached at
+        all, fails. `on_moved` is called for each stream that goes over to another worker, `on_load`
+        with a worker's load before requests that it has ended end here.
         """
         self._known_addresses = known_addresses
         self._attach_timeout_s = attach_timeout_s
@@ -182,16 +184,24 @@ class WorkerClient:
 
     async def _keep_attaching(self, carried: _Carried, moved: Moved) -> None:
         """Attach again whenever the link is lost before the worker has answered."""
+        unreached = 0
         try:
             async with timeout(self._attach_timeout_s):
                 while not await carried.stream.settled():
+                    unreached = 0 if carried.link.answered else unreached + 1
+                    if unreached == UNREACHED_MAX:
+                        self._give_up(carried, moved, "cannot be reached")
+                        return
                     await asyncio.sleep(REATTACH_S)
                     self._attach(carried, moved)
         except TimeoutError:
-            self._abort(carried.request_id, moved.address)
-            carried.stream.fail(
-                WorkerLost("the worker that took the request over is silent; send it again")
-            )
+            self._give_up(carried, moved, "is silent")
+
+    def _give_up(self, carried: _Carried, moved: Moved, why: str) -> None:
+        self._abort(carried.request_id, moved.address)
+        carried.stream.fail(
+            WorkerLost(f"the worker that took the request over {why}; send it again")
+        )
 
     def _attach(self, carried: _Carried, moved: Moved) -> None:
         failpoint.hit("gateway.attach.sent")

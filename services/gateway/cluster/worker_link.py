@@ -37,6 +37,8 @@ class WorkerLink:
     ) -> None:
         """`on_moved` learns of each request id that this worker has handed to another, `on_load` of
         its load whenever requests have ended, before these do; `reach` whether it answers.
+
+        `answered` is whether the worker has said anything on it.
         """
         self.address = address
         self._on_moved = on_moved
@@ -46,7 +48,7 @@ class WorkerLink:
         self.streams: dict[str, TokenStream] = {}
         self._outbox: Outbox[worker_pb2.GenerateRequest] = Outbox()
         self._stop = asyncio.Event()
-        self._answered = False
+        self.answered = False
 
     @property
     def usable(self) -> bool:
@@ -84,7 +86,7 @@ class WorkerLink:
                     call.cancel()
         except* (StreamBroken, grpc.aio.AioRpcError) as group:
             reason = cause(group)
-            if not (self._answered or self._stop.is_set()):
+            if not (self.answered or self._stop.is_set()):
                 self._reach.failed(self.address, monotonic_s())
         finally:
             self._stop.set()
@@ -118,7 +120,7 @@ class WorkerLink:
         """A worker sends its metadata at once; those of a call that has failed are empty."""
         await call.initial_metadata()
         if not call.done():
-            self._answered = True
+            self.answered = True
             self._reach.reached(self.address)
 
     async def _wait_for_stop(self) -> None:

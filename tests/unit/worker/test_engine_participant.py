@@ -7,7 +7,7 @@ import pytest
 from services.common.errors import ConfigError
 from services.core.groups.layer_map import ModelShape
 from services.core.groups.vocabulary import Group, GroupPhase, Member
-from services.worker.engine_participant import EngineParticipant, can_drop
+from services.worker.engine_participant import UNHEARD_S, EngineParticipant, can_drop
 from services.worker.group_view import Place
 from services.worker.ipc import (
     ApplyConfiguration,
@@ -43,7 +43,7 @@ MERGE = ProposedChange("7-1", "group-w0", 1, MERGED, PEERS)
 class RecordingEngine:
     told: list[object] = field(default_factory=list)
     error: str = ""
-    responsive: bool = True
+    silent_s: float = 0.0
 
     async def apply(self, configuration: ApplyConfiguration) -> None:
         self.told.append(configuration)
@@ -199,6 +199,6 @@ async def test_a_degraded_group_serves_nothing() -> None:
 async def test_a_frozen_engine_keeps_no_request_when_its_group_goes_on() -> None:
     bench = Bench()
     await bench.participant.commit(ALONE, "", "")
-    bench.engine.responsive = False
+    bench.engine.silent_s = UNHEARD_S + 1
     await bench.participant.commit(replace(ALONE, epoch=4, phase=GroupPhase.DEGRADED), "", "")
     assert bench.given_up == ["the engine of the worker does not answer; try again"]

@@ -51,12 +51,14 @@ class Fault:
     """What happens: an action of the failpoint; `by_hand` is the bench's own, after a note.
 
     lasts_s: how long the fault itself goes on. seen: whether a connection closes, so that others
-    learn of it at once. roles: to whom it makes a difference.
+    learn of it at once. silence_max_s: how long a stream may then be without a token. roles: to
+    whom it makes a difference.
     """
 
     action: str
     lasts_s: float = 0.0
     seen: bool = True
+    silence_max_s: float = 3.0
     roles: Sequence[str] = ROLES
     by_hand: str = ""
 
@@ -69,11 +71,12 @@ FAULTS: Mapping[str, Fault] = {
     "kill-worker": Fault(KILL_WORKER),
     "kill-engine": Fault(KILL),
     "kill-servicer": Fault(KILL_PARENT),
-    # Longer than any silence that is tolerated on a lane, and than a lease, is 12 s.
-    "stop-3": Fault(STOP_WORKER, 3, seen=False),
-    "stop-12": Fault(STOP_WORKER, 12, seen=False),
-    "stop-70": Fault(STOP_WORKER, 70, seen=False),
-    "stop-engine-12": Fault(STOP, 12, seen=False),
+    # Longer than any silence that is tolerated on a lane (5 s), and than a lease (10 s), is 12 s. A
+    # stream may be silent for the lease and 3 s; for 5 + 3 s where the servicer lives.
+    "stop-3": Fault(STOP_WORKER, 3, seen=False, silence_max_s=13),
+    "stop-12": Fault(STOP_WORKER, 12, seen=False, silence_max_s=13),
+    "stop-70": Fault(STOP_WORKER, 70, seen=False, silence_max_s=13),
+    "stop-engine-12": Fault(STOP, 12, seen=False, silence_max_s=8),
     "cut": Fault(CUT),
     "etcd-kill": _by_hand("etcd-kill"),
     "etcd-stop-60": _by_hand("etcd-stop", 60),

@@ -52,5 +52,5 @@ class UcxLaneConfig:
     hello_timeout_s: float = 1.0
     nonce_lifetime_s: float = 60.0
     heartbeat_s: float = 1.0
-    silence_timeout_s: float = 10.0
+    silence_timeout_s: float = 5.0
     send_timeout_s: float = 30.0
