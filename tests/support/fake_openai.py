@@ -15,7 +15,7 @@ class FakeOpenAI(ThreadingHTTPServer):
 
     A prompt that begins with a key of `behaviour` is answered with that status, or `"cut"`: the
     stream ends early, `"error"`: with an error event, `"short"`: well, after one token;
-    `"silent"`: not before the server ends.
+    `"silent"`: not before the server ends. The ids of tokens, if asked for, count from 0.
     """
 
     daemon_threads = True
@@ -63,7 +63,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         if what == "silent":
             self.server.ending.wait()
-        for event in _events(1 if what == "short" else body["max_tokens"], what):
+        tokens = 1 if what == "short" else body["max_tokens"]
+        for event in _events(tokens, what, body.get("return_token_ids", False)):
             data = f"data: {event}\n\n".encode()
             self.wfile.write(b"%x\r\n%b\r\n" % (len(data), data))
         self.wfile.write(b"0\r\n\r\n")
@@ -78,10 +79,11 @@ class _Handler(BaseHTTPRequestHandler):
         """Say nothing."""
 
 
-def _events(tokens: int, what: str | None) -> Iterator[str]:
+def _events(tokens: int, what: str | None, ids: bool) -> Iterator[str]:
     for index in range(tokens):
         reason = "length" if index == tokens - 1 else None
-        yield json.dumps({"choices": [{"index": 0, "text": f"{index} ", "finish_reason": reason}]})
+        choice: dict[str, Any] = {"index": 0, "text": f"{index} ", "finish_reason": reason}
+        yield json.dumps({"choices": [choice | ({"token_ids": [index]} if ids else {})]})
         if what == "cut":
             return
         if what == "error":

@@ -20,6 +20,8 @@ from tideserve.sim.replay import (
     replay,
 )
 
+INVARIANTS = tuple(f"I{number}" for number in range(1, 11))
+
 
 @dataclass(frozen=True, slots=True)
 class Audited:
@@ -27,6 +29,31 @@ class Audited:
 
     replayed: dict[str, Replayed]
     findings: Findings
+
+    @property
+    def differing(self) -> list[str]:
+        """A sentence for each log whose replay decides otherwise."""
+        return [
+            f"{name} decides otherwise when replayed: {one.difference}"
+            for name, one in self.replayed.items()
+            if one.difference
+        ]
+
+    @property
+    def unchecked(self) -> list[str]:
+        """A sentence for each invariant of which the logs tell nothing."""
+        untold = [one for one in INVARIANTS if not self.findings.checks[one]]
+        return [f"nothing in the logs tells of {one}" for one in untold]
+
+    @property
+    def problems(self) -> list[str]:
+        """A sentence for all that should not be; of the violations only some."""
+        return [*self.differing, *self.findings.violations, *self.unchecked]
+
+    @property
+    def checks(self) -> dict[str, int]:
+        """How often each invariant was checked."""
+        return {one: self.findings.checks[one] for one in INVARIANTS}
 
 
 def audit_logs(folder: Path) -> Audited:

@@ -1,13 +1,13 @@
 """A load of constant concurrency that lasts until it is stopped, from a thread of this process.
 
-It counts how requests end and measures nothing. Every tenth client hangs up early.
+It counts how requests end and measures no times. Every tenth client hangs up early.
 """
 
 import asyncio
 import itertools
 import threading
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, fields
 from random import Random
 
 from tideserve.bench.event_stream import OpenAIServer, StreamedAnswer, StreamFailed
@@ -24,21 +24,31 @@ REFUSALS = (429, 503)
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What the requests are like: ranges of lengths and token ids, ends included."""
+    """What the requests are like: ranges of lengths and token ids, ends included.
+
+    With `distinct`, there are only so many different ones, which come again and again.
+    """
 
     concurrency: int = 8
     prompt_tokens: tuple[int, int] = (16, 96)
     output_tokens: tuple[int, int] = (16, 96)
     token_ids: tuple[int, int] = (300, 2000)
     seed: int = 0
+    temperature: float = 0.0
+    distinct: int = 0
 
     def request(self, number: int) -> PlannedRequest:
         """The request of that number, always the same."""
+        number = number % self.distinct if self.distinct else number
         rng = Random(f"{self.seed}/{number}")
         prompt = tuple(
             rng.randint(*self.token_ids) for _ in range(rng.randint(*self.prompt_tokens))
         )
-        return PlannedRequest(0.0, prompt, rng.randint(*self.output_tokens), number)
+        output = rng.randint(*self.output_tokens)
+        # With a salt, the ids of the tokens are told.
+        salt = "distinct" if self.distinct else None
+        heat = self.temperature
+        return PlannedRequest(0.0, prompt, output, number, cache_salt=salt, temperature=heat)
 
 
 @dataclass(slots=True)
@@ -46,6 +56,7 @@ class Tally:
     """How requests have ended; `errors` are the first of those that were lost or stuck.
 
     Lost: the stream failed, or ended with fewer tokens than it should. Duplicated: with more.
+    Different: with others than those of an undisturbed run, where these are known.
     """
 
     sent: int = 0
@@ -55,6 +66,7 @@ class Tally:
     lost: int = 0
     duplicated: int = 0
     stuck: int = 0
+    different: int = 0
     tokens: int = 0
     errors: list[str] = field(default_factory=list)
 
@@ -62,7 +74,23 @@ class Tally:
     def ended(self) -> int:
         """All requests that have ended, in whichever way."""
         good = self.completed + self.hung_up + self.refused
-        return good + self.lost + self.duplicated + self.stuck
+        return good + self.lost + self.duplicated + self.stuck + self.different
+
+    def problems(self, refusals: bool = False) -> list[str]:
+        """A sentence for each kind of bad end; with `refusals`, these are bad, too."""
+        names = ("lost", "duplicated", "stuck", "different", *(("refused",) if refusals else ()))
+        counted = {name: getattr(self, name) for name in names}
+        problems = [f"{count} requests were {name}" for name, count in counted.items() if count]
+        if self.ended != self.sent:
+            problems.append(f"{self.sent} requests were sent, and {self.ended} ended")
+        if not self.completed:
+            problems.append("no request was completed")
+        return problems + self.errors
+
+    def add(self, other: "Tally") -> None:
+        """Count what another load has counted, too."""
+        for one in fields(self):
+            setattr(self, one.name, getattr(self, one.name) + getattr(other, one.name))
 
     def note_error(self, text: str) -> None:
         """Keep it, unless there are many."""
@@ -73,8 +101,16 @@ class Tally:
 class SteadyLoad:
     """`with SteadyLoad(url, model, shape) as load:`; leaving waits until all requests are over."""
 
-    def __init__(self, url: str, model: str, shape: Shape) -> None:
+    def __init__(
+        self,
+        url: str,
+        model: str,
+        shape: Shape,
+        wanted: Sequence[tuple[int, ...]] = (),
+    ) -> None:
+        """`wanted`: the output of each of the `distinct` requests, undisturbed."""
         self.tally = Tally()
+        self._wanted = wanted
         self._url = url
         self._model = model
         self._shape = shape
@@ -151,15 +187,26 @@ class SteadyLoad:
             return
         tally.tokens += got
         error = answer.error if failure is None else str(failure) or type(failure).__name__
-        if answer.finished and not error and got == wanted:
+        differs = self._differs(number, answer)
+        if answer.finished and not error and got == wanted and not differs:
             tally.completed += 1
             return
         if answer.finished and got > wanted:
             tally.duplicated += 1
+        elif differs:
+            tally.different += 1
+            error = f"other tokens than undisturbed; {error}"
         else:
             tally.lost += 1
         cause = error or (answer.body if answer.status != 200 else f"{got} of {wanted} tokens came")
         tally.note_error(f"request {number} ({answer.request_id}): {cause}")
+
+    def _differs(self, number: int, answer: StreamedAnswer) -> bool:
+        """Whether it has a token that an undisturbed run has not."""
+        if not self._wanted:
+            return False
+        wanted = self._wanted[number % len(self._wanted)]
+        return tuple(answer.output_ids) != wanted[: len(answer.output_ids)]
 
 
 async def _while_it_advances(sending: "asyncio.Task[None]", answer: StreamedAnswer) -> None:

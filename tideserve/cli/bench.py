@@ -117,7 +117,7 @@ def _run_trial(arguments: BenchArguments, trial: Trial, report: Report) -> None:
         _check_options(arguments)
         _refuse_load(arguments, "compares nothing", trial.traced)
         if not trial.resumable:
-            _refuse_cells(arguments)
+            _refuse_cells(arguments, trial.timed)
         check_writable(arguments.json)
         with _trial_deployment(arguments, trial, report) as deployment:
             with report.step(f"{trial.name}: {trial.summary}"):
@@ -205,10 +205,11 @@ def _refuse_trace(arguments: BenchArguments, why: str, traced: bool = False) -> 
     _refuse(arguments, given, why)
 
 
-def _refuse_cells(arguments: BenchArguments) -> None:
+def _refuse_cells(arguments: BenchArguments, timed: bool = False) -> None:
     choice = arguments.choice
-    given = {"--cells": choice.cells, "--append": choice.append, "--minutes": choice.minutes}
-    _refuse(arguments, given, "has no cells")
+    _refuse(arguments, {"--cells": choice.cells, "--append": choice.append}, "has no cells")
+    minutes = None if timed else choice.minutes
+    _refuse(arguments, {"--minutes": minutes}, "lasts as long as its load does")
 
 
 def _refuse(arguments: BenchArguments, given: Mapping[str, Any], why: str) -> None:

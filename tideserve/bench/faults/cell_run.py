@@ -8,11 +8,16 @@ from pathlib import Path
 
 from services.common.clock import monotonic_s
 from tideserve.bench.audit_logs import Audited, audit_logs
-from tideserve.bench.errors import SystemUnavailable
 from tideserve.bench.faults.cluster import POLL_S, FaultCluster, StableWatch
 from tideserve.bench.faults.judge import CellSeen, CellVerdict, judge_cell
 from tideserve.bench.faults.matrix import FAULTS, PHASES, FaultCell
-from tideserve.bench.faults.streams import STALL_S, StreamOutcome, Streams, stream_requests
+from tideserve.bench.faults.streams import (
+    STALL_S,
+    Streams,
+    sent,
+    stream_requests,
+    undisturbed_tokens,
+)
 from tideserve.bench.systems.system import Deployment, Say
 from tideserve.bench.workload import PlannedRequest
 
@@ -23,7 +28,6 @@ BEGIN_TIMEOUT_S = 60.0
 WHOLE_TIMEOUT_S = 180.0
 """A worker that is started anew loads torch, which takes long on a busy machine."""
 REST_TIMEOUT_S = 30.0
-INVARIANTS = tuple(f"I{number}" for number in range(1, 11))
 
 
 def run_cell(
@@ -52,7 +56,7 @@ def _run(cluster: FaultCluster, seed: int, say: Say) -> CellSeen:
     requests = stream_requests(STREAMS, seed)
     say("an undisturbed run")
     cluster.note_workers()
-    wanted = _undisturbed(cluster, requests)
+    wanted = undisturbed_tokens(cluster.url, cluster.model, requests)
     if phase.merged:
         cluster.change("merge")
         _await(cluster.whole, WHOLE_TIMEOUT_S)
@@ -94,7 +98,7 @@ def _follow(
         seen.whole_s = max(0.0, monotonic_s() - ends_s)
         say("do all workers serve?")
         probes = requests[: PROBES_PER_WORKER * seen.cell.size]
-        seen.probed = _sent(cluster, probes, "probes")
+        seen.probed = sent(cluster.url, cluster.model, probes, "probes")
         if _blocks_free_s(cluster, monotonic_s()) is None:
             seen.blocks_free_s = None
     stable_since_s = watch.end()
@@ -105,28 +109,6 @@ def _blocks_free_s(cluster: FaultCluster, since_s: float) -> float | None:
     if _await(cluster.blocks_free, REST_TIMEOUT_S) is None:
         return None
     return monotonic_s() - since_s
-
-
-def _undisturbed(
-    cluster: FaultCluster, requests: Sequence[PlannedRequest]
-) -> list[tuple[int, ...]]:
-    """The tokens of a run without a fault. Raises SystemUnavailable if a request fails."""
-    outcomes = _sent(cluster, requests, "undisturbed")
-    for number, (outcome, request) in enumerate(zip(outcomes, requests, strict=True)):
-        if outcome.failure or len(outcome.token_ids) != request.output_tokens:
-            raise SystemUnavailable(
-                f"request {number} failed without a fault after {len(outcome.token_ids)} tokens:"
-                f" {outcome.failure or 'it ended too early'}"
-            )
-    return [outcome.token_ids for outcome in outcomes]
-
-
-def _sent(
-    cluster: FaultCluster, requests: Sequence[PlannedRequest], salt: str
-) -> list[StreamOutcome]:
-    streams = Streams(cluster.url, cluster.model, requests, salt, STALL_S)
-    streams.start()
-    return streams.wait()
 
 
 def _await(condition: Callable[[], bool], timeout_s: float) -> float | None:
@@ -141,17 +123,8 @@ def _await(condition: Callable[[], bool], timeout_s: float) -> float | None:
 
 def _note_audit(seen: CellSeen, audited: Audited) -> None:
     """What the logs show: broken invariants, replays that decide otherwise, empty checks."""
-    findings = audited.findings
-    otherwise = [
-        f"{name} decides otherwise when replayed: {one.difference}"
-        for name, one in audited.replayed.items()
-        if one.difference
-    ]
-    untold = [
-        f"nothing in the logs tells of {one}" for one in INVARIANTS if not findings.checks[one]
-    ]
-    seen.broken = [*findings.violations, *otherwise, *untold]
-    seen.violations = findings.broken + len(otherwise) + len(untold)
+    seen.broken = audited.problems
+    seen.violations = audited.findings.broken + len(audited.differing) + len(audited.unchecked)
 
 
 def _keep(cluster: FaultCluster, folder: Path, target: Path) -> None:

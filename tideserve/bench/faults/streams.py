@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from random import Random
 
 from services.common.clock import monotonic_s
+from tideserve.bench.errors import SystemUnavailable
 from tideserve.bench.event_stream import OpenAIServer, StreamedAnswer, StreamFailed
 from tideserve.bench.workload import TOKEN_ID_MAX, TOKEN_ID_MIN, PlannedRequest
 
@@ -143,6 +144,29 @@ class Streams:
         except asyncio.CancelledError:
             self._failures[number] = f"nothing came for {self._stall_s:.0f} s"
         self._ended_s[number] = monotonic_s()
+
+
+def sent(
+    url: str, model: str, requests: Sequence[PlannedRequest], salt: str
+) -> list[StreamOutcome]:
+    """How requests end that are sent at once."""
+    streams = Streams(url, model, requests, salt, STALL_S)
+    streams.start()
+    return streams.wait()
+
+
+def undisturbed_tokens(
+    url: str, model: str, requests: Sequence[PlannedRequest]
+) -> list[tuple[int, ...]]:
+    """The tokens of a run without a fault. Raises SystemUnavailable if a request fails."""
+    outcomes = sent(url, model, requests, "undisturbed")
+    for number, (outcome, request) in enumerate(zip(outcomes, requests, strict=True)):
+        if outcome.failure or len(outcome.token_ids) != request.output_tokens:
+            raise SystemUnavailable(
+                f"request {number} failed without a fault after {len(outcome.token_ids)} tokens:"
+                f" {outcome.failure or 'it ended too early'}"
+            )
+    return [outcome.token_ids for outcome in outcomes]
 
 
 def _failure_in(answer: StreamedAnswer) -> str:

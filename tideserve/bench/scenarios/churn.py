@@ -33,7 +33,6 @@ RSS_GROWTH_MAX = 0.05
 REQUEST_COUNTS = (
     *("sent", "completed", "hung_up", "refused", "lost", "duplicated", "stuck", "tokens"),
 )
-INVARIANTS = tuple(f"I{number}" for number in range(1, 11))
 
 
 @dataclass(slots=True)
@@ -84,14 +83,8 @@ def churn(
 def judge(done: Churned, tally: Tally, audited: Audited) -> TrialVerdict:
     """Figures, and a problem for every property that did not hold."""
     problems = [done.failure] if done.failure else []
-    problems += _request_problems(tally) + _memory_problems(done)
-    for name, replayed in audited.replayed.items():
-        if replayed.difference:
-            problems.append(f"{name} decides otherwise when replayed: {replayed.difference}")
-    findings = audited.findings
-    problems += findings.violations
-    untold = [one for one in INVARIANTS if not findings.checks[one]]
-    problems += [f"nothing in the logs tells of {one}" for one in untold]
+    problems += tally.problems() + _memory_problems(done)
+    problems += audited.problems
     figures = {
         "cycles": done.wanted,
         "merges": done.merges,
@@ -105,8 +98,8 @@ def judge(done: Churned, tally: Tally, audited: Audited) -> TrialVerdict:
             name: {"events": one.events, "decisions": one.decisions}
             for name, one in audited.replayed.items()
         },
-        "invariants_checked": {one: findings.checks[one] for one in INVARIANTS},
-        "violations": findings.broken,
+        "invariants_checked": audited.checks,
+        "violations": audited.findings.broken,
         "problems": problems,
     }
     return TrialVerdict(figures, _rows(done, tally, audited), problems)
@@ -168,16 +161,6 @@ def _await_rest(url: str, done: Churned) -> None:
 # --- judging
 
 
-def _request_problems(tally: Tally) -> list[str]:
-    counted = {"lost": tally.lost, "duplicated": tally.duplicated, "stuck": tally.stuck}
-    problems = [f"{count} requests were {name}" for name, count in counted.items() if count]
-    if tally.ended != tally.sent:
-        problems.append(f"{tally.sent} requests were sent, and {tally.ended} ended")
-    if not tally.completed:
-        problems.append("no request was completed")
-    return problems + tally.errors
-
-
 def _memory_problems(done: Churned) -> list[str]:
     problems = [
         f"{name} has {total - free} of {total} blocks in use at rest"
@@ -204,7 +187,6 @@ def _mebibytes(size_bytes: float) -> str:
 
 
 def _rows(done: Churned, tally: Tally, audited: Audited) -> list[tuple[str, str]]:
-    findings = audited.findings
     rows = [
         ("merges / splits", f"{done.merges} / {done.splits} in {done.duration_s:,.0f} s"),
         ("refused at first and repeated", str(done.refused)),
@@ -224,8 +206,11 @@ def _rows(done: Churned, tally: Tally, audited: Audited) -> list[tuple[str, str]
     same = not any(one.difference for one in audited.replayed.values())
     rows += [
         ("decisions replayed", f"{decisions:,}, {'identical' if same else 'not all alike'}"),
-        ("invariants checked", ", ".join(f"{one} {findings.checks[one]:,}×" for one in INVARIANTS)),
-        ("violations", str(findings.broken)),
+        (
+            "invariants checked",
+            ", ".join(f"{one} {count:,}×" for one, count in audited.checks.items()),
+        ),
+        ("violations", str(audited.findings.broken)),
     ]
     return rows
 

@@ -51,7 +51,7 @@ class LoadChoice:
     append: Path | None = None
     """File of the cells that are done, which are not run again."""
     minutes: float | None = None
-    """No cell begins after so long."""
+    """No cell begins after so long, or so long it lasts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +131,7 @@ class Trial:
     may raise SystemUnavailable. Unless a model is given, it gets a tiny one; with `real_model`, the
     default one, in the dtype that the processor is fastest with; `dtype` is that of the tiny one.
     `traced`: a trace may be chosen. `resumable`: it has cells, which may be chosen and resumed.
+    `timed`: it lasts as long as is chosen.
     """
 
     name: str
@@ -141,6 +142,7 @@ class Trial:
     traced: bool = False
     dtype: str = "float32"
     resumable: bool = False
+    timed: bool = False
 
 
 Kind = TypeVar("Kind", Scenario, Trial)

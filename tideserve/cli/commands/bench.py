@@ -106,7 +106,8 @@ Append = Annotated[
     typer.Option(help="File of the cells of faults that are done; they are not run again."),
 ]
 Minutes = Annotated[
-    float | None, typer.Option(min=0, help="No cell of faults begins after so many minutes.")
+    float | None,
+    typer.Option(min=0, help="No cell of faults begins after so many minutes; soak lasts so long."),
 ]
 Seed = Annotated[
     int, typer.Option(min=0, help="Seed of the prompts, and of the arrivals of a pattern.")

@@ -8,9 +8,9 @@ from services.core.audit.findings import Findings
 from tests.support.fake_openai import fake_openai
 from tests.support.refusing_address import refusing_address
 from tests.support.waiting import eventually
-from tideserve.bench.audit_logs import Audited
+from tideserve.bench.audit_logs import INVARIANTS, Audited
 from tideserve.bench.group_changes import MERGE_PATH, ChangeFailed, change_groups
-from tideserve.bench.scenarios.churn import INVARIANTS, Churned, judge
+from tideserve.bench.scenarios.churn import Churned, judge
 from tideserve.bench.scenarios.scenario import find_scenarios, find_trials
 from tideserve.bench.steady_load import ERRORS_MAX, Shape, SteadyLoad, Tally
 from tideserve.sim.replay import Replayed
@@ -86,6 +86,7 @@ def test_trials_are_found_beside_the_scenarios() -> None:
         "faults",
         "front",
         "prefix",
+        "soak",
         "tracing",
     ]
     assert not find_trials().keys() & find_scenarios().keys()

@@ -1,0 +1,74 @@
+"""What `soak` makes of what it has seen."""
+
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from services.core.audit.findings import Findings
+from tests.support.fake_openai import fake_openai
+from tests.support.waiting import eventually
+from tideserve.bench.audit_logs import INVARIANTS, Audited
+from tideserve.bench.scenarios.soak import Soaked, judge
+from tideserve.bench.steady_load import Shape, SteadyLoad, Tally
+from tideserve.sim.replay import Replayed
+
+MIB = 1 << 20
+FLAT = [100 * MIB] * 10
+DONE = Soaked(
+    3,
+    Counter({"kill-worker": 4}),
+    floods=2,
+    rss_bytes={"gateway": FLAT},
+    groups_seen=Counter({1: 2, 3: 5}),
+)
+GOOD = Tally(sent=10, completed=9, hung_up=1, tokens=80)
+
+
+def audited() -> Audited:
+    findings = Findings()
+    for one in INVARIANTS:
+        findings.check(one, True, "")
+    return Audited({"worker-0-1-2.jsonl": Replayed(10, 20)}, findings)
+
+
+def test_a_run_in_which_all_holds_has_no_problem() -> None:
+    verdict = judge(DONE, GOOD, audited())
+    assert list(verdict.problems) == []
+    assert verdict.figures["faults"] == {"kill-worker": 4}
+    assert verdict.figures["rss_bytes"] == {"gateway": {"first": 100 * MIB, "last": 100 * MIB}}
+
+
+@pytest.mark.parametrize(
+    ("done", "tally", "problem"),
+    [
+        ({}, {"completed": 8, "lost": 1}, "1 requests were lost"),
+        ({}, {"completed": 8, "refused": 1}, "1 requests were refused"),
+        ({}, {"completed": 8, "different": 1}, "1 requests were different"),
+        ({}, {"completed": 8}, "10 requests were sent, and 9 ended"),
+        ({"groups_seen": Counter({3: 5})}, {}, "no groups were seen merged"),
+        ({"groups_seen": Counter({1: 5})}, {}, "the groups were never seen apart"),
+        (
+            {"rss_bytes": {"gateway": [*FLAT, *[111 * MIB] * 10]}},
+            {},
+            "gateway grew from 100 to 111 MiB",
+        ),
+        ({"problems": ["not whole"]}, {}, "not whole"),
+    ],
+)
+def test_whatever_does_not_hold_is_a_problem(done: Any, tally: Any, problem: str) -> None:
+    assert judge(replace(DONE, **done), replace(GOOD, **tally), audited()).problems == [problem]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "kind"), [((0, 1, 2, 3), "completed"), ((0, 1, 2, 4), "different")]
+)
+async def test_an_answer_with_other_tokens_than_undisturbed_is_different(
+    wanted: tuple[int, ...], kind: str
+) -> None:
+    shape = Shape(concurrency=1, output_tokens=(4, 4), distinct=2)
+    with fake_openai() as server, SteadyLoad(server.url, "fake", shape, [wanted] * 2) as load:
+        await eventually(lambda: load.tally.ended > 2)
+    tally = load.tally
+    assert getattr(tally, kind) == tally.sent - tally.hung_up > 0

@@ -1,0 +1,88 @@
+"""Faults that come one after the other, at random, to a whole cluster."""
+
+import os
+import signal
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+import psutil
+
+
+@dataclass(frozen=True, slots=True)
+class RandomFault:
+    """What happens to which processes: a kill, or a stop of `stops_s` seconds.
+
+    whom: "worker" is its servicer and its engine, "engine" the latter alone; else the service's
+    name. Faults are drawn by `weight`.
+    """
+
+    whom: str
+    stops_s: float = 0.0
+    weight: int = 1
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        return f"stop-{self.whom}-{self.stops_s:g}" if self.stops_s else f"kill-{self.whom}"
+
+
+RANDOM_FAULTS = (
+    RandomFault("worker", weight=3),
+    RandomFault("engine", weight=3),
+    RandomFault("worker", stops_s=3),
+    RandomFault("worker", stops_s=12),
+    RandomFault("engine", stops_s=12, weight=2),
+    RandomFault("memmgr"),
+    RandomFault("memmgr", stops_s=5),
+    RandomFault("etcd", stops_s=5),
+    RandomFault("etcd", stops_s=20),
+)
+
+
+def drawn(rng: Random) -> RandomFault:
+    """One of them."""
+    return rng.choices(RANDOM_FAULTS, [one.weight for one in RANDOM_FAULTS])[0]
+
+
+def strike(
+    fault: RandomFault,
+    status: Mapping[str, Any],
+    services: Mapping[str, int],
+    rng: Random,
+    sleep: Callable[[float], None] = time.sleep,
+) -> str:
+    """Let it happen, and wait for its end; returns what was hit, for people.
+
+    `status` names the workers' processes, `services` has the process ids of the others.
+    """
+    if fault.whom in ("worker", "engine"):
+        worker = rng.choice(sorted(status["workers"], key=lambda one: str(one["id"])))
+        pids, name = [int(pid) for pid in worker["pids"]], str(worker["id"])
+        if fault.whom == "engine":
+            pids = [pid for pid in pids if parent_of(pid) in pids]
+    else:
+        pids, name = [services[fault.whom]], fault.whom
+    _signal(pids, signal.SIGSTOP if fault.stops_s else signal.SIGKILL)
+    if fault.stops_s:
+        sleep(fault.stops_s)
+        _signal(pids, signal.SIGCONT)
+    return f"{fault.name}: {name}"
+
+
+def parent_of(pid: int) -> int:
+    """The process that has started it; 0 if it is gone."""
+    try:
+        return int(psutil.Process(pid).ppid())
+    except psutil.NoSuchProcess:
+        return 0
+
+
+def _signal(pids: list[int], number: int) -> None:
+    for pid in pids:
+        try:
+            os.kill(pid, number)
+        except ProcessLookupError:
+            continue
