@@ -339,7 +339,8 @@ class StageMemory:
     def finish_layer(self, name: str, max_bytes: int | None = None) -> bool:
         """Verify a filled slab, `max_bytes` (None: all) per call; returns whether it may run.
 
-        Hashing takes about a second per GiB. Raises InvalidStage, and SlabCorrupted: fill it again.
+        At start this takes about a second per GiB (SHA-256), later a tenth of that (XXH3). Raises
+        InvalidStage, and SlabCorrupted: fill it again.
         """
         return self.slabs[name].finish(max_bytes)
 

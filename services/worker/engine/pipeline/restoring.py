@@ -34,7 +34,7 @@ from services.worker.engine.transfer.pieces import ParameterPiece, SlabCut, para
 from services.worker.errors import WorkerError
 from services.worker.ipc import MemberPlan
 
-HASH_BYTES_PER_TURN = 8 << 20
+CHECKED_BYTES_PER_TURN = 64 << 20
 CONNECT_TIMEOUT_S = 10.0
 
 End = MembersConnected | KvShrunk | SlabVerified | RestoreFailed
@@ -125,7 +125,7 @@ class Restoring:
             else:
                 log.info("%s comes from the model folder", slab)
                 memory.load_layer(slab)
-            while not memory.finish_layer(slab, HASH_BYTES_PER_TURN):
+            while not memory.finish_layer(slab, CHECKED_BYTES_PER_TURN):
                 yield None
             self.points.preparing("verify")
             yield SlabVerified(command.attempt, slab, intact=True)

@@ -238,8 +238,8 @@ def test_parameters_that_do_not_come_in_time_are_not_waited_for(
 def test_requests_go_on_while_parameters_are_verified(
     make_group: MakeGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A slab from the folder; one that a member sends is hashed piece by piece as it comes."""
-    monkeypatch.setattr(restoring, "HASH_BYTES_PER_TURN", 100)
+    """A slab from the folder; one that a member sends is checked piece by piece as it comes."""
+    monkeypatch.setattr(restoring, "CHECKED_BYTES_PER_TURN", 100)
     group = merged(make_group())
     started(group)
     monkeypatch.setattr(memory(group, "w1"), "pack_slab", failing(InvalidStage("not now")))
