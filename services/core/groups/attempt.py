@@ -67,6 +67,11 @@ class Attempt:
         """The epoch that a commit gives."""
         return self.targets[0].epoch
 
+    @property
+    def restores(self) -> bool:
+        """Whether it gives survivors of a lost member their layers back."""
+        return all(group.phase is GroupPhase.DEGRADED for group in self.sources)
+
     def move(self, phase: AttemptPhase) -> None:
         """Go to `phase`."""
         assert (self.phase, phase) in TRANSITIONS, f"an attempt went from {self.phase} to {phase}"

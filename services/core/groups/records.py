@@ -31,13 +31,14 @@ class Records:
     assignments: dict[str, StoredAssignment] = field(default_factory=dict)
     epoch_floor: int = 0
     floor_revision: int = 0
+    _listed: int = 0  # revision of the listing
     _last_epoch: dict[str, int] = field(default_factory=dict)
 
     def take(self, listed: ClusterListed) -> None:
         """Replace everything by a listing; an older one has no effect."""
         if listed.revision < self.revision:
             return
-        self.revision = listed.revision
+        self.revision = self._listed = listed.revision
         self.workers = {worker.worker_id: worker for worker in listed.workers}
         self.groups = {stored.group.group_id: stored for stored in listed.groups}
         self.assignments = {stored.assignment.worker_id: stored for stored in listed.assignments}
@@ -48,13 +49,16 @@ class Records:
         self._forget_low_epochs()
 
     def apply(self, written: Transact, revision: int) -> None:
-        """Take in what we have committed; `revision` is later than any listing without it."""
+        """Take in what we have committed, at `revision`.
+
+        Two commits may end in the other order. They have no record in common.
+        """
         for group in written.groups:
             self._note_epoch(group)
         self.epoch_floor = max(self.epoch_floor, written.epoch_floor)
-        if revision <= self.revision:
-            return
-        self.revision = revision
+        if revision <= self._listed:
+            return  # the listing has it, or what came after it
+        self.revision = max(self.revision, revision)
         for group in written.groups:
             self.groups[group.group_id] = StoredGroup(group, revision)
         for assignment in written.assignments:

@@ -86,6 +86,8 @@ class GroupState:
     _committing: dict[int, str] = field(default_factory=dict)  # transaction -> attempt
     _unread: set[str] = field(default_factory=set)
     _backoff: Backoff = field(default_factory=Backoff)
+    # A survivor waits for its own failures alone, not for those of the group that it was in.
+    _restores: Backoff = field(default_factory=Backoff)
     _departed: Departed = field(default_factory=Departed)
     _stuck: Stuck = field(default_factory=Stuck)
     _transactions_begun: int = 0
@@ -220,7 +222,8 @@ class GroupState:
             return [attempt.prepare(self._timeout_s(attempt))]
         attempt.move(AttemptPhase.COMMITTED)
         del self._attempts[attempt.attempt_id]
-        self._backoff.succeeded(attempt.workers)
+        for backoff in (self._backoff, self._restores):
+            backoff.succeeded(attempt.workers)
         return [ReconfigurationCommitted(attempt.request_id, attempt.epoch)]
 
     def _marks_removed_by(self, written: Transact) -> list[Command]:
@@ -268,7 +271,8 @@ class GroupState:
     def _abort(self, attempt: Attempt, reason: str) -> list[Command]:
         if self._stuck.renewal_failed(attempt):
             return [self._end(attempt, reason)]  # its members are on their own now
-        self._backoff.failed(
+        backoff = self._restores if attempt.restores else self._backoff
+        backoff.failed(
             attempt.workers, self._now_s, self.config.backoff_s, self.config.backoff_max_s
         )
         return [self._end(attempt, reason)]
@@ -347,7 +351,7 @@ class GroupState:
         worker = self.records.workers[group.members[0].worker_id]
         targets = ((Stage(worker.worker_id, 0, worker.num_layers),),)
         names = {worker.worker_id}
-        if self._backoff.wait_s(names, self._now_s) > 0 or busy & worker_keys(names):
+        if self._restores.wait_s(names, self._now_s) > 0 or busy & worker_keys(names):
             return []
         if refusal(self.records, targets, may_be_degraded=True) is not None:
             return []
@@ -372,7 +376,8 @@ class GroupState:
         names = self._departed.due(self.records, self._now_s, self.config.gone_after_s, busy)
         if not names:
             return []
-        self._backoff.succeeded(names)
+        for backoff in (self._backoff, self._restores):
+            backoff.succeeded(names)
         removal = forget(self.records, names, self._next_transaction, self._leadership)
         return [self._track(removal)]
 

@@ -437,6 +437,33 @@ class TestDegraded:
         (mark,) = pair.feed(TimePassed(1.5))
         assert transaction(mark).groups[0].attempt
 
+    def test_a_survivor_does_not_wait_for_what_its_group_has_failed_at(self, pair: Store) -> None:
+        pair.merge()
+        attempt = pair.prepare(SPLIT).attempt
+        _, removal = pair.answer("w0", attempt, ready=False)
+        pair.commit(transaction(removal))
+        del pair.workers["w0"]
+        (mark,) = pair.commit(transaction(pair.read()[0]))
+        (prepare,) = pair.commit(transaction(mark))
+        assert isinstance(prepare, PrepareMembers), "at once"
+
+    def test_two_survivors_whose_marks_are_told_in_the_other_order_both_prepare(self) -> None:
+        store = Store(*(worker(f"w{number}") for number in range(4)))
+        store.settle()
+        thirds = (Stage("w0", 0, 2), Stage("w1", 2, 3), Stage("w2", 3, 4))
+        attempt = store.prepare((thirds,)).attempt
+        for name in ("w0", "w1", "w2"):
+            commands = store.answer(name, attempt)
+        store.commit(transaction(commands[0]))
+        del store.workers["w2"]
+        marks = [transaction(one) for one in store.commit(transaction(store.read()[0]))]
+        assert len(marks) == 2
+        store.revision += 2
+        later = store.finish(marks[1], store.revision)
+        earlier = store.finish(marks[0], store.revision - 1)
+        asked = [one for one in (*later, *earlier) if isinstance(one, PrepareMembers)]
+        assert len(asked) == len(store.state.attempts) == 2
+
 
 class TestCallingOff:
     def call_off(self, store: Store) -> list[Command]:
