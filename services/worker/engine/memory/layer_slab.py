@@ -5,7 +5,7 @@ import math
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import xxhash
@@ -86,6 +86,12 @@ class WeightSource(Protocol):
         """Close files. Idempotent."""
 
 
+class _Hash(Protocol):
+    def update(self, data: Any, /) -> None: ...
+
+    def digest(self) -> bytes: ...
+
+
 class LayerSlab:
     """A slab in the arena; `name` appears in errors.
 
@@ -108,7 +114,8 @@ class LayerSlab:
         self._state = SlabState.ABSENT
         self._digest: bytes | None = None
         self._checksum = b""  # of the bytes that have the digest
-        self._restart_hash()
+        self._running, self._hashed_bytes = xxhash.xxh3_128(layout.tag), 0
+        self._identity: _Hash | None = hashlib.sha256(layout.tag)  # until there is a digest
 
     @property
     def state(self) -> SlabState:
