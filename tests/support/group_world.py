@@ -276,7 +276,11 @@ class World:
         self.rng = Random(self.seed)
         self.store = FakeStore(self.removed)
         config = ProtocolConfig(
-            prepare_timeout_s=6.0, backoff_s=0.2, backoff_max_s=1.0, gone_after_s=0.1
+            prepare_timeout_s=6.0,
+            backoff_s=0.2,
+            backoff_max_s=1.0,
+            gone_after_s=0.1,
+            absent_wait_s=0.5,
         )
         bounds = CoordinatorConfig(config, running_max=2, attempt_margin_s=4.0)
         self.states = [CoordinatorState(bounds), CoordinatorState(bounds)]

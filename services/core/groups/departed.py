@@ -41,6 +41,10 @@ class Departed:
         gone = records.assignments.keys() - records.workers.keys()
         self._since_s = {name: self._since_s.get(name, now_s) for name in gone}
 
+    def away_s(self, worker_id: str, now_s: float) -> float:
+        """For how long a worker with records has not been registered; 0 if it is."""
+        return now_s - self._since_s.get(worker_id, now_s)
+
     def due(
         self, records: Records, now_s: float, gone_after_s: float, busy: set[str]
     ) -> tuple[str, ...]:

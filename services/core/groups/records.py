@@ -1,6 +1,6 @@
 """The group protocol's view of the store: its records, and whether they agree."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from services.core.groups.vocabulary import (
@@ -97,10 +97,11 @@ class Records:
         stored = self.groups.get(group_id)
         return stored is not None and stored.group.phase is not GroupPhase.DISSOLVED
 
-    def is_sound(self, group_id: str) -> bool:
+    def is_sound(self, group_id: str, without: Collection[str] = ()) -> bool:
         """Whether the group lives and every record that concerns it agrees with that.
 
-        Not so: a member has gone or was started anew, a record fell behind or was lost.
+        Not so: a member has gone or was started anew, a record fell behind or was lost. Members
+        `without` a registration may have none.
         """
         stored = self.groups.get(group_id)
         if stored is None or not self.is_live(group_id) or not stored.group.members:
@@ -110,10 +111,12 @@ class Records:
             return False
         if group.epoch != self._last_epoch[group_id]:
             return False
-        if not all(self._agrees(group, member) for member in group.members):
+        if not all(self._agrees(group, member, without) for member in group.members):
             return False
-        num_layers = self.workers[group.members[0].worker_id].num_layers
-        return group.phase is GroupPhase.DEGRADED or covers(group.members, num_layers)
+        present = [one for one in group.members if one.worker_id in self.workers]
+        if group.phase is GroupPhase.DEGRADED or not present:
+            return True
+        return covers(group.members, self.workers[present[0].worker_id].num_layers)
 
     def place_of(self, worker_id: str) -> str | None:
         """The sound group that a worker is in, None without one."""
@@ -141,14 +144,14 @@ class Records:
         ]
         assert len(members) == len(set(members)), "I3: a worker is in two groups"
 
-    def _agrees(self, group: Group, member: Member) -> bool:
-        worker = self.workers.get(member.worker_id)
+    def _agrees(self, group: Group, member: Member, without: Collection[str]) -> bool:
         stored = self.assignments.get(member.worker_id)
-        if worker is None or stored is None:
+        if stored is None or stored.assignment != assignment_of(group, member):
             return False
-        if (worker.incarnation, worker.model) != (member.incarnation, group.model):
-            return False
-        return stored.assignment == assignment_of(group, member)
+        worker = self.workers.get(member.worker_id)
+        if worker is None:
+            return member.worker_id in without
+        return (worker.incarnation, worker.model) == (member.incarnation, group.model)
 
     def _forget_low_epochs(self) -> None:
         """Forget epochs of groups without a record that the floor covers."""

@@ -58,7 +58,9 @@ class ProtocolConfig:
     """How long members may prepare, and how long they are left alone after an abort.
 
     Records of workers that have not been registered for `gone_after_s` are removed. Members of a
-    stuck group have `renew_timeout_s` to connect again.
+    stuck group have `renew_timeout_s` to connect again. A group whose members lose their leases
+    stays as it is for `absent_wait_s`, unless one of them reports it: after an outage of etcd all
+    leases have ended, and all are back in a moment.
     """
 
     prepare_timeout_s: float = 60.0
@@ -66,6 +68,7 @@ class ProtocolConfig:
     backoff_max_s: float = 30.0
     gone_after_s: float = 3600.0
     renew_timeout_s: float = 2.0
+    absent_wait_s: float = 3.0
 
 
 @dataclass(slots=True)
@@ -311,13 +314,15 @@ class GroupState:
             if self.records.is_live(group_id) and not group_keys([group_id]) & busy:
                 commands += self._mend(group_id, busy)
         for worker_id in sorted(self.records.workers):
-            if self.records.place_of(worker_id) is None:
+            if self.records.place_of(worker_id) is None and not self._is_awaited(worker_id):
                 commands += self._settle(None, {worker_id}, busy)
         return commands + self._forget(busy)
 
     def _mend(self, group_id: str, busy: set[str]) -> list[Command]:
         """What a live group without an attempt of ours needs."""
         stored = self.records.groups[group_id]
+        if self._awaits(stored.group):
+            return []
         if not self.records.is_sound(group_id) or self._stuck.is_hopeless(stored.group):
             names = {member.worker_id for member in stored.group.members}
             return self._settle(group_id, names, busy)
@@ -334,6 +339,23 @@ class GroupState:
         if self._stuck.is_stuck(stored.group):
             return self._renew(stored.group, busy)
         return []
+
+    def _awaits(self, group: Group) -> bool:
+        """Whether members have lost their leases, may be back soon, and are not reported."""
+        names = {member.worker_id for member in group.members}
+        absent = names - self.records.workers.keys()
+        if len(names) < 2 or not absent or self._stuck.is_stuck(group):
+            return False
+        away_s = max(self._departed.away_s(name, self._now_s) for name in absent)
+        return away_s < self.config.absent_wait_s and self.records.is_sound(
+            group.group_id, without=absent
+        )
+
+    def _is_awaited(self, worker_id: str) -> bool:
+        """Whether the worker is in a group that waits for other members."""
+        stored = self.records.assignments.get(worker_id)
+        group = self.records.groups.get(stored.assignment.group_id) if stored else None
+        return group is not None and self._awaits(group.group)
 
     def _renew(self, group: Group, busy: set[str]) -> list[Command]:
         """Make a stuck group anew with the same members."""

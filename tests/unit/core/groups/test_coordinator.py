@@ -36,7 +36,7 @@ from services.core.groups.vocabulary import (
 from tests.support.group_world import LAYERS, FakeStore
 
 CONFIG = CoordinatorConfig(
-    ProtocolConfig(prepare_timeout_s=10.0, backoff_s=0.0, backoff_max_s=0.0),
+    ProtocolConfig(prepare_timeout_s=10.0, backoff_s=0.0, backoff_max_s=0.0, absent_wait_s=0.0),
     running_max=2,
     change_over_timeout_s=30.0,
 )

@@ -15,6 +15,7 @@ from services.core.groups.vocabulary import (
     Event,
     Group,
     GroupPhase,
+    GroupStuck,
     LeadershipChanged,
     Member,
     MemberAnswered,
@@ -46,7 +47,7 @@ class Store:
         self.groups: dict[str, StoredGroup] = {}
         self.assignments: dict[str, StoredAssignment] = {}
         self.now_s = 0.0
-        self.state = GroupState(ProtocolConfig(10.0, 1.0, 4.0))
+        self.state = GroupState(ProtocolConfig(10.0, 1.0, 4.0, absent_wait_s=0.0))
         self.feed(LeadershipChanged(0.0, TOKEN))
 
     def feed(self, event: Event) -> list[Command]:
@@ -463,6 +464,61 @@ class TestDegraded:
         earlier = store.finish(marks[0], store.revision - 1)
         asked = [one for one in (*later, *earlier) if isinstance(one, PrepareMembers)]
         assert len(asked) == len(store.state.attempts) == 2
+
+
+class TestAbsentMembers:
+    WAIT_S = 3.0
+
+    @pytest.fixture
+    def merged(self, pair: Store) -> Store:
+        pair.state.config = replace(pair.state.config, absent_wait_s=self.WAIT_S)
+        pair.merge()
+        return pair
+
+    def test_leases_that_end_with_an_outage_of_etcd_change_no_group(self, merged: Store) -> None:
+        for back in (("w0",), ("w0", "w1")):
+            registered = merged.workers
+            merged.workers = {}
+            assert merged.read() == [], "all leases have ended"
+            merged.now_s += self.WAIT_S - 0.1
+            merged.workers = {name: registered[name] for name in back}
+            assert merged.read() == [] == merged.feed(TimePassed(merged.now_s)), back
+            merged.workers = {
+                name: replace(one, mod_revision=merged.revision) for name, one in registered.items()
+            }
+            assert merged.read() == []
+        assert merged.ask(SPLIT), "it is a group like others"
+
+    def test_who_does_not_come_back_is_lost(self, merged: Store) -> None:
+        del merged.workers["w1"]
+        assert merged.read() == []
+        (settled,) = merged.feed(TimePassed(self.WAIT_S))
+        assert transaction(settled).groups[0].phase is GroupPhase.DEGRADED
+
+    def test_who_is_missed_by_another_member_is_lost_at_once(self, merged: Store) -> None:
+        del merged.workers["w1"]
+        assert merged.read() == []
+        stuck = GroupStuck(0.1, "w0", "w0-a", 2, "the connection to w1 is lost")
+        (settled,) = merged.feed(stuck)
+        assert transaction(settled).groups[0].phase is GroupPhase.DEGRADED
+
+    def test_who_was_started_anew_is_not_waited_for(self, merged: Store) -> None:
+        del merged.workers["w1"]
+        merged.workers["w0"] = worker("w0", "b", 40)
+        settled = merged.read()
+        assert {group.group_id for one in settled for group in transaction(one).groups} == {
+            "group-w0"
+        }
+
+    def test_the_mark_of_an_attempt_goes_once_all_are_back(self, merged: Store) -> None:
+        attempt = merged.prepare(SPLIT).attempt
+        gone = merged.workers.pop("w1")
+        (failed,) = merged.read()
+        assert failed == ReconfigurationFailed("r", "w1 has left or was started anew")
+        assert merged.group("group-w0").attempt == attempt
+        merged.workers["w1"] = gone
+        (removal,) = merged.read()
+        assert not transaction(removal).groups[0].attempt
 
 
 class TestCallingOff:
