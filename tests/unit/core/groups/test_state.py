@@ -489,20 +489,20 @@ class TestAbsentMembers:
             assert merged.read() == []
         assert merged.ask(SPLIT), "it is a group like others"
 
-    def test_who_does_not_come_back_is_lost(self, merged: Store) -> None:
+    def test_a_member_that_does_not_come_back_is_lost(self, merged: Store) -> None:
         del merged.workers["w1"]
         assert merged.read() == []
         (settled,) = merged.feed(TimePassed(self.WAIT_S))
         assert transaction(settled).groups[0].phase is GroupPhase.DEGRADED
 
-    def test_who_is_missed_by_another_member_is_lost_at_once(self, merged: Store) -> None:
+    def test_a_member_that_another_one_misses_is_lost_at_once(self, merged: Store) -> None:
         del merged.workers["w1"]
         assert merged.read() == []
         stuck = GroupStuck(0.1, "w0", "w0-a", 2, "the connection to w1 is lost")
         (settled,) = merged.feed(stuck)
         assert transaction(settled).groups[0].phase is GroupPhase.DEGRADED
 
-    def test_who_was_started_anew_is_not_waited_for(self, merged: Store) -> None:
+    def test_a_member_that_was_started_anew_is_not_waited_for(self, merged: Store) -> None:
         del merged.workers["w1"]
         merged.workers["w0"] = worker("w0", "b", 40)
         settled = merged.read()
