@@ -7,15 +7,20 @@ import asyncio
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from threading import Timer
-from typing import Any
 
-import httpx
 import psutil
 import pytest
 
-from services.gateway.admin.guard import ADMIN_HEADER
 from tests.support.cluster import Cluster
-from tests.support.disturbed_streams import KINDS, Answer, ask, check_answers, kill
+from tests.support.disturbed_streams import (
+    KINDS,
+    Answer,
+    apart,
+    ask,
+    check_answers,
+    kill,
+    merge,
+)
 from tests.support.tiny_models import make_tiny_model
 from tideserve.bench.audit_logs import audit_logs
 
@@ -54,31 +59,6 @@ def undisturbed(cluster: Cluster) -> list[Answer]:
     return run_all(cluster)
 
 
-def groups(cluster: Cluster) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = cluster.status()["groups"]
-    return found
-
-
-def merge(cluster: Cluster) -> list[str]:
-    """Merge both workers, once no attempt with them has just failed; returns the leader first."""
-
-    def stable() -> bool:
-        headers = {ADMIN_HEADER: "1"}
-        url = f"{cluster.admin_url}/tideserve/v1/groups/merge"
-        return '"stable"' in httpx.post(url, headers=headers, timeout=60).text
-
-    cluster.eventually(stable, deadline_s=120)
-    (group,) = groups(cluster)
-    members: list[str] = group["members"]
-    return members
-
-
-def apart(cluster: Cluster) -> bool:
-    """Whether each worker serves by itself, in a process that is registered."""
-    found = groups(cluster)
-    return len(found) == 2 and not any(one["degraded"] or one["changing"] for one in found)
-
-
 def stop(cluster: Cluster, name: str) -> None:
     """The engine of a worker stands still for a while."""
     for process in psutil.Process(cluster.pids()[name]).children(recursive=True):
@@ -91,7 +71,6 @@ def stop(cluster: Cluster, name: str) -> None:
 def test_no_answer_shows_that_a_member_was_lost(
     fault: str, role: int, cluster: Cluster, undisturbed: list[Answer]
 ) -> None:
-    cluster.eventually(lambda: apart(cluster), deadline_s=120)
     name = merge(cluster)[role]
     before = cluster.pids()
     hit: list[str] = []

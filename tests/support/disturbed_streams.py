@@ -8,6 +8,7 @@ import httpx
 import psutil
 import pytest
 
+from services.gateway.admin.guard import ADMIN_HEADER
 from tests.support.client import TIMEOUT_S, prompt_of
 from tests.support.cluster import Cluster
 
@@ -67,6 +68,52 @@ async def ask(cluster: Cluster, number: int, note: Callable[[int], None] | None 
                 if note is not None:
                     note(len(one["ids"]))
     return choices
+
+
+async def streamed_ids(
+    cluster: Cluster, prompt: list[int], tokens: int, note: Callable[[int], None]
+) -> list[int]:
+    """The token ids of a greedy stream. `note` is called with their number so far."""
+    body = {
+        "model": cluster.get("/v1/models")["data"][0]["id"],
+        "prompt": prompt,
+        "max_tokens": tokens,
+        "stream": True,
+        "return_token_ids": True,
+        "ignore_eos": True,
+        "temperature": 0.0,
+    }
+    ids: list[int] = []
+    async with (
+        httpx.AsyncClient(base_url=cluster.url, timeout=TIMEOUT_S) as client,
+        client.stream("POST", "/v1/completions", json=body) as answer,
+    ):
+        assert answer.status_code == 200, await answer.aread()
+        async for chunk in chunks_of(answer):
+            ids += [token for choice in chunk["choices"] for token in choice["token_ids"] or []]
+            note(len(ids))
+    return ids
+
+
+def apart(cluster: Cluster) -> bool:
+    """Whether each worker serves by itself, in a process that is registered."""
+    found = cluster.status()["groups"]
+    return len(found) == 2 and not any(one["degraded"] or one["changing"] for one in found)
+
+
+def merge(cluster: Cluster) -> list[str]:
+    """Merge both workers, once no attempt with them has just failed; returns the leader first."""
+    cluster.eventually(lambda: apart(cluster), deadline_s=120)
+
+    def stable() -> bool:
+        headers = {ADMIN_HEADER: "1"}
+        url = f"{cluster.admin_url}/tideserve/v1/groups/merge"
+        return '"stable"' in httpx.post(url, headers=headers, timeout=60).text
+
+    cluster.eventually(stable, deadline_s=120)
+    (group,) = cluster.status()["groups"]
+    members: list[str] = group["members"]
+    return members
 
 
 def kill(cluster: Cluster, name: str, engine: bool) -> int:
