@@ -13,6 +13,7 @@ from typing import Any
 import grpc.aio
 from container_cluster import CommandFailed, Containers, eventually, run, say
 from container_load import (
+    Answer,
     check_equal,
     running_streams,
     stream,
@@ -35,6 +36,8 @@ STREAMS = 3
 LONG, SHORT = 160, 4
 LEADS, LEADS_NOT = "leads with token", "does not lead"
 FLOOD, FLOOD_TOKENS, AT_REST = 40, 96, 10
+STANDSTILL_S = 15.0
+"""Longer than a silent connection is kept, and than a lease."""
 
 
 def post(url: str, path: str, body: dict[str, Any]) -> dict[str, Any]:
@@ -107,28 +110,63 @@ def configurations(cluster: Containers) -> list[list[int]]:
     ]
 
 
+async def undisturbed(cluster: Containers) -> dict[int, list[int]]:
+    """The output of each of the flood's requests when they run some at a time."""
+    if not cluster.undisturbed:
+        rest = await stream_all(cluster.url, range(FLOOD), FLOOD_TOKENS, AT_REST)
+        merged = any(2 in sizes for sizes in configurations(cluster))
+        assert not merged, "the undisturbed run merged"
+        cluster.undisturbed = outputs_of(cluster, rest)
+    return cluster.undisturbed
+
+
+def outputs_of(cluster: Containers, answers: dict[int, Answer]) -> dict[int, list[int]]:
+    """The tokens of answers, as the gateway's event log has them."""
+    (lines,) = cluster.events("gateway").values()
+    outputs = tokens_by_request(lines)
+    return {number: outputs[answer.request_id] for number, answer in answers.items()}
+
+
+async def compare(cluster: Containers, answers: dict[int, Answer]) -> None:
+    """Check that the flood's answers have the tokens of the undisturbed run."""
+    before, after = await undisturbed(cluster), outputs_of(cluster, answers)
+    assert all(len(tokens) == FLOOD_TOKENS for tokens in (*before.values(), *after.values()))
+    model_dir = prepare_default_model(cache_root(), say)
+    excused = await asyncio.to_thread(check_equal, str(model_dir), before, after)
+    say(f"    {FLOOD * FLOOD_TOKENS} tokens equal but for {excused} near-ties")
+
+
 async def merge_split(cluster: Containers) -> None:
     """A flood makes the workers merge and split again; no token is another for it."""
-    numbers = range(FLOOD)
-    rest = await stream_all(cluster.url, numbers, FLOOD_TOKENS, AT_REST)
-    assert not any(2 in sizes for sizes in configurations(cluster)), "the undisturbed run merged"
-    flooded = await stream_all(cluster.url, numbers, FLOOD_TOKENS, FLOOD)
+    await undisturbed(cluster)
+    flooded = await stream_all(cluster.url, range(FLOOD), FLOOD_TOKENS, FLOOD)
 
     def changed_twice() -> bool:
         found = configurations(cluster)
         return len(found) == 2 and all(2 in one and one[-1] == 1 for one in found)
 
     await asyncio.to_thread(eventually, changed_twice, 60)
-    (lines,) = cluster.events("gateway").values()
-    outputs = tokens_by_request(lines)
-    before, after = (
-        {number: outputs[answer.request_id] for number, answer in answers.items()}
-        for answers in (rest, flooded)
-    )
-    assert all(len(tokens) == FLOOD_TOKENS for tokens in (*before.values(), *after.values()))
-    model_dir = prepare_default_model(cache_root(), say)
-    excused = await asyncio.to_thread(check_equal, str(model_dir), before, after)
-    say(f"    {FLOOD * FLOOD_TOKENS} tokens equal but for {excused} near-ties")
+    await compare(cluster, flooded)
+
+
+def loses_member(how: str, *arguments: float) -> Check:
+    """A check that a worker is disturbed in a merged group under a flood, and no token shows it."""
+
+    async def check(cluster: Containers) -> None:
+        await undisturbed(cluster)
+
+        def merged() -> bool:
+            return all(sizes and sizes[-1] == 2 for sizes in configurations(cluster))
+
+        async with asyncio.TaskGroup() as tasks:
+            flood = tasks.create_task(stream_all(cluster.url, range(FLOOD), FLOOD_TOKENS, FLOOD))
+            await asyncio.to_thread(eventually, merged, 60)
+            name = cluster.names("worker")[0]
+            await asyncio.to_thread(getattr(cluster, how), name, *arguments)
+        await compare(cluster, flood.result())
+        await recovered(cluster)
+
+    return check
 
 
 async def roll_gateway(cluster: Containers) -> None:
@@ -241,6 +279,9 @@ CHECKS: dict[str, Check] = {
         for how in ("kill", "pause", "disconnect")
         for service in ("scheduler", "memmgr", "etcd")
     },
+    "kill_merged": loses_member("kill"),
+    "pause_merged": loses_member("pause", STANDSTILL_S),
+    "disconnect_merged": loses_member("disconnect", STANDSTILL_S),
     "roll_gateway": roll_gateway,
     "two_gateways": two_gateways,
     "two_memmgrs": two_memmgrs,

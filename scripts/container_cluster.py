@@ -98,6 +98,8 @@ class Containers:
     def __init__(self, **settings: str) -> None:
         self.project = f"tideserve-test-{os.getpid()}"
         self.files: tuple[str, ...] = FILES
+        self.undisturbed: dict[int, list[int]] = {}
+        """Output by number of the flood's requests, once they have run at rest."""
         # Two for the HTTP of as many gateways, and two for their gRPC.
         self.port = free_ports(4)
         self.grpc_port = self.port + 2
@@ -176,14 +178,14 @@ class Containers:
         time.sleep(2.0)
         run(["docker", "start", name])
 
-    def pause(self, name: str) -> None:
-        """Freeze a container for five seconds."""
+    def pause(self, name: str, seconds: float = 5.0) -> None:
+        """Freeze a container for a while."""
         run(["docker", "pause", name])
-        time.sleep(5.0)
+        time.sleep(seconds)
         run(["docker", "unpause", name])
 
-    def disconnect(self, name: str) -> None:
-        """Take the services' network from a container for five seconds."""
+    def disconnect(self, name: str, seconds: float = 5.0) -> None:
+        """Take the services' network from a container for a while."""
         network = f"{self.project}_inside"
         held = json.loads(
             run(["docker", "inspect", "-f", "{{json .NetworkSettings.Networks}}", name])
@@ -191,7 +193,7 @@ class Containers:
         service = name.removeprefix(f"{self.project}-").rpartition("-")[0]
         address = ["--ip", held[network]["IPAddress"], "--alias", service]
         run(["docker", "network", "disconnect", network, name])
-        time.sleep(5.0)
+        time.sleep(seconds)
         run(["docker", "network", "connect", *address, network, name])
 
     def events(self, service: str) -> dict[str, list[list[Any]]]:

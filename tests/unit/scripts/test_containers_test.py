@@ -19,6 +19,7 @@ REQUIRED = {
     *("mtls", "stop_zero"),
     *(f"{how}_{what}" for how in ("kill", "pause", "disconnect") for what in ("scheduler", "etcd")),
     *("kill_memmgr", "pause_memmgr", "disconnect_memmgr"),
+    *("kill_merged", "pause_merged", "disconnect_merged"),
 }
 
 
