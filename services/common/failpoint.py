@@ -28,8 +28,9 @@ _SPEC = re.compile(
 NOTE = "note"
 KILL, KILL_PARENT, KILL_WORKER = "kill", "kill-parent", "kill-worker"
 STOP, STOP_WORKER = "stop", "stop-worker"
-CUT = "cut"
-ACTIONS = (NOTE, KILL, KILL_PARENT, KILL_WORKER, STOP, STOP_WORKER, CUT)
+CUT, CUT_ACTIVATIONS, CUT_BULK = "cut", "cut-activations", "cut-bulk"
+CUTS = {CUT: (True, True), CUT_ACTIVATIONS: (True, False), CUT_BULK: (False, True)}
+ACTIONS = (NOTE, KILL, KILL_PARENT, KILL_WORKER, STOP, STOP_WORKER, *CUTS)
 """What may happen; `stop` and `stop-worker` take seconds.
 
 note         nothing: whoever reads the file of hits acts
@@ -39,6 +40,7 @@ kill-worker  SIGKILL to both; in a servicer to it alone, which takes its engine 
 stop         SIGSTOP to this process for some seconds
 stop-worker  SIGSTOP to the servicer of this engine and to the engine
 cut          this engine closes its connections to the other members, which alone notice it
+cut-activations, cut-bulk   those of one lane
 """
 
 
@@ -57,7 +59,7 @@ class _Process:
         self.armed: dict[str, _Armed] = {}
         self.file = Path()
         self.parent = 0
-        self.cut: Callable[[], None] | None = None
+        self.cut: Callable[[bool, bool], None] | None = None
         self.helpers: list[subprocess.Popen[bytes]] = []
 
 
@@ -83,8 +85,11 @@ def check(specs: Iterable[str], file: Path | None) -> None:
         raise ConfigError("'failpoints' is given without 'failpoint_file'; add the file of hits")
 
 
-def on_cut(cut: Callable[[], None]) -> None:
-    """Have `cut` called where a failpoint cuts this process off; without it nothing happens."""
+def on_cut(cut: Callable[[bool, bool], None]) -> None:
+    """Have `cut` called where a failpoint cuts this process off; without it nothing happens.
+
+    It is told whether the lane of activations is cut, and whether that of bulk transfers is.
+    """
     _process.cut = cut
 
 
@@ -173,9 +178,8 @@ def _act(one: _Armed) -> None:
             _stop((own,), one.seconds)
         case "stop-worker":
             _stop(worker, one.seconds)
-        case "cut":
-            if _process.cut is not None:
-                _process.cut()
+        case cut if cut in CUTS and _process.cut is not None:
+            _process.cut(*CUTS[cut])
 
 
 def _stop(pids: Sequence[int], seconds: float) -> None:

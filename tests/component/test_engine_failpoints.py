@@ -84,12 +84,15 @@ def test_both_roles_pass_every_phase_of_the_matrix(group: EngineGroup, tmp_path:
         assert max(map(order.index, points(earlier))) < max(map(order.index, points(later)))
 
 
-def test_the_other_member_notices_that_one_is_cut_off(group: EngineGroup, tmp_path: Path) -> None:
+@pytest.mark.parametrize("action", ["cut", "cut-activations", "cut-bulk"])
+def test_the_other_member_notices_that_one_is_cut_off(
+    action: str, group: EngineGroup, tmp_path: Path
+) -> None:
     failpoint.on_cut(group.engines["w0"].member.cut_off)
     group.reconfigure(TOGETHER)
     group.settle()
     other = group.engines["w1"].member
     assert other.trouble == ""
-    failpoint.arm(["engine.steady.microbatch.leader=cut"], tmp_path / "hits")
+    failpoint.arm([f"engine.steady.microbatch.leader={action}"], tmp_path / "hits")
     group.run_until(lambda: other.trouble != "")
     assert hits(tmp_path / "hits") == ["engine.steady.microbatch.leader"]

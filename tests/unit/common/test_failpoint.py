@@ -108,13 +108,19 @@ def test_a_suspended_process_goes_on_later(tmp_path: Path, action: str) -> None:
     assert names(tmp_path / "hits") == ["a.b"]
 
 
-def test_a_process_says_how_it_is_cut_off(tmp_path: Path) -> None:
-    done: list[str] = []
-    failpoint.on_cut(lambda: done.append("cut"))
-    failpoint.arm(["a.b=cut"], tmp_path / "hits")
+@pytest.mark.parametrize(
+    ("action", "lanes"),
+    [("cut", (True, True)), ("cut-activations", (True, False)), ("cut-bulk", (False, True))],
+)
+def test_a_process_says_how_it_is_cut_off(
+    action: str, lanes: tuple[bool, bool], tmp_path: Path
+) -> None:
+    done: list[tuple[bool, bool]] = []
+    failpoint.on_cut(lambda activations, bulk: done.append((activations, bulk)))
+    failpoint.arm([f"a.b={action}"], tmp_path / "hits")
     failpoint.hit("a.b")
     failpoint.hit("a.b")
-    assert done == ["cut"]
+    assert done == [lanes]
 
 
 @pytest.mark.parametrize(

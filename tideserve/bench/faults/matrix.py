@@ -8,7 +8,17 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from services.common.failpoint import CUT, KILL, KILL_PARENT, KILL_WORKER, NOTE, STOP, STOP_WORKER
+from services.common.failpoint import (
+    CUT,
+    CUT_ACTIVATIONS,
+    CUT_BULK,
+    KILL,
+    KILL_PARENT,
+    KILL_WORKER,
+    NOTE,
+    STOP,
+    STOP_WORKER,
+)
 from tideserve.bench.errors import BenchError
 
 ROLES = ("leader", "follower")
@@ -78,6 +88,8 @@ FAULTS: Mapping[str, Fault] = {
     "stop-70": Fault(STOP_WORKER, 70, seen=False, silence_max_s=13),
     "stop-engine-12": Fault(STOP, 12, seen=False, silence_max_s=8),
     "cut": Fault(CUT),
+    "cut-activations": Fault(CUT_ACTIVATIONS),
+    "cut-bulk": Fault(CUT_BULK),
     "etcd-kill": _by_hand("etcd-kill"),
     "etcd-stop-60": _by_hand("etcd-stop", 60),
     "etcd-compact": _by_hand("etcd-compact"),

@@ -90,10 +90,10 @@ class Connections:
             for peers in (self._activations, self._bulk)
         )
 
-    def end_all(self) -> None:
-        """End all connections; this end gets no event of that."""
-        for peers in (self._activations, self._bulk):
-            for name in peers.connected:
+    def end_all(self, activations: bool, bulk: bool) -> None:
+        """End all connections of these lanes; this end gets no event of that."""
+        for peers, ends in ((self._activations, activations), (self._bulk, bulk)):
+            for name in peers.connected if ends else ():
                 peers.lane.disconnect(name)
 
     def enter(self, members: Iterable[MemberPlan]) -> None:

@@ -158,9 +158,9 @@ class Member:
         self._asked.pop(attempt, None)
         self._apply(words.PreparationAborted(attempt))
 
-    def cut_off(self) -> None:
-        """End all connections to other members; they alone notice."""
-        self._connections.end_all()
+    def cut_off(self, activations: bool = True, bulk: bool = True) -> None:
+        """End all connections of these lanes to other members; they alone notice."""
+        self._connections.end_all(activations, bulk)
 
     # --- what there is
 
