@@ -123,6 +123,7 @@ class _Gateway:
         self._admission = AdmissionClient(
             lambda: self._view.address_of("scheduler"),
             config.admit_timeout_s,
+            config.resume_timeout_s,
             self._transport.dial,
         )
         self._metrics = self._make_metrics()

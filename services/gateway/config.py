@@ -145,6 +145,14 @@ class GatewayConfig(ServiceConfig):
         minimum=0.1,
         maximum=600,
     )
+    # A scheduler is started anew well within this.
+    resume_timeout_s: float = number(
+        60.0,
+        "Seconds that a request that has lost its worker after a token waits for a living"
+        " scheduler.",
+        minimum=0.1,
+        maximum=3600,
+    )
     # More than the 10 s that a worker waits for a request, so that its answer comes first.
     attach_timeout_s: float = number(
         12.0,

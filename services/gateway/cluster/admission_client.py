@@ -57,11 +57,16 @@ class AdmissionClient:
     """Requests that wait for a place, and the stream to the scheduler that they wait on."""
 
     def __init__(
-        self, address: Callable[[], str | None], admit_timeout_s: float, dial: Dial
+        self,
+        address: Callable[[], str | None],
+        admit_timeout_s: float,
+        resume_timeout_s: float,
+        dial: Dial,
     ) -> None:
         """`address`: where the newest scheduler listens, None while there is none."""
         self._address = address
         self._admit_timeout_s = admit_timeout_s
+        self._resume_timeout_s = resume_timeout_s
         self._dial = dial
         self._pending: dict[str, _Pending] = {}
         self._outbox: Outbox[scheduler_pb2.AdmitRequest] | None = None
@@ -83,7 +88,8 @@ class AdmissionClient:
 
         Raises:
             GatewayError: the scheduler's refusal, or ServiceUnavailable when no living scheduler
-                has known the request for `admit_timeout_s`.
+                has known the request for `admit_timeout_s`, or for `resume_timeout_s` if it is
+                resumed.
         """
         now_s = monotonic_s()
         answer: asyncio.Future[Assignment] = asyncio.get_running_loop().create_future()
@@ -120,7 +126,9 @@ class AdmissionClient:
                     continue
                 if pending.ticketed:
                     pending.known_s = self._heard_s
-                if now_s - pending.known_s > self._admit_timeout_s:
+                resumed = pending.ask.resumed
+                limit_s = self._resume_timeout_s if resumed else self._admit_timeout_s
+                if now_s - pending.known_s > limit_s:
                     pending.answer.set_exception(
                         ServiceUnavailable(
                             "the scheduler cannot be reached; send the request again soon"
