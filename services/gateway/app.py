@@ -120,12 +120,7 @@ class _Gateway:
         self._bodies = BodyBudget(config.body_bytes_max)
         self._running = RunningRequests()
         self._view = ClusterView(store, config.model_name, self._members_changed)
-        self._admission = AdmissionClient(
-            lambda: self._view.address_of("scheduler"),
-            config.admit_timeout_s,
-            config.resume_timeout_s,
-            self._transport.dial,
-        )
+        self._admission = self._make_admission()
         self._metrics = self._make_metrics()
         self._keys = KeyRing(
             config.api_key,
@@ -324,6 +319,15 @@ class _Gateway:
         )
         key = f"{SERVICES}gateway/{incarnation}"
         return Registration(self._store, key, record, self._config.lease_ttl_s)
+
+    def _make_admission(self) -> AdmissionClient:
+        config, view = self._config, self._view
+        return AdmissionClient(
+            lambda: view.address_of("scheduler"),
+            config.admit_timeout_s,
+            config.resume_timeout_s,
+            self._transport.dial,
+        )
 
     def _make_metrics(self) -> Metrics:
         metrics = Metrics(

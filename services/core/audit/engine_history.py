@@ -66,6 +66,7 @@ class EngineHistory:
     _planned_in: dict[int, int] = field(default_factory=dict)  # microbatch → epoch
     _sampled_in: int = 0
     _newcomer: str = ""  # a request that came with the last event
+    _unanswered: set[str] = field(default_factory=set)  # that have arrived
     _sampled: bool = False  # the last event
 
     def is_process_of(self, member: Member) -> bool:
@@ -175,6 +176,7 @@ class EngineHistory:
             case RequestArrived(request=request):
                 self.arrived[request_of(request.request_id)] += 1
                 self._enter(request.request_id)
+                self._unanswered.add(request.request_id)
             case RequestAborted(request_id=request_id):
                 self.open = {name for name in self.open if request_of(name) != request_id}
             case IterationFinished(number=number):
@@ -197,6 +199,7 @@ class EngineHistory:
             # cannot be chosen ends its request, and so does its return to the scheduler.
             if name == self._newcomer or self._sampled or command.returned:
                 self.open.discard(name)
+                self._unanswered.discard(name)
             return
         self.findings.check(
             "I5",
@@ -204,8 +207,10 @@ class EngineHistory:
             "{} emitted token {} of {} in epoch {}, which was planned in epoch {}",
             *(self.worker_id, command.index, request_id, self.epoch, self._sampled_in),
         )
-        if command.index == 0:
-            # It answers the request now, whatever did before.
+        if command.index == 0 or name in self._unanswered:
+            # It answers the request now, whatever did before: one that goes on here after the loss
+            # of its worker takes the place of what that had handed over.
+            self._unanswered.discard(name)
             self.open = {one for one in self.open if one == name or request_of(one) != request_id}
         key = (request_id, command.index)
         self.findings.check(

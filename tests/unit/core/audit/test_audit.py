@@ -467,6 +467,20 @@ def test_a_request_that_goes_on_after_a_loss_is_sound() -> None:
     assert not inexact.audit().violations
 
 
+def test_a_request_may_come_back_to_a_worker_that_has_adopted_it() -> None:
+    """Its gateway lost the other worker, and does not know of the adoption."""
+    run = Run()
+    adopted = SequenceState(request("s#b-1.1"), (20,), 2, 1, 0.0, 1)
+    change(run.a, NoteAdopted, sequence=adopted)
+    again = replace(request("s#a-1.2"), output_ids=(20,))
+    run.a.insert(find(run.a, NoteAdopted) + 1, Line(EVENT, RequestArrived(11.9, again)))
+    told = EmitToken("s#a-1.2", 1, 21), EmitToken("s#a-1.2", 2, 22, FinishReason.LENGTH)
+    for number, token in zip((2, 4), told, strict=True):
+        run.a[find(run.a, EmitToken, number)] = Line(COMMAND, token)
+    change(run.gateway, SegmentRead, 2, moved=False)
+    assert run.audit().violations == []
+
+
 def test_a_token_that_was_adopted_counts_as_the_new_workers() -> None:
     run = Run()
     change(run.gateway, SegmentRead, 2, first_index=0)
