@@ -472,9 +472,9 @@ def test_a_request_may_come_back_to_a_worker_that_has_adopted_it() -> None:
     run = Run()
     adopted = SequenceState(request("s#b-1.1"), (20,), 2, 1, 0.0, 1)
     change(run.a, NoteAdopted, sequence=adopted)
-    again = replace(request("s#a-1.2"), output_ids=(20,))
+    again = Request("s#a-1.2", (5, 6), Sampling(), Limits(3), 0.0, output_ids=(20,))
     run.a.insert(find(run.a, NoteAdopted) + 1, Line(EVENT, RequestArrived(11.9, again)))
-    told = EmitToken("s#a-1.2", 1, 21), EmitToken("s#a-1.2", 2, 22, FinishReason.LENGTH)
+    told = EmitToken("s#a-1.2", 1, 21, None), EmitToken("s#a-1.2", 2, 22, FinishReason.LENGTH)
     for number, token in zip((2, 4), told, strict=True):
         run.a[find(run.a, EmitToken, number)] = Line(COMMAND, token)
     change(run.gateway, SegmentRead, 2, moved=False)
