@@ -299,6 +299,33 @@ def test_the_rest_of_a_group_serves_again(
         group.close()
 
 
+@pytest.mark.parametrize("late", ["w0", "w1"])
+def test_a_member_that_has_missed_a_split_does_not_wait_for_kv_of_the_others(
+    config: RunnerConfig, oracle: Oracle, late: str
+) -> None:
+    """It was cut off from the records, and gets a group of its own, with the layers that it has.
+
+    The others have gone on without it. What it leads is computed again.
+    """
+    group = EngineGroup(replace(config, budget_bytes=config.budget_bytes + (1 << 20)), 2, seed=1)
+    try:
+        group.reconfigure([split_in(["w0", "w1"], [1])])
+        group.settle()
+        for number in range(6):
+            group.start(replace(oracle.requests[number], request_id=f"{number}-{number}"))
+        group.run_until(lambda: sum(bool(one.tokens) for one in group.streams.values()) >= 3)
+        alone = [[Stage(name, 0, LAYERS)] for name in ("w0", "w1")]
+        attempt = group.prepare(alone)
+        assert group.await_answers(attempt, alone)
+        group.commit(alone, (late,))
+        group.commit([[Stage(late, 0, LAYERS)]])
+        serves_on(group, oracle)
+        for stream in group.streams.values():
+            assert stream.tokens == oracle.tokens(stream.request)
+    finally:
+        group.close()
+
+
 CUTS = range(int(os.environ.get("TIDESERVE_CUT_SCENARIOS", "40")))
 
 

@@ -56,9 +56,7 @@ REPORT_S = 1.0
 class Coordinator:
     """One memory manager. `heard`: the newest report of each worker, and of which process."""
 
-    state: CoordinatorState = field(
-        default_factory=lambda: CoordinatorState(CoordinatorConfig())
-    )
+    state: CoordinatorState = field(default_factory=lambda: CoordinatorState(CoordinatorConfig()))
     alive: bool = True
     heard: dict[str, tuple[str, EngineReport]] = field(default_factory=dict)
 
@@ -142,9 +140,7 @@ class ControlPlane:
         else:
             self._feed(one, replace(listed, now_s=world.now_s))
 
-    def _seen(
-        self, process: WorkerProcess, revision: int, groups: tuple[StoredGroup, ...]
-    ) -> None:
+    def _seen(self, process: WorkerProcess, revision: int, groups: tuple[StoredGroup, ...]) -> None:
         world = self._world
         until_s = max(process.stands_until_s, process.blind_until_s, self.silent_until_s)
         if world.processes.get(process.name) is not process:
@@ -197,9 +193,7 @@ class ControlPlane:
             heard = partial(self._report, self.leader, process.name, process.incarnation)
             self._world.mail(partial(heard, process.report))
 
-    def _report(
-        self, one: Coordinator, name: str, incarnation: str, report: EngineReport
-    ) -> None:
+    def _report(self, one: Coordinator, name: str, incarnation: str, report: EngineReport) -> None:
         worker = one.state.records.workers.get(name)
         if not one.alive or worker is None or worker.incarnation != incarnation:
             return
@@ -272,9 +266,7 @@ class ControlPlane:
             if world.now_s <= deadline_s:
                 self._feed(
                     one,
-                    MemberAnswered(
-                        world.now_s, request.attempt, name, incarnation, ready, reason
-                    ),
+                    MemberAnswered(world.now_s, request.attempt, name, incarnation, ready, reason),
                 )
 
         def answer(ready: bool, reason: str) -> None:

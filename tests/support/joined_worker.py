@@ -151,9 +151,7 @@ class WorkerProcess:
         self.standing_changed = False
         self._pipe = EnginePipe()
         facts = EngineReady(
-            max_model_len=min(
-                runner.geometry.max_model_len, runner.num_blocks * runner.block_size
-            ),
+            max_model_len=min(runner.geometry.max_model_len, runner.num_blocks * runner.block_size),
             vocab_size=runner.geometry.vocab_size,
             block_size=runner.block_size,
             kv_blocks_total=runner.num_blocks,

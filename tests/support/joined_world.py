@@ -43,7 +43,7 @@ IDLE_S = 0.1
 SILENCE_S = 10.0
 """After it, a peer or a worker that says nothing counts as lost."""
 STEPS = 30
-REQUESTS_MAX = 12
+REQUESTS_MAX = 16
 CRASHES_MAX = 2
 SETTLE_S = 240.0
 STANDS_MAX_S = 90.0
@@ -101,6 +101,7 @@ class JoinedWorld:
         for name in names:
             self._start(name)
         self._names = names
+        self._likings = [self.rng.choice([0, 1, 1, 3]) for _ in self._faults()]
         self._watch()
 
     # --- time and mail
@@ -135,7 +136,7 @@ class JoinedWorld:
         actions += self.gateway.actions()
         for one in awake:
             actions += [one.turn, one.move_piece, one.serve]
-        if self._idle_turns <= 2 * len(actions):
+        if actions and self._idle_turns <= 2 * len(actions):
             worked = self.rng.choice(actions)()
             self._idle_turns = self._idle_turns + 1 if worked is False else 0
         elif any([action() is not False for action in self._round()]):
@@ -188,12 +189,28 @@ class JoinedWorld:
     def run(self) -> None:
         """Do everything, and let everything end. Raises Violated."""
         try:
+            self._begin()
             for _ in range(STEPS):
                 self.step()
             self.settle()
         except Exception as error:
             events = "\n".join(self._events)
             raise Violated(f"seed {self.seed}: {error!r}; the last events:\n{events}") from error
+
+    def _begin(self) -> None:
+        """In most worlds the workers form a group, and have requests, before anything fails."""
+        self.faulty = False
+        while not all(one.place for one in self.processes.values()):
+            self.turn()
+        for _ in range(self.rng.randint(0, 3)):
+            self._arrive()
+        if self.rng.random() < 0.8:
+            self._merge([one.name for one in self.processes.values()][: self.layers])
+            until_s = self.now_s + self.rng.choice([0.2, 1.0, 3.0])
+            while self.now_s < until_s:
+                self.turn()
+        self.faulty = True
+        self._arrive()
 
     def step(self) -> None:
         """Something happens to the cluster, and time passes."""
@@ -204,18 +221,18 @@ class JoinedWorld:
         self.check()
 
     def _possible(self) -> list[tuple[Callable[[], None], int]]:
+        wanted = [(self._arrive, 8), (self._abort, 1), (self._change, 6), (self._wait, 4)]
+        return [*wanted, (self._start_again, 2), *zip(self._faults(), self._likings, strict=True)]
+
+    def _faults(self) -> list[Callable[[], None]]:
+        """What may go wrong; each world has its own likings."""
         return [
-            (self._arrive, 8),
-            (self._abort, 1),
-            (self._change, 6),
-            (self._let_time_pass, 4),
-            (self._cut_lanes, 2),
-            (self._crash, 2),
-            (self._start_again, 2),
-            (self._stand_still, 1),
-            (self._blind, 1),
-            (self._silence_store, 1),
-            (self._take_over, 1),
+            self._cut_lanes,
+            self._crash,
+            self._stand_still,
+            self._blind,
+            self._silence_store,
+            self._take_over,
         ]
 
     def check(self) -> None:
@@ -306,8 +323,10 @@ class JoinedWorld:
     # --- clients and operators
 
     def _arrive(self) -> None:
-        number = len(self.gateway.clients)
-        if number < REQUESTS_MAX:
+        for _ in range(self.rng.randint(1, 3)):
+            number = len(self.gateway.clients)
+            if number >= REQUESTS_MAX:
+                return
             request = self.rng.choice(self._requests)
             name = f"{number}-{request.request_id.split('-')[1]}"
             self.note(f"{name} arrives")
@@ -325,22 +344,27 @@ class JoinedWorld:
         live = [members for members in groups if members]
         if not live:
             return
-        chosen = self.rng.sample(live, self.rng.randint(1, min(2, len(live))))
+        chosen = self.rng.sample(live, self.rng.choice([1, 2, 2]) if len(live) > 1 else 1)
         names = [member.worker_id for members in chosen for member in members]
         alone = len(names) > self.layers or (len(chosen) == 1 and self.rng.random() < 0.7)
         if self.rng.random() < 0.3:
             self.rng.shuffle(names)
         if alone:
-            targets: Targets = tuple((Stage(name, 0, self.layers),) for name in names)
+            self._ask(tuple((Stage(name, 0, self.layers),) for name in names))
         else:
-            cuts = sorted(self.rng.sample(range(1, self.layers), len(names) - 1))
-            bounds = [0, *cuts, self.layers]
-            targets = (tuple(map(Stage, names, bounds, bounds[1:])),)
+            self._merge(names)
+
+    def _merge(self, names: Sequence[str]) -> None:
+        cuts = sorted(self.rng.sample(range(1, self.layers), len(names) - 1))
+        bounds = [0, *cuts, self.layers]
+        self._ask((tuple(map(Stage, names, bounds, bounds[1:])),))
+
+    def _ask(self, targets: Targets) -> None:
         self.note(f"asked for {targets}")
         self.control.ask(targets)
 
-    def _let_time_pass(self) -> None:
-        until_s = self.now_s + self.rng.choice([0.1, 0.5, 3.0, 12.0])
+    def _wait(self) -> None:
+        until_s = self.now_s + self.rng.choice([0.1, 0.5, 2.0, 2.0, 8.0])
         while self.now_s < until_s:
             self.turn()
 
@@ -452,9 +476,9 @@ class JoinedWorld:
 
     def _stand_still(self) -> None:
         """A process takes no turns for a while: others may think that it is gone."""
-        process = self.processes[self.rng.choice(sorted(self.processes))]
-        if process.stands:
+        if not (awake := sorted(name for name, one in self.processes.items() if not one.stands)):
             return
+        process = self.processes[self.rng.choice(awake)]
         lasts_s = self.rng.choice([0.5, 3.0, 7.0, 15.0])
         self.note(f"{process.name} stands still for {lasts_s} s")
         process.stands_until_s = self.now_s + lasts_s
@@ -484,6 +508,8 @@ class JoinedWorld:
 
     def _blind(self) -> None:
         """A process is cut off from the store; everything else reaches it."""
+        if not self.processes:
+            return
         process = self.processes[self.rng.choice(sorted(self.processes))]
         lasts_s = self.rng.choice([2.0, 8.0, 30.0])
         self.note(f"{process.name} is cut off from the store for {lasts_s} s")
