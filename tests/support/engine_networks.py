@@ -78,7 +78,7 @@ class QueueNetwork(EngineNetwork):
             network.cut(worker_id)
 
     def part(self, one: str, other: str, tell: Collection[str]) -> None:
-        """The connections of a pair break; the workers in `tell` notice, others by `tell_untold`."""
+        """The connections of a pair break; those in `tell` notice, the others by `tell_untold`."""
         for network in (self._activations, self._bulk):
             network.part(one, other, tell)
 

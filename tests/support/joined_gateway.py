@@ -1,4 +1,4 @@
-"""The gateway of a `JoinedWorld`: streams from leaders, journals, and requests that go on elsewhere.
+"""The gateway of a `JoinedWorld`: it streams from leaders, and has lost requests go on elsewhere.
 
 Real: `TokenStream`, `Journal`, `Attempts`, `resumed`, the frames. The dispatcher is a random choice
 among leaders; links are queues that the world empties.
@@ -52,7 +52,7 @@ class GatewayLink:
 
 @dataclass(eq=False)
 class Client:
-    """A client's request. `tokens` is None while it has no place; `moved`: it is to attach there."""
+    """A client's request. `tokens` is None without a place; `moved`: it is to attach there."""
 
     stream: Stream
     attempts: Attempts
