@@ -83,6 +83,16 @@ class ControlPlane:
         made.state._groups = self._groups(made.state.config.protocol)
         return made
 
+    @property
+    def rests(self) -> bool:
+        """Whether no group is about to change, and all members have followed."""
+        groups = [stored.group for stored in self.store.groups.values()]
+        epochs = {m.worker_id: one.epoch for one in groups for m in one.members}
+        return not any(one.attempt for one in groups) and all(
+            one.engine.member.settled and one.engine.member.links.epoch == epochs.get(name)
+            for name, one in self._world.processes.items()
+        )
+
     # --- elections
 
     def take_over(self, zombie: bool) -> None:

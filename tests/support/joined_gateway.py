@@ -125,7 +125,7 @@ class JoinedGateway:
         places = None
         for client in self.open:
             if client.tokens is None:
-                places = self._places() if places is None else places
+                places = self.places() if places is None else places
                 if places:
                     found.append(partial(self._place, client, places))
         return found
@@ -170,12 +170,15 @@ class JoinedGateway:
             client.attach_at_s = self._world.now_s + REATTACH_S
             self._take_news(client)
 
-    def _places(self) -> list[tuple[str, str, int]]:
-        now_s = self._world.now_s
+    def places(self) -> list[tuple[str, str, int]]:
+        """Worker, group and epoch of all leaders to which requests may go now."""
+        now_s, registered = self._world.now_s, self._world.control.store.workers
         found = []
         for name, process in sorted(self._world.processes.items()):
             place = process.place
             if process.stands or place is None or not place.leads:
+                continue
+            if name not in registered or registered[name].incarnation != process.incarnation:
                 continue
             if self._avoided.get(name, 0.0) <= now_s:
                 found.append((name, place.group_id, place.epoch))

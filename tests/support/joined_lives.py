@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 SILENCE_S = 10.0
 """After it, a peer or a worker that says nothing counts as lost."""
 CRASHES_MAX = 2
+LONG_S = 150.0
+"""A cut from the store that lasts longer than any request may stand still."""
 
 
 class Lives:
@@ -194,12 +196,18 @@ class Lives:
             self._register(process)
 
     def blind(self) -> None:
-        """A process is cut off from the store; everything else reaches it."""
+        """A process is cut off from the store; everything else reaches it.
+
+        If that lasts for long, nobody asks for a change from then on: a change that it is in would
+        have the others wait for it, as they do for any member that lives.
+        """
         world = self._world
         if not world.processes:
             return
         process = world.processes[world.rng.choice(sorted(world.processes))]
         lasts_s = world.rng.choice([2.0, 8.0, 30.0])
+        if world.rng.random() < 0.3 and world.control.rests:
+            lasts_s, world.changes = LONG_S, False
         world.note(f"{process.name} is cut off from the store for {lasts_s} s")
         process.blind_until_s = world.now_s + lasts_s
         self._lease_ends(process, lasts_s)

@@ -40,7 +40,7 @@ TURN_S = 0.002
 IDLE_S = 0.1
 """How far time goes at most when nobody has anything to do."""
 STEPS = 30
-REQUESTS_MAX = 16
+REQUESTS_MAX, OPEN_MAX = 24, 5
 SETTLE_S = 150.0
 TURNS_MAX = 60_000
 STANDS_MAX_S = 90.0
@@ -70,6 +70,7 @@ class JoinedWorld:
         self.seed = seed
         self.rng = random.Random(seed)
         self.faulty = True
+        self.changes = True  # an operator may ask for some
         self.now_s = 0.0
         self.processes: dict[str, WorkerProcess] = {}
         self.network = QueueNetwork(TURN_S)
@@ -161,8 +162,9 @@ class JoinedWorld:
     def _watch(self) -> None:
         """What happens all the time: reports, readers that attach again, a look at streams."""
         self.gateway.pass_time()
+        serves = bool(self.gateway.places())
         for client in self.gateway.open:
-            if not any(one.place for one in self.processes.values()):
+            if not serves:
                 client.progressed_s = max(client.progressed_s, self.now_s - STANDS_MAX_S / 2)
             if self.now_s - client.progressed_s > STANDS_MAX_S:
                 raise Violated(f"{client.request_id} stands still: {self.describe()}")
@@ -258,15 +260,22 @@ class JoinedWorld:
                 raise Violated(f"I1: {process.name} runs {stage} with layers {list(held)}")
 
     def settle(self) -> None:
-        """No more faults: everything becomes as it should be, in bounded time."""
+        """No more faults: everything becomes as it should be, in bounded time.
+
+        Requests end even while a process is cut off from the store for longer.
+        """
         self.note("no more faults")
         self.faulty = False
         self.control.silent_until_s = 0.0
         for process in self.processes.values():
-            process.stands_until_s = process.blind_until_s = 0.0
+            process.stands_until_s = 0.0
         for name in self.lives.names:
             if name not in self.processes and self.rng.random() < 0.7:
                 self.lives.start(name)
+        while self.gateway.open:
+            self.turn()
+        for process in self.processes.values():
+            process.blind_until_s = 0.0
         until_s = self.now_s + SETTLE_S
         while (unsettled := self._unsettled()) is not None:
             if self.now_s > until_s:
@@ -329,7 +338,7 @@ class JoinedWorld:
     def _arrive(self) -> None:
         for _ in range(self.rng.randint(1, 3)):
             number = len(self.gateway.clients)
-            if number >= REQUESTS_MAX:
+            if number >= REQUESTS_MAX or len(self.gateway.open) >= OPEN_MAX:
                 return
             request = self.rng.choice(self._requests)
             name = f"{number}-{request.request_id.split('-')[1]}"
@@ -346,7 +355,7 @@ class JoinedWorld:
         """An operator merges, splits or orders anew some of the groups."""
         groups = [one.group.members for one in self.control.store.groups.values()]
         live = [members for members in groups if members]
-        if not live:
+        if not live or not self.changes:
             return
         chosen = self.rng.sample(live, self.rng.choice([1, 2, 2]) if len(live) > 1 else 1)
         names = [member.worker_id for members in chosen for member in members]
@@ -368,6 +377,6 @@ class JoinedWorld:
         self.control.ask(targets)
 
     def _wait(self) -> None:
-        until_s = self.now_s + self.rng.choice([0.1, 0.5, 2.0, 2.0, 8.0])
+        until_s = self.now_s + self.rng.choice([0.1, 0.5, 1.0, 2.0, 8.0])
         while self.now_s < until_s:
             self.turn()
