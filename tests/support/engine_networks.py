@@ -83,7 +83,7 @@ class QueueNetwork(EngineNetwork):
             network.part(one, other, tell)
 
     def tell_untold(self, one: str, other: str) -> None:
-        """Whoever of a pair has not noticed a break notices it."""
+        """The one of a pair that has not noticed a break notices it."""
         for network in (self._activations, self._bulk):
             network.tell_untold(one, other)
 

@@ -399,8 +399,8 @@ class Changeover:
         """A member is not in the change, and with it KV of every request is lost.
 
         It has died, or this member has missed a change that parted them. The requests that this
-        member leads wait until it has all layers, and are computed again:
-        their tokens are here. Those that the lost member led are its gateways' to ask for anew.
+        member leads wait until it has all layers, and are computed again: their tokens are here.
+        Those that the lost member led are its gateways' to ask for anew.
         """
         context = self._context
         for name in tuple(context.planner.sequences):
