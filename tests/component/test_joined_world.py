@@ -60,7 +60,11 @@ def test_the_worlds_try_what_they_are_for(config: RunnerConfig, oracle: Oracle) 
 @pytest.mark.parametrize(
     ("removed", "seed"),
     [
-        ("start over", 12),
+        ("start over", 10),
+        ("reports of trouble", 25),
+        ("renewal", 25),
+        ("settlement", 2),
+        ("resume", 1),
     ],
 )
 def test_every_cure_is_needed(

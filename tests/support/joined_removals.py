@@ -13,33 +13,11 @@ class NoStartOver(Changeover):
         return
 
 
-class NoLeaving(Changeover):
-    """Keeps the requests of a group that has gone on without it."""
-
-    def _leave_group(self) -> None:
-        return
-
-
-class NoLostPeers(Changeover):
-    """Waits for lost workers of other groups."""
-
-    def _leave_lost(self) -> None:
-        return
-
-
 class NoRenewal(GroupState):
     """Leaves stuck groups as they are."""
 
     def _renew(self, group: Group, busy: set[str]) -> list[Command]:
         return []
-
-
-class NoDivision(GroupState):
-    """Makes a stuck group anew, again and again."""
-
-    def _mend(self, group_id: str, busy: set[str]) -> list[Command]:
-        self._stuck._hopeless.clear()
-        return super()._mend(group_id, busy)
 
 
 class NoSettlement(GroupState):
@@ -51,11 +29,8 @@ class NoSettlement(GroupState):
 
 REMOVED = {
     "start over": Rules(machine=NoStartOver),
-    "leave a group that goes on": Rules(machine=NoLeaving),
-    "leave lost peers": Rules(machine=NoLostPeers),
     "reports of trouble": Rules(troubles=False),
     "renewal": Rules(groups=NoRenewal),
-    "division": Rules(groups=NoDivision),
     "settlement": Rules(groups=NoSettlement),
     "resume": Rules(resumes=False),
 }

@@ -42,7 +42,7 @@ IDLE_S = 0.1
 STEPS = 30
 REQUESTS_MAX, OPEN_MAX = 24, 5
 SETTLE_S = 150.0
-TURNS_MAX = 60_000
+TURNS_MAX = 20_000
 STANDS_MAX_S = 90.0
 """No request stands still for longer, while a worker serves."""
 
@@ -272,7 +272,8 @@ class JoinedWorld:
         for name in self.lives.names:
             if name not in self.processes and self.rng.random() < 0.7:
                 self.lives.start(name)
-        while self.gateway.open:
+        until_s = self.now_s + SETTLE_S
+        while self.gateway.open and self.now_s < until_s:
             self.turn()
         for process in self.processes.values():
             process.blind_until_s = 0.0

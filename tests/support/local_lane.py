@@ -228,6 +228,8 @@ class LocalNetwork:
         try:
             if host is None or host.closed or host.identity.worker_id != peer:
                 raise FrameError("no lane has this address")
+            if (us.worker_id, peer) not in self._queues:
+                raise FrameError("the connection broke while it was made")
             host.expected.redeem(Hello(facts, proof_of(Hello, facts, nonce)), 0.0)
         except FrameError as error:
             self.part(us.worker_id, peer, tell=())
