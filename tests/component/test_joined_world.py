@@ -15,8 +15,8 @@ from tests.support.joined_world import JoinedWorld, Rules
 from tests.support.undisturbed import Oracle, tight_config
 
 LAYERS = 4
-SEEDS = range(int(os.environ.get("TIDESERVE_JOINED_SEEDS", "100")))
-"""A hundred worlds take a minute on one core."""
+SEEDS = range(int(os.environ.get("TIDESERVE_JOINED_SEEDS", "60")))
+"""A world takes between half a second and a second of one core."""
 BATCHES = 10
 
 
