@@ -258,7 +258,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             if former is link:
                 raise InvalidStart("a request with this id is running already")
             facts = self._facts
-            request = to_request(start, facts.vocab_size, facts.max_model_len, monotonic_s())
+            request = to_request(start, facts.vocab_size, facts.max_model_len, self._clock())
         except InvalidStart as error:
             self._refuse(start, link, pb.FINISH_REASON_INVALID, str(error))
             return

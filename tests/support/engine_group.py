@@ -11,23 +11,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from services.common.event_log import EventLog
-from services.core.changeover.state import Changeover, MemberConfig
 from services.core.groups.layer_map import Stage
-from services.core.planner.block_table import StageTable
-from services.core.planner.config import IterationConfig
 from services.core.planner.events import EmitToken, RequestAborted, RequestArrived
 from services.core.request import FinishReason, Request, TokenLogprobs
 from services.worker.engine.compute.runner import ModelRunner
 from services.worker.engine.compute.runner_config import RunnerConfig
-from services.worker.engine.pipeline.fact_log import FactLog
-from services.worker.engine.pipeline.links import Links
-from services.worker.engine.pipeline.member import Member
-from services.worker.engine.pipeline.stage_runner import StageRunner
-from services.worker.engine.transfer.gate import ActivationGate
-from services.worker.engine.transfer.lane import Identity, Lane
-from services.worker.engine.transfer.mover import Mover, MoverConfig
-from services.worker.engine.transfer.receiver import IsCurrent, Unpack
+from services.worker.engine.transfer.lane import Identity
 from services.worker.ipc import (
     AdoptedRequest,
     ApplyConfiguration,
@@ -39,6 +28,14 @@ from services.worker.ipc import (
 from services.worker.ipc import Lane as LanePlan
 from tests.support.engine_gateway import EngineGateway
 from tests.support.engine_networks import EngineNetwork, QueueNetwork
+from tests.support.engines import (
+    Engine,
+    at_rest,
+    check_at_rest,
+    check_engines,
+    make_engine,
+    wrong_books,
+)
 
 TURNS_MAX = 200_000
 ATTEMPT_TURNS = 5_000
@@ -64,27 +61,6 @@ class Stream:
     @property
     def over(self) -> bool:
         return self.finish_reason is not None or self.aborted or bool(self.refused)
-
-
-@dataclass
-class Engine:
-    """One worker's engine."""
-
-    identity: Identity
-    member: Member
-    mover: Mover
-    bulk: Lane
-
-    def close(self) -> None:
-        """Give its memory and descriptors back."""
-        self.mover.close()
-        self.bulk.close()
-        self.member.links.lane.close()
-        self.runner.close()
-
-    @property
-    def runner(self) -> ModelRunner:
-        return self.member.stage.runner
 
 
 class EngineGroup:
@@ -134,47 +110,16 @@ class EngineGroup:
         self, worker_id: str, config: RunnerConfig, max_batch_tokens: int, max_running: int
     ) -> None:
         identity = Identity(worker_id, f"{worker_id}-1")
-        runner = self._load(config)
-        made_with = IterationConfig(
-            block_size=runner.block_size,
-            num_blocks=runner.num_blocks,
+        self.engines[worker_id] = make_engine(
+            identity,
+            self._load(config),
+            self.network,
+            lambda: self.now_s,
             max_batch_tokens=max_batch_tokens,
             max_running=max_running,
-            max_waiting=1000,
-            min_microbatch_tokens=4,
             prefix_caching=self._prefix_caching,
+            event_logs=self._event_logs,
         )
-        memory = runner.stage_memory
-        member_config = MemberConfig(
-            worker_id, memory.num_layers, memory.tied_embeddings, made_with
-        )
-        log = None
-        if self._event_logs is not None:
-            log = EventLog(self._event_logs, worker_id, member_config)
-        changeover = Changeover.of(member_config)
-        state = changeover.planner
-        facts = FactLog(log, state, memory, lambda: self.now_s)
-        facts.start(identity, memory.plan.arena_bytes + memory.plan.staging_bytes, exact=True)
-        activations, bulk = self.network.lanes(identity)
-        gate = ActivationGate()
-        settings = MoverConfig(chunk_bytes=4096)
-        movers: list[Mover] = []
-
-        def mover_of(is_current: IsCurrent, unpack: Unpack) -> Mover:
-            movers.append(Mover(bulk, gate, settings, is_current, unpack))
-            return movers[0]
-
-        member = Member(
-            identity,
-            changeover,
-            StageRunner(runner, state.table),
-            Links(activations, worker_id, gate),
-            bulk,
-            mover_of,
-            lambda: self.now_s,
-            facts,
-        )
-        self.engines[worker_id] = Engine(identity, member, movers[0], bulk)
 
     def _alone(self, worker_id: str) -> Stage:
         return Stage(worker_id, 0, self.num_layers)
@@ -377,32 +322,12 @@ class EngineGroup:
 
     def wrong_books(self) -> list[str]:
         """Stages of which a leader counts other blocks than they have; none are wrong at rest."""
-        found = []
-        for engine in self.engines.values():
-            configuration, ledger = (
-                engine.member.configuration,
-                engine.member.state.sequence_table.ledger,
-            )
-            if configuration is None or not configuration.leads:
-                continue
-            counted = zip(configuration.stages[1:], ledger.used, ledger.capacity, strict=True)
-            for stage, used, capacity in counted:
-                table = self.engines[stage.worker_id].member.state.table
-                pool = table.pool
-                if (used, capacity) != (table.block_count, pool.usable):
-                    found.append(
-                        f"{stage.worker_id} uses {table.block_count} of {pool.usable} blocks,"
-                        f" {engine.identity.worker_id} counts {used} of {capacity}"
-                    )
-        return found
+        return wrong_books(self.engines)
 
     def check_invariants(self) -> None:
         """Check every planner, table and arena."""
         assert not self.violations, self.violations
-        for engine in self.engines.values():
-            if engine.member.configuration is None or engine.member.configuration.leads:
-                engine.member.state.check_invariants()
-            engine.runner.check_invariants()
+        check_engines(self.engines)
 
     def check_tables(self) -> None:
         """Nobody has had a token that is not its own, and no two sequences have the same block."""
@@ -413,15 +338,7 @@ class EngineGroup:
     def check_at_rest(self) -> None:
         """No block is taken, no transfer is open."""
         self.check_invariants()
-        for engine in self.engines.values():
-            table: StageTable = engine.member.state.table
-            table.check_invariants()
-            assert not table.request_ids, f"{engine.identity.worker_id} keeps {table.request_ids}"
-            assert table.pool.free_count == table.pool.usable
-            load = engine.member.state.load()
-            assert (load.running, load.waiting) == (0, 0)
-            assert load.kv_blocks_free == load.kv_blocks_total, f"{engine.identity}: {load}"
-        assert not self.wrong_books(), self.wrong_books()
+        check_at_rest(self.engines)
 
     def close(self) -> None:
         """Give all memory back."""
@@ -429,7 +346,7 @@ class EngineGroup:
             engine.close()
 
     def _at_rest(self, engine: Engine) -> bool:
-        return not engine.member.state.table.request_ids and not engine.member.state.in_flight
+        return at_rest(engine)
 
     def _step_mover(self, engine: Engine) -> bool:
         return engine.mover.step(self.now_s) <= self.now_s

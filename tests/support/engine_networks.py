@@ -2,7 +2,7 @@
 
 import select
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 
 from services.common.clock import monotonic_s
@@ -45,16 +45,18 @@ class EngineNetwork(ABC):
 class QueueNetwork(EngineNetwork):
     """Nothing moves by itself, no time passes but by turns: all is the group's choice."""
 
-    def __init__(self) -> None:
+    def __init__(self, turn_s: float = TURN_S) -> None:
+        """A turn lasts `turn_s`."""
         self._activations = LocalNetwork(FrameCodec(KINDS))
         self._bulk = LocalNetwork(FrameCodec(BULK_KINDS))
+        self._turn_s = turn_s
         self._now_s = 0.0
 
     def lanes(self, identity: Identity) -> tuple[Lane, Lane]:
         return self._activations.lane(identity), self._bulk.lane(identity)
 
     def now_s(self) -> float:
-        self._now_s += TURN_S
+        self._now_s += self._turn_s
         return self._now_s
 
     def skip(self, seconds: float) -> None:
@@ -74,6 +76,16 @@ class QueueNetwork(EngineNetwork):
     def cut(self, worker_id: str) -> None:
         for network in (self._activations, self._bulk):
             network.cut(worker_id)
+
+    def part(self, one: str, other: str, tell: Collection[str]) -> None:
+        """The connections of a pair break; those in `tell` notice, the others by `tell_untold`."""
+        for network in (self._activations, self._bulk):
+            network.part(one, other, tell)
+
+    def tell_untold(self, one: str, other: str) -> None:
+        """The one of a pair that has not noticed a break notices it."""
+        for network in (self._activations, self._bulk):
+            network.tell_untold(one, other)
 
 
 class UcxNetwork(EngineNetwork):

@@ -64,7 +64,7 @@ class LocalLane(Lane):
         self._network.connect(self, peer, address, nonce)
 
     def disconnect(self, peer: str) -> None:
-        self._network.part(self.identity.worker_id, peer, tell=(peer,))
+        self._network.leave(self.identity.worker_id, peer)
 
     def send(self, peer: str, frame: Frame) -> Sent:
         if self.closed:
@@ -105,6 +105,7 @@ class LocalNetwork:
         self._lanes: dict[str, LocalLane] = {}
         self._queues: dict[tuple[str, str], _Queue] = {}
         self._connecting: deque[tuple[LocalLane, str, str, bytes]] = deque()
+        self._untold: dict[tuple[str, str], tuple[LocalLane, PeerLost]] = {}  # (told, lost)
 
     def lane(self, identity: Identity) -> LocalLane:
         """A lane for a worker; cuts an older lane of the same worker."""
@@ -163,9 +164,16 @@ class LocalNetwork:
         peers = [link[1] for link in self._queues if link[0] == worker_id]
         for peer in peers:
             self.part(worker_id, peer, tell=(worker_id, peer))
+        for told, lost in [pair for pair in self._untold if worker_id in pair]:
+            self._tell_untold(told, lost)
 
-    def part(self, one: str, other: str, tell: tuple[str, ...]) -> None:
-        """End the connection of a pair; the workers in `tell` get PeerLost."""
+    def leave(self, worker_id: str, peer: str) -> None:
+        """A worker ends the connection to a peer, which alone gets PeerLost."""
+        self.part(worker_id, peer, tell=(peer,))
+        self._untold.pop((worker_id, peer), None)
+
+    def part(self, one: str, other: str, tell: Collection[str]) -> None:
+        """End the connection of a pair; the workers in `tell` get PeerLost, others later."""
         was_open = False
         for sender, receiver in ((one, other), (other, one)):
             queue = self._queues.pop((sender, receiver), None)
@@ -175,14 +183,26 @@ class LocalNetwork:
             for _, sent in queue.frames:
                 sent.finish(PeerUnknown(f"the connection to {receiver} ended"))
         for told, lost in ((one, other), (other, one)):
-            if was_open and told in tell and not self._lanes[told].closed:
+            if was_open and not self._lanes[told].closed:
                 event = PeerLost(self._lanes[lost].identity, "the connection ended")
-                self._lanes[told].tell(event)
+                self._untold[told, lost] = self._lanes[told], event
+            if told in tell:
+                self._tell_untold(told, lost)
+
+    def tell_untold(self, one: str, other: str) -> None:
+        """The workers of a pair get the PeerLost that they have not had yet."""
+        self._tell_untold(one, other)
+        self._tell_untold(other, one)
+
+    def _tell_untold(self, told: str, lost: str) -> None:
+        lane, event = self._untold.pop((told, lost), (None, None))
+        if lane is not None and event is not None and not lane.closed:
+            lane.tell(event)
 
     def connect(self, lane: LocalLane, peer: str, address: str, nonce: bytes) -> None:
         """Queue a handshake for the next pump."""
         us = lane.identity.worker_id
-        self.part(us, peer, tell=(us, peer))
+        self.part(us, peer, tell=(us, peer))  # also of an earlier break
         for link in ((us, peer), (peer, us)):
             self._queues.setdefault(link, _Queue())
         self._connecting.append((lane, peer, address, nonce))
@@ -208,6 +228,8 @@ class LocalNetwork:
         try:
             if host is None or host.closed or host.identity.worker_id != peer:
                 raise FrameError("no lane has this address")
+            if (us.worker_id, peer) not in self._queues:
+                raise FrameError("the connection broke while it was made")
             host.expected.redeem(Hello(facts, proof_of(Hello, facts, nonce)), 0.0)
         except FrameError as error:
             self.part(us.worker_id, peer, tell=())

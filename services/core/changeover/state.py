@@ -367,7 +367,8 @@ class Changeover:
         """This worker runs other layers from here on."""
         context, new = self._context, self._next
         assert new is not None
-        if not self._serves(new):
+        old = context.configuration
+        if not self._serves(new) or (old is not None and old.own.workers - new.members):
             self._start_over()
         if answer.blocks >= context.table.pool.num_blocks:
             context.change(PoolGrown(answer.blocks))
@@ -395,10 +396,11 @@ class Changeover:
         self._begin_when_joined()
 
     def _start_over(self) -> None:
-        """A member was lost, and with it KV of every request.
+        """A member is not in the change, and with it KV of every request is lost.
 
-        The requests that this member leads wait until it has all layers, and are computed again:
-        their tokens are here. Those that the lost member led are its gateways' to ask for anew.
+        It has died, or this member has missed a change that parted them. The requests that this
+        member leads wait until it has all layers, and are computed again: their tokens are here.
+        Those that the lost member led are its gateways' to ask for anew.
         """
         context = self._context
         for name in tuple(context.planner.sequences):

@@ -33,7 +33,8 @@ from services.core.groups.vocabulary import (
     Transact,
     TransactionFinished,
 )
-from tests.support.group_world import LAYERS, FakeStore
+from tests.support.group_store import FakeStore
+from tests.support.group_world import LAYERS
 
 CONFIG = CoordinatorConfig(
     ProtocolConfig(prepare_timeout_s=10.0, backoff_s=0.0, backoff_max_s=0.0, absent_wait_s=0.0),

@@ -5,7 +5,8 @@ Removing a rule must show: otherwise nothing here would have seen it.
 
 import pytest
 
-from tests.support.group_world import Violated, World
+from tests.support.group_store import Violated
+from tests.support.group_world import World
 
 STEPS = 600
 

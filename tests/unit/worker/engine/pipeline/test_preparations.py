@@ -17,7 +17,7 @@ from services.worker.errors import (
     ModelError,
 )
 from services.worker.ipc import Prepare
-from tests.support.engine_group import Engine
+from tests.support.engines import Engine
 from tests.support.fake_model import BLOCKS, CHUNK_BYTES, LAYERS
 from tests.support.integer_group import (
     APART,

@@ -1,0 +1,76 @@
+"""The group protocol, real engines and the gateway's attempts together, while everything fails.
+
+`TIDESERVE_JOINED_SEEDS=5000 make test TESTS=tests/component/test_joined_world.py` runs more worlds.
+A failure names its seed and the last events; PYTEST_ARGS="-k 'whatever_fails[SEED]'" repeats it.
+"""
+
+import os
+
+import pytest
+
+from services.worker.engine.compute.runner_config import RunnerConfig
+from tests.support.group_store import Violated
+from tests.support.joined_removals import REMOVED
+from tests.support.joined_world import JoinedWorld, Rules
+from tests.support.undisturbed import Oracle, tight_config
+
+LAYERS = 4
+SEEDS = range(int(os.environ.get("TIDESERVE_JOINED_SEEDS", "60")))
+"""A world takes between half a second and a second of one core."""
+BATCHES = 10
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> RunnerConfig:
+    return tight_config(tmp_path_factory.mktemp("models") / "llama", LAYERS)
+
+
+@pytest.fixture(scope="module")
+def oracle(config: RunnerConfig) -> Oracle:
+    return Oracle(config)
+
+
+def live(
+    config: RunnerConfig, oracle: Oracle, seed: int, rules: Rules | None = None
+) -> JoinedWorld:
+    """A world from its first process to its rest, with the tokens of an undisturbed run."""
+    world = JoinedWorld(config, oracle.requests, seed, rules or Rules())
+    try:
+        world.run(oracle.check)
+    finally:
+        world.close()
+    return world
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_requests_get_their_tokens_whatever_fails(
+    config: RunnerConfig, oracle: Oracle, seed: int
+) -> None:
+    live(config, oracle, seed)
+
+
+def test_the_worlds_try_what_they_are_for(config: RunnerConfig, oracle: Oracle) -> None:
+    worlds = [live(config, oracle, seed) for seed in range(BATCHES)]
+    assert sum(world.control.committed for world in worlds) >= BATCHES, "hardly anything changed"
+    assert sum(world.gateway.resumed for world in worlds) > 0, "no request lost its worker"
+    ends = {client.stream.aborted for world in worlds for client in world.gateway.clients.values()}
+    assert ends == {True, False}
+
+
+@pytest.mark.parametrize(
+    ("removed", "seed"),
+    [
+        ("start over", 10),
+        ("reports of trouble", 25),
+        ("renewal", 25),
+        ("settlement", 2),
+        ("resume", 1),
+    ],
+)
+def test_every_cure_is_needed(
+    config: RunnerConfig, oracle: Oracle, removed: str, seed: int
+) -> None:
+    """The seed is one that shows it; with the rule the same world goes well."""
+    live(config, oracle, seed)
+    with pytest.raises(Violated):
+        live(config, oracle, seed, REMOVED[removed])

@@ -1,0 +1,143 @@
+"""An engine in a test's process: a real arena, planner, mover and model, over given lanes."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from services.common.event_log import EventLog
+from services.core.changeover.state import Changeover, MemberConfig
+from services.core.planner.block_table import StageTable
+from services.core.planner.config import IterationConfig
+from services.worker.engine.compute.runner import ModelRunner
+from services.worker.engine.pipeline.fact_log import FactLog
+from services.worker.engine.pipeline.links import Links
+from services.worker.engine.pipeline.member import Member
+from services.worker.engine.pipeline.stage_runner import StageRunner
+from services.worker.engine.transfer.gate import ActivationGate
+from services.worker.engine.transfer.lane import Identity, Lane
+from services.worker.engine.transfer.mover import Mover, MoverConfig
+from services.worker.engine.transfer.receiver import IsCurrent, Unpack
+from tests.support.engine_networks import EngineNetwork
+
+
+@dataclass
+class Engine:
+    """One worker's engine."""
+
+    identity: Identity
+    member: Member
+    mover: Mover
+    bulk: Lane
+
+    def close(self) -> None:
+        """Give its memory and descriptors back."""
+        self.mover.close()
+        self.bulk.close()
+        self.member.links.lane.close()
+        self.runner.close()
+
+    @property
+    def runner(self) -> ModelRunner:
+        return self.member.stage.runner
+
+
+def make_engine(
+    identity: Identity,
+    runner: ModelRunner,
+    network: EngineNetwork,
+    now_s: Callable[[], float],
+    *,
+    max_batch_tokens: int,
+    max_running: int,
+    prefix_caching: bool = False,
+    event_logs: Path | None = None,
+    machine: type[Changeover] = Changeover,
+) -> Engine:
+    """An engine without a configuration; it has no thread, and `now_s` is its clock.
+
+    In `event_logs` it keeps a log. `machine` decides in its change-overs.
+    """
+    made_with = IterationConfig(
+        block_size=runner.block_size,
+        num_blocks=runner.num_blocks,
+        max_batch_tokens=max_batch_tokens,
+        max_running=max_running,
+        max_waiting=1000,
+        min_microbatch_tokens=4,
+        prefix_caching=prefix_caching,
+    )
+    memory, worker_id = runner.stage_memory, identity.worker_id
+    member_config = MemberConfig(worker_id, memory.num_layers, memory.tied_embeddings, made_with)
+    log = EventLog(event_logs, worker_id, member_config) if event_logs is not None else None
+    changeover = machine.of(member_config)
+    state = changeover.planner
+    facts = FactLog(log, state, memory, now_s)
+    facts.start(identity, memory.plan.arena_bytes + memory.plan.staging_bytes, exact=True)
+    activations, bulk = network.lanes(identity)
+    gate = ActivationGate()
+    settings = MoverConfig(chunk_bytes=4096)
+    movers: list[Mover] = []
+
+    def mover_of(is_current: IsCurrent, unpack: Unpack) -> Mover:
+        movers.append(Mover(bulk, gate, settings, is_current, unpack))
+        return movers[0]
+
+    member = Member(
+        identity,
+        changeover,
+        StageRunner(runner, state.table),
+        Links(activations, worker_id, gate),
+        bulk,
+        mover_of,
+        now_s,
+        facts,
+    )
+    return Engine(identity, member, movers[0], bulk)
+
+
+def wrong_books(engines: Mapping[str, Engine]) -> list[str]:
+    """Stages of which a leader counts other blocks than they have; none are wrong at rest."""
+    found = []
+    for engine in engines.values():
+        configuration, ledger = (
+            engine.member.configuration,
+            engine.member.state.sequence_table.ledger,
+        )
+        if configuration is None or not configuration.leads:
+            continue
+        counted = zip(configuration.stages[1:], ledger.used, ledger.capacity, strict=True)
+        for stage, used, capacity in counted:
+            table = engines[stage.worker_id].member.state.table
+            pool = table.pool
+            if (used, capacity) != (table.block_count, pool.usable):
+                found.append(
+                    f"{stage.worker_id} uses {table.block_count} of {pool.usable} blocks,"
+                    f" {engine.identity.worker_id} counts {used} of {capacity}"
+                )
+    return found
+
+
+def check_engines(engines: Mapping[str, Engine]) -> None:
+    """Check every planner, table and arena."""
+    for engine in engines.values():
+        if engine.member.configuration is None or engine.member.configuration.leads:
+            engine.member.state.check_invariants()
+        engine.runner.check_invariants()
+
+
+def at_rest(engine: Engine) -> bool:
+    """Whether no request has a block, and nothing is in flight."""
+    return not engine.member.state.table.request_ids and not engine.member.state.in_flight
+
+
+def check_at_rest(engines: Mapping[str, Engine]) -> None:
+    """No block is taken, no transfer is open."""
+    for engine in engines.values():
+        table: StageTable = engine.member.state.table
+        table.check_invariants()
+        assert not table.request_ids, f"{engine.identity.worker_id} keeps {table.request_ids}"
+        assert table.pool.free_count == table.pool.usable
+        load = engine.member.state.load()
+        assert (load.running, load.waiting) == (0, 0)
+        assert load.kv_blocks_free == load.kv_blocks_total, f"{engine.identity}: {load}"
+    assert not wrong_books(engines), wrong_books(engines)

@@ -1,0 +1,129 @@
+"""etcd as the group protocol sees it, without a process: records, revisions, transactions."""
+
+from dataclasses import dataclass, field, replace
+
+from services.core.groups.vocabulary import (
+    ClusterListed,
+    Group,
+    StoredAssignment,
+    StoredGroup,
+    Transact,
+    Worker,
+)
+from services.core.ids import group_id_of
+
+
+class Violated(AssertionError):
+    """An invariant does not hold."""
+
+
+@dataclass
+class FakeStore:
+    """etcd: records, revisions, transactions. Without `cas`, `leader` it compares less."""
+
+    removed: frozenset[str] = frozenset()
+    num_layers: int = 4
+    revision: int = 1
+    token: int = 0
+    workers: dict[str, Worker] = field(default_factory=dict)
+    groups: dict[str, StoredGroup] = field(default_factory=dict)
+    assignments: dict[str, StoredAssignment] = field(default_factory=dict)
+    configurations: dict[tuple[str, int], Group] = field(default_factory=dict)
+    epoch_floor: int = 0
+    floor_revision: int = 0
+    forgotten: int = 0
+    # The highest epoch of each group name and worker, whatever the records say now.
+    highest: dict[str, int] = field(default_factory=dict)
+
+    def listing(self, now_s: float) -> ClusterListed:
+        return ClusterListed(
+            now_s,
+            self.revision,
+            tuple(self.workers.values()),
+            tuple(self.groups.values()),
+            tuple(self.assignments.values()),
+            self.epoch_floor,
+            self.floor_revision,
+        )
+
+    def elect(self) -> int:
+        self.revision += 1
+        self.token = self.revision
+        return self.token
+
+    def register(self, name: str, incarnation: str) -> None:
+        self.revision += 1
+        self.workers[name] = Worker(name, incarnation, "m", self.num_layers, self.revision)
+
+    def expire(self, name: str) -> None:
+        self.revision += 1
+        del self.workers[name]
+
+    def transact(self, command: Transact) -> int | None:
+        """The revision at which it was committed, or None."""
+        if not self._holds(command):
+            return None
+        self.revision += 1
+        for group in command.groups:
+            self._check_commit(group)
+            self.groups[group.group_id] = StoredGroup(group, self.revision)
+        for assignment in command.assignments:
+            self._check_epoch(assignment.worker_id, assignment.epoch)
+            stored = StoredAssignment(assignment, self.revision)
+            self.assignments[assignment.worker_id] = stored
+        if command.forgotten:
+            self._forget(command)
+        return self.revision
+
+    def knows(self, name: str, incarnation: str) -> bool:
+        """Whether there is an assignment of that very process."""
+        stored = self.assignments.get(name)
+        return stored is not None and stored.assignment.incarnation == incarnation
+
+    def _forget(self, command: Transact) -> None:
+        for name in command.forgotten:
+            self.forgotten += 1
+            self.assignments.pop(name, None)
+            self.groups.pop(group_id_of(name), None)
+        if "floor" not in self.removed:
+            self.epoch_floor, self.floor_revision = command.epoch_floor, self.revision
+
+    def _check_epoch(self, name: str, epoch: int) -> None:
+        """Nobody gets an epoch below one that was given under its name."""
+        if epoch < self.highest.get(name, 0):
+            raise Violated(f"I3: {name} went back to epoch {epoch}")
+        self.highest[name] = epoch
+
+    def _holds(self, command: Transact) -> bool:
+        if command.token != self.token and "leader" not in self.removed:
+            return False
+        if "cas" in self.removed:
+            return True
+        if command.forgotten and command.floor_revision != self.floor_revision:
+            return False
+        groups = {key: stored.mod_revision for key, stored in self.groups.items()}
+        assignments = {key: stored.mod_revision for key, stored in self.assignments.items()}
+        workers = {key: worker.mod_revision for key, worker in self.workers.items()}
+        if "incarnation" in self.removed:
+            workers = command.worker_revisions
+        return all(
+            found.get(key, 0) == revision
+            for found, wanted in (
+                (groups, command.group_revisions),
+                (assignments, command.assignment_revisions),
+                (workers, command.worker_revisions),
+            )
+            for key, revision in wanted.items()
+        )
+
+    def _check_commit(self, group: Group) -> None:
+        self._check_epoch(group.group_id, group.epoch)
+        before = self.groups.get(group.group_id)
+        plain = replace(group, attempt="")
+        if self.configurations.setdefault((group.group_id, group.epoch), plain) != plain:
+            raise Violated(f"I3: two configurations of {group.group_id} at {group.epoch}")
+        if before is None or before.group.epoch < group.epoch:
+            for member in group.members:
+                worker = self.workers.get(member.worker_id)
+                if worker is None or worker.incarnation != member.incarnation:
+                    raise Violated(f"I4: {member.worker_id} is not the one that was asked")

@@ -1,0 +1,227 @@
+"""The processes of a `JoinedWorld`: how they start, register and die, and all other faults."""
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+from services.core.changeover.state import Changeover
+from services.worker.engine.compute.runner import ModelRunner
+from services.worker.engine.compute.runner_config import RunnerConfig
+from services.worker.engine.transfer.lane import Identity
+from tests.support.engines import Engine, make_engine
+from tests.support.joined_control import LEASE_S, REPORT_S
+from tests.support.joined_worker import WorkerProcess
+
+if TYPE_CHECKING:
+    from tests.support.joined_world import JoinedWorld
+
+SILENCE_S = 10.0
+"""After it, a peer or a worker that says nothing counts as lost."""
+CRASHES_MAX = 2
+LONG_S = 150.0
+"""A cut from the store that lasts longer than any request may stand still."""
+
+
+class Lives:
+    """All processes, those that run and those that others take for running; and all faults."""
+
+    def __init__(
+        self,
+        world: "JoinedWorld",
+        names: list[str],
+        config: RunnerConfig,
+        machine: type[Changeover],
+    ) -> None:
+        """`machine` decides in the change-overs of the engines."""
+        self.names = names
+        self._world = world
+        self._config = config
+        self._machine = machine
+        self._max_batch_tokens = world.rng.choice([16, 64])
+        self._prefix_caching = world.rng.random() < 0.5
+        self._ghosts: list[Engine] = []  # of processes whose peers do not know that they are gone
+        self._starts = 0
+        self._crashes_left = CRASHES_MAX
+
+    def close(self) -> None:
+        """Give all memory back."""
+        for process in self._world.processes.values():
+            process.end()
+            process.engine.close()
+        for engine in self._ghosts:
+            engine.close()
+
+    def cut_lanes(self) -> None:
+        """The lanes between two break; one of them may notice it late."""
+        world = self._world
+        if len(world.processes) < 2:
+            return
+        one, other = world.rng.sample(sorted(world.processes), 2)
+        tell = world.rng.choice([(one,), (one, other)])
+        world.note(f"the lanes of {one} and {other} break, {tell} notice")
+        world.network.part(one, other, tell)
+        notice = partial(world.network.tell_untold, one, other)
+        world.later(world.rng.uniform(0.0, SILENCE_S), notice)
+
+    def crash(self) -> None:
+        """A process dies, or its engine does: then the process ends and says so."""
+        world = self._world
+        if not self._crashes_left or len(world.processes) < 2:
+            return
+        self._crashes_left -= 1
+        process = world.processes[world.rng.choice(sorted(world.processes))]
+        if world.rng.random() < 0.3:
+            world.note(f"the engine of {process.name} dies")
+            self._end(process, engine_died=True)
+            return
+        silent = world.rng.random() < 0.5
+        world.note(f"{process.name} dies, {'silently' if silent else 'at once'}")
+        del world.processes[process.name]
+        process.end()
+        world.later(LEASE_S, partial(self._expire, process))
+        if silent:
+            self._ghosts.append(process.engine)
+            world.later(world.rng.uniform(1.0, SILENCE_S), partial(self._lay, process))
+            world.later(world.rng.uniform(1.0, SILENCE_S), partial(world.gateway.lose, process))
+        else:
+            process.engine.close()
+            world.gateway.lose(process)
+
+    def _lay(self, process: WorkerProcess) -> None:
+        """The peers of a process that is gone notice it."""
+        if process.engine in self._ghosts:
+            self._ghosts.remove(process.engine)
+            process.engine.close()
+
+    def _end(self, process: WorkerProcess, engine_died: bool) -> None:
+        """A process ends in order; another one is started soon."""
+        world = self._world
+        del world.processes[process.name]
+        process.end()
+        process.requests.fail_all("the engine of the worker stopped", engine_died)
+        world.gateway.drain(process)
+        world.gateway.lose(process)
+        process.engine.close()
+        self._expire(process)
+        world.later(world.rng.uniform(0.5, 5.0), partial(self.start, process.name))
+
+    def _expire(self, process: WorkerProcess) -> None:
+        """The lease of a process ends."""
+        world = self._world
+        registered = world.control.store.workers.get(process.name)
+        if registered is not None and registered.incarnation == process.incarnation:
+            world.note(f"the lease of {process.incarnation} ends")
+            world.control.write(partial(world.control.store.expire, process.name))
+
+    def start_again(self) -> None:
+        """Start a worker again whose process has gone."""
+        world = self._world
+        gone = [name for name in self.names if name not in world.processes]
+        if gone:
+            self.start(world.rng.choice(gone))
+
+    def start(self, name: str) -> None:
+        """Start a process; it registers once the lease of the one before it has ended."""
+        world = self._world
+        if name in world.processes:
+            return
+        for engine in [one for one in self._ghosts if one.identity.worker_id == name]:
+            self._ghosts.remove(engine)
+            engine.close()
+        self._starts += 1
+        engine = make_engine(
+            Identity(name, f"{name}-{self._starts}"),
+            ModelRunner.load(self._config),
+            world.network,
+            lambda: world.now_s,
+            max_batch_tokens=self._max_batch_tokens,
+            max_running=8,
+            prefix_caching=self._prefix_caching,
+            machine=self._machine,
+        )
+        process = world.processes[name] = WorkerProcess(engine, lambda: world.now_s)
+        world.note(f"{process.incarnation} starts")
+        self._register(process)
+        world.later(world.rng.uniform(0.0, REPORT_S), partial(world.report_often, process))
+
+    def _register(self, process: WorkerProcess) -> None:
+        """Register, now or later; a process that is forgotten ends, and is started anew."""
+        world = self._world
+        store, name = world.control.store, process.name
+        if world.processes.get(name) is not process:
+            return
+        unseen_s = max(process.blind_until_s, process.stands_until_s, world.control.silent_until_s)
+        registered = store.workers.get(name)
+        if registered is not None and registered.incarnation == process.incarnation:
+            return
+        if registered is not None or world.now_s < unseen_s:
+            world.later(max(0.5, unseen_s - world.now_s), partial(self._register, process))
+            return
+        if process.fence.epoch and not store.knows(name, process.incarnation):
+            world.note(f"{process.incarnation} is forgotten")
+            self._end(process, engine_died=False)
+            return
+        world.control.write(partial(store.register, name, process.incarnation))
+
+    def stand_still(self) -> None:
+        """A process takes no turns for a while: others may think that it is gone."""
+        world = self._world
+        awake = sorted(name for name, one in world.processes.items() if not one.stands)
+        if not awake:
+            return
+        process = world.processes[world.rng.choice(awake)]
+        lasts_s = world.rng.choice([0.5, 3.0, 7.0, 15.0])
+        world.note(f"{process.name} stands still for {lasts_s} s")
+        process.stands_until_s = world.now_s + lasts_s
+        if lasts_s > SILENCE_S:
+            world.later(SILENCE_S, partial(self._give_up, process))
+        self._lease_ends(process, lasts_s)
+
+    def _give_up(self, process: WorkerProcess) -> None:
+        """The peers and the gateway have not heard of a process for long."""
+        world = self._world
+        if world.processes.get(process.name) is process and process.stands:
+            world.network.cut(process.name)
+            world.gateway.lose(process)
+
+    def _lease_ends(self, process: WorkerProcess, lasts_s: float) -> None:
+        """A process that cannot renew its lease loses it, and registers again afterwards."""
+        world = self._world
+        if lasts_s > LEASE_S:
+            world.later(LEASE_S, partial(self._expire_unless_awake, process))
+            world.later(lasts_s + 0.1, partial(self._register, process))
+
+    def _expire_unless_awake(self, process: WorkerProcess) -> None:
+        if process.stands or self._world.now_s < process.blind_until_s:
+            self._expire(process)
+            self._register(process)
+
+    def blind(self) -> None:
+        """A process is cut off from the store; everything else reaches it.
+
+        If that lasts for long, nobody asks for a change from then on: a change that it is in would
+        have the others wait for it, as they do for any member that lives.
+        """
+        world = self._world
+        if not world.processes:
+            return
+        process = world.processes[world.rng.choice(sorted(world.processes))]
+        lasts_s = world.rng.choice([2.0, 8.0, 30.0])
+        if world.rng.random() < 0.3 and world.control.rests:
+            lasts_s, world.changes = LONG_S, False
+        world.note(f"{process.name} is cut off from the store for {lasts_s} s")
+        process.blind_until_s = world.now_s + lasts_s
+        self._lease_ends(process, lasts_s)
+
+    def silence_store(self) -> None:
+        """The store answers nobody for a while."""
+        world = self._world
+        lasts_s = world.rng.uniform(0.5, 8.0)
+        world.note(f"the store is silent for {lasts_s:.1f} s")
+        world.control.silent_until_s = world.now_s + lasts_s
+
+    def take_over(self) -> None:
+        """Another coordinator leads, since the former one is gone, or does not hear that."""
+        world = self._world
+        zombie = world.rng.random() < 0.5
+        world.note(f"another coordinator takes over, zombie: {zombie}")
+        world.control.take_over(zombie)

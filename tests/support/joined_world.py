@@ -1,0 +1,383 @@
+"""The group protocol and real engines in one process, while everything goes wrong.
+
+Real: coordinators, fences, participants, servicers' requests, engines with a tiny model, the
+gateway's attempts and journals. Modelled: a store with compare and swap, mail, lanes, elections,
+leases, reports. One seed decides all of it, on a virtual clock. After each step the invariants of
+all parts hold; once the faults stop, all requests get the tokens of an undisturbed run, all groups
+become stable, and nothing is left.
+"""
+
+import heapq
+import random
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+from services.core.changeover.state import Changeover
+from services.core.groups.layer_map import Stage
+from services.core.groups.state import GroupState
+from services.core.groups.vocabulary import GroupPhase, Targets
+from services.core.request import Request
+from services.worker.engine.compute.runner import ModelRunner
+from services.worker.engine.compute.runner_config import RunnerConfig
+from tests.support.engine_group import Stream
+from tests.support.engine_networks import QueueNetwork
+from tests.support.engines import (
+    at_rest,
+    check_at_rest,
+    check_engines,
+    wrong_books,
+)
+from tests.support.group_store import Violated
+from tests.support.joined_control import REPORT_S, ControlPlane
+from tests.support.joined_gateway import Client, JoinedGateway
+from tests.support.joined_lives import Lives
+from tests.support.joined_worker import WorkerProcess
+from tests.support.undisturbed import CHUNK_BYTES
+
+TURN_S = 0.002
+IDLE_S = 0.1
+"""How far time goes at most when nobody has anything to do."""
+STEPS = 30
+REQUESTS_MAX, OPEN_MAX = 24, 5
+SETTLE_S = 150.0
+TURNS_MAX = 20_000
+STANDS_MAX_S = 90.0
+"""No request stands still for longer, while a worker serves."""
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What a world runs; a test takes a rule out here.
+
+    Without `troubles` nobody hears that a group is stuck, without `resumes` a request that has lost
+    its worker after a token is over.
+    """
+
+    machine: type[Changeover] = Changeover
+    groups: type[GroupState] = GroupState
+    troubles: bool = True
+    resumes: bool = True
+
+
+class JoinedWorld:
+    """Call `run`, then `close`; `run` raises Violated."""
+
+    def __init__(
+        self, config: RunnerConfig, requests: Sequence[Request], seed: int, rules: Rules = Rules()
+    ) -> None:
+        self.seed = seed
+        self.rng = random.Random(seed)
+        self.faulty = True
+        self.changes = True  # an operator may ask for some
+        self.now_s = 0.0
+        self.processes: dict[str, WorkerProcess] = {}
+        self.network = QueueNetwork(TURN_S)
+        self._requests = requests
+        self._agenda: list[tuple[float, int, Callable[[], None]]] = []
+        self._planned = 0
+        self._events: deque[str] = deque(maxlen=40)
+        self._turns = 0
+        self._idle_turns = 0
+        runner = ModelRunner.load(replace(config, budget_bytes=config.budget_bytes + (1 << 20)))
+        self.layers = runner.stage_memory.num_layers
+        runner.close()
+        names = [f"w{index}" for index in range(self.rng.choice([2, 2, 3, 3, 4]))]
+        kv_bytes = self.rng.choice([5, 6, 8, 16]) * self.layers * CHUNK_BYTES
+        roomy = replace(config, budget_bytes=config.budget_bytes + kv_bytes)
+        self.gateway = JoinedGateway(self, rules.resumes)
+        self.control = ControlPlane(self, rules.groups, rules.troubles)
+        self.lives = Lives(self, names, roomy, rules.machine)
+        for name in names:
+            self.lives.start(name)
+        self._likings = [self.rng.choice([0, 1, 1, 3]) for _ in self._faults()]
+        self._watch()
+
+    # --- time and mail
+
+    def later(self, delay_s: float, what: Callable[[], None]) -> None:
+        """Do something in a while."""
+        self._planned += 1
+        due_s = self.now_s + max(delay_s, TURN_S)
+        heapq.heappush(self._agenda, (due_s, self._planned, what))
+
+    def delay_s(self) -> float:
+        """How long a message takes; some are late."""
+        late = self.faulty and self.rng.random() < 0.1
+        return self.rng.uniform(0.1, 2.0) if late else self.rng.uniform(0.001, 0.05)
+
+    def mail(self, what: Callable[[], None], lost: Callable[[], None] | None = None) -> None:
+        """Deliver a message, or not: then `lost` happens."""
+        if self.faulty and self.rng.random() < 0.05:
+            if lost is not None:
+                self.later(self.delay_s(), lost)
+            return
+        self.later(self.delay_s(), what)
+
+    def note(self, event: str) -> None:
+        """Note what happens, for the message of a failure."""
+        self._events.append(f"{self.now_s:8.3f} {event}")
+
+    def turn(self) -> None:
+        """Time passes, and somebody takes a turn."""
+        self._turns += 1
+        if self._turns > TURNS_MAX:
+            raise Violated(f"it never ends: {self.describe()}")
+        self._tell_time()
+        awake = [one for one in self.processes.values() if not one.stands]
+        actions: list[Callable[[], bool | None]] = [*self.network.deliveries()]
+        actions += self.gateway.actions()
+        for one in awake:
+            actions += [one.turn, one.move_piece, one.serve]
+        if actions and self._idle_turns <= 2 * len(actions):
+            worked = self.rng.choice(actions)()
+            self._idle_turns = self._idle_turns + 1 if worked is False else 0
+        elif any([action() is not False for action in self._round()]):
+            self._idle_turns = 0
+        else:
+            self._rest()
+
+    def _round(self) -> list[Callable[[], bool | None]]:
+        """A turn of everybody, if nothing else can happen."""
+        if self.network.deliveries() or self.gateway.actions():
+            return [lambda: True]
+        awake = [one for one in self.processes.values() if not one.stands]
+        return [turn for one in awake for turn in (one.turn, one.move_piece, one.serve)]
+
+    def _rest(self) -> None:
+        """Nobody has anything to do until the next entry of the agenda, or a while."""
+        self.network.skip(min(IDLE_S, max(0.0, self._agenda[0][0] - self.now_s)))
+        self._tell_time()
+
+    def _tell_time(self) -> None:
+        self.now_s = self.network.now_s()
+        while self._agenda and self._agenda[0][0] <= self.now_s:
+            heapq.heappop(self._agenda)[2]()
+        for process in self.processes.values():
+            if process.standing_changed and not process.stands:
+                process.standing_changed = False
+                self.later(0.1, partial(self._report, process))
+
+    def _watch(self) -> None:
+        """What happens all the time: reports, readers that attach again, a look at streams."""
+        self.gateway.pass_time()
+        serves = bool(self.gateway.places())
+        for client in self.gateway.open:
+            if not serves:
+                client.progressed_s = max(client.progressed_s, self.now_s - STANDS_MAX_S / 2)
+            if self.now_s - client.progressed_s > STANDS_MAX_S:
+                raise Violated(f"{client.request_id} stands still: {self.describe()}")
+        self.later(0.2, self._watch)
+
+    def report_often(self, process: WorkerProcess) -> None:
+        """A process reports as long as it runs."""
+        if self.processes.get(process.name) is process:
+            self._report(process)
+            self.later(REPORT_S, partial(self.report_often, process))
+
+    def _report(self, process: WorkerProcess) -> None:
+        if self.processes.get(process.name) is process and not process.stands:
+            self.control.report(process)
+
+    # --- all of it
+
+    def run(self, check: Callable[[Stream], None]) -> None:
+        """Do everything, and let everything end; `check` compares the output of a request.
+
+        Raises Violated.
+        """
+        try:
+            self._begin()
+            for _ in range(STEPS):
+                self.step()
+            self.settle()
+            for client in self.gateway.clients.values():
+                assert not client.stream.refused, client.stream.refused
+                check(client.stream)
+        except Exception as error:
+            events = "\n".join(self._events)
+            raise Violated(f"seed {self.seed}: {error!r}; the last events:\n{events}") from error
+
+    def _begin(self) -> None:
+        """In most worlds the workers form a group, and have requests, before anything fails."""
+        self.faulty = False
+        while not all(one.place for one in self.processes.values()):
+            self.turn()
+        for _ in range(self.rng.randint(0, 3)):
+            self._arrive()
+        if self.rng.random() < 0.8:
+            self._merge([one.name for one in self.processes.values()][: self.layers])
+            until_s = self.now_s + self.rng.choice([0.2, 1.0, 3.0])
+            while self.now_s < until_s:
+                self.turn()
+        self.faulty = True
+        self._arrive()
+
+    def step(self) -> None:
+        """Something happens to the cluster, and time passes."""
+        events, weights = zip(*self._possible(), strict=True)
+        self.rng.choices(events, weights)[0]()
+        for _ in range(self.rng.choice([0, 5, 20, 60])):
+            self.turn()
+        self.check()
+
+    def _possible(self) -> list[tuple[Callable[[], None], int]]:
+        wanted = [(self._arrive, 8), (self._abort, 1), (self._change, 6), (self._wait, 4)]
+        return [
+            *wanted,
+            (self.lives.start_again, 2),
+            *zip(self._faults(), self._likings, strict=True),
+        ]
+
+    def _faults(self) -> list[Callable[[], None]]:
+        """What may go wrong; each world has its own likings."""
+        return [
+            self.lives.cut_lanes,
+            self.lives.crash,
+            self.lives.stand_still,
+            self.lives.blind,
+            self.lives.silence_store,
+            self.lives.take_over,
+        ]
+
+    def check(self) -> None:
+        """All parts agree."""
+        engines = {name: one.engine for name, one in self.processes.items()}
+        check_engines(engines)
+        for process in self.processes.values():
+            process.fence.check_invariants()
+            process.requests._arrivals.check_invariants()
+            process.engine.member.state.table.check_invariants()
+            self._check_layers(process)
+
+    def _check_layers(self, process: WorkerProcess) -> None:
+        """I1: an engine holds what its configuration gives it."""
+        configuration = process.engine.member.configuration
+        if configuration is not None:
+            stage, held = configuration.stage, process.engine.runner.stage_memory.layers
+            if list(held) != list(range(stage.first_layer, stage.end_layer)):
+                raise Violated(f"I1: {process.name} runs {stage} with layers {list(held)}")
+
+    def settle(self) -> None:
+        """No more faults: everything becomes as it should be, in bounded time.
+
+        Requests end even while a process is cut off from the store for longer.
+        """
+        self.note("no more faults")
+        self.faulty = False
+        self.control.silent_until_s = 0.0
+        for process in self.processes.values():
+            process.stands_until_s = 0.0
+        for name in self.lives.names:
+            if name not in self.processes and self.rng.random() < 0.7:
+                self.lives.start(name)
+        until_s = self.now_s + SETTLE_S
+        while self.gateway.open and self.now_s < until_s:
+            self.turn()
+        for process in self.processes.values():
+            process.blind_until_s = 0.0
+        until_s = self.now_s + SETTLE_S
+        while (unsettled := self._unsettled()) is not None:
+            if self.now_s > until_s:
+                raise Violated(f"I9: {unsettled}; {self.describe()}")
+            for _ in range(30):
+                self.turn()
+            self.check()
+        check_at_rest({name: one.engine for name, one in self.processes.items()})
+
+    def _unsettled(self) -> str | None:
+        """What has not come to rest yet; None if everything has."""
+        if self.gateway.open:
+            return f"{len(self.gateway.open)} requests are open"
+        store = self.control.store
+        if store.workers.keys() != self.processes.keys():
+            return f"registered are {sorted(store.workers)}"
+        groups = [stored.group for stored in store.groups.values()]
+        found = [one for one in groups if one.attempt or one.phase is GroupPhase.DEGRADED]
+        if found:
+            return f"{found} are not at rest"
+        late = [one.name for one in self.processes.values() if not self._has_followed(one)]
+        if late:
+            return f"{late} have not followed to their places, or are not at rest"
+        return next(iter(wrong_books({n: p.engine for n, p in self.processes.items()})), None)
+
+    def _has_followed(self, process: WorkerProcess) -> bool:
+        """Whether a process serves as its assignment says, and has nothing left to do."""
+        member, stored = process.engine.member, self.control.store.assignments.get(process.name)
+        if stored is None or stored.assignment.incarnation != process.incarnation:
+            return False
+        epochs = {stored.assignment.epoch, process.fence.epoch, member.links.epoch}
+        if len(epochs) > 1 or not stored.assignment.group_id or not process.place:
+            return False
+        quiet = member.settled and not member.trouble and not process.requests.active
+        return quiet and at_rest(process.engine)
+
+    def describe(self) -> str:
+        """For a failure's message."""
+        left = {
+            one.request_id: (one.address, len(one.stream.tokens), one.tokens is not None)
+            for one in self.gateway.open
+        }
+        members = {
+            name: (
+                one.place,
+                one.engine.member.links.epoch,
+                one.engine.member.changeover.phase,
+                one.engine.member.trouble,
+            )
+            for name, one in self.processes.items()
+        }
+        return f"open {left}, members {members}"
+
+    def close(self) -> None:
+        """Give all memory back."""
+        self.lives.close()
+
+    # --- clients and operators
+
+    def _arrive(self) -> None:
+        for _ in range(self.rng.randint(1, 3)):
+            number = len(self.gateway.clients)
+            if number >= REQUESTS_MAX or len(self.gateway.open) >= OPEN_MAX:
+                return
+            request = self.rng.choice(self._requests)
+            name = f"{number}-{request.request_id.split('-')[1]}"
+            self.note(f"{name} arrives")
+            self.gateway.start(replace(request, request_id=name))
+
+    def _abort(self) -> None:
+        if self.gateway.open:
+            client: Client = self.rng.choice(self.gateway.open)
+            self.note(f"{client.request_id} is aborted")
+            self.gateway.abort(client)
+
+    def _change(self) -> None:
+        """An operator merges, splits or orders anew some of the groups."""
+        groups = [one.group.members for one in self.control.store.groups.values()]
+        live = [members for members in groups if members]
+        if not live or not self.changes:
+            return
+        chosen = self.rng.sample(live, self.rng.choice([1, 2, 2]) if len(live) > 1 else 1)
+        names = [member.worker_id for members in chosen for member in members]
+        alone = len(names) > self.layers or (len(chosen) == 1 and self.rng.random() < 0.7)
+        if self.rng.random() < 0.3:
+            self.rng.shuffle(names)
+        if alone:
+            self._ask(tuple((Stage(name, 0, self.layers),) for name in names))
+        else:
+            self._merge(names)
+
+    def _merge(self, names: Sequence[str]) -> None:
+        cuts = sorted(self.rng.sample(range(1, self.layers), len(names) - 1))
+        bounds = [0, *cuts, self.layers]
+        self._ask((tuple(map(Stage, names, bounds, bounds[1:])),))
+
+    def _ask(self, targets: Targets) -> None:
+        self.note(f"asked for {targets}")
+        self.control.ask(targets)
+
+    def _wait(self) -> None:
+        until_s = self.now_s + self.rng.choice([0.1, 0.5, 1.0, 2.0, 8.0])
+        while self.now_s < until_s:
+            self.turn()
