@@ -14,7 +14,7 @@ from tests.support.joined_worker import WorkerProcess
 if TYPE_CHECKING:
     from tests.support.joined_world import JoinedWorld
 
-SILENCE_S = 10.0
+SILENCE_S = 5.0
 """After it, a peer or a worker that says nothing counts as lost."""
 CRASHES_MAX = 2
 LONG_S = 150.0
