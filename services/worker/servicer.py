@@ -288,9 +288,15 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     def _attach(self, attach: pb.Attach, link: Link) -> None:
         failpoint.hit("worker.attach.taken")
         request_id = attach.request_id
-        if attach.from_index < 0 or request_id in self._links:
-            message = "from_index is below 0, or the request is read by another stream"
+        reader = self._links.get(request_id)
+        if attach.from_index < 0 or reader is link:
+            message = "from_index is below 0, or this stream reads the request already"
             link.post([failure(request_id, pb.FINISH_REASON_INVALID, message)])
+            return
+        if reader is not None:
+            # Its gateway has lost that stream, and with it what was sent there.
+            message = "the request is read by another stream; ask for another place"
+            link.post([failure(request_id, pb.FINISH_REASON_STALE_EPOCH, message)])
             return
         expires_s = self._clock() + self._arrivals.timeout_s
         expected = Expected(

@@ -578,16 +578,33 @@ async def test_what_an_earlier_stay_left_does_not_send_a_reader_away() -> None:
 
 async def test_attaches_that_make_no_sense_are_refused() -> None:
     async with Bench() as bench:
-        call, other = bench.stub.Generate(), bench.stub.Generate()
+        call = bench.stub.Generate()
         await call.write(attach("a", -1))
         assert (await read(call))[0].finish_reason == pb.FINISH_REASON_INVALID
         bench.emit(adopted("b"))
         await call.write(attach("b", 0))
         await read(call)
-        await other.write(attach("b", 0))
-        assert (await read(other))[0].finish_reason == pb.FINISH_REASON_INVALID
+        await call.write(attach("b", 0))
+        assert (await read(call))[0].finish_reason == pb.FINISH_REASON_INVALID
         bench.emit(EmitToken("b", 0, 5, None))
         assert list((await read(call))[0].token_ids) == [5]
+
+
+async def test_a_reader_that_comes_back_on_another_stream_is_to_ask_anew() -> None:
+    """The answer was lost with a stream of which this worker does not know yet that it broke."""
+    async with Bench() as bench:
+        broken, new = bench.stub.Generate(), bench.stub.Generate()
+        bench.emit(adopted("a", 5, 6))
+        await broken.write(attach("a", 1))
+        await read(broken)
+        await new.write(attach("a", 1))
+        (event,) = await read(new)
+        assert event.finish_reason == pb.FINISH_REASON_STALE_EPOCH
+        await new.write(start("a", output_ids=[5]))
+        assert await bench.engine.next() == ("abort", "a")
+        assert await bench.engine.next() == ("start", "a")
+        bench.emit(EmitToken("a", 1, 6, None))
+        assert list((await read(new))[0].token_ids) == [6]
 
 
 async def test_a_start_replaces_what_nobody_fetched() -> None:
