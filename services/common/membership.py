@@ -130,8 +130,8 @@ class Registration:
     async def _renew(self) -> None:
         """Return when the lease is lost: etcd says so, or its time has passed unanswered."""
         expires_s = monotonic_s() + self._ttl_s
-        while monotonic_s() < expires_s:
-            await asyncio.sleep(self._ttl_s / 4)
+        while (left_s := expires_s - monotonic_s()) > 0:
+            await asyncio.sleep(min(self._ttl_s / 4, left_s))
             asked_s = monotonic_s()
             try:
                 left_s = await self._store.keep_alive(self._lease)

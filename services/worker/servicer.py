@@ -66,9 +66,9 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         self._open: set[Link] = set()
         self._links: dict[str, Link] = {}
         self._arrivals: Arrivals[Link] = Arrivals()
-        # Requests that were given to the engine in place of earlier ones of their ids, and that it
-        # has not noted yet: what it still tells is of the earlier ones.
-        self._superseding: set[str] = set()
+        # Requests that were given to the engine, and that it has not noted yet: what it tells of
+        # their ids is of earlier starts, whose aborts it may not have read either.
+        self._unnoted: set[str] = set()
         # Requests of the engine without a reader for ever; `run` has them aborted.
         self._unwanted: set[str] = set()
         self._wake = asyncio.Event()
@@ -125,7 +125,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         """Send the results of an engine step to the gateways that wait for them."""
         for request_id in progress.received:
             self._on_received(request_id)
-        self._superseding.difference_update(progress.received)
+        self._unnoted.difference_update(progress.received)
         batches: dict[Link, list[pb.RequestEvent]] = defaultdict(list)
         # A gateway that learns of an end gets the load with it: the scheduler has to know it before
         # it is asked again.
@@ -157,9 +157,9 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
 
     def _of_now(self, news: Sequence[News]) -> Sequence[News]:
         """What is not of an earlier start than the one that its request has here."""
-        if not self._superseding:
+        if not self._unnoted:
             return news
-        return [one for one in news if one.request_id not in self._superseding]
+        return [one for one in news if one.request_id not in self._unnoted]
 
     async def sweep(self) -> None:
         """Drop requests and readers that have waited too long."""
@@ -194,6 +194,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
 
     def _adopt(self, adopted: AdoptedRequest, batches: dict[Link, list[pb.RequestEvent]]) -> None:
         request_id = adopted.request_id
+        if request_id in self._unnoted:
+            return  # its gateway has asked anew; the engine ends this one for that
         if request_id in self._links:
             log.error("request %s was adopted here, but runs here already", request_id)
         elif not self._arrivals.adopt(adopted, self._clock()):
@@ -270,8 +272,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         if former is not None or unwanted or (earlier is not None and earlier.ending is None):
             # Its gateway has given that one up, and asks anew under the same id.
             self._unwanted.discard(start.request_id)
-            self._superseding.add(start.request_id)
             await self._engine.abort_request(start.request_id)
+        self._unnoted.add(start.request_id)
         self._links[start.request_id] = link
         link.request_ids.add(start.request_id)
         self._note_activity()
@@ -286,9 +288,15 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     def _attach(self, attach: pb.Attach, link: Link) -> None:
         failpoint.hit("worker.attach.taken")
         request_id = attach.request_id
-        if attach.from_index < 0 or request_id in self._links:
-            message = "from_index is below 0, or the request is read by another stream"
+        reader = self._links.get(request_id)
+        if attach.from_index < 0 or reader is link:
+            message = "from_index is below 0, or this stream reads the request already"
             link.post([failure(request_id, pb.FINISH_REASON_INVALID, message)])
+            return
+        if reader is not None:
+            # Its gateway has lost that stream, and with it what was sent there.
+            message = "the request is read by another stream; ask for another place"
+            link.post([failure(request_id, pb.FINISH_REASON_STALE_EPOCH, message)])
             return
         expires_s = self._clock() + self._arrivals.timeout_s
         expected = Expected(
@@ -334,7 +342,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     def _forget(self, request_id: str, link: Link) -> None:
         del self._links[request_id]
         link.request_ids.discard(request_id)
-        self._superseding.discard(request_id)
+        self._unnoted.discard(request_id)
         self._note_activity()
 
     def _note_activity(self) -> None:

@@ -66,6 +66,9 @@ class LocalLane(Lane):
     def disconnect(self, peer: str) -> None:
         self._network.leave(self.identity.worker_id, peer)
 
+    def has(self, peer: str) -> bool:
+        return self._network.has(self.identity.worker_id, peer)
+
     def send(self, peer: str, frame: Frame) -> Sent:
         if self.closed:
             raise LaneClosed("the lane is closed")
@@ -140,6 +143,10 @@ class LocalNetwork:
                 self.deliver(*link)
                 moved += 1
         return moved
+
+    def has(self, one: str, other: str) -> bool:
+        """Whether the first of a pair has a connection to the other, open or not yet."""
+        return (one, other) in self._queues
 
     def connect_pending(self) -> None:
         """Make or refuse the connections that `connect` has queued."""

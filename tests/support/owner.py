@@ -32,6 +32,7 @@ class Owner:
         self.place = Place(f"group-{worker_id}", epoch, leads=True)
         self.received: list[str] = []
         self.started: list[str] = []
+        self.unnoted: list[str] = []
         self.aborted: list[str] = []
         self.servicer = WorkerServicer(
             self,
@@ -46,6 +47,7 @@ class Owner:
     async def start_request(self, request: Request) -> None:
         """As EngineClient."""
         self.started.append(request.request_id)
+        self.unnoted.append(request.request_id)
 
     async def abort_request(self, request_id: str) -> None:
         """As EngineClient."""
@@ -70,9 +72,11 @@ class Owner:
     def tell(
         self,
         *commands: EmitToken | RefuseRequest | AdoptedRequest | MovedRequest,
-        received: Sequence[str] = (),
+        received: Sequence[str] | None = None,
     ) -> None:
-        """Deliver what the engine says in one frame."""
+        """Deliver what the engine says in one frame, which notes all starts, or the `received`."""
+        if received is None:
+            received, self.unnoted = self.unnoted, []
         by_kind = {
             kind: [command for command in commands if isinstance(command, kind)]
             for kind in (EmitToken, RefuseRequest, AdoptedRequest, MovedRequest)

@@ -185,6 +185,8 @@ class SteadyLoad:
             tally.refused += 1
             await asyncio.sleep(REFUSAL_PAUSE_S)
             return
+        if self._wanted:
+            got = min(got, len(answer.output_ids))  # what has come, not what is said to have come
         tally.tokens += got
         error = answer.error if failure is None else str(failure) or type(failure).__name__
         differs = self._differs(number, answer)

@@ -14,8 +14,9 @@ by an attempt that gives it all layers.
 
 A group may be stuck although all its members are registered: a lane between two is cut, a process
 stands still, or its lease has yet to end. Its members say so (`GroupStuck`). It is made anew with
-the same members, which connect again and keep their KV; if that fails, it is treated like a group
-that has lost a member. Both are safe whoever lives, since epochs fence what the others do.
+the same members, which connect again and keep their KV. If that fails, or if the group is stuck
+again soon after it has been made anew twice in a row, it is treated like a group that has lost a
+member. Both are safe whoever lives, since epochs fence what the others do.
 """
 
 from dataclasses import dataclass, field, replace
@@ -225,6 +226,7 @@ class GroupState:
             return [attempt.prepare(self._timeout_s(attempt))]
         attempt.move(AttemptPhase.COMMITTED)
         del self._attempts[attempt.attempt_id]
+        self._stuck.committed(attempt, self._now_s)
         for backoff in (self._backoff, self._restores):
             backoff.succeeded(attempt.workers)
         return [ReconfigurationCommitted(attempt.request_id, attempt.epoch)]

@@ -6,6 +6,25 @@ from services.core.groups.attempt import Attempt
 from services.core.groups.records import Records
 from services.core.groups.vocabulary import Group, GroupPhase, GroupStuck
 
+RENEWALS_MAX = 2
+"""How often in a row a group is made anew: its members may connect, and get nothing else across."""
+IN_A_ROW_S = 120.0
+"""A group that goes on for so long has been cured. Longer than a leader waits for a microbatch that
+is in its way for the `RENEWALS_MAX` + 1st time, which is 20 s."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Renewed:
+    """A group was made anew at `at_s`, at this epoch, for the `count`th time in a row."""
+
+    epoch: int
+    count: int
+    at_s: float
+
+    def holds(self, epoch: int, now_s: float) -> bool:
+        """Whether trouble of this epoch now is that of before."""
+        return epoch == self.epoch and now_s - self.at_s < IN_A_ROW_S
+
 
 @dataclass(slots=True)
 class Stuck:
@@ -15,7 +34,9 @@ class Stuck:
     """
 
     _reasons: dict[str, tuple[int, str]] = field(default_factory=dict)
-    _hopeless: dict[str, int] = field(default_factory=dict)  # making it anew has failed
+    # Making it anew has failed, or has not helped.
+    _hopeless: dict[str, int] = field(default_factory=dict)
+    _renewed: dict[str, _Renewed] = field(default_factory=dict)
     _renewals: dict[str, Group] = field(default_factory=dict)  # by attempt: the group that is stuck
 
     def note(self, records: Records, event: GroupStuck) -> None:
@@ -31,7 +52,11 @@ class Stuck:
         if group is None or len(group.group.members) < 2 or group.group.epoch != event.epoch:
             return
         self._reasons[group.group.group_id] = (event.epoch, event.reason)
-        for entries in (self._reasons, self._hopeless):
+        before = self._renewed.get(group.group.group_id)
+        again = before.count if before and before.holds(event.epoch, event.now_s) else 0
+        if again >= RENEWALS_MAX:
+            self._hopeless[group.group.group_id] = event.epoch
+        for entries in (self._reasons, self._hopeless, self._renewed):
             for group_id in entries.keys() - records.groups.keys():
                 del entries[group_id]
 
@@ -64,6 +89,15 @@ class Stuck:
     def is_renewal(self, attempt: Attempt) -> bool:
         """Whether the attempt makes a stuck group anew."""
         return attempt.attempt_id in self._renewals
+
+    def committed(self, attempt: Attempt, now_s: float) -> None:
+        """An attempt was committed; it may have made a group anew."""
+        group = self._renewals.pop(attempt.attempt_id, None)
+        if group is None:
+            return
+        before = self._renewed.get(group.group_id)
+        again = before.count if before and before.holds(group.epoch, now_s) else 0
+        self._renewed[group.group_id] = _Renewed(attempt.epoch, again + 1, now_s)
 
     def renewal_failed(self, attempt: Attempt) -> bool:
         """An attempt was aborted; whether it was to make a group anew, which is hopeless then."""

@@ -6,8 +6,9 @@ from typing import Any, cast
 import pytest
 
 from services.common import membership
+from services.common.errors import StoreError
 from services.common.etcd import Entry, Listing, Store, StoreSnapshot
-from services.common.membership import WORKERS, Directory
+from services.common.membership import WORKERS, Directory, Registration
 from services.common.records import encode_record
 from tideserve.common.v1 import record_pb2
 
@@ -45,3 +46,29 @@ async def test_a_change_of_one_record_reads_that_one(monkeypatch: pytest.MonkeyP
     await directory.run()
     assert read == ["a", "b", "bad", "b", "c", "a", "b"]
     assert {key: one.incarnation for key, one in directory.records.items()} == {"a": "i", "b": "i"}
+
+
+class AwayStore:
+    """A store that has granted a lease and answers nothing after that."""
+
+    async def keep_alive(self, lease: int) -> int:
+        raise StoreError("etcd does not answer")
+
+
+async def test_a_lease_counts_as_lost_no_later_than_its_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Others wait a moment only for whoever is to register again after an outage."""
+    now_s = 100.0
+
+    async def sleep(seconds: float) -> None:
+        nonlocal now_s
+        assert seconds > 0
+        now_s += seconds + 3.0  # the call that follows takes as long as a call may
+
+    monkeypatch.setattr(membership, "monotonic_s", lambda: now_s)
+    monkeypatch.setattr(membership.asyncio, "sleep", sleep)
+    record = record_pb2.WorkerRecord(worker_id="a", incarnation="i")
+    registration = Registration(cast(Store, AwayStore()), f"{WORKERS}a", record, 60)
+    await registration._renew()
+    assert now_s <= 100.0 + 60.0 + 3.0

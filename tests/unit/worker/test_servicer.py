@@ -27,8 +27,10 @@ class RecordingEngine:
 
     def __init__(self) -> None:
         self.told: asyncio.Queue[tuple[str, str]] = asyncio.Queue()
+        self.unnoted: list[str] = []
 
     async def start_request(self, request: Request) -> None:
+        self.unnoted.append(request.request_id)
         await self.told.put(("start", request.request_id))
 
     async def abort_request(self, request_id: str) -> None:
@@ -74,9 +76,12 @@ class Bench:
     def emit(
         self,
         *commands: EmitToken | RefuseRequest | AdoptedRequest | MovedRequest,
-        received: Sequence[str] = (),
+        received: Sequence[str] | None = None,
         times: dict[str, RequestTimes] | None = None,
     ) -> None:
+        """Deliver a frame in which the engine notes all starts, or those that are `received`."""
+        if received is None:
+            received, self.engine.unnoted = self.engine.unnoted, []
         tokens = [c for c in commands if isinstance(c, EmitToken)]
         refusals = [c for c in commands if isinstance(c, RefuseRequest)]
         adopted = [c for c in commands if isinstance(c, AdoptedRequest)]
@@ -431,10 +436,10 @@ async def test_a_start_on_another_stream_takes_the_place_of_one_whose_stream_is_
         assert await bench.engine.next() == ("start", "a")
         assert bench.servicer.active == 1
         # News that the engine has told before it got the second start is of the first one.
-        bench.emit(EmitToken("a", 1, 6, None))
-        bench.emit(EmitToken("a", 2, 7, FinishReason.STOP))
-        bench.emit(moved("a", 3))
-        bench.emit(RefuseRequest("a", "full"))
+        bench.emit(EmitToken("a", 1, 6, None), received=())
+        bench.emit(EmitToken("a", 2, 7, FinishReason.STOP), received=())
+        bench.emit(moved("a", 3), received=())
+        bench.emit(RefuseRequest("a", "full"), received=())
         bench.emit(EmitToken("a", 1, 8, None), received=["a"])
         (event,) = await read(new)
         assert (event.first_index, list(event.token_ids)) == (1, [8])
@@ -445,6 +450,47 @@ async def test_a_start_on_another_stream_takes_the_place_of_one_whose_stream_is_
         bench.emit(EmitToken("a", 2, 9, FinishReason.STOP), received=["sync"])
         (event,) = await read(new)
         assert (event.first_index, event.finish_reason) == (2, pb.FINISH_REASON_STOP)
+
+
+@pytest.mark.parametrize("how", ["the stream broke", "its gateway aborted it", "it was given up"])
+async def test_news_of_a_start_that_was_aborted_before_is_not_of_the_next_one(how: str) -> None:
+    """The engine takes the abort only when its iteration ends, and tells more of the first one."""
+    async with Bench() as bench:
+        old, new = bench.stub.Generate(), bench.stub.Generate()
+        await old.write(start("a"))
+        assert await bench.engine.next() == ("start", "a")
+        bench.emit(EmitToken("a", 0, 5, None), received=["a"])
+        await read(old)
+        if how == "the stream broke":
+            old.cancel()
+        elif how == "its gateway aborted it":
+            await old.write(pb.GenerateRequest(abort=pb.Abort(request_id="a")))
+        else:
+            bench.servicer.give_up_all("the group goes on without it")
+        assert await bench.engine.next() == ("abort", "a")
+        await new.write(start("a", output_ids=[5]))
+        assert await bench.engine.next() == ("start", "a")
+        # The token with index 1 went to the broken stream.
+        bench.emit(EmitToken("a", 2, 7, None), received=())
+        bench.emit(EmitToken("a", 3, 7, FinishReason.STOP), received=())
+        bench.emit(EmitToken("a", 1, 8, None), received=["a"])
+        (event,) = await read(new)
+        assert (event.first_index, list(event.token_ids)) == (1, [8])
+        bench.emit(EmitToken("a", 2, 9, FinishReason.STOP))
+        (event,) = await read(new)
+        assert (event.first_index, event.finish_reason) == (2, pb.FINISH_REASON_STOP)
+
+
+async def test_news_of_a_request_that_was_adopted_too_late_is_not_of_its_next_start() -> None:
+    """Its gateway did not wait for it, and asked anew; the engine adopted it before the start."""
+    async with Bench() as bench:
+        call = bench.stub.Generate()
+        await call.write(start("a"))
+        assert await bench.engine.next() == ("start", "a")
+        bench.emit(adopted("a", 5, 6), EmitToken("a", 2, 7, None), received=())
+        bench.emit(EmitToken("a", 0, 4, None), received=["a"])
+        (event,) = await read(call)
+        assert (event.first_index, list(event.token_ids)) == (0, [4])
 
 
 async def test_a_second_start_on_the_same_stream_is_refused() -> None:
@@ -532,16 +578,33 @@ async def test_what_an_earlier_stay_left_does_not_send_a_reader_away() -> None:
 
 async def test_attaches_that_make_no_sense_are_refused() -> None:
     async with Bench() as bench:
-        call, other = bench.stub.Generate(), bench.stub.Generate()
+        call = bench.stub.Generate()
         await call.write(attach("a", -1))
         assert (await read(call))[0].finish_reason == pb.FINISH_REASON_INVALID
         bench.emit(adopted("b"))
         await call.write(attach("b", 0))
         await read(call)
-        await other.write(attach("b", 0))
-        assert (await read(other))[0].finish_reason == pb.FINISH_REASON_INVALID
+        await call.write(attach("b", 0))
+        assert (await read(call))[0].finish_reason == pb.FINISH_REASON_INVALID
         bench.emit(EmitToken("b", 0, 5, None))
         assert list((await read(call))[0].token_ids) == [5]
+
+
+async def test_a_reader_that_comes_back_on_another_stream_is_to_ask_anew() -> None:
+    """The answer was lost with a stream of which this worker does not know yet that it broke."""
+    async with Bench() as bench:
+        broken, new = bench.stub.Generate(), bench.stub.Generate()
+        bench.emit(adopted("a", 5, 6))
+        await broken.write(attach("a", 1))
+        await read(broken)
+        await new.write(attach("a", 1))
+        (event,) = await read(new)
+        assert event.finish_reason == pb.FINISH_REASON_STALE_EPOCH
+        await new.write(start("a", output_ids=[5]))
+        assert await bench.engine.next() == ("abort", "a")
+        assert await bench.engine.next() == ("start", "a")
+        bench.emit(EmitToken("a", 1, 6, None))
+        assert list((await read(new))[0].token_ids) == [6]
 
 
 async def test_a_start_replaces_what_nobody_fetched() -> None:

@@ -102,7 +102,7 @@ def judge_cell(seen: CellSeen) -> CellVerdict:
     problems: list[str] = []
     for number, (outcome, wanted) in enumerate(zip(seen.outcomes, seen.wanted, strict=True)):
         kind = kind_of(outcome, wanted)
-        if gateway_lost and kind == LOST:
+        if gateway_lost and kind == LOST and not outcome.finished:
             counted[CUT_OFF] += 1
             continue
         _count(counted, problems, f"request {number}", kind, outcome, wanted)

@@ -42,6 +42,14 @@ RANDOM_FAULTS = (
 )
 
 
+@dataclass(frozen=True, slots=True)
+class Struck:
+    """What was hit, for people, and the processes that end by it."""
+
+    told: str
+    killed: frozenset[int]
+
+
 def drawn(rng: Random) -> RandomFault:
     """One of them."""
     return rng.choices(RANDOM_FAULTS, [one.weight for one in RANDOM_FAULTS])[0]
@@ -53,8 +61,8 @@ def strike(
     services: Mapping[str, int],
     rng: Random,
     sleep: Callable[[float], None] = time.sleep,
-) -> str:
-    """Let it happen, and wait for its end; returns what was hit, for people.
+) -> Struck:
+    """Let it happen, and wait for its end.
 
     `status` names the workers' processes, `services` has the process ids of the others.
     """
@@ -69,7 +77,7 @@ def strike(
     if fault.stops_s:
         sleep(fault.stops_s)
         _signal(pids, signal.SIGCONT)
-    return f"{fault.name}: {name}"
+    return Struck(f"{fault.name}: {name}", frozenset(() if fault.stops_s else pids))
 
 
 def parent_of(pid: int) -> int:

@@ -9,7 +9,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
@@ -175,14 +175,14 @@ def _trouble(system: Tideserve, done: Soaked, rng: Random, until_s: float, say: 
         left_s = until_s - monotonic_s()
         say(f"{sum(done.faults.values())} faults so far, {max(0.0, left_s):.0f} s left")
         try:
-            told = strike(fault, _status(system), system.state["pids"], rng)
+            struck = strike(fault, _status(system), system.state["pids"], rng)
         except SystemUnavailable:
             continue  # the memory manager, which tells the status, is elected anew
         done.faults[fault.name] += 1
         began_s = monotonic_s()
-        while not _is_whole(system, done):
+        while not _is_whole(system, done, struck.killed):
             if monotonic_s() - began_s > WHOLE_TIMEOUT_S:
-                done.problems.append(f"not whole {WHOLE_TIMEOUT_S:.0f} s after {told}")
+                done.problems.append(f"not whole {WHOLE_TIMEOUT_S:.0f} s after {struck.told}")
                 return
             time.sleep(POLL_S)
         done.slowest_whole_s = max(done.slowest_whole_s, monotonic_s() - began_s)
@@ -193,14 +193,17 @@ def _status(system: Tideserve) -> Mapping[str, Any]:
     return read_status(system.admin_url)
 
 
-def _is_whole(system: Tideserve, done: Soaked) -> bool:
-    """Whether all workers serve; the groups may be merged."""
+def _is_whole(system: Tideserve, done: Soaked, killed: Collection[int]) -> bool:
+    """Whether all workers serve; the groups may be merged.
+
+    A process that was `killed` a moment ago may still be there, and in the records.
+    """
     try:
         status = _status(system)
     except SystemUnavailable:
         return False
     names = [name for name in system.state["pids"] if name.startswith("worker-")]
-    whole = is_stable(status, names, psutil.pid_exists)
+    whole = is_stable(status, names, lambda pid: pid not in killed and psutil.pid_exists(pid))
     if whole:
         done.groups_seen[len(status["groups"])] += 1
     return whole

@@ -35,11 +35,19 @@ class _Peers:
                 self.retry_s.pop(name, None)
             case PeerLost(peer=peer):
                 # A refusal does not name the process, and a lost one may have a successor.
-                if self.connected.get(name) == peer:
-                    del self.connected[name]
-                    self.lost.add(peer)
+                self.lose(peer)
                 if self.awaited.pop(name, None) is not None:
                     self.retry_s[name] = now_s + RETRY_S
+
+    def has(self, peer: Identity) -> bool:
+        """Whether there is a connection to this very process."""
+        return self.connected.get(peer.worker_id) == peer and self.lane.has(peer.worker_id)
+
+    def lose(self, peer: Identity) -> None:
+        """A connection to this process is gone, if there was one."""
+        if self.connected.get(peer.worker_id) == peer:
+            del self.connected[peer.worker_id]
+            self.lost.add(peer)
 
 
 class Connections:
@@ -61,8 +69,9 @@ class Connections:
             (self._activations, peer.activations, own.activations),
             (self._bulk, peer.bulk, own.bulk),
         ):
-            if peers.connected.get(peer.worker_id) == identity:
+            if peers.has(identity):
                 continue
+            peers.lose(identity)  # this end may have got no event of that
             if own.worker_id < peer.worker_id:
                 self._dial(peers, identity, theirs)
             else:
@@ -85,10 +94,7 @@ class Connections:
     def has(self, peer: MemberPlan) -> bool:
         """Whether frames flow to and from a peer on both lanes."""
         identity = Identity(peer.worker_id, peer.incarnation)
-        return all(
-            peers.connected.get(peer.worker_id) == identity
-            for peers in (self._activations, self._bulk)
-        )
+        return all(peers.has(identity) for peers in (self._activations, self._bulk))
 
     def end_all(self, activations: bool, bulk: bool) -> None:
         """End all connections of these lanes; this end gets no event of that."""

@@ -7,7 +7,10 @@ from dataclasses import dataclass, field
 STALLED_S = 5.0
 """A microbatch that has been in flight for less is only slow."""
 STALLED_FACTOR = 10.0
-"""How much longer it may take than the slowest one so far."""
+"""How much longer it may take than the slowest one lately."""
+SLOWEST_KEPT = 0.99
+"""What is left of the slowest time with each one that comes back: a fault that held one up, and
+passed by itself, counts for some hundreds of them."""
 
 
 @dataclass(slots=True)
@@ -22,7 +25,7 @@ class GroupHealth:
     _launched_s: deque[float] = field(default_factory=deque)  # of those in flight, oldest first
     _slowest_s: float = 0.0
     _alarms: int = 0
-    _alarmed: bool = False  # in this configuration
+    _alarmed: bool = False  # by a microbatch that is still in flight
 
     def enter(self) -> None:
         """A configuration begins: nothing is in flight."""
@@ -41,8 +44,9 @@ class GroupHealth:
     def finished(self, now_s: float) -> None:
         """The oldest one has come back."""
         if self._launched_s:
-            self._slowest_s = max(self._slowest_s, now_s - self._launched_s.popleft())
-            self._alarms = 0
+            took_s = now_s - self._launched_s.popleft()
+            self._slowest_s = max(SLOWEST_KEPT * self._slowest_s, took_s)
+            self._alarms, self._alarmed = 0, False
 
     def trouble(self, now_s: float) -> str:
         """Why the group cannot go on, for people; "" if it can, as far as is known here."""

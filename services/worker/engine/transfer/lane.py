@@ -106,6 +106,10 @@ class Lane(ABC):
         """
 
     @abstractmethod
+    def has(self, peer: str) -> bool:
+        """Whether there is a connection to the peer, open or not yet."""
+
+    @abstractmethod
     def send(self, peer: str, frame: Frame) -> Sent:
         """Queue a frame. Its payload must stay untouched until the result is done.
 

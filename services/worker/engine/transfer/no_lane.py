@@ -30,6 +30,9 @@ class NoLane(Lane):
     def disconnect(self, peer: str) -> None:
         """No effect: no peer is connected."""
 
+    def has(self, peer: str) -> bool:
+        return False
+
     def send(self, peer: str, frame: Frame) -> Sent:
         raise PeerUnknown(f"there is no connection to {peer}: this worker runs without UCX")
 

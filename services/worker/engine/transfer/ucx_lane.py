@@ -86,6 +86,9 @@ class UcxLane(Lane):
         if connection is not None:
             self._command(lambda: self._connections.part(connection))
 
+    def has(self, peer: str) -> bool:
+        return self._connections.find(peer) is not None
+
     def send(self, peer: str, frame: Frame) -> Sent:
         self._check_running()
         connection = self._connections.find(peer)

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+from services.core.groups.stuck import IN_A_ROW_S, RENEWALS_MAX
 from services.core.groups.vocabulary import (
     Command,
     Group,
@@ -56,6 +57,33 @@ def test_a_stuck_group_is_made_anew_with_the_same_members_and_layers() -> None:
     assert after.epoch > before.epoch
     assert report(store, "w0", before.epoch) == [], "of an epoch that is over"
     assert isinstance(report(store, "w0")[0], Transact), "it may happen again"
+
+
+def renewed(store: Store) -> None:
+    """A member reports, and the members connect again."""
+    asked = renewal(store)
+    store.answer("w0", asked.attempt)
+    (commit,) = store.answer("w1", asked.attempt)
+    store.commit(transaction(commit))
+
+
+def test_a_group_that_is_stuck_again_and_again_is_divided() -> None:
+    """Its members connect, and yet nothing of size comes through: a group of two never will."""
+    store = merged()
+    for _ in range(RENEWALS_MAX):
+        store.now_s += 20
+        renewed(store)
+    store.now_s += 20
+    divide = transaction(report(store, "w0")[0])
+    assert {one.phase for one in divide.groups} == {GroupPhase.DEGRADED}
+
+
+def test_a_group_that_has_been_well_for_long_is_made_anew_as_often_as_needed() -> None:
+    store = merged()
+    for _ in range(2 * RENEWALS_MAX + 1):
+        store.now_s += IN_A_ROW_S
+        renewed(store)
+    assert group_of(store, "w0").phase is GroupPhase.STABLE
 
 
 def test_members_that_do_not_find_together_are_divided_at_once() -> None:

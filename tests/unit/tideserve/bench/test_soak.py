@@ -1,7 +1,9 @@
 """What `soak` makes of what it has seen."""
 
+import os
 from collections import Counter
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +12,8 @@ from services.core.audit.findings import Findings
 from tests.support.fake_openai import fake_openai
 from tests.support.waiting import eventually
 from tideserve.bench.audit_logs import INVARIANTS, Audited
+from tideserve.bench.event_stream import StreamedAnswer
+from tideserve.bench.scenarios import soak
 from tideserve.bench.scenarios.soak import Soaked, judge
 from tideserve.bench.steady_load import Shape, SteadyLoad, Tally
 from tideserve.sim.replay import Replayed
@@ -72,3 +76,30 @@ async def test_an_answer_with_other_tokens_than_undisturbed_is_different(
         await eventually(lambda: load.tally.ended > 2)
     tally = load.tally
     assert getattr(tally, kind) == tally.sent - tally.hung_up > 0
+
+
+async def test_an_answer_whose_last_tokens_never_came_is_lost_whatever_its_usage_says() -> None:
+    shape = Shape(concurrency=1, output_tokens=(4, 4), distinct=1)
+    load = SteadyLoad("", "fake", shape, [(0, 1, 2, 3)])
+    answer = StreamedAnswer()
+    answer.status, answer.finished = 200, True
+    answer.output_tokens, answer.output_ids = 4, [0, 1, 2]
+    await load._judge(0, 4, answer, None)
+    assert (load.tally.completed, load.tally.lost) == (0, 1)
+
+
+def test_a_killed_process_that_is_still_there_does_not_serve(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else the next fault follows before the first one has any effect, and hits what is gone."""
+    me = os.getpid()
+    status = {
+        "workers": [{"id": "worker-0", "pids": [me], "epoch": 3, "unsettled": False}],
+        "groups": [{"members": ["worker-0"], "epoch": 3, "changing": False, "degraded": False}],
+    }
+    monkeypatch.setattr(soak, "_status", lambda _system: status)
+    system = SimpleNamespace(state={"pids": {"worker-0": me}})
+    done = Soaked(1)
+    assert not soak._is_whole(system, done, {me})
+    assert not done.groups_seen
+    assert soak._is_whole(system, done, {me + 1})

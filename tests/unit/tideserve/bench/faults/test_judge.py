@@ -137,6 +137,9 @@ def test_clients_of_a_killed_gateway_are_cut_off_and_its_blocks_are_free_soon() 
     assert late.problems == ["blocks of a lost gateway were free after 16 s"]
     wrong = judge_cell(seen([replace(cut(2), token_ids=(5, 9))], cell=GATEWAY))
     assert wrong.requests["different"] == 1
+    short = replace(cut(3), finished=True, failure="", told_tokens=3)
+    ended = judge_cell(seen([short], cell=GATEWAY))
+    assert ended.requests["lost"] == 1, "the gateway itself has ended it, too early"
 
 
 def test_only_some_of_many_problems_are_told() -> None:

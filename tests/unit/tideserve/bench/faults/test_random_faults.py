@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tideserve.bench.faults import random_faults
-from tideserve.bench.faults.random_faults import RANDOM_FAULTS, RandomFault, drawn, strike
+from tideserve.bench.faults.random_faults import RANDOM_FAULTS, RandomFault, Struck, drawn, strike
 
 STATUS: dict[str, Any] = {"workers": [{"id": "worker-0", "pids": [10, 11]}]}
 SERVICES = {"etcd": 1, "memmgr": 2}
@@ -25,18 +25,20 @@ def signals(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
 def test_a_worker_is_both_of_its_processes_and_its_engine_the_child(
     signals: list[tuple[int, int]],
 ) -> None:
-    told = strike(RandomFault("worker"), STATUS, SERVICES, Random(0))
-    assert told == "kill-worker: worker-0"
+    struck = strike(RandomFault("worker"), STATUS, SERVICES, Random(0))
+    assert struck == Struck("kill-worker: worker-0", frozenset({10, 11}))
     assert signals == [(10, signal.SIGKILL), (11, signal.SIGKILL)]
     signals.clear()
-    strike(RandomFault("engine"), STATUS, SERVICES, Random(0))
+    struck = strike(RandomFault("engine"), STATUS, SERVICES, Random(0))
+    assert struck.killed == {11}
     assert signals == [(11, signal.SIGKILL)]
 
 
 def test_what_is_stopped_goes_on(signals: list[tuple[int, int]]) -> None:
     slept: list[float] = []
     fault = RandomFault("etcd", stops_s=20)
-    assert strike(fault, STATUS, SERVICES, Random(0), slept.append) == "stop-etcd-20: etcd"
+    struck = strike(fault, STATUS, SERVICES, Random(0), slept.append)
+    assert struck == Struck("stop-etcd-20: etcd", frozenset())
     assert slept == [20]
     assert signals == [(1, signal.SIGSTOP), (1, signal.SIGCONT)]
 

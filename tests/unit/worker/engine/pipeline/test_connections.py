@@ -167,6 +167,28 @@ def test_a_lost_peer_is_missing_until_the_next_configuration(entered: bool) -> N
     pair.close()
 
 
+@pytest.mark.parametrize("cut_off", NAMES)
+def test_an_end_that_got_no_event_of_the_loss_connects_again_all_the_same(cut_off: str) -> None:
+    """Else it says that it is ready, and the other one waits for it in vain."""
+    pair = Pair()
+    pair.open("w1", 1)
+    pair.open("w0", 1)
+    pair.deliver()
+    pair.ends[cut_off].end_all()
+    pair.deliver()
+    assert not pair.connected
+    for _ in range(2):
+        pair.open("w1", 2)
+        pair.open("w0", 2)
+        pair.deliver()
+        pair.now_s += RETRY_S
+    assert pair.connected
+    for name, end in pair.ends.items():
+        (other,) = set(NAMES) - {name}
+        assert end.lost([plan(other, 2)]) == [other], "frames of this configuration are missing"
+    pair.close()
+
+
 def test_a_lost_process_stays_lost_while_its_connection_is_gone() -> None:
     pair = bulk_cut()
     w0 = pair.ends["w0"]

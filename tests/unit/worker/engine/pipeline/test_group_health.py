@@ -44,3 +44,25 @@ def test_the_same_microbatch_has_twice_the_time_when_it_runs_again() -> None:
     health.finished(1.0)
     health.launched(1.0)
     assert health.trouble(1.1 + max(STALLED_S, STALLED_FACTOR)) != "", "the limit is as before"
+
+
+def test_one_microbatch_that_a_fault_held_up_does_not_blunt_the_alarm_for_good() -> None:
+    health = GroupHealth()
+    health.launched(0.0)
+    health.finished(4.0)  # a member stood still for a moment
+    now_s = 4.0
+    for _ in range(500):
+        health.launched(now_s)
+        now_s += 0.1
+        health.finished(now_s)
+    health.launched(now_s)
+    assert health.trouble(now_s + STALLED_S + 0.1) != ""
+
+
+def test_an_alarm_ends_when_the_microbatch_comes_back_after_all() -> None:
+    health = GroupHealth()
+    health.launched(0.0)
+    assert health.trouble(STALLED_S + 1) != ""
+    health.finished(STALLED_S + 2)
+    health.launched(STALLED_S + 2)
+    assert health.trouble(STALLED_S + 3) == ""
