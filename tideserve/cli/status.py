@@ -155,7 +155,10 @@ def _workers_by(status: Mapping[str, Any], key: str) -> dict[str, str]:
 
 
 def groups_table(status: Mapping[str, Any]) -> Table:
-    """Epoch of every group, and its members with the layers that they run; the first leads."""
+    """Epoch of every group, and its members with the layers that they run; the first leads.
+
+    A degraded group has lost a member and serves nothing.
+    """
     table = _table("Groups", "id", "epoch>", "members")
     for row in status.get("groups", []):
         members, runs = row["members"], row.get("layers") or []
@@ -164,7 +167,8 @@ def groups_table(status: Mapping[str, Any]) -> Table:
                 f"{name} (layers {first}-{end - 1})"
                 for name, (first, end) in zip(members, runs, strict=True)
             ]
-        table.add_row(escape(row["id"]), str(row["epoch"]), escape(", ".join(members)))
+        state = " [red](degraded)[/]" if row.get("degraded") else ""
+        table.add_row(escape(row["id"]), str(row["epoch"]), escape(", ".join(members)) + state)
     return table
 
 

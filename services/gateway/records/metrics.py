@@ -105,7 +105,8 @@ class Metrics:
             " it differs between gateways while they have different keys. 0: there is no file.",
         )
         self.ready = gauge(
-            "tideserve_gateway_ready", "1 while /ready says yes: a request can be placed now."
+            "tideserve_gateway_ready",
+            "1 while /ready says yes: a request can be placed, and `expected_workers` are there.",
         )
         self.groups_serving = gauge(
             "tideserve_gateway_groups_serving",

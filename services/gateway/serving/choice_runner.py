@@ -127,11 +127,14 @@ class ChoiceRunner:
         request_id = request.request_id
         if output:
             failpoint.hit("gateway.resumed")
-            log.info("request %s goes on after %d tokens, not at %s", request_id, output, worker_id)
+            log.info(
+                "request %s cannot go on at %s; another start follows its %d tokens",
+                *(request_id, worker_id, output),
+            )
             record.resumed += 1
             self._metrics.stream_resumed()
         elif isinstance(failure, WorkerLost):
-            log.info("request %s lost %s before a token", request_id, worker_id)
+            log.info("request %s lost %s before a token and starts again", request_id, worker_id)
 
     async def _pieces(
         self,

@@ -202,7 +202,7 @@ class MemberServicer(worker_pb2_grpc.MemberServiceServicer):
                 await self._participant.abort(action.attempt)
             case Apply():
                 group = action.group
-                log.info("serves %s at epoch %d, %s", group.group_id, group.epoch, group.phase)
+                log.info("is in %s at epoch %d, %s", group.group_id, group.epoch, group.phase)
                 failpoint.hit("worker.commit.seen")
                 await self._participant.commit(group, action.attempt, action.superseded)
                 failpoint.hit("worker.apply.sent")

@@ -111,7 +111,7 @@ def judge_cell(seen: CellSeen) -> CellVerdict:
         _count(counted, problems, f"request {number} after the fault", kind, outcome, ())
     silence_s = max((one.silence_s(hit_s) for one in left if hit_s is not None), default=0.0)
     if silence_s > (silence_max_s := FAULTS[seen.cell.fault].silence_max_s):
-        problems.append(f"a stream was silent for {silence_s:.1f} s, not {silence_max_s:g} s")
+        problems.append(f"a stream was silent for {silence_s:.1f} s, over {silence_max_s:g} s")
     problems += _cluster_problems(seen, gateway_lost) if hit_s is not None else []
     problems += seen.broken
     return CellVerdict(

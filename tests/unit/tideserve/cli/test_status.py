@@ -194,6 +194,12 @@ def test_members_of_a_merged_group_are_shown_with_their_layers() -> None:
     assert "w0 (layers 0-13), w1 (layers 14-29)" in shown(groups_table({"groups": [row]}))
 
 
+def test_a_group_that_has_lost_a_member_is_shown_as_degraded() -> None:
+    row = {"id": "g", "epoch": 7, "members": ["w0"], "layers": [[0, 14]]}
+    assert "w0 (degraded)" in shown(groups_table({"groups": [row | {"degraded": True}]}))
+    assert "degraded" not in shown(groups_table({"groups": [row | {"degraded": False}]}))
+
+
 def test_the_etcd_is_named() -> None:
     assert etcd_line({"etcd": {"version": "3.5.16"}}) == "etcd 3.5.16"
     assert "does not answer" in etcd_line({"etcd": {"version": None}})
