@@ -58,7 +58,8 @@ class GatewayConfig(ServiceConfig):
     )
     expected_workers: int | None = number(
         None,
-        "Workers without which /ready says no; none: it says yes once a request can be placed.",
+        "Workers without which /ready does not say yes for the first time; later, and if none are"
+        " given, it says yes while a request can be placed.",
         minimum=1,
         maximum=100_000,
     )

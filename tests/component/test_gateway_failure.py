@@ -407,20 +407,6 @@ async def test_a_worker_that_sends_too_much_is_aborted(case: Case) -> None:
     await eventually(lambda: worker.aborted)
 
 
-async def test_readiness_says_what_is_missing(case: Case) -> None:
-    worker = worker_record("w0", address=case.cluster.workers[0].address)
-    other = group_record(worker, epoch=2)
-    other.members[0].incarnation = "somebody else"
-    await put(case.cluster.store, f"{GROUPS}group-w0", other)
-
-    async def unready() -> Any:
-        answer = await case.http.get("/ready")
-        return answer.json()["missing"] if answer.status_code == 503 else None
-
-    assert await eventually(unready) == ["0 of 1 workers are in a stable group"]
-    assert (await case.http.get("/health")).status_code == 200
-
-
 async def test_draining_refuses_new_requests_and_finishes_old_ones(
     store: Store, tmp_path: Path
 ) -> None:

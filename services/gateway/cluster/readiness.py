@@ -18,7 +18,7 @@ class Readiness:
 
     @property
     def ready(self) -> bool:
-        """A request can be placed now and, where a number of workers is expected, all are there."""
+        """A request can be placed now, and the workers that are expected were all there once."""
         return not self.missing
 
 
@@ -36,6 +36,7 @@ class ReadinessProbe:
         self._admission = admission
         self._drain = drain
         self._expected = workers_expected
+        self._complete = workers_expected is None  # from the first time that all are there
 
     def look(self) -> Readiness:
         """The state of this moment."""
@@ -47,19 +48,27 @@ class ReadinessProbe:
         missing = []
         if self._drain.leaving:
             missing.append("this gateway is shutting down")
-        expected = self._expected
-        if expected is not None and registered < expected:
-            missing.append(f"{registered} of {expected} workers have registered")
-        elif expected is not None and in_groups < expected:
-            missing.append(f"{in_groups} of {expected} workers are in a stable group")
-        groups = 1 if expected is None else max(1, stable)
+        if not self._complete:
+            missing += self._awaited(registered, in_groups)
+        groups = 1 if self._complete else max(1, stable)
         if heartbeat is None:
             missing.append("the scheduler does not answer")
         elif not stable:
             missing.append("no group of the model is stable")
         elif serving < groups:
             missing.append(f"the scheduler sees {serving} of {groups} groups serving")
-        return Readiness(expected, registered, serving, tuple(missing))
+        # A worker that is lost later takes no gateway away from its clients.
+        self._complete = self._complete or not missing
+        return Readiness(self._expected, registered, serving, tuple(missing))
+
+    def _awaited(self, registered: int, in_groups: int) -> list[str]:
+        """What a cluster that starts still waits for."""
+        expected = self._expected or 0
+        if registered < expected:
+            return [f"{registered} of {expected} workers have registered"]
+        if in_groups < expected:
+            return [f"{in_groups} of {expected} workers are in a stable group"]
+        return []
 
     def ready(self) -> bool:
         """Whether requests are accepted: see `Readiness.ready`."""
