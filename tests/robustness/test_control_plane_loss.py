@@ -6,6 +6,7 @@ import signal
 from collections.abc import Iterator
 
 import httpx
+import psutil
 import pytest
 
 from services.common.etcd import Store
@@ -16,6 +17,7 @@ from tests.support.waiting import eventually
 
 OUTPUT_TOKENS = 400
 LEASE_S = 10
+WORKERS = {"worker-0", "worker-1"}
 
 
 @pytest.fixture(scope="module")
@@ -46,11 +48,18 @@ def busy_worker(cluster: Cluster) -> str | None:
     return busy[0] if busy else None
 
 
-def is_ready(cluster: Cluster) -> bool:
+def is_whole(cluster: Cluster) -> bool:
+    """Whether requests are taken, and both workers serve, in processes that live."""
     try:
-        return cluster.get("/ready") is not None
+        status = cluster.status()
+        taken = cluster.get("/ready") is not None
     except OSError:
         return False
+    living = all(
+        row["pids"] and all(map(psutil.pid_exists, row["pids"])) for row in status["workers"]
+    )
+    served = {name for group in status["groups"] for name in group["members"]}
+    return taken and living and served == {row["id"] for row in status["workers"]} == WORKERS
 
 
 async def etcd_get(cluster: Cluster, key: str) -> bytes | None:
@@ -143,7 +152,7 @@ async def test_a_killed_worker_leaves_and_comes_back(cluster: Cluster) -> None:
     assert loop.time() - killed_s < LEASE_S + 20
     assert await succeeds(cluster), "the other worker goes on"
 
-    await eventually(lambda: is_ready(cluster))
+    await eventually(lambda: is_whole(cluster))
     after = {group["id"]: group["epoch"] for group in cluster.status()["groups"]}
     assert set(after) == set(before)
     assert after[f"group-{victim}"] > before[f"group-{victim}"]
@@ -153,21 +162,21 @@ async def test_a_killed_worker_leaves_and_comes_back(cluster: Cluster) -> None:
 
 
 async def test_a_killed_engine_takes_its_worker_out_at_once(cluster: Cluster) -> None:
-    await eventually(lambda: is_ready(cluster))
+    await eventually(lambda: is_whole(cluster))
     row = next(row for row in cluster.workers() if row["id"] == "worker-1")
     servicer, engine = row["pids"]
     epochs = {group["id"]: group["epoch"] for group in cluster.status()["groups"]}
     os.kill(engine, signal.SIGKILL)
     await eventually(lambda: cluster.pids().get("worker-1", servicer) != servicer)
     assert await succeeds(cluster), "the other worker goes on"
-    await eventually(lambda: is_ready(cluster))
+    await eventually(lambda: is_whole(cluster))
     assert "the engine process ended with code -9" in cluster.output()
     after = {group["id"]: group["epoch"] for group in cluster.status()["groups"]}
     assert after["group-worker-1"] > epochs["group-worker-1"]
 
 
 async def test_a_stream_on_a_killed_worker_goes_on_at_the_other_one(cluster: Cluster) -> None:
-    await eventually(lambda: is_ready(cluster))
+    await eventually(lambda: is_whole(cluster))
     body = {"prompt": [5, 6, 7], "max_tokens": 4000, "ignore_eos": True, "stream": True}
     lines: list[str] = []
     before = {row["id"]: row["pids"] for row in cluster.workers()}
@@ -194,11 +203,11 @@ async def test_a_stream_on_a_killed_worker_goes_on_at_the_other_one(cluster: Clu
         return now.get(victim, before[victim]) != before[victim] and len(status["groups"]) == 2
 
     await eventually(is_back, deadline_s=120)
-    await eventually(lambda: is_ready(cluster))
+    await eventually(lambda: is_whole(cluster))
 
 
 async def test_etcd_away_for_ten_seconds(cluster: Cluster) -> None:
-    await eventually(lambda: is_ready(cluster))
+    await eventually(lambda: is_whole(cluster))
     undisturbed = await ask(cluster)
     pids = cluster.pids()
 
@@ -212,7 +221,7 @@ async def test_etcd_away_for_ten_seconds(cluster: Cluster) -> None:
     assert all(answer == undisturbed for answer in streams)
     await away
     await eventually(lambda: succeeds(cluster))
-    await eventually(lambda: is_ready(cluster))
+    await eventually(lambda: is_whole(cluster))
     assert cluster.pids() == pids, "nobody was restarted"
 
 
@@ -222,6 +231,6 @@ async def test_etcd_killed_and_restarted(cluster: Cluster) -> None:
     trigger = Trigger(lambda: cluster.kill("etcd", signal.SIGKILL))
     assert await ask(cluster, on_chunk=trigger) == undisturbed
     await eventually(lambda: succeeds(cluster))
-    await eventually(lambda: is_ready(cluster))
+    await eventually(lambda: is_whole(cluster))
     after = {group["id"]: group["epoch"] for group in cluster.status()["groups"]}
     assert all(after[name] >= epoch for name, epoch in groups.items())

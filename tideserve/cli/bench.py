@@ -207,9 +207,9 @@ def _refuse_trace(arguments: BenchArguments, why: str, traced: bool = False) -> 
 
 def _refuse_cells(arguments: BenchArguments, timed: bool = False) -> None:
     choice = arguments.choice
-    _refuse(arguments, {"--cells": choice.cells, "--append": choice.append}, "has no cells")
     minutes = None if timed else choice.minutes
-    _refuse(arguments, {"--minutes": minutes}, "lasts as long as its load does")
+    given = {"--cells": choice.cells, "--append": choice.append, "--minutes": minutes}
+    _refuse(arguments, given, "has no cells")
 
 
 def _refuse(arguments: BenchArguments, given: Mapping[str, Any], why: str) -> None:

@@ -174,7 +174,7 @@ def test_an_end_that_got_no_event_of_the_loss_connects_again_all_the_same(cut_of
     pair.open("w1", 1)
     pair.open("w0", 1)
     pair.deliver()
-    pair.ends[cut_off].end_all()
+    pair.ends[cut_off].end_all(activations=True, bulk=True)
     pair.deliver()
     assert not pair.connected
     for _ in range(2):
