@@ -153,9 +153,7 @@ class FaultCluster:
     def blocks_free(self) -> bool:
         """Whether no request has a block."""
         status = self._status()
-        return status is not None and all(
-            one["kv_blocks_free"] == one["kv_blocks_total"] > 0 for one in status["workers"]
-        )
+        return status is not None and blocks_free(status)
 
     def _pid(self, name: str) -> int:
         return int(self._system.state["pids"][name])
@@ -220,6 +218,14 @@ def is_stable(
         and epochs.get(name) == [workers[name]["epoch"]]
         and not workers[name]["unsettled"]
         for name in survivors
+    )
+
+
+def blocks_free(status: Mapping[str, Any]) -> bool:
+    """Whether there are workers, and none has a block in use."""
+    workers = status["workers"]
+    return bool(workers) and all(
+        one["kv_blocks_free"] == one["kv_blocks_total"] > 0 for one in workers
     )
 
 

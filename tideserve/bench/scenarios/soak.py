@@ -21,7 +21,7 @@ import psutil
 from services.common.clock import monotonic_s
 from tideserve.bench.audit_logs import Audited, audit_logs
 from tideserve.bench.errors import SystemUnavailable
-from tideserve.bench.faults.cluster import is_stable
+from tideserve.bench.faults.cluster import blocks_free, is_stable
 from tideserve.bench.faults.random_faults import drawn, strike
 from tideserve.bench.faults.streams import undisturbed_tokens
 from tideserve.bench.scenarios.scenario import LoadChoice, Trial, TrialVerdict
@@ -223,13 +223,9 @@ def _note_memory(system: Tideserve, done: Soaked) -> None:
 def _await_rest(system: Tideserve, done: Soaked) -> None:
     """Wait until no worker has a request; else that is a problem."""
     deadline_s = monotonic_s() + REST_TIMEOUT_S
-    while True:
-        workers = _status(system)["workers"]
-        used = [one["id"] for one in workers if one["kv_blocks_free"] != one["kv_blocks_total"]]
-        if not used:
-            return
+    while not blocks_free(_status(system)):
         if monotonic_s() > deadline_s:
-            done.problems.append(f"blocks of {', '.join(used)} are in use at rest")
+            done.problems.append("blocks are in use at rest, or the workers are gone")
             return
         time.sleep(POLL_S)
 

@@ -9,7 +9,7 @@ import pytest
 
 from services.common.clock import monotonic_s
 from tests.support.waiting import eventually
-from tideserve.bench.faults.cluster import StableWatch, is_stable
+from tideserve.bench.faults.cluster import StableWatch, blocks_free, is_stable
 
 STATUS: dict[str, Any] = {
     "workers": [
@@ -106,3 +106,14 @@ async def test_what_is_unstable_in_the_end_was_never_stable() -> None:
     watch = StableWatch(look)
     await eventually(lambda: len(looked) > 2)
     assert watch.end() is None
+
+
+@pytest.mark.parametrize(
+    ("blocks", "free"),
+    [([(5, 5), (7, 7)], True), ([(5, 5), (6, 7)], False), ([(0, 0)], False), ([], False)],
+)
+def test_blocks_are_free_only_if_there_are_workers_that_have_some(
+    blocks: Sequence[tuple[int, int]], free: bool
+) -> None:
+    rows = [{"kv_blocks_free": one, "kv_blocks_total": all_} for one, all_ in blocks]
+    assert blocks_free({"workers": rows}) is free
