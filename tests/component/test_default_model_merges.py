@@ -25,6 +25,7 @@ from services.core.request import (
     Sampling,
 )
 from services.worker.config import WorkerConfig
+from tests.support.default_texts import TEXTS
 from tests.support.engine_processes import EngineProcesses, Stream
 from tests.support.near_ties import count_excused
 from tideserve.cli.cache import cache_root
@@ -41,16 +42,6 @@ EXCUSED_MAX = 0.005
 MEMORY_BYTES = 557 << 20
 BLOCKS = range(6, 11)
 """Blocks of a worker that serves alone: room for two or three requests; some are preempted."""
-TEXTS = (
-    "The capital of France is",
-    "Once upon a time, in a village by the sea, there lived",
-    "def fibonacci(n):\n",
-    "Explain why the sky is blue, and why the sea is. " * 2,
-    "A list of prime numbers: 2, 3, 5, 7,",
-    "I write to you about the tide tables. " * 3,
-    "Water boils at",
-    "The three laws of robotics are:\n1.",
-)
 NONE: frozenset[int] = frozenset()
 STOPS = frozenset({2})
 SCHEMA = """{"type": "object", "properties": {"n": {"type": "integer", "minimum": 0, "maximum": 99},

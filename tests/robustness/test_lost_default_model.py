@@ -13,21 +13,12 @@ from tokenizers import Tokenizer
 from services.core.request import Sampling
 from tests.support.client import TIMEOUT_S
 from tests.support.cluster import Cluster
+from tests.support.default_texts import TEXTS
 from tests.support.disturbed_streams import kill, merge, streamed_ids
 from tests.support.near_ties import count_excused
 from tideserve.cli.cache import cache_root
 from tideserve.cli.model_store import prepare_default_model
 
-TEXTS = (
-    "The capital of France is",
-    "Once upon a time, in a village by the sea, there lived",
-    "def fibonacci(n):\n",
-    "Explain why the sky is blue, and why the sea is. " * 2,
-    "A list of prime numbers: 2, 3, 5, 7,",
-    "I write to you about the tide tables. " * 3,
-    "Water boils at",
-    "The three laws of robotics are:\n1.",
-)
 OUTPUT_TOKENS = 64
 KILL_AFTER = 12
 """Tokens of a stream: each has more to come."""
