@@ -3,7 +3,7 @@
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from pathlib import Path
 
 from services.common.clock import monotonic_s
@@ -30,10 +30,21 @@ WHOLE_TIMEOUT_S = 180.0
 REST_TIMEOUT_S = 30.0
 
 
+Undisturbed = MutableMapping[int, list[tuple[int, ...]]]
+"""By seed, the tokens of its streams in a run without a fault."""
+
+
 def run_cell(
-    deployment: Deployment, cell: FaultCell, seed: int, kept: Path | None, say: Say
+    deployment: Deployment,
+    cell: FaultCell,
+    seed: int,
+    undisturbed: Undisturbed,
+    kept: Path | None,
+    say: Say,
 ) -> CellVerdict:
     """Run a cell on a cluster of its own; `kept` gets the logs if anything was wrong.
+
+    Streams whose seed is not in `undisturbed` run without a fault first, on the same cluster.
 
     Raises:
         SystemUnavailable: if the cluster does not even start, or fails without a fault.
@@ -43,7 +54,8 @@ def run_cell(
         try:
             say(f"{cell.name}: starting a cluster")
             cluster.start(lambda _: None)
-            verdict = judge_cell(_run(cluster, seed, lambda text: say(f"{cell.name}: {text}")))
+            seen = _run(cluster, seed, undisturbed, lambda text: say(f"{cell.name}: {text}"))
+            verdict = judge_cell(seen)
             if kept is not None and (verdict.problems or not verdict.hit):
                 _keep(cluster, Path(folder), kept / cell.name.replace("/", "-"))
         finally:
@@ -51,12 +63,13 @@ def run_cell(
     return verdict
 
 
-def _run(cluster: FaultCluster, seed: int, say: Say) -> CellSeen:
+def _run(cluster: FaultCluster, seed: int, undisturbed: Undisturbed, say: Say) -> CellSeen:
     cell, phase = cluster.cell, PHASES[cluster.cell.phase]
     requests = stream_requests(STREAMS, seed)
-    say("an undisturbed run")
     cluster.note_workers()
-    wanted = undisturbed_tokens(cluster.url, cluster.model, requests)
+    if seed not in undisturbed:
+        say("an undisturbed run")
+        undisturbed[seed] = undisturbed_tokens(cluster.url, cluster.model, requests)
     if phase.merged:
         cluster.change("merge")
         _await(cluster.whole, WHOLE_TIMEOUT_S)
@@ -67,7 +80,7 @@ def _run(cluster: FaultCluster, seed: int, say: Say) -> CellSeen:
         _await(lambda: streams.begun == STREAMS or not streams.running, BEGIN_TIMEOUT_S)
         cluster.begin_change(phase.change)
     hit_s = cluster.await_hit_s(lambda: streams.running)
-    seen = CellSeen(cell, hit_s, wanted, ())
+    seen = CellSeen(cell, hit_s, undisturbed[seed], ())
     if hit_s is None:
         seen.outcomes = streams.wait()
     else:

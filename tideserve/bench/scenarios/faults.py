@@ -14,12 +14,14 @@ from services.common.clock import monotonic_s
 from services.common.config import field_of
 from services.common.service_config import ServiceConfig
 from tideserve.bench.errors import BenchError
-from tideserve.bench.faults.cell_run import run_cell
+from tideserve.bench.faults.cell_run import Undisturbed, run_cell
 from tideserve.bench.faults.judge import key_of, matrix_figures, matrix_problems
 from tideserve.bench.faults.matrix import FaultCell, fault_cells
 from tideserve.bench.scenarios.scenario import LoadChoice, Trial, TrialVerdict
 from tideserve.bench.systems.system import Deployment, Say
 
+SEEDS = 8
+"""Cells take the seeds of their streams by turns, so that few undisturbed runs serve them all."""
 LEASE_S: Any = field_of(ServiceConfig, "lease_ttl_s").default
 
 
@@ -28,6 +30,7 @@ def run(deployment: Deployment, choice: LoadChoice, say: Say, progress: Say) -> 
     cells = fault_cells(choice.quick, choice.cells)
     lines = read_lines(choice.append)
     done = {key_of(line) for line in lines}
+    undisturbed: Undisturbed = {}
     began_s = monotonic_s()
     for number, cell in enumerate(cells):
         if (cell.size, cell.phase, cell.role, cell.fault) in done:
@@ -35,7 +38,9 @@ def run(deployment: Deployment, choice: LoadChoice, say: Say, progress: Say) -> 
         if choice.minutes is not None and monotonic_s() - began_s > 60 * choice.minutes:
             break
         kept = None if choice.append is None else choice.append.with_suffix(".logs")
-        verdict = run_cell(deployment, cell, choice.seed + number, kept, progress)
+        verdict = run_cell(
+            deployment, cell, choice.seed + number % SEEDS, undisturbed, kept, progress
+        )
         lines.append(line := verdict.line())
         _append(choice.append, line)
         say(_told(cell, line))
