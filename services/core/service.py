@@ -32,6 +32,11 @@ class Service:
     rank: int = 0
     tenant: str = ""
 
+    @property
+    def online(self) -> bool:
+        """Whether somebody waits for the answer: all classes but `batch`."""
+        return self.service_class is not ServiceClass.BATCH
+
     def fault(self) -> str | None:
         """Which number or name cannot be, and what it must be; None if all can."""
         for name, seconds in (("ttft_s", self.ttft_s), ("tpot_s", self.tpot_s)):

@@ -18,7 +18,6 @@ from services.core.planner.prefix_cache import PrefixCache
 from services.core.planner.sequence import Age, Phase, Sequence
 from services.core.planner.victims import Victims, newest
 from services.core.request import blocks_for
-from services.core.service import ServiceClass
 
 
 @dataclass(slots=True)
@@ -253,8 +252,8 @@ class SequenceTable:
         everybody = (*self.waiting, *self.running, *self.held)
         assert len(everybody) == len(self.sequences)
         assert all(self.sequences[seq.request_id] is seq for seq in everybody)
-        kinds = {seq.request_id: seq.request.service.service_class for seq in everybody}
-        assert self.batch.keys() == {i for i, kind in kinds.items() if kind is ServiceClass.BATCH}
+        batch = {seq.request_id for seq in everybody if not seq.request.service.online}
+        assert self.batch.keys() == batch
         promised = [0] * self.ledger.stages
         for seq in everybody:
             own = len(self.table.block_ids(seq.request_id))
@@ -284,7 +283,7 @@ class SequenceTable:
 
     def _enter(self, sequence: Sequence) -> None:
         self.sequences[sequence.request_id] = sequence
-        if sequence.request.service.service_class is ServiceClass.BATCH:
+        if not sequence.request.service.online:
             self.batch[sequence.request_id] = sequence
 
     def _remove(self, sequence: Sequence) -> None:

@@ -11,7 +11,6 @@ from typing import Protocol
 from services.core.planner.returns import RETURN_AFTER_S
 from services.core.report import Load
 from services.core.request import Request, admission_blocks, blocks_for
-from services.core.service import ServiceClass
 
 STEPS_TO_START = 3
 """Steps that end after a request came until the last one's numbers count it for certain: vLLM may
@@ -91,7 +90,7 @@ class VllmRequest:
     @property
     def is_batch(self) -> bool:
         """Whether it is of the class `batch`."""
-        return self.request.service.service_class is ServiceClass.BATCH
+        return not self.request.service.online
 
 
 @dataclass(slots=True)
