@@ -16,6 +16,7 @@ from services.common.errors import ServiceError
 from services.common.timeouts import timeout
 from services.core.report import EngineReport, Load
 from services.core.request import Request
+from services.core.stall import StallLimit
 from services.worker.config import WorkerConfig
 from services.worker.engine_command import engine_command, engine_environment
 from services.worker.ipc import (
@@ -35,7 +36,7 @@ from services.worker.ipc import (
 )
 
 SEND_TIMEOUT_S = 5.0
-WATCH_INTERVAL_S = 1.0
+WATCH_INTERVAL_S = 0.5
 
 
 class EngineStopped(ServiceError):
@@ -62,6 +63,7 @@ class EngineClient:
         self._socket.setsockopt(zmq.LINGER, 0)
         self._process: Child | None = None
         self._heard_s = 0.0
+        self._stall = StallLimit()
         self._preparing: dict[str, asyncio.Future[Prepared]] = {}
         self.report = EngineReport(Load(0, 0, 0, 0))
         self.generated_tokens = 0
@@ -75,6 +77,11 @@ class EngineClient:
     def responsive(self) -> bool:
         """Whether the engine spoke within `engine_unready_s`."""
         return self.silent_s < self._config.engine_unready_s
+
+    @property
+    def hung(self) -> bool:
+        """Whether the engine is silent for longer than an iteration can explain."""
+        return self.silent_s > self._stall.limit_s
 
     @property
     def silent_s(self) -> float:
@@ -123,8 +130,12 @@ class EngineClient:
         self.report = EngineReport(load, parameter_bytes=frame.parameter_bytes)
         return frame
 
-    async def run(self, on_progress: Callable[[Progress], None]) -> None:
+    async def run(
+        self, on_progress: Callable[[Progress], None], on_hung: Callable[[], None]
+    ) -> None:
         """Receive until cancelled; `on_progress` is called once `report` is that of its frame.
+
+        `on_hung` is called when the engine has begun to be `hung`.
 
         Raises:
             EngineStopped: when the process ends by itself, or has been silent for `engine_dead_s`.
@@ -132,7 +143,7 @@ class EngineClient:
         assert self._process is not None
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._receive(on_progress))
-            tasks.create_task(self._watch())
+            tasks.create_task(self._watch(on_hung))
             code = await self._process.wait()
             raise EngineStopped(f"the engine process ended with code {code}")
 
@@ -184,6 +195,7 @@ class EngineClient:
     async def _receive(self, on_progress: Callable[[Progress], None]) -> None:
         while True:
             frame = from_engine_decoder.decode(await self._socket.recv())
+            self._stall.came(self.silent_s)
             self._heard_s = monotonic_s()
             if isinstance(frame, Prepared):
                 answer = self._preparing.get(frame.attempt)
@@ -195,9 +207,13 @@ class EngineClient:
             self.generated_tokens += len(frame.tokens)
             on_progress(frame)
 
-    async def _watch(self) -> None:
+    async def _watch(self, on_hung: Callable[[], None]) -> None:
+        was_hung = False
         while True:
             await asyncio.sleep(WATCH_INTERVAL_S)
+            if self.hung and not was_hung:
+                on_hung()
+            was_hung = self.hung
             if self.silent_s > self._config.engine_dead_s:
                 raise EngineStopped(f"the engine process has been silent for {self.silent_s:.0f} s")
 

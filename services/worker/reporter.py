@@ -81,8 +81,8 @@ class ReportSender:
         self._loads.forget()
         while True:
             now_s = monotonic_s()
-            # For a frozen engine no reports are sent, so the scheduler sends it nothing more.
-            if not self._engine.responsive:
+            # For a hung engine no reports are sent, so the scheduler sends it nothing more.
+            if self._engine.hung:
                 self._loads.forget()
                 self._load_due.rhythm.passed(now_s)
             elif report := self._loads.due(self._epoch(), self._engine.report.load, now_s):

@@ -1,6 +1,7 @@
 """What a worker has from the moment that its engine is ready: services, registration, reports."""
 
 import asyncio
+import logging
 from collections.abc import Callable
 
 from services.common.clock import monotonic_s
@@ -21,6 +22,8 @@ from services.worker.reporter import ReportSender
 from services.worker.servicer import WorkerServicer
 from tideserve.common.v1 import record_pb2
 from tideserve.worker.v1 import worker_pb2_grpc
+
+log = logging.getLogger(__name__)
 
 
 class EngineServing:
@@ -107,7 +110,7 @@ class EngineServing:
             owned = [
                 tasks.create_task(coroutine)
                 for coroutine in (
-                    self._engine.run(self._deliver),
+                    self._engine.run(self._deliver, self._note_hung),
                     self._member.run(),
                     self._groups.run(),
                     self._services.run(),
@@ -144,6 +147,15 @@ class EngineServing:
         if self._left_out and not left_out:
             self._requests.give_up_all("the worker's group goes on without it; try again")
         self._departure.note_progress()
+
+    def _note_hung(self) -> None:
+        """Requests that are given up go on at another worker, if there is one."""
+        log.warning(
+            "the engine has said nothing for %.0f s: its requests are given up, and get no new ones"
+            " here until it speaks",
+            self._engine.silent_s,
+        )
+        self._requests.give_up_all("the engine of the worker does not answer; try again")
 
     def _note_groups(self) -> None:
         self._member.note_records()

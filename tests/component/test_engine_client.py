@@ -1,10 +1,13 @@
 """The servicer's end of a real engine process: questions about the group are answered."""
 
 import asyncio
+import os
+import signal
 from pathlib import Path
 
 import pytest
 
+from services.core import stall
 from services.core.request import Limits, Request, Sampling
 from services.worker.config import WorkerConfig
 from services.worker.engine_client import EngineClient
@@ -17,29 +20,57 @@ def environment_of(pid: int) -> bytes:
     return Path(f"/proc/{pid}/environ").read_bytes()
 
 
-async def test_a_preparation_is_answered_while_serving(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TIDESERVE__ETCD_PASSWORD", "of-the-servicer-alone")
-    config = WorkerConfig(
+def config_in(folder: Path) -> WorkerConfig:
+    return WorkerConfig(
         worker_id="w0",
         etcd_url="",
         model_name="m",
-        model_dir=make_tiny_model(tmp_path / "model"),
-        run_dir=tmp_path / "run",
+        model_dir=make_tiny_model(folder / "model"),
+        run_dir=folder / "run",
         memory_bytes=64 << 20,
         dtype="float64",
         etcd_user="worker",
         etcd_password="of-the-servicer-alone",
         profile_when_idle=False,
     )
+
+
+async def test_an_engine_that_stands_still_is_noticed_each_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stall, "STALLED_S", 2.0)  # an idle engine speaks twice a second
+    monkeypatch.setattr(stall, "STALLED_FACTOR", 0.0)
+    hung: list[float] = []
+    engine = EngineClient(config_in(tmp_path), "incarnation")
+    try:
+        await engine.start()
+        running = asyncio.create_task(
+            engine.run(lambda _: None, lambda: hung.append(engine.silent_s))
+        )
+        for _ in range(2):
+            hung.clear()
+            os.kill(engine.pid, signal.SIGSTOP)
+            await eventually(lambda: bool(hung))
+            assert engine.hung and hung[0] > 2.0
+            os.kill(engine.pid, signal.SIGCONT)
+            await eventually(lambda: not engine.hung)
+        running.cancel()
+        await asyncio.wait([running])
+    finally:
+        await engine.stop()
+
+
+async def test_a_preparation_is_answered_while_serving(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TIDESERVE__ETCD_PASSWORD", "of-the-servicer-alone")
     told: list[Progress] = []
-    engine = EngineClient(config, "incarnation")
+    engine = EngineClient(config_in(tmp_path), "incarnation")
     member = MemberPlan("w0", "a", 0, 2, Lane("h:1", "n"), Lane("h:2", "n"), "h:3")
     try:
         await engine.start()
         assert b"of-the-servicer-alone" not in environment_of(engine.pid)
-        running = asyncio.create_task(engine.run(told.append))
+        running = asyncio.create_task(engine.run(told.append, lambda: None))
         request = Request("r", (1, 2, 3), Sampling(temperature=0), Limits(max_tokens=32), 0.0)
         await engine.start_request(request)
         for attempt in ("first", "second"):

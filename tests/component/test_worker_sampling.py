@@ -80,7 +80,7 @@ class Worker:
         self.channel = grpc.aio.insecure_channel(f"127.0.0.1:{port}")
         self.call = worker_pb2_grpc.WorkerServiceStub(self.channel).Generate()
         self.tasks = [
-            asyncio.create_task(self.engine.run(servicer.deliver)),
+            asyncio.create_task(self.engine.run(servicer.deliver, lambda: None)),
             asyncio.create_task(self._read()),
         ]
 

@@ -122,7 +122,7 @@ class EngineProcesses:
             name: Worker(clients[name], fact) for name, fact in zip(names, facts, strict=True)
         }
         for name, client in clients.items():
-            self._spawn(client.run(partial(self._note, name)))
+            self._spawn(client.run(partial(self._note, name), lambda: None))
         for name in names:
             await self._commit([[self.alone(name)]])
 

@@ -26,7 +26,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from services.core.audit.engine_history import Emitted, EngineHistory, Key
+from services.core.audit.engine_history import Emitted, EngineHistory, Key, begun
 from services.core.audit.facts import EngineSwitched
 from services.core.audit.findings import Findings
 from services.core.audit.group_history import GroupHistory
@@ -177,8 +177,7 @@ class Audit:
     # --- requests
 
     def _check_tokens(self) -> None:
-        """A token comes from one engine, unless its request was admitted again."""
-        arrived: Counter[str] = sum((one.arrived for one in self.engines), Counter())
+        """A token comes from one engine, unless two may go on with its request."""
         emitted: dict[Key, list[Emitted]] = {}
         for engine in self.engines:
             for key, tokens in engine.tokens.items():
@@ -186,7 +185,7 @@ class Audit:
                 first, other = tokens[0], others[-1] if others else None
                 self.findings.check(
                     "I5",
-                    other is None or arrived[key[0]] > 1,
+                    other is None or begun(key[0], self.engines) > 1,
                     "token {} of {} came from {} in epoch {} and from {} in epoch {}",
                     *(key[1], key[0], first.worker_id, first.epoch),
                     *((other.worker_id, other.epoch) if other else ("", 0)),
@@ -234,13 +233,13 @@ class Audit:
 
     def _check_ends(self) -> None:
         finished: Counter[str] = sum((one.finished for one in self.engines), Counter())
-        arrived: Counter[str] = sum((one.arrived for one in self.engines), Counter())
         for request_id, count in finished.items():
+            times = begun(request_id, self.engines)
             self.findings.check(
                 "I10",
-                count <= arrived[request_id],
+                count <= times,
                 "{} finished {} times in the engines, which got it {} times",
-                *(request_id, count, arrived[request_id]),
+                *(request_id, count, times),
             )
         for request_id, stream in self.streams.streams.items():
             self.findings.check(

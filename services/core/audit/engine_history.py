@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterable
+from collections.abc import Sequence as Row
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -14,6 +15,7 @@ from services.core.changeover.vocabulary import (
     NoteAborted,
     NoteAdopted,
     NoteMoved,
+    PeersLost,
     RunStage,
 )
 from services.core.groups.vocabulary import Member
@@ -39,12 +41,24 @@ class Emitted(NamedTuple):
     worker_id: str
 
 
+def begun(request_id: str, engines: "Row[EngineHistory]") -> int:
+    """How often these engines may have begun a request: as often as gateways sent it.
+
+    An engine that was handed it while members lost each other may go on with it beside the other.
+    """
+    arrived = sum(one.arrived[request_id] for one in engines)
+    if not any(one.has_lost for one in engines):
+        return arrived
+    return arrived + sum(one.adopted[request_id] for one in engines)
+
+
 @dataclass(slots=True)
 class EngineHistory:
     """One engine, from its start to the end of its log; `epoch` 0 is before any configuration.
 
-    `open` are the sequences that it leads at the end, `arrived` counts the requests that gateways
-    sent.
+    `open` are the sequences that it leads at the end. `arrived` counts the requests that gateways
+    sent, `adopted` those that other engines handed over. `has_lost` a member of a change: both may
+    then go on with a request, one of them for nobody.
     """
 
     findings: Findings
@@ -59,6 +73,8 @@ class EngineHistory:
     exact: bool = False
     tokens: dict[Key, list[Emitted]] = field(default_factory=dict)
     arrived: Counter[str] = field(default_factory=Counter)
+    adopted: Counter[str] = field(default_factory=Counter)
+    has_lost: bool = False
     finished: Counter[str] = field(default_factory=Counter)
     open: set[str] = field(default_factory=set)
     last_s: float = 0.0
@@ -137,7 +153,11 @@ class EngineHistory:
             case FrameReceived(frame=Samples(number=number)):
                 self._take_samples(number)
             case NoteAdopted():
-                self._enter(value.sequence.request.request_id)
+                name = value.sequence.request.request_id
+                self.adopted[request_of(name)] += 1
+                self._enter(name)
+            case PeersLost(workers=workers):
+                self.has_lost = self.has_lost or bool(workers)
             case NoteMoved():
                 self.open.discard(value.request_id)
 
@@ -215,7 +235,7 @@ class EngineHistory:
         key = (request_id, command.index)
         self.findings.check(
             "I5",
-            key not in self.tokens or self.arrived[request_id] > 1,
+            key not in self.tokens or begun(request_id, (self,)) > 1,
             "{} emitted token {} of {} twice",
             *(self.worker_id, command.index, request_id),
         )

@@ -99,8 +99,12 @@ class GroupTable:
 
     def at_epoch(self, group_id: str, epoch: int) -> GroupLoad | None:
         """The group if it is at that epoch, else None."""
-        load = self._loads.get(group_id)
+        load = self.of_id(group_id)
         return load if load is not None and load.group.epoch == epoch else None
+
+    def of_id(self, group_id: str) -> GroupLoad | None:
+        """The group at whatever epoch, None if it does not serve."""
+        return self._loads.get(group_id)
 
     def join(self, group: ServingGroup, now_s: float) -> None:
         """A group serves, maybe in another configuration than before."""

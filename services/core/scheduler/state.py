@@ -188,11 +188,15 @@ class SchedulerState:
         return None
 
     def _forget_lost(self, ask: Asked) -> None:
-        """Forget the load of the worker that a request has lost, wherever it had moved to."""
+        """Forget the load of the worker that a request has lost.
+
+        Its gateway may know an older epoch of the group. If another worker leads it now, that one
+        gets nothing until its next report, which is soon.
+        """
         failed = ask.failed
         if failed is None or failed.returned:
             return
-        if (load := self._groups.at_epoch(failed.group_id, failed.epoch)) is not None:
+        if (load := self._groups.of_id(failed.group_id)) is not None:
             self._groups.forget_report(load)
 
     def _admit(self, ask: Asked, arrival_s: float, returns: int, placed: bool) -> list[Command]:

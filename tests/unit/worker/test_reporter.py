@@ -19,7 +19,7 @@ FACTS = EngineReady(1024, 100, 16, 40, 4096, 10_000, 3000, 500)
 def make_reporter(responsive: bool = True) -> ReportSender:
     """A sender whose engine runs one request at epoch 6; requests find the worker at epoch 7."""
     report = EngineReport(Load(1, 0, 9, 0, 3, 10), 6, unsettled=True, parameter_bytes=2000)
-    engine = SimpleNamespace(report=report, responsive=responsive)
+    engine = SimpleNamespace(report=report, responsive=responsive, hung=not responsive)
     unused = cast(Any, None)
     return ReportSender(
         "w", "i", FACTS, unused, cast(Any, engine), lambda: 7, lambda: [11, 12], unused
@@ -85,11 +85,11 @@ async def test_an_engine_that_speaks_again_is_reported_though_its_load_is_as_bef
     loads = frozen.load_reports()
     await anext(loads)
     engine = cast(Any, frozen)._engine
-    before, engine.responsive = engine.report, False
+    before, engine.hung = engine.report, True
     following = asyncio.ensure_future(anext(loads))
     change_load(frozen)
     await asyncio.sleep(0.001)
-    engine.report, engine.responsive = before, True
+    engine.report, engine.hung = before, False
     frozen.note_change()
     async with asyncio.timeout(DEADLINE_S):
         assert (await following).load.number == 2
@@ -125,7 +125,8 @@ async def test_a_frozen_engine_is_not_reported_until_it_speaks() -> None:
         await asyncio.sleep(0)
         frozen.note_change()
     assert not any(one.done() for one in first)
-    cast(Any, frozen)._engine.responsive = True
+    engine = cast(Any, frozen)._engine
+    engine.responsive, engine.hung = True, False
     frozen.note_change()
     async with asyncio.timeout(DEADLINE_S):
         await asyncio.gather(*first)

@@ -43,6 +43,11 @@ class _Peers:
         """Whether there is a connection to this very process."""
         return self.connected.get(peer.worker_id) == peer and self.lane.has(peer.worker_id)
 
+    def look(self) -> None:
+        """Lose what has ended without an event for this end."""
+        for peer in [one for one in self.connected.values() if not self.has(one)]:
+            self.lose(peer)
+
     def lose(self, peer: Identity) -> None:
         """A connection to this process is gone, if there was one."""
         if self.connected.get(peer.worker_id) == peer:
@@ -108,6 +113,11 @@ class Connections:
         for peers in (self._activations, self._bulk):
             gone = processes.difference(peers.connected.values())
             peers.lost &= gone
+
+    def look(self) -> None:
+        """Note connections that have ended without an event for this end."""
+        self._activations.look()
+        self._bulk.look()
 
     @property
     def any_lost(self) -> bool:

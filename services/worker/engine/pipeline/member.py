@@ -222,6 +222,8 @@ class Member:
         for one in received:
             self._take(one)
         moved = self._take_events()
+        if self.changeover.busy:  # else the other end tells the memory manager
+            self._connections.look()
         if self.configuration is not None and self._connections.any_lost:
             self._look_after_lost(self.configuration)
         if (end := self._restoring.step()) is not None:

@@ -20,7 +20,13 @@ from services.core.audit.findings import VIOLATIONS_MAX, Findings
 from services.core.audit.record import BATCH, COMMAND, EVENT, FACT
 from services.core.changeover.configuration import GroupStages
 from services.core.changeover.frames import Activations, StageChunk
-from services.core.changeover.vocabulary import NoteAborted, NoteAdopted, NoteMoved, RunStage
+from services.core.changeover.vocabulary import (
+    NoteAborted,
+    NoteAdopted,
+    NoteMoved,
+    PeersLost,
+    RunStage,
+)
 from services.core.groups.layer_map import Stage
 from services.core.groups.vocabulary import (
     ClusterListed,
@@ -479,6 +485,19 @@ def test_a_request_may_come_back_to_a_worker_that_has_adopted_it() -> None:
         run.a[find(run.a, EmitToken, number)] = Line(COMMAND, token)
     change(run.gateway, SegmentRead, 2, moved=False)
     assert run.audit().violations == []
+
+
+def test_two_engines_may_go_on_with_a_request_that_was_handed_over_while_they_parted() -> None:
+    """The new leader has it; the old one never hears so, and takes it back."""
+    run = Run()
+    run.b += iteration(7, 22.5, "s", 1, 21)
+    (broken,) = run.audit().violations
+    assert broken.startswith("I5: token 1 of s came from")
+    run.b.append(Line(EVENT, PeersLost(22.6, frozenset({"a"}))))
+    assert run.audit().violations == []
+    run.b += iteration(8, 22.7, "s", 2, 99)
+    (broken,) = run.audit().violations
+    assert broken.startswith("I5: token 2 of s was emitted as")
 
 
 def test_a_token_that_was_adopted_counts_as_the_new_workers() -> None:

@@ -991,6 +991,18 @@ def test_the_worker_that_it_has_lost_gets_nothing_until_it_reports(scheduler: Sc
     assert assigned(scheduler.report("w1", free=50)) == ["r"]
 
 
+def test_a_worker_is_lost_too_if_its_group_has_another_epoch_by_now(scheduler: Scheduler) -> None:
+    """Requests stay where they are in a change of groups, and their gateways know the old epoch."""
+    scheduler.join()
+    scheduler.report()
+    assert assigned(scheduler.ask("r")) == ["r"]
+    scheduler.join(epoch=2)
+    scheduler.report(epoch=2)
+    failed = FailedAssignment("group-w0", 1)
+    assert kinds(scheduler.ask("r", resumed=True, failed=failed)) == [SendTicket]
+    assert assigned(scheduler.report(epoch=2)) == ["r"]
+
+
 def test_what_has_run_and_fits_nowhere_is_refused(scheduler: Scheduler) -> None:
     scheduler.join()
     scheduler.report()

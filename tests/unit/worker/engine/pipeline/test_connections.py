@@ -90,6 +90,23 @@ def test_an_expected_peer_connects() -> None:
     pair.close()
 
 
+def test_an_end_that_gets_no_event_finds_its_connection_lost_when_it_looks() -> None:
+    """Both ends of a lost lane must give up what they do for each other."""
+    pair = Pair()
+    pair.open("w1", 1)
+    pair.open("w0", 1)
+    pair.deliver()
+    for end in pair.ends.values():
+        end.look()
+        assert not end.any_lost
+    own = pair.ends["w0"]
+    own.end_all(activations=True, bulk=False)
+    assert not own.any_lost
+    own.look()
+    assert own.lost([plan("w1", 1)]) == ["w1"]
+    pair.close()
+
+
 def test_a_refused_peer_asks_again_a_while_later() -> None:
     """A peer in a long iteration does not know yet which peers to expect; few ask it meanwhile."""
     pair = Pair()

@@ -1,6 +1,7 @@
 """When a group counts as stuck."""
 
-from services.worker.engine.pipeline.group_health import STALLED_FACTOR, STALLED_S, GroupHealth
+from services.core.stall import STALLED_FACTOR, STALLED_S
+from services.worker.engine.pipeline.group_health import GroupHealth
 
 
 def test_a_lost_member_is_named_until_the_next_configuration() -> None:
