@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import time
 import uuid
 from collections.abc import AsyncIterator, Coroutine
 from dataclasses import dataclass, field
@@ -45,6 +46,7 @@ from services.core.report import MemoryReport
 from services.memmgr.change_count import LAST_PHASES, ChangeCount
 from services.memmgr.change_trace import ChangeCause, ChangeTrace, restoration
 from services.memmgr.cluster_store import ClusterRecords, ClusterStore
+from services.memmgr.losses import Losses
 from services.memmgr.member_client import MemberClient
 from services.memmgr.worker_memory import MemoryView
 from services.memmgr.worker_place import WorkerPlace
@@ -93,6 +95,7 @@ class Driver:
         # Facts of the registered workers, by id.
         self.facts: dict[str, WorkerFacts] = {}
         self.changes = ChangeCount()
+        self.losses = Losses()
         self.loaded = False
 
     @property
@@ -148,15 +151,11 @@ class Driver:
             if self._troubled.get(report.worker_id) != engine.epoch:
                 self._troubled[report.worker_id] = engine.epoch
                 log.warning("%s at epoch %d: %s", report.worker_id, engine.epoch, engine.trouble)
-            self._apply(
-                GroupStuck(
-                    monotonic_s(),
-                    report.worker_id,
-                    report.incarnation,
-                    engine.epoch,
-                    engine.trouble,
-                )
+            stuck = GroupStuck(
+                monotonic_s(), report.worker_id, report.incarnation, engine.epoch, engine.trouble
             )
+            self.losses.note_trouble(self._state.records, stuck, int(time.time()))
+            self._apply(stuck)
 
     async def reconfigure(
         self, targets: Targets, cause: ChangeCause, urgent: bool = False
@@ -265,6 +264,7 @@ class Driver:
         # Without a listing nothing is decided, and listings come while `run` runs.
         match command:
             case Transact():
+                self.losses.note_transaction(self._state.records, command, int(time.time()))
                 self._start(self._transact(command))
             case PrepareMembers():
                 log.info("attempt %s: members are asked to prepare", command.attempt)
