@@ -151,11 +151,15 @@ class Driver:
             if self._troubled.get(report.worker_id) != engine.epoch:
                 self._troubled[report.worker_id] = engine.epoch
                 log.warning("%s at epoch %d: %s", report.worker_id, engine.epoch, engine.trouble)
-            stuck = GroupStuck(
-                monotonic_s(), report.worker_id, report.incarnation, engine.epoch, engine.trouble
+            self._apply(
+                GroupStuck(
+                    monotonic_s(),
+                    report.worker_id,
+                    report.incarnation,
+                    engine.epoch,
+                    engine.trouble,
+                )
             )
-            self.losses.note_trouble(self._state.records, stuck, int(time.time()))
-            self._apply(stuck)
 
     async def reconfigure(
         self, targets: Targets, cause: ChangeCause, urgent: bool = False
@@ -252,6 +256,8 @@ class Driver:
         )
 
     def _apply(self, event: Event) -> None:
+        if isinstance(event, GroupStuck):
+            self.losses.note_trouble(self._state.records, event, int(time.time()))
         commands = self._state.handle(event)
         # Time that passes without a consequence is not logged.
         if self._event_log is not None and (commands or not isinstance(event, TimePassed)):
