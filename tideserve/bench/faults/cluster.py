@@ -44,19 +44,8 @@ class FaultCluster:
             "failpoints": [cell.armed],
             "failpoint_file": str(self._hits),
         }
-        options: dict[str, Any] = {
-            # The cluster makes only the changes that are asked for: it does not merge by itself,
-            # and does not split when the streams have ended.
-            "overload_policy": "recompute",
-            "memmgr": {"split_dwell_s": RESTORE_OFF_S},
-            "services": common,
-            "worker": {"profile_when_idle": False},
-        }
-        options = dict(deployment.options) | options
         self._workers: dict[str, frozenset[int]] = {}
-        self._system = Tideserve(
-            "tideserve", (), replace(deployment, options=options, workers=cell.size)
-        )
+        self._system = changed_by_hand(deployment, cell.size, common)
 
     def start(self, say: Say) -> None:
         """Return once it serves. Raises SystemUnavailable."""
@@ -197,6 +186,22 @@ class StableWatch:
             self._stop.wait(POLL_S)
 
 
+def changed_by_hand(deployment: Deployment, workers: int, services: Mapping[str, Any]) -> Tideserve:
+    """A cluster, not started, that makes only the changes of groups that are asked for.
+
+    It does not merge by itself, and does not split when the streams have ended. `services` are
+    options of all of them.
+    """
+    options: dict[str, Any] = {
+        "overload_policy": "recompute",
+        "memmgr": {"split_dwell_s": RESTORE_OFF_S},
+        "services": dict(services),
+        "worker": {"profile_when_idle": False},
+    }
+    options = dict(deployment.options) | options
+    return Tideserve("tideserve", (), replace(deployment, options=options, workers=workers))
+
+
 def is_stable(
     status: Mapping[str, Any], survivors: Collection[str], is_alive: Callable[[int], bool]
 ) -> bool:
@@ -222,6 +227,19 @@ def is_stable(
         and not workers[name]["unsettled"]
         for name in survivors
     )
+
+
+def serve_alone(
+    status: Mapping[str, Any], survivors: Collection[str], is_alive: Callable[[int], bool]
+) -> bool:
+    """Whether all survivors serve in groups without a lost member, whatever other records are left.
+
+    Until its lease ends, the group of a lost worker that was alone stays in the records.
+    """
+    theirs = [
+        group for group in status["groups"] if not set(survivors).isdisjoint(group["members"])
+    ]
+    return is_stable({**status, "groups": theirs}, survivors, is_alive)
 
 
 def blocks_free(status: Mapping[str, Any]) -> bool:
