@@ -10,7 +10,7 @@ LOSSES_MAX = 100
 
 
 @dataclass(frozen=True, slots=True)
-class Loss:
+class GroupLoss:
     """A group could not go on as it was at `epoch`, since `unix_s` (seconds since 1970)."""
 
     group_id: str
@@ -27,9 +27,9 @@ class Losses:
     notice a broken connection before the lease of a dead worker ends.
     """
 
-    _by_group: dict[str, Loss] = field(default_factory=dict)  # the newest is last
+    _by_group: dict[str, GroupLoss] = field(default_factory=dict)  # the newest is last
 
-    def __iter__(self) -> Iterator[Loss]:
+    def __iter__(self) -> Iterator[GroupLoss]:
         return iter(self._by_group.values())
 
     def note_trouble(self, records: Records, event: GroupStuck, unix_s: int) -> None:
@@ -41,7 +41,7 @@ class Losses:
         group = records.groups.get(stored.assignment.group_id)
         if group is not None and len(group.group.members) > 1 and group.group.epoch == event.epoch:
             reason = f"{event.worker_id} reports: {event.reason}"
-            self._note(Loss(group.group.group_id, event.epoch, unix_s, reason))
+            self._note(GroupLoss(group.group.group_id, event.epoch, unix_s, reason))
 
     def note_transaction(self, records: Records, command: Transact, unix_s: int) -> None:
         """Groups are about to be written, some of them because members are gone."""
@@ -57,12 +57,12 @@ class Losses:
             ]
             if gone:
                 reason = f"{', '.join(gone)} {'is' if len(gone) == 1 else 'are'} gone"
-                self._note(Loss(written.group_id, before.group.epoch, unix_s, reason))
+                self._note(GroupLoss(written.group_id, before.group.epoch, unix_s, reason))
 
-    def _note(self, loss: Loss) -> None:
+    def _note(self, loss: GroupLoss) -> None:
         before = self._by_group.pop(loss.group_id, None)
         if before is not None and before.epoch == loss.epoch:
-            loss = Loss(loss.group_id, loss.epoch, before.unix_s, loss.reason)
+            loss = GroupLoss(loss.group_id, loss.epoch, before.unix_s, loss.reason)
         self._by_group[loss.group_id] = loss
         if len(self._by_group) > LOSSES_MAX:
             del self._by_group[next(iter(self._by_group))]

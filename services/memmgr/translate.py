@@ -14,7 +14,7 @@ from services.core.groups.fence import PrepareAsked
 from services.core.groups.vocabulary import AbortMember, Group, Member
 from services.core.overload.events import Action, Cause
 from services.core.report import MemoryReport
-from services.memmgr.losses import Loss
+from services.memmgr.losses import GroupLoss
 from services.memmgr.overload_watch import LoggedDecision
 from services.memmgr.worker_place import WorkerPlace
 from tideserve.memmgr.v1 import memmgr_pb2
@@ -116,7 +116,7 @@ def to_get_cluster(
     groups: Iterable[Group],
     decisions: Iterable[LoggedDecision] = (),
     shortfalls: Mapping[str, int] | None = None,
-    losses: Iterable[Loss] = (),
+    losses: Iterable[GroupLoss] = (),
 ) -> memmgr_pb2.GetClusterResponse:
     """The answer to GetCluster."""
     return memmgr_pb2.GetClusterResponse(

@@ -1,4 +1,4 @@
-"""What goes wrong between the processes of a `JoinedWorld`: their lanes, at any point of a change."""
+"""What goes wrong between the processes of a `JoinedWorld`: their lanes, at any point."""
 
 from dataclasses import dataclass
 from functools import partial

@@ -6,7 +6,7 @@ import pytest
 
 from services.core.groups.vocabulary import GroupStuck
 from services.memmgr import losses as module
-from services.memmgr.losses import Loss, Losses
+from services.memmgr.losses import GroupLoss, Losses
 from services.memmgr.translate import to_get_cluster
 from tests.unit.core.groups.test_state import MERGE, Store, transaction, worker
 
@@ -37,10 +37,10 @@ def test_a_dead_member_is_named_with_the_time_at_which_the_others_noticed() -> N
     store, losses = merged(), Losses()
     epoch = store.group("group-w0").epoch
     losses.note_trouble(store.state.records, stuck(store, "w0"), 100)
-    assert list(losses) == [Loss("group-w0", epoch, 100, "w0 reports: no way to w1")]
+    assert list(losses) == [GroupLoss("group-w0", epoch, 100, "w0 reports: no way to w1")]
     del store.workers["w1"]
     settle(store, losses, 110)
-    assert list(losses) == [Loss("group-w0", epoch, 100, "w1 is gone")]
+    assert list(losses) == [GroupLoss("group-w0", epoch, 100, "w1 is gone")]
 
 
 def test_a_worker_that_was_started_anew_is_gone_as_it_was() -> None:
@@ -90,6 +90,6 @@ def test_the_newest_loss_of_a_group_counts_and_is_last(monkeypatch: pytest.Monke
 
 
 def test_losses_are_told_over_the_wire() -> None:
-    (shown,) = to_get_cluster([], [], losses=[Loss("g", 3, 99, "w1 is gone")]).losses
+    (shown,) = to_get_cluster([], [], losses=[GroupLoss("g", 3, 99, "w1 is gone")]).losses
     told = (shown.group_id, shown.epoch, shown.lost_unix_s, shown.reason)
     assert told == ("g", 3, 99, "w1 is gone")
