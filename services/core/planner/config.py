@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from services.core.cost.model import CostModel
+from services.core.line_order import Scheduling
 from services.core.overtaking import OVERTAKEN_MAX
 
 
@@ -23,6 +24,7 @@ class IterationConfig:
     a round is not cut into parts of less than half of `min_microbatch_tokens`, on average, and cost
     is counted by `cost_model`; without one each token costs the same. `overtaken_max`: how often a
     waiting sequence may be overtaken, see `overtaking`. `prefix_caching`: see `prefix_cache`.
+    `scheduling`: see `precedence`.
     """
 
     block_size: int
@@ -35,6 +37,7 @@ class IterationConfig:
     cost_model: CostModel | None = None
     overtaken_max: int = OVERTAKEN_MAX
     prefix_caching: bool = False
+    scheduling: Scheduling = Scheduling.FCFS
 
     def __post_init__(self) -> None:
         if not 1 <= self.max_running <= self.max_batch_tokens:
