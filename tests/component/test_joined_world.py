@@ -62,7 +62,12 @@ def test_the_worlds_try_what_they_are_for(config: RunnerConfig, oracle: Oracle) 
     [
         ("start over", 2),
         ("reports of trouble", 22),
-        ("renewal", 10),
+        ("renewal", 12),
+        ("farewell", 10),
+        ("desertion", 10),
+        ("division", 7),
+        ("a look at lanes", 1),
+        ("leaving the lost", 1),
         ("settlement", 1),
         ("resume", 0),
     ],

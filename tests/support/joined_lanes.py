@@ -1,5 +1,6 @@
-"""What goes wrong between the processes of a `JoinedWorld`: their lanes, at any point."""
+"""What breaks between the processes of a `JoinedWorld`: lanes, at any point of a change."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -18,6 +19,7 @@ LONG_S = 150.0
 """A cut from the store that lasts longer than any request may stand still."""
 ARRIVAL_S = 0.1
 """How long before the end of a lease the last requests come."""
+EXTRA_REQUESTS = 12
 PREPARING = "preparing"
 MOMENTS = (PREPARING, *MemberPhase)
 
@@ -67,11 +69,24 @@ class LaneFaults:
 
         Only its peers get an event of that.
         """
+        self._await(MOMENTS)
+        self._world.change()
+
+    def hang_up_amid(self) -> None:
+        """A group splits under requests, and a member ends lanes while these change hands."""
+        world = self._world
+        self._await((MemberPhase.ADOPTING, MemberPhase.MIGRATING))
+        world.requests_max += EXTRA_REQUESTS
+        world.split()
+        for _ in range(EXTRA_REQUESTS):
+            world.arrive()
+            world.pass_until(world.now_s + ARRIVAL_S)
+
+    def _await(self, moments: Sequence[str]) -> None:
         world = self._world
         activations, bulk = world.rng.choice([(True, True), (True, False), (False, True)])
         all_peers = world.rng.random() < 0.5
-        self._hanging = Hanging(world.rng.choice(MOMENTS), activations, bulk, all_peers)
-        world.change()
+        self._hanging = Hanging(world.rng.choice(moments), activations, bulk, all_peers)
 
     def look(self) -> None:
         """Have a member hang up if the moment has come."""
@@ -99,12 +114,14 @@ class LaneFaults:
                 process.engine.bulk.disconnect(peer)
 
     def separate(self) -> None:
-        """Two workers never connect again; others reach both of them."""
+        """Two workers of a group never connect again; others reach both of them."""
         world = self._world
-        if len(world.processes) < 2 or self._separated:
+        leaders = [one for _, one in sorted(world.processes.items()) if self._leads_others(one)]
+        if not leaders or self._separated:
             return
         self._separated = True
-        one, other = world.rng.sample(sorted(world.processes), 2)
+        workers = self._own_workers(world.rng.choice(leaders))
+        one, other = world.rng.sample(sorted(workers), 2)
         world.note(f"nothing gets across between {one} and {other} any more")
         world.network.separate(one, other)
 
@@ -115,27 +132,28 @@ class LaneFaults:
         asks for a change, as after `Lives.blind`.
         """
         world = self._world
-        leaders = [
-            one
-            for _, one in sorted(world.processes.items())
-            if one.place is not None and one.place.leads and not one.stands
-        ]
-        if not leaders or not world.control.rests:
+        leaders = [one for _, one in sorted(world.processes.items()) if self._leads_others(one)]
+        if not leaders:
             return
         leader = world.rng.choice(leaders)
-        configuration = leader.engine.member.configuration
-        assert configuration is not None
-        workers = sorted(configuration.own.workers & world.processes.keys())
-        if len(workers) < 2:
-            return
         world.changes = False
         world.lives.cut_off(leader, LONG_S)
         lost_s = world.now_s + LEASE_S
-        self._pass_until(lost_s - ARRIVAL_S)
+        world.pass_until(lost_s - ARRIVAL_S)
         world.arrive()
-        self._pass_until(lost_s + world.rng.uniform(-ARRIVAL_S / 2, ARRIVAL_S / 2))
-        self._break(workers)
+        world.pass_until(lost_s + world.rng.uniform(-ARRIVAL_S / 2, ARRIVAL_S / 2))
+        workers = self._own_workers(leader)
+        if len(workers) > 2 and world.rng.random() < 0.5:
+            workers.discard(leader.name)  # it hears of the break from nobody
+        if len(workers) > 1:
+            self._break(sorted(workers))
 
-    def _pass_until(self, until_s: float) -> None:
-        while self._world.now_s < until_s:
-            self._world.turn()
+    def _leads_others(self, process: WorkerProcess) -> bool:
+        leads = process.place is not None and process.place.leads and not process.stands
+        return leads and len(self._own_workers(process)) > 1
+
+    def _own_workers(self, process: WorkerProcess) -> set[str]:
+        """The members of its group that run."""
+        configuration = process.engine.member.configuration
+        own = configuration.own.workers if configuration is not None else ()
+        return set(own) & self._world.processes.keys()

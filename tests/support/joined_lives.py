@@ -1,4 +1,4 @@
-"""The processes of a `JoinedWorld`: how they start, register and die, and what befalls them."""
+"""The processes of a `JoinedWorld`: how they start, register and die, and their other faults."""
 
 from functools import partial
 from typing import TYPE_CHECKING

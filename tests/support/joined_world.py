@@ -16,8 +16,9 @@ from functools import partial
 
 from services.core.changeover.state import Changeover
 from services.core.groups.layer_map import Stage
+from services.core.groups.reconfiguration import split_up
 from services.core.groups.state import GroupState
-from services.core.groups.vocabulary import GroupPhase, Targets
+from services.core.groups.vocabulary import GroupPhase, StoredGroup, Targets
 from services.core.request import Request
 from services.worker.engine.compute.runner import ModelRunner
 from services.worker.engine.compute.runner_config import RunnerConfig
@@ -44,6 +45,7 @@ IDLE_S = 0.1
 STEPS = 30
 REQUESTS_MAX, OPEN_MAX = 24, 5
 SETTLE_S = 150.0
+CALM_S = 40.0
 TURNS_MAX = 20_000
 STANDS_MAX_S = 90.0
 """No request stands still for longer, while a worker serves."""
@@ -75,6 +77,7 @@ class JoinedWorld:
         self.faulty = True
         self.changes = True  # an operator may ask for some
         self.now_s = 0.0
+        self.requests_max = REQUESTS_MAX
         self.processes: dict[str, WorkerProcess] = {}
         self.network = QueueNetwork(TURN_S)
         self._requests = requests
@@ -98,6 +101,9 @@ class JoinedWorld:
         self._likings = [self.rng.choice([0, 1, 1, 3]) for _ in self._faults()]
         apart = random.Random(f"lanes of {seed}")
         self._lane_likings = [apart.choice([0, 0, 1, 3]) for _ in self._lane_faults()]
+        lasts: list[Callable[[], None] | None] = [None, None, self.lanes.isolate]
+        lasts += [self.lanes.hang_up_amid, self.lanes.separate]
+        self._last_fault = apart.choice(lasts)
         self._watch()
 
     # --- time and mail
@@ -198,6 +204,7 @@ class JoinedWorld:
             self._begin()
             for _ in range(STEPS):
                 self.step()
+            self._fail_last()
             self.settle()
             for client in self.gateway.clients.values():
                 assert not client.stream.refused, client.stream.refused
@@ -215,9 +222,7 @@ class JoinedWorld:
             self.arrive()
         if self.rng.random() < 0.8:
             self._merge([one.name for one in self.processes.values()][: self.layers])
-            until_s = self.now_s + self.rng.choice([0.2, 1.0, 3.0])
-            while self.now_s < until_s:
-                self.turn()
+            self.pass_until(self.now_s + self.rng.choice([0.2, 1.0, 3.0]))
         self.faulty = True
         self.arrive()
 
@@ -251,7 +256,30 @@ class JoinedWorld:
 
     def _lane_faults(self) -> list[Callable[[], None]]:
         """More of them; a world that likes none is the same as without them."""
-        return [self.lanes.hang_up, self.lanes.separate, self.lanes.isolate]
+        return [self.lanes.hang_up, self.lanes.separate]
+
+    def _fail_last(self) -> None:
+        """In some worlds a last fault meets a group at rest, and nothing comes to its help."""
+        if self._last_fault is None:
+            return
+        self._calm()
+        names = list(self.processes)[: self.layers]
+        if len(names) > 1 and not any(len(g.group.members) > 1 for g in self._groups()):
+            self._merge(names)
+            self._calm()
+        self.arrive()
+        self._last_fault()
+        self.pass_until(self.now_s + self.rng.choice([0.1, 1.0, 5.0]))
+
+    def _groups(self) -> list[StoredGroup]:
+        return list(self.control.store.groups.values())
+
+    def _calm(self) -> None:
+        """Time passes until no group changes, if that comes."""
+        until_s = self.now_s + CALM_S
+        self.pass_until(self.now_s + 1.0)
+        while not self.control.rests and self.now_s < until_s:
+            self.turn()
 
     def check(self) -> None:
         """All parts agree."""
@@ -352,7 +380,7 @@ class JoinedWorld:
         """Some clients ask, unless there are enough."""
         for _ in range(self.rng.randint(1, 3)):
             number = len(self.gateway.clients)
-            if number >= REQUESTS_MAX or len(self.gateway.open) >= OPEN_MAX:
+            if number >= self.requests_max or len(self.gateway.open) >= OPEN_MAX:
                 return
             request = self.rng.choice(self._requests)
             name = f"{number}-{request.request_id.split('-')[1]}"
@@ -381,6 +409,12 @@ class JoinedWorld:
         else:
             self._merge(names)
 
+    def split(self) -> None:
+        """An operator asks each group of several to split."""
+        for stored in self._groups():
+            if len(stored.group.members) > 1:
+                self._ask(split_up(stored.group, self.layers))
+
     def _merge(self, names: Sequence[str]) -> None:
         cuts = sorted(self.rng.sample(range(1, self.layers), len(names) - 1))
         bounds = [0, *cuts, self.layers]
@@ -391,6 +425,9 @@ class JoinedWorld:
         self.control.ask(targets)
 
     def _wait(self) -> None:
-        until_s = self.now_s + self.rng.choice([0.1, 0.5, 1.0, 2.0, 8.0])
+        self.pass_until(self.now_s + self.rng.choice([0.1, 0.5, 1.0, 2.0, 8.0]))
+
+    def pass_until(self, until_s: float) -> None:
+        """Time passes until then."""
         while self.now_s < until_s:
             self.turn()
