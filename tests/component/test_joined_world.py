@@ -69,7 +69,7 @@ def test_the_worlds_try_what_they_are_for(config: RunnerConfig, oracle: Oracle) 
         ("a look at lanes", 1),
         ("leaving the lost", 1),
         ("settlement", 1),
-        ("resume", 0),
+        ("resume", 1),
     ],
 )
 def test_every_cure_is_needed(

@@ -31,17 +31,19 @@ class NoDesertion(Changeover):
 
     def handle(self, event: Event) -> list[Command]:
         if isinstance(event, TurnTaken):
-            self._desertion._farewell_s = None
-            if self._desertion.lost_member:
-                self._desertion._lost_s = event.now_s
+            desertion = self._lost.desertion
+            desertion._farewell_s = None
+            if desertion.lost_member:
+                desertion._lost_s = event.now_s
         return super().handle(event)
 
 
 class NoLeaving(Changeover):
     """Waits for lost members of other groups of a change."""
 
-    def _leave_lost(self) -> None:
-        return
+    def handle(self, event: Event) -> list[Command]:
+        self._lost.leave_told = lambda: None  # type: ignore[method-assign]
+        return super().handle(event)
 
 
 class NoRenewal(GroupState):
