@@ -92,7 +92,7 @@ class Driver:
         self._tasks: asyncio.TaskGroup | None = None
         self._stopping = False
         self._asked: dict[str, _WaitedChange] = {}  # by change
-        self._losses = LossLog()
+        self._loss_log = LossLog()
         # Facts of the registered workers, by id.
         self.facts: dict[str, WorkerFacts] = {}
         self.changes = ChangeCount()
@@ -150,7 +150,7 @@ class Driver:
         engine = report.engine
         if engine.trouble:
             group_id = self._group_of(report.worker_id)
-            self._losses.note_trouble(report.worker_id, group_id, engine.epoch, engine.trouble)
+            self._loss_log.note_trouble(report.worker_id, group_id, engine.epoch, engine.trouble)
             self._apply(
                 GroupStuck(
                     monotonic_s(),
@@ -195,7 +195,7 @@ class Driver:
     def _note_step(self, step: ChangeStepped) -> None:
         asked = self._asked.get(step.change_id)
         if asked is None and step.phase is ChangePhase.FAILED:
-            self._losses.note_failed(step.change_id, step.message)
+            self._loss_log.note_failed(step.change_id, step.message)
         if asked is not None:
             asked.steps.put_nowait(step)
             if step.phase in LAST_PHASES:
@@ -245,7 +245,7 @@ class Driver:
             self._places = listing.places
             self.facts = listing.facts
             groups = {group.group_id for group in self.groups}
-            self._losses.keep_only(listing.facts.keys(), groups)
+            self._loss_log.keep_only(listing.facts.keys(), groups)
             self._memory.set_registered(
                 {worker.worker_id: worker.incarnation for worker in listing.workers}
             )
@@ -281,7 +281,7 @@ class Driver:
                 self._start(self._transact(command))
             case PrepareMembers():
                 log.info("attempt %s: members are asked to prepare", command.attempt)
-                self._losses.note_attempt(command)
+                self._loss_log.note_attempt(command)
                 self._note_preparing(command)
                 failpoint.hit("memmgr.prepare.sent")
                 self._start(self._prepare(command))
