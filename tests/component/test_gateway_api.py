@@ -315,7 +315,15 @@ async def test_status_metrics_and_probes(case: Case) -> None:
 
     await eventually(registered)
     status = (await case.admin.get("/tideserve/v1/status")).json()
-    assert set(status) == {"services", "etcd", "workers", "groups", "decisions", "shortfalls"}
+    assert set(status) == {
+        "services",
+        "etcd",
+        "workers",
+        "groups",
+        "decisions",
+        "losses",
+        "shortfalls",
+    }
     services = {row["name"]: row for row in status["services"]}
     assert set(services) == {"gateway", "scheduler", "memmgr", "w0"}
     assert all(set(row) == {"name", "pid", "rss_bytes", "ready"} for row in status["services"])
