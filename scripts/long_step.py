@@ -22,6 +22,7 @@ TAIL_LINES = 12
 ASIDES = (
     *("WARNING", "DEPRECATION", "[notice]"),
     *("Attempting uninstall", "Found existing", "Uninstalling", "Successfully uninstalled"),
+    "Successfully installed",
 )
 
 # Loaded here: between fork and exec a child must not load libraries.

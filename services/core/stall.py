@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 
 STALLED_S = 5.0
-"""What has not come for less is only slow."""
 STALLED_FACTOR = 10.0
 """How much longer it may take than the slowest one lately."""
 SLOWEST_KEPT = 0.99
@@ -14,19 +13,20 @@ _ALARMS_MAX = 10
 
 @dataclass(slots=True)
 class StallLimit:
-    """The limit by what was seen lately.
+    """The limit by what was seen lately; `least_s`: what has not come for less is only slow.
 
     Something that was called stalled and was only slow is not so again: the limit doubles with each
     alarm until one comes.
     """
 
+    least_s: float = STALLED_S
     _slowest_s: float = 0.0
     _alarms: int = 0
 
     @property
     def limit_s(self) -> float:
         """Seconds after which it is stalled."""
-        return float(max(STALLED_S, STALLED_FACTOR * self._slowest_s) * 2**self._alarms)
+        return float(max(self.least_s, STALLED_FACTOR * self._slowest_s) * 2**self._alarms)
 
     def came(self, took_s: float) -> None:
         """One has come, after so many seconds."""

@@ -187,10 +187,8 @@ class Driver:
 
     def _group_of(self, worker_id: str) -> str:
         """Its group by the records; its own id if it has none."""
-        for group in self.groups:
-            if any(member.worker_id == worker_id for member in group.members):
-                return group.group_id
-        return worker_id
+        stored = self._state.records.assignments.get(worker_id)
+        return stored.assignment.group_id if stored is not None else worker_id
 
     def _note_step(self, step: ChangeStepped) -> None:
         asked = self._asked.get(step.change_id)

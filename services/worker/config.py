@@ -148,7 +148,8 @@ class WorkerConfig(SchedulingConfig):
     # time or smaller ones.
     engine_unready_s: float = number(
         10.0,
-        "Seconds after which a silent engine gets no new requests.",
+        "Seconds after which a silent engine gets no new requests. After half of them, or ten times"
+        " what it was silent for lately if that is longer, its requests go on at another worker.",
         minimum=1,
         maximum=3600,
     )

@@ -63,7 +63,7 @@ class EngineClient:
         self._socket.setsockopt(zmq.LINGER, 0)
         self._process: Child | None = None
         self._heard_s = 0.0
-        self._stall = StallLimit()
+        self._stall = StallLimit(config.engine_unready_s / 2)
         self._preparing: dict[str, asyncio.Future[Prepared]] = {}
         self.report = EngineReport(Load(0, 0, 0, 0))
         self.generated_tokens = 0
@@ -80,7 +80,10 @@ class EngineClient:
 
     @property
     def hung(self) -> bool:
-        """Whether the engine is silent for longer than an iteration can explain."""
+        """Whether the engine is silent for longer than an iteration can explain.
+
+        That is half of `engine_unready_s`, or more where it was silent for long lately.
+        """
         return self.silent_s > self._stall.limit_s
 
     @property

@@ -82,7 +82,7 @@ class ReportSender:
         while True:
             now_s = monotonic_s()
             # For a hung engine no reports are sent, so the scheduler sends it nothing more.
-            if self._engine.hung:
+            if self._engine.hung or not self._engine.responsive:
                 self._loads.forget()
                 self._load_due.rhythm.passed(now_s)
             elif report := self._loads.due(self._epoch(), self._engine.report.load, now_s):

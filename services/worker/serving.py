@@ -151,8 +151,8 @@ class EngineServing:
     def _note_hung(self) -> None:
         """Requests that are given up go on at another worker, if there is one."""
         log.warning(
-            "the engine has said nothing for %.0f s: its requests are given up, and get no new ones"
-            " here until it speaks",
+            "the engine has said nothing for %.0f s: its requests are given up, and it gets no new"
+            " ones until it speaks",
             self._engine.silent_s,
         )
         self._requests.give_up_all("the engine of the worker does not answer; try again")

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -38,10 +39,11 @@ def config_in(folder: Path) -> WorkerConfig:
 async def test_an_engine_that_stands_still_is_noticed_each_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stall, "STALLED_S", 2.0)  # an idle engine speaks twice a second
+    # An idle engine speaks twice a second.
+    config = replace(config_in(tmp_path), engine_unready_s=4.0)
     monkeypatch.setattr(stall, "STALLED_FACTOR", 0.0)
     hung: list[float] = []
-    engine = EngineClient(config_in(tmp_path), "incarnation")
+    engine = EngineClient(config, "incarnation")
     try:
         await engine.start()
         running = asyncio.create_task(

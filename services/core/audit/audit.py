@@ -55,10 +55,7 @@ class Audit:
     def run(
         self, engines: Logs, memory_managers: Logs, gateways: Logs, killed_gateways: Logs = ()
     ) -> Findings:
-        """Read all logs and check everything; requests of `killed_gateways` may never have ended.
-
-        Of those, what the engines emitted is checked all the same.
-        """
+        """Read all logs and check everything; requests of `killed_gateways` need not have ended."""
         for entries in memory_managers:
             self.groups.read(entries)
         self.groups.finish()

@@ -49,8 +49,8 @@ class StreamHistory:
                     self._note_segment(segment)
                 case StreamEnded() as ended:
                     self._end(ended)
-        if killed:
-            self.streams = {name: one for name, one in self.streams.items() if one.outcome}
+        for stream in self.streams.values() if killed else ():
+            stream.outcome = stream.outcome or "killed"
         for request_id, stream in self.streams.items():
             self.findings.check(
                 "I10", stream.outcome != "", "{} was admitted and never ended", request_id

@@ -130,3 +130,18 @@ async def test_a_frozen_engine_is_not_reported_until_it_speaks() -> None:
     frozen.note_change()
     async with asyncio.timeout(DEADLINE_S):
         await asyncio.gather(*first)
+
+
+@pytest.mark.parametrize(("hung", "responsive"), [(True, True), (False, False)])
+async def test_the_scheduler_hears_nothing_of_an_engine_that_may_not_take_requests(
+    hung: bool, responsive: bool
+) -> None:
+    """One that was slow lately counts as hung later than as unresponsive."""
+    silent = make_reporter(responsive)
+    cast(Any, silent)._engine.hung = hung
+    first = asyncio.ensure_future(anext(silent.load_reports()))
+    for _ in range(3):
+        await asyncio.sleep(0)
+        silent.note_change()
+    assert not first.done()
+    first.cancel()

@@ -561,3 +561,6 @@ def test_requests_of_a_gateway_that_was_killed_need_not_end() -> None:
     assert run.audit().violations == ["I10: s was admitted and never ended"]
     killed = Audit().run([run.a, run.b], [run.memmgr], [], [run.gateway])
     assert not killed.violations and killed.checks["I8"]
+    change(run.gateway, TokensForwarded, 1, token_ids=(20, 99))
+    killed = Audit().run([run.a, run.b], [run.memmgr], [], [run.gateway])
+    assert killed.violations == ["I5: s got 99 as token 1, but a or b emitted 21"]

@@ -8,6 +8,7 @@ import pytest
 
 from services.core.planner.events import EmitToken, RefuseRequest
 from services.core.request import FinishReason, Limits, LogprobOptions, Request, Sampling
+from services.core.service import Service, ServiceClass
 from services.worker.ipc import (
     AbortRequest,
     ApplyConfiguration,
@@ -20,6 +21,7 @@ from services.worker.ipc import (
     StartRequest,
 )
 from services.worker.vllm_engine.adapter import CANNOT_MERGE, SILENT_AFTER_S
+from services.worker.vllm_engine.arguments import priority_of
 from services.worker.vllm_engine.running import STEPS_TO_START
 from tests.support.fake_async_llm import (
     AdapterOnTest,
@@ -70,6 +72,16 @@ async def test_a_request_runs_to_its_end(adapter: AdapterOnTest) -> None:
     (last,) = [frame for frame in adapter.told if frame.times]
     assert last.times == {"r": RequestTimes(2.0, 4.0, 8.0)}
     assert (last.report.load.running, last.report.load.kv_blocks_free) == (0, 40)
+
+
+async def test_vllm_is_told_how_urgent_a_request_is(adapter: AdapterOnTest) -> None:
+    services = {"b": Service(ServiceClass.BATCH), "i": Service(ServiceClass.INTERACTIVE, rank=7)}
+    for name, service in services.items():
+        adapter.send(start(name, service=service))
+        await adapter.until_received(name)
+    await eventually(lambda: len(adapter.llm.priorities) == 2)
+    wanted = {name: priority_of(service) for name, service in services.items()}
+    assert adapter.llm.priorities == wanted and wanted["i"] < wanted["b"]
 
 
 async def test_a_request_goes_on_after_the_output_of_another_worker(
