@@ -15,7 +15,7 @@ MARGIN_CUT = 0.95
 """After an iteration that overran; any other raises the margin by `MARGIN_RISE`."""
 MARGIN_RISE = 1.001
 WEIGHT = 0.1
-"""Of the newest iteration in a moving average."""
+"""The newest iteration counts for so much of a moving average."""
 RATIO_MIN, RATIO_MAX = 0.25, 4.0
 """An iteration counts as no more than so far from its prediction: a pause is not the model's."""
 
