@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import time
 import uuid
 from collections.abc import AsyncIterator, Coroutine
 from dataclasses import dataclass, field
@@ -45,6 +46,8 @@ from services.core.report import MemoryReport
 from services.memmgr.change_count import LAST_PHASES, ChangeCount
 from services.memmgr.change_trace import ChangeCause, ChangeTrace, restoration
 from services.memmgr.cluster_store import ClusterRecords, ClusterStore
+from services.memmgr.loss_log import LossLog
+from services.memmgr.losses import Losses
 from services.memmgr.member_client import MemberClient
 from services.memmgr.worker_memory import MemoryView
 from services.memmgr.worker_place import WorkerPlace
@@ -89,10 +92,11 @@ class Driver:
         self._tasks: asyncio.TaskGroup | None = None
         self._stopping = False
         self._asked: dict[str, _WaitedChange] = {}  # by change
-        self._troubled: dict[str, int] = {}  # epochs in which workers were in trouble last
+        self._losses = LossLog()
         # Facts of the registered workers, by id.
         self.facts: dict[str, WorkerFacts] = {}
         self.changes = ChangeCount()
+        self.losses = Losses()
         self.loaded = False
 
     @property
@@ -145,9 +149,8 @@ class Driver:
         self._memory.report(report)
         engine = report.engine
         if engine.trouble:
-            if self._troubled.get(report.worker_id) != engine.epoch:
-                self._troubled[report.worker_id] = engine.epoch
-                log.warning("%s at epoch %d: %s", report.worker_id, engine.epoch, engine.trouble)
+            group_id = self._group_of(report.worker_id)
+            self._losses.note_trouble(report.worker_id, group_id, engine.epoch, engine.trouble)
             self._apply(
                 GroupStuck(
                     monotonic_s(),
@@ -182,10 +185,17 @@ class Driver:
         """End the change to `targets` unless it is committed already."""
         self._apply(ChangeCalledOff(monotonic_s(), targets, reason))
 
+    def _group_of(self, worker_id: str) -> str:
+        """Its group by the records; its own id if it has none."""
+        for group in self.groups:
+            if any(member.worker_id == worker_id for member in group.members):
+                return group.group_id
+        return worker_id
+
     def _note_step(self, step: ChangeStepped) -> None:
         asked = self._asked.get(step.change_id)
         if asked is None and step.phase is ChangePhase.FAILED:
-            log.warning("attempt %s failed: %s", step.change_id, step.message)
+            self._losses.note_failed(step.change_id, step.message)
         if asked is not None:
             asked.steps.put_nowait(step)
             if step.phase in LAST_PHASES:
@@ -234,8 +244,8 @@ class Driver:
         if cluster.revision >= self._state.records.revision:
             self._places = listing.places
             self.facts = listing.facts
-            for worker_id in self._troubled.keys() - listing.facts.keys():
-                del self._troubled[worker_id]
+            groups = {group.group_id for group in self.groups}
+            self._losses.keep_only(listing.facts.keys(), groups)
             self._memory.set_registered(
                 {worker.worker_id: worker.incarnation for worker in listing.workers}
             )
@@ -253,6 +263,8 @@ class Driver:
         )
 
     def _apply(self, event: Event) -> None:
+        if isinstance(event, GroupStuck):
+            self.losses.note_trouble(self._state.records, event, int(time.time()))
         commands = self._state.handle(event)
         # Time that passes without a consequence is not logged.
         if self._event_log is not None and (commands or not isinstance(event, TimePassed)):
@@ -265,9 +277,11 @@ class Driver:
         # Without a listing nothing is decided, and listings come while `run` runs.
         match command:
             case Transact():
+                self.losses.note_transaction(self._state.records, command, int(time.time()))
                 self._start(self._transact(command))
             case PrepareMembers():
                 log.info("attempt %s: members are asked to prepare", command.attempt)
+                self._losses.note_attempt(command)
                 self._note_preparing(command)
                 failpoint.hit("memmgr.prepare.sent")
                 self._start(self._prepare(command))

@@ -16,6 +16,8 @@ from tideserve.worker.v1 import worker_pb2, worker_pb2_grpc
 
 ABORT_TIMEOUT_S = 5.0
 NONCE_BYTES = 16
+CONNECTING = "last error:"
+"""Stands in gRPC's message if there was no connection."""
 
 log = logging.getLogger(__name__)
 Answered = Callable[[str, str, bool, str], None]
@@ -65,13 +67,22 @@ class MemberClient:
             try:
                 answer = await stub.Prepare(request, timeout=timeout_s)
             except grpc.aio.AioRpcError as error:
-                reason = error.details() or error.code().name
-                answered(worker_id, request.incarnation, False, reason)
+                answered(worker_id, request.incarnation, False, reason_of(error))
                 return
         ready = answer.attempt == request.attempt
         answered(
             worker_id, answer.incarnation, ready, "" if ready else "it answers for another one"
         )
+
+
+def reason_of(error: grpc.aio.AioRpcError) -> str:
+    """Why a member is not ready, for people; gRPC's own words for a missing connection are not."""
+    details = error.details() or ""
+    if error.code() is grpc.StatusCode.UNAVAILABLE and CONNECTING in details:
+        return "it cannot be reached"
+    if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+        return "it did not answer in time"
+    return details or str(error.code().name)
 
 
 def prepare_requests(

@@ -93,7 +93,11 @@ class MemmgrServicer(memmgr_pb2_grpc.MemmgrServiceServicer):
     ) -> memmgr_pb2.GetClusterResponse:
         watch = self._watch
         return to_get_cluster(
-            self._memory.workers(), self._driver.groups, watch.decisions, watch.shortfalls
+            self._memory.workers(),
+            self._driver.groups,
+            watch.decisions,
+            watch.shortfalls,
+            self._driver.losses,
         )
 
     async def MergeGroups(

@@ -14,6 +14,7 @@ from services.core.groups.fence import PrepareAsked
 from services.core.groups.vocabulary import AbortMember, Group, Member
 from services.core.overload.events import Action, Cause
 from services.core.report import MemoryReport
+from services.memmgr.losses import Loss
 from services.memmgr.overload_watch import LoggedDecision
 from services.memmgr.worker_place import WorkerPlace
 from tideserve.memmgr.v1 import memmgr_pb2
@@ -115,6 +116,7 @@ def to_get_cluster(
     groups: Iterable[Group],
     decisions: Iterable[LoggedDecision] = (),
     shortfalls: Mapping[str, int] | None = None,
+    losses: Iterable[Loss] = (),
 ) -> memmgr_pb2.GetClusterResponse:
     """The answer to GetCluster."""
     return memmgr_pb2.GetClusterResponse(
@@ -122,6 +124,12 @@ def to_get_cluster(
         groups=map(to_group_record, groups),
         decisions=map(_to_decision, decisions),
         shortfalls=to_shortfalls(shortfalls or {}),
+        losses=[
+            memmgr_pb2.GroupLoss(
+                group_id=one.group_id, epoch=one.epoch, lost_unix_s=one.unix_s, reason=one.reason
+            )
+            for one in losses
+        ],
     )
 
 

@@ -94,7 +94,12 @@ class EngineParticipant:
         """See Participant. The engine keeps what the new layers need of `superseded`."""
         prepared, self._prepared = self._prepared, None
         if group.phase is GroupPhase.DEGRADED:
-            log.warning("a member was lost: requests wait until all layers are back")
+            log.warning(
+                "%s at epoch %d has lost the members that ran its other layers: its requests wait"
+                " until this worker has all layers again",
+                group.group_id,
+                group.epoch,
+            )
             self._move_to(None)
             if self._engine.silent_s > UNHEARD_S:
                 self._end_requests("the engine of the worker does not answer; try again")

@@ -6,7 +6,7 @@ A request that another worker hands over is kept in `Arrivals` until its gateway
 import asyncio
 import contextlib
 import logging
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import TypeVar
 
@@ -66,9 +66,9 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         self._open: set[Link] = set()
         self._links: dict[str, Link] = {}
         self._arrivals: Arrivals[Link] = Arrivals()
-        # Requests that were given to the engine, and that it has not noted yet: what it tells of
-        # their ids is of earlier starts, whose aborts it may not have read either.
-        self._unnoted: set[str] = set()
+        # Starts that the engine has not noted yet, by id: what it tells of the id is of earlier
+        # ones, whose aborts it may not have read either. It notes each once, also if it is aborted.
+        self._unnoted: Counter[str] = Counter()
         # Requests of the engine without a reader for ever; `run` has them aborted.
         self._unwanted: set[str] = set()
         self._wake = asyncio.Event()
@@ -123,9 +123,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
 
     def deliver(self, progress: Progress) -> None:
         """Send the results of an engine step to the gateways that wait for them."""
-        for request_id in progress.received:
-            self._on_received(request_id)
-        self._unnoted.difference_update(progress.received)
+        self._note_starts(progress.received)
         batches: dict[Link, list[pb.RequestEvent]] = defaultdict(list)
         # A gateway that learns of an end gets the load with it: the scheduler has to know it before
         # it is asked again.
@@ -154,6 +152,14 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         load = self._load() if told_end else None
         for link, events in batches.items():
             link.post(events, load if link in told_end else None)
+
+    def _note_starts(self, request_ids: Sequence[str]) -> None:
+        """The engine has noted a start of each; it may have got more of the same id."""
+        for request_id in request_ids:
+            self._on_received(request_id)
+            self._unnoted[request_id] -= 1
+            if self._unnoted[request_id] <= 0:
+                del self._unnoted[request_id]
 
     def _of_now(self, news: Sequence[News]) -> Sequence[News]:
         """What is not of an earlier start than the one that its request has here."""
@@ -273,7 +279,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             # Its gateway has given that one up, and asks anew under the same id.
             self._unwanted.discard(start.request_id)
             await self._engine.abort_request(start.request_id)
-        self._unnoted.add(start.request_id)
+        self._unnoted[start.request_id] += 1
         self._links[start.request_id] = link
         link.request_ids.add(start.request_id)
         self._note_activity()
@@ -342,7 +348,6 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     def _forget(self, request_id: str, link: Link) -> None:
         del self._links[request_id]
         link.request_ids.discard(request_id)
-        self._unnoted.discard(request_id)
         self._note_activity()
 
     def _note_activity(self) -> None:

@@ -248,6 +248,10 @@ async def test_a_lost_member_degrades_its_group_until_the_survivor_has_all_layer
             return record.phase == record_pb2.GROUP_PHASE_DEGRADED and bool(record.attempt)
 
         await eventually(degraded)
+        async with stub(address) as calls:
+            told = await calls.GetCluster(memmgr_pb2.GetClusterRequest(), timeout=30)
+        losses = {loss.group_id: loss.reason for loss in told.losses}
+        assert losses["group-w0"] == "w1 is gone"
         await eventually(lambda: len(one.engine.preparations) >= 2)
         assert one.engine.held == {0, 1}
         one.engine.go.set()

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from services.core.changeover import state, takeover
+from services.core.changeover import frame_handlers, state, takeover
 from services.core.changeover.capacity import MemberCapacity
 from services.core.changeover.epoch_fence import EpochFence
 from services.core.changeover.frames import CapacityKept, Passed
@@ -139,7 +139,7 @@ def _leaves_when_its_leader_does(patch: pytest.MonkeyPatch) -> None:
     waits = Changeover._is_drained
 
     def leaves(self: Changeover, new: Any, now_s: float) -> bool:
-        return waits(self, new, now_s) or (not self.leads and self._drained)
+        return waits(self, new, now_s) or (not self.leads and self._frames.drained)
 
     patch.setattr(Changeover, "_is_drained", leaves)
 
@@ -155,7 +155,7 @@ def _forgets_lost(patch: pytest.MonkeyPatch) -> None:
 
 
 def _ignores_passed(patch: pytest.MonkeyPatch) -> None:
-    patch.setitem(state._FRAMES, Passed, lambda *_: None)
+    patch.setitem(frame_handlers._FRAMES, Passed, lambda *_: None)
 
 
 def _adopts_again(patch: pytest.MonkeyPatch) -> None:

@@ -82,6 +82,11 @@ class QueueNetwork(EngineNetwork):
         for network in (self._activations, self._bulk):
             network.part(one, other, tell)
 
+    def separate(self, one: str, other: str) -> None:
+        """The connections of a pair break, and none is made any more."""
+        for network in (self._activations, self._bulk):
+            network.separate(one, other)
+
     def tell_untold(self, one: str, other: str) -> None:
         """The one of a pair that has not noticed a break notices it."""
         for network in (self._activations, self._bulk):

@@ -1,41 +1,36 @@
-"""The processes of a `JoinedWorld`: how they start, register and die, and all other faults."""
+"""The processes of a `JoinedWorld`: how they start, register and die, and what else befalls them."""
 
 from functools import partial
 from typing import TYPE_CHECKING
 
-from services.core.changeover.state import Changeover
 from services.worker.engine.compute.runner import ModelRunner
 from services.worker.engine.compute.runner_config import RunnerConfig
 from services.worker.engine.transfer.lane import Identity
 from tests.support.engines import Engine, make_engine
 from tests.support.joined_control import LEASE_S, REPORT_S
+from tests.support.joined_lanes import LONG_S, SILENCE_S
 from tests.support.joined_worker import WorkerProcess
 
 if TYPE_CHECKING:
-    from tests.support.joined_world import JoinedWorld
+    from tests.support.joined_world import JoinedWorld, Rules
 
-SILENCE_S = 5.0
-"""After it, a peer or a worker that says nothing counts as lost."""
 CRASHES_MAX = 2
-LONG_S = 150.0
-"""A cut from the store that lasts longer than any request may stand still."""
 
 
 class Lives:
-    """All processes, those that run and those that others take for running; and all faults."""
+    """All processes, those that run and those that others take for running, and their faults."""
 
     def __init__(
         self,
         world: "JoinedWorld",
         names: list[str],
         config: RunnerConfig,
-        machine: type[Changeover],
+        rules: "Rules",
     ) -> None:
-        """`machine` decides in the change-overs of the engines."""
         self.names = names
         self._world = world
         self._config = config
-        self._machine = machine
+        self._rules = rules
         self._max_batch_tokens = world.rng.choice([16, 64])
         self._prefix_caching = world.rng.random() < 0.5
         self._ghosts: list[Engine] = []  # of processes whose peers do not know that they are gone
@@ -49,18 +44,6 @@ class Lives:
             process.engine.close()
         for engine in self._ghosts:
             engine.close()
-
-    def cut_lanes(self) -> None:
-        """The lanes between two break; one of them may notice it late."""
-        world = self._world
-        if len(world.processes) < 2:
-            return
-        one, other = world.rng.sample(sorted(world.processes), 2)
-        tell = world.rng.choice([(one,), (one, other)])
-        world.note(f"the lanes of {one} and {other} break, {tell} notice")
-        world.network.part(one, other, tell)
-        notice = partial(world.network.tell_untold, one, other)
-        world.later(world.rng.uniform(0.0, SILENCE_S), notice)
 
     def crash(self) -> None:
         """A process dies, or its engine does: then the process ends and says so."""
@@ -136,8 +119,9 @@ class Lives:
             max_batch_tokens=self._max_batch_tokens,
             max_running=8,
             prefix_caching=self._prefix_caching,
-            machine=self._machine,
+            machine=self._rules.machine,
         )
+        self._rules.take_out(engine)
         process = world.processes[name] = WorkerProcess(engine, lambda: world.now_s)
         world.note(f"{process.incarnation} starts")
         self._register(process)
@@ -208,6 +192,11 @@ class Lives:
         lasts_s = world.rng.choice([2.0, 8.0, 30.0])
         if world.rng.random() < 0.3 and world.control.rests:
             lasts_s, world.changes = LONG_S, False
+        self.cut_off(process, lasts_s)
+
+    def cut_off(self, process: WorkerProcess, lasts_s: float) -> None:
+        """A process and the store do not hear of each other."""
+        world = self._world
         world.note(f"{process.name} is cut off from the store for {lasts_s} s")
         process.blind_until_s = world.now_s + lasts_s
         self._lease_ends(process, lasts_s)

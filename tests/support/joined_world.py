@@ -24,6 +24,7 @@ from services.worker.engine.compute.runner_config import RunnerConfig
 from tests.support.engine_group import Stream
 from tests.support.engine_networks import QueueNetwork
 from tests.support.engines import (
+    Engine,
     at_rest,
     check_at_rest,
     check_engines,
@@ -32,6 +33,7 @@ from tests.support.engines import (
 from tests.support.group_store import Violated
 from tests.support.joined_control import REPORT_S, ControlPlane
 from tests.support.joined_gateway import Client, JoinedGateway
+from tests.support.joined_lanes import LaneFaults
 from tests.support.joined_lives import Lives
 from tests.support.joined_worker import WorkerProcess
 from tests.support.undisturbed import CHUNK_BYTES
@@ -52,13 +54,14 @@ class Rules:
     """What a world runs; a test takes a rule out here.
 
     Without `troubles` nobody hears that a group is stuck, without `resumes` a request that has lost
-    its worker after a token is over.
+    its worker after a token is over. `take_out` gets each engine before its first turn.
     """
 
     machine: type[Changeover] = Changeover
     groups: type[GroupState] = GroupState
     troubles: bool = True
     resumes: bool = True
+    take_out: Callable[[Engine], None] = lambda _engine: None
 
 
 class JoinedWorld:
@@ -88,10 +91,13 @@ class JoinedWorld:
         roomy = replace(config, budget_bytes=config.budget_bytes + kv_bytes)
         self.gateway = JoinedGateway(self, rules.resumes)
         self.control = ControlPlane(self, rules.groups, rules.troubles)
-        self.lives = Lives(self, names, roomy, rules.machine)
+        self.lives = Lives(self, names, roomy, rules)
+        self.lanes = LaneFaults(self)
         for name in names:
             self.lives.start(name)
         self._likings = [self.rng.choice([0, 1, 1, 3]) for _ in self._faults()]
+        apart = random.Random(f"lanes of {seed}")
+        self._lane_likings = [apart.choice([0, 0, 1, 3]) for _ in self._lane_faults()]
         self._watch()
 
     # --- time and mail
@@ -158,6 +164,7 @@ class JoinedWorld:
             if process.standing_changed and not process.stands:
                 process.standing_changed = False
                 self.later(0.1, partial(self._report, process))
+        self.lanes.look()
 
     def _watch(self) -> None:
         """What happens all the time: reports, readers that attach again, a look at streams."""
@@ -205,14 +212,14 @@ class JoinedWorld:
         while not all(one.place for one in self.processes.values()):
             self.turn()
         for _ in range(self.rng.randint(0, 3)):
-            self._arrive()
+            self.arrive()
         if self.rng.random() < 0.8:
             self._merge([one.name for one in self.processes.values()][: self.layers])
             until_s = self.now_s + self.rng.choice([0.2, 1.0, 3.0])
             while self.now_s < until_s:
                 self.turn()
         self.faulty = True
-        self._arrive()
+        self.arrive()
 
     def step(self) -> None:
         """Something happens to the cluster, and time passes."""
@@ -223,23 +230,28 @@ class JoinedWorld:
         self.check()
 
     def _possible(self) -> list[tuple[Callable[[], None], int]]:
-        wanted = [(self._arrive, 8), (self._abort, 1), (self._change, 6), (self._wait, 4)]
+        wanted = [(self.arrive, 8), (self._abort, 1), (self.change, 6), (self._wait, 4)]
         return [
             *wanted,
             (self.lives.start_again, 2),
             *zip(self._faults(), self._likings, strict=True),
+            *zip(self._lane_faults(), self._lane_likings, strict=True),
         ]
 
     def _faults(self) -> list[Callable[[], None]]:
         """What may go wrong; each world has its own likings."""
         return [
-            self.lives.cut_lanes,
+            self.lanes.cut_lanes,
             self.lives.crash,
             self.lives.stand_still,
             self.lives.blind,
             self.lives.silence_store,
             self.lives.take_over,
         ]
+
+    def _lane_faults(self) -> list[Callable[[], None]]:
+        """More of them; a world that likes none is the same as without them."""
+        return [self.lanes.hang_up, self.lanes.separate, self.lanes.isolate]
 
     def check(self) -> None:
         """All parts agree."""
@@ -336,7 +348,8 @@ class JoinedWorld:
 
     # --- clients and operators
 
-    def _arrive(self) -> None:
+    def arrive(self) -> None:
+        """Some clients ask, unless there are enough."""
         for _ in range(self.rng.randint(1, 3)):
             number = len(self.gateway.clients)
             if number >= REQUESTS_MAX or len(self.gateway.open) >= OPEN_MAX:
@@ -352,7 +365,7 @@ class JoinedWorld:
             self.note(f"{client.request_id} is aborted")
             self.gateway.abort(client)
 
-    def _change(self) -> None:
+    def change(self) -> None:
         """An operator merges, splits or orders anew some of the groups."""
         groups = [one.group.members for one in self.control.store.groups.values()]
         live = [members for members in groups if members]

@@ -102,10 +102,12 @@ class MemoryEndpoint:
 class LaneEnd:
     """What drives the parts of one lane, as `UcxLane` does."""
 
-    def __init__(self, name: str, peers: dict[bytes, MemoryTransport], **settings: Any) -> None:
-        self.identity = Identity(name, "1")
+    def __init__(
+        self, worker_id: str, peers: dict[bytes, MemoryTransport], **settings: Any
+    ) -> None:
+        self.identity = Identity(worker_id, "1")
         self.config = UcxLaneConfig(**settings)
-        self.transport = MemoryTransport(name.encode(), peers)
+        self.transport = MemoryTransport(worker_id.encode(), peers)
         self.happened = 0
         self.poll = select.epoll()
         self.listener = listen("127.0.0.1", 0, 8)

@@ -108,6 +108,7 @@ class LocalNetwork:
         self._lanes: dict[str, LocalLane] = {}
         self._queues: dict[tuple[str, str], _Queue] = {}
         self._connecting: deque[tuple[LocalLane, str, str, bytes]] = deque()
+        self._separate: set[frozenset[str]] = set()
         self._untold: dict[tuple[str, str], tuple[LocalLane, PeerLost]] = {}  # (told, lost)
 
     def lane(self, identity: Identity) -> LocalLane:
@@ -196,6 +197,11 @@ class LocalNetwork:
             if told in tell:
                 self._tell_untold(told, lost)
 
+    def separate(self, one: str, other: str) -> None:
+        """End the connection of a pair, and refuse each that is tried later."""
+        self._separate.add(frozenset((one, other)))
+        self.part(one, other, tell=(one, other))
+
     def tell_untold(self, one: str, other: str) -> None:
         """The workers of a pair get the PeerLost that they have not had yet."""
         self._tell_untold(one, other)
@@ -235,6 +241,8 @@ class LocalNetwork:
         try:
             if host is None or host.closed or host.identity.worker_id != peer:
                 raise FrameError("no lane has this address")
+            if frozenset((us.worker_id, peer)) in self._separate:
+                raise FrameError("nothing gets across")
             if (us.worker_id, peer) not in self._queues:
                 raise FrameError("the connection broke while it was made")
             host.expected.redeem(Hello(facts, proof_of(Hello, facts, nonce)), 0.0)

@@ -87,6 +87,10 @@ class Tally:
             problems.append("no request was completed")
         return problems + self.errors
 
+    def counts(self) -> dict[str, int]:
+        """The figures, for a file."""
+        return {one.name: getattr(self, one.name) for one in fields(self) if one.name != "errors"}
+
     def add(self, other: "Tally") -> None:
         """Count what another load has counted, too."""
         for one in fields(self):

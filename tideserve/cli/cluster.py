@@ -1,6 +1,7 @@
 """The running processes of a cluster: started, kept alive, stopped in order. Main thread only."""
 
 import json
+import signal
 import time
 from collections.abc import Callable, Sequence
 
@@ -94,26 +95,37 @@ class ClusterProcesses:
         self._on_change()
 
     def _mourn(self, child: ServiceProcess, return_code: int) -> None:
-        lines = child.last_lines(1)
-        said = f"; its last line: {readable(lines[0])}" if lines else ""
+        words = last_words(return_code, child.last_lines(1))
+        said = f"; its last line: {words}" if words else ""
         what = f"{child.name} died ({describe_exit(return_code)}){said}"
         self._decide(child, return_code, monotonic_s(), what)
 
     def _decide(self, child: ServiceProcess, return_code: int, now_s: float, what: str) -> None:
         decision = self._supervision.died(child.name, return_code, now_s)
         if isinstance(decision, GiveUp):
-            raise CommandError(self._last_sentence(child, decision), decision.exit_code)
+            sentence = self._last_sentence(child, return_code, decision)
+            raise CommandError(sentence, decision.exit_code)
         self._report.warn(what)
         self._report.line(f"{child.name} will be started again in {decision.delay_s:.1f} s")
 
-    def _last_sentence(self, child: ServiceProcess, decision: GiveUp) -> str:
+    def _last_sentence(self, child: ServiceProcess, return_code: int, decision: GiveUp) -> str:
         """The last sentence of the process about its end."""
         lines = child.last_lines(SENTENCE_LINES)
         sentences = [line for line in lines if line.startswith(SENTENCE_PREFIX)]
         if decision.exit_code == EXIT_UNUSABLE and sentences:
             return "\n".join(sentences)
-        said = f": {readable((sentences or lines)[-1])}" if lines else ""
-        return f"{child.name} keeps dying{said}; the whole story is in {child.program.log_path}"
+        said = last_words(return_code, sentences or lines) or describe_exit(return_code)
+        return f"{child.name} keeps dying: {said}; the whole story is in {child.program.log_path}"
+
+
+def last_words(return_code: int, lines: Sequence[str]) -> str:
+    """What a dead process said of its end: the last of its `lines`, readable; "" if nothing.
+
+    A process that gets SIGKILL does not learn of it: its last line is about something else.
+    """
+    if return_code == -signal.SIGKILL or not lines:
+        return ""
+    return readable(lines[-1])
 
 
 def readable(line: str) -> str:

@@ -1,4 +1,4 @@
-"""Decisions about memory, as a person reads them: what, why, and what became of it."""
+"""Decisions about memory, as a person reads them: what, why, what became of it; and losses."""
 
 import time
 from collections.abc import Mapping
@@ -11,12 +11,19 @@ def decision_lines(status: Mapping[str, Any]) -> list[str]:
     """The latest decisions, newest last; numbers are tokens of KV cache."""
     lines = []
     for row in status.get("decisions") or []:
-        decided = time.strftime("%H:%M:%S", time.localtime(row["decided_unix_s"]))
-        lines.append(f"{decided}  {row['model']}: {decision_text(row)}")
+        lines.append(f"{_clock(row['decided_unix_s'])}  {row['model']}: {decision_text(row)}")
         lines += [
             INDENT + line for line in (_demand(row), _reason(row), row.get("outcome")) if line
         ]
     return lines
+
+
+def loss_lines(status: Mapping[str, Any]) -> list[str]:
+    """The last loss of each group, newest last."""
+    return [
+        f"{_clock(row['lost_unix_s'])}  {row['group_id']} at epoch {row['epoch']}: {row['reason']}"
+        for row in status.get("losses") or []
+    ]
 
 
 def decision_text(row: Mapping[str, Any]) -> str:
@@ -28,6 +35,10 @@ def decision_text(row: Mapping[str, Any]) -> str:
     }
     cause = "by hand" if row["cause"] == "manual" else row["cause"]
     return f"{change.get(row['action'], row['action'])} ({cause})"
+
+
+def _clock(unix_s: int) -> str:
+    return time.strftime("%H:%M:%S", time.localtime(unix_s))
 
 
 def _demand(row: Mapping[str, Any]) -> str:

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from services.core.engine_kind import EngineKind
 from tideserve.cli.client import AdminClient
-from tideserve.cli.decision import decision_lines
+from tideserve.cli.decision import decision_lines, loss_lines
 from tideserve.cli.errors import CommandError
 
 STATUS_PATH = "/tideserve/v1/status"
@@ -21,9 +21,9 @@ UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 def show_status(url: str, key: str | None, as_json: bool, why: bool) -> None:
-    """Print the state of the cluster whose admin port is `url`; with `why`, its decisions, too.
+    """Print the state of the cluster whose admin port is `url`.
 
-    Raises CommandError.
+    With `why`, its decisions and losses, too. Raises CommandError.
     """
     status = read_status(url, key)
     if as_json:
@@ -35,6 +35,7 @@ def show_status(url: str, key: str | None, as_json: bool, why: bool) -> None:
     console.print(etcd_line(status))
     if why:
         _print_decisions(console, status)
+        _print_losses(console, status)
     for device, workers in paced_workers(status).items():
         console.print(
             f"[yellow]! PACED: iterations of {escape(workers)} are padded to the times of"
@@ -67,6 +68,12 @@ def read_status(url: str, key: str | None, timeout_s: float = 10.0) -> dict[str,
 def _print_decisions(console: Console, status: Mapping[str, Any]) -> None:
     console.print("[bold]Decisions about memory[/] [dim](tokens of KV cache, newest last)[/]")
     for line in decision_lines(status) or ["none yet: demand has not exceeded the KV cache"]:
+        console.print(f"  {escape(line)}", soft_wrap=True)
+
+
+def _print_losses(console: Console, status: Mapping[str, Any]) -> None:
+    console.print("[bold]Losses[/] [dim](the last one of each group, newest last)[/]")
+    for line in loss_lines(status) or ["none since this memory manager leads"]:
         console.print(f"  {escape(line)}", soft_wrap=True)
 
 

@@ -26,9 +26,10 @@ from services.core.changeover import frames
 from services.core.changeover import vocabulary as words
 from services.core.changeover.capacity import MemberCapacity
 from services.core.changeover.configuration import Configuration
-from services.core.changeover.desertion import Desertion
+from services.core.changeover.frame_handlers import FrameHandlers
 from services.core.changeover.handover import Handover
 from services.core.changeover.leader_moves import LeaderMoves
+from services.core.changeover.lost_peers import LostPeers
 from services.core.changeover.member_context import MemberContext
 from services.core.changeover.move_window import LINK_BLOCKS_PER_S
 from services.core.changeover.preparation import Preparation
@@ -41,11 +42,9 @@ from services.core.planner.config import IterationConfig
 from services.core.planner.configuration_events import (
     ConfigurationEnded,
     FlightDiscarded,
-    MicrobatchFollowed,
     PoolGrown,
     ReleasedTaken,
     SequencePreempted,
-    SequenceResumed,
     StagesConfigured,
 )
 from services.core.planner.events import (
@@ -122,14 +121,24 @@ class Changeover:
         self._takeover = Takeover(self._context, self._moves, self._handover)
         self._capacity = MemberCapacity(self._context, self._kv)
         self._preparation = Preparation(self._context)
-        self._desertion = Desertion()
+        self._lost = LostPeers(
+            self._context, self._handover, self._takeover, self._moves, self._unclaimed
+        )
+        self._frames = FrameHandlers(
+            self._context,
+            self._kv,
+            self._moves,
+            self._unclaimed,
+            self._handover,
+            self._takeover,
+            self._capacity,
+            self._preparation,
+            self._lost,
+            self._abort,
+        )
         self._next: Configuration | None = None
         self._leads_whole = True  # a group that has all layers
-        self._drained = False  # the leader has said so
-        self._leader_has_left = False  # it adopts no more
         self._drain_until_s = 0.0
-        self._lost: frozenset[str] = frozenset()  # workers of this change, in other groups
-        self._told_lost: frozenset[str] = frozenset()  # workers of this change
         self._aborted: list[str] = []  # sequences, while a new leader waits for its stages
 
     @classmethod
@@ -186,7 +195,7 @@ class Changeover:
     @property
     def busy(self) -> bool:
         """Whether a change, a preparation or a waiting member needs turns."""
-        waits = self._preparation.running or self._capacity.asked or self._desertion.waiting
+        waits = self._preparation.running or self._capacity.asked or self._lost.desertion.waiting
         return waits or not self.settled
 
     @property
@@ -197,12 +206,12 @@ class Changeover:
     @property
     def left(self) -> bool:
         """Whether its group goes on without it: its requests are over here."""
-        return self._desertion.left
+        return self._lost.desertion.left
 
     @property
     def may_plan(self) -> bool:
         """Whether this worker plans now."""
-        if self._desertion.lost_member:
+        if self._lost.desertion.lost_member:
             return False
         return self._leads_whole and self._next is None and not self._takeover.waiting
 
@@ -310,7 +319,7 @@ class Changeover:
         self._drain_until_s = event.now_s + timeout_s
 
     def _take_turn(self, event: words.TurnTaken) -> None:
-        if self._next is None and self._desertion.leave(event.now_s):
+        if self._next is None and self._lost.desertion.leave(event.now_s):
             self._leave_group()
         self._preparation.advance(self.settled)
         if self._next is not None and self._is_drained(self._next, event.now_s):
@@ -322,7 +331,7 @@ class Changeover:
         if not self._takeover.waiting:
             self._moves.advance()
             if self._takeover.settled and self._handover.settled and self._moves.settled:
-                self._unclaimed.tell(self._lost)
+                self._unclaimed.tell(self._lost.left)
         self._capacity.answer()
         self._kv.sweep()
 
@@ -334,11 +343,11 @@ class Changeover:
         """
         if now_s > self._drain_until_s or not self._serves(new):
             return True
-        if not self._context.leads and self._drained:
-            if not self._leader_has_left:
+        if not self._context.leads and self._frames.drained:
+            if not self._frames.leader_has_left:
                 return self._handover.settled
             return self._handover.settled_beside(self._context.leader)
-        ended = self._desertion.lost_member or not self.planner.in_flight
+        ended = self._lost.desertion.lost_member or not self.planner.in_flight
         return self._context.leads and self._handover.settled and ended
 
     def _end_configuration(self, new: Configuration) -> None:
@@ -375,9 +384,8 @@ class Changeover:
         self._handover.begin()
         context.configuration, self._next = new, None
         self._leads_whole = new.leads and self._serves(new)
-        self._drained = self._leader_has_left = False
-        self._lost = self._told_lost = frozenset()
-        self._desertion = Desertion()
+        self._frames.enter()
+        self._lost.enter()
         self._kv.enter(answer)
         self._unclaimed.enter()
         self._moves.enter()
@@ -416,129 +424,12 @@ class Changeover:
 
     def _begin_when_joined(self) -> None:
         for peer, frame in self._takeover.begin_when_joined():
-            self._take_frame(peer, frame)
-        self._leave_lost()
+            self._frames.take(peer, frame)
+        self._lost.leave_told()
         if self._aborted and not self._takeover.waiting:
             aborted, self._aborted = self._aborted, []
             for name in aborted:
                 self._abort(name)
-
-    # --- lost peers
-
-    def _note_lost(self, event: words.PeersLost) -> None:
-        """Give up work that only lost workers of other groups could do."""
-        self._told_lost = event.workers
-        configuration = self._context.configuration
-        if configuration is not None and event.workers & configuration.own.workers:
-            self._desertion.note_lost(event.now_s)
-        self._leave_lost()
-
-    def _leave_lost(self) -> None:
-        """Leave lost workers, but not while stages join: frames that they sent are deferred."""
-        configuration = self._context.configuration
-        if configuration is None or self._takeover.waiting:
-            return
-        for worker_id in sorted(self._told_lost - configuration.own.workers - self._lost):
-            self._leave(worker_id)
-
-    def _note_passed(self, peer: str, _frame: frames.Passed) -> None:
-        configuration = self._context.configuration
-        if configuration is not None and peer not in configuration.own.workers | self._lost:
-            self._leave(peer)
-
-    def _note_farewell(self, peer: str, _frame: frames.Farewell) -> None:
-        configuration = self._context.configuration
-        if configuration is not None and peer in configuration.own.workers:
-            self._desertion.note_farewell(self._context.now_s)
-
-    def _leave(self, worker_id: str) -> None:
-        """Stop waiting for a lost worker of another group of this change.
-
-        Its KV is computed again, and requests that it leads now are over.
-        """
-        self._lost |= {worker_id}
-        self._handover.lose(worker_id, self._lost)
-        for name in self._handover.forget_stage(worker_id):
-            self._go_on(name)
-        self._takeover.note_all_adopted(worker_id)
-        self._moves.lose(worker_id)
-        self._unclaimed.release(self._lost)
-
-    def _go_on(self, name: str) -> None:
-        """Run a request that has come back, or hand it to the leader of now."""
-        if self._context.leads:
-            self._context.change(SequenceResumed(name))
-        else:
-            self._handover.send(name, self._context.leader)
-
-    # --- frames
-
-    def _receive(self, event: words.FrameReceived[frames.MemberFrame]) -> None:
-        if not self._takeover.defers(event.peer, event.frame):
-            self._take_frame(event.peer, event.frame)
-
-    def _take_frame(self, peer: str, frame: frames.MemberFrame) -> None:
-        _FRAMES[type(frame)](self, peer, frame)
-
-    def _follow(self, _peer: str, frame: frames.Activations) -> None:
-        """Bring the table up to date before this stage runs.
-
-        After `Drained` nothing runs, nor after the loss of a member, between which and this one
-        microbatches are missing, even if it is connected again.
-        """
-        if self._drained or self._desertion.lost_member:
-            return
-        chunks = tuple((chunk.request_id, chunk.blocks) for chunk in frame.chunks)
-        self._context.change(MicrobatchFollowed(frame.released, chunks, frame.prefixes))
-        self._kv.forget(frame.released)
-        self._kv.claim(name for name, _ in chunks)
-        self._context.commands.append(words.RunStage(frame))
-
-    def _finish(self, _peer: str, frame: frames.Samples) -> None:
-        if self._desertion.lost_member:
-            return  # one before it may be missing; all run again
-        now_s = self._context.now_s
-        self._context.change(IterationFinished(now_s, frame.tokens, frame.number, frame.notes))
-
-    def _adopt(self, peer: str, frame: frames.Adopt) -> None:
-        """Take a sequence over, but from no peer that this member has left.
-
-        KV that they shared has been freed here. The peer learns of the loss, too, and goes on.
-        """
-        if peer not in self._lost:
-            self._takeover.adopt(peer, frame)
-
-    def _note_drained(self, _peer: str, frame: frames.Drained) -> None:
-        """The leader has drained: blocks that it released are free, later microbatches ignored.
-
-        The frame goes from stage to stage behind all microbatches, so that every stage has the
-        blocks of all that were launched.
-        """
-        self._context.change(MicrobatchFollowed(frame.released))
-        self._drained = True
-        self._context.send_along(frame)
-
-    def _note_all_adopted(self, peer: str, _frame: frames.AllAdopted) -> None:
-        """No `Adopt` follows from an old leader. From this member's leader: no `Adopted` either."""
-        self._takeover.note_all_adopted(peer)
-        if peer == self._context.leader:
-            self._leader_has_left = True
-
-    def _reserve(self, _peer: str, frame: frames.Reserve) -> None:
-        self._capacity.pass_on(frame)
-        if frame.worker_id == self._context.worker_id:
-            self._kv.reserve(self._context.leader, frame)
-
-    def _note_kept(self, _peer: str, frame: frames.CapacityKept) -> None:
-        self._capacity.pass_on(frame)
-        if frame.worker_id == self._context.worker_id:
-            self._preparation.note_kept(frame.attempt)
-
-    def _note_freed(self, peer: str, frame: frames.KvFreed) -> None:
-        if self._context.leads:
-            self._moves.note_freed(peer, frame)
-        if self._handover.note_freed(peer, frame.request_id):
-            self._go_on(frame.request_id)
 
     # --- small things of the table below
 
@@ -557,8 +448,8 @@ _EVENTS: dict[type[Any], Callable[[Changeover, Any], None]] = {
     RequestAborted: Changeover._abort_request,
     words.ConfigurationCommitted: Changeover._commit,
     words.TurnTaken: Changeover._take_turn,
-    words.FrameReceived: Changeover._receive,
-    words.PeersLost: Changeover._note_lost,
+    words.FrameReceived: lambda self, event: self._frames.receive(event.peer, event.frame),
+    words.PeersLost: lambda self, event: self._lost.note_lost(event),
     words.StageSwitched: Changeover._switched,
     words.DepartedReleased: lambda self, event: self._kv.note_released(event),
     words.KvArrived: lambda self, event: self._kv.note_arrived(event.transfer_id),
@@ -574,28 +465,5 @@ _EVENTS: dict[type[Any], Callable[[Changeover, Any], None]] = {
     words.RestoreFailed: lambda self, event: self._preparation.note_failed(event),
     words.RestoreUndone: lambda self, event: self._preparation.note_undone(event),
 }
-_FRAMES: dict[type[Any], Callable[[Changeover, str, Any], None]] = {
-    frames.Activations: Changeover._follow,
-    frames.Samples: Changeover._finish,
-    frames.Drained: Changeover._note_drained,
-    frames.Joined: lambda self, peer, frame: self._takeover.note_joined(peer, frame),
-    frames.Capacity: lambda self, peer, frame: self._capacity.note(peer, frame),
-    frames.CapacityKept: Changeover._note_kept,
-    frames.Credit: lambda self, peer, frame: self._capacity.credit(peer, frame),
-    frames.Adopt: Changeover._adopt,
-    frames.Adopted: lambda self, peer, frame: self._handover.note_adopted(peer, frame),
-    frames.RequestDropped: lambda self, _peer, frame: self._abort(frame.request_id),
-    frames.AllAdopted: Changeover._note_all_adopted,
-    frames.AllMoved: lambda self, _peer, frame: self._unclaimed.note(frame, self._lost),
-    frames.Passed: Changeover._note_passed,
-    frames.Farewell: Changeover._note_farewell,
-    frames.Reserve: Changeover._reserve,
-    frames.Reserved: lambda self, peer, frame: self._moves.note_reserved(peer, frame),
-    frames.SendKv: lambda self, peer, frame: self._kv.send(peer, frame),
-    frames.KvEnded: lambda self, peer, frame: self._moves.note_ended(peer, frame),
-    frames.FreeKv: lambda self, peer, frame: self._kv.free(peer, frame),
-    frames.KvFreed: Changeover._note_freed,
-}
 _known = {get_origin(kind) or kind for kind in get_args(words.Event)}
 assert _EVENTS.keys() | set(_OF_PLANNER) == _known, "each event has one handler"
-assert _FRAMES.keys() == set(get_args(frames.MemberFrame)), "each frame has one handler"

@@ -14,7 +14,7 @@ from tideserve.common.v1 import record_pb2
 def cluster_rows(
     cluster: ClusterStatus, records: Mapping[str, record_pb2.WorkerRecord]
 ) -> dict[str, Any]:
-    """Workers, groups, decisions and shortfalls; `records`: registrations by worker id."""
+    """Workers, groups, decisions, shortfalls and losses; `records`: registrations by worker id."""
     held = {
         member.worker_id: member.end_layer - member.first_layer
         for group in cluster.groups
@@ -31,6 +31,7 @@ def cluster_rows(
         "shortfalls": [
             {"model": model, "tokens": tokens} for model, tokens in cluster.shortfalls.items()
         ],
+        "losses": list(cluster.losses),
     }
 
 

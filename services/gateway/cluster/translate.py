@@ -97,6 +97,10 @@ def cluster_state(answer: memmgr_pb2.GetClusterResponse) -> ClusterStatus:
         groups=tuple(group for one in answer.groups if (group := to_group(one)) is not None),
         decisions=tuple(map(_decision, answer.decisions)),
         shortfalls={one.model: one.tokens for one in answer.shortfalls},
+        losses=tuple(
+            {field.name: getattr(one, field.name) for field in one.DESCRIPTOR.fields}
+            for one in answer.losses
+        ),
     )
 
 

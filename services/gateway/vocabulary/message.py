@@ -135,3 +135,5 @@ class ClusterStatus:
     decisions: tuple[dict[str, Any], ...] = ()
     # Tokens of KV that models lack beyond what all merges can gain, by model.
     shortfalls: dict[str, int] = field(default_factory=dict)
+    # The last loss of each group, by the names in memmgr.proto; the newest is last.
+    losses: tuple[dict[str, Any], ...] = ()

@@ -167,8 +167,11 @@ class GrammarCheck:
             self._compiler.want(owner, grammar)
 
     def abort(self, request_id: str) -> bool:
-        """Forget a request; False if it does not wait here."""
-        return self._forget(request_id) is not None
+        """Forget a request, checked or not; False if it is not here."""
+        kept = [one for one in self._checked if one.request.request_id != request_id]
+        was_checked = len(kept) < len(self._checked)
+        self._checked = kept
+        return self._forget(request_id) is not None or was_checked
 
     def take(self) -> list[CheckedRequest]:
         """The requests that were checked since the last call, or that have waited too long."""

@@ -142,7 +142,9 @@ class EngineLoop:
                     else:
                         self._start(request)
                 case AbortRequest(request_id=request_id):
-                    if not self._grammars.abort(request_id):
+                    if self._grammars.abort(request_id):
+                        self._received.append(request_id)  # each start is told once
+                    else:
                         self._member.handle(RequestAborted(monotonic_s(), request_id))
                 case ApplyConfiguration():
                     self._member.apply(frame)

@@ -184,7 +184,7 @@ async def test_a_member_that_nobody_knows_is_refused() -> None:
         await bench.participant.prepare(replace(MERGE, peers=PEERS[:1]))
 
 
-async def test_a_degraded_group_serves_nothing() -> None:
+async def test_a_degraded_group_serves_nothing(caplog: pytest.LogCaptureFixture) -> None:
     bench = Bench()
     await bench.participant.commit(ALONE, "", "")
     degraded = replace(ALONE, epoch=4, phase=GroupPhase.DEGRADED)
@@ -194,6 +194,8 @@ async def test_a_degraded_group_serves_nothing() -> None:
     assert isinstance(told, ApplyConfiguration), "the engine runs what it holds"
     assert [group.epoch for group in told.groups] == [4]
     assert not bench.given_up, "its requests wait for the layers"
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert said.startswith(f"{ALONE.group_id} at epoch 4 has lost the members")
 
 
 async def test_a_frozen_engine_keeps_no_request_when_its_group_goes_on() -> None:

@@ -481,6 +481,28 @@ async def test_news_of_a_start_that_was_aborted_before_is_not_of_the_next_one(ho
         assert (event.first_index, event.finish_reason) == (2, pb.FINISH_REASON_STOP)
 
 
+@pytest.mark.parametrize("aborted", [True, False])
+async def test_two_losses_before_the_engine_has_noted_the_first_start(aborted: bool) -> None:
+    """The engine notes each start: what it tells before the last one is of the earlier ones."""
+    async with Bench() as bench:
+        old, new = bench.stub.Generate(), bench.stub.Generate()
+        await old.write(start("a"))
+        assert await bench.engine.next() == ("start", "a")
+        if aborted:
+            await old.write(pb.GenerateRequest(abort=pb.Abort(request_id="a")))
+            assert await bench.engine.next() == ("abort", "a")
+            await new.write(start("a"))
+        else:
+            await new.write(start("a"))
+            assert await bench.engine.next() == ("abort", "a")
+        assert await bench.engine.next() == ("start", "a")
+        bench.emit(EmitToken("a", 0, 6, FinishReason.STOP), received=["a"])
+        assert bench.servicer.active == 1, "that was the first one"
+        bench.emit(EmitToken("a", 0, 7, None), received=["a"])
+        (event,) = await read(new)
+        assert (list(event.token_ids), event.finish_reason) == ([7], 0)
+
+
 async def test_news_of_a_request_that_was_adopted_too_late_is_not_of_its_next_start() -> None:
     """Its gateway did not wait for it, and asked anew; the engine adopted it before the start."""
     async with Bench() as bench:

@@ -1,6 +1,5 @@
 """Runs one cell: an undisturbed run, then the same streams with the fault, then a look around."""
 
-import shutil
 import tempfile
 import time
 from collections.abc import Callable, MutableMapping, Sequence
@@ -10,6 +9,7 @@ from services.common.clock import monotonic_s
 from tideserve.bench.audit_logs import Audited, audit_logs
 from tideserve.bench.faults.cluster import POLL_S, FaultCluster, StableWatch
 from tideserve.bench.faults.judge import CellSeen, CellVerdict, judge_cell
+from tideserve.bench.faults.kept_logs import keep_logs
 from tideserve.bench.faults.matrix import FAULTS, PHASES, FaultCell
 from tideserve.bench.faults.streams import (
     STALL_S,
@@ -39,10 +39,10 @@ def run_cell(
     cell: FaultCell,
     seed: int,
     undisturbed: Undisturbed,
-    kept: Path | None,
+    kept: Path,
     say: Say,
 ) -> CellVerdict:
-    """Run a cell on a cluster of its own; `kept` gets the logs if anything was wrong.
+    """Run a cell on a cluster of its own; below `kept` are the logs if anything was wrong.
 
     Streams whose seed is not in `undisturbed` run without a fault first, on the same cluster.
 
@@ -56,8 +56,9 @@ def run_cell(
             cluster.start(lambda _: None)
             seen = _run(cluster, seed, undisturbed, lambda text: say(f"{cell.name}: {text}"))
             verdict = judge_cell(seen)
-            if kept is not None and (verdict.problems or not verdict.hit):
-                _keep(cluster, Path(folder), kept / cell.name.replace("/", "-"))
+            if verdict.problems or not verdict.hit:
+                target = kept / cell.name.replace("/", "-")
+                verdict.logs = keep_logs(Path(folder), cluster.logs, target)
         finally:
             cluster.stop()
     return verdict
@@ -86,7 +87,7 @@ def _run(cluster: FaultCluster, seed: int, undisturbed: Undisturbed, say: Say) -
     else:
         _follow(cluster, seen, streams, requests, hit_s, say)
     say("auditing the event logs")
-    _note_audit(seen, audit_logs(cluster.events))
+    _note_audit(seen, audit_logs(cluster.events, cluster.killed))
     return seen
 
 
@@ -138,9 +139,3 @@ def _note_audit(seen: CellSeen, audited: Audited) -> None:
     """What the logs show: broken invariants, replays that decide otherwise, empty checks."""
     seen.broken = audited.problems
     seen.violations = audited.findings.broken + len(audited.differing) + len(audited.unchecked)
-
-
-def _keep(cluster: FaultCluster, folder: Path, target: Path) -> None:
-    shutil.rmtree(target, ignore_errors=True)
-    shutil.copytree(folder, target)
-    shutil.copytree(cluster.logs, target / "logs")

@@ -36,6 +36,7 @@ class FaultCluster:
     def __init__(self, deployment: Deployment, cell: FaultCell, folder: Path) -> None:
         """`folder` gets the event logs and the file of hits."""
         self.cell = cell
+        self.killed: list[int] = []  # by the bench itself
         self.events = folder / "events"
         self._hits = folder / "hits.jsonl"
         common = {
@@ -43,19 +44,8 @@ class FaultCluster:
             "failpoints": [cell.armed],
             "failpoint_file": str(self._hits),
         }
-        options: dict[str, Any] = {
-            # The cluster makes only the changes that are asked for: it does not merge by itself,
-            # and does not split when the streams have ended.
-            "overload_policy": "recompute",
-            "memmgr": {"split_dwell_s": RESTORE_OFF_S},
-            "services": common,
-            "worker": {"profile_when_idle": False},
-        }
-        options = dict(deployment.options) | options
         self._workers: dict[str, frozenset[int]] = {}
-        self._system = Tideserve(
-            "tideserve", (), replace(deployment, options=options, workers=cell.size)
-        )
+        self._system = changed_by_hand(deployment, cell.size, common)
 
     def start(self, say: Say) -> None:
         """Return once it serves. Raises SystemUnavailable."""
@@ -124,7 +114,9 @@ class FaultCluster:
             case "etcd-compact":
                 compact(self._system.state["etcd_url"])
             case "etcd-kill" | "gateway-kill" | "memmgr-kill" as kill:
-                os.kill(self._pid(kill.removesuffix("-kill")), signal.SIGKILL)
+                pid = self._pid(kill.removesuffix("-kill"))
+                self.killed.append(pid)
+                os.kill(pid, signal.SIGKILL)
         return max(monotonic_s(), began_s + fault.lasts_s)
 
     def note_workers(self) -> None:
@@ -194,6 +186,22 @@ class StableWatch:
             self._stop.wait(POLL_S)
 
 
+def changed_by_hand(deployment: Deployment, workers: int, services: Mapping[str, Any]) -> Tideserve:
+    """A cluster, not started, that makes only the changes of groups that are asked for.
+
+    It does not merge by itself, and does not split when the streams have ended. `services` are
+    options of all of them.
+    """
+    options: dict[str, Any] = {
+        "overload_policy": "recompute",
+        "memmgr": {"split_dwell_s": RESTORE_OFF_S},
+        "services": dict(services),
+        "worker": {"profile_when_idle": False},
+    }
+    options = dict(deployment.options) | options
+    return Tideserve("tideserve", (), replace(deployment, options=options, workers=workers))
+
+
 def is_stable(
     status: Mapping[str, Any], survivors: Collection[str], is_alive: Callable[[int], bool]
 ) -> bool:
@@ -219,6 +227,19 @@ def is_stable(
         and not workers[name]["unsettled"]
         for name in survivors
     )
+
+
+def serve_alone(
+    status: Mapping[str, Any], survivors: Collection[str], is_alive: Callable[[int], bool]
+) -> bool:
+    """Whether all survivors serve in groups without a lost member, whatever other records are left.
+
+    Until its lease ends, the group of a lost worker that was alone stays in the records.
+    """
+    theirs = [
+        group for group in status["groups"] if not set(survivors).isdisjoint(group["members"])
+    ]
+    return is_stable({**status, "groups": theirs}, survivors, is_alive)
 
 
 def blocks_free(status: Mapping[str, Any]) -> bool:

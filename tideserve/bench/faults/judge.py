@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from tideserve.bench.faults.matrix import FAULTS, FaultCell
@@ -48,7 +49,10 @@ class CellSeen:
 
 @dataclass(slots=True)
 class CellVerdict:
-    """The verdict on a cell. It counts only if it was `hit` while enough streams were running."""
+    """The verdict on a cell. It counts only if it was `hit` while enough streams were running.
+
+    `logs`: where those of a cell are kept in which something was wrong.
+    """
 
     cell: FaultCell
     hit: bool
@@ -58,6 +62,7 @@ class CellVerdict:
     silence_s: float
     stable_s: float | None
     problems: list[str] = field(default_factory=list)
+    logs: Path | None = None
 
     def line(self) -> dict[str, Any]:
         """As a line of the file that a matrix is resumed from."""

@@ -1,9 +1,9 @@
-"""Streams that all run at once, with every token and its time kept."""
+"""Streams that run at once, all or so many at a time, with every token and its time kept."""
 
 import asyncio
 import itertools
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from random import Random
 
@@ -20,7 +20,9 @@ OUTPUT_TOKENS = (280, 360)
 POLL_S = 0.5
 
 
-def stream_requests(count: int, seed: int) -> list[PlannedRequest]:
+def stream_requests(
+    count: int, seed: int, output_tokens: tuple[int, int] = OUTPUT_TOKENS
+) -> list[PlannedRequest]:
     """Sampled requests of different lengths; the same for the same seed."""
     requests = []
     for number in range(count):
@@ -30,7 +32,7 @@ def stream_requests(count: int, seed: int) -> list[PlannedRequest]:
         )
         requests.append(
             PlannedRequest(
-                0.0, prompt, rng.randint(*OUTPUT_TOKENS), number, temperature=TEMPERATURE
+                0.0, prompt, rng.randint(*output_tokens), number, temperature=TEMPERATURE
             )
         )
     return requests
@@ -66,15 +68,22 @@ class StreamOutcome:
 
 
 class Streams:
-    """Sends all requests at once, from a thread of this process."""
+    """Sends all requests at once, or `at_once` at a time, from a thread of this process."""
 
     def __init__(
-        self, url: str, model: str, requests: Sequence[PlannedRequest], salt: str, stall_s: float
+        self,
+        url: str,
+        model: str,
+        requests: Sequence[PlannedRequest],
+        salt: str,
+        stall_s: float,
+        at_once: int | None = None,
     ) -> None:
         """With a `salt` of their own they find no prefixes that other streams have left."""
         self._url = url
         self._model = model
         self._stall_s = stall_s
+        self._at_once = at_once or len(requests)
         self._requests = [replace(one, cache_salt=salt) for one in requests]
         self._answers = [StreamedAnswer() for _ in requests]
         self._failures = [""] * len(requests)
@@ -90,6 +99,11 @@ class Streams:
     def begun(self) -> int:
         """How many have a token."""
         return sum(bool(answer.token_times_s) for answer in self._answers)
+
+    @property
+    def ended(self) -> int:
+        """How many have ended, however each did."""
+        return sum(bool(ended_s) for ended_s in self._ended_s)
 
     @property
     def running(self) -> bool:
@@ -116,13 +130,17 @@ class Streams:
         asyncio.run(self._send_all())
 
     async def _send_all(self) -> None:
-        server = OpenAIServer(self._url, None)
+        server, numbers = OpenAIServer(self._url, None), iter(range(len(self._requests)))
         try:
             async with asyncio.TaskGroup() as tasks:
-                for number in range(len(self._requests)):
-                    tasks.create_task(self._send(server, number))
+                for _ in range(self._at_once):
+                    tasks.create_task(self._send_in_turn(server, numbers))
         finally:
             await server.close()
+
+    async def _send_in_turn(self, server: OpenAIServer, numbers: Iterator[int]) -> None:
+        for number in numbers:
+            await self._send(server, number)
 
     async def _send(self, server: OpenAIServer, number: int) -> None:
         answer = self._answers[number]
@@ -147,19 +165,23 @@ class Streams:
 
 
 def sent(
-    url: str, model: str, requests: Sequence[PlannedRequest], salt: str
+    url: str,
+    model: str,
+    requests: Sequence[PlannedRequest],
+    salt: str,
+    at_once: int | None = None,
 ) -> list[StreamOutcome]:
-    """How requests end that are sent at once."""
-    streams = Streams(url, model, requests, salt, STALL_S)
+    """How requests end that are sent at once, or `at_once` at a time."""
+    streams = Streams(url, model, requests, salt, STALL_S, at_once)
     streams.start()
     return streams.wait()
 
 
 def undisturbed_tokens(
-    url: str, model: str, requests: Sequence[PlannedRequest]
+    url: str, model: str, requests: Sequence[PlannedRequest], at_once: int | None = None
 ) -> list[tuple[int, ...]]:
     """The tokens of a run without a fault. Raises SystemUnavailable if a request fails."""
-    outcomes = sent(url, model, requests, "undisturbed")
+    outcomes = sent(url, model, requests, "undisturbed", at_once)
     for number, (outcome, request) in enumerate(zip(outcomes, requests, strict=True)):
         if outcome.failure or len(outcome.token_ids) != request.output_tokens:
             raise SystemUnavailable(

@@ -16,6 +16,7 @@ from services.common.service_config import ServiceConfig
 from tideserve.bench.errors import BenchError
 from tideserve.bench.faults.cell_run import Undisturbed, run_cell
 from tideserve.bench.faults.judge import key_of, matrix_figures, matrix_problems
+from tideserve.bench.faults.kept_logs import logs_folder
 from tideserve.bench.faults.matrix import FaultCell, fault_cells
 from tideserve.bench.scenarios.scenario import LoadChoice, Trial, TrialVerdict
 from tideserve.bench.systems.system import Deployment, Say
@@ -31,19 +32,18 @@ def run(deployment: Deployment, choice: LoadChoice, say: Say, progress: Say) -> 
     lines = read_lines(choice.append)
     done = {key_of(line) for line in lines}
     undisturbed: Undisturbed = {}
-    began_s = monotonic_s()
+    kept, began_s = logs_folder("faults", choice.append), monotonic_s()
     for number, cell in enumerate(cells):
         if (cell.size, cell.phase, cell.role, cell.fault) in done:
             continue
         if choice.minutes is not None and monotonic_s() - began_s > 60 * choice.minutes:
             break
-        kept = None if choice.append is None else choice.append.with_suffix(".logs")
         verdict = run_cell(
             deployment, cell, choice.seed + number % SEEDS, undisturbed, kept, progress
         )
         lines.append(line := verdict.line())
         _append(choice.append, line)
-        say(_told(cell, line))
+        say(_told(cell, line, verdict.logs))
     figures = matrix_figures(lines, cells, LEASE_S)
     return TrialVerdict(figures, _rows(figures), verdict_problems(figures))
 
@@ -75,7 +75,7 @@ def _append(path: Path | None, line: Mapping[str, Any]) -> None:
             file.write(orjson.dumps(line) + b"\n")
 
 
-def _told(cell: FaultCell, line: Mapping[str, Any]) -> str:
+def _told(cell: FaultCell, line: Mapping[str, Any], logs: Path | None) -> str:
     stable = line["stable_after_s"]
     good = line["hit"] and not line["problems"]
     return (
@@ -83,6 +83,7 @@ def _told(cell: FaultCell, line: Mapping[str, Any]) -> str:
         f" silence {line['longest_silence_s']:.1f} s,"
         f" stable after {'never' if stable is None else f'{stable:.1f} s'}"
         + "".join(f"\n       {problem}" for problem in line["problems"][:3])
+        + ("" if logs is None else f"\n       logs: {logs}")
     )
 
 

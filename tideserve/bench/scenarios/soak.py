@@ -44,10 +44,6 @@ REST_TIMEOUT_S = 60.0
 POLL_S = 0.2
 RSS_GROWTH_MAX = 0.10
 """From the first to the last fifth of the time. Processes of different ages are compared."""
-COUNTS = (
-    *("sent", "completed", "hung_up", "refused", "lost", "duplicated", "stuck", "different"),
-    "tokens",
-)
 
 
 @dataclass(slots=True)
@@ -155,7 +151,7 @@ def judge(done: Soaked, tally: Tally, audited: Audited) -> TrialVerdict:
         "floods": done.floods,
         "slowest_whole_s": done.slowest_whole_s,
         "groups_seen": {str(count): seen for count, seen in sorted(done.groups_seen.items())},
-        "requests": {name: getattr(tally, name) for name in COUNTS},
+        "requests": tally.counts(),
         "rss_bytes": {name: _fifths(values) for name, values in done.rss_bytes.items()},
         "invariants_checked": audited.checks,
         "violations": audited.findings.broken,

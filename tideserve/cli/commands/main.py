@@ -41,7 +41,7 @@ def status(
     json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
     why: Annotated[
         bool,
-        typer.Option("--why", help="Also the latest decisions about memory and their numbers."),
+        typer.Option("--why", help="Also the latest decisions about memory and the last losses."),
     ] = False,
 ) -> None:
     """Show services, workers and groups of a running cluster."""

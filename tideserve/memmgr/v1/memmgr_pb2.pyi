@@ -515,6 +515,7 @@ class GetClusterResponse(_message.Message):
     GROUPS_FIELD_NUMBER: _builtins.int
     DECISIONS_FIELD_NUMBER: _builtins.int
     SHORTFALLS_FIELD_NUMBER: _builtins.int
+    LOSSES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerMemory]:
         """Memory of the registered workers that have reported, ordered by id."""
@@ -531,6 +532,10 @@ class GetClusterResponse(_message.Message):
     def shortfalls(self) -> _containers.RepeatedCompositeFieldContainer[Global___Shortfall]:
         """Models that lack KV that no merge can gain."""
 
+    @_builtins.property
+    def losses(self) -> _containers.RepeatedCompositeFieldContainer[Global___GroupLoss]:
+        """The last loss of each group since this memory manager leads; at most 100."""
+
     def __init__(
         self,
         *,
@@ -538,14 +543,49 @@ class GetClusterResponse(_message.Message):
         groups: _abc.Iterable[_record_pb2.GroupRecord] | None = ...,
         decisions: _abc.Iterable[Global___Decision] | None = ...,
         shortfalls: _abc.Iterable[Global___Shortfall] | None = ...,
+        losses: _abc.Iterable[Global___GroupLoss] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decisions", b"decisions", "groups", b"groups", "shortfalls", b"shortfalls", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decisions", b"decisions", "groups", b"groups", "losses", b"losses", "shortfalls", b"shortfalls", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetClusterResponse: _TypeAlias = GetClusterResponse  # noqa: Y015
+
+@_typing.final
+class GroupLoss(_message.Message):
+    """A group could not go on as it was: a member was gone, or out of reach of another one."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GROUP_ID_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    LOST_UNIX_S_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    group_id: _builtins.str
+    """Id of the group."""
+    epoch: _builtins.int
+    """Its epoch then."""
+    lost_unix_s: _builtins.int
+    """When, in seconds since 1970."""
+    reason: _builtins.str
+    """Why, for people."""
+    def __init__(
+        self,
+        *,
+        group_id: _builtins.str = ...,
+        epoch: _builtins.int = ...,
+        lost_unix_s: _builtins.int = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "group_id", b"group_id", "lost_unix_s", b"lost_unix_s", "reason", b"reason"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GroupLoss: _TypeAlias = GroupLoss  # noqa: Y015
 
 @_typing.final
 class Decision(_message.Message):

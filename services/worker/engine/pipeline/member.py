@@ -290,8 +290,10 @@ class Member:
                         self._apply(words.KvArrived(transfer_id))
                 case TransferSent(transfer_id=transfer_id):
                     self._apply(words.KvSent(transfer_id))
-                case TransferFailed(transfer_id=transfer_id, reason=reason):
-                    log.warning("transfer %s failed: %s", transfer_id, reason)
+                case TransferFailed(transfer_id=transfer_id, peer=peer, reason=reason):
+                    log.warning(
+                        "transfer %s with %s failed: %s", transfer_id, peer or "nobody", reason
+                    )
                     if not self._restoring.note_transfer(transfer_id, intact=False):
                         self._apply(words.KvFailed(transfer_id))
         return bool(events)
@@ -301,6 +303,9 @@ class Member:
         members = members_of(self._plans[configuration.epoch])
         lost = frozenset(self._connections.lost(members.values()))
         if lost != self._lost:
+            if new := sorted(lost - self._lost):
+                group_id, epoch = configuration.own.group_id, configuration.epoch
+                log.warning("%s at epoch %d has lost %s", group_id, epoch, ", ".join(new))
             self._lost = lost
             self._health.note_lost(lost & configuration.own.workers)
             self._apply(words.PeersLost(self._now_s(), lost))
@@ -341,7 +346,9 @@ class Member:
         self._points.switching(new)
         report = memory.set_stage(new.stage.first_layer, new.stage.end_layer)
         if report.dropped_bytes:
-            log.info("dropped %d bytes in %.0f us", report.dropped_bytes, report.paused_us)
+            place = (new.own.group_id, new.epoch)
+            dropped = (report.dropped_bytes, report.paused_us)
+            log.info("%s at epoch %d: layers dropped, %d bytes in %.0f us", *place, *dropped)
         self._restoring.stop()
         self.links.enter(new.own.group_id, new.epoch)
         self._plans = {epoch: one for epoch, one in self._plans.items() if epoch >= new.epoch}

@@ -3,8 +3,8 @@
 The engine's threads call `queue`; the thread that drives the lane calls everything else.
 """
 
-import logging
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from threading import Lock
 
@@ -21,8 +21,6 @@ from services.worker.engine.transfer.ucx_transport import (
     UcxRequest,
     UcxTransport,
 )
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,16 +105,18 @@ class Connection:
             self._outbox.append((encoded, sent))
         return sent
 
-    def open(self, transport: UcxTransport, peer: Facts, now_s: float) -> None:
-        """Open the endpoint to `peer`, and let frames flow. Raises ConnectionError."""
+    def open(self, transport: UcxTransport, peer: Facts, now_s: float) -> Sequence[str]:
+        """Open the endpoint to `peer`, and let frames flow; returns the routes that UCX names.
+
+        Raises ConnectionError.
+        """
         self._endpoint = transport.open(peer.endpoint)
         self._send_tag = peer.tag
         self.peer = peer.identity
-        routes = ", ".join(self._endpoint.routes) or "routes that UCX does not name"
-        log.info("a lane to worker %s goes over %s", peer.worker_id, routes)
         self.nonce = None
         self.deadline_s = None
         self.heard_s = now_s
+        return self._endpoint.routes
 
     def submit(self, until_s: float) -> bool:
         """Hand queued frames to UCX; whether there were any. Raises ConnectionError."""

@@ -159,9 +159,10 @@ class ConnectionTable:
         if announced:
             # A peer that is dialled before it expects us refuses, and is dialled again.
             level, what = (
-                (logging.WARNING, "lost") if was_open else (logging.DEBUG, "did not reach")
+                (logging.WARNING, "is lost") if was_open else (logging.DEBUG, "did not come about")
             )
-            log.log(level, "%s worker %s: %s", what, connection.peer.worker_id, reason)
+            lane, peer = self._config.name, connection.peer.worker_id
+            log.log(level, "the %s to worker %s %s: %s", lane, peer, what, reason)
             self._tell(PeerLost(connection.peer, reason))
 
     def forget_quiet(self) -> None:
@@ -198,7 +199,7 @@ class ConnectionTable:
         match message:
             case Hello(facts) if not connection.is_open and connection.nonce is None:
                 nonce = self._expected.redeem(message, monotonic_s())
-                connection.open(self._transport, facts, monotonic_s())
+                self._open(connection, facts)
                 # A broken connection to the same peer may not have been noticed yet.
                 self._replace(self._register(facts.worker_id, connection))
                 self._tell(PeerConnected(connection.peer))
@@ -210,7 +211,7 @@ class ConnectionTable:
                 named = facts.worker_id == connection.peer.worker_id
                 if not named or not is_proven(message, connection.nonce):
                     raise FrameError("the peer is not the one that was dialled")
-                connection.open(self._transport, facts, monotonic_s())
+                self._open(connection, facts)
                 self._tell(PeerConnected(connection.peer))
             case Beat(taken) if connection.is_open:
                 connection.acknowledge(taken)
@@ -218,6 +219,12 @@ class ConnectionTable:
                 raise ConnectionError(reason[:REASON_MAX] or "the peer ended the connection")
             case _:
                 raise FrameError("the peer sent a control message out of turn")
+
+    def _open(self, connection: Connection, peer: Facts) -> None:
+        """Let frames flow. Raises ConnectionError."""
+        named = connection.open(self._transport, peer, monotonic_s())
+        routes = ", ".join(named) or "routes that UCX does not name"
+        log.info("the %s to worker %s goes over %s", self._config.name, peer.worker_id, routes)
 
     def _replace(self, older: Connection | None) -> None:
         if older is not None:

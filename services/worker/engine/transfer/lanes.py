@@ -53,10 +53,14 @@ def open_lanes(identity: Identity, config: LanesConfig, kinds: Mapping[int, type
     if not ucx.devices and is_loopback(config.host):
         ucx = replace(ucx, devices="lo")
     settings = UcxLaneConfig(
-        host=config.host, port=config.activation_port, advertise=config.advertise, ucx=ucx
+        name="activation lane",
+        host=config.host,
+        port=config.activation_port,
+        advertise=config.advertise,
+        ucx=ucx,
     )
     # A damaged piece fails its transfer, not the lane: so the mover verifies, not the lane.
-    bulk_settings = replace(settings, port=config.bulk_port, verify=False)
+    bulk_settings = replace(settings, name="bulk lane", port=config.bulk_port, verify=False)
     try:
         return Lanes(
             UcxLane(identity, FrameCodec(kinds), settings),

@@ -36,7 +36,7 @@ class UcxLaneConfig:
     Either may be a name.
 
     `verify`: the lane verifies frames, and loses the sender of a damaged one. Otherwise the
-    receiver of a frame calls `Frame.verify`.
+    receiver of a frame calls `Frame.verify`. `name`: what logs call the lane.
     """
 
     host: str = "127.0.0.1"
@@ -54,3 +54,4 @@ class UcxLaneConfig:
     heartbeat_s: float = 1.0
     silence_timeout_s: float = 5.0
     send_timeout_s: float = 30.0
+    name: str = "lane"

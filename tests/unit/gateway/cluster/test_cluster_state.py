@@ -3,6 +3,7 @@
 import json
 
 from services.core.groups.vocabulary import Group, GroupPhase, Member
+from services.gateway.cluster.cluster_rows import cluster_rows
 from services.gateway.cluster.translate import cluster_state, worker_facts
 from tests.support.control_plane import worker_record
 from tideserve.common.v1 import record_pb2
@@ -29,6 +30,13 @@ def test_decisions_and_layers() -> None:
     assert (decision["held_s"], decision["needed_tokens"]) == (5.5, 0)
     members = Member("w0", "", 0, 20), Member("w1", "", 20, 30)
     assert state.groups == (Group("g", 3, GroupPhase.STABLE, members, "m"),)
+
+
+def test_the_losses_of_groups() -> None:
+    answer = memmgr_pb2.GetClusterResponse()
+    answer.losses.add(group_id="g", epoch=3, lost_unix_s=99, reason="w1 is gone")
+    row = {"group_id": "g", "epoch": 3, "lost_unix_s": 99, "reason": "w1 is gone"}
+    assert cluster_rows(cluster_state(answer), {})["losses"] == [row]
 
 
 def test_what_a_registration_adds() -> None:

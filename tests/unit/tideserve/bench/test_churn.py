@@ -87,6 +87,7 @@ def test_trials_are_found_beside_the_scenarios() -> None:
         "front",
         "prefix",
         "soak",
+        "survive",
         "tracing",
     ]
     assert not find_trials().keys() & find_scenarios().keys()

@@ -6,7 +6,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from tideserve.cli.decision import decision_lines
+from tideserve.cli.decision import decision_lines, loss_lines
 from tideserve.cli.status import (
     etcd_line,
     foreign_engines,
@@ -187,6 +187,13 @@ def test_decisions_show_their_numbers() -> None:
         DECISION["outcome"],
     ]
     assert decision_lines({"services": []}) == []
+
+
+def test_losses_say_which_group_and_why() -> None:
+    row = {"group_id": "g1", "epoch": 7, "lost_unix_s": 0, "reason": "w1 is gone"}
+    (line,) = loss_lines({"losses": [row]})
+    assert line[8:] == "  g1 at epoch 7: w1 is gone"
+    assert loss_lines({"services": []}) == [], "a gateway of before tells none"
 
 
 def test_members_of_a_merged_group_are_shown_with_their_layers() -> None:

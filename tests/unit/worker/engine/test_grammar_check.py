@@ -187,6 +187,16 @@ def test_an_aborted_request_never_comes(bench: Bench) -> None:
     assert names(bench.until_one()) == [("b", True)]
 
 
+def test_one_that_is_aborted_in_the_turn_in_which_it_was_checked_never_comes(bench: Bench) -> None:
+    bench.grammars.open.set()
+    bench.check.submit(request_of("first", "a+"))
+    assert names(bench.until_one()) == [("first", True)]
+    bench.check.submit(request_of("a", "a+"))
+    bench.check.submit(request_of("b", "a+"))
+    assert bench.check.abort("a") and not bench.check.abort("a")
+    assert names(bench.check.take()) == [("b", True)]
+
+
 def test_only_so_many_wait(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grammar_check, "CHECKING_MAX", 3)
     monkeypatch.setattr(grammar_check, "OWNED_MAX", 2)

@@ -13,11 +13,18 @@ from services.core.cost.iteration_tokens import IterationTokens
 from services.core.planner.events import EmitToken
 from services.core.prefix.dropped_prefixes import DroppedPrefixes
 from services.core.report import Load
+from services.core.request import Grammar, GrammarKind, Limits, Request, Sampling
 from services.worker.engine.grammar_check import GrammarCheck
 from services.worker.engine.loop import EngineLoop
 from services.worker.engine.pipeline.news import News
 from services.worker.engine.sampling.grammar import Grammars
-from services.worker.ipc import AbortRequest, Progress, encode, from_engine_decoder
+from services.worker.ipc import (
+    AbortRequest,
+    Progress,
+    StartRequest,
+    encode,
+    from_engine_decoder,
+)
 
 WAIT_MS = 10_000
 
@@ -112,3 +119,27 @@ def test_layers_are_interrupted_when_an_abort_comes() -> None:
         servicer.close(linger=0)
         engine.close(linger=0)
         grammars.close()
+
+
+def test_a_start_that_is_aborted_before_its_grammar_is_compiled_is_noted() -> None:
+    """The servicer waits for that: what came before is of an earlier start of the same id."""
+    context = zmq.Context.instance()
+    servicer, engine = context.socket(zmq.PAIR), context.socket(zmq.PAIR)
+    handled: list[object] = []
+    member = member_that(handle=handled.append, launch=lambda _: False)
+    grammars = GrammarCheck(Grammars(Path("none"), 1), lambda: 0.0)
+    sampling = Sampling(grammar=Grammar(GrammarKind.REGEX, "a+"))
+    try:
+        servicer.bind("inproc://engine-noted")
+        engine.connect("inproc://engine-noted")
+        servicer.send(encode(StartRequest(Request("a", (1,), sampling, Limits(4), 0.0))))
+        servicer.send(encode(AbortRequest("a")))
+        EngineLoop(cast(Any, member), engine, grammars).step(0)
+        assert servicer.poll(WAIT_MS)
+        frame = from_engine_decoder.decode(servicer.recv())
+        assert isinstance(frame, Progress) and frame.received == ["a"]
+        assert handled == []
+    finally:
+        grammars.close()
+        for socket in (servicer, engine):
+            socket.close(0)

@@ -9,7 +9,7 @@ import pytest
 
 from services.common.clock import monotonic_s
 from tests.support.waiting import eventually
-from tideserve.bench.faults.cluster import StableWatch, blocks_free, is_stable
+from tideserve.bench.faults.cluster import StableWatch, blocks_free, is_stable, serve_alone
 
 STATUS: dict[str, Any] = {
     "workers": [
@@ -56,6 +56,23 @@ def test_it_is_stable_without_the_worker_that_was_killed() -> None:
     assert not stable(back)
     assert stable(STATUS, survivors=["worker-0"])
     assert not stable(back, survivors=["worker-1"])
+
+
+def test_survivors_serve_alone_though_the_group_of_the_lost_one_is_in_the_records() -> None:
+    def alone(status: dict[str, Any], dead: set[int]) -> bool:
+        return serve_alone(status, {"worker-0"}, lambda pid: pid not in dead)
+
+    assert alone(STATUS, {20, 21})
+    assert not alone(STATUS, {10}), "it is dead itself"
+    degraded = copy.deepcopy(STATUS)
+    degraded["groups"][1]["degraded"] = True
+    assert alone(degraded, {20, 21})
+    degraded["groups"][0]["degraded"] = True
+    assert not alone(degraded, {20, 21})
+    merged = copy.deepcopy(STATUS)
+    merged["groups"] = [STATUS["groups"][0] | {"members": ["worker-0", "worker-1"]}]
+    assert not alone(merged, {20, 21}), "the lost one is in its group"
+    assert not alone(STATUS | {"groups": []}, set())
 
 
 @pytest.mark.parametrize(

@@ -36,6 +36,23 @@ def test_each_stream_ends_as_its_client_sees_it() -> None:
     assert not any(one.stuck for one in (good, broken, failed, refused))
 
 
+def test_only_so_many_run_at_a_time() -> None:
+    requests = [PlannedRequest(0.0, (first,), 3, first) for first in range(6, 12)]
+    with fake_openai() as server:
+        streams = Streams(server.url, "fake", requests, "salt", STALL_S, at_once=2)
+        streams.start()
+        outcomes = streams.wait()
+    assert streams.ended == len([one for one in outcomes if one.finished]) == 6
+    for number, one in enumerate(outcomes[2:], 2):
+        ended = [other for other in outcomes[:number] if other.ended_s <= one.times_s[0]]
+        assert len(ended) >= number - 1, "two others were still running"
+
+
+def test_the_lengths_of_outputs_may_be_chosen() -> None:
+    lengths = {one.output_tokens for one in stream_requests(60, 1, (5, 9))}
+    assert lengths == {5, 6, 7, 8, 9}
+
+
 def test_a_stream_without_tokens_for_long_is_given_up() -> None:
     request = PlannedRequest(0.0, (6,), 3, 6)
     with fake_openai() as server:

@@ -1,5 +1,6 @@
 """The matrix is run in parts: cells that are done are kept, and not run again."""
 
+import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -32,6 +33,23 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     monkeypatch.setattr(faults, "run_cell", run_cell)
     monkeypatch.setattr(faults, "monotonic_s", lambda: 60.0 * len(names))
     yield names
+
+
+def test_a_cell_that_fails_says_where_its_logs_are(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def run_cell(_: Deployment, cell: FaultCell, __: int, ___: Any, kept: Path, ____: Any) -> Any:
+        bad = CellVerdict(cell, True, STREAMS_MIN, COUNTS, 0, 1.5, 4.0, ["request 3 is lost"])
+        return replace(bad, logs=kept / "of the cell")
+
+    monkeypatch.setattr(faults, "run_cell", run_cell)
+    cell = LoadChoice(quick=True, cells="2/steady/leader")
+    (told,) = figures(replace(cell, append=tmp_path / "cells.jsonl"))["said"]
+    assert told.startswith("FAILS")
+    assert told.endswith(f"logs: {tmp_path / 'cells.logs' / 'of the cell'}")
+    assert "logs" not in orjson.loads((tmp_path / "cells.jsonl").read_bytes())
+    (told,) = figures(cell)["said"]
+    assert str(Path(tempfile.gettempdir(), "tideserve-faults-")) in told
 
 
 def figures(choice: LoadChoice) -> Any:

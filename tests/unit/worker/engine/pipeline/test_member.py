@@ -287,7 +287,7 @@ def test_a_leader_that_hears_of_its_new_group_in_time_keeps_its_requests(
     group.settle()
     deserted(group)
     leader = member(group, "w0")
-    group.run_until(lambda: leader.changeover._desertion.waiting)
+    group.run_until(lambda: leader.changeover._lost.desertion.waiting)
     held = set(leader.state.sequences)
     assert held
     leader.apply(ApplyConfiguration(group._plans([[Stage("w0", 0, 1)]], group.epoch)))

@@ -11,11 +11,13 @@ import pytest
 from services.common.address import listen
 from services.common.errors import ConfigError
 from services.worker.engine.pipeline.frames import KINDS, SlabRefused
+from services.worker.engine.transfer import lanes as lanes_module
 from services.worker.engine.transfer.errors import PeerUnknown
-from services.worker.engine.transfer.frame import Frame
-from services.worker.engine.transfer.lane import Identity, PeerLost
+from services.worker.engine.transfer.frame import Frame, FrameCodec
+from services.worker.engine.transfer.lane import Identity, Lane, PeerLost
 from services.worker.engine.transfer.lanes import Lanes, LanesConfig, open_lanes
-from services.worker.engine.transfer.ucx_config import UcxConfig
+from services.worker.engine.transfer.no_lane import NoLane
+from services.worker.engine.transfer.ucx_config import UcxConfig, UcxLaneConfig
 
 
 @contextmanager
@@ -47,6 +49,18 @@ def test_lanes_listen_on_the_ports_they_are_given_and_tell_another_host() -> Non
         for port in (first, second):
             with socket.create_connection(("127.0.0.1", port), timeout=5):
                 pass
+
+
+def test_each_lane_has_its_own_name_in_logs(monkeypatch: pytest.MonkeyPatch) -> None:
+    names: list[str] = []
+
+    def lane(identity: Identity, codec: FrameCodec, config: UcxLaneConfig) -> Lane:
+        names.append(config.name)
+        return NoLane()
+
+    monkeypatch.setattr(lanes_module, "UcxLane", lane)
+    open_lanes(Identity("w0", "a"), LanesConfig("", "", 0, 0, UcxConfig()), KINDS)
+    assert names == ["activation lane", "bulk lane"]
 
 
 def test_a_name_is_listened_on_and_an_ipv6_address_gets_brackets() -> None:

@@ -28,8 +28,8 @@ def opened() -> Iterator[Open]:
     peers: dict[bytes, MemoryTransport] = {}
     ends: list[LaneEnd] = []
 
-    def make(name: str, **settings: Any) -> LaneEnd:
-        ends.append(LaneEnd(name, peers, **settings))
+    def make(worker_id: str, **settings: Any) -> LaneEnd:
+        ends.append(LaneEnd(worker_id, peers, **settings))
         return ends[-1]
 
     yield make
@@ -90,6 +90,20 @@ def test_frames_may_be_queued_before_the_handshake(opened: Open) -> None:
     greet()
     step_until(lambda: theirs.frames, ours, theirs)
     assert texts(theirs.frames) == ["early"]
+
+
+def test_the_log_names_the_lane_and_the_peer(
+    opened: Open, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A worker has two lanes to each peer, which are lost one by one."""
+    caplog.set_level("INFO", logger=connection_table.__name__)
+    ours, _ = pair(opened, name="bulk lane")
+    connection = ours.connections.find("theirs")
+    assert connection is not None
+    ours.connections.lose(connection, "the network is gone")
+    said = [record.getMessage() for record in caplog.records]
+    assert "the bulk lane to worker theirs goes over memory" in said
+    assert said[-1] == "the bulk lane to worker theirs is lost: the network is gone"
 
 
 @pytest.mark.parametrize("expected", [True, False])

@@ -1,0 +1,87 @@
+"""What a member does about peers that are lost or have gone on without it.
+
+Two kinds matter: members of the own group, whose loss holds the microbatches up until a change
+(`Desertion`), and workers of the newest change that are in other groups, which owe KV or answers.
+"""
+
+from services.core.changeover.desertion import Desertion
+from services.core.changeover.handover import Handover
+from services.core.changeover.leader_moves import LeaderMoves
+from services.core.changeover.member_context import MemberContext
+from services.core.changeover.takeover import Takeover
+from services.core.changeover.unclaimed import Unclaimed
+from services.core.changeover.vocabulary import PeersLost
+from services.core.planner.configuration_events import SequenceResumed
+
+
+class LostPeers:
+    """The state of one configuration. `left`: workers of this change that are in other groups."""
+
+    def __init__(
+        self,
+        context: MemberContext,
+        handover: Handover,
+        takeover: Takeover,
+        moves: LeaderMoves,
+        unclaimed: Unclaimed,
+    ) -> None:
+        self._context = context
+        self._handover = handover
+        self._takeover = takeover
+        self._moves = moves
+        self._unclaimed = unclaimed
+        self.enter()
+
+    def enter(self) -> None:
+        """Begin a configuration."""
+        self.desertion = Desertion()
+        self.left: frozenset[str] = frozenset()
+        self._told: frozenset[str] = frozenset()  # workers of this change
+
+    def note_lost(self, event: PeersLost) -> None:
+        """Give up work that only lost workers of other groups could do."""
+        self._told = event.workers
+        configuration = self._context.configuration
+        if configuration is not None and event.workers & configuration.own.workers:
+            self.desertion.note_lost(event.now_s)
+        self.leave_told()
+
+    def leave_told(self) -> None:
+        """Leave lost workers, but not while stages join: frames that they sent are deferred."""
+        configuration = self._context.configuration
+        if configuration is None or self._takeover.waiting:
+            return
+        for worker_id in sorted(self._told - configuration.own.workers - self.left):
+            self._leave(worker_id)
+
+    def note_passed(self, peer: str) -> None:
+        """A worker of this change has passed it over."""
+        configuration = self._context.configuration
+        if configuration is not None and peer not in configuration.own.workers | self.left:
+            self._leave(peer)
+
+    def note_farewell(self, peer: str) -> None:
+        """A member of the own group has gone on without this one."""
+        configuration = self._context.configuration
+        if configuration is not None and peer in configuration.own.workers:
+            self.desertion.note_farewell(self._context.now_s)
+
+    def go_on(self, name: str) -> None:
+        """Run a request that has come back, or hand it to the leader of now."""
+        if self._context.leads:
+            self._context.change(SequenceResumed(name))
+        else:
+            self._handover.send(name, self._context.leader)
+
+    def _leave(self, worker_id: str) -> None:
+        """Stop waiting for a lost worker of another group of this change.
+
+        Its KV is computed again, and requests that it leads now are over.
+        """
+        self.left |= {worker_id}
+        self._handover.lose(worker_id, self.left)
+        for name in self._handover.forget_stage(worker_id):
+            self.go_on(name)
+        self._takeover.note_all_adopted(worker_id)
+        self._moves.lose(worker_id)
+        self._unclaimed.release(self.left)

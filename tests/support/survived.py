@@ -1,0 +1,44 @@
+"""Deaths and outages as a bench has seen them, in which all holds."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from tideserve.bench.faults.streams import StreamOutcome
+from tideserve.bench.faults.survival import Loss, Outage
+from tideserve.bench.steady_load import Tally
+
+TOKENS = 10
+WANTED = tuple(range(TOKENS))
+GROUP = {"id": "g0", "epoch": 4, "members": ["worker-0", "worker-1"]}
+
+
+def stream(begins_s: float, lasts_s: float) -> StreamOutcome:
+    """One that gets its tokens at even distances, the last one at its end."""
+    times_s = tuple(begins_s + lasts_s * (one + 1) / TOKENS for one in range(TOKENS))
+    return StreamOutcome(WANTED, times_s, times_s[-1], finished=True, told_tokens=TOKENS)
+
+
+CUT = StreamOutcome(WANTED[:3], (20.0, 20.5, 21.0), 21.5, False, 0, "the server hung up")
+"""A stream without its end."""
+
+
+def loss(outcomes: Sequence[StreamOutcome] = (), **changes: Any) -> Loss:
+    """A death at 12 s. Four streams run at a time; each lasts 4 s before the death, and 5 s after.
+
+    That is 10 tokens a second before, and 8 after; the share of three of four workers is 7.5.
+    """
+    before = [stream(4.0 * turn, 4.0) for turn in range(3) for _ in range(4)]
+    after = [stream(12.0 + 5.0 * turn, 5.0) for turn in range(3) for _ in range(4)]
+    every = [*before, *after, *outcomes]
+    one = Loss(4, 4, 12.0, 12.5, 26.0, every, [WANTED] * len(every))
+    return replace(one, **changes)
+
+
+def outage(layouts: Sequence[Sequence[dict[str, Any]]] = ([GROUP],), **changes: Any) -> Outage:
+    """A minute in which the groups were seen as `layouts`, one after the other."""
+    tally = Tally(sent=10, completed=9, hung_up=1, tokens=80)
+    one = Outage(60.0, settled_s=0.5, tally=replace(tally, **changes.pop("tally", {})))
+    for groups in layouts:
+        one.note(groups)
+    return replace(one, **changes)

@@ -1,0 +1,107 @@
+"""A loss is warned of once, though all members and many attempts tell of it."""
+
+import logging
+
+import grpc
+import grpc.aio
+import pytest
+
+from services.core.groups.vocabulary import Group, GroupPhase, PrepareMembers, Source
+from services.memmgr.loss_log import LossLog
+from services.memmgr.member_client import reason_of
+
+
+@pytest.fixture
+def losses(caplog: pytest.LogCaptureFixture) -> LossLog:
+    caplog.set_level("INFO", "services.memmgr.loss_log")
+    return LossLog()
+
+
+def attempt(name: str, epoch: int, *group_ids: str) -> PrepareMembers:
+    """It changes these groups."""
+    groups = [Group(one, epoch, GroupPhase.DEGRADED, (), "tiny") for one in group_ids]
+    return PrepareMembers(name, 7, tuple(Source(one, 3) for one in groups), (), 5.0)
+
+
+def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [one.getMessage() for one in caplog.records if one.levelno == logging.WARNING]
+
+
+def test_a_loss_is_warned_of_once_and_all_else_is_told(
+    losses: LossLog, caplog: pytest.LogCaptureFixture
+) -> None:
+    for worker_id in ("w0", "w2", "w0", "w1"):  # each repeats it with every report
+        losses.note_trouble(worker_id, "g0", 4, "the connection to w3 is lost")
+    for name in ("1-1", "1-2"):
+        losses.note_attempt(attempt(name, 4, "g0"))
+        losses.note_failed(name, "w3 refused: it cannot be reached")
+    assert warnings(caplog) == ["w0 at epoch 4: the connection to w3 is lost"]
+    assert [one.getMessage() for one in caplog.records][1:] == [
+        "w2 at epoch 4: the connection to w3 is lost",
+        "w1 at epoch 4: the connection to w3 is lost",
+        "attempt 1-1 failed: w3 refused: it cannot be reached",
+        "attempt 1-2 failed: w3 refused: it cannot be reached",
+    ]
+
+
+def test_another_loss_is_warned_of_again(losses: LossLog, caplog: pytest.LogCaptureFixture) -> None:
+    losses.note_trouble("w0", "g0", 4, "the connection to w3 is lost")
+    losses.note_trouble("w4", "g4", 4, "the connection to w5 is lost")
+    losses.note_trouble("w0", "g0", 5, "the connection to w1 is lost")
+    assert len(warnings(caplog)) == 3
+
+
+def test_attempts_at_a_group_that_nobody_told_of_are_warned_of_once(
+    losses: LossLog, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A worker that was alone is lost: no member is left to tell of it."""
+    for name in ("1-1", "1-2", "1-3"):
+        losses.note_attempt(attempt(name, 5, "g3"))
+        losses.note_failed(name, "w3 refused: it cannot be reached")
+    assert warnings(caplog) == ["attempt 1-1 failed: w3 refused: it cannot be reached"]
+    losses.note_attempt(attempt("1-4", 5, "g3", "g4"))
+    losses.note_failed("1-4", "w4 refused: no room")
+    assert warnings(caplog)[1:] == ["attempt 1-4 failed: w4 refused: no room"]
+
+
+def test_an_attempt_of_which_nothing_is_known_is_warned_of(
+    losses: LossLog, caplog: pytest.LogCaptureFixture
+) -> None:
+    losses.note_failed("1-1", "w3 has left or was started anew")
+    losses.note_failed("1-2", "w3 has left or was started anew")
+    assert len(warnings(caplog)) == 2
+
+
+def test_what_is_gone_is_forgotten(losses: LossLog, caplog: pytest.LogCaptureFixture) -> None:
+    losses.note_trouble("w0", "g0", 4, "the connection to w3 is lost")
+    losses.keep_only(["w0"], ["g0"])
+    losses.note_trouble("w0", "g0", 4, "the connection to w3 is lost")
+    assert len(caplog.records) == 1
+    losses.keep_only([], [])
+    losses.note_trouble("w0", "g0", 4, "the connection to w3 is lost")
+    assert len(warnings(caplog)) == 2
+
+
+@pytest.mark.parametrize(
+    ("code", "details", "reason"),
+    [
+        (
+            grpc.StatusCode.UNAVAILABLE,
+            "failed to connect to all addresses; last error: UNKNOWN: ipv4:127.0.0.1:1: refused",
+            "it cannot be reached",
+        ),
+        (grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded", "it did not answer in time"),
+        (
+            grpc.StatusCode.UNAVAILABLE,
+            "the worker starts; try again",
+            "the worker starts; try again",
+        ),
+        (grpc.StatusCode.FAILED_PRECONDITION, "it has no room", "it has no room"),
+        (grpc.StatusCode.INTERNAL, "", "INTERNAL"),
+    ],
+)
+def test_a_member_that_does_not_answer_is_told_in_words(
+    code: grpc.StatusCode, details: str, reason: str
+) -> None:
+    none = grpc.aio.Metadata()
+    assert reason_of(grpc.aio.AioRpcError(code, none, none, details)) == reason

@@ -1,0 +1,84 @@
+"""What a person reads of the death of a process: its own words, if they are about its end."""
+
+import io
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tideserve.cli import supervision
+from tideserve.cli.cluster import ClusterProcesses
+from tideserve.cli.errors import CommandError
+from tideserve.cli.process import Program, child_environment, tail_lines
+from tideserve.cli.report import Report
+from tideserve.cli.stop_signals import StopSignals
+from tideserve.cli.supervision import DEATHS_BEFORE_READY_MAX
+
+DEADLINE_S = 60.0
+ROW = '{"level": "info", "message": "dropped 7 bytes in 3 us"}'
+
+
+class OneProcess:
+    """A cluster of one process that runs `code`; all that is told of it is in `told`."""
+
+    def __init__(self, folder: Path, code: str) -> None:
+        self._told = io.StringIO()
+        self.log = folder / "worker-0.log"
+        self.processes = ClusterProcesses(StopSignals(), Report(self._told), lambda: None)
+        command = [sys.executable, "-c", code]
+        self.processes.start(
+            Program("worker-0", command, self.log, folder, child_environment({}), 1.0)
+        )
+
+    @property
+    def told(self) -> str:
+        return self._told.getvalue()
+
+    def death(self) -> str:
+        """The line that tells of its death, once there is one."""
+        end_s = time.monotonic() + DEADLINE_S
+        while not (lines := [line for line in self.told.splitlines() if "died" in line]):
+            assert time.monotonic() < end_s, self.told
+            self.processes.tick()
+            time.sleep(0.01)
+        return lines[0]
+
+    def kill(self) -> None:
+        """Send SIGKILL once it has said something."""
+        end_s = time.monotonic() + DEADLINE_S
+        while not tail_lines(self.log, 1):
+            assert time.monotonic() < end_s
+            time.sleep(0.01)
+        (pid,) = self.processes.pids.values()
+        os.kill(pid, signal.SIGKILL)
+
+
+def test_the_last_line_of_a_killed_process_is_not_its_cause(tmp_path: Path) -> None:
+    one = OneProcess(tmp_path, f"import time; print({ROW!r}, flush=True); time.sleep(600)")
+    one.processes.mark_ready()
+    one.kill()
+    assert one.death().endswith("worker-0 died (signal SIGKILL)")
+
+
+def test_a_process_that_ends_by_itself_is_quoted(tmp_path: Path) -> None:
+    one = OneProcess(tmp_path, "import sys; sys.exit('the port is in use')")
+    one.processes.mark_ready()
+    assert one.death().endswith("(exit code 1); its last line: the port is in use")
+
+
+def test_one_that_is_always_killed_at_its_start_names_the_signal(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(supervision, "BACKOFF_FIRST_S", 0.0)
+    code = f"import os; print({ROW!r}, flush=True); os.kill(os.getpid(), 9)"
+    one = OneProcess(tmp_path, code)
+    end_s = time.monotonic() + DEADLINE_S
+    with pytest.raises(CommandError, match="worker-0 keeps dying: signal SIGKILL; the whole"):
+        while time.monotonic() < end_s:
+            one.processes.tick()
+            time.sleep(0.01)
+    assert one.told.count("died") == DEATHS_BEFORE_READY_MAX - 1
+    assert "dropped" not in one.told

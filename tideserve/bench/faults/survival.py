@@ -1,0 +1,196 @@
+"""What the death of one worker, and an outage of etcd, cost those who are served: pure."""
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from tideserve.bench.faults.judge import (
+    COMPLETED,
+    KINDS,
+    PROBLEMS_MAX,
+    STABLE_WITHIN_S,
+    kind_of,
+)
+from tideserve.bench.faults.streams import StreamOutcome
+from tideserve.bench.steady_load import Tally
+
+THROUGHPUT_MIN = 0.9
+"""After the death, of what was before it times the part of the workers that lives."""
+WINDOW_MIN_S = 2.0
+"""Throughput of a shorter time says nothing."""
+SETTLED_WITHIN_S = 15.0
+"""After etcd is back."""
+Layout = tuple[tuple[str, int, tuple[str, ...]], ...]
+"""Id, epoch and members of each group."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """A worker died under load. Times are those of the monotonic clock.
+
+    at_once    so many requests of `outcomes` ran at a time; `wanted` are their tokens, undisturbed
+    hit_s      when it was killed
+    alone_s    since when the survivors served without it; None if they did not in the end
+    whole_s    since when all workers served, with the one that was started in its place; or None
+    """
+
+    workers: int
+    at_once: int
+    hit_s: float
+    alone_s: float | None
+    whole_s: float | None
+    outcomes: Sequence[StreamOutcome]
+    wanted: Sequence[tuple[int, ...]]
+
+    @property
+    def share_alive(self) -> float:
+        """The part of the workers that survives."""
+        return (self.workers - 1) / self.workers
+
+    @property
+    def before(self) -> tuple[float, float]:
+        """From the first end of a request, when as many run as ever will, to the death."""
+        return min(one.ended_s for one in self.outcomes), self.hit_s
+
+    @property
+    def after(self) -> tuple[float, float]:
+        """While fewer workers serve as many requests at once as before.
+
+        It ends with the return of the worker, or when the last request was sent; it is empty if
+        the survivors do not serve.
+        """
+        if self.alone_s is None:
+            return self.hit_s, self.hit_s
+        ends_s = sorted(one.ended_s for one in self.outcomes)
+        last_sent_s = ends_s[max(0, len(ends_s) - self.at_once - 1)]
+        until_s = last_sent_s if self.whole_s is None else min(last_sent_s, self.whole_s)
+        return self.alone_s, max(self.alone_s, until_s)
+
+    def tokens_per_s(self, window: tuple[float, float]) -> float | None:
+        """Tokens a second that all clients got; None if the window is too short to say."""
+        since_s, until_s = window
+        if until_s - since_s < WINDOW_MIN_S:
+            return None
+        counts = (
+            bisect_left(one.times_s, until_s) - bisect_left(one.times_s, since_s)
+            for one in self.outcomes
+        )
+        return sum(counts) / (until_s - since_s)
+
+    @property
+    def throughput_ratio(self) -> float | None:
+        """Throughput after the death to the share that lives of that before; None if unknown."""
+        before, after = self.tokens_per_s(self.before), self.tokens_per_s(self.after)
+        return None if not before or after is None else after / (before * self.share_alive)
+
+
+@dataclass(slots=True)
+class Outage:
+    """etcd stood still under load for `stopped_s` seconds.
+
+    `layouts`: the groups, each time that they were seen to be others than before. `settled_s`:
+    seconds from its return until all was well for good; None if that never came.
+    """
+
+    stopped_s: float
+    layouts: list[Layout] = field(default_factory=list)
+    settled_s: float | None = None
+    tally: Tally = field(default_factory=Tally)
+
+    def note(self, groups: Iterable[Mapping[str, Any]]) -> None:
+        """Remember the groups if they have changed.
+
+        A memory manager without etcd may know of none; if they were gone, they come back at other
+        epochs.
+        """
+        layout = tuple(sorted((one["id"], one["epoch"], tuple(one["members"])) for one in groups))
+        if layout and layout not in self.layouts[-1:]:
+            self.layouts.append(layout)
+
+    @property
+    def changes(self) -> int:
+        """How often the groups changed."""
+        return max(0, len(self.layouts) - 1)
+
+
+def loss_figures(loss: Loss) -> dict[str, Any]:
+    """The figures of a death, for a file."""
+    counts = Counter(_kinds(loss))
+    windows = {"before": loss.before, "after": loss.after}
+    return {
+        "workers": loss.workers,
+        "at_once": loss.at_once,
+        "requests": {"sent": len(loss.outcomes)} | {kind: counts[kind] for kind in KINDS},
+        "alone_after_s": _after(loss.hit_s, loss.alone_s),
+        "whole_after_s": _after(loss.hit_s, loss.whole_s),
+        "longest_silence_s": max(one.silence_s(loss.hit_s) for one in loss.outcomes),
+        "window_s": {name: until - since for name, (since, until) in windows.items()},
+        "tokens_per_s": {name: loss.tokens_per_s(window) for name, window in windows.items()},
+        "share_alive": loss.share_alive,
+        "throughput_ratio": loss.throughput_ratio,
+    }
+
+
+def loss_problems(loss: Loss) -> list[str]:
+    """A sentence for all that a death must not do."""
+    problems = [
+        f"request {number} is {kind} after {len(one.token_ids)} tokens: {one.failure or 'it ended'}"
+        for number, (one, kind) in enumerate(zip(loss.outcomes, _kinds(loss), strict=True))
+        if kind != COMPLETED
+    ]
+    if more := len(problems) - PROBLEMS_MAX:
+        problems[PROBLEMS_MAX:] = [f"and {more} more requests"] if more > 0 else []
+    alone_s = _after(loss.hit_s, loss.alone_s)
+    if alone_s is None:
+        problems.append("the survivors do not serve without the worker that was killed")
+    elif alone_s > STABLE_WITHIN_S:
+        problems.append(f"the survivors served without the killed worker after {alone_s:.0f} s")
+    if loss.whole_s is None:
+        problems.append("not all workers serve again")
+    return problems + _throughput_problems(loss)
+
+
+def outage_figures(outage: Outage) -> dict[str, Any]:
+    """The figures of an outage, for a file."""
+    return {
+        "stopped_s": outage.stopped_s,
+        "changes_of_groups": outage.changes,
+        "settled_after_s": outage.settled_s,
+        "requests": outage.tally.counts(),
+    }
+
+
+def outage_problems(outage: Outage) -> list[str]:
+    """A sentence for all that an outage must not do."""
+    problems = outage.tally.problems(refusals=True)
+    if outage.changes:
+        problems.append(f"the groups changed {outage.changes} times")
+    if not outage.layouts:
+        problems.append("the groups were never seen")
+    if outage.settled_s is None:
+        problems.append("not all is well after the outage")
+    elif outage.settled_s > SETTLED_WITHIN_S:
+        problems.append(f"all was well {outage.settled_s:.0f} s after the return of etcd")
+    return problems
+
+
+def _kinds(loss: Loss) -> list[str]:
+    return [kind_of(one, wanted) for one, wanted in zip(loss.outcomes, loss.wanted, strict=True)]
+
+
+def _after(since_s: float, at_s: float | None) -> float | None:
+    return None if at_s is None else max(0.0, at_s - since_s)
+
+
+def _throughput_problems(loss: Loss) -> list[str]:
+    for name, window in (("before", loss.before), ("after", loss.after)):
+        if loss.tokens_per_s(window) is None:
+            return [f"too little time {name} the death to measure throughput"]
+    ratio = loss.throughput_ratio
+    if ratio is None:
+        return ["no token came before the death"]
+    if ratio < THROUGHPUT_MIN:
+        return [f"throughput was {ratio:.0%} of the share that lives of that before the death"]
+    return []
