@@ -164,6 +164,15 @@ def test_decodes_that_do_not_fit_wait_and_are_not_left_out_for_ever() -> None:
     assert all(len(tokens) == 12 for tokens in clock.tokens.values())
 
 
+def test_decodes_that_cannot_wait_run_together_though_they_exceed_the_bound() -> None:
+    clock = Clock(planner())
+    for name in ("a", "b", "c"):
+        clock.arrive(name, promised(tpot_s=0.0125), output=12)
+    clock.run()
+    assert MODEL.batch_s([(8, 1)] * 3) > 0.0125 > MODEL.batch_s([(8, 1)] * 2)
+    assert clock.run().keys() == {"a", "b", "c"}
+
+
 def test_a_group_of_tokens_shares_a_deadline() -> None:
     clock = Clock(planner(fill_max=1.0))
     clock.arrive("online", promised(tpot_s=0.02, group=4), output=40)
