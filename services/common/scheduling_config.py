@@ -16,5 +16,6 @@ class SchedulingConfig(ServiceConfig):
         Scheduling,
         "Which requests go first. fcfs: first come, first served; priority: interactive before"
         " standard before batch, and batch gives its KV and its places to the others, does not"
-        " start while one of them waits, and never triggers a drop.",
+        " start while one of them waits, and never triggers a drop; slo: the same by deadline,"
+        " and batch fills a part of the time that deadlines leave.",
     )

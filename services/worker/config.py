@@ -117,6 +117,28 @@ class WorkerConfig(SchedulingConfig):
     min_microbatch_tokens: int = number(
         128, "Tokens below which a microbatch is not divided.", minimum=1, maximum=2**20
     )
+    fill_max: float = number(
+        0.5,
+        "With scheduling slo: the largest part of the time between what online requests cost and"
+        " their deadlines that batch work gets; 0 leaves it only times without online requests.",
+        minimum=0,
+        maximum=1,
+    )
+    offline_iteration_s: float = number(
+        2.0,
+        "With scheduling slo: seconds that an iteration of batch work alone may take; less where"
+        " first tokens are promised sooner.",
+        minimum=0.001,
+        maximum=3600,
+    )
+    online_chunk_tokens: int | None = number(
+        None,
+        "With scheduling slo: tokens of an iteration that online requests get for their prompts"
+        " whatever is due.",
+        minimum=1,
+        maximum=2**20,
+        default_text="max_batch_tokens",
+    )
     prefix_caching: bool = option(
         True,
         "Automatic prefix caching: requests with a common prefix share its KV blocks, which stay"

@@ -21,6 +21,7 @@ from rich.table import Table
 
 from services.common.device_profile import DeviceProfile, load_profile
 from services.common.errors import ConfigError
+from services.core.line_order import Scheduling
 from services.core.overload.events import OverloadConfig, OverloadPolicy
 from services.core.planner.config import BatchFormation, IterationConfig
 from services.worker.config import WorkerConfig
@@ -312,6 +313,10 @@ def _spec(measured: Measured, profile: DeviceProfile) -> ClusterSpec:
         min_microbatch_tokens=limits["min_microbatch_tokens"],
         cost_model=profile.model,
         overtaken_max=limits["overtaken_max"],
+        scheduling=Scheduling(limits["scheduling"]),
+        fill_max=limits["fill_max"],
+        offline_iteration_s=limits["offline_iteration_s"],
+        online_chunk_tokens=limits["online_chunk_tokens"],
     )
     return ClusterSpec(
         instances=measured.workers,

@@ -147,6 +147,7 @@ class ClusterOptions:
     paced: str | None = _of(WorkerConfig, "paced", RESOURCES)
     overload_policy: str | None = _of(MemmgrConfig, "overload_policy", LIMITS)
     scheduling: str | None = _of(SchedulingConfig, "scheduling", LIMITS)
+    harvest: float | None = _of(WorkerConfig, "fill_max", LIMITS)
     max_running: int | None = _of(WorkerConfig, "max_running", LIMITS)
     max_batch_tokens: int | None = _of(WorkerConfig, "max_batch_tokens", LIMITS)
     max_model_len: int | None = _of(WorkerConfig, "max_model_len", LIMITS)

@@ -7,6 +7,7 @@ from typing import Any
 from services.common.config import from_mapping, like, number, read_yaml
 from services.common.device_profile import DeviceProfile, load_profile, parse_profile
 from services.common.errors import ConfigError
+from services.core.line_order import Scheduling
 from services.core.overload.events import OverloadPolicy
 from services.core.planner.config import BatchFormation, IterationConfig
 from services.core.scheduler.dispatch import PREFIX, score_of
@@ -68,6 +69,10 @@ class SimulationOptions:
     hosts_per_rack: int = number(8, minimum=1, maximum=10_000)
     batch_formation: str = like(WorkerConfig, "batch_formation")
     min_microbatch_tokens: int = like(WorkerConfig, "min_microbatch_tokens")
+    scheduling: str = like(WorkerConfig, "scheduling")
+    fill_max: float = like(WorkerConfig, "fill_max")
+    offline_iteration_s: float = like(WorkerConfig, "offline_iteration_s")
+    online_chunk_tokens: int | None = like(WorkerConfig, "online_chunk_tokens")
     # Whether requests share KV; without prompts that begin alike nothing is looked up.
     prefix_caching: bool = like(WorkerConfig, "prefix_caching")
 
@@ -151,6 +156,10 @@ def _iteration(
             options.min_microbatch_tokens,
             profile.model,
             options.overtaken_max,
+            scheduling=Scheduling(options.scheduling),
+            fill_max=options.fill_max,
+            offline_iteration_s=options.offline_iteration_s,
+            online_chunk_tokens=options.online_chunk_tokens,
         )
     except ValueError as error:
         raise ConfigError(f"{error} in {path}") from error

@@ -233,7 +233,7 @@ class Instance:
 
     def finish(self, number: int | None = None) -> None:
         """The results of a microbatch are here; None is the only one's of a group of one."""
-        tokens = finish_filled(self.state, FILLER, number)
+        tokens = finish_filled(self.state, FILLER, self._simulation.now_s, number)
         for token in tokens:
             self._listener.note_token(token)
         self.publish()

@@ -15,6 +15,7 @@ reading the parameters hides part of the computing (a roofline); each token beyo
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from math import inf, sqrt
 
 from services.core.cost.least_squares import solve_nonnegative
 
@@ -103,6 +104,22 @@ class CostModel:
     def excess_s(self, tokens: int) -> float:
         """What a batch of so many new tokens costs for those beyond the knee."""
         return self.mu * max(0, tokens - self.knee)
+
+    def tokens_within(self, prefix: int, seconds: float, most: int) -> int:
+        """How many tokens of a chunk, up to `most`, add no more than `seconds` to a batch.
+
+        The batch runs anyway; those tokens are as if before the knee.
+        """
+        seconds -= self.gamma - self.lam + self.kappa * prefix
+        if seconds <= 0:
+            return 0
+        linear = self.alpha * (prefix + 0.5) + self.beta
+        if seconds == inf or not linear:
+            return most
+        if not self.alpha:
+            return min(most, int(seconds / linear))
+        root = sqrt(linear * linear + 2 * self.alpha * seconds)
+        return min(most, int((root - linear) / self.alpha))
 
     @property
     def beyond_knee(self) -> "CostModel":

@@ -25,6 +25,10 @@ class IterationConfig:
     is counted by `cost_model`; without one each token costs the same. `overtaken_max`: how often a
     waiting sequence may be overtaken, see `overtaking`. `prefix_caching`: see `prefix_cache`.
     `scheduling`: see `precedence`.
+
+    With `slo`, batch work gets at most the part `fill_max` of the time that deadlines leave, and
+    its iterations take `offline_iteration_s` at most when it is alone. Prefills of online requests
+    get `online_chunk_tokens` (None: all) of an iteration whatever is due. See `slo`.
     """
 
     block_size: int
@@ -38,6 +42,9 @@ class IterationConfig:
     overtaken_max: int = OVERTAKEN_MAX
     prefix_caching: bool = False
     scheduling: Scheduling = Scheduling.FCFS
+    fill_max: float = 0.5
+    offline_iteration_s: float = 2.0
+    online_chunk_tokens: int | None = None
 
     def __post_init__(self) -> None:
         if not 1 <= self.max_running <= self.max_batch_tokens:

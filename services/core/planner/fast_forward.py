@@ -6,6 +6,7 @@ The functions use private parts of `PlannerState`. They leave it as the events t
 from collections.abc import Iterable
 from collections.abc import Sequence as Row
 
+from services.core.line_order import Scheduling
 from services.core.planner.batch import IterationShape
 from services.core.planner.events import EmitToken
 from services.core.planner.sequence import Phase, Sequence
@@ -24,12 +25,15 @@ def plan_shape(state: PlannerState, now_s: float) -> IterationShape | None:
     return shape
 
 
-def finish_filled(state: PlannerState, token_id: int, number: int | None = None) -> list[EmitToken]:
+def finish_filled(
+    state: PlannerState, token_id: int, now_s: float, number: int | None = None
+) -> list[EmitToken]:
     """End an iteration as if `token_id`, which stops no request, had been sampled each time.
 
-    `number` as in `IterationFinished`. Returns only the first and the last token of each request.
+    `now_s` and `number` as in `IterationFinished`. Returns only the first and the last token of
+    each request.
     """
-    plan = state._next_result(number)
+    plan = state._next_result(number, now_s)
     if plan is None:
         return []
     commands: list[EmitToken] = []
@@ -53,10 +57,11 @@ def finish_filled(state: PlannerState, token_id: int, number: int | None = None)
 def decodes_ahead(state: PlannerState) -> int:
     """How many iterations are certain to be the same decodes if nothing arrives.
 
-    In them no sequence starts, ends, is preempted or has its first token. 0 in an iteration.
+    In them no sequence starts, ends, is preempted or has its first token. 0 in an iteration, and
+    with `slo`: which decodes run is decided anew for each.
     """
     table, config = state.sequence_table, state.config
-    if state.in_flight or state.stages > 1:
+    if state.in_flight or state.stages > 1 or state.config.scheduling is Scheduling.SLO:
         return 0
     if table.next_to_admit(config.max_running, config.overtaken_max) is not None:
         return 0

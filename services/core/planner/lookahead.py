@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Row
 from heapq import heapify, heapreplace
 from itertools import accumulate
-from math import inf, sqrt
+from math import inf
 from typing import Generic, NamedTuple, TypeVar
 
 from services.core.cost.model import CostModel
@@ -167,7 +167,7 @@ class _Dealer(Generic[Key]):
             cost = marginal(self._model, prefix + offset, rest)
             if rest > room or cost > left:
                 most = min(rest - 1, room)
-                return index, offset + _affordable(self._model, prefix + offset, left, most)
+                return index, offset + self._model.tokens_within(prefix + offset, left, most)
             index, left, room = index + 1, left - cost, room - rest
         whole = min(
             bisect_right(self._costs, self._costs[index] + left),
@@ -179,7 +179,7 @@ class _Dealer(Generic[Key]):
         left -= self._costs[reached] - self._costs[index]
         room -= self.tokens[reached] - self.tokens[index]
         _, prefix, tokens = self._pieces[reached]
-        return reached, _affordable(self._model, prefix, left, min(tokens - 1, room))
+        return reached, self._model.tokens_within(prefix, left, min(tokens - 1, room))
 
     def _batches(self, cuts: Iterable[_Place]) -> list[list[Piece[Key]]]:
         batches: list[list[Piece[Key]]] = []
@@ -204,17 +204,3 @@ def _round_cost_of(
     if base:
         costs += [base] * (stages - len(costs))
     return round_cost(costs, stages)
-
-
-def _affordable(model: CostModel, prefix: int, limit: float, most: int) -> int:
-    """How many tokens of a chunk, up to `most`, add no more than `limit`."""
-    limit -= model.gamma - model.lam + model.kappa * prefix
-    if limit <= 0:
-        return 0
-    linear = model.alpha * (prefix + 0.5) + model.beta
-    if limit == inf or not linear:
-        return most
-    if not model.alpha:
-        return min(most, int(limit / linear))
-    root = sqrt(linear * linear + 2 * model.alpha * limit)
-    return min(most, int((root - linear) / model.alpha))

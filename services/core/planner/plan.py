@@ -1,6 +1,7 @@
 """Decisions of a planner: sequences and token counts, before token ids are needed."""
 
 from dataclasses import dataclass, field
+from math import inf
 from typing import NamedTuple
 
 from services.core.planner.batch import Batch, IterationShape
@@ -21,13 +22,20 @@ class Prefill(NamedTuple):
 class Plan:
     """One microbatch: `decodes` run one token each, `prefills` as many as stand in them.
 
-    `decode_cost` is the cost of its sequences that decode after it has run.
+    `decode_cost` is the cost of its sequences that decode after it has run. Under `slo` it was
+    planned at `planned_s` and costs `predicted_s` by the model; `allowed_s` is the residual time
+    that it keeps. `filled`: batch work joined online work; `pressed`: that lacked memory or places.
     """
 
     number: int
     decodes: list[Sequence] = field(default_factory=list)
     prefills: list[Prefill] = field(default_factory=list)
     decode_cost: float = 0.0
+    planned_s: float = 0.0
+    predicted_s: float = 0.0
+    allowed_s: float = inf
+    filled: bool = False
+    pressed: bool = False
 
     def __bool__(self) -> bool:
         return bool(self.decodes or self.prefills)

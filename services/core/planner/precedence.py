@@ -22,4 +22,5 @@ class Precedence:
 PRECEDENCES = {
     Scheduling.FCFS: Precedence(LINES[Scheduling.FCFS], newest, batch_yields=False),
     Scheduling.PRIORITY: Precedence(LINES[Scheduling.PRIORITY], batch_first, batch_yields=True),
+    Scheduling.SLO: Precedence(LINES[Scheduling.SLO], batch_first, batch_yields=True),
 }

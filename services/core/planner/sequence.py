@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 from enum import IntEnum, auto
+from math import inf
 
 from services.core.logprobs import LogprobRows, newest
 from services.core.planner.batch import (
@@ -84,6 +85,8 @@ class Sequence:
     first blocks, as far as they were needed, and `named` of its blocks are known to the cache.
     In a larger group the other stages have to be told of its first `hit_blocks` before it runs.
     Nobody used the block `unshared` of its prefix when that was looked for last.
+
+    The last of its next `group_left` tokens is due at `due_s`, which `deadline` keeps.
     """
 
     request: Request
@@ -107,6 +110,8 @@ class Sequence:
     hit_blocks: int = 0
     hits_told: bool = False
     unshared: int = 0
+    due_s: float = inf
+    group_left: int = 1
     prompt_tokens: int = field(init=False)
     tokens_max: int = field(init=False)
     _reads_output: bool = field(init=False)

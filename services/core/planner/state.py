@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, get_args
 
+from services.core.line_order import Scheduling
 from services.core.logprobs import LogprobRows
 from services.core.planner import configuration_events as changes
 from services.core.planner.batch import Batch, Microbatch, SampleNotes
@@ -35,6 +36,8 @@ from services.core.planner.events import (
     RequestArrived,
     WaitLooked,
 )
+from services.core.planner.feedback import Feedback
+from services.core.planner.fill import FillLevel
 from services.core.planner.pipeline import PipelinePlanner
 from services.core.planner.plan import Plan
 from services.core.planner.precedence import PRECEDENCES
@@ -43,6 +46,7 @@ from services.core.planner.returns import Returns
 from services.core.planner.sequence import Phase, Sequence, SequenceState
 from services.core.planner.sequence_table import SequenceTable
 from services.core.planner.single import SinglePlanner
+from services.core.planner.slo import SloPlanner
 from services.core.prefix.news import NO_NEWS
 from services.core.report import Load
 from services.core.request import blocks_for
@@ -59,7 +63,8 @@ class PlannerState:
     table: StageTable = field(init=False)
     sequence_table: SequenceTable = field(init=False)
     in_flight: deque[Plan] = field(default_factory=deque)  # oldest first
-    _planner: SinglePlanner | PipelinePlanner = field(init=False)
+    _planner: SinglePlanner | SloPlanner | PipelinePlanner = field(init=False)
+    _feedback: Feedback | None = field(init=False)  # with `slo` alone
     _number: int = 0
     _arrivals: int = 0
     _newest_s: float = float("-inf")
@@ -73,7 +78,9 @@ class PlannerState:
         self.sequence_table = SequenceTable(
             config.block_size, self.table, config.prefix_caching, PRECEDENCES[config.scheduling]
         )
-        self._planner = SinglePlanner(self.config, self.sequence_table)
+        slo = config.scheduling is Scheduling.SLO
+        self._feedback = Feedback(FillLevel(config.fill_max)) if slo else None
+        self._planner = self._planner_of_one()
 
     @property
     def pool(self) -> BlockPool:
@@ -233,8 +240,13 @@ class PlannerState:
         if self.stages > 1:
             self._planner = PipelinePlanner(self.config, self.sequence_table, self.stages)
         else:
-            self._planner = SinglePlanner(self.config, self.sequence_table)
+            self._planner = self._planner_of_one()
         return []
+
+    def _planner_of_one(self) -> SinglePlanner | SloPlanner:
+        if self._feedback is not None:
+            return SloPlanner(self.config, self.sequence_table, self._feedback)
+        return SinglePlanner(self.config, self.sequence_table)
 
     def _change_stage(self, event: changes.StageEvent) -> list[Command]:
         ledger = self.sequence_table.ledger
@@ -271,6 +283,8 @@ class PlannerState:
             return []
         if refusal := too_large(sequence, self.config):
             return [refusal]
+        if self._feedback is not None:
+            self._feedback.adopted(sequence)
         if sequence.blocks:
             self.sequence_table.adopt(sequence, event.absent, event.held)
         else:
@@ -359,6 +373,8 @@ class PlannerState:
             return [queue_full(sequence.request_id)]
         self._arrivals += 1
         self._newest_s = arrival_s
+        if self._feedback is not None:
+            self._feedback.arrived(sequence, event.now_s)
         self.sequence_table.add(sequence)
         self._returns.note(sequence, event.now_s, self.sequences)
         return []
@@ -376,7 +392,7 @@ class PlannerState:
         self._discard_in_flight()
         return []
 
-    def _next_result(self, number: int | None) -> Plan | None:
+    def _next_result(self, number: int | None, now_s: float) -> Plan | None:
         """The oldest plan in flight, whose result is here; None if that plan was discarded."""
         if number is not None and (not self.in_flight or number < self.in_flight[0].number):
             assert number <= self._number, f"microbatch {number} was never planned"
@@ -387,10 +403,12 @@ class PlannerState:
         self._unheard.pop(plan.number, None)
         if self.config.prefix_caching:
             self.sequence_table.prefixes.publish(plan.sequences())
+        if self._feedback is not None:
+            self._feedback.finished(plan, now_s)
         return plan
 
     def _finish_iteration(self, event: IterationFinished) -> list[Command]:
-        plan = self._next_result(event.number)
+        plan = self._next_result(event.number, event.now_s)
         if plan is None:
             return []
         samplers = plan.decodes
@@ -446,9 +464,8 @@ class PlannerState:
 
     def _decide(self, now_s: float) -> Plan:
         """Choose what runs next, and take the blocks for it."""
-        del now_s  # no order of today depends on it
         assert self.has_slot, "no microbatch has finished"
-        plan = Plan(self._number + 1)
+        plan = Plan(self._number + 1, planned_s=now_s)
         self._planner.fill(plan, self.in_flight)
         return plan
 

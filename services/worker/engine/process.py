@@ -38,6 +38,7 @@ from services.worker.engine.profile.idle import IdleProfiler
 from services.worker.engine.profile.measurer import Measurer, room_of
 from services.worker.engine.profile.point import IDLE
 from services.worker.engine.profile.session import ProfileSession
+from services.worker.engine.profile.sketch import sketch
 from services.worker.engine.profile.store import profile_path
 from services.worker.engine.transfer.gate import ActivationGate
 from services.worker.engine.transfer.lane import Identity
@@ -73,8 +74,7 @@ def started() -> EngineLoop:
         pacer = pacer_of(config)
         runner = ModelRunner.load(runner_config(config))
         profile = stored_profile(config)
-        measured = pacer or profile
-        made_with = planner_config(runner, config, measured.model if measured is not None else None)
+        made_with = planner_config(runner, config, cost_model_of(runner, config, pacer or profile))
         if profile is not None:
             log.info("profile of this model and device: %s (%s)", profile.name, profile.source)
         member_config = MemberConfig(
@@ -130,6 +130,18 @@ def lanes_config(config: WorkerConfig) -> LanesConfig:
     )
 
 
+def cost_model_of(
+    runner: ModelRunner, config: WorkerConfig, known: Pacer | DeviceProfile | None
+) -> CostModel | None:
+    """The cost model of `known`; without it a sketch is measured if deadlines need one."""
+    if known is not None:
+        return known.model
+    if config.scheduling != Scheduling.SLO:
+        return None
+    log.info("scheduling: slo, and no profile is stored: measuring a rough cost model")
+    return sketch(runner, config.max_batch_tokens, config.max_running)
+
+
 def planner_config(
     runner: ModelRunner, config: WorkerConfig, cost_model: CostModel | None
 ) -> IterationConfig:
@@ -146,6 +158,9 @@ def planner_config(
         overtaken_max=config.overtaken_max,
         prefix_caching=config.prefix_caching,
         scheduling=Scheduling(config.scheduling),
+        fill_max=config.fill_max,
+        offline_iteration_s=config.offline_iteration_s,
+        online_chunk_tokens=config.online_chunk_tokens,
     )
 
 

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from services.core.line_order import Scheduling
 from services.core.service import Service, ServiceClass
 from services.worker.config import WorkerConfig
 
@@ -25,7 +26,7 @@ def arguments_of(config: WorkerConfig, room_bytes: int) -> dict[str, Any]:
         "max_num_seqs": config.max_running,
         "max_num_batched_tokens": config.max_batch_tokens,
         "enable_prefix_caching": None if config.prefix_caching else False,
-        "scheduling_policy": config.scheduling,
+        "scheduling_policy": "fcfs" if config.scheduling == Scheduling.FCFS else "priority",
     }
 
 

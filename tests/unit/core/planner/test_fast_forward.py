@@ -55,7 +55,7 @@ def step(state: PlannerState) -> list[EmitToken] | None:
 
 def step_filled(state: PlannerState) -> list[EmitToken] | None:
     """One iteration as a simulator runs it."""
-    return finish_filled(state, FILLER) if plan_shape(state, 0.0) is not None else None
+    return finish_filled(state, FILLER, 0.0) if plan_shape(state, 0.0) is not None else None
 
 
 def picture(state: PlannerState) -> object:
@@ -143,7 +143,7 @@ def test_no_fast_forward_where_something_may_happen() -> None:
     assert decodes_ahead(state) == 0, "somebody can start"
     assert plan_shape(state, 0.0) is not None
     assert decodes_ahead(state) == 0, "an iteration runs"
-    assert finish_filled(state, FILLER) == []
+    assert finish_filled(state, FILLER, 0.0) == []
     assert decodes_ahead(state) == 0, "the prompt is incomplete"
     step(state)
     assert [t.index for t in step_filled(state) or []] == [0]

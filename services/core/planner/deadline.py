@@ -1,0 +1,54 @@
+"""When the next token of a sequence is due, by what its request was promised.
+
+The first token is due `ttft_s` after the request began. Later ones are due in groups (BROS):
+the last of `token_group` tokens is due `token_group` times `tpot_s` after the group before it
+ended.
+"""
+
+from math import inf
+
+from services.core.line_order import UNTARGETED_S
+from services.core.planner.sequence import Sequence
+
+
+def begin(sequence: Sequence, began_s: float) -> None:
+    """The request came to the gateway at `began_s`, by the clock of this worker.
+
+    Of a sequence that has output already, the next token is promised nothing: when the one before
+    it came is not known here.
+    """
+    ttft_s = sequence.request.service.ttft_s
+    first = ttft_s is not None and not sequence.output_count
+    sequence.due_s = began_s + ttft_s if first and ttft_s is not None else inf
+    sequence.group_left = 1
+
+
+def note_token(sequence: Sequence, now_s: float) -> bool:
+    """Its next token is here at `now_s`; returns whether it ended a group too late."""
+    if sequence.group_left > 1:
+        sequence.group_left -= 1
+        return False
+    missed = now_s > sequence.due_s
+    service = sequence.request.service
+    sequence.group_left = service.token_group
+    if service.tpot_s is None:
+        sequence.due_s = inf
+    else:
+        sequence.due_s = now_s + service.token_group * service.tpot_s
+    return missed
+
+
+def slack_s(sequence: Sequence, now_s: float, iteration_s: float) -> float:
+    """The residual time (BROS §4.2): how long the next iteration may take, negative if too late.
+
+    The tokens of its group after the next one take `iteration_s` seconds each.
+    """
+    return sequence.due_s - now_s - (sequence.group_left - 1) * iteration_s
+
+
+def order_s(sequence: Sequence) -> float:
+    """The time by which sequences are ordered; without a target, `UNTARGETED_S` after arrival.
+
+    So a sequence without a target goes before all others in the end, and is not left out for ever.
+    """
+    return sequence.due_s if sequence.due_s < inf else sequence.arrival_s + UNTARGETED_S

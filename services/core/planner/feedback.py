@@ -1,0 +1,46 @@
+"""What the `slo` planner learns from the planner's events; it outlives configurations.
+
+It reads no clock: an iteration takes from the time given to `plan` to that of its result, so a
+replay of the log learns the same.
+"""
+
+from dataclasses import dataclass, field
+
+from services.core.planner import deadline
+from services.core.planner.budget import Budget
+from services.core.planner.fill import FillLevel, FirstTokenTargets
+from services.core.planner.plan import Plan
+from services.core.planner.sequence import Phase, Sequence
+
+
+@dataclass(slots=True)
+class Feedback:
+    """Corrections of the cost model, the fill level and the targets that were seen."""
+
+    fill: FillLevel
+    budget: Budget = field(default_factory=Budget)
+    targets: FirstTokenTargets = field(default_factory=FirstTokenTargets)
+
+    def arrived(self, sequence: Sequence, now_s: float) -> None:
+        """A request has come."""
+        deadline.begin(sequence, now_s - sequence.request.waited_s)
+        service = sequence.request.service
+        if service.online and service.ttft_s is not None:
+            self.targets.note(now_s, service.ttft_s)
+
+    def adopted(self, sequence: Sequence) -> None:
+        """A sequence has come from another leader, with its age in the time of this worker."""
+        deadline.begin(sequence, sequence.arrival_s - sequence.request.waited_s)
+
+    def finished(self, plan: Plan, now_s: float) -> None:
+        """A microbatch is over, whose tokens come next."""
+        sampled = plan.decodes + [one.sequence for one in plan.prefills if one.samples]
+        missed = False
+        for sequence in sampled:
+            if sequence.phase is not Phase.ENDED and sequence.request.service.online:
+                missed = deadline.note_token(sequence, now_s) or missed
+        mixed = any(one.tokens > 1 for one in plan.prefills)
+        measured_s = now_s - plan.planned_s
+        self.budget.observe(plan.predicted_s, measured_s, plan.allowed_s, mixed)
+        if plan.filled:
+            self.fill.observe(missed or plan.pressed)

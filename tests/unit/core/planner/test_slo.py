@@ -1,0 +1,300 @@
+"""`scheduling: slo`: deadlines bound iterations, and batch work fills what they leave."""
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from services.core.cost.model import CostModel
+from services.core.line_order import Scheduling
+from services.core.planner import deadline
+from services.core.planner.config import IterationConfig
+from services.core.planner.events import EmitToken, IterationFinished, RequestArrived
+from services.core.planner.plan import Plan
+from services.core.planner.sequence import Phase
+from services.core.planner.state import PlannerState
+from services.core.request import Limits, Request, Sampling
+from services.core.service import NO_PROMISE, Service, ServiceClass
+
+BATCH = Service(ServiceClass.BATCH)
+MODEL = CostModel(alpha=1e-7, beta=1e-4, gamma=0.011, lam=0.01)
+"""10 ms an iteration, 1 ms a sequence, 0.1 ms a token."""
+
+
+def planner(**changes: Any) -> PlannerState:
+    bounds: dict[str, Any] = {
+        "block_size": 4,
+        "num_blocks": 400,
+        "max_batch_tokens": 256,
+        "max_running": 32,
+        "max_waiting": 1000,
+        "cost_model": MODEL,
+        "scheduling": Scheduling.SLO,
+    }
+    return PlannerState(IterationConfig(**(bounds | changes)))
+
+
+def promised(ttft_s: float | None = None, tpot_s: float | None = None, group: int = 1) -> Service:
+    return Service(ServiceClass.INTERACTIVE, ttft_s, tpot_s, group)
+
+
+class Clock:
+    """Runs iterations that take `slow` times what the model says, and counts tokens by request."""
+
+    def __init__(self, state: PlannerState, slow: float = 1.0) -> None:
+        self.state = state
+        self.slow = slow
+        self.now_s = 0.0
+        self.tokens: dict[str, list[float]] = {}
+        self.chunks: dict[str, int] = {}
+        self.plan: Plan | None = None
+
+    def arrive(self, name: str, service: Service, prompt: int = 8, output: int = 8) -> None:
+        ids = tuple(sum(map(ord, name)) + place for place in range(prompt))
+        request = Request(name, ids, Sampling(), Limits(output), self.now_s, service=service)
+        self.state.handle(RequestArrived(self.now_s, request))
+        self.state.check_invariants()
+
+    def run(self) -> dict[str, int]:
+        """Run an iteration; returns the tokens that ran of each request."""
+        before = {one.request_id: one.computed for one in self.state.running}
+        microbatch = self.state.plan(self.now_s)
+        if microbatch is None:
+            return {}
+        self.state.check_invariants()
+        (self.plan,) = self.state.in_flight
+        self._check_bound(self.plan)
+        chunks = microbatch.batch.chunks
+        for chunk in chunks:
+            if not self.state.config.prefix_caching:  # else it may start again from the cache
+                assert chunk.start in (before.get(chunk.request_id, 0), 0), "a gap between chunks"
+        self.now_s += self.slow * MODEL.batch_s((c.start, len(c.token_ids)) for c in chunks)
+        sampled = {chunk.request_id: 6 for chunk in chunks if chunk.sample is not None}
+        for command in self.state.handle(IterationFinished(self.now_s, sampled)):
+            assert isinstance(command, EmitToken)
+            assert command.index == len(self.tokens.setdefault(command.request_id, []))
+            self.tokens[command.request_id].append(self.now_s)
+        self.state.check_invariants()
+        return {chunk.request_id: len(chunk.token_ids) for chunk in chunks}
+
+    def _check_bound(self, plan: Plan) -> None:
+        """Batch work beside online work keeps every residual time that can be kept."""
+        feedback, model = self.state._feedback, self.state.config.cost_model
+        if feedback is None or model is None or not plan.filled:
+            return
+        budget = feedback.budget
+        scale = min(budget.decode_scale, budget.mixed_scale)
+        for one in plan.decodes:
+            left_s = deadline.slack_s(one, self.now_s, budget.iteration_s)
+            late = left_s < budget.decode_scale * model.chunk_s(one.computed, 1)
+            if one.request.service.online and not late:
+                assert plan.predicted_s <= budget.margin * left_s / scale * (1 + 1e-9)
+
+
+def test_a_deadline_bounds_what_batch_work_adds() -> None:
+    clock = Clock(planner(fill_max=1.0))
+    clock.arrive("online", promised(tpot_s=0.03), output=40)
+    clock.run()
+    clock.arrive("filler", BATCH, prompt=600)
+    ran = clock.run()
+    assert ran["online"] == 1 and 100 <= ran["filler"] <= 180, "as many as fit into 30 ms"
+    assert clock.plan is not None and clock.plan.predicted_s <= 0.03
+    for _ in range(10):
+        clock.run()
+    gaps = [b - a for a, b in zip(clock.tokens["online"], clock.tokens["online"][1:], strict=False)]
+    assert max(gaps) <= 0.03
+
+
+@pytest.mark.parametrize(("fill_max", "tokens"), [(0.0, 0), (0.5, 60), (1.0, 140)])
+def test_the_fill_level_is_the_part_of_the_spare_time_that_batch_work_gets(
+    fill_max: float, tokens: int
+) -> None:
+    clock = Clock(planner(fill_max=fill_max))
+    clock.arrive("online", promised(tpot_s=0.03), output=40)
+    clock.run()
+    clock.arrive("filler", BATCH, prompt=600)
+    assert clock.run().get("filler", 0) == pytest.approx(tokens, abs=45)
+    assert (clock.run().get("filler", 0) > 0) is (fill_max > 0)
+
+
+def test_online_prompts_do_not_lose_by_the_bound() -> None:
+    clock = Clock(planner())
+    clock.arrive("old", promised(tpot_s=0.02), output=40)
+    clock.run()
+    clock.arrive("new", promised(ttft_s=1.0), prompt=600)
+    assert clock.run() == {"old": 1, "new": 255}, "as without a deadline"
+    small = Clock(planner(online_chunk_tokens=32))
+    small.arrive("old", promised(tpot_s=0.02), output=40)
+    small.run()
+    small.arrive("new", promised(ttft_s=1.0), prompt=600)
+    assert 31 <= small.run()["new"] < 100, "at least what it is promised"
+
+
+def test_the_prompt_that_is_due_first_starts_first() -> None:
+    clock = Clock(planner(max_running=1))
+    clock.arrive("runs", NO_PROMISE, output=3)
+    clock.run()
+    for name, service in (
+        ("batch", BATCH),
+        ("untargeted", NO_PROMISE),
+        ("later", promised(ttft_s=5.0)),
+        ("sooner", promised(ttft_s=1.0)),
+    ):
+        clock.arrive(name, service)
+    assert [one.request_id for one in clock.state.waiting] == [
+        "sooner",
+        "later",
+        "untargeted",
+        "batch",
+    ]
+
+
+def test_decodes_that_do_not_fit_wait_and_are_not_left_out_for_ever() -> None:
+    clock = Clock(planner())
+    for number in range(20):
+        clock.arrive(f"r{number}", promised(tpot_s=0.5, group=1), output=12)
+    clock.run()
+    clock.arrive("tight", promised(tpot_s=0.02), output=12)
+    clock.run()
+    ran = clock.run()
+    assert "tight" in ran and len(ran) < 21
+    while clock.state.sequences:
+        clock.run()
+    assert all(len(tokens) == 12 for tokens in clock.tokens.values())
+
+
+def test_decodes_that_cannot_wait_run_together_though_they_exceed_the_bound() -> None:
+    clock = Clock(planner())
+    for name in ("a", "b", "c"):
+        clock.arrive(name, promised(tpot_s=0.0125), output=12)
+    clock.run()
+    assert MODEL.batch_s([(8, 1)] * 3) > 0.0125 > MODEL.batch_s([(8, 1)] * 2)
+    assert clock.run().keys() == {"a", "b", "c"}
+
+
+def test_a_group_of_tokens_shares_a_deadline() -> None:
+    clock = Clock(planner(fill_max=1.0))
+    clock.arrive("online", promised(tpot_s=0.02, group=4), output=40)
+    clock.run()
+    sequence = clock.state.sequences["online"]
+    assert sequence.due_s == pytest.approx(clock.now_s + 0.08) and sequence.group_left == 4
+    due_s = sequence.due_s
+    for left in (3, 2, 1):
+        clock.run()
+        assert (sequence.due_s, sequence.group_left) == (due_s, left)
+    clock.run()
+    assert sequence.due_s == pytest.approx(clock.now_s + 0.08)
+
+
+def test_without_online_work_half_of_the_least_first_token_target_bounds_batch_work() -> None:
+    clock = Clock(planner(num_blocks=4000, max_batch_tokens=4096))
+    clock.arrive("batch", BATCH, prompt=6000)
+    assert clock.run()["batch"] == 4096
+    clock = Clock(planner(num_blocks=4000, max_batch_tokens=4096))
+    clock.arrive("online", promised(ttft_s=0.2), output=1)
+    clock.run()
+    clock.arrive("batch", BATCH, prompt=6000)
+    before_s = clock.now_s
+    assert clock.run()["batch"] > 500
+    assert 0.08 < clock.now_s - before_s <= 0.1
+
+
+def test_a_slow_device_corrects_the_model_and_a_replay_learns_the_same() -> None:
+    clocks = [Clock(planner(fill_max=1.0), slow=1.6) for _ in range(2)]
+    late = 0
+    for clock in clocks:
+        clock.arrive("online", promised(tpot_s=0.05), output=400)
+        clock.arrive("batch", BATCH, prompt=500, output=900)
+        for _ in range(60):
+            clock.run()
+        times = clock.tokens["online"]
+        late = sum(b - a > 0.0501 for a, b in zip(times[-20:], times[-19:], strict=False))
+        assert late == 0, "after some iterations no deadline is missed"
+        assert clock.state._feedback is not None
+        assert clock.state._feedback.budget.decode_scale == pytest.approx(1.6, abs=0.1)
+    assert clocks[0].tokens == clocks[1].tokens
+    assert clocks[0].state._feedback == clocks[1].state._feedback
+
+
+def test_missed_deadlines_lower_the_fill_level_at_once() -> None:
+    clock = Clock(planner(fill_max=1.0), slow=3.0)
+    clock.arrive("online", promised(tpot_s=0.05), output=400)
+    clock.arrive("batch", BATCH, prompt=500, output=900)
+    levels = []
+    for _ in range(6):
+        clock.run()
+        assert clock.state._feedback is not None
+        levels.append(clock.state._feedback.fill.level)
+    assert min(levels) < 0.95
+
+
+def test_without_a_cost_model_batch_work_fills_the_token_budget() -> None:
+    clock = Clock(planner(cost_model=None))
+    clock.arrive("batch", BATCH, prompt=600)
+    clock.arrive("online", promised(tpot_s=0.03), prompt=56)
+    assert clock.run() == {"online": 56, "batch": 200}
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_any_load_ends_and_online_work_goes_first(seed: int) -> None:
+    rng = random.Random(seed)
+    state = planner(
+        num_blocks=rng.choice((24, 60, 200)),
+        max_running=rng.choice((2, 6, 32)),
+        max_batch_tokens=rng.choice((32, 64, 256)),
+        fill_max=rng.choice((0.0, 0.5, 1.0)),
+        prefix_caching=rng.random() < 0.5,
+        cost_model=None if rng.random() < 0.2 else MODEL,
+    )
+    clock = Clock(state, slow=rng.choice((0.7, 1.0, 2.0)))
+    wanted: dict[str, int] = {}
+    quiet = 0
+    for step in range(4000):
+        if step < 150 and rng.random() < 0.3:
+            name, output = f"r{step}", rng.randint(1, 20)
+            target = rng.choice((None, 0.02, 0.05, 1.0))
+            online = promised(rng.choice((None, 0.1, 1.0)), target, rng.randint(1, 4))
+            service = BATCH if rng.random() < 0.5 else online
+            clock.arrive(name, service, rng.randint(1, 60), output)
+            wanted[name] = output
+        ran = clock.run()
+        quiet = 0 if ran else quiet + 1
+        plan = clock.plan
+        if ran and plan is not None:
+            _check(state, plan, ran)
+        if not state.sequences and step >= 150:
+            break
+        assert quiet < 2 or not state.sequences, "work is left, and nothing runs"
+    assert {name: len(tokens) for name, tokens in clock.tokens.items()} == wanted
+
+
+def _check(state: PlannerState, plan: Plan, ran: dict[str, int]) -> None:
+    """No batch work runs beside an online request that lacks blocks or a place."""
+    everybody = plan.sequences()
+    filler = [one for one in everybody if not one.request.service.online]
+    if len(filler) in (0, len(everybody)):
+        return
+    left = state.config.max_batch_tokens - sum(ran.values())
+    waiting = [one for one in state.waiting if one.request.service.online]
+    assert not (waiting and left), f"{[one.request_id for one in waiting]} wait beside batch work"
+
+
+def test_an_online_request_runs_while_batch_work_holds_every_block() -> None:
+    clock = Clock(planner(num_blocks=20, max_running=2))
+    for name in ("b1", "b2"):
+        clock.arrive(name, BATCH, prompt=30, output=8)
+        clock.run()
+    clock.arrive("online", promised(ttft_s=0.1), prompt=40)
+    assert clock.run()["online"] == 40
+    assert clock.state.sequences["b2"].phase is Phase.WAITING
+
+
+def test_priority_and_fcfs_keep_no_deadlines() -> None:
+    for scheduling in (Scheduling.FCFS, Scheduling.PRIORITY):
+        config = replace(planner().config, scheduling=scheduling)
+        clock = Clock(PlannerState(config))
+        clock.arrive("online", promised(tpot_s=0.02), output=40)
+        clock.run()
+        clock.arrive("batch", BATCH, prompt=600)
+        assert clock.run()["batch"] == 255
