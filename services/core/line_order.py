@@ -9,6 +9,9 @@ LineKey = tuple[float, ...]
 LineOrder = Callable[[Service, float], LineKey]
 """The key of a request, from what it is promised and from when it arrived (seconds)."""
 
+UNTARGETED_S = 10.0
+"""Seconds after its arrival in which the first token of a request without a target is due."""
+
 
 class Scheduling(StrEnum):
     """First come, first served, whatever was promised; or class before class, `batch` last."""
@@ -20,6 +23,18 @@ class Scheduling(StrEnum):
 def by_arrival(_service: Service, arrival_s: float) -> LineKey:
     """First come, first served, whatever was promised."""
     return (arrival_s,)
+
+
+def by_deadline(service: Service, arrival_s: float) -> LineKey:
+    """Batch after all others, by arrival; of those, the first token that is due first is first.
+
+    A smaller rank goes before all that. A request without a target sorts as if its first token were
+    due `UNTARGETED_S` after its arrival, so that no stream of deadlines overtakes it for ever.
+    """
+    if not service.online:
+        return 1.0, float(service.rank), arrival_s
+    ttft_s = UNTARGETED_S if service.ttft_s is None else service.ttft_s
+    return 0.0, float(service.rank), arrival_s + ttft_s
 
 
 _PLACES = {kind: float(place) for place, kind in enumerate(ServiceClass)}
