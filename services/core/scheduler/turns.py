@@ -1,7 +1,7 @@
 """Tenants take turns: of those that wait, the one that has got the least KV so far is next.
 
-A virtual token counter after "Fairness in Serving Large Language Models" (Sheng et al., OSDI '24),
-counted in the KV tokens that a request needs to start, since the scheduler does not see outputs.
+A virtual token counter as in VTC §4, in the KV tokens that a request needs to start, since the
+scheduler does not see outputs.
 """
 
 from bisect import bisect_left, insort

@@ -2,14 +2,16 @@
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from services.core.ask import RefusalReason
 from services.core.cost.model import TOKENS
 from services.core.demand import ModelDemand
 from services.core.line_order import Scheduling, by_deadline
-from services.core.scheduler.class_rules import ClassRules, Order
+from services.core.scheduler.class_rules import NO_CLASSES, ClassRules, Order
 from services.core.scheduler.dispatch import least_loaded
+from services.core.scheduler.state_config import StateConfig
 from services.core.scheduler.vocabulary import Command, SendAssignment, SendTicket, Ticked
 from services.core.service import Service, ServiceClass
 from tests.unit.core.scheduler.test_state import Scheduler, assigned, refusal
@@ -271,3 +273,10 @@ def test_numbers_are_told_by_class() -> None:
     assert list(now.oldest_wait_s_by_class.values()) == [1.0, 3.0, 0.0]
     assert list(now.refused_total_by_class.values()) == [0, 0, 1]
     assert (now.queued, now.oldest_wait_s) == (2, 3.0)
+
+
+def test_a_log_from_before_classes_replays_without_them() -> None:
+    header = b'{"queue_limit": 8, "queue_deadline_s": 1.0, "dispatch": "kv_share"}'
+    assert msgspec.json.decode(header, type=StateConfig).rules == NO_CLASSES
+    new = StateConfig(8, 1.0, "kv_share", rules=ClassRules(Scheduling.PRIORITY, Order.DEADLINE))
+    assert msgspec.json.decode(msgspec.json.encode(new), type=StateConfig) == new
