@@ -135,7 +135,7 @@ class Admission:
         rate_per_s = model.meter.pace.per_s(ask.now_s, window_s)
         if rate_per_s is None:
             return None
-        queued = self.queue.wanted(ask.model, self.rules.demanding)[0]
+        queued = self.queue.wanted(ask.model, self.rules.not_after(ask.service))[0]
         return check_wait(queued, rate_per_s, left_s)
 
     @property
@@ -144,19 +144,17 @@ class Admission:
 
     def _no_place(self, service: Service) -> NotAdmitted | None:
         """Refuses a newcomer if no place in the queue is left to it, even by displacing another."""
-        limit = self.queue_limit
-        if self.rules.is_batch(service):
-            limit = min(limit, self.rules.batch_queue_limit)
-            taken = self.queue.count((service.service_class,)) >= limit or self._full
+        batch_limit = self.rules.batch_queue_limit
+        if self._full and self._gives_way(service) is None:
+            taken = f"all {self.queue_limit} places in the queue"
+        elif (
+            self.rules.is_batch(service)
+            and self.queue.count((service.service_class,)) >= batch_limit
+        ):
+            taken = f"all {batch_limit} places for batch requests in the queue"
         else:
-            taken = self._full and self._gives_way(service) is None
-        if not taken:
             return None
-        kind = " for batch requests" if limit < self.queue_limit else ""
-        return NotAdmitted(
-            RefusalReason.QUEUE_FULL,
-            f"all {limit} places in the queue{kind} are taken; retry later",
-        )
+        return NotAdmitted(RefusalReason.QUEUE_FULL, f"{taken} are taken; retry later")
 
     def _gives_way(self, service: Service) -> Waiting | None:
         """The newest request of the lowest class below this one, or None."""

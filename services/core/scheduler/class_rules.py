@@ -57,8 +57,16 @@ class ClassRules:
         return self.on and not service.online
 
     def alike(self, service: Service) -> tuple[ServiceClass, ...]:
-        """The classes with which a request shares places, pace and Retry-After."""
+        """The classes with which a request shares its pace, and so its Retry-After."""
         return (service.service_class,) if self.on else ALL
+
+    def not_after(self, service: Service) -> tuple[ServiceClass, ...]:
+        """The classes whose requests may stand before a new one in the line."""
+        if not self.on:
+            return ALL
+        if service.online and self.order is Order.DEADLINE:
+            return ONLINE
+        return ALL[: ALL.index(service.service_class) + 1]
 
     def below(self, service: Service) -> Iterator[ServiceClass]:
         """The classes that give their places in a full queue up to a request, the first first."""

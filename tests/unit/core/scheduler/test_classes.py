@@ -12,7 +12,13 @@ from services.core.line_order import Scheduling, by_deadline
 from services.core.scheduler.class_rules import NO_CLASSES, ClassRules, Order
 from services.core.scheduler.dispatch import least_loaded
 from services.core.scheduler.state_config import StateConfig
-from services.core.scheduler.vocabulary import Command, SendAssignment, SendTicket, Ticked
+from services.core.scheduler.vocabulary import (
+    Command,
+    SendAssignment,
+    SendTicket,
+    ShortfallsTold,
+    Ticked,
+)
 from services.core.service import Service, ServiceClass
 from tests.unit.core.scheduler.test_state import Scheduler, assigned, refusal
 
@@ -216,7 +222,7 @@ def test_batch_requests_have_places_and_a_deadline_of_their_own() -> None:
     scheduler = make(rules={"batch_queue_limit": 1, "batch_queue_deadline_s": 500.0})
     scheduler.ask("b0", service=BATCH)
     refused = refusal(scheduler.ask("b1", service=BATCH))
-    assert "all 1 places in the queue for batch requests" in refused.message
+    assert "all 1 places for batch requests in the queue" in refused.message
     scheduler.ask("online")
     scheduler.join()
     late = refusal(scheduler(Ticked(121.0)))
@@ -237,6 +243,22 @@ def test_a_retry_is_sensible_when_the_class_has_moved_on() -> None:
     # No batch request has started lately, though 20 online ones have.
     refused = refusal(scheduler.ask("b10", service=BATCH, now_s=0.2))
     assert refused.retry_after_s == 60.0
+
+
+@pytest.mark.parametrize(("order", "starts"), [(Order.CLASS, True), (Order.DEADLINE, False)])
+def test_a_place_comes_too_late_behind_those_that_may_stand_before(
+    order: Order, starts: bool
+) -> None:
+    scheduler = make(500, queue_deadline_s=10.0, growth_blocks=0, rules={"order": order})
+    scheduler.join()
+    scheduler(ShortfallsTold(0.0, {"m": 1}))
+    for number in range(70):
+        scheduler.ask(f"s{number}", now_s=0.0, resumed=number < 20)
+    assert len(assigned(scheduler.report(free=60, total=100, now_s=9.0))) == 20
+    # Twenty starts in nine seconds: the 50 that wait are too many for the last second of a tenth.
+    asked = scheduler.ask("late", service=URGENT, now_s=9.5, waited_s=9.0)
+    assert (asked == [SendTicket(1, "late")]) is starts
+    assert not starts or scheduler.ask("b", service=BATCH, now_s=9.5)[0] == SendTicket(1, "b")
 
 
 # --- demand and numbers
