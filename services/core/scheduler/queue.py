@@ -2,7 +2,7 @@
 
 Requests that have run go before all others, and have no deadline here. Where classes count, that
 holds among online requests, and among batch requests, which come after all of those; and within a
-band of the order, such as a class, tenants take turns. See `turns`.
+band of the order, such as a class, tenants take turns. See `tenant_turns`.
 """
 
 from bisect import bisect_left, insort
@@ -14,7 +14,7 @@ from math import inf
 from services.core.line_order import LineKey
 from services.core.scheduler.class_rules import ALL, NO_CLASSES, ClassRules
 from services.core.scheduler.dispatch import NOBODY
-from services.core.scheduler.turns import Turns
+from services.core.scheduler.tenant_turns import TenantTurns
 from services.core.scheduler.vocabulary import Asked
 from services.core.service import ServiceClass
 
@@ -63,7 +63,7 @@ class _OfClass:
 class _Line:
     """The requests of one model."""
 
-    turns: Turns = field(default_factory=Turns)
+    turns: TenantTurns = field(default_factory=TenantTurns)
     by_class: dict[ServiceClass, _OfClass] = field(
         default_factory=lambda: {one: _OfClass() for one in ALL}
     )

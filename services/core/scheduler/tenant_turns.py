@@ -38,7 +38,7 @@ class _Band:
 
 
 @dataclass(slots=True)
-class Turns:
+class TenantTurns:
     """Bands, one after the other; within a band tenants take turns, by what they have got.
 
     A tenant that comes, or comes back, starts no lower than the lowest of those that wait: time
