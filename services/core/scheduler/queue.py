@@ -117,7 +117,7 @@ class WaitQueue:
         return next(self.line(model), None)
 
     def oldest(self, model: str) -> list[Waiting]:
-        """Of each class the longest-waiting request for `model` that can expire, oldest first."""
+        """The longest-waiting request for `model` of each class that can expire, oldest first."""
         line = self._lines.get(model)
         of = line.by_class.values() if line is not None else ()
         return [

@@ -180,6 +180,16 @@ def test_online_load_decides_before_batch_load_for_online_requests(
     assert groups(scheduler.ask("online")) == ["w1"]
 
 
+def test_of_groups_with_the_same_room_that_with_fewer_online_sequences_is_taken() -> None:
+    scheduler = make(growth_blocks=0)
+    scheduler.join("w0")
+    scheduler.join("w1")
+    scheduler.report("w0", free=80, running=4)
+    busy = {"running": 9, "batch_running": 8, "batch_blocks": 30, "yields": True}
+    scheduler.report("w1", free=50, **busy)
+    assert groups(scheduler.ask("online")) == ["w1"]
+
+
 def test_some_groups_may_be_for_batch_requests_only() -> None:
     scheduler = make(rules={"batch_groups": 1})
     scheduler.join("w1")
