@@ -97,7 +97,6 @@ class World:
 
     def __init__(self, seed: int, rules: ClassRules, queue_limit: int) -> None:
         self.rng = Random(seed)
-        self.rules = rules
         self.state = SchedulerState(queue_limit, 1e6, rules=rules)
         self.now_s, self.number = 100.0, 0
         self.asks: dict[str, Asked] = {}
@@ -125,7 +124,7 @@ class World:
         assert self.waiting == {one for one in self.asks if self.state._queue.get(one)}
 
     def check_start(self, request_id: str) -> None:
-        """No batch request starts while an online one waits; those of equals start by deadline."""
+        """No batch request starts while an online one waits."""
         service = self.asks[request_id].service
         others = [self.asks[one] for one in self.waiting if one != request_id]
         if not service.online:
@@ -163,7 +162,7 @@ class World:
                     total=BLOCKS,
                     batch_running=len(batch),
                     batch_blocks=min(BLOCKS, sum(map(self.blocks, batch))),
-                    yields=True,
+                    batch_yields=True,
                 )
             )
         self.feed(Ticked(self.now_s))

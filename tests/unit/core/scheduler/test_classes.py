@@ -115,11 +115,11 @@ def test_a_tenant_that_comes_late_owes_and_is_owed_nothing() -> None:
 def test_batch_kv_counts_as_room_for_online_requests_only() -> None:
     scheduler = make()
     scheduler.join()
-    full = {"free": 0, "running": 4, "batch_running": 4, "batch_blocks": 90, "yields": True}
+    full = {"free": 0, "running": 4, "batch_running": 4, "batch_blocks": 90, "batch_yields": True}
     scheduler.report(**full)
     assert scheduler.ask("b", service=BATCH) == [SendTicket(1, "b")]
     assert assigned(scheduler.ask("online")) == ["online"]
-    scheduler.report(**full | {"yields": False}, received=("online",))
+    scheduler.report(**full | {"batch_yields": False}, received=("online",))
     assert scheduler.ask("next") == [SendTicket(1, "next")]
 
 
@@ -163,7 +163,7 @@ def test_batch_work_goes_to_the_group_with_the_fewest_online_sequences() -> None
     scheduler.join("w0")
     scheduler.join("w1")
     scheduler.report("w0", free=90, running=2)
-    scheduler.report("w1", free=50, running=9, batch_running=8, batch_blocks=45, yields=True)
+    scheduler.report("w1", free=50, running=9, batch_running=8, batch_blocks=45, batch_yields=True)
     assert groups(scheduler.ask("b", service=BATCH)) == ["w1"]
 
 
@@ -175,7 +175,7 @@ def test_online_load_decides_before_batch_load_for_online_requests(
     scheduler.join("w0")
     scheduler.join("w1")
     scheduler.report("w0", free=80, running=4)
-    busy = {"running": 20, "batch_running": 18, "batch_blocks": 85, "yields": True}
+    busy = {"running": 20, "batch_running": 18, "batch_blocks": 85, "batch_yields": True}
     scheduler.report("w1", free=5, **busy)
     assert groups(scheduler.ask("online")) == ["w1"]
 
@@ -185,7 +185,7 @@ def test_of_groups_with_the_same_room_that_with_fewer_online_sequences_is_taken(
     scheduler.join("w0")
     scheduler.join("w1")
     scheduler.report("w0", free=80, running=4)
-    busy = {"running": 9, "batch_running": 8, "batch_blocks": 30, "yields": True}
+    busy = {"running": 9, "batch_running": 8, "batch_blocks": 30, "batch_yields": True}
     scheduler.report("w1", free=50, **busy)
     assert groups(scheduler.ask("online")) == ["w1"]
 
