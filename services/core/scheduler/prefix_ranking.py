@@ -45,7 +45,7 @@ def predicted_ttft_s(
     )
 
 
-Wanted = tuple[int, int, float, float, frozenset[str], bool]
+Wanted = tuple[int, int, float, float, frozenset[str]]
 """Arguments of `GroupIndex.best` and `GroupIndex.can_start`."""
 
 
