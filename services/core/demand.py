@@ -9,7 +9,8 @@ class ModelDemand:
 
     The `queued` requests need `queued_tokens` of KV before they can run. `refused` requests of the
     last seconds needed `refused_tokens`. `arriving_tokens_per_s` is the KV that arriving requests
-    need before they can run.
+    need before they can run. `batch_queued` requests that need `batch_queued_tokens` wait beside
+    those: where classes count, batch requests are no demand, and have no part in the other numbers.
     """
 
     model: str
@@ -18,6 +19,8 @@ class ModelDemand:
     refused: int = 0
     refused_tokens: int = 0
     arriving_tokens_per_s: float = 0.0
+    batch_queued: int = 0
+    batch_queued_tokens: int = 0
 
     def plus(self, other: "ModelDemand") -> "ModelDemand":
         """What both report together of one model."""

@@ -21,8 +21,9 @@ class Service:
     """A request's class, its targets in seconds from the arrival at the gateway, and its tenant.
 
     A target of None promises nothing. `tpot_s` holds on average over `token_group` tokens; a
-    smaller `rank` is earlier within the class. Every message carries these fields. Class and rank
-    count by the setting `scheduling`; no decision depends on targets yet.
+    smaller `rank` is earlier within the class. Every message carries these fields. Class, rank and
+    tenant count by the setting `scheduling`, `ttft_s` by the scheduler's `order`; nothing depends
+    on `tpot_s` yet.
     """
 
     service_class: ServiceClass = ServiceClass.STANDARD

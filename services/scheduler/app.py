@@ -16,6 +16,7 @@ from services.common.process_metrics import service_registry
 from services.common.transport import Transport, transport_of
 from services.core.cost.model import TOKENS
 from services.core.line_order import Scheduling
+from services.core.scheduler.class_rules import ClassRules, Order
 from services.core.scheduler.dispatch import PREFIX
 from services.core.scheduler.state_config import StateConfig
 from services.scheduler.config import SchedulerConfig
@@ -86,7 +87,13 @@ def state_config(config: SchedulerConfig) -> StateConfig:
         config.overtaken_max,
         config.growth_blocks,
         ttft,
-        Scheduling(config.scheduling),
+        ClassRules(
+            Scheduling(config.scheduling),
+            Order(config.order),
+            config.batch_queue_limit,
+            config.batch_queue_deadline_s,
+            config.batch_groups,
+        ),
     )
 
 

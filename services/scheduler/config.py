@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from services.common.config import choice, number, option, tcp_port
 from services.common.scheduling_config import SchedulingConfig
 from services.core.overtaking import OVERTAKEN_MAX
+from services.core.scheduler.class_rules import BATCH_QUEUE_DEADLINE_S, BATCH_QUEUE_LIMIT, Order
 from services.core.scheduler.dispatch import DISPATCHES
 from services.core.scheduler.group_load import GROWTH_BLOCKS
 
@@ -20,6 +21,34 @@ class SchedulerConfig(SchedulingConfig):
     )
     queue_deadline_s: float = number(
         120.0, "Seconds that a request may wait; then 504.", minimum=0.1, maximum=86_400
+    )
+    order: str = choice(
+        "class",
+        Order,
+        "Which online request is next, unless scheduling is fcfs. class: interactive before"
+        " standard, by arrival; deadline: that whose first token is due first, ten seconds after"
+        " its arrival if it has no target. Both after rank; batch comes last.",
+    )
+    batch_queue_limit: int = number(
+        BATCH_QUEUE_LIMIT,
+        "Places of queue_limit that batch requests may take, unless scheduling is fcfs. An online"
+        " request takes the place of the newest of them if all are taken.",
+        minimum=0,
+        maximum=1_000_000,
+    )
+    batch_queue_deadline_s: float = number(
+        BATCH_QUEUE_DEADLINE_S,
+        "Seconds that a batch request may wait, unless scheduling is fcfs; then 504.",
+        minimum=0.1,
+        maximum=86_400,
+    )
+    batch_groups: int = number(
+        0,
+        "Groups of each model that take batch requests only, the others taking none, unless"
+        " scheduling is fcfs; 0: every group takes all. For comparisons: idle time of one kind is"
+        " lost to the other.",
+        minimum=0,
+        maximum=1024,
     )
     overtaken_max: int = number(
         OVERTAKEN_MAX,

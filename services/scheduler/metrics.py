@@ -7,6 +7,7 @@ from prometheus_client.registry import Collector
 
 from services.common.vllm_names import LABELS, QUEUE_ENGINE, WAITING, WAITING_HELP
 from services.core.scheduler.vocabulary import Snapshot
+from services.core.service import ServiceClass
 
 
 class SchedulerCollector(Collector):
@@ -69,12 +70,37 @@ def _queue(now: Snapshot) -> Iterable[Metric]:
         "Prompt tokens of the requests assigned that their group was expected to have cached.",
         value=now.cached_tokens_total,
     )
+    yield from _classes(now)
     refused = CounterMetricFamily(
         "tideserve_scheduler_refused_requests", "Requests refused.", labels=["reason"]
     )
     for reason, count in now.refused_total.items():
         refused.add_metric([reason], count)
     yield refused
+
+
+def _classes(now: Snapshot) -> Iterable[Metric]:
+    """The queue by class."""
+    queued = GaugeMetricFamily(
+        "tideserve_scheduler_class_queued_requests",
+        "Requests that wait for a group with room, by class.",
+        labels=["class"],
+    )
+    oldest = GaugeMetricFamily(
+        "tideserve_scheduler_class_oldest_wait_seconds",
+        "Wait of the longest-waiting request of the class.",
+        labels=["class"],
+    )
+    refused = CounterMetricFamily(
+        "tideserve_scheduler_class_refused_requests",
+        "Requests refused, by class.",
+        labels=["class"],
+    )
+    for name in ServiceClass:
+        queued.add_metric([name], now.queued_by_class[name])
+        oldest.add_metric([name], now.oldest_wait_s_by_class[name])
+        refused.add_metric([name], now.refused_total_by_class[name])
+    yield from (queued, oldest, refused)
 
 
 def _waiting(now: Snapshot | None) -> Metric:

@@ -24,6 +24,7 @@ def load_reported(
     dropped: tuple[int, ...] = (),
     dropped_total: int = 0,
     batch_running: int = 0,
+    batch_waiting: int = 0,
     batch_blocks: int = 0,
     batch_yields: bool = False,
 ) -> LoadReported:
@@ -38,6 +39,7 @@ def load_reported(
         prefix_queries_total=queries,
         prefix_hits_total=hits,
         batch_running=batch_running,
+        batch_waiting=batch_waiting,
         kv_blocks_batch=batch_blocks,
         batch_yields=batch_yields,
     )

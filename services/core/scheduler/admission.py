@@ -6,10 +6,12 @@ from dataclasses import dataclass, field
 
 from services.core.ask import AVOIDED_MAX, RefusalReason
 from services.core.prefix.block_hash import THIN_MAX
+from services.core.scheduler.class_rules import NO_CLASSES, ClassRules
 from services.core.scheduler.group_table import GroupTable, ModelGroups
 from services.core.scheduler.queue import Waiting, WaitQueue
-from services.core.scheduler.rate import RATE_WINDOW_S, DispatchRate, retry_after_s
+from services.core.scheduler.rate import RATE_WINDOW_S, ClassRates, retry_after_s
 from services.core.scheduler.vocabulary import Asked
+from services.core.service import Service
 
 TOKENS_MAX = 2**31 - 1
 NAME_LENGTH_MAX = 256
@@ -41,15 +43,16 @@ class NotAdmitted:
 class Admission:
     """Decides which requests may wait, from what waits already and which groups there are.
 
-    `rate` is that of assignments of all models. The queue, the groups and the rate belong to the
-    caller, and are only read here.
+    `rates` are those of assignments of all models. The queue, the groups and the rates belong to
+    the caller, and are only read here.
     """
 
     queue: WaitQueue
     groups: GroupTable
-    rate: DispatchRate
+    rates: ClassRates
     queue_limit: int
     queue_deadline_s: float
+    rules: ClassRules = NO_CLASSES
     shortfalls: dict[str, int] = field(default_factory=dict)
 
     def refusal(
@@ -67,16 +70,23 @@ class Admission:
             refused = check_model(ask.model, self.groups.models, self.groups.served_before)
         if refused is not None or ask.resumed:
             return refused
-        if ask.now_s - arrival_s >= self.queue_deadline_s:
-            return self._expired()
+        if ask.now_s - arrival_s >= self._deadline_s(ask.service):
+            return self._expired(ask.service)
         if placed:
             return None
-        if len(self.queue) >= self.queue_limit:
-            return NotAdmitted(
-                RefusalReason.QUEUE_FULL,
-                f"all {self.queue_limit} places in the queue are taken; retry later",
-            )
-        return self._too_late(ask, model, arrival_s)
+        return self._no_place(ask.service) or self._too_late(ask, model, arrival_s)
+
+    def displaced(self, ask: Asked, placed: bool) -> tuple[Waiting, NotAdmitted] | None:
+        """The request that leaves a full queue so that `ask`, which may wait, gets its place."""
+        if ask.resumed or placed or not self._full:
+            return None
+        waiting = self._gives_way(ask.service)
+        assert waiting is not None, "a full queue refuses those for which no place is found"
+        return waiting, NotAdmitted(
+            RefusalReason.QUEUE_FULL,
+            f"all {self.queue_limit} places in the queue are taken, and a more urgent request has"
+            " come; retry later",
+        )
 
     def refusal_in_line(self, name: str, now_s: float) -> tuple[Waiting, NotAdmitted] | None:
         """A request that waits for the model `name` and must not any longer, and why.
@@ -84,9 +94,9 @@ class Admission:
         That is the longest-waiting one if its deadline is over, else the first of the line if no
         group can hold it: it may have been asked before any group of its model was known.
         """
-        oldest = self.queue.oldest(name)
-        if oldest is not None and now_s - oldest.arrival_s >= self.queue_deadline_s:
-            return oldest, self._expired()
+        for oldest in self.queue.oldest(name):
+            if now_s - oldest.arrival_s >= self._deadline_s(oldest.ask.service):
+                return oldest, self._expired(oldest.ask.service)
         model, head = self.groups.of_model(name), self.queue.head(name)
         if model is None or head is None:
             return None
@@ -95,13 +105,16 @@ class Admission:
         return (head, refused) if refused is not None else None
 
     def retry_after_s(self, ask: Asked, now_s: float) -> float:
-        """When the line of its model, or the full queue of all models, will have moved on."""
-        model = self.groups.of_model(ask.model)
-        if model is None or len(self.queue) >= self.queue_limit:
-            queued, rate_per_s = len(self.queue), self.rate.per_s(now_s)
+        """When the line of its model, or the full queue of all models, will have moved on.
+
+        Where classes count, those of its class have moved on by then.
+        """
+        model, alike = self.groups.of_model(ask.model), self.rules.alike(ask.service)
+        if model is None or self._no_place(ask.service) is not None:
+            queued, rate_per_s = self.queue.count(alike), self.rates.per_s(alike, now_s)
         else:
-            queued = self.queue.wanted(ask.model)[0]
-            rate_per_s = model.meter.dispatched.per_s(now_s)
+            queued = self.queue.wanted(ask.model, alike)[0]
+            rate_per_s = model.meter.dispatched.per_s(alike, now_s)
         return retry_after_s(ask.request_id, queued, rate_per_s)
 
     def _too_late(
@@ -110,8 +123,11 @@ class Admission:
         """Refuses a newcomer that would expire, where no merge can make room.
 
         A gateway's word that it was assigned is enough here, as after a restart of the scheduler;
-        the limit of the queue holds for what this scheduler does not remember.
+        the limit of the queue holds for what this scheduler does not remember. Batch requests have
+        time, and are not refused for that.
         """
+        if self.rules.is_batch(ask.service):
+            return None
         if model is None or ask.failed is not None or not self.shortfalls.get(ask.model):
             return None
         left_s = arrival_s + self.queue_deadline_s - ask.now_s
@@ -119,12 +135,42 @@ class Admission:
         rate_per_s = model.meter.pace.per_s(ask.now_s, window_s)
         if rate_per_s is None:
             return None
-        return check_wait(self.queue.wanted(ask.model)[0], rate_per_s, left_s)
+        queued = self.queue.wanted(ask.model, self.rules.not_after(ask.service))[0]
+        return check_wait(queued, rate_per_s, left_s)
 
-    def _expired(self) -> NotAdmitted:
+    @property
+    def _full(self) -> bool:
+        return len(self.queue) >= self.queue_limit
+
+    def _no_place(self, service: Service) -> NotAdmitted | None:
+        """Refuses a newcomer if no place in the queue is left to it, even by displacing another."""
+        batch_limit = self.rules.batch_queue_limit
+        if self._full and self._gives_way(service) is None:
+            taken = f"all {self.queue_limit} places in the queue"
+        elif (
+            self.rules.is_batch(service)
+            and self.queue.count((service.service_class,)) >= batch_limit
+        ):
+            taken = f"all {batch_limit} places for batch requests in the queue"
+        else:
+            return None
+        return NotAdmitted(RefusalReason.QUEUE_FULL, f"{taken} are taken; retry later")
+
+    def _gives_way(self, service: Service) -> Waiting | None:
+        """The newest request of the lowest class below this one, or None."""
+        newest = map(self.queue.newest, self.rules.below(service))
+        return next((waiting for waiting in newest if waiting is not None), None)
+
+    def _deadline_s(self, service: Service) -> float:
+        """How long a request may wait."""
+        if self.rules.is_batch(service):
+            return self.rules.batch_queue_deadline_s
+        return self.queue_deadline_s
+
+    def _expired(self, service: Service) -> NotAdmitted:
         return NotAdmitted(
             RefusalReason.EXPIRED,
-            f"no worker had room within {self.queue_deadline_s:g} s; retry later",
+            f"no worker had room within {self._deadline_s(service):g} s; retry later",
         )
 
 

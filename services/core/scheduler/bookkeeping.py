@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from services.core.ask import RefusalReason
+from services.core.service import ServiceClass
 
 REMEMBERED_S = 60.0
 REMEMBERED_MAX = 10_000
@@ -69,7 +70,7 @@ class Totals:
     """How asks have ended since the start. `returned` counts returns to the queue, no endings.
 
     `prompt_tokens` are those of all assignments; of them `cached_tokens` were expected to be hits
-    in the prefix cache of the group.
+    in the prefix cache of the group. `refused` is by reason, `refused_of_class` by class.
     """
 
     assigned: int = 0
@@ -79,4 +80,7 @@ class Totals:
     returned: int = 0
     refused: dict[RefusalReason, int] = field(
         default_factory=lambda: dict.fromkeys(RefusalReason, 0)
+    )
+    refused_of_class: dict[ServiceClass, int] = field(
+        default_factory=lambda: dict.fromkeys(ServiceClass, 0)
     )

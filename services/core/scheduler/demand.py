@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from services.core.scheduler.rate import DispatchRate, LinePace
+from services.core.scheduler.rate import ClassRates, LinePace
 
 ARRIVALS_S = 3
 REFUSALS_S = 10
@@ -39,7 +39,7 @@ class DemandMeter:
 
     arrived: RecentSum = field(default_factory=lambda: RecentSum(ARRIVALS_S))
     refused: RecentSum = field(default_factory=lambda: RecentSum(REFUSALS_S))
-    dispatched: DispatchRate = field(default_factory=DispatchRate)
+    dispatched: ClassRates = field(default_factory=ClassRates)
     pace: LinePace = field(default_factory=LinePace)
 
     def arrived_tokens_per_s(self, now_s: float) -> float:

@@ -14,6 +14,7 @@ NOBODY: frozenset[str] = frozenset()
 
 Score = tuple[float, ...]
 ScoreFunction = Callable[[GroupLoad], Score]
+RoomFunction = Callable[[GroupLoad], int]
 
 
 def serves(load: GroupLoad, now_s: float) -> bool:
@@ -26,26 +27,37 @@ def could_hold(load: GroupLoad, prompt_tokens: int, max_tokens: int) -> bool:
     return prompt_tokens + max_tokens <= load.tokens_max
 
 
-def has_room(load: GroupLoad, prompt_tokens: int, max_tokens: int, online: bool = True) -> bool:
-    """Filter: the request can start now; one that is not `online` makes nobody yield."""
+def start_blocks(load: GroupLoad) -> int:
+    """Room of a request that does not yield; none in a group that is for batch requests only."""
+    return 0 if load.for_batch else load.start_blocks
+
+
+def has_room(load: GroupLoad, prompt_tokens: int, max_tokens: int, room: RoomFunction) -> bool:
+    """Filter: the request can start now in the `room` of the group."""
     tokens_max = prompt_tokens + max_tokens
-    needed = admission_blocks(prompt_tokens, tokens_max, load.group.block_size)
-    return (load.start_blocks if online else load.batch_start_blocks) >= needed
+    return room(load) >= admission_blocks(prompt_tokens, tokens_max, load.group.block_size)
 
 
 def kv_share(load: GroupLoad) -> Score:
     """Score: the smallest share of KV in use, waited for or reserved; then sequences per block.
 
+    Batch sequences that yield count last of all.
+
     A merged group holds several times as much as one of its members did, so counts of sequences
     would fill small groups to the brim beside a large one that is half empty.
     """
     capacity = max(1, load.capacity_blocks)
-    return (1 - load.room_blocks / capacity, load.sequences / capacity)
+    online, every = load.online_sequences / capacity, load.sequences / capacity
+    return (1 - load.room_blocks / capacity, online, every)
 
 
 def least_loaded(load: GroupLoad) -> Score:
-    """Score: fewest sequences, whatever the group holds; then the smallest share of KV in use."""
-    return (float(load.sequences), 1 - load.room_blocks / max(1, load.capacity_blocks))
+    """Score: fewest sequences, whatever the group holds; then the smallest share of KV in use.
+
+    Batch sequences that yield count last of all.
+    """
+    used = 1 - load.room_blocks / max(1, load.capacity_blocks)
+    return (float(load.online_sequences), used, float(load.sequences))
 
 
 SCORES: dict[str, ScoreFunction] = {"kv_share": kv_share, "least_loaded": least_loaded}

@@ -12,11 +12,13 @@ from math import inf
 from services.core.request import admission_blocks
 from services.core.scheduler.dispatch import (
     NOBODY,
+    RoomFunction,
     Score,
     ScoreFunction,
     could_hold,
     has_room,
     serves,
+    start_blocks,
 )
 from services.core.scheduler.group_load import GroupLoad
 
@@ -39,11 +41,12 @@ class _Places:
 class GroupIndex:
     """Picks as if it filtered and scored every group; a lower `score` is better.
 
-    Groups whose workers come and go are behind all others.
+    A request needs `room` to start. Groups whose workers come and go are behind all others.
     Call `touch` after each change of a group's load.
     """
 
     score: ScoreFunction
+    room: RoomFunction = start_blocks
     loads: dict[str, GroupLoad] = field(default_factory=dict)
     _places: dict[int, _Places] = field(default_factory=dict)  # by block size
     _placed: dict[str, tuple[_Ranked, _Room, int]] = field(default_factory=dict)
@@ -87,21 +90,30 @@ class GroupIndex:
             self._tokens_changed = True
 
     def reserve(
-        self, load: GroupLoad, request_id: str, blocks: int, now_s: float, prefill_tokens: int = 0
+        self,
+        load: GroupLoad,
+        request_id: str,
+        blocks: int,
+        now_s: float,
+        prefill_tokens: int = 0,
+        batch: bool = False,
     ) -> None:
         """Hold blocks of a group for a new assignment; see `GroupLoad.reserve`."""
-        lapses_s = load.reserve(request_id, blocks, now_s, prefill_tokens)
+        lapses_s = load.reserve(request_id, blocks, now_s, prefill_tokens, batch)
         heapq.heappush(self._lapses, (lapses_s, load.group.group_id))
         self.touch(load)
 
-    def drop_lapsed(self, now_s: float) -> None:
-        """Drop the reservations whose time is over."""
+    def drop_lapsed(self, now_s: float) -> list[GroupLoad]:
+        """Drop the reservations whose time is over; returns the groups that had some."""
+        found = []
         while self._lapses and self._lapses[0][0] <= now_s:
             _, group_id = heapq.heappop(self._lapses)
             load = self.loads.get(group_id)
             if load is not None:
                 load.drop_lapsed(now_s)
                 self.touch(load)
+                found.append(load)
+        return found
 
     @property
     def tokens_min(self) -> int:
@@ -115,14 +127,13 @@ class GroupIndex:
         now_s: float,
         below_tokens: float = inf,
         avoided: frozenset[str] = NOBODY,
-        online: bool = True,
     ) -> GroupLoad | None:
         """The group with the best score among those that can start the request now, or None.
 
         Only groups count that could not hold a sequence of `below_tokens`, and whose address is
-        not `avoided`. For a request that is not `online` nobody yields.
+        not `avoided`.
         """
-        found = self.best(prompt_tokens, max_tokens, now_s, below_tokens, avoided, online)
+        found = self.best(prompt_tokens, max_tokens, now_s, below_tokens, avoided)
         return found[0] if found else None
 
     def best(
@@ -132,7 +143,6 @@ class GroupIndex:
         now_s: float,
         below_tokens: float = inf,
         avoided: frozenset[str] = NOBODY,
-        online: bool = True,
         most: int = 1,
     ) -> list[GroupLoad]:
         """Up to `most` groups as `pick` would pick them one after the other, the best first."""
@@ -150,14 +160,13 @@ class GroupIndex:
                     now_s,
                     below_tokens,
                     avoided,
-                    online,
                 )
             )
             found += islice(able, most)
         return [self.loads[ranked[-1]] for ranked in sorted(found)[:most]]
 
     def idle(self, prompt_tokens: int, max_tokens: int, now_s: float) -> GroupLoad | None:
-        """As `pick`, among the groups in which nothing runs or waits, so that nobody can yield."""
+        """As `pick`, among the groups in which nothing runs or waits."""
         able = [
             self._ranked(load)
             for load in self.loads.values()
@@ -165,19 +174,18 @@ class GroupIndex:
         ]
         return self.loads[min(able)[-1]] if able else None
 
-    @staticmethod
     def can_start(
+        self,
         load: GroupLoad,
         prompt_tokens: int,
         max_tokens: int,
         now_s: float,
         below_tokens: float = inf,
         avoided: frozenset[str] = NOBODY,
-        online: bool = True,
     ) -> bool:
-        """Whether a group passes all filters; the last three as in `pick`."""
+        """Whether a group passes all filters; `below_tokens` and `avoided` as in `pick`."""
         return (
-            has_room(load, prompt_tokens, max_tokens, online)
+            has_room(load, prompt_tokens, max_tokens, self.room)
             and could_hold(load, prompt_tokens, max_tokens)
             and load.tokens_max < below_tokens
             and load.group.address not in avoided
@@ -193,7 +201,7 @@ class GroupIndex:
         ranked = [entry for places in self._places.values() for entry in places.ranked]
         rooms = [entry for places in self._places.values() for entry in places.rooms]
         assert sorted(ranked) == sorted(map(self._ranked, self.loads.values()))
-        assert sorted(rooms) == sorted((one.start_blocks, key) for key, one in self.loads.items())
+        assert sorted(rooms) == sorted((self.room(one), key) for key, one in self.loads.items())
         for places in self._places.values():
             assert places.ranked == sorted(places.ranked) and places.rooms == sorted(places.rooms)
 
@@ -213,7 +221,7 @@ class GroupIndex:
             self._unplace(group_id)
             block_size = load.group.block_size
             places = self._places.setdefault(block_size, _Places())
-            ranked, room = self._ranked(load), (load.start_blocks, group_id)
+            ranked, room = self._ranked(load), (self.room(load), group_id)
             insort(places.ranked, ranked)
             insort(places.rooms, room)
             self._placed[group_id] = ranked, room, block_size

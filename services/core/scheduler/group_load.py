@@ -19,6 +19,7 @@ class _Reservation:
     blocks: int
     lapses_s: float
     prefill_tokens: int
+    batch: bool
 
 
 @dataclass(slots=True)
@@ -37,8 +38,11 @@ class GroupLoad:
     _reserved: OrderedDict[str, _Reservation] = field(default_factory=OrderedDict)  # by lapse
     reserved_blocks: int = 0
     _reserved_tokens: int = 0
+    _reserved_batch: int = 0
     # The worker flaps: other groups are chosen before this one.
     flaps: bool = False
+    # Takes batch requests only, or none of them; None: all requests.
+    for_batch: bool | None = None
     # The largest number that a report had, and when the worker itself last reported at this epoch.
     _newest: int = 0
     _heard_s: float = -math.inf
@@ -129,9 +133,7 @@ class GroupLoad:
         """
         if self._report is None:
             return 0
-        load = self._report.load
-        running = load.running - load.batch_running if load.batch_yields else load.running
-        return self.room_blocks - math.ceil(self.growth_blocks * running)
+        return self.room_blocks - math.ceil(self.growth_blocks * self.running)
 
     @property
     def batch_start_blocks(self) -> int:
@@ -150,16 +152,35 @@ class GroupLoad:
         return reported + len(self._reserved)
 
     @property
+    def online_sequences(self) -> int:
+        """As `sequences`, without batch ones if those yield."""
+        if self._report is None or not self._report.load.batch_yields:
+            return self.sequences
+        load = self._report.load
+        return self.sequences - load.batch_running - load.batch_waiting - self._reserved_batch
+
+    @property
+    def online_waiting(self) -> int:
+        """Sequences that wait for blocks and are not batch ones, as last reported."""
+        if self._report is None:
+            return 0
+        return self._report.load.waiting - self._report.load.batch_waiting
+
+    @property
     def running(self) -> int:
-        """Sequences that run, as last reported."""
-        return self._report.load.running if self._report is not None else 0
+        """Sequences that run and do not yield, as last reported."""
+        if self._report is None:
+            return 0
+        load = self._report.load
+        return load.running - load.batch_running if load.batch_yields else load.running
 
     @property
     def used_tokens(self) -> int:
-        """Token slots in blocks that sequences have, as last reported."""
+        """Token slots in blocks that sequences have and do not yield, as last reported."""
         if self._report is None:
             return 0
-        free = min(self._report.load.kv_blocks_free, self.capacity_blocks)
+        load = self._report.load
+        free = min(load.kv_blocks_free + load.kv_blocks_yielding, self.capacity_blocks)
         return (self.capacity_blocks - free) * self.group.block_size
 
     @property
@@ -168,15 +189,23 @@ class GroupLoad:
         reported = self._report.load.prefill_tokens if self._report is not None else 0
         return reported + self._reserved_tokens
 
-    def reserve(self, request_id: str, blocks: int, now_s: float, prefill_tokens: int = 0) -> float:
+    def reserve(
+        self,
+        request_id: str,
+        blocks: int,
+        now_s: float,
+        prefill_tokens: int = 0,
+        batch: bool = False,
+    ) -> float:
         """Hold blocks for a new assignment, of which so many tokens are to be prefilled.
 
-        Returns when that lapses.
+        `batch`: it yields to online requests. Returns when that lapses.
         """
         self.release(request_id)
         lapses_s = now_s + RESERVATION_S
-        self._reserved[request_id] = _Reservation(blocks, lapses_s, prefill_tokens)
+        self._reserved[request_id] = _Reservation(blocks, lapses_s, prefill_tokens, batch)
         self.reserved_blocks += blocks
+        self._reserved_batch += batch
         self._reserved_tokens += prefill_tokens
         return lapses_s
 
@@ -186,6 +215,7 @@ class GroupLoad:
         if reservation is not None:
             self.reserved_blocks -= reservation.blocks
             self._reserved_tokens -= reservation.prefill_tokens
+            self._reserved_batch -= reservation.batch
 
     def drop_lapsed(self, now_s: float) -> None:
         """Drop the reservations whose time is over."""
@@ -199,5 +229,6 @@ class GroupLoad:
         """Raise AssertionError if the sum of reservations is wrong."""
         assert self.reserved_blocks == sum(r.blocks for r in self._reserved.values())
         assert self._reserved_tokens == sum(r.prefill_tokens for r in self._reserved.values())
+        assert self._reserved_batch == sum(r.batch for r in self._reserved.values())
         assert all(r.blocks > 0 for r in self._reserved.values())
         assert self._report is None or self._report.incarnation == self.group.incarnation

@@ -5,10 +5,12 @@ from dataclasses import dataclass, field
 
 from services.core.ask import Ask
 from services.core.cost.model import CostModel
+from services.core.scheduler.class_rules import NO_CLASSES, ClassRules
 from services.core.scheduler.demand import DemandMeter
 from services.core.scheduler.dispatch import NOBODY, ScoreFunction
 from services.core.scheduler.group_index import GroupIndex
 from services.core.scheduler.group_load import GroupLoad
+from services.core.scheduler.harvest import harvest_blocks, most_idle
 from services.core.scheduler.prefix_ranking import PrefixRanking
 from services.core.scheduler.vocabulary import LoadLost, LoadReported, ServingGroup
 from services.core.steadiness import SelfWatch, Steadiness
@@ -20,12 +22,18 @@ MODELS_REMEMBERED_MAX = 1_000
 class ModelGroups:
     """The groups of one model, at least one, and the demand for them.
 
+    `harvest` ranks them for batch requests, and has those that need batch work; None: as `index`.
     With `prefixes`, they are ranked by what they have cached, too.
     """
 
     index: GroupIndex
     meter: DemandMeter
     prefixes: PrefixRanking | None = None
+    harvest: GroupIndex | None = None
+
+    def index_for(self, ask: Ask) -> GroupIndex:
+        """The groups as they are ranked for a request of this class."""
+        return self.index if self.harvest is None or ask.service.online else self.harvest
 
     def pick(
         self, ask: Ask, now_s: float, below_tokens: float, avoided: frozenset[str] = NOBODY
@@ -39,39 +47,77 @@ class ModelGroups:
             load.is_fresh(now_s) and load.group.address not in avoided for load in loads
         ):
             avoided = NOBODY
+        index = self.index_for(ask)
         if self.prefixes is not None:
-            return self.prefixes.pick(self.index, ask, now_s, below_tokens, avoided)
-        wanted = ask.prompt_tokens, ask.max_tokens, now_s, below_tokens, avoided
-        return self.index.pick(*wanted, ask.service.online)
+            return self.prefixes.pick(index, ask, now_s, below_tokens, avoided)
+        return index.pick(ask.prompt_tokens, ask.max_tokens, now_s, below_tokens, avoided)
 
     def reserve(self, load: GroupLoad, ask: Ask, blocks: int, now_s: float) -> int:
         """Hold blocks for a new assignment; returns how many of its tokens are not yet cached."""
         computed = ask.prompt_tokens
         if self.prefixes is not None:
             computed = self.prefixes.assign(load, ask)
-        self.index.reserve(load, ask.request_id, blocks, now_s, computed)
+        batch = self.harvest is not None and not ask.service.online
+        self.index.reserve(load, ask.request_id, blocks, now_s, computed, batch)
+        self.touch(load)
         return computed
+
+    def touch(self, load: GroupLoad) -> None:
+        """The load of one of the groups has changed."""
+        self.index.touch(load)
+        if self.harvest is not None:
+            self.harvest.touch(load)
+
+    def drop_lapsed(self, now_s: float) -> None:
+        """Drop the reservations whose time is over."""
+        for load in self.index.drop_lapsed(now_s):
+            self.touch(load)
+
+    def divide(self, batch_groups: int) -> None:
+        """Keep the first `batch_groups`, by leader, for batch requests, the others for the rest."""
+        by_leader = sorted(self.index.loads.values(), key=lambda load: load.group.worker_id)
+        for place, load in enumerate(by_leader):
+            load.for_batch = place < batch_groups
+            self.touch(load)
+
+    def check_invariants(self) -> None:
+        """Raise AssertionError if the indexes disagree with the loads."""
+        assert self.index.loads
+        self.index.check_invariants()
+        if self.harvest is not None:
+            assert self.harvest.loads == self.index.loads
+            self.harvest.check_invariants()
+        if self.prefixes is not None:
+            self.prefixes.check_invariants()
 
     def add(self, load: GroupLoad) -> None:
         """Take in a group that is not known."""
         self.index.add(load)
+        if self.harvest is not None:
+            self.harvest.add(load)
         if self.prefixes is not None:
             self.prefixes.add(load)
 
     def remove(self, group_id: str) -> None:
         """Forget a group that is known."""
         self.index.remove(group_id)
+        if self.harvest is not None:
+            self.harvest.remove(group_id)
         if self.prefixes is not None:
             self.prefixes.remove(group_id)
 
 
 @dataclass(slots=True)
 class GroupTable:
-    """Groups come, report and go; `score`, `growth_blocks` and `ttft` as in SchedulerState."""
+    """Groups come, report and go.
+
+    `score`, `growth_blocks`, `ttft` and `rules` as in SchedulerState.
+    """
 
     score: ScoreFunction
     growth_blocks: float
     ttft: CostModel | None = None
+    rules: ClassRules = NO_CLASSES
     _loads: dict[str, GroupLoad] = field(default_factory=dict)
     _models: dict[str, ModelGroups] = field(default_factory=dict)
     _group_of_worker: dict[str, str] = field(default_factory=dict)
@@ -121,8 +167,11 @@ class GroupTable:
         if group.model not in self._models:
             meter = before.meter if before is not None else DemandMeter()
             prefixes = PrefixRanking(self.ttft) if self.ttft is not None else None
-            self._models[group.model] = ModelGroups(GroupIndex(self.score), meter, prefixes)
+            harvest = GroupIndex(most_idle, harvest_blocks) if self.rules.on else None
+            index = GroupIndex(self.score)
+            self._models[group.model] = ModelGroups(index, meter, prefixes, harvest)
         self._models[group.model].add(load)
+        self._divide(group.model)
         self._group_of_worker[group.worker_id] = group.group_id
 
     def leave(self, group_id: str) -> None:
@@ -136,6 +185,7 @@ class GroupTable:
             del self._models[model]
             if len(self._served_before) < MODELS_REMEMBERED_MAX:
                 self._served_before.add(model)
+        self._divide(model)
         if self._group_of_worker.get(worker_id) == group_id:
             del self._group_of_worker[worker_id]
 
@@ -178,7 +228,7 @@ class GroupTable:
                 load.flaps = flaps
                 self.touch(load)
         for model in self._models.values():
-            model.index.drop_lapsed(now_s)
+            model.drop_lapsed(now_s)
 
     def forget_report(self, load: GroupLoad) -> None:
         """Assign nothing to a group until its worker's next report."""
@@ -193,7 +243,7 @@ class GroupTable:
 
     def touch(self, load: GroupLoad) -> None:
         """The load of a group has changed: it is ranked anew."""
-        self._models[load.group.model].index.touch(load)
+        self._models[load.group.model].touch(load)
 
     def check_invariants(self) -> None:
         """Raise AssertionError if the orders contradict each other."""
@@ -205,11 +255,14 @@ class GroupTable:
         indexes = [model.index for model in self._models.values()]
         assert sum(len(index.loads) for index in indexes) == len(self._loads)
         for model in self._models.values():
-            assert model.index.loads
-            model.index.check_invariants()
-            if model.prefixes is not None:
-                model.prefixes.check_invariants()
+            model.check_invariants()
         assert set(self._group_of_worker.values()) <= set(self._loads)
+
+    def _divide(self, name: str) -> None:
+        """Reserve groups of a model anew, if some are to be, since there are other groups now."""
+        model = self._models.get(name)
+        if model is not None and self.rules.on and self.rules.batch_groups:
+            model.divide(self.rules.batch_groups)
 
     def _of_worker(self, worker_id: str, incarnation: str) -> GroupLoad | None:
         """The group that this incarnation of a worker leads, or None."""

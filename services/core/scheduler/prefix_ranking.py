@@ -32,7 +32,8 @@ def predicted_ttft_s(
     """Seconds until the first token of a prompt of which `hit_tokens` are cached in the group.
 
     Before it, the group computes what waits there: at what a token of this prompt would cost, on
-    all members at once. In each of these iterations its running requests decode.
+    all members at once. In each of these iterations its running requests decode; batch ones that
+    yield do not count.
     """
     new = prompt_tokens - hit_tokens
     waiting = load.prefill_tokens
@@ -44,7 +45,7 @@ def predicted_ttft_s(
     )
 
 
-Wanted = tuple[int, int, float, float, frozenset[str], bool]
+Wanted = tuple[int, int, float, float, frozenset[str]]
 """Arguments of `GroupIndex.best` and `GroupIndex.can_start`."""
 
 
@@ -108,7 +109,7 @@ class PrefixRanking:
         It is the one with the best score among those whose predicted TTFT is the lowest, or ties.
         `below_tokens` and `avoided` as in `GroupIndex.pick`.
         """
-        wanted = ask.prompt_tokens, ask.max_tokens, now_s, below_tokens, avoided, ask.service.online
+        wanted = ask.prompt_tokens, ask.max_tokens, now_s, below_tokens, avoided
         found = {load.group.group_id: load for load in groups.best(*wanted, most=CANDIDATES)}
         if len(found) == CANDIDATES:
             for group_id in self._longest(groups, ask, wanted):

@@ -1,16 +1,22 @@
 """Requests that wait: a line for each model, in the order that a policy gives.
 
-Requests that have run go before all others, and have no deadline here.
+Requests that have run go before all others, and have no deadline here. Where classes count, that
+holds among online requests, and among batch requests, which come after all of those; and within a
+band of the order, such as a class, tenants take turns. See `tenant_turns`.
 """
 
 from bisect import bisect_left, insort
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 from math import inf
 
-from services.core.line_order import LineKey, LineOrder, by_arrival
+from services.core.line_order import LineKey
+from services.core.scheduler.class_rules import ALL, NO_CLASSES, ClassRules
 from services.core.scheduler.dispatch import NOBODY
+from services.core.scheduler.tenant_turns import TenantTurns
 from services.core.scheduler.vocabulary import Asked
+from services.core.service import ServiceClass
 
 
 @dataclass(slots=True)
@@ -40,20 +46,34 @@ class Waiting:
         return frozenset(self.ask.avoided)
 
 
+_Expiring = tuple[float, int, str]
+"""Arrival, number and id of a request that can expire."""
+
+
+@dataclass(slots=True)
+class _OfClass:
+    """The requests of one class in a line; `expiring` are those that have not run."""
+
+    requests: int = 0
+    start_tokens: int = 0
+    expiring: list[_Expiring] = field(default_factory=list)
+
+
 @dataclass(slots=True)
 class _Line:
-    """The requests of one model. Entries end in a number, by which equals keep their order."""
+    """The requests of one model."""
 
-    by_key: list[tuple[LineKey, int, str]] = field(default_factory=list)
-    by_arrival: list[tuple[float, int, str]] = field(default_factory=list)  # resumed ones last
-    start_tokens: int = 0
+    turns: TenantTurns = field(default_factory=TenantTurns)
+    by_class: dict[ServiceClass, _OfClass] = field(
+        default_factory=lambda: {one: _OfClass() for one in ALL}
+    )
 
 
 @dataclass(slots=True)
 class WaitQueue:
     """The lines of all models; a change looks at O(log n) entries."""
 
-    order: LineOrder = by_arrival
+    rules: ClassRules = NO_CLASSES
     _live: dict[str, tuple[int, Waiting]] = field(default_factory=dict)
     _lines: dict[str, _Line] = field(default_factory=dict)
     _by_stream: dict[int, set[str]] = field(default_factory=dict)
@@ -71,10 +91,17 @@ class WaitQueue:
         """Models with waiting requests."""
         return list(self._lines)
 
-    def wanted(self, model: str) -> tuple[int, int]:
-        """How many requests wait for `model`, and the KV in tokens that they need to start."""
+    def wanted(self, model: str, classes: Collection[ServiceClass] = ALL) -> tuple[int, int]:
+        """How many requests of `classes` wait for `model`, and the KV tokens that they need."""
         line = self._lines.get(model)
-        return (len(line.by_key), line.start_tokens) if line is not None else (0, 0)
+        if line is None:
+            return 0, 0
+        of = [line.by_class[one] for one in classes]
+        return sum(one.requests for one in of), sum(one.start_tokens for one in of)
+
+    def count(self, classes: Collection[ServiceClass]) -> int:
+        """How many requests of `classes` wait, for whatever model."""
+        return sum(self.wanted(model, classes)[0] for model in self._lines)
 
     def of_stream(self, stream_id: int) -> list[str]:
         """Ids of the requests whose answers go to this stream."""
@@ -83,22 +110,32 @@ class WaitQueue:
     def line(self, model: str) -> Iterator[Waiting]:
         """The requests for `model` in order; do not change the queue while you iterate."""
         line = self._lines.get(model)
-        return (self._live[entry[-1]][1] for entry in (line.by_key if line is not None else ()))
+        return (self._live[one][1] for one in (line.turns if line is not None else ()))
 
     def head(self, model: str) -> Waiting | None:
         """The first request in the line of `model`, or None."""
         return next(self.line(model), None)
 
-    def oldest(self, model: str) -> Waiting | None:
-        """The longest-waiting request for `model` that can expire, wherever it stands, or None."""
+    def oldest(self, model: str) -> list[Waiting]:
+        """The longest-waiting request for `model` of each class that can expire, oldest first."""
         line = self._lines.get(model)
-        found = self._live[line.by_arrival[0][-1]][1] if line is not None else None
-        return None if found is None or found.ask.resumed else found
+        of = line.by_class.values() if line is not None else ()
+        return [
+            self._live[entry[-1]][1] for entry in sorted(o.expiring[0] for o in of if o.expiring)
+        ]
 
-    def oldest_arrival_s(self) -> float | None:
-        """When the longest-waiting request of all that can expire arrived, or None."""
-        oldest = [waiting for model in self._lines if (waiting := self.oldest(model)) is not None]
-        return min((waiting.arrival_s for waiting in oldest), default=None)
+    def oldest_arrival_s(self, classes: Collection[ServiceClass] = ALL) -> float | None:
+        """When the longest-waiting request of `classes` that can expire arrived, or None."""
+        of = (line.by_class[one].expiring for line in self._lines.values() for one in classes)
+        return min((expiring[0][0] for expiring in of if expiring), default=None)
+
+    def newest(self, service_class: ServiceClass) -> Waiting | None:
+        """The newest request of a class, for whatever model, that was never assigned, or None."""
+        found: list[_Expiring] = []
+        for line in self._lines.values():
+            of_class = reversed(line.by_class[service_class].expiring)
+            found += islice((one for one in of_class if not self._live[one[-1]][1].placed), 1)
+        return self._live[max(found)[-1]][1] if found else None
 
     def push(self, waiting: Waiting) -> None:
         """Add a request whose id is not in the queue."""
@@ -107,9 +144,13 @@ class WaitQueue:
         self._next_number += 1
         self._live[ask.request_id] = (number, waiting)
         line = self._lines.setdefault(ask.model, _Line())
-        insort(line.by_key, (self._key(waiting), number, ask.request_id))
-        insort(line.by_arrival, (_expires_in_order(waiting), number, ask.request_id))
-        line.start_tokens += waiting.start_tokens
+        entry = self._key(waiting), number, ask.request_id
+        line.turns.add(*self._place(waiting), entry, waiting.start_tokens)
+        of_class = line.by_class[ask.service.service_class]
+        if not ask.resumed:
+            insort(of_class.expiring, (waiting.arrival_s, number, ask.request_id))
+        of_class.requests += 1
+        of_class.start_tokens += waiting.start_tokens
         self._by_stream.setdefault(waiting.stream_id, set()).add(ask.request_id)
 
     def move(self, request_id: str, stream_id: int) -> None:
@@ -119,48 +160,64 @@ class WaitQueue:
         waiting.stream_id = stream_id
         self._by_stream.setdefault(stream_id, set()).add(request_id)
 
+    def start(self, request_id: str) -> Waiting:
+        """Take out a request that has got a group: its tenant's next one comes after others'."""
+        waiting = self._live[request_id][1]
+        self._lines[waiting.ask.model].turns.charge(*self._place(waiting), waiting.start_tokens)
+        return self.remove(request_id)
+
     def remove(self, request_id: str) -> Waiting:
         """Take a request out, wherever it stands."""
         number, waiting = self._live.pop(request_id)
         self._leave_stream(waiting)
-        model = waiting.ask.model
-        line = self._lines[model]
-        del line.by_key[bisect_left(line.by_key, (self._key(waiting), number, request_id))]
-        expiry = (_expires_in_order(waiting), number, request_id)
-        del line.by_arrival[bisect_left(line.by_arrival, expiry)]
-        line.start_tokens -= waiting.start_tokens
-        if not line.by_key:
-            del self._lines[model]
+        ask = waiting.ask
+        line = self._lines[ask.model]
+        line.turns.remove(*self._place(waiting), (self._key(waiting), number, request_id))
+        of_class = line.by_class[ask.service.service_class]
+        if not ask.resumed:
+            expiry = waiting.arrival_s, number, request_id
+            del of_class.expiring[bisect_left(of_class.expiring, expiry)]
+        of_class.requests -= 1
+        of_class.start_tokens -= waiting.start_tokens
+        if not any(one.requests for one in line.by_class.values()):
+            del self._lines[ask.model]
         return waiting
 
     def check_invariants(self) -> None:
         """Raise AssertionError if an index disagrees with the others."""
-        tokens = dict.fromkeys(self._lines, 0)
-        for request_id, (number, waiting) in self._live.items():
-            line = self._lines[waiting.ask.model]
-            tokens[waiting.ask.model] += waiting.start_tokens
+        assert sum(map(len, self._by_stream.values())) == len(self._live)
+        for request_id, (_, waiting) in self._live.items():
             assert request_id == waiting.ask.request_id
             assert request_id in self._by_stream[waiting.stream_id]
-            assert (self._key(waiting), number, request_id) in line.by_key
-            assert (_expires_in_order(waiting), number, request_id) in line.by_arrival
-        assert sum(len(line.by_key) for line in self._lines.values()) == len(self._live)
-        assert sum(map(len, self._by_stream.values())) == len(self._live)
+        everyone = [one for _, one in self._live.values()]
         for model, line in self._lines.items():
-            assert line.by_key and len(line.by_key) == len(line.by_arrival)
-            assert line.by_key == sorted(line.by_key)
-            assert line.by_arrival == sorted(line.by_arrival)
-            assert line.start_tokens == tokens[model]
+            line.turns.check_invariants()
+            of_model = [one for one in everyone if one.ask.model == model]
+            names = sorted(one.ask.request_id for one in of_model)
+            assert names and sorted(line.turns) == names
+            for service_class, of_class in line.by_class.items():
+                alike = [one for one in of_model if one.ask.service.service_class is service_class]
+                assert of_class.requests == len(alike)
+                assert of_class.start_tokens == sum(one.start_tokens for one in alike)
+                assert of_class.expiring == sorted(
+                    (one.arrival_s, self._live[one.ask.request_id][0], one.ask.request_id)
+                    for one in alike
+                    if not one.ask.resumed
+                )
+        assert {one.ask.model for one in everyone} == self._lines.keys()
 
     def _key(self, waiting: Waiting) -> LineKey:
-        return not waiting.ask.resumed, *self.order(waiting.ask.service, waiting.arrival_s)
+        return self.rules.line(waiting.ask.service, waiting.arrival_s)
+
+    def _place(self, waiting: Waiting) -> tuple[LineKey, str]:
+        """The band of the line in which a request stands, and its tenant if that counts."""
+        ask = waiting.ask
+        if not self.rules.on:
+            return (not ask.resumed,), ""
+        return (not ask.service.online, not ask.resumed, self._key(waiting)[0]), ask.service.tenant
 
     def _leave_stream(self, waiting: Waiting) -> None:
         ids = self._by_stream[waiting.stream_id]
         ids.discard(waiting.ask.request_id)
         if not ids:
             del self._by_stream[waiting.stream_id]
-
-
-def _expires_in_order(waiting: Waiting) -> float:
-    """Smaller expires earlier; a request that has run does not expire."""
-    return inf if waiting.ask.resumed else waiting.arrival_s

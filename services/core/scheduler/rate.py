@@ -3,7 +3,10 @@
 import math
 import zlib
 from collections import deque
+from collections.abc import Collection
 from dataclasses import dataclass, field
+
+from services.core.service import ServiceClass
 
 RETRY_AFTER_MIN_S = 1.0
 RETRY_AFTER_MAX_S = 60.0
@@ -30,6 +33,26 @@ class DispatchRate:
         if len(self._times_s) == self._times_s.maxlen:
             return len(self._times_s) / max(now_s - self._times_s[0], 1e-3)
         return len(self._times_s) / RATE_WINDOW_S
+
+
+@dataclass(slots=True)
+class ClassRates:
+    """Dispatches of all requests, and of those of each class."""
+
+    every: DispatchRate = field(default_factory=DispatchRate)
+    _of_class: dict[ServiceClass, DispatchRate] = field(
+        default_factory=lambda: {one: DispatchRate() for one in ServiceClass}
+    )
+
+    def note(self, service_class: ServiceClass, now_s: float) -> None:
+        """Count one dispatch."""
+        self.every.note(now_s)
+        self._of_class[service_class].note(now_s)
+
+    def per_s(self, classes: Collection[ServiceClass], now_s: float) -> float:
+        """Dispatches per second of one class, or of all if there are several."""
+        rates = [self._of_class[one] for one in classes] if len(classes) == 1 else [self.every]
+        return rates[0].per_s(now_s)
 
 
 @dataclass(slots=True)

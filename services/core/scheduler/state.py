@@ -9,22 +9,23 @@ which groups there are and what they carry; `bookkeeping` remembers what was ass
 module changes them, one event at a time.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
-from itertools import islice
 from math import inf
 
 from services.core.cost.model import CostModel
 from services.core.demand import ModelDemand
-from services.core.line_order import LINES, Scheduling
-from services.core.overtaking import LOOKED_AT, OVERTAKEN_MAX, next_to_start, start
+from services.core.overtaking import OVERTAKEN_MAX, next_to_start, start
 from services.core.request import admission_blocks
 from services.core.scheduler.admission import Admission, NotAdmitted, check_fields
 from services.core.scheduler.bookkeeping import Assigned, Assignments, Totals
+from services.core.scheduler.class_rules import ALL, NO_CLASSES, ONLINE, ClassRules
+from services.core.scheduler.demand import DemandMeter
 from services.core.scheduler.dispatch import ScoreFunction, could_hold, kv_share
 from services.core.scheduler.group_load import GROWTH_BLOCKS, GroupLoad
 from services.core.scheduler.group_table import GroupTable, ModelGroups
 from services.core.scheduler.queue import Waiting, WaitQueue
-from services.core.scheduler.rate import DispatchRate
+from services.core.scheduler.rate import ClassRates
 from services.core.scheduler.vocabulary import (
     Asked,
     Command,
@@ -43,6 +44,7 @@ from services.core.scheduler.vocabulary import (
     Ticked,
     Withdrawn,
 )
+from services.core.service import ServiceClass
 
 RETURNS_MAX = 3
 """Workers that may give a request back; the next one keeps it."""
@@ -55,8 +57,8 @@ class SchedulerState:
     """Admission, queue and dispatch.
 
     `score` ranks groups, less is better; with the costs `ttft` the group that gives the first token
-    soonest comes first, by what it has cached. `scheduling` ranks requests that wait; with
-    `priority`, no batch request starts while an online one waits. For `overtaken_max` see
+    soonest comes first, by what it has cached. `rules` say what classes decide; if anything, no
+    batch request starts while an online one of its model waits here. For `overtaken_max` see
     `overtaking`, for `growth_blocks` `GroupLoad`.
     """
 
@@ -65,20 +67,25 @@ class SchedulerState:
     score: ScoreFunction = kv_share
     overtaken_max: int = OVERTAKEN_MAX
     growth_blocks: float = GROWTH_BLOCKS
-    scheduling: Scheduling = Scheduling.FCFS
     ttft: CostModel | None = None
+    rules: ClassRules = NO_CLASSES
     _groups: GroupTable = field(init=False)
     _queue: WaitQueue = field(init=False)
     _admission: Admission = field(init=False)
-    _rate: DispatchRate = field(default_factory=DispatchRate)
+    _rates: ClassRates = field(default_factory=ClassRates)
     _assignments: Assignments = field(default_factory=Assignments)
     _totals: Totals = field(default_factory=Totals)
 
     def __post_init__(self) -> None:
-        self._groups = GroupTable(self.score, self.growth_blocks, self.ttft)
-        self._queue = WaitQueue(LINES[self.scheduling])
+        self._groups = GroupTable(self.score, self.growth_blocks, self.ttft, self.rules)
+        self._queue = WaitQueue(self.rules)
         self._admission = Admission(
-            self._queue, self._groups, self._rate, self.queue_limit, self.queue_deadline_s
+            self._queue,
+            self._groups,
+            self._rates,
+            self.queue_limit,
+            self.queue_deadline_s,
+            self.rules,
         )
 
     def handle(self, event: Event) -> list[Command]:
@@ -105,15 +112,14 @@ class SchedulerState:
 
     def snapshot(self, now_s: float) -> Snapshot:
         """The state in numbers."""
-        oldest_s = self._queue.oldest_arrival_s()
         loads, totals = list(self._groups.loads), self._totals
         return Snapshot(
             queued=len(self._queue),
-            oldest_wait_s=max(0.0, now_s - oldest_s) if oldest_s is not None else 0.0,
+            oldest_wait_s=self._oldest_wait_s(ALL, now_s),
             groups_known=len(loads),
             groups_serving=sum(load.is_fresh(now_s) for load in loads),
             reserved_blocks=sum(load.reserved_blocks for load in loads),
-            dispatch_rate_per_s=self._rate.per_s(now_s),
+            dispatch_rate_per_s=self._rates.every.per_s(now_s),
             assigned_total=totals.assigned,
             withdrawn_total=totals.withdrawn,
             returned_total=totals.returned,
@@ -126,7 +132,14 @@ class SchedulerState:
                 model: self._queue.wanted(model)[0]
                 for model in sorted({*self._groups.models, *self._queue.models()})
             },
+            queued_by_class={one: self._queue.count((one,)) for one in ALL},
+            oldest_wait_s_by_class={one: self._oldest_wait_s((one,), now_s) for one in ALL},
+            refused_total_by_class=dict(totals.refused_of_class),
         )
+
+    def _oldest_wait_s(self, classes: Collection[ServiceClass], now_s: float) -> float:
+        oldest_s = self._queue.oldest_arrival_s(classes)
+        return max(0.0, now_s - oldest_s) if oldest_s is not None else 0.0
 
     def demands(self, now_s: float) -> tuple[ModelDemand, ...]:
         """Demand for the groups of each model, now and in the last seconds."""
@@ -134,13 +147,22 @@ class SchedulerState:
         for name in self._groups.models:
             model = self._groups.of_model(name)
             assert model is not None
-            queued, queued_tokens = self._queue.wanted(name)
+            queued, queued_tokens = self._queue.wanted(name, self.rules.demanding)
+            every, every_tokens = self._queue.wanted(name)
             refused, refused_tokens = model.meter.refused.at(now_s)
             rate = model.meter.arrived_tokens_per_s(now_s)
-            if queued or refused or rate:
-                found.append(
-                    ModelDemand(name, queued, queued_tokens, refused, refused_tokens, rate)
-                )
+            demand = ModelDemand(
+                name,
+                queued,
+                queued_tokens,
+                refused,
+                refused_tokens,
+                rate,
+                every - queued,
+                every_tokens - queued_tokens,
+            )
+            if demand != ModelDemand(name):
+                found.append(demand)
         return tuple(found)
 
     def check_invariants(self) -> None:
@@ -206,12 +228,15 @@ class SchedulerState:
         model = self._groups.of_model(ask.model)
         start_tokens = _start_tokens(ask, model)
         refused = self._admission.refusal(ask, model, arrival_s, placed)
-        if model is not None and not placed and (refused is None or refused.for_want_of_room):
-            model.meter.arrived.add(start_tokens, ask.now_s)
+        meter = self._demand_meter(ask)
+        if meter is not None and not placed and (refused is None or refused.for_want_of_room):
+            meter.arrived.add(start_tokens, ask.now_s)
         if refused is not None:
-            if model is not None and refused.for_want_of_room:
-                model.meter.refused.add(start_tokens, ask.now_s)
+            if meter is not None and refused.for_want_of_room:
+                meter.refused.add(start_tokens, ask.now_s)
             return [self._refusal(ask, ask.stream_id, refused, ask.now_s)]
+        displaced = self._admission.displaced(ask, placed)
+        refusals = [] if displaced is None else [self._end(*displaced, ask.now_s)]
         if model is not None and not self._queue.wanted(ask.model)[0]:
             model.meter.pace.begin(ask.now_s)
         waiting = Waiting(
@@ -220,7 +245,13 @@ class SchedulerState:
         if ask.alone:
             waiting.alone_until_s = ask.now_s + ALONE_S
         self._queue.push(waiting)
-        return [SendTicket(ask.stream_id, ask.request_id), *self._dispatch(ask.model, ask.now_s)]
+        ticket = SendTicket(ask.stream_id, ask.request_id)
+        return [*refusals, ticket, *self._dispatch(ask.model, ask.now_s)]
+
+    def _demand_meter(self, ask: Asked) -> DemandMeter | None:
+        """What measures the demand for a model; None if a request is no demand for known groups."""
+        model = self._groups.of_model(ask.model)
+        return None if model is None or self.rules.is_batch(ask.service) else model.meter
 
     def _give_up(self, event: Withdrawn | GatewayGone) -> None:
         if isinstance(event, Withdrawn):
@@ -252,8 +283,8 @@ class SchedulerState:
         model = self._groups.of_model(name)
         if model is None:
             return self._refuse_waiting(name, now_s)
-        index, commands = model.index, list[Command]()
-        index.drop_lapsed(now_s)
+        commands = list[Command]()
+        model.drop_lapsed(now_s)
         picked: GroupLoad | None = None
         held_tokens = inf  # groups that can hold so many wait for a request that holds the line
         holds_back = False
@@ -264,7 +295,7 @@ class SchedulerState:
             if holds_back and not ask.service.online:
                 picked = None
             elif now_s < waiting.alone_until_s:
-                picked = index.idle(ask.prompt_tokens, ask.max_tokens, now_s)
+                picked = model.index_for(ask).idle(ask.prompt_tokens, ask.max_tokens, now_s)
             else:
                 picked = model.pick(ask, now_s, held_tokens, waiting.avoided(now_s))
             return picked is not None
@@ -274,7 +305,7 @@ class SchedulerState:
             if now_s < waiting.alone_until_s:
                 return False
             held_tokens = min(held_tokens, waiting.ask.prompt_tokens + waiting.ask.max_tokens)
-            return index.tokens_min >= held_tokens
+            return model.index.tokens_min >= held_tokens
 
         def wants(waiting: Waiting) -> bool:
             ask = waiting.ask
@@ -283,20 +314,13 @@ class SchedulerState:
         while True:
             commands += self._refuse_waiting(name, now_s)
             held_tokens = inf
-            holds_back = self._holds_back(name)
+            holds_back = self.rules.on and self._queue.wanted(name, ONLINE)[0] > 0
             line = self._queue.line(name)
             first = next_to_start(line, fits, self.overtaken_max, holds_all)
             if first is None or picked is None:
                 return commands
             start(self._queue.line(name), first, wants)
             commands.append(self._assign(first, picked, model, now_s))
-
-    def _holds_back(self, model: str) -> bool:
-        """Whether batch requests wait, since online ones do."""
-        if self.scheduling is Scheduling.FCFS:
-            return False
-        line = islice(self._queue.line(model), LOOKED_AT)
-        return any(waiting.ask.service.online for waiting in line)
 
     def _refuse_waiting(self, model: str, now_s: float) -> list[Command]:
         """Refuse requests that are late, and the first of the line while no group can hold it."""
@@ -309,16 +333,16 @@ class SchedulerState:
         """Take a request out of the queue and refuse it."""
         ask = waiting.ask
         self._queue.remove(ask.request_id)
-        model = self._groups.of_model(ask.model)
-        if refused.for_want_of_room and model is not None:
-            model.meter.refused.add(waiting.start_tokens, now_s)
+        meter = self._demand_meter(ask)
+        if meter is not None and refused.for_want_of_room:
+            meter.refused.add(waiting.start_tokens, now_s)
         return self._refusal(ask, waiting.stream_id, refused, now_s)
 
     def _assign(
         self, waiting: Waiting, load: GroupLoad, model: ModelGroups, now_s: float
     ) -> SendAssignment:
         ask, group = waiting.ask, load.group
-        self._queue.remove(ask.request_id)
+        self._queue.start(ask.request_id)
         tokens_max = ask.prompt_tokens + ask.max_tokens
         blocks = admission_blocks(ask.prompt_tokens, tokens_max, group.block_size)
         computed = model.reserve(load, ask, blocks, now_s)
@@ -330,8 +354,8 @@ class SchedulerState:
         )
         if now_s < waiting.alone_until_s:
             load.keep_for(ask.request_id, now_s)
-        self._rate.note(now_s)
-        model.meter.dispatched.note(now_s)
+        self._rates.note(ask.service.service_class, now_s)
+        model.meter.dispatched.note(ask.service.service_class, now_s)
         model.meter.pace.note(now_s)
         self._totals.assigned += 1
         return self._assignment(waiting.stream_id, ask.request_id, group, waiting.returns)
@@ -361,6 +385,7 @@ class SchedulerState:
         self, ask: Asked, stream_id: int, refused: NotAdmitted, now_s: float
     ) -> SendRefusal:
         self._totals.refused[refused.reason] += 1
+        self._totals.refused_of_class[ask.service.service_class] += 1
         wait_s = refused.retry_after_s
         if refused.for_want_of_room:
             wait_s = self._admission.retry_after_s(ask, now_s)

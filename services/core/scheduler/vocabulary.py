@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from services.core.ask import Ask, Assignment, Refusal, RefusalReason
 from services.core.report import LoadReport
+from services.core.service import ServiceClass
 
 BATCH_TOKENS = 2048
 """Tokens of an iteration, for a group that does not tell."""
@@ -171,3 +172,7 @@ class Snapshot:
     wants_prefixes: bool
     # Every model that groups serve has an entry, and so has any other with waiting requests.
     queued_by_model: dict[str, int]
+    # Every class has an entry in each.
+    queued_by_class: dict[ServiceClass, int]
+    oldest_wait_s_by_class: dict[ServiceClass, float]
+    refused_total_by_class: dict[ServiceClass, int]

@@ -139,7 +139,10 @@ def demand(**changes: object) -> memmgr_pb2.ModelDemand:
 
 
 def test_a_demand_report_survives() -> None:
-    demands = (ModelDemand("m", 1, 2, 3, 2**40, 5.5), ModelDemand("n", 1, 1))
+    demands = (
+        ModelDemand("m", 1, 2, 3, 2**40, 5.5),
+        ModelDemand("n", 1, 1, batch_queued=7, batch_queued_tokens=2**40),
+    )
     assert to_demands(to_demand_report(demands)) == demands
 
 
@@ -149,6 +152,7 @@ def test_a_demand_report_survives() -> None:
         [demand(queued=-1)],
         [demand(queued_tokens=-1)],
         [demand(refused_tokens=-1)],
+        [demand(batch_queued=-1)],
         [demand(arriving_tokens_per_s=math.nan)],
         [demand(arriving_tokens_per_s=math.inf)],
         [demand(model="")],

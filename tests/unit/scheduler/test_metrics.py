@@ -35,6 +35,12 @@ def test_the_leader_tells_of_its_queue_by_model() -> None:
     assert value(found, "tideserve_scheduler_oldest_wait_seconds") == 2
     assert value(found, "tideserve_scheduler_queue_deadline_seconds") == 120
     assert value(found, "tideserve_scheduler_refused_requests_total", reason="invalid") == 1
+    name = "tideserve_scheduler_class_refused_requests_total"
+    assert value(found, name, **{"class": "standard"}) == 1
+    assert value(found, "tideserve_scheduler_class_queued_requests", **{"class": "standard"}) == 2
+    name = "tideserve_scheduler_class_oldest_wait_seconds"
+    assert value(found, name, **{"class": "standard"}) == 2
+    assert value(found, name, **{"class": "batch"}) == 0
     assert value(found, "tideserve_scheduler_returned_requests_total") == 0
     assert value(found, "tideserve_scheduler_groups_known") == 1
     assert value(found, "vllm:num_requests_waiting", model_name="m", engine="queue") == 2

@@ -307,6 +307,8 @@ class ModelDemand(_message.Message):
     REFUSED_FIELD_NUMBER: _builtins.int
     REFUSED_TOKENS_FIELD_NUMBER: _builtins.int
     ARRIVING_TOKENS_PER_S_FIELD_NUMBER: _builtins.int
+    BATCH_QUEUED_FIELD_NUMBER: _builtins.int
+    BATCH_QUEUED_TOKENS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Name of the model."""
     queued: _builtins.int
@@ -321,6 +323,12 @@ class ModelDemand(_message.Message):
     """KV in tokens a second that arriving requests need before they can run, refused ones included;
     mean of the last seconds.
     """
+    batch_queued: _builtins.int
+    """Requests of the class `batch` in the scheduler's queue, where classes count: no demand, and not
+    among the numbers above.
+    """
+    batch_queued_tokens: _builtins.int
+    """KV in tokens that those need before they can run."""
     def __init__(
         self,
         *,
@@ -330,10 +338,12 @@ class ModelDemand(_message.Message):
         refused: _builtins.int = ...,
         refused_tokens: _builtins.int = ...,
         arriving_tokens_per_s: _builtins.float = ...,
+        batch_queued: _builtins.int = ...,
+        batch_queued_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["arriving_tokens_per_s", b"arriving_tokens_per_s", "model", b"model", "queued", b"queued", "queued_tokens", b"queued_tokens", "refused", b"refused", "refused_tokens", b"refused_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arriving_tokens_per_s", b"arriving_tokens_per_s", "batch_queued", b"batch_queued", "batch_queued_tokens", b"batch_queued_tokens", "model", b"model", "queued", b"queued", "queued_tokens", b"queued_tokens", "refused", b"refused", "refused_tokens", b"refused_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -4,7 +4,13 @@ import random
 
 import pytest
 
-from services.core.scheduler.dispatch import could_hold, has_room, kv_share, serves
+from services.core.scheduler.dispatch import (
+    could_hold,
+    has_room,
+    kv_share,
+    serves,
+    start_blocks,
+)
 from services.core.scheduler.group_index import FEW, GroupIndex
 from services.core.scheduler.group_load import GroupLoad
 from services.core.scheduler.vocabulary import LoadReported, ServingGroup
@@ -20,7 +26,7 @@ def best_of_all(
         for load in loads
         if serves(load, now_s)
         and could_hold(load, prompt_tokens, max_tokens)
-        and has_room(load, prompt_tokens, max_tokens)
+        and has_room(load, prompt_tokens, max_tokens, start_blocks)
     ]
     return min(
         candidates,

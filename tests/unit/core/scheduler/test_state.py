@@ -13,6 +13,7 @@ from services.core.cost.model import TOKENS, CostModel
 from services.core.line_order import Scheduling
 from services.core.overtaking import OVERTAKEN_MAX
 from services.core.scheduler.bookkeeping import REMEMBERED_MAX
+from services.core.scheduler.class_rules import ClassRules
 from services.core.scheduler.dispatch import ScoreFunction, kv_share, least_loaded
 from services.core.scheduler.group_load import KEPT_S
 from services.core.scheduler.group_table import MODELS_REMEMBERED_MAX
@@ -165,7 +166,7 @@ def test_a_request_that_waited_elsewhere_keeps_its_place(scheduler: Scheduler) -
 
 
 def test_a_policy_gives_the_order_of_the_line_and_deadlines_hold_in_any() -> None:
-    scheduler = Scheduler(queue_deadline_s=60.0, scheduling=Scheduling.PRIORITY)
+    scheduler = Scheduler(queue_deadline_s=60.0, rules=ClassRules(Scheduling.PRIORITY))
     scheduler.join()
     scheduler.ask("oldest", now_s=0.0)
     scheduler.ask("interactive", now_s=1.0, service=INTERACTIVE)
@@ -180,7 +181,7 @@ def test_a_policy_gives_the_order_of_the_line_and_deadlines_hold_in_any() -> Non
     ("scheduling", "first"), [(Scheduling.FCFS, "batch"), (Scheduling.PRIORITY, "long")]
 )
 def test_batch_requests_wait_while_an_online_one_does(scheduling: Scheduling, first: str) -> None:
-    scheduler = Scheduler(scheduling=scheduling)
+    scheduler = Scheduler(rules=ClassRules(scheduling))
     scheduler.join()
     scheduler.ask("long", prompt_tokens=320)
     scheduler.ask("batch", service=BATCH, prompt_tokens=1)
@@ -189,7 +190,7 @@ def test_batch_requests_wait_while_an_online_one_does(scheduling: Scheduling, fi
 
 
 def test_online_requests_start_in_the_blocks_of_batch_ones_that_yield() -> None:
-    scheduler = Scheduler(scheduling=Scheduling.PRIORITY)
+    scheduler = Scheduler(rules=ClassRules(Scheduling.PRIORITY))
     scheduler.join()
     full = {"free": 4, "running": 9, "batch_running": 9, "batch_blocks": 90}
     scheduler.report(**full)
@@ -198,7 +199,7 @@ def test_online_requests_start_in_the_blocks_of_batch_ones_that_yield() -> None:
 
 
 def test_a_batch_request_makes_nobody_yield() -> None:
-    scheduler = Scheduler(scheduling=Scheduling.PRIORITY)
+    scheduler = Scheduler(rules=ClassRules(Scheduling.PRIORITY))
     scheduler.join()
     busy = {"running": 4, "batch_running": 4, "batch_yields": True}
     scheduler.report(**busy, free=6, batch_blocks=90)
