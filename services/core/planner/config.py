@@ -5,6 +5,7 @@ from enum import StrEnum
 
 from services.core.cost.model import CostModel
 from services.core.overtaking import OVERTAKEN_MAX
+from services.core.planner.preemption import Preempt, PreemptedWork
 
 
 class BatchFormation(StrEnum):
@@ -22,7 +23,8 @@ class IterationConfig:
     since a larger group splits again. In a pipeline each microbatch has at most `max_batch_tokens`;
     a round is not cut into parts of less than half of `min_microbatch_tokens`, on average, and cost
     is counted by `cost_model`; without one each token costs the same. `overtaken_max`: how often a
-    waiting sequence may be overtaken, see `overtaking`. `prefix_caching`: see `prefix_cache`.
+    waiting sequence may be overtaken, see `overtaking`. `prefix_caching`: see `prefix_cache`. `preempt` and `preempted_work`: see
+    `preemption`.
     """
 
     block_size: int
@@ -35,6 +37,8 @@ class IterationConfig:
     cost_model: CostModel | None = None
     overtaken_max: int = OVERTAKEN_MAX
     prefix_caching: bool = False
+    preempt: Preempt = Preempt.OFF
+    preempted_work: PreemptedWork = PreemptedWork.RESUME
 
     def __post_init__(self) -> None:
         if not 1 <= self.max_running <= self.max_batch_tokens:

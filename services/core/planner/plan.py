@@ -21,16 +21,24 @@ class Prefill(NamedTuple):
 class Plan:
     """One microbatch: `decodes` run one token each, `prefills` as many as stand in them.
 
-    `decode_cost` is the cost of its sequences that decode after it has run.
+    `decode_cost` is the cost of its sequences that decode after it has run. `made` is its batch
+    since the launch, if it may be suspended; then it can `resumes` the microbatch of that number.
     """
 
     number: int
     decodes: list[Sequence] = field(default_factory=list)
     prefills: list[Prefill] = field(default_factory=list)
+    resumes: int | None = None
+    made: Batch | None = None
     decode_cost: float = 0.0
 
     def __bool__(self) -> bool:
         return bool(self.decodes or self.prefills)
+
+    @property
+    def tokens(self) -> int:
+        """New tokens in it."""
+        return len(self.decodes) + sum([prefill.tokens for prefill in self.prefills])
 
     def add(self, sequence: Sequence, tokens: int) -> None:
         """Run the next `tokens` tokens of a prefill too."""

@@ -21,6 +21,7 @@ from services.core.changeover.state import Changeover, MemberConfig
 from services.core.cost.model import CostModel
 from services.core.planner.block_pool import BlockPool
 from services.core.planner.config import BatchFormation, IterationConfig
+from services.core.planner.preemption import Preempt, PreemptedWork
 from services.worker.config import WorkerConfig
 from services.worker.engine.compute.pacer import Pacer
 from services.worker.engine.compute.runner import ModelRunner
@@ -103,6 +104,7 @@ def started() -> EngineLoop:
 
 def runner_config(config: WorkerConfig) -> RunnerConfig:
     """The part of the configuration that the model runner needs."""
+    suspends = config.preempt != Preempt.OFF and config.preempted_work == PreemptedWork.RESUME
     return RunnerConfig(
         model_dir=config.model_dir,
         device=config.device,
@@ -115,6 +117,7 @@ def runner_config(config: WorkerConfig) -> RunnerConfig:
         max_running=config.max_running,
         max_model_len=config.max_model_len,
         threads=config.threads,
+        suspends=suspends,
     )
 
 
@@ -144,6 +147,8 @@ def planner_config(
         cost_model=cost_model,
         overtaken_max=config.overtaken_max,
         prefix_caching=config.prefix_caching,
+        preempt=Preempt(config.preempt),
+        preempted_work=PreemptedWork(config.preempted_work),
     )
 
 

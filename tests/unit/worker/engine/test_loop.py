@@ -10,6 +10,7 @@ import zmq
 from services.core.cost.bubble import StageTime
 from services.core.cost.iteration_time import IterationTime
 from services.core.cost.iteration_tokens import IterationTokens
+from services.core.planner.batch import Batch, Chunk, Microbatch
 from services.core.planner.events import EmitToken
 from services.core.prefix.dropped_prefixes import DroppedPrefixes
 from services.core.report import Load
@@ -84,6 +85,11 @@ def test_tokens_of_other_stages_are_published_before_the_next_microbatch_runs() 
         grammars.close()
 
 
+def microbatch_of(name: str, *, preemptible: bool = False) -> Microbatch:
+    chunk = Chunk(name, 0, (1,) * 8, (0,), None)
+    return Microbatch(1, Batch((chunk,)), preemptible=preemptible)
+
+
 def test_layers_are_interrupted_when_an_abort_comes() -> None:
     """The descriptor of the inbox tells the layers to ask, and only then."""
     context = zmq.Context.instance()
@@ -91,7 +97,7 @@ def test_layers_are_interrupted_when_an_abort_comes() -> None:
     asked: list[tuple[bool, bool]] = []
 
     def launch(interrupts: Any) -> bool:
-        watched = interrupts(frozenset({"a"}))
+        watched = interrupts(microbatch_of("a"))
         asked.append((watched(), bool(select([watched.descriptor], [], [], 0)[0])))
         servicer.send(encode(AbortRequest("b")))
         select([watched.descriptor], [], [], WAIT_MS / 1e3)
