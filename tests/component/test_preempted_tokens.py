@@ -26,7 +26,7 @@ from services.worker.errors import InvalidBatch
 from tests.support.generation import generate_tokens, load_runner
 from tests.support.tiny_models import make_tiny_model
 
-VOCAB, LAYERS, NEW_TOKENS, REQUESTS = 320, 5, 10, 24
+VOCAB, LAYERS, NEW_TOKENS, REQUESTS = 320, 5, 10, 16
 
 
 def at_layer(layer: int) -> Callable[[], bool]:
@@ -55,7 +55,7 @@ def test_tokens_do_not_depend_on_interruptions(
             (alone[name],) = generate_tokens(
                 runner, [prompt], max_tokens=NEW_TOKENS, seed=number, samplings=[sampling]
             )
-        for seed in range(6):
+        for seed in range(4):
             _serve(runner, requests, alone, work, random.Random(seed))
     finally:
         runner.close()
@@ -70,9 +70,7 @@ def _serve(
 ) -> None:
     bounds = (runner.block_size, rng.choice([12, 24, 60]), 64, 16, REQUESTS)
     state = PlannerState(
-        IterationConfig(
-            *bounds, prefix_caching=True, preempt=Preempt.ALWAYS, preempted_work=work
-        )
+        IterationConfig(*bounds, prefix_caching=True, preempt=Preempt.ALWAYS, preempted_work=work)
     )
     outputs: dict[str, list[int]] = {}
     arriving, aborted = rng.sample(requests, REQUESTS), set()

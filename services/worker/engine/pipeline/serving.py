@@ -173,9 +173,7 @@ class Serving:
         else:
             self._links.send(configuration.next_worker, frame, hidden_bytes(output))
 
-    def _run_alone(
-        self, microbatch: Microbatch, interrupts: Interrupts | None
-    ) -> IterationEvent:
+    def _run_alone(self, microbatch: Microbatch, interrupts: Interrupts | None) -> IterationEvent:
         interrupted = interrupts(microbatch) if interrupts is not None else None
         suspends = microbatch.preemptible and self._resumes_work
         # Work of the loop between two iterations is part of the second.

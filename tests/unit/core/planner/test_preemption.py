@@ -207,9 +207,7 @@ def test_output_does_not_depend_on_interruptions(seed: int, work: PreemptedWork)
     """Random arrivals, aborts, preemptions, holds and moves of blocks beside suspended work."""
     rng = random.Random(seed)
     caching = rng.random() < 0.5
-    state = make(
-        num_blocks=rng.choice([10, 16, 30]), preempted_work=work, prefix_caching=caching
-    )
+    state = make(num_blocks=rng.choice([10, 16, 30]), preempted_work=work, prefix_caching=caching)
     model, outputs = LayeredModel(state.config), {}
     arriving = [
         rng.choice((offline, offline, make_request))(
