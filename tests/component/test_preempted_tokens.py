@@ -7,11 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from services.core.planner.batch import Batch, Chunk
+from services.core.planner.batch import Batch, Chunk, Microbatch
 from services.core.planner.config import IterationConfig
 from services.core.planner.events import (
     EmitToken,
     IterationDropped,
+    IterationEvent,
     IterationFinished,
     IterationSuspended,
     RequestAborted,
@@ -82,20 +83,7 @@ def _serve(
             state.handle(RequestAborted(0.0, name))
         if (microbatch := state.plan(0.0)) is None:
             continue
-        interrupted = None
-        if microbatch.preemptible and rng.random() < 0.5:
-            interrupted = at_layer(rng.randrange(LAYERS))
-        if microbatch.resumes is not None:
-            output = runner.resume_stage(microbatch.batch, interrupted)
-        else:
-            suspends = microbatch.preemptible and work is PreemptedWork.RESUME
-            output = runner.run_stage(microbatch.batch, None, interrupted, suspends=suspends)
-        if output is None:
-            resumes = work is PreemptedWork.RESUME
-            state.handle(IterationSuspended(0.0) if resumes else IterationDropped(0.0))
-            continue
-        assert output.sampled is not None
-        for command in state.handle(IterationFinished(0.0, output.sampled, microbatch.number)):
+        for command in state.handle(_run(runner, microbatch, work, rng)):
             assert isinstance(command, EmitToken)
             outputs.setdefault(command.request_id, []).append(command.token_id)
         state.check_invariants()
@@ -104,6 +92,24 @@ def _serve(
             assert outputs[name] == tokens
     assert (state.resumed_iterations_total > 0) == (work is PreemptedWork.RESUME)
     assert work is PreemptedWork.RESUME or state.sequence_table.discarded_tokens_total > 0
+
+
+def _run(
+    runner: ModelRunner, microbatch: Microbatch, work: PreemptedWork, rng: random.Random
+) -> IterationEvent:
+    """Run it, perhaps with an interruption, as a worker does."""
+    resumes, interrupted = work is PreemptedWork.RESUME, None
+    if microbatch.preemptible and rng.random() < 0.5:
+        interrupted = at_layer(rng.randrange(LAYERS))
+    if microbatch.resumes is not None:
+        output = runner.resume_stage(microbatch.batch, interrupted)
+    else:
+        suspends = microbatch.preemptible and resumes
+        output = runner.run_stage(microbatch.batch, None, interrupted, suspends=suspends)
+    if output is None:
+        return IterationSuspended(0.0) if resumes else IterationDropped(0.0)
+    assert output.sampled is not None
+    return IterationFinished(0.0, output.sampled, microbatch.number)
 
 
 def test_the_layers_before_the_interruption_do_not_run_again(tmp_path: Path) -> None:

@@ -23,8 +23,8 @@ class IterationConfig:
     since a larger group splits again. In a pipeline each microbatch has at most `max_batch_tokens`;
     a round is not cut into parts of less than half of `min_microbatch_tokens`, on average, and cost
     is counted by `cost_model`; without one each token costs the same. `overtaken_max`: how often a
-    waiting sequence may be overtaken, see `overtaking`. `prefix_caching`: see `prefix_cache`. `preempt` and `preempted_work`: see
-    `preemption`.
+    waiting sequence may be overtaken, see `overtaking`. `prefix_caching`: see `prefix_cache`.
+    `preempt` and `preempted_work`: see `preemption`.
     """
 
     block_size: int
