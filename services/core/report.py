@@ -19,7 +19,8 @@ class Load:
     `kv_blocks_total` are those of the smallest stage. `preemptions_total` counts the times that a
     sequence lost its blocks, `prompt_tokens_total` the tokens of the prompts whose first output
     token came from here. `batch_running`, `batch_waiting` and `kv_blocks_batch` are what the class
-    `batch` has of those; nothing decides by them so far. Cached blocks are free ones.
+    `batch` has of those. If `batch_yields`, it gives its blocks to online requests: then it has no
+    part in `kv_blocks_wanted`, and is no demand. Cached blocks are free ones.
     `prefill_tokens` are to be computed before the next outputs of those that do not decode.
     `prefix_queries_total` are the prompt tokens of requests looked up in the prefix cache when
     they started, `prefix_hits_total` those that were found.
@@ -38,6 +39,17 @@ class Load:
     prefill_tokens: int = 0
     prefix_queries_total: int = 0
     prefix_hits_total: int = 0
+    batch_yields: bool = False
+
+    @property
+    def kv_blocks_yielding(self) -> int:
+        """Blocks that are free as soon as an online request needs them."""
+        return self.kv_blocks_batch if self.batch_yields else 0
+
+    @property
+    def waiting_demand(self) -> int:
+        """Sequences that wait and may trigger a drop."""
+        return self.waiting - self.batch_waiting if self.batch_yields else self.waiting
 
 
 @dataclass(frozen=True, slots=True)

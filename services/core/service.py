@@ -9,7 +9,7 @@ TENANT_CHARS_MAX = 256
 
 
 class ServiceClass(StrEnum):
-    """Which promise a request has been given."""
+    """Which promise a request has been given, the most urgent first."""
 
     INTERACTIVE = "interactive"
     STANDARD = "standard"
@@ -21,8 +21,8 @@ class Service:
     """A request's class, its targets in seconds from the arrival at the gateway, and its tenant.
 
     A target of None promises nothing. `tpot_s` holds on average over `token_group` tokens; a
-    smaller `rank` is earlier within the class. Every message carries these fields; no decision
-    depends on them yet.
+    smaller `rank` is earlier within the class. Every message carries these fields. Class and rank
+    count by the setting `scheduling`; no decision depends on targets yet.
     """
 
     service_class: ServiceClass = ServiceClass.STANDARD

@@ -15,6 +15,7 @@ from services.common.metrics_server import metrics_exposed
 from services.common.process_metrics import service_registry
 from services.common.transport import Transport, transport_of
 from services.core.cost.model import TOKENS
+from services.core.line_order import Scheduling
 from services.core.scheduler.dispatch import PREFIX
 from services.core.scheduler.state_config import StateConfig
 from services.scheduler.config import SchedulerConfig
@@ -85,6 +86,7 @@ def state_config(config: SchedulerConfig) -> StateConfig:
         config.overtaken_max,
         config.growth_blocks,
         ttft,
+        Scheduling(config.scheduling),
     )
 
 

@@ -3,14 +3,14 @@
 from dataclasses import dataclass
 
 from services.common.config import choice, number, option, tcp_port
-from services.common.service_config import ServiceConfig
+from services.common.scheduling_config import SchedulingConfig
 from services.core.overtaking import OVERTAKEN_MAX
 from services.core.scheduler.dispatch import DISPATCHES
 from services.core.scheduler.group_load import GROWTH_BLOCKS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SchedulerConfig(ServiceConfig):
+class SchedulerConfig(SchedulingConfig):
     """The options of the scheduler."""
 
     host: str = option("127.0.0.1", "Address to listen on.")

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from services.common.config import PAGE_BYTES, choice, device_name, number, option, size, tcp_port
 from services.common.errors import ConfigError
-from services.common.service_config import ServiceConfig
+from services.common.scheduling_config import SchedulingConfig
 from services.core.engine_kind import EngineKind
 from services.core.overtaking import OVERTAKEN_MAX
 from services.core.planner.config import BatchFormation
@@ -18,7 +18,7 @@ OWN_ENGINE_OPTIONS = ("chunk_bytes", "event_log", "paced")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerConfig(ServiceConfig):
+class WorkerConfig(SchedulingConfig):
     """What a worker serves, on which device, within which memory."""
 
     worker_id: str = option(
@@ -186,7 +186,7 @@ class WorkerConfig(ServiceConfig):
 
     def __post_init__(self) -> None:
         # Without `super`: a dataclass with slots is another class than the one in its body.
-        ServiceConfig.__post_init__(self)
+        SchedulingConfig.__post_init__(self)
         if self.max_running > self.max_batch_tokens:
             raise ConfigError(
                 f"'max_running' is {self.max_running}, but must not exceed 'max_batch_tokens' "

@@ -428,7 +428,7 @@ async def test_promises_travel_and_have_no_effect_yet(
     body = {"model": "m", "prompt": "hi", "max_tokens": 1} | fields
     answer = await case.http.post("/v1/completions", json=body, headers=headers)
     assert answer.status_code == 200
-    assert "without effect yet: '" in answer.headers["warning"]
+    assert "have no effect yet" in answer.headers["warning"]
     start = to_request(last_start(case), VOCABULARY, max_model_len=256, now_s=0.0)
     assert start.service == service
     assert case.cluster.scheduler.asks[-1].service == last_start(case).service

@@ -72,9 +72,13 @@ def output(*token_ids: int, ended: str | None = None) -> FakeOutput:
 
 @dataclass
 class FakeAsyncLLM:
-    """`given`: prompt and parameters of each request; `aborted`: whose reader was cancelled."""
+    """`given`: prompt and parameters of each request; `aborted`: whose reader was cancelled.
+
+    `priorities`: that of each request.
+    """
 
     given: dict[str, tuple[Any, Any]] = field(default_factory=dict)
+    priorities: dict[str, int] = field(default_factory=dict)
     aborted: list[str] = field(default_factory=list)
     answers: asyncio.Event = field(default_factory=asyncio.Event)
     dead: bool = False
@@ -89,11 +93,12 @@ class FakeAsyncLLM:
             self._queues[request_id].put_nowait(one)
 
     async def generate(
-        self, prompt: Any, sampling_params: Any, request_id: str
+        self, prompt: Any, sampling_params: Any, request_id: str, *, priority: int
     ) -> AsyncGenerator[FakeOutput, None]:
         queue: asyncio.Queue[FakeOutput | Exception] = asyncio.Queue()
         self._queues[request_id] = queue
         self.given[request_id] = prompt, sampling_params
+        self.priorities[request_id] = priority
         try:
             while True:
                 told = await queue.get()

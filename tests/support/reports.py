@@ -23,6 +23,9 @@ def load_reported(
     hits: int = 0,
     dropped: tuple[int, ...] = (),
     dropped_total: int = 0,
+    batch_running: int = 0,
+    batch_blocks: int = 0,
+    batch_yields: bool = False,
 ) -> LoadReported:
     """The event of a load report."""
     load = Load(
@@ -34,6 +37,9 @@ def load_reported(
         prefill_tokens=prefill,
         prefix_queries_total=queries,
         prefix_hits_total=hits,
+        batch_running=batch_running,
+        kv_blocks_batch=batch_blocks,
+        batch_yields=batch_yields,
     )
     report = LoadReport(
         worker_id, incarnation, number, epoch, load, received, dropped, dropped_total

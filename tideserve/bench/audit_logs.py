@@ -1,6 +1,6 @@
 """Replays and audits the event logs that the processes of a cluster wrote to one folder."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -56,7 +56,7 @@ class Audited:
         return {one: self.findings.checks[one] for one in INVARIANTS}
 
 
-def audit_logs(folder: Path) -> Audited:
+def audit_logs(folder: Path, killed: Collection[int] = ()) -> Audited:
     """Read while the cluster is at rest, before it is stopped: a stop dissolves its groups.
 
     Raises:
@@ -64,7 +64,9 @@ def audit_logs(folder: Path) -> Audited:
     """
     engines = _logs(folder, "worker-*")
     memory_managers = _logs(folder, "memmgr-*")
-    gateways = _logs(folder, "gateway-*")
+    gateways: dict[bool, list[Path]] = {False: [], True: []}
+    for path in _logs(folder, "gateway-*"):
+        gateways[int(path.stem.rpartition("-")[2]) in killed].append(path)
     try:
         replayed = {path.name: _replay_engine(path) for path in engines}
         replayed |= {path.name: _replay_groups(path) for path in memory_managers}
@@ -72,7 +74,8 @@ def audit_logs(folder: Path) -> Audited:
         findings = Audit().run(
             [read_entries(path, WORKER_TYPES) for path in engines],
             [read_entries(path, MEMMGR_TYPES) for path in memory_managers],
-            [read_entries(path, GATEWAY_TYPES) for path in gateways],
+            [read_entries(path, GATEWAY_TYPES) for path in gateways[False]],
+            [read_entries(path, GATEWAY_TYPES) for path in gateways[True]],
         )
     except EventLogError as error:
         raise SystemUnavailable(str(error)) from error

@@ -28,6 +28,7 @@ from services.common.config import (
 from services.common.device_profile import load_profile, split_slowdown
 from services.common.errors import ConfigError
 from services.common.reference import default_text as default_text_of
+from services.common.scheduling_config import SchedulingConfig
 from services.common.service_config import ServiceConfig
 from services.common.settings import given_in_mapping
 from services.core.engine_kind import EngineKind
@@ -145,6 +146,7 @@ class ClusterOptions:
     block_size: int | None = _of(WorkerConfig, "block_size", RESOURCES)
     paced: str | None = _of(WorkerConfig, "paced", RESOURCES)
     overload_policy: str | None = _of(MemmgrConfig, "overload_policy", LIMITS)
+    scheduling: str | None = _of(SchedulingConfig, "scheduling", LIMITS)
     max_running: int | None = _of(WorkerConfig, "max_running", LIMITS)
     max_batch_tokens: int | None = _of(WorkerConfig, "max_batch_tokens", LIMITS)
     preempt: str | None = _of(WorkerConfig, "preempt", LIMITS)

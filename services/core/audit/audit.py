@@ -52,8 +52,13 @@ class Audit:
         self.groups = GroupHistory(self.findings)
         self.streams = StreamHistory(self.findings)
 
-    def run(self, engines: Logs, memory_managers: Logs, gateways: Logs) -> Findings:
-        """Read all logs and check everything."""
+    def run(
+        self, engines: Logs, memory_managers: Logs, gateways: Logs, killed_gateways: Logs = ()
+    ) -> Findings:
+        """Read all logs and check everything; requests of `killed_gateways` may never have ended.
+
+        Of those, what the engines emitted is checked all the same.
+        """
         for entries in memory_managers:
             self.groups.read(entries)
         self.groups.finish()
@@ -61,6 +66,8 @@ class Audit:
             engine = EngineHistory(self.findings)
             engine.read(entries)
             self.engines.append(engine)
+        for entries in killed_gateways:
+            self.streams.read(entries, killed=True)
         for entries in gateways:
             self.streams.read(entries)
         for engine in self.engines:

@@ -37,8 +37,8 @@ class StreamHistory:
     findings: Findings
     streams: dict[str, AuditedStream] = field(default_factory=dict)
 
-    def read(self, entries: Iterable[Recorded]) -> None:
-        """Take all entries of the log, in order."""
+    def read(self, entries: Iterable[Recorded], killed: bool = False) -> None:
+        """Take all entries of the log, in order; a gateway that was `killed` ends no request."""
         for entry in entries:
             match entry.value:
                 case StreamOpened() as opened:
@@ -49,6 +49,8 @@ class StreamHistory:
                     self._note_segment(segment)
                 case StreamEnded() as ended:
                     self._end(ended)
+        if killed:
+            self.streams = {name: one for name, one in self.streams.items() if one.outcome}
         for request_id, stream in self.streams.items():
             self.findings.check(
                 "I10", stream.outcome != "", "{} was admitted and never ended", request_id

@@ -7,6 +7,7 @@ from services.core.changeover.frames import Capacity, CapacityKept, Credit, Rese
 from services.core.changeover.member_context import MemberContext
 from services.core.changeover.stage_kv import StageKv
 from services.core.planner.configuration_events import (
+    BatchYielded,
     BlocksCredited,
     CapacityReported,
     MicrobatchFollowed,
@@ -50,7 +51,9 @@ class MemberCapacity:
         """Answer members that wait until few enough of their blocks are in use; in each turn."""
         ledger = self._context.planner.sequence_table.ledger
         for peer, asked in list(self._asked.items()):
-            if ledger.used[self._stage_of(peer) - 1] <= asked.blocks:
+            stage = self._stage_of(peer)
+            self._context.change(BatchYielded(stage, asked.blocks))
+            if ledger.used_at(stage) <= asked.blocks:
                 del self._asked[peer]
                 kept = CapacityKept(peer, asked.attempt, self._kv.take_released())
                 self._context.send_along(kept)

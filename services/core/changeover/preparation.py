@@ -33,6 +33,7 @@ from services.core.changeover.vocabulary import (
 from services.core.groups.layer_map import serves
 from services.core.groups.slab_names import stage_slabs
 from services.core.planner.configuration_events import (
+    BatchYielded,
     BlocksRelocated,
     PoolGrown,
     PoolLimited,
@@ -227,6 +228,7 @@ class Preparation:
     def _advance(self, now: _Attempt) -> None:
         table = self._context.table
         if now.step is PreparationStep.CAPACITY and self._context.leads:
+            self._context.change(BatchYielded(0, now.limit))
             if table.pool.taken_count > now.limit:
                 return
             now.step = PreparationStep.RELOCATION

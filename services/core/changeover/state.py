@@ -501,6 +501,14 @@ class Changeover:
         now_s = self._context.now_s
         self._context.change(IterationFinished(now_s, frame.tokens, frame.number, frame.notes))
 
+    def _adopt(self, peer: str, frame: frames.Adopt) -> None:
+        """Take a sequence over, but from no peer that this member has left.
+
+        KV that they shared has been freed here. The peer learns of the loss, too, and goes on.
+        """
+        if peer not in self._lost:
+            self._takeover.adopt(peer, frame)
+
     def _note_drained(self, _peer: str, frame: frames.Drained) -> None:
         """The leader has drained: blocks that it released are free, later microbatches ignored.
 
@@ -575,7 +583,7 @@ _FRAMES: dict[type[Any], Callable[[Changeover, str, Any], None]] = {
     frames.Capacity: lambda self, peer, frame: self._capacity.note(peer, frame),
     frames.CapacityKept: Changeover._note_kept,
     frames.Credit: lambda self, peer, frame: self._capacity.credit(peer, frame),
-    frames.Adopt: lambda self, peer, frame: self._takeover.adopt(peer, frame),
+    frames.Adopt: Changeover._adopt,
     frames.Adopted: lambda self, peer, frame: self._handover.note_adopted(peer, frame),
     frames.RequestDropped: lambda self, _peer, frame: self._abort(frame.request_id),
     frames.AllAdopted: Changeover._note_all_adopted,

@@ -24,8 +24,9 @@ def group_uses(
             )
             continue
         size = facts[ids[0]].block_size
-        members = tuple(_member_use(reports[one], facts[one]) for one in ids)
-        waiting = sum(reports[one].load.waiting for one in ids)
+        yielding = reports[ids[0]].load.kv_blocks_yielding  # the leader knows classes
+        members = tuple(_member_use(reports[one], facts[one], yielding) for one in ids)
+        waiting = sum(reports[one].load.waiting_demand for one in ids)
         wanted = sum(reports[one].load.kv_blocks_wanted for one in ids) * size
         draining = any(facts[one].draining for one in ids)
         found.append(GroupUse(group.group_id, group.model, members, waiting, wanted, draining))
@@ -33,10 +34,13 @@ def group_uses(
 
 
 def used_tokens(report: EngineReport | None, facts: WorkerFacts) -> int:
-    """Tokens of KV in use; 0 without a report."""
-    if report is None:
-        return 0
-    return (report.load.kv_blocks_total - report.load.kv_blocks_free) * facts.block_size
+    """Tokens of KV in use by requests that do not yield it; 0 without a report."""
+    return 0 if report is None else _used_tokens(report, facts, report.load.kv_blocks_yielding)
+
+
+def _used_tokens(report: EngineReport, facts: WorkerFacts, yielding: int) -> int:
+    load = report.load
+    return max(0, load.kv_blocks_total - load.kv_blocks_free - yielding) * facts.block_size
 
 
 def _worth(
@@ -49,11 +53,11 @@ def _worth(
     return Reports.CURRENT if current else Reports.CHANGING
 
 
-def _member_use(report: EngineReport, facts: WorkerFacts) -> MemberUse:
+def _member_use(report: EngineReport, facts: WorkerFacts, yielding: int) -> MemberUse:
     size = facts.block_size
     return MemberUse(
         facts.worker_id,
         report.load.kv_blocks_total * size,
-        used_tokens(report, facts),
+        _used_tokens(report, facts, yielding),
         facts.kv_blocks_total * size,
     )

@@ -72,6 +72,10 @@ class BlockLedger:
             return self.pool.free_count
         return self.capacity[stage - 1] - self.used[stage - 1]
 
+    def used_at(self, stage: int) -> int:
+        """Blocks in use at `stage`."""
+        return self.pool.taken_count if stage == 0 else self.used[stage - 1]
+
     @property
     def least_capacity(self) -> int:
         """Blocks of the smallest stage: what the group has."""

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from services.core.cost.model import CostModel
+from services.core.line_order import Scheduling
 from services.core.overtaking import OVERTAKEN_MAX
 from services.core.planner.preemption import Preempt, PreemptedWork
 
@@ -24,7 +25,7 @@ class IterationConfig:
     a round is not cut into parts of less than half of `min_microbatch_tokens`, on average, and cost
     is counted by `cost_model`; without one each token costs the same. `overtaken_max`: how often a
     waiting sequence may be overtaken, see `overtaking`. `prefix_caching`: see `prefix_cache`.
-    `preempt` and `preempted_work`: see `preemption`.
+    `scheduling`: see `precedence`. `preempt` and `preempted_work`: see `preemption`.
     """
 
     block_size: int
@@ -37,6 +38,7 @@ class IterationConfig:
     cost_model: CostModel | None = None
     overtaken_max: int = OVERTAKEN_MAX
     prefix_caching: bool = False
+    scheduling: Scheduling = Scheduling.FCFS
     preempt: Preempt = Preempt.OFF
     preempted_work: PreemptedWork = PreemptedWork.RESUME
 

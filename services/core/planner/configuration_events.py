@@ -177,6 +177,17 @@ class PoolShrunk:
     blocks: int
 
 
+@dataclass(frozen=True, slots=True)
+class BatchYielded:
+    """Batch sequences give blocks back until `stage` uses at most `blocks`, if they have so many.
+
+    No effect where they do not yield.
+    """
+
+    stage: int
+    blocks: int
+
+
 SequenceEvent = (
     SequenceForgotten
     | SequenceAdopted
@@ -191,6 +202,7 @@ StageEvent = (
     | StagesConfigured
     | CapacityReported
     | BlocksCredited
+    | BatchYielded
     | ReleasedTaken
     | FlightDiscarded
 )

@@ -113,7 +113,7 @@ class PipelinePlanner:
         config, sequence_table = self.config, self.sequence_table
         running_max = config.max_running * self.stages
         while admit and (first := sequence_table.next_to_admit(running_max, config.overtaken_max)):
-            yield sequence_table.admit(first)
+            yield sequence_table.admit(first, running_max)
 
     def _add_prefills(self, plan: Plan, budget: int) -> None:
         """Add the next microbatch of the round, as far as its requests still run.

@@ -46,6 +46,11 @@ class Plan:
         samples = start + tokens == len(sequence.token_ids)
         self.prefills.append(Prefill(sequence, start, tokens, samples))
 
+    def drop_preempted(self) -> None:
+        """Leave out sequences that have lost their blocks since they were added."""
+        self.decodes = [one for one in self.decodes if one.phase is Phase.RUNNING]
+        self.prefills = [one for one in self.prefills if one.sequence.phase is Phase.RUNNING]
+
     def batch(self, table: StageTable) -> Batch:
         """The chunks for a model runner; to be made before `launch`."""
         tables = table.tables

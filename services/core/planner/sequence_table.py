@@ -10,14 +10,15 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import chain
 
-from services.core.line_order import LineKey, LineOrder, by_arrival
+from services.core.line_order import LineKey, Scheduling
 from services.core.overtaking import next_to_start, start
 from services.core.planner.block_ledger import BlockLedger, Follower
 from services.core.planner.block_table import StageTable
 from services.core.planner.plan import Plan
+from services.core.planner.precedence import PRECEDENCES, Precedence
 from services.core.planner.prefix_cache import PrefixCache
 from services.core.planner.sequence import Age, Phase, Sequence
-from services.core.planner.victims import Victims, newest
+from services.core.planner.victims import newest_batch
 from services.core.request import blocks_for
 
 
@@ -26,15 +27,15 @@ class SequenceTable:
     """Sequences that run or are held, oldest first, and those that wait, in the order of `line`.
 
     `table` has the own stage's blocks, and `prefixes` finds those that can be shared if
-    `prefix_caching`. `victims` chooses what gives blocks up to what runs. The sequences of a
-    `suspended` microbatch are in its phase `RUNNING`, but not in `running`: nobody plans them.
+    `prefix_caching`. `precedence` is the order of the line and of those that give blocks up.
+    The sequences of a `suspended` microbatch are in the phase `RUNNING`, but not in `running`:
+    nobody plans them.
     """
 
     block_size: int
     table: StageTable
     prefix_caching: bool = False
-    line: LineOrder = by_arrival
-    victims: Victims = newest
+    precedence: Precedence = PRECEDENCES[Scheduling.FCFS]
     ledger: BlockLedger = field(init=False)
     prefixes: PrefixCache = field(init=False)
     sequences: dict[str, Sequence] = field(default_factory=dict)
@@ -112,24 +113,40 @@ class SequenceTable:
     # --- blocks
 
     def next_to_admit(self, running_max: int, overtaken_max: int) -> Sequence | None:
-        """The waiting sequence that can start now by the rule of `overtaking`, or None."""
-        if not self.waiting or self.running_count >= running_max:
+        """The waiting sequence that can start now by the rule of `overtaking`, or None.
+
+        In a group of one, batch sequences make way for an online one. While one waits, no batch
+        sequence starts.
+        """
+        if not self.waiting:
+            return None
+        full = self.running_count >= running_max
+        if full and not (self._makes_way and newest_batch([*self.running, *self._suspended])):
             return None
         free = self.ledger.free
+        first = self.waiting[0].request.service
+        holds_back = self.precedence.batch_yields and first.online
 
         def fits(sequence: Sequence) -> bool:
             if sequence.sample_due:
                 return False
+            online = sequence.request.service.online
+            if (full or holds_back) and not online:
+                return False
             missing = sequence.blocks_to_admit(self.block_size) - free
-            return missing <= 0 or self.prefixes.shares_blocks(sequence, missing)
+            if missing <= 0 or self.prefixes.shares_blocks(sequence, missing):
+                return True
+            return self._makes_way and online and missing <= self._blocks_to_yield
 
         return next_to_start(self.waiting, fits, overtaken_max)
 
-    def admit(self, sequence: Sequence) -> Sequence:
-        """Start a waiting sequence, with blocks for all the tokens that it has.
+    def admit(self, sequence: Sequence, running_max: int) -> Sequence:
+        """Start a sequence that `next_to_admit` has found, with blocks for all its tokens.
 
         Those of a known prefix are shared, and its tokens do not run again.
         """
+        if self._makes_way:
+            self._make_way(sequence, running_max)
         start(self.waiting, sequence)
         self.waiting.remove(sequence)
         sequence.move(Phase.RUNNING)
@@ -148,7 +165,8 @@ class SequenceTable:
         if self.ledger.least_room <= 0:
             self.discard_suspended()
         while sequence.phase is Phase.RUNNING and self.ledger.least_room <= 0:
-            self.preempt(self.victims(self.running, self.held, self.ledger.full_stages))
+            victims = self.precedence.victims
+            self.preempt(victims(self.running, self.held, self.ledger.full_stages))
             preempted = True
         if sequence.phase is Phase.RUNNING:
             self.add_block(sequence)
@@ -160,6 +178,12 @@ class SequenceTable:
         self.table.append(sequence.request.request_id)
         sequence.blocks += 1
         self.ledger.take(1)
+
+    def yield_batch(self, stage: int, blocks: int) -> None:
+        """Have batch sequences give blocks back until `stage` uses no more than `blocks`."""
+        if self.precedence.batch_yields:
+            while self.ledger.used_at(stage) > blocks and (one := newest_batch(self.running)):
+                self.preempt(one)
 
     def preempt(self, sequence: Sequence) -> None:
         """Take a sequence's blocks; its tokens run again when there is room."""
@@ -314,6 +338,38 @@ class SequenceTable:
         running = (*self.running, *self._suspended)
         assert all(seq.blocks and not seq.absent for seq in running)
 
+    @property
+    def _makes_way(self) -> bool:
+        """Whether batch sequences are preempted for a start.
+
+        In a larger group they may be in microbatches that have been formed.
+        """
+        return self.precedence.batch_yields and self.ledger.stages == 1
+
+    @property
+    def _blocks_to_yield(self) -> int:
+        """Blocks that are free at least if all running batch sequences lose theirs."""
+        users, tables = self.table.pool.users, self.table.tables
+        return sum(
+            sum([users[block] == 1 for block in tables[one.request_id]])
+            for one in (*self.running, *self._suspended)
+            if not one.request.service.online
+        )
+
+    def _make_way(self, sequence: Sequence, running_max: int) -> None:
+        """Preempt batch sequences, newest first, until there are a place and blocks."""
+
+        def lacks_blocks() -> bool:
+            missing = sequence.blocks_to_admit(self.block_size) - self.ledger.free
+            return missing > 0 and not self.prefixes.shares_blocks(sequence, missing)
+
+        if self.running_count >= running_max or lacks_blocks():
+            self.discard_suspended()
+        while len(self.running) >= running_max or lacks_blocks():
+            victim = newest_batch(self.running)
+            assert victim is not None, f"{sequence.request_id} does not fit"
+            self.preempt(victim)
+
     def _free(self, sequence: Sequence) -> None:
         """Free its blocks, wherever it has some, and tell the stages."""
         sequence.forget_told()
@@ -364,7 +420,8 @@ class SequenceTable:
 
     def _key(self, sequence: Sequence) -> tuple[LineKey, Age]:
         """Its place in the line; among equals the older one is first."""
-        return self.line(sequence.request.service, sequence.arrival_s), sequence.age
+        line = self.precedence.line
+        return line(sequence.request.service, sequence.arrival_s), sequence.age
 
 
 def _insert(line: list[Sequence], sequence: Sequence) -> None:

@@ -3,6 +3,9 @@
 Decodes go first, then prefills that have begun, then waiting requests by `overtaking` while
 blocks and token budget last. When a decode finds no free block, the newest running request is
 preempted and recomputed later (policy `recompute`), so the oldest always advances.
+
+Where batch sequences yield (`precedence`), prefills and starts of online requests come before those
+of the class `batch`, which fill what is left of the token budget.
 """
 
 from collections import deque
@@ -12,6 +15,9 @@ from services.core.planner.config import IterationConfig
 from services.core.planner.plan import Plan
 from services.core.planner.sequence import Phase, Sequence
 from services.core.planner.sequence_table import SequenceTable
+
+_ONLINE, _BATCH = frozenset({True}), frozenset({False})
+_EVERYBODY = _ONLINE | _BATCH
 
 
 @dataclass(slots=True)
@@ -25,10 +31,15 @@ class SinglePlanner:
         """Choose what `plan` runs, and take the blocks for it; nothing runs beside it."""
         preempted = self._add_decodes(plan.decodes)
         budget = self.config.max_batch_tokens - len(plan.decodes)
-        if len(plan.decodes) < len(self.sequence_table.running):
-            budget = self._add_prefills(plan, budget)
-        if not preempted:
-            self._admit(plan, budget)
+        if self.sequence_table.precedence.batch_yields:
+            kinds: tuple[frozenset[bool], ...] = (_ONLINE, _BATCH)
+        else:
+            kinds = (_EVERYBODY,)
+        for kind in kinds:
+            if len(plan.decodes) < len(self.sequence_table.running):
+                budget = self._add_prefills(plan, budget, kind)
+            if not preempted:
+                budget = self._admit(plan, budget, kind)
 
     def _add_decodes(self, decodes: list[Sequence]) -> bool:
         """Add every decode, oldest first; returns whether a sequence was preempted."""
@@ -48,24 +59,31 @@ class SinglePlanner:
             decodes[:] = [one for one in decodes if one.phase is Phase.RUNNING]
         return preempted
 
-    def _add_prefills(self, plan: Plan, budget: int) -> int:
+    def _add_prefills(self, plan: Plan, budget: int, kind: frozenset[bool]) -> int:
         """Continue prefills that have begun; returns the tokens left in the budget."""
         for sequence in self.sequence_table.running:
             remaining = len(sequence.token_ids) - sequence.computed
-            if remaining > 1 and budget:
+            if remaining > 1 and budget and sequence.request.service.online in kind:
                 tokens = min(remaining, budget)
                 plan.add(sequence, tokens)
                 budget -= tokens
         return budget
 
-    def _admit(self, plan: Plan, budget: int) -> None:
-        """Start waiting sequences that fit, as far as possible in order of arrival."""
-        config, sequence_table = self.config, self.sequence_table
-        while budget and sequence_table.waiting:
-            sequence = sequence_table.next_to_admit(config.max_running, config.overtaken_max)
+    def _admit(self, plan: Plan, budget: int, kind: frozenset[bool]) -> int:
+        """Start waiting sequences that fit, as far as possible in the order of the line.
+
+        Returns the tokens left in the budget. Batch sequences of the plan may lose their blocks.
+        """
+        config, table = self.config, self.sequence_table
+        preemptions = table.preemptions_total
+        while budget and table.waiting and table.waiting[0].request.service.online in kind:
+            sequence = table.next_to_admit(config.max_running, config.overtaken_max)
             if sequence is None:
-                return
-            sequence_table.admit(sequence)
+                break
+            table.admit(sequence, config.max_running)
             tokens = min(sequence.remaining, budget)
             plan.add(sequence, tokens)
             budget -= tokens
+        if table.preemptions_total != preemptions:
+            plan.drop_preempted()
+        return budget

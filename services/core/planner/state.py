@@ -38,6 +38,7 @@ from services.core.planner.events import (
 )
 from services.core.planner.pipeline import PipelinePlanner
 from services.core.planner.plan import Plan
+from services.core.planner.precedence import PRECEDENCES
 from services.core.planner.preemption import Preempt, PreemptedWork
 from services.core.planner.refusal import known_already, queue_full, returned, too_large
 from services.core.planner.returns import Returns
@@ -73,7 +74,9 @@ class PlannerState:
     def __post_init__(self) -> None:
         self.table = StageTable(BlockPool(self.config.num_blocks))
         config = self.config
-        self.sequence_table = SequenceTable(config.block_size, self.table, config.prefix_caching)
+        self.sequence_table = SequenceTable(
+            config.block_size, self.table, config.prefix_caching, PRECEDENCES[config.scheduling]
+        )
         self._planner = SinglePlanner(self.config, self.sequence_table)
 
     @property
@@ -146,17 +149,23 @@ class PlannerState:
         block_size, batch = self.config.block_size, self.sequence_table.batch.values()
         prefixes = self.sequence_table.prefixes
         batch_waiting = sum(sequence.phase is Phase.WAITING for sequence in batch)
+        yields = self.sequence_table.precedence.batch_yields
         return Load(
             running=self.sequence_table.running_count + len(self.held),
             waiting=len(self.waiting),
             kv_blocks_free=max(0, self.sequence_table.ledger.free),
-            kv_blocks_wanted=sum(seq.blocks_to_admit(block_size) for seq in self.waiting),
+            kv_blocks_wanted=sum(
+                seq.blocks_to_admit(block_size)
+                for seq in self.waiting
+                if seq.request.service.online or not yields
+            ),
             preemptions_total=self.preemptions_total,
             kv_blocks_total=self.sequence_table.ledger.least_capacity,
             prompt_tokens_total=self.sequence_table.prompt_tokens_total,
             batch_running=len(batch) - batch_waiting,
             batch_waiting=batch_waiting,
             kv_blocks_batch=sum(sequence.blocks for sequence in batch),
+            batch_yields=yields,
             prefill_tokens=self.sequence_table.prefill_tokens,
             prefix_queries_total=prefixes.queries_total,
             prefix_hits_total=prefixes.hits_total,
@@ -254,6 +263,7 @@ class PlannerState:
         for sequence in tuple(self.sequences.values()):
             if sequence.blocks and (not sequence.computed or self._may_lack_a_block(sequence)):
                 self.sequence_table.preempt(sequence)
+        self.sequence_table.yield_batch(0, 0)  # their KV is not worth being moved
         self.sequence_table.drop_prefixes()
         return [BlocksFreed(self.sequence_table.take_released())]
 
@@ -284,6 +294,8 @@ class PlannerState:
                 self.sequence_table.set_capacity(event.stage, event.blocks)
             case changes.BlocksCredited():
                 ledger.credit(event.stage, event.blocks)
+            case changes.BatchYielded():
+                self.sequence_table.yield_batch(event.stage, event.blocks)
             case changes.ReleasedTaken():
                 if self.stages > 1:
                     self.sequence_table.drop_prefixes()
@@ -532,6 +544,7 @@ _HANDLERS |= dict.fromkeys(
     (
         changes.CapacityReported,
         changes.BlocksCredited,
+        changes.BatchYielded,
         changes.ReleasedTaken,
         changes.FlightDiscarded,
     ),

@@ -26,3 +26,19 @@ def newest(
             if sequence.blocks and not sequence.absent & full:
                 return sequence
     return last
+
+
+def batch_first(
+    running: Row[Sequence], held: Row[Sequence], full_stages: Callable[[], frozenset[int]]
+) -> Sequence:
+    """The newest one of the class `batch`, so that online ones lose nothing before it; else newest.
+
+    One that is held takes no part: its blocks are on their way to another leader.
+    """
+    found = newest_batch(running)
+    return found if found is not None else newest(running, held, full_stages)
+
+
+def newest_batch(running: Row[Sequence]) -> Sequence | None:
+    """The newest running sequence of the class `batch`."""
+    return next((one for one in reversed(running) if not one.request.service.online), None)

@@ -26,11 +26,11 @@ def could_hold(load: GroupLoad, prompt_tokens: int, max_tokens: int) -> bool:
     return prompt_tokens + max_tokens <= load.tokens_max
 
 
-def has_room(load: GroupLoad, prompt_tokens: int, max_tokens: int) -> bool:
-    """Filter: the request can start now."""
+def has_room(load: GroupLoad, prompt_tokens: int, max_tokens: int, online: bool = True) -> bool:
+    """Filter: the request can start now; one that is not `online` makes nobody yield."""
     tokens_max = prompt_tokens + max_tokens
     needed = admission_blocks(prompt_tokens, tokens_max, load.group.block_size)
-    return load.start_blocks >= needed
+    return (load.start_blocks if online else load.batch_start_blocks) >= needed
 
 
 def kv_share(load: GroupLoad) -> Score:

@@ -115,13 +115,14 @@ class GroupIndex:
         now_s: float,
         below_tokens: float = inf,
         avoided: frozenset[str] = NOBODY,
+        online: bool = True,
     ) -> GroupLoad | None:
         """The group with the best score among those that can start the request now, or None.
 
         Only groups count that could not hold a sequence of `below_tokens`, and whose address is
-        not `avoided`.
+        not `avoided`. For a request that is not `online` nobody yields.
         """
-        found = self.best(prompt_tokens, max_tokens, now_s, below_tokens, avoided)
+        found = self.best(prompt_tokens, max_tokens, now_s, below_tokens, avoided, online)
         return found[0] if found else None
 
     def best(
@@ -131,6 +132,7 @@ class GroupIndex:
         now_s: float,
         below_tokens: float = inf,
         avoided: frozenset[str] = NOBODY,
+        online: bool = True,
         most: int = 1,
     ) -> list[GroupLoad]:
         """Up to `most` groups as `pick` would pick them one after the other, the best first."""
@@ -148,13 +150,14 @@ class GroupIndex:
                     now_s,
                     below_tokens,
                     avoided,
+                    online,
                 )
             )
             found += islice(able, most)
         return [self.loads[ranked[-1]] for ranked in sorted(found)[:most]]
 
     def idle(self, prompt_tokens: int, max_tokens: int, now_s: float) -> GroupLoad | None:
-        """As `pick`, among the groups in which nothing runs or waits."""
+        """As `pick`, among the groups in which nothing runs or waits, so that nobody can yield."""
         able = [
             self._ranked(load)
             for load in self.loads.values()
@@ -170,10 +173,11 @@ class GroupIndex:
         now_s: float,
         below_tokens: float = inf,
         avoided: frozenset[str] = NOBODY,
+        online: bool = True,
     ) -> bool:
-        """Whether a group passes all filters; `below_tokens` and `avoided` as in `pick`."""
+        """Whether a group passes all filters; the last three as in `pick`."""
         return (
-            has_room(load, prompt_tokens, max_tokens)
+            has_room(load, prompt_tokens, max_tokens, online)
             and could_hold(load, prompt_tokens, max_tokens)
             and load.tokens_max < below_tokens
             and load.group.address not in avoided

@@ -111,17 +111,36 @@ class GroupLoad:
 
     @property
     def room_blocks(self) -> int:
-        """Free blocks that no request waits for; negative when the worker is overcommitted."""
+        """Blocks for online requests: free or yielded by batch ones, and nobody waits for them.
+
+        Negative when the worker is overcommitted.
+        """
         if self._report is None:
             return 0
-        free = min(self._report.load.kv_blocks_free, self.capacity_blocks)
-        return free - self._report.load.kv_blocks_wanted - self.reserved_blocks
+        load = self._report.load
+        free = min(load.kv_blocks_free + load.kv_blocks_yielding, self.capacity_blocks)
+        return free - load.kv_blocks_wanted - self.reserved_blocks
 
     @property
     def start_blocks(self) -> int:
-        """Blocks in which a request may start: the room less what running requests keep to grow."""
-        running = self._report.load.running if self._report is not None else 0
+        """Blocks in which an online request may start: running ones keep some of the room to grow.
+
+        Running batch requests that yield keep none.
+        """
+        if self._report is None:
+            return 0
+        load = self._report.load
+        running = load.running - load.batch_running if load.batch_yields else load.running
         return self.room_blocks - math.ceil(self.growth_blocks * running)
+
+    @property
+    def batch_start_blocks(self) -> int:
+        """Blocks in which a request of the class `batch` may start: it makes nobody yield."""
+        if self._report is None:
+            return 0
+        load = self._report.load
+        growing = math.ceil(self.growth_blocks * load.batch_running) if load.batch_yields else 0
+        return self.start_blocks - load.kv_blocks_yielding - growing
 
     @property
     def sequences(self) -> int:

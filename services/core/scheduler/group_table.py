@@ -41,7 +41,8 @@ class ModelGroups:
             avoided = NOBODY
         if self.prefixes is not None:
             return self.prefixes.pick(self.index, ask, now_s, below_tokens, avoided)
-        return self.index.pick(ask.prompt_tokens, ask.max_tokens, now_s, below_tokens, avoided)
+        wanted = ask.prompt_tokens, ask.max_tokens, now_s, below_tokens, avoided
+        return self.index.pick(*wanted, ask.service.online)
 
     def reserve(self, load: GroupLoad, ask: Ask, blocks: int, now_s: float) -> int:
         """Hold blocks for a new assignment; returns how many of its tokens are not yet cached."""

@@ -44,7 +44,7 @@ def predicted_ttft_s(
     )
 
 
-Wanted = tuple[int, int, float, float, frozenset[str]]
+Wanted = tuple[int, int, float, float, frozenset[str], bool]
 """Arguments of `GroupIndex.best` and `GroupIndex.can_start`."""
 
 
@@ -108,7 +108,7 @@ class PrefixRanking:
         It is the one with the best score among those whose predicted TTFT is the lowest, or ties.
         `below_tokens` and `avoided` as in `GroupIndex.pick`.
         """
-        wanted = ask.prompt_tokens, ask.max_tokens, now_s, below_tokens, avoided
+        wanted = ask.prompt_tokens, ask.max_tokens, now_s, below_tokens, avoided, ask.service.online
         found = {load.group.group_id: load for load in groups.best(*wanted, most=CANDIDATES)}
         if len(found) == CANDIDATES:
             for group_id in self._longest(groups, ask, wanted):

@@ -10,12 +10,13 @@ module changes them, one event at a time.
 """
 
 from dataclasses import dataclass, field
+from itertools import islice
 from math import inf
 
 from services.core.cost.model import CostModel
 from services.core.demand import ModelDemand
-from services.core.line_order import LineOrder, by_arrival
-from services.core.overtaking import OVERTAKEN_MAX, next_to_start, start
+from services.core.line_order import LINES, Scheduling
+from services.core.overtaking import LOOKED_AT, OVERTAKEN_MAX, next_to_start, start
 from services.core.request import admission_blocks
 from services.core.scheduler.admission import Admission, NotAdmitted, check_fields
 from services.core.scheduler.bookkeeping import Assigned, Assignments, Totals
@@ -54,8 +55,9 @@ class SchedulerState:
     """Admission, queue and dispatch.
 
     `score` ranks groups, less is better; with the costs `ttft` the group that gives the first token
-    soonest comes first, by what it has cached. `order` ranks requests that wait. For
-    `overtaken_max` see `overtaking`, for `growth_blocks` `GroupLoad`.
+    soonest comes first, by what it has cached. `scheduling` ranks requests that wait; with
+    `priority`, no batch request starts while an online one waits. For `overtaken_max` see
+    `overtaking`, for `growth_blocks` `GroupLoad`.
     """
 
     queue_limit: int
@@ -63,7 +65,7 @@ class SchedulerState:
     score: ScoreFunction = kv_share
     overtaken_max: int = OVERTAKEN_MAX
     growth_blocks: float = GROWTH_BLOCKS
-    order: LineOrder = by_arrival
+    scheduling: Scheduling = Scheduling.FCFS
     ttft: CostModel | None = None
     _groups: GroupTable = field(init=False)
     _queue: WaitQueue = field(init=False)
@@ -74,7 +76,7 @@ class SchedulerState:
 
     def __post_init__(self) -> None:
         self._groups = GroupTable(self.score, self.growth_blocks, self.ttft)
-        self._queue = WaitQueue(self.order)
+        self._queue = WaitQueue(LINES[self.scheduling])
         self._admission = Admission(
             self._queue, self._groups, self._rate, self.queue_limit, self.queue_deadline_s
         )
@@ -254,11 +256,14 @@ class SchedulerState:
         index.drop_lapsed(now_s)
         picked: GroupLoad | None = None
         held_tokens = inf  # groups that can hold so many wait for a request that holds the line
+        holds_back = False
 
         def fits(waiting: Waiting) -> bool:
             nonlocal picked
             ask = waiting.ask
-            if now_s < waiting.alone_until_s:
+            if holds_back and not ask.service.online:
+                picked = None
+            elif now_s < waiting.alone_until_s:
                 picked = index.idle(ask.prompt_tokens, ask.max_tokens, now_s)
             else:
                 picked = model.pick(ask, now_s, held_tokens, waiting.avoided(now_s))
@@ -278,12 +283,20 @@ class SchedulerState:
         while True:
             commands += self._refuse_waiting(name, now_s)
             held_tokens = inf
+            holds_back = self._holds_back(name)
             line = self._queue.line(name)
             first = next_to_start(line, fits, self.overtaken_max, holds_all)
             if first is None or picked is None:
                 return commands
             start(self._queue.line(name), first, wants)
             commands.append(self._assign(first, picked, model, now_s))
+
+    def _holds_back(self, model: str) -> bool:
+        """Whether batch requests wait, since online ones do."""
+        if self.scheduling is Scheduling.FCFS:
+            return False
+        line = islice(self._queue.line(model), LOOKED_AT)
+        return any(waiting.ask.service.online for waiting in line)
 
     def _refuse_waiting(self, model: str, now_s: float) -> list[Command]:
         """Refuse requests that are late, and the first of the line while no group can hold it."""

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from services.core.cost.model import CostModel
+from services.core.line_order import Scheduling
 from services.core.scheduler.dispatch import score_of
 from services.core.scheduler.state import SchedulerState
 
@@ -20,6 +21,7 @@ class StateConfig:
     overtaken_max: int = 0
     growth_blocks: float = 0
     ttft: CostModel | None = None
+    scheduling: Scheduling = Scheduling.FCFS
 
     def state(self) -> SchedulerState:
         """A new state with these settings."""
@@ -30,4 +32,5 @@ class StateConfig:
             self.overtaken_max,
             self.growth_blocks,
             ttft=self.ttft,
+            scheduling=self.scheduling,
         )

@@ -53,7 +53,10 @@ def warnings_of(
     told = ", ".join(
         f"'{name}'" for name in (*names, *(n for n in PROMISE_HEADERS if n in headers))
     )
-    return (f"carried along without effect yet: {told}",)
+    return (
+        "targets have no effect yet, and classes only where the operator has set scheduling to"
+        f" priority: {told}",
+    )
 
 
 def _class(body: GenerationRequest, headers: Mapping[str, str]) -> ServiceClass:

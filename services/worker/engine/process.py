@@ -19,6 +19,7 @@ from services.common.lifecycle import EXIT_UNUSABLE, die_with_parent
 from services.common.logging import set_up_logging
 from services.core.changeover.state import Changeover, MemberConfig
 from services.core.cost.model import CostModel
+from services.core.line_order import Scheduling
 from services.core.planner.block_pool import BlockPool
 from services.core.planner.config import BatchFormation, IterationConfig
 from services.core.planner.preemption import Preempt, PreemptedWork
@@ -147,6 +148,7 @@ def planner_config(
         cost_model=cost_model,
         overtaken_max=config.overtaken_max,
         prefix_caching=config.prefix_caching,
+        scheduling=Scheduling(config.scheduling),
         preempt=Preempt(config.preempt),
         preempted_work=PreemptedWork(config.preempted_work),
     )

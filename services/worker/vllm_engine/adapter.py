@@ -31,6 +31,7 @@ from services.worker.ipc import (
     encode,
     to_engine_decoder,
 )
+from services.worker.vllm_engine.arguments import priority_of
 from services.worker.vllm_engine.outputs import OutputReader, RequestFailed, VllmOutput, times_of
 from services.worker.vllm_engine.running import StepStats, VllmRequest, VllmRequests
 from services.worker.vllm_engine.sampling import CannotServe, parameters_of
@@ -48,7 +49,7 @@ class AsyncEngine(Protocol):
     """What is used of vLLM's `AsyncLLM`. `is_paused` is answered by the process that computes."""
 
     def generate(
-        self, prompt: Any, sampling_params: Any, request_id: str
+        self, prompt: Any, sampling_params: Any, request_id: str, *, priority: int
     ) -> AsyncGenerator[VllmOutput, None]: ...
 
     async def is_paused(self) -> bool: ...
@@ -174,8 +175,9 @@ class VllmAdapter:
         try:
             params = self._to_params(parameters_of(request))
             # Closed, it has vLLM abort a request that has not ended.
+            priority = priority_of(request.service)
             async with aclosing(
-                self._engine.generate(prompt, params, request.request_id)
+                self._engine.generate(prompt, params, request.request_id, priority=priority)
             ) as outputs:
                 async for output in outputs:
                     self._note(entry, reader.read(output), output)

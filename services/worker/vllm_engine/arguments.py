@@ -2,8 +2,11 @@
 
 from typing import Any
 
+from services.core.service import Service, ServiceClass
 from services.worker.config import WorkerConfig
 
+RANK_MAX = 2**20
+"""Ranks beyond it are alike: no rank takes a request out of its class."""
 FIT_MODEL_LEN = -1
 """vLLM's word for the longest sequence that its KV cache holds."""
 
@@ -22,4 +25,12 @@ def arguments_of(config: WorkerConfig, room_bytes: int) -> dict[str, Any]:
         "max_num_seqs": config.max_running,
         "max_num_batched_tokens": config.max_batch_tokens,
         "enable_prefix_caching": None if config.prefix_caching else False,
+        "scheduling_policy": config.scheduling,
     }
+
+
+def priority_of(service: Service) -> int:
+    """vLLM's priority of a request, which counts only with the policy `priority`; smaller first."""
+    return 3 * RANK_MAX * list(ServiceClass).index(service.service_class) + max(
+        -RANK_MAX, min(service.rank, RANK_MAX)
+    )

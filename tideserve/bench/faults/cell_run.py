@@ -86,7 +86,7 @@ def _run(cluster: FaultCluster, seed: int, undisturbed: Undisturbed, say: Say) -
     else:
         _follow(cluster, seen, streams, requests, hit_s, say)
     say("auditing the event logs")
-    _note_audit(seen, audit_logs(cluster.events))
+    _note_audit(seen, audit_logs(cluster.events, cluster.killed))
     return seen
 
 

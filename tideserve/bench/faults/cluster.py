@@ -36,6 +36,7 @@ class FaultCluster:
     def __init__(self, deployment: Deployment, cell: FaultCell, folder: Path) -> None:
         """`folder` gets the event logs and the file of hits."""
         self.cell = cell
+        self.killed: list[int] = []  # by the bench itself
         self.events = folder / "events"
         self._hits = folder / "hits.jsonl"
         common = {
@@ -124,7 +125,9 @@ class FaultCluster:
             case "etcd-compact":
                 compact(self._system.state["etcd_url"])
             case "etcd-kill" | "gateway-kill" | "memmgr-kill" as kill:
-                os.kill(self._pid(kill.removesuffix("-kill")), signal.SIGKILL)
+                pid = self._pid(kill.removesuffix("-kill"))
+                self.killed.append(pid)
+                os.kill(pid, signal.SIGKILL)
         return max(monotonic_s(), began_s + fault.lasts_s)
 
     def note_workers(self) -> None:

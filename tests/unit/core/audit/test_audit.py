@@ -553,3 +553,11 @@ def test_an_invariant_broken_very_often_is_told_a_hundred_times() -> None:
         findings.check("I8", False, "number {}", number)
     assert len(findings.violations) == VIOLATIONS_MAX
     assert findings.broken == findings.checks["I8"] == VIOLATIONS_MAX + 50
+
+
+def test_requests_of_a_gateway_that_was_killed_need_not_end() -> None:
+    run = Run()
+    del run.gateway[find(run.gateway, StreamEnded, 1)]
+    assert run.audit().violations == ["I10: s was admitted and never ended"]
+    killed = Audit().run([run.a, run.b], [run.memmgr], [], [run.gateway])
+    assert not killed.violations and killed.checks["I8"]

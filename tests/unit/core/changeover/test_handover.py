@@ -225,6 +225,26 @@ def test_a_lost_way_to_a_new_leader_does_not_free_what_runs_there() -> None:
     assert script.names_at("b")
 
 
+def test_what_a_peer_hands_over_after_it_was_lost_is_not_taken() -> None:
+    """One lane between the two is lost, and frames still come over the other one."""
+    script = pipeline(waiting=("r", "s"))
+    script.launch("a")
+    script.settle()
+    script.stopped = {("a", "b")}
+    script.hear(APART)
+    script.turn("a")
+    script.now_s = DRAINED_TIMEOUT_S + 0.1
+    script.turn("b")
+    script.do("b", words.PeersLost(script.now_s, frozenset({"a"})))
+    script.stopped.clear()
+    script.settle()
+    assert not script.names_at("b") and script.taken_at("b") == 0
+    script.do("a", words.PeersLost(script.now_s, frozenset({"b"})))
+    script.settle()
+    assert script.names_at("a") == ["r", "s"]
+    assert all(member.settled for member in script.members.values())
+
+
 def test_a_stage_that_has_given_its_leader_up_keeps_nothing_of_it() -> None:
     """The leader lives, and hears of the change so late that its stage has left."""
     script = pipeline(waiting=("r",))

@@ -7,6 +7,7 @@ from math import inf
 import pytest
 
 from services.core.cost.model import CostModel
+from services.core.line_order import Scheduling
 from services.core.planner.batch import Batch, Chunk, Microbatch
 from services.core.planner.configuration_events import (
     BlocksRelocated,
@@ -130,6 +131,18 @@ def test_it_goes_on_if_what_is_online_has_no_room() -> None:
     assert again is not None and again.resumes == first.number
 
 
+def test_its_places_and_blocks_are_there_for_one_that_starts() -> None:
+    """By priority, batch work makes way for it, also while it is suspended."""
+    for bounds in ({"num_blocks": 6}, {"max_running": 2}):
+        state = make(scheduling=Scheduling.PRIORITY, **bounds)
+        suspended(state)
+        state.handle(RequestArrived(0.0, make_request("o", 20, 1, random.Random(1))))
+        online = state.plan(0.0)
+        assert online is not None and online.batch.chunks[0].request_id == "o"
+        assert state.sequence_table.suspended is None
+        state.check_invariants()
+
+
 @pytest.mark.parametrize(
     "event",
     [
@@ -206,8 +219,13 @@ class LayeredModel(FakeModel):
 def test_output_does_not_depend_on_interruptions(seed: int, work: PreemptedWork) -> None:
     """Random arrivals, aborts, preemptions, holds and moves of blocks beside suspended work."""
     rng = random.Random(seed)
-    caching = rng.random() < 0.5
-    state = make(num_blocks=rng.choice([10, 16, 30]), preempted_work=work, prefix_caching=caching)
+    caching, scheduling = rng.random() < 0.5, rng.choice(list(Scheduling))
+    state = make(
+        num_blocks=rng.choice([10, 16, 30]),
+        preempted_work=work,
+        prefix_caching=caching,
+        scheduling=scheduling,
+    )
     model, outputs = LayeredModel(state.config), {}
     arriving = [
         rng.choice((offline, offline, make_request))(

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from services.core.line_order import Scheduling
 from services.core.planner.batch import Batch, SampleNotes, SampleTerms
 from services.core.planner.config import IterationConfig
 from services.core.planner.configuration_events import SequencePreempted
@@ -19,6 +20,7 @@ from services.core.planner.events import (
 from services.core.planner.sequence import Sequence
 from services.core.planner.state import PlannerState
 from services.core.request import FinishReason, Limits, Request, Sampling
+from services.core.service import Service, ServiceClass
 
 VOCABULARY = 97
 STOP = 13
@@ -100,10 +102,13 @@ def drive(state: PlannerState, model: FakeModel, outputs: dict, between=lambda _
         state.check_invariants()
 
 
+@pytest.mark.parametrize("scheduling", Scheduling)
 @pytest.mark.parametrize("seed", range(40))
-def test_output_does_not_depend_on_the_schedule(seed: int) -> None:
+def test_output_does_not_depend_on_the_schedule(seed: int, scheduling: Scheduling) -> None:
     rng = random.Random(seed)
     state = make_state(
+        scheduling=scheduling,
+        prefix_caching=rng.random() < 0.5,
         num_blocks=rng.choice([10, 16, 40]),
         max_batch_tokens=rng.choice([8, 16, 64]),
     )
@@ -116,7 +121,9 @@ def test_output_does_not_depend_on_the_schedule(seed: int) -> None:
         least = rng.randint(0, most)
         stop = frozenset({STOP}) if rng.random() < 0.5 else frozenset()
         limits = {"min_tokens": least, "stop_token_ids": stop}
-        requests.append(make_request(f"r{number}", prompt, most, rng, **limits))
+        service = Service(rng.choice(list(ServiceClass)))
+        request = make_request(f"r{number}", prompt, most, rng, **limits)
+        requests.append(replace(request, service=service))
     arriving = list(requests)
 
     def between(_: Batch) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from services.core.ask import FailedAssignment, RefusalReason
 from services.core.cost.model import TOKENS, CostModel
+from services.core.line_order import Scheduling
 from services.core.overtaking import OVERTAKEN_MAX
 from services.core.scheduler.bookkeeping import REMEMBERED_MAX
 from services.core.scheduler.dispatch import ScoreFunction, kv_share, least_loaded
@@ -37,8 +38,10 @@ from services.core.scheduler.vocabulary import (
     Ticked,
     Withdrawn,
 )
-from services.core.service import Service
+from services.core.service import Service, ServiceClass
 from tests.support.reports import load_reported
+
+BATCH, INTERACTIVE = Service(ServiceClass.BATCH), Service(ServiceClass.INTERACTIVE)
 
 
 class Scheduler:
@@ -162,19 +165,45 @@ def test_a_request_that_waited_elsewhere_keeps_its_place(scheduler: Scheduler) -
 
 
 def test_a_policy_gives_the_order_of_the_line_and_deadlines_hold_in_any() -> None:
-    scheduler = Scheduler(
-        queue_deadline_s=60.0, order=lambda service, arrival_s: (service.rank, -arrival_s)
-    )
+    scheduler = Scheduler(queue_deadline_s=60.0, scheduling=Scheduling.PRIORITY)
     scheduler.join()
     scheduler.ask("oldest", now_s=0.0)
-    scheduler.ask("newer", now_s=1.0)
-    scheduler.ask("newest", now_s=2.0)
+    scheduler.ask("interactive", now_s=1.0, service=INTERACTIVE)
     scheduler.ask("first by rank", now_s=1.5, service=Service(rank=-1))
-    assert assigned(scheduler.report(now_s=3.0, free=3)) == ["first by rank"]
-    assert assigned(scheduler.report(now_s=4.0, free=6)) == ["newest"]
+    assert assigned(scheduler.report(now_s=3.0, free=3)) == ["interactive"]
+    assert assigned(scheduler.report(now_s=4.0, free=6)) == ["first by rank"]
     late = refusal(scheduler(Ticked(60.0)))
     assert (late.request_id, late.reason) == ("oldest", RefusalReason.EXPIRED)
-    assert assigned(scheduler.report(now_s=60.5)) == ["newer"]
+
+
+@pytest.mark.parametrize(
+    ("scheduling", "first"), [(Scheduling.FCFS, "batch"), (Scheduling.PRIORITY, "long")]
+)
+def test_batch_requests_wait_while_an_online_one_does(scheduling: Scheduling, first: str) -> None:
+    scheduler = Scheduler(scheduling=scheduling)
+    scheduler.join()
+    scheduler.ask("long", prompt_tokens=320)
+    scheduler.ask("batch", service=BATCH, prompt_tokens=1)
+    found = [*assigned(scheduler.report(free=10)), *assigned(scheduler.report(free=30))]
+    assert found[0] == first
+
+
+def test_online_requests_start_in_the_blocks_of_batch_ones_that_yield() -> None:
+    scheduler = Scheduler(scheduling=Scheduling.PRIORITY)
+    scheduler.join()
+    full = {"free": 4, "running": 9, "batch_running": 9, "batch_blocks": 90}
+    scheduler.report(**full)
+    assert assigned(scheduler.ask("online", prompt_tokens=320)) == []
+    assert assigned(scheduler.report(**full, batch_yields=True)) == ["online"]
+
+
+def test_a_batch_request_makes_nobody_yield() -> None:
+    scheduler = Scheduler(scheduling=Scheduling.PRIORITY)
+    scheduler.join()
+    busy = {"running": 4, "batch_running": 4, "batch_yields": True}
+    scheduler.report(**busy, free=6, batch_blocks=90)
+    assert assigned(scheduler.ask("batch", service=BATCH, prompt_tokens=64)) == []
+    assert assigned(scheduler.report(**busy, free=7, batch_blocks=90)) == ["batch"], "5, and growth"
 
 
 def test_with_0_the_head_of_the_line_is_not_overtaken() -> None:

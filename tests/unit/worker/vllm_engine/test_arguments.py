@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 
+from services.core.service import Service, ServiceClass
 from services.worker.config import WorkerConfig
-from services.worker.vllm_engine.arguments import FIT_MODEL_LEN, arguments_of
+from services.worker.vllm_engine.arguments import FIT_MODEL_LEN, arguments_of, priority_of
 
 
 def config(**changes: Any) -> WorkerConfig:
@@ -33,7 +34,9 @@ def test_options_have_vllms_names() -> None:
         "max_num_seqs": 7,
         "max_num_batched_tokens": 300,
         "enable_prefix_caching": None,
+        "scheduling_policy": "fcfs",
     }
+    assert arguments_of(config(scheduling="priority"), 1)["scheduling_policy"] == "priority"
     assert arguments_of(config(max_model_len=99), 1)["max_model_len"] == 99
 
 
@@ -42,3 +45,12 @@ def test_prefix_caching_can_be_turned_off(option: bool, told: bool | None) -> No
     """On, vLLM decides: it has no such cache for some models."""
     found = arguments_of(config(prefix_caching=option), 1)
     assert found["enable_prefix_caching"] is told
+
+
+def test_a_priority_is_that_of_the_class_and_then_the_rank() -> None:
+    """A smaller one is earlier at vLLM, too."""
+    rising = [
+        Service(kind, rank=rank) for kind in ServiceClass for rank in (-(2**40), -1, 0, 1, 2**40)
+    ]
+    found = [priority_of(service) for service in rising]
+    assert found == sorted(found) and len(set(found)) == len(found)

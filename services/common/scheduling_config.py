@@ -1,0 +1,20 @@
+"""Configuration that scheduler and workers share."""
+
+from dataclasses import dataclass
+
+from services.common.config import choice
+from services.common.service_config import ServiceConfig
+from services.core.line_order import Scheduling
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulingConfig(ServiceConfig):
+    """Which requests go first; scheduler and workers are to agree."""
+
+    scheduling: str = choice(
+        "fcfs",
+        Scheduling,
+        "Which requests go first. fcfs: first come, first served; priority: interactive before"
+        " standard before batch, and batch gives its KV and its places to the others, does not"
+        " start while one of them waits, and never triggers a drop.",
+    )

@@ -1,0 +1,25 @@
+"""Which requests go first at a worker, and which give way, for each setting of `scheduling`."""
+
+from dataclasses import dataclass
+
+from services.core.line_order import LINES, LineOrder, Scheduling
+from services.core.planner.victims import Victims, batch_first, newest
+
+
+@dataclass(frozen=True, slots=True)
+class Precedence:
+    """The order of the line, and of those that lose their blocks.
+
+    With `batch_yields`, sequences of the class `batch` give their blocks and places to online
+    requests, which wait for nothing else.
+    """
+
+    line: LineOrder
+    victims: Victims
+    batch_yields: bool
+
+
+PRECEDENCES = {
+    Scheduling.FCFS: Precedence(LINES[Scheduling.FCFS], newest, batch_yields=False),
+    Scheduling.PRIORITY: Precedence(LINES[Scheduling.PRIORITY], batch_first, batch_yields=True),
+}

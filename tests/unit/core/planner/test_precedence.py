@@ -1,0 +1,204 @@
+"""Which sequence waits where, and which one gives its blocks or its place up, by `scheduling`."""
+
+import random
+
+import pytest
+
+from services.core.line_order import Scheduling
+from services.core.planner.config import IterationConfig
+from services.core.planner.configuration_events import BatchYielded, ConfigurationEnded
+from services.core.planner.events import IterationFinished, RequestArrived
+from services.core.planner.sequence import Phase
+from services.core.planner.state import PlannerState
+from services.core.request import Limits, Request, Sampling
+from services.core.service import NO_PROMISE, Service, ServiceClass
+
+BATCH = Service(ServiceClass.BATCH)
+INTERACTIVE = Service(ServiceClass.INTERACTIVE)
+
+
+def planner(
+    blocks: int, running: int, scheduling: Scheduling = Scheduling.PRIORITY, **changes: bool
+) -> PlannerState:
+    return PlannerState(
+        IterationConfig(4, blocks, 32, running, 100, scheduling=scheduling, **changes)
+    )
+
+
+def arrive(
+    state: PlannerState,
+    name: str,
+    service: Service,
+    prompt: int = 4,
+    output: int = 8,
+    arrival_s: float | None = None,
+) -> None:
+    now_s = float(len(state.sequences)) if arrival_s is None else arrival_s
+    prompt_ids = tuple(sum(map(ord, name)) + place for place in range(prompt))
+    request = Request(name, prompt_ids, Sampling(), Limits(output), now_s, service=service)
+    state.handle(RequestArrived(now_s, request))
+    state.check_invariants()
+
+
+def run(state: PlannerState) -> list[str]:
+    """Plan and finish an iteration; returns the requests that ran in it."""
+    microbatch = state.plan(9.0)
+    assert microbatch is not None
+    state.check_invariants()
+    chunks = microbatch.batch.chunks
+    sampled = {chunk.request_id: 6 for chunk in chunks if chunk.sample is not None}
+    state.handle(IterationFinished(9.0, sampled))
+    state.check_invariants()
+    return [chunk.request_id for chunk in chunks]
+
+
+def names(state: PlannerState) -> list[str]:
+    return [one.request_id for one in state.waiting]
+
+
+@pytest.mark.parametrize(
+    ("scheduling", "order"),
+    [
+        (Scheduling.FCFS, ["b1", "s2", "i3", "b4", "i5", "s6"]),
+        (Scheduling.PRIORITY, ["i5", "i3", "s2", "s6", "b1", "b4"]),
+    ],
+)
+def test_requests_wait_by_arrival_or_by_class_and_rank(
+    scheduling: Scheduling, order: list[str]
+) -> None:
+    state = planner(64, 1, scheduling)
+    arrive(state, "b1", BATCH)
+    arrive(state, "s2", NO_PROMISE)
+    arrive(state, "i3", INTERACTIVE)
+    arrive(state, "b4", BATCH)
+    arrive(state, "i5", Service(ServiceClass.INTERACTIVE, rank=-1))
+    arrive(state, "s6", NO_PROMISE)
+    assert names(state) == order
+    assert run(state) == order[:1]
+
+
+@pytest.mark.parametrize(
+    ("scheduling", "victim"), [(Scheduling.FCFS, "online"), (Scheduling.PRIORITY, "batch")]
+)
+def test_batch_gives_its_blocks_before_a_newer_online_sequence(
+    scheduling: Scheduling, victim: str
+) -> None:
+    state = planner(5, 4, scheduling)
+    arrive(state, "batch", BATCH, prompt=7)
+    arrive(state, "online", NO_PROMISE, prompt=7)
+    while not state.preemptions_total:
+        run(state)
+    (waiting,) = state.waiting
+    assert waiting.request_id == victim
+
+
+def test_an_online_request_takes_the_blocks_of_batch_sequences_at_once() -> None:
+    state = planner(10, 8)
+    for name in ("b1", "b2", "b3"):
+        arrive(state, name, BATCH, prompt=8)
+    assert run(state) == ["b1", "b2", "b3"]
+    arrive(state, "online", INTERACTIVE, prompt=12)
+    assert run(state) == ["b1", "b2", "online"], "of the newest no more than needed"
+    assert names(state) == ["b3"]
+
+
+def test_an_online_request_takes_the_place_of_a_batch_sequence() -> None:
+    state = planner(64, 2)
+    arrive(state, "b1", BATCH)
+    arrive(state, "b2", BATCH)
+    run(state)
+    arrive(state, "online", INTERACTIVE)
+    assert run(state) == ["b1", "online"]
+    arrive(state, "standard", NO_PROMISE)
+    assert run(state) == ["online", "standard"]
+    arrive(state, "late", INTERACTIVE)
+    assert run(state) == ["online", "standard"], "online sequences yield nothing to one another"
+
+
+def test_what_yielded_goes_on_from_the_blocks_that_nobody_needed() -> None:
+    state = planner(10, 8, prefix_caching=True)
+    arrive(state, "batch", BATCH, prompt=28)
+    run(state)
+    arrive(state, "online", INTERACTIVE, prompt=16, output=1)
+    assert run(state) == ["online"]
+    microbatch = state.plan(9.0)
+    assert microbatch is not None
+    (chunk,) = microbatch.batch.chunks
+    assert (chunk.request_id, chunk.start) == ("batch", 24), "4 blocks were needed, 3 were free"
+
+
+def test_prompts_of_online_requests_come_before_those_of_batch_that_have_begun() -> None:
+    state = planner(64, 8)
+    arrive(state, "batch", BATCH, prompt=60)
+    assert run(state) == ["batch"]
+    arrive(state, "online", INTERACTIVE, prompt=30)
+    microbatch = state.plan(9.0)
+    assert microbatch is not None
+    tokens = {chunk.request_id: len(chunk.token_ids) for chunk in microbatch.batch.chunks}
+    assert tokens == {"online": 30, "batch": 2}
+
+
+def test_no_batch_request_starts_while_an_online_one_waits() -> None:
+    state = planner(10, 8)
+    arrive(state, "running", INTERACTIVE, prompt=24)
+    run(state)
+    arrive(state, "long", INTERACTIVE, prompt=24)
+    arrive(state, "short", BATCH, prompt=4)
+    assert run(state) == ["running"]
+    assert names(state) == ["long", "short"]
+
+
+def test_batch_that_yields_is_no_demand() -> None:
+    loads = {}
+    for scheduling in Scheduling:
+        state = planner(10, 8, scheduling)
+        arrive(state, "b1", BATCH, prompt=20)
+        run(state)
+        arrive(state, "b2", BATCH, prompt=24)
+        loads[scheduling] = state.load()
+    before, after = loads[Scheduling.FCFS], loads[Scheduling.PRIORITY]
+    assert (before.kv_blocks_wanted, before.kv_blocks_yielding, before.waiting_demand) == (7, 0, 1)
+    assert (after.kv_blocks_wanted, after.kv_blocks_yielding, after.waiting_demand) == (0, 5, 0)
+
+
+def test_batch_makes_room_for_a_restore_and_moves_to_no_other_group() -> None:
+    state = planner(10, 8)
+    arrive(state, "b1", BATCH, prompt=8)
+    arrive(state, "online", NO_PROMISE, prompt=8)
+    arrive(state, "b2", BATCH, prompt=8)
+    run(state)
+    state.handle(BatchYielded(0, 5))
+    state.check_invariants()
+    assert names(state) == ["b2"]
+    state.handle(ConfigurationEnded())
+    state.check_invariants()
+    assert names(state) == ["b1", "b2"]
+    assert state.sequences["online"].blocks and state.sequences["online"].phase is Phase.RUNNING
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_no_online_sequence_loses_blocks_while_a_batch_sequence_has_some(seed: int) -> None:
+    rng = random.Random(seed)
+    state = planner(rng.choice((8, 14, 30)), rng.choice((2, 5)), prefix_caching=rng.random() < 0.5)
+    services = (BATCH, NO_PROMISE, INTERACTIVE)
+    number = 0
+    for _ in range(120):
+        if len(state.sequences) < 12 and rng.random() < 0.5:
+            number += 1
+            prompt = rng.randint(1, 14)
+            arrive(state, f"r{number}", rng.choice(services), prompt, rng.randint(1, 12), number)
+        if not state.sequences:
+            continue
+        before = {name for name, one in state.sequences.items() if one.phase is Phase.RUNNING}
+        waited = tuple(state.waiting)
+        run(state)
+        waited = tuple(one for one in waited if one.phase is Phase.WAITING)
+        lost = {
+            one.request_id
+            for one in state.waiting
+            if one.request_id in before and one.request.service.online
+        }
+        left = [one for one in state.running if not one.request.service.online]
+        assert not (lost and left)
+        started = [one for one in left if one.request_id not in before]
+        assert not (started and any(one.request.service.online for one in waited))
