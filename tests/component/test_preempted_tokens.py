@@ -25,6 +25,7 @@ from services.core.service import Service, ServiceClass
 from services.worker.engine.compute.runner import ModelRunner
 from services.worker.errors import InvalidBatch
 from tests.support.generation import generate_tokens, load_runner
+from tests.support.lone_member import lone_member
 from tests.support.tiny_models import make_tiny_model
 
 VOCAB, LAYERS, NEW_TOKENS, REQUESTS = 320, 5, 10, 16
@@ -127,4 +128,36 @@ def test_the_layers_before_the_interruption_do_not_run_again(tmp_path: Path) -> 
         assert runner.run_stage(batch, None, at_layer(2)) is None
         assert runner.suspended is None, "nobody is to go on with it"
     finally:
+        runner.close()
+
+
+def test_an_engine_runs_the_online_request_and_then_goes_on(tmp_path: Path) -> None:
+    runner = load_runner(make_tiny_model(tmp_path, vocab=VOCAB, layers=LAYERS))
+    bounds = (runner.block_size, runner.num_blocks, 64, 16, REQUESTS)
+    state = PlannerState(IterationConfig(*bounds, preempt=Preempt.ALWAYS))
+    member = lone_member(state, runner)
+    prompts = {"batch": tuple(range(40)), "online": (7, 8, 9)}
+    request = {
+        name: Request(
+            name, prompt, Sampling(0.0), Limits(2), 0.0, service=Service(ServiceClass(kind))
+        )
+        for (name, prompt), kind in zip(prompts.items(), ("batch", "standard"), strict=True)
+    }
+    try:
+        alone = {
+            name: generate_tokens(runner, [prompt], max_tokens=2, seed=0)[0]
+            for name, prompt in prompts.items()
+        }
+        member.handle(RequestArrived(0.0, request["batch"]))
+        assert member.launch(lambda _: at_layer(2))
+        assert state.sequence_table.suspended is not None and not member.take_news()
+        member.handle(RequestArrived(0.0, request["online"]))
+        told: list[tuple[str, int]] = []
+        while member.launch():
+            told += [(one.request_id, one.token_id) for one in member.take_news().tokens]
+        assert told == [(name, token) for name in ("online", "batch") for token in alone[name]]
+        assert state.resumed_iterations_total == 1
+        assert member.iteration_tokens.tokens == 40 + 1 + 3 + 1
+    finally:
+        member.mover.close()
         runner.close()
