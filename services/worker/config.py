@@ -9,6 +9,7 @@ from services.common.scheduling_config import SchedulingConfig
 from services.core.engine_kind import EngineKind
 from services.core.overtaking import OVERTAKEN_MAX
 from services.core.planner.config import BatchFormation
+from services.core.planner.preemption import Preempt, PreemptedWork
 
 # Kinds of device that a worker has a memory backend for.
 DEVICES = ("cpu",)
@@ -138,6 +139,18 @@ class WorkerConfig(SchedulingConfig):
         minimum=1,
         maximum=2**20,
         default_text="max_batch_tokens",
+    )
+    preempt: str = choice(
+        "off",
+        Preempt,
+        "When an online request interrupts an iteration of batch work between two layers, in a"
+        " group of one: never, if its deadline would be missed, or always.",
+    )
+    preempted_work: str = choice(
+        "resume",
+        PreemptedWork,
+        "What becomes of an interrupted iteration: it goes on later at the layer where it was, or"
+        " runs again.",
     )
     prefix_caching: bool = option(
         True,

@@ -52,7 +52,10 @@ class GatewayLink:
 
 @dataclass(eq=False)
 class Client:
-    """A client's request. `tokens` is None without a place; `moved`: it is to attach there."""
+    """A client's request. `tokens` is None without a place; `moved`: it is to attach there.
+
+    `lost`: workers that it has lost since its last token.
+    """
 
     stream: Stream
     attempts: Attempts
@@ -65,6 +68,7 @@ class Client:
     attach_until_s: float = 0.0
     attach_at_s: float | None = None  # the next time, if the link was lost
     progressed_s: float = 0.0
+    lost: int = 0
 
     @property
     def request_id(self) -> str:
@@ -296,6 +300,8 @@ class JoinedGateway:
         if fresh.prompt_logprobs and not stream.tokens:
             stream.prompt_logprobs = list(fresh.prompt_logprobs)
         stream.tokens += fresh.token_ids
+        if fresh.token_ids:
+            client.lost = 0
         stream.logprobs += fresh.logprobs
 
     def _start_again(self, client: Client, failure: Failure) -> None:
@@ -303,6 +309,7 @@ class JoinedGateway:
         self._drop(client)
         output, limit = len(client.journal.token_ids), client.stream.request.limits.max_tokens
         self._world.note(f"{client.request_id} failed at {client.address}: {failure!r}")
+        client.lost += isinstance(failure, (WorkerLost, QueueFull))
         try:
             client.attempts.fail(failure, output, limit)
         except (GatewayError, QueueFull) as error:

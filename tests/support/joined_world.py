@@ -20,6 +20,7 @@ from services.core.groups.reconfiguration import split_up
 from services.core.groups.state import GroupState
 from services.core.groups.vocabulary import GroupPhase, StoredGroup, Targets
 from services.core.request import Request
+from services.gateway.serving.attempts import LOST_MAX
 from services.worker.engine.compute.runner import ModelRunner
 from services.worker.engine.compute.runner_config import RunnerConfig
 from tests.support.engine_group import Stream
@@ -193,6 +194,13 @@ class JoinedWorld:
         if self.processes.get(process.name) is process and not process.stands:
             self.control.report(process)
 
+    def _judge(self, client: Client, check: Callable[[Stream], None]) -> None:
+        """A request ends with all its tokens, unless it lost `LOST_MAX` workers without one."""
+        if client.stream.refused:
+            assert client.lost >= LOST_MAX, client.stream.refused
+            client.stream.aborted = True
+        check(client.stream)
+
     # --- all of it
 
     def run(self, check: Callable[[Stream], None]) -> None:
@@ -207,8 +215,7 @@ class JoinedWorld:
             self._fail_last()
             self.settle()
             for client in self.gateway.clients.values():
-                assert not client.stream.refused, client.stream.refused
-                check(client.stream)
+                self._judge(client, check)
         except Exception as error:
             events = "\n".join(self._events)
             raise Violated(f"seed {self.seed}: {error!r}; the last events:\n{events}") from error

@@ -150,6 +150,7 @@ class ClusterOptions:
     harvest: float | None = _of(WorkerConfig, "fill_max", LIMITS)
     max_running: int | None = _of(WorkerConfig, "max_running", LIMITS)
     max_batch_tokens: int | None = _of(WorkerConfig, "max_batch_tokens", LIMITS)
+    preempt: str | None = _of(WorkerConfig, "preempt", LIMITS)
     max_model_len: int | None = _of(WorkerConfig, "max_model_len", LIMITS)
     queue_limit: int | None = _of(SchedulerConfig, "queue_limit", LIMITS)
     queue_deadline: float | None = _of(SchedulerConfig, "queue_deadline_s", LIMITS)

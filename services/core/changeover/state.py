@@ -50,6 +50,7 @@ from services.core.planner.configuration_events import (
 from services.core.planner.events import (
     IterationDropped,
     IterationFinished,
+    IterationSuspended,
     RequestAborted,
     RequestArrived,
     WaitLooked,
@@ -442,7 +443,7 @@ class Changeover:
         return serves(configuration.stages, self._context.num_layers)
 
 
-_OF_PLANNER = (IterationFinished, IterationDropped, WaitLooked)
+_OF_PLANNER = (IterationFinished, IterationDropped, IterationSuspended, WaitLooked)
 _EVENTS: dict[type[Any], Callable[[Changeover, Any], None]] = {
     RequestArrived: Changeover._arrive,
     RequestAborted: Changeover._abort_request,

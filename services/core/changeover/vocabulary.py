@@ -12,8 +12,7 @@ from services.core.changeover.frames import Activations, MemberFrame
 from services.core.changeover.route import Transfer
 from services.core.planner.events import (
     ClientCommand,
-    IterationDropped,
-    IterationFinished,
+    IterationEvent,
     MoveBlocks,
     Planned,
     RequestAborted,
@@ -172,7 +171,7 @@ class RestoreUndone:
     blocks: int
 
 
-RequestEvent = RequestArrived | RequestAborted | WaitLooked | IterationFinished | IterationDropped
+RequestEvent = RequestArrived | RequestAborted | WaitLooked | IterationEvent
 Event = (
     RequestEvent
     | ConfigurationCommitted

@@ -118,12 +118,17 @@ class Microbatch:
     empty batch only carries `released`. Unknown names in `released` are ignored: after microbatches
     were discarded, some come a second time. `prefixes` is what the stages of a larger group have to
     change in their caches; None: nothing.
+
+    `preemptible`: it may be interrupted between layers for an online request. One that `resumes`
+    an interrupted microbatch has its batch, and runs the layers that are left of it.
     """
 
     number: int
     batch: Batch
     released: tuple[str, ...] = ()
     prefixes: PrefixNews | None = None
+    preemptible: bool = False
+    resumes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

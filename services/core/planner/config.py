@@ -6,6 +6,7 @@ from enum import StrEnum
 from services.core.cost.model import CostModel
 from services.core.line_order import Scheduling
 from services.core.overtaking import OVERTAKEN_MAX
+from services.core.planner.preemption import Preempt, PreemptedWork
 
 
 class BatchFormation(StrEnum):
@@ -29,6 +30,7 @@ class IterationConfig:
     With `slo`, batch work gets at most the part `fill_max` of the time that deadlines leave, and
     its iterations take `offline_iteration_s` at most when it is alone. Prefills of online requests
     get `online_chunk_tokens` (None: all) of an iteration whatever is due. See `slo`.
+    `scheduling`: see `precedence`. `preempt` and `preempted_work`: see `preemption`.
     """
 
     block_size: int
@@ -45,6 +47,8 @@ class IterationConfig:
     fill_max: float = 0.5
     offline_iteration_s: float = 2.0
     online_chunk_tokens: int | None = None
+    preempt: Preempt = Preempt.OFF
+    preempted_work: PreemptedWork = PreemptedWork.RESUME
 
     def __post_init__(self) -> None:
         if not 1 <= self.max_running <= self.max_batch_tokens:

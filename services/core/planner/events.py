@@ -53,13 +53,21 @@ class IterationDropped:
 
 
 @dataclass(frozen=True, slots=True)
+class IterationSuspended:
+    """The running batch of a group of one was interrupted between layers, and can go on later."""
+
+    now_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class WaitLooked:
     """The worker looks which requests have waited here too long to start; see `returns.py`."""
 
     now_s: float
 
 
-RequestEvent = RequestArrived | RequestAborted | IterationFinished | IterationDropped | WaitLooked
+IterationEvent = IterationFinished | IterationDropped | IterationSuspended
+RequestEvent = RequestArrived | RequestAborted | IterationEvent | WaitLooked
 Event = RequestEvent | ConfigurationEvent
 
 

@@ -25,11 +25,16 @@ class Plan:
     `decode_cost` is the cost of its sequences that decode after it has run. Under `slo` it was
     planned at `planned_s` and costs `predicted_s` by the model; `allowed_s` is the residual time
     that it keeps. `filled`: batch work joined online work; `pressed`: that lacked memory or places.
+
+    `made`: its batch since the launch, if it may be suspended. One that goes on later has a new
+    number, and `resumes` is its old one.
     """
 
     number: int
     decodes: list[Sequence] = field(default_factory=list)
     prefills: list[Prefill] = field(default_factory=list)
+    resumes: int | None = None
+    made: Batch | None = None
     decode_cost: float = 0.0
     planned_s: float = 0.0
     predicted_s: float = 0.0
@@ -39,6 +44,11 @@ class Plan:
 
     def __bool__(self) -> bool:
         return bool(self.decodes or self.prefills)
+
+    @property
+    def tokens(self) -> int:
+        """New tokens in it."""
+        return len(self.decodes) + sum([prefill.tokens for prefill in self.prefills])
 
     def add(self, sequence: Sequence, tokens: int) -> None:
         """Run the next `tokens` tokens of a prefill too."""

@@ -14,6 +14,7 @@ from services.core.line_order import LineKey, Scheduling
 from services.core.overtaking import next_to_start, start
 from services.core.planner.block_ledger import BlockLedger, Follower
 from services.core.planner.block_table import StageTable
+from services.core.planner.plan import Plan
 from services.core.planner.precedence import PRECEDENCES, Precedence
 from services.core.planner.prefix_cache import PrefixCache
 from services.core.planner.sequence import Age, Phase, Sequence
@@ -27,6 +28,8 @@ class SequenceTable:
 
     `table` has the own stage's blocks, and `prefixes` finds those that can be shared if
     `prefix_caching`. `precedence` is the order of the line and of those that give blocks up.
+    The sequences of a `suspended` microbatch are in the phase `RUNNING`, but not in `running`:
+    nobody plans them.
     """
 
     block_size: int
@@ -40,9 +43,11 @@ class SequenceTable:
     waiting: deque[Sequence] = field(default_factory=deque)
     running: list[Sequence] = field(default_factory=list)
     held: list[Sequence] = field(default_factory=list)
+    suspended: Plan | None = None
     released: list[str] = field(default_factory=list)  # since the last microbatch
     preemptions_total: int = 0
     prompt_tokens_total: int = 0
+    discarded_tokens_total: int = 0  # of iterations that were interrupted
 
     def __post_init__(self) -> None:
         self.ledger = BlockLedger(self.table.pool)
@@ -51,9 +56,18 @@ class SequenceTable:
     @property
     def prefill_tokens(self) -> int:
         """Tokens to run of sequences that do not decode; those that decode have one at most."""
-        everybody = chain(self.waiting, self.running)
+        everybody = chain(self.waiting, self.running, self._suspended)
         left = [len(sequence.token_ids) - sequence.computed for sequence in everybody]
         return sum([tokens for tokens in left if tokens > 1])
+
+    @property
+    def running_count(self) -> int:
+        """Sequences in the phase `RUNNING`."""
+        return len(self.running) + len(self._suspended)
+
+    @property
+    def _suspended(self) -> list[Sequence]:
+        return [] if self.suspended is None else self.suspended.sequences()
 
     # --- beginning and end
 
@@ -106,8 +120,8 @@ class SequenceTable:
         """
         if not self.waiting:
             return None
-        full = len(self.running) >= running_max
-        if full and not (self._makes_way and newest_batch(self.running)):
+        full = self.running_count >= running_max
+        if full and not (self._makes_way and newest_batch([*self.running, *self._suspended])):
             return None
         free = self.ledger.free
         first = self.waiting[0].request.service
@@ -148,6 +162,8 @@ class SequenceTable:
     def grow(self, sequence: Sequence) -> bool:
         """Take a block for a running `sequence`; returns whether another one was preempted."""
         preempted = False
+        if self.ledger.least_room <= 0:
+            self.discard_suspended()
         while sequence.phase is Phase.RUNNING and self.ledger.least_room <= 0:
             victims = self.precedence.victims
             self.preempt(victims(self.running, self.held, self.ledger.full_stages))
@@ -178,6 +194,37 @@ class SequenceTable:
         sequence.computed = 0
         self._queue(sequence)
         self.preemptions_total += 1
+
+    # --- a suspended microbatch
+
+    def suspend(self, plan: Plan) -> None:
+        """Set an interrupted microbatch aside, with the blocks of its sequences."""
+        assert self.suspended is None, "one microbatch is suspended at a time"
+        sequences = plan.sequences()
+        if any(sequence.phase is not Phase.RUNNING for sequence in sequences):
+            self._discard(plan)  # its blocks are not all its own any more
+            return
+        for sequence in sequences:
+            self.running.remove(sequence)
+        self.suspended = plan
+
+    def take_suspended(self) -> Plan | None:
+        """Its sequences run again, from where they were."""
+        plan, self.suspended = self.suspended, None
+        if plan is not None:
+            for sequence in plan.sequences():
+                _insert(self.running, sequence)
+        return plan
+
+    def discard_suspended(self) -> None:
+        """Give the suspended microbatch up, if there is one: its tokens run again."""
+        plan = self.take_suspended()
+        if plan is not None:
+            self._discard(plan)
+
+    def _discard(self, plan: Plan) -> None:
+        plan.discard()
+        self.discarded_tokens_total += plan.tokens
 
     # --- hand-over
 
@@ -272,7 +319,8 @@ class SequenceTable:
             assert all(seq.phase is phase for seq in members)
             places = [self._key(s) if phase is Phase.WAITING else s.age for s in members]
             assert places == sorted(places), "oldest first, or in the order of the line"
-        everybody = (*self.waiting, *self.running, *self.held)
+        assert all(seq.phase is Phase.RUNNING for seq in self._suspended)
+        everybody = (*self.waiting, *self.running, *self.held, *self._suspended)
         assert len(everybody) == len(self.sequences)
         assert all(self.sequences[seq.request_id] is seq for seq in everybody)
         batch = {seq.request_id for seq in everybody if not seq.request.service.online}
@@ -287,7 +335,8 @@ class SequenceTable:
                 promised[stage] += seq.blocks
         assert promised == self.ledger.promised
         assert not any(seq.blocks or seq.computed for seq in self.waiting)
-        assert all(seq.blocks and not seq.absent for seq in self.running)
+        running = (*self.running, *self._suspended)
+        assert all(seq.blocks and not seq.absent for seq in running)
 
     @property
     def _makes_way(self) -> bool:
@@ -303,7 +352,7 @@ class SequenceTable:
         users, tables = self.table.pool.users, self.table.tables
         return sum(
             sum([users[block] == 1 for block in tables[one.request_id]])
-            for one in self.running
+            for one in (*self.running, *self._suspended)
             if not one.request.service.online
         )
 
@@ -314,6 +363,8 @@ class SequenceTable:
             missing = sequence.blocks_to_admit(self.block_size) - self.ledger.free
             return missing > 0 and not self.prefixes.shares_blocks(sequence, missing)
 
+        if self.running_count >= running_max or lacks_blocks():
+            self.discard_suspended()
         while len(self.running) >= running_max or lacks_blocks():
             victim = newest_batch(self.running)
             assert victim is not None, f"{sequence.request_id} does not fit"

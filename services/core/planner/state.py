@@ -30,6 +30,7 @@ from services.core.planner.events import (
     Event,
     IterationDropped,
     IterationFinished,
+    IterationSuspended,
     MoveBlocks,
     RefuseRequest,
     RequestAborted,
@@ -41,6 +42,7 @@ from services.core.planner.fill import FillLevel
 from services.core.planner.pipeline import PipelinePlanner
 from services.core.planner.plan import Plan
 from services.core.planner.precedence import PRECEDENCES
+from services.core.planner.preemption import Preempt, PreemptedWork
 from services.core.planner.refusal import known_already, queue_full, returned, too_large
 from services.core.planner.returns import Returns
 from services.core.planner.sequence import Phase, Sequence, SequenceState
@@ -71,6 +73,8 @@ class PlannerState:
     _unheard: dict[int, tuple[str, ...]] = field(default_factory=dict)
     _discarded: bool = False  # microbatches of this configuration
     _returns: Returns = field(default_factory=Returns)
+    preempted_iterations_total: int = 0
+    resumed_iterations_total: int = 0
 
     def __post_init__(self) -> None:
         self.table = StageTable(BlockPool(self.config.num_blocks))
@@ -130,7 +134,22 @@ class PlannerState:
         Raises ValueError if the event contradicts the state, such as a sequence that is to run
         where its blocks are missing.
         """
+        if self._disturbs(event):
+            self.sequence_table.discard_suspended()
         return _HANDLERS[type(event)](self, event)
+
+    def _disturbs(self, event: Event) -> bool:
+        """Whether the suspended microbatch cannot go on after this.
+
+        Its blocks may be another's then, since it is overtaken by what runs meanwhile.
+        """
+        plan = self.sequence_table.suspended
+        if plan is None or isinstance(event, _UNDISTURBING):
+            return False
+        if isinstance(event, RequestAborted):
+            sequence = self.sequences.get(event.request_id)
+            return sequence is not None and plan.includes(sequence)
+        return True
 
     def load(self) -> Load:
         """How busy the worker is now."""
@@ -139,7 +158,7 @@ class PlannerState:
         batch_waiting = sum(sequence.phase is Phase.WAITING for sequence in batch)
         yields = self.sequence_table.precedence.batch_yields
         return Load(
-            running=len(self.running) + len(self.held),
+            running=self.sequence_table.running_count + len(self.held),
             waiting=len(self.waiting),
             kv_blocks_free=max(0, self.sequence_table.ledger.free),
             kv_blocks_wanted=sum(
@@ -184,23 +203,56 @@ class PlannerState:
         at the stages.
         """
         table, alone = self.sequence_table, self.stages == 1
-        if alone and not (table.running or table.waiting):
+        if alone and not (table.running or table.waiting or table.suspended):
             return None
-        plan = self._decide(now_s)
-        if plan:
+        plan = self._resume() or self._decide(now_s)
+        if plan.made is not None:
+            batch = plan.made
+        elif plan:
             batch = plan.batch(self.table)
         elif not alone and table.released and not self.in_flight:
             batch = Batch(())
         else:
             return None
+        preemptible = self._may_be_preempted(plan)
+        if preemptible and self.config.preempted_work is PreemptedWork.RESUME:
+            plan.made = batch
         self._launch(plan)
         released = table.take_released()
         if released:
             self._unheard[plan.number] = released
         if alone:
-            return Microbatch(plan.number, batch, released)
+            return Microbatch(
+                plan.number, batch, released, preemptible=preemptible, resumes=plan.resumes
+            )
         prefixes = table.prefixes.take_news(plan.sequences())
         return Microbatch(plan.number, batch, released, prefixes)
+
+    def _may_be_preempted(self, plan: Plan) -> bool:
+        """Whether it runs in a group of one, for nobody who waits; one is suspended at most."""
+        if self.config.preempt is Preempt.OFF or self.stages > 1 or self.sequence_table.suspended:
+            return False
+        return not any(sequence.request.service.online for sequence in plan.sequences())
+
+    def _resume(self) -> Plan | None:
+        """The suspended microbatch, unless something online can run now."""
+        table = self.sequence_table
+        if table.suspended is None or self._online_can_run():
+            return None
+        plan = table.take_suspended()
+        assert plan is not None and not self.in_flight
+        plan.resumes, plan.number = plan.number, self._number + 1
+        plan.predicted_s = 0.0  # its time says nothing: others ran meanwhile
+        self.resumed_iterations_total += 1
+        return plan
+
+    def _online_can_run(self) -> bool:
+        table, config = self.sequence_table, self.config
+        if any(sequence.request.service.online for sequence in table.running):
+            return True
+        if not any(sequence.request.service.online for sequence in table.waiting):
+            return False
+        return table.next_to_admit(config.max_running, config.overtaken_max) is not None
 
     def export(self, request_id: str) -> SequenceState:
         """What another leader needs to go on with a sequence, none of which is in flight.
@@ -389,7 +441,17 @@ class PlannerState:
     def _drop_iteration(self, _event: IterationDropped) -> list[Command]:
         assert self.stages == 1, "a pipeline's microbatches are discarded together"
         assert self.in_flight, "no iteration is running"
+        self.sequence_table.discarded_tokens_total += self.in_flight[0].tokens
         self._discard_in_flight()
+        return []
+
+    def _suspend_iteration(self, _event: IterationSuspended) -> list[Command]:
+        (plan,) = self.in_flight
+        assert plan.made is not None, "this iteration cannot be suspended"
+        self.in_flight.clear()
+        self.sequence_table.release_again(self._unheard.pop(plan.number, ()))
+        self.preempted_iterations_total += 1
+        self.sequence_table.suspend(plan)
         return []
 
     def _next_result(self, number: int | None, now_s: float) -> Plan | None:
@@ -471,16 +533,25 @@ class PlannerState:
 
     def _launch(self, plan: Plan) -> None:
         """The decided microbatch runs from now on."""
-        plan.launch()
+        if plan.resumes is None:
+            plan.launch()
         self._number = plan.number
         self.in_flight.append(plan)
 
 
+_UNDISTURBING = (
+    RequestArrived,
+    IterationFinished,
+    IterationDropped,
+    IterationSuspended,
+    WaitLooked,
+)
 _HANDLERS: dict[type[Any], Callable[[PlannerState, Any], list[Command]]] = {
     RequestArrived: PlannerState._arrive,
     RequestAborted: PlannerState._abort,
     IterationFinished: PlannerState._finish_iteration,
     IterationDropped: PlannerState._drop_iteration,
+    IterationSuspended: PlannerState._suspend_iteration,
     WaitLooked: PlannerState._return_waiting,
     changes.ConfigurationEnded: PlannerState._end_configuration,
     changes.StagesConfigured: PlannerState._configure,

@@ -11,7 +11,10 @@ from collections.abc import Callable, Sequence
 import zmq
 
 from services.common.clock import monotonic_s
+from services.core.planner.batch import Microbatch
 from services.core.planner.events import RequestAborted, RequestArrived, WaitLooked
+from services.core.planner.preemption import OnlineRequest, gives_way
+from services.core.planner.sequence_names import request_of
 from services.core.report import EngineReport
 from services.core.request import Request
 from services.worker.engine.grammar_check import GrammarCheck
@@ -98,28 +101,53 @@ class EngineLoop:
             with self._member.links.lane.attended():
                 self._waiting.poll(BUSY_WAIT_MS if self._member.busy_changing else wait_ms)
 
-    def _interrupts(self, request_ids: frozenset[str]) -> Callable[[], bool] | None:
+    def _interrupts(self, microbatch: Microbatch) -> Callable[[], bool] | None:
         """Interrupt an iteration when one of its requests is aborted meanwhile.
 
-        So blocks are free within a layer's time, however long the iteration. Never two in a row,
-        or a storm of aborts would stop all requests.
+        So blocks are free within a layer's time, however long the iteration. Requests interrupt
+        never two in a row, or a storm of them would stop all others. A preemptible one is also
+        interrupted for an online request, and for each change of groups.
         """
         if self._profiler is not None:
             self._profiler.note_work()
-        if not self._may_interrupt:
-            self._may_interrupt = True
+        for_requests, self._may_interrupt = self._may_interrupt, True
+        preemptible = microbatch.preemptible
+        if not for_requests and not preemptible:
             return None
+        names = (chunk.request_id for chunk in microbatch.batch.chunks)
+        request_ids = frozenset(map(request_of, names))
+        started_s = monotonic_s()
 
         def interrupted() -> bool:
-            found = self._aborts_one_of(request_ids)
+            self._fill_inbox()
+            if preemptible and self._changes_groups():
+                return True
+            found = for_requests and (
+                self._aborts_one_of(request_ids)
+                or (preemptible and self._preempts(microbatch, started_s))
+            )
             self._may_interrupt = not found
             return found
 
         return WatchedInterrupt(interrupted, self._socket.fileno())
 
+    def _changes_groups(self) -> bool:
+        """Whether the inbox holds an order of the memory manager."""
+        return any(isinstance(frame, ApplyConfiguration | Prepare) for frame in self._inbox)
+
+    def _preempts(self, microbatch: Microbatch, started_s: float) -> bool:
+        """Whether the inbox holds online requests for which a preemptible iteration ends."""
+        config, now_s = self._member.state.config, monotonic_s()
+        online = (
+            OnlineRequest.of(frame.request, now_s)
+            for frame in self._inbox
+            if isinstance(frame, StartRequest) and frame.request.service.online
+        )
+        elapsed_s = now_s - started_s
+        return gives_way(config.preempt, microbatch.batch, elapsed_s, online, config.cost_model)
+
     def _aborts_one_of(self, request_ids: frozenset[str]) -> bool:
         """Whether the inbox holds an abort of one of them."""
-        self._fill_inbox()
         return any(
             isinstance(frame, AbortRequest) and frame.request_id in request_ids
             for frame in self._inbox

@@ -22,6 +22,7 @@ from services.core.cost.model import CostModel
 from services.core.line_order import Scheduling
 from services.core.planner.block_pool import BlockPool
 from services.core.planner.config import BatchFormation, IterationConfig
+from services.core.planner.preemption import Preempt, PreemptedWork
 from services.worker.config import WorkerConfig
 from services.worker.engine.compute.pacer import Pacer
 from services.worker.engine.compute.runner import ModelRunner
@@ -104,6 +105,7 @@ def started() -> EngineLoop:
 
 def runner_config(config: WorkerConfig) -> RunnerConfig:
     """The part of the configuration that the model runner needs."""
+    suspends = config.preempt != Preempt.OFF and config.preempted_work == PreemptedWork.RESUME
     return RunnerConfig(
         model_dir=config.model_dir,
         device=config.device,
@@ -116,6 +118,7 @@ def runner_config(config: WorkerConfig) -> RunnerConfig:
         max_running=config.max_running,
         max_model_len=config.max_model_len,
         threads=config.threads,
+        suspends=suspends,
     )
 
 
@@ -161,6 +164,8 @@ def planner_config(
         fill_max=config.fill_max,
         offline_iteration_s=config.offline_iteration_s,
         online_chunk_tokens=config.online_chunk_tokens,
+        preempt=Preempt(config.preempt),
+        preempted_work=PreemptedWork(config.preempted_work),
     )
 
 

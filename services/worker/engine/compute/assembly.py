@@ -102,7 +102,10 @@ def products_text(
 
 
 def staging_bytes(config: RunnerConfig, geometry: ModelGeometry) -> int:
-    """The most memory outside the arena: scratch, gathered K/V, activations, logits."""
+    """The most memory outside the arena: scratch, gathered K/V, activations, logits.
+
+    Also the hidden states of a suspended batch, if there can be one.
+    """
     compute = compute_dtype(torch.device(config.device), config.dtype)
     upcasts = compute != config.dtype
     context = max(geometry.max_model_len, GROUP_TOKENS) + config.block_size
@@ -120,6 +123,8 @@ def staging_bytes(config: RunnerConfig, geometry: ModelGeometry) -> int:
         fused = 5 * geometry.hidden_size + 3 * (heads + kv_values + geometry.intermediate_size)
         few = min(cpu_kernels.ROWS_MAX, config.max_batch_tokens)
         activations = max(activations, few * fused * compute.itemsize)
+    if config.suspends:
+        activations += config.max_batch_tokens * geometry.hidden_size * compute.itemsize
     logits = geometry.vocab_size * (LOGIT_ROWS + SAMPLER_ROWS) * compute.itemsize
     masks = len(frozenset(geometry.sliding_windows)) * mask_bytes(context, compute.itemsize)
     return (SCRATCH_BYTES if upcasts else 0) + gathered + masks + activations + logits

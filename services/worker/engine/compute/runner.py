@@ -38,6 +38,18 @@ class StageOutput:
     notes: SampleNotes | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Suspended:
+    """A batch that was interrupted before `layer`, whose input is `hidden` [tokens, hidden_size].
+
+    K and V of the layers before it are in the blocks.
+    """
+
+    batch: Batch
+    hidden: torch.Tensor
+    layer: int
+
+
 class ModelRunner:
     """Owns the stage's memory and runs its layers; build it with `load`."""
 
@@ -48,6 +60,7 @@ class ModelRunner:
         self.budget_bytes = config.budget_bytes
         self.stage_memory = loaded.stage_memory
         self.decoder = loaded.decoder
+        self.suspended: Suspended | None = None
         self.grammars = Grammars(config.model_dir, geometry.vocab_size)
         self._description = _description(config.model_dir)
         self._max_batch_tokens = config.max_batch_tokens
@@ -119,12 +132,15 @@ class ModelRunner:
         batch: Batch,
         hidden: torch.Tensor | None = None,
         interrupted: Callable[[], bool] | None = None,
+        *,
+        suspends: bool = False,
     ) -> StageOutput | None:
         """Run the stage's layers over a batch; stores K and V of all its tokens in their blocks.
 
         `hidden` is the result of the previous stage, None for the first stage. Block ids are those
         of this worker. `interrupted` is called before each layer; once it returns True the result
-        is None, and the K and V of the batch are undefined, so the batch must run again. Raises
+        is None, and the K and V of the batch are undefined, so the batch must run again. If it
+        `suspends`, `resume_stage` can also go on with it, instead of with an earlier one. Raises
         InvalidBatch, LayerNotResident.
         """
         if not 0 < batch.tokens <= self._max_batch_tokens:
@@ -132,8 +148,36 @@ class ModelRunner:
                 f"a batch of {batch.tokens} tokens was planned; "
                 f"plan 1 to {self._max_batch_tokens} (max_batch_tokens)"
             )
-        layers = self.stage_memory.layers
         self._check_hidden(batch, hidden)
+        if hidden is None:
+            token_ids = list(chain.from_iterable(chunk.token_ids for chunk in batch.chunks))
+            hidden = self.decoder.embed(self._tensor(token_ids))
+        if suspends:
+            self.suspended = None  # staging memory has room for one
+        start = self.stage_memory.layers.start
+        return self._run_layers(batch, hidden, start, interrupted, suspends=suspends)
+
+    @torch.inference_mode()
+    def resume_stage(
+        self, batch: Batch, interrupted: Callable[[], bool] | None = None
+    ) -> StageOutput | None:
+        """Go on with `batch`, which is suspended; as `run_stage`, and it may be suspended again."""
+        found, self.suspended = self.suspended, None
+        if found is None or found.batch != batch:
+            raise InvalidBatch("a batch was resumed that is not suspended here")
+        return self._run_layers(batch, found.hidden, found.layer, interrupted, suspends=True)
+
+    def _run_layers(
+        self,
+        batch: Batch,
+        hidden: torch.Tensor,
+        first_layer: int,
+        interrupted: Callable[[], bool] | None,
+        *,
+        suspends: bool,
+    ) -> StageOutput | None:
+        """Run the stage's layers from `first_layer` on; `hidden` is its input."""
+        layers = self.stage_memory.layers
         if layers.stop == self.geometry.num_layers:
             # Compiles grammars while the layers run; the leader has compiled its own already.
             self.sampler.expect([chunk.sample for chunk in batch.chunks])
@@ -143,14 +187,14 @@ class ModelRunner:
                 range(chunk.start, chunk.start + len(chunk.token_ids)) for chunk in batch.chunks
             )
         )
-        if hidden is None:
-            token_ids = list(chain.from_iterable(chunk.token_ids for chunk in batch.chunks))
-            hidden = self.decoder.embed(self._tensor(token_ids))
+        left = range(first_layer, layers.stop)
         try:
             hidden = self.decoder.run_layers(
-                hidden, self._tensor(positions), metadata, layers, interrupted
+                hidden, self._tensor(positions), metadata, left, interrupted
             )
-        except Interrupted:
+        except Interrupted as end:
+            if suspends:
+                self.suspended = Suspended(batch, end.hidden, end.layer)
             return None
         if layers.stop < self.geometry.num_layers:
             return StageOutput(hidden=hidden)

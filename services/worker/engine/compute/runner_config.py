@@ -15,7 +15,8 @@ class RunnerConfig:
 
     `budget_bytes` covers parameters, KV cache and staging. `chunk_bytes` None: choose the size.
     `max_batch_tokens` bounds the new tokens of a batch. `min_tokens`: the smallest KV cache with
-    which the runner starts. `dummy_seed` and `dummy_std` shape the weights of load format `dummy`.
+    which the runner starts. `suspends`: memory is set aside for the hidden states of a suspended
+    batch. `dummy_seed` and `dummy_std` shape the weights of load format `dummy`.
     """
 
     model_dir: Path
@@ -30,6 +31,7 @@ class RunnerConfig:
     max_model_len: int | None = None
     min_tokens: int = 64
     threads: int | None = None
+    suspends: bool = False
     dummy_seed: int = 0
     dummy_std: float = 0.02
 

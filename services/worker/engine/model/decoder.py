@@ -57,7 +57,12 @@ def slab_layouts(skeleton: Skeleton, dtype: torch.dtype, *, panels: bool) -> dic
 
 
 class Interrupted(Exception):
-    """An iteration was given up between two layers."""
+    """An iteration was interrupted before `layer`, whose input would be `hidden`."""
+
+    def __init__(self, hidden: torch.Tensor, layer: int) -> None:
+        super().__init__(layer)
+        self.hidden = hidden
+        self.layer = layer
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +178,7 @@ class Decoder:
             return self._run_joined(self._joined, hidden, rotation, metadata, layers, interrupted)
         for index in layers:
             if interrupted is not None and interrupted():
-                raise Interrupted
+                raise Interrupted(batched[0], index)
             self._slabs[layer_name(index)].check_resident()
             batched = self._layers[index](
                 batched,
@@ -208,7 +213,7 @@ class Decoder:
         reached = layers.start
         while reached < layers.stop:
             if interrupted is not None and interrupted():
-                raise Interrupted
+                raise Interrupted(hidden, reached)
             reached = run(reached, reached + 1 if always_asked else layers.stop, watched)
         return hidden
 

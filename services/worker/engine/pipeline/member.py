@@ -237,8 +237,8 @@ class Member:
     def launch(self, interrupts: Interrupts | None = None) -> bool:
         """Run at most one microbatch as its first stage; False if there is none to run now.
 
-        `interrupts` gives, for the requests of an iteration of a group of one, a function that is
-        called before each layer and says whether to interrupt the iteration.
+        `interrupts` gives, for an iteration of a group of one, a function that is called before
+        each layer and says whether to interrupt the iteration.
         """
         microbatch = self._plan()
         if microbatch is None:

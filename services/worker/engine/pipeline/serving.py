@@ -14,9 +14,12 @@ from services.core.planner.batch import Batch, Microbatch
 from services.core.planner.events import (
     EmitToken,
     IterationDropped,
+    IterationEvent,
     IterationFinished,
+    IterationSuspended,
     RefuseRequest,
 )
+from services.core.planner.preemption import PreemptedWork
 from services.core.planner.sequence_names import request_of
 from services.core.planner.state import PlannerState
 from services.core.request import Request
@@ -26,7 +29,7 @@ from services.worker.engine.pipeline.request_clock import RequestClock
 from services.worker.engine.pipeline.stage_runner import StageRunner, hidden_bytes
 from services.worker.ipc import AdoptedRequest, MovedRequest
 
-Interrupts = Callable[[frozenset[str]], Callable[[], bool] | None]
+Interrupts = Callable[[Microbatch], Callable[[], bool] | None]
 
 
 class Serving:
@@ -47,6 +50,7 @@ class Serving:
         self._clock = RequestClock()
         self._preemptions_seen = 0
         self._state = state
+        self._resumes_work = state.config.preempted_work is PreemptedWork.RESUME
         self._stage = stage
         self._links = links
         self._now_s = now_s
@@ -130,7 +134,7 @@ class Serving:
         microbatch: Microbatch,
         configuration: Configuration | None,
         interrupts: Interrupts | None,
-    ) -> IterationFinished | IterationDropped | None:
+    ) -> IterationEvent | None:
         """Run the leader's stage of a microbatch; its end, unless other stages follow."""
         if self._state.stages == 1:
             return self._run_alone(microbatch, interrupts)
@@ -169,20 +173,19 @@ class Serving:
         else:
             self._links.send(configuration.next_worker, frame, hidden_bytes(output))
 
-    def _run_alone(
-        self, microbatch: Microbatch, interrupts: Interrupts | None
-    ) -> IterationFinished | IterationDropped:
-        interrupted = None
-        if interrupts is not None:
-            names = (chunk.request_id for chunk in microbatch.batch.chunks)
-            interrupted = interrupts(frozenset(map(request_of, names)))
+    def _run_alone(self, microbatch: Microbatch, interrupts: Interrupts | None) -> IterationEvent:
+        interrupted = interrupts(microbatch) if interrupts is not None else None
+        suspends = microbatch.preemptible and self._resumes_work
         # Work of the loop between two iterations is part of the second.
         started_s = self._now_s() if self._ended_s is None else self._ended_s
-        output = self._stage.run_first(microbatch, interrupted)
+        output = self._stage.run_first(microbatch, interrupted, suspends=suspends)
         now_s = self._ended_s = self._now_s()
         if output is None:
-            return IterationDropped(now_s)
-        self._compare(microbatch.batch, now_s - started_s)
+            return IterationSuspended(now_s) if suspends else IterationDropped(now_s)
+        if microbatch.resumes is None:
+            self._compare(microbatch.batch, now_s - started_s)
+        else:  # a part of it has run before
+            self.iteration_tokens.ran(microbatch.batch.tokens)
         assert output.sampled is not None
         return IterationFinished(now_s, output.sampled, microbatch.number, output.notes)
 

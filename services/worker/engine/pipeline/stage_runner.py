@@ -4,6 +4,7 @@ KunServe §4.1: after a drop the group runs as a pipeline. The first stage embed
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from threading import Lock
 from typing import Any
 
@@ -15,6 +16,14 @@ from services.core.planner.batch import Batch, Chunk, Microbatch
 from services.core.planner.block_table import StageTable
 from services.worker.engine.compute.pacer import Pacer
 from services.worker.engine.compute.runner import ModelRunner, StageOutput
+
+
+@dataclass(frozen=True, slots=True)
+class _Paused:
+    """A suspended microbatch: how long it ran, and its result if only its pacing is not over."""
+
+    output: StageOutput | None
+    ran_s: float
 
 
 class StageRunner:
@@ -29,6 +38,7 @@ class StageRunner:
         self.table = table
         self.lock = Lock()
         self._pacer = pacer
+        self._paused: _Paused | None = None
 
     @property
     def share(self) -> float:
@@ -37,10 +47,21 @@ class StageRunner:
         return len(memory.layers) / memory.num_layers
 
     def run_first(
-        self, microbatch: Microbatch, interrupted: Callable[[], bool] | None = None
+        self,
+        microbatch: Microbatch,
+        interrupted: Callable[[], bool] | None = None,
+        *,
+        suspends: bool = False,
     ) -> StageOutput | None:
-        """Run the leader's stage; None if it was interrupted."""
-        return self._run(microbatch.batch, None, interrupted)
+        """Run the leader's stage; None if it was interrupted.
+
+        One that `suspends` goes on where it was once a microbatch resumes it.
+        """
+        if not microbatch.preemptible:
+            return self._run(microbatch.batch, None, interrupted)
+        if microbatch.resumes is None:
+            self._paused = None
+        return self._run_preemptible(microbatch, interrupted, suspends=suspends)
 
     def run_next(self, body: Activations, payload: Any) -> StageOutput:
         """Run a later stage; its table has been brought up to date. Empty without chunks."""
@@ -63,6 +84,31 @@ class StageRunner:
         output = self._run(batch, hidden, None)
         assert output is not None
         return output
+
+    def _run_preemptible(
+        self,
+        microbatch: Microbatch,
+        interrupted: Callable[[], bool] | None,
+        *,
+        suspends: bool,
+    ) -> StageOutput | None:
+        """Run what may be interrupted also while it is padded; its results wait then."""
+        batch, paused = microbatch.batch, self._paused
+        self._paused = None
+        started_s = monotonic_s() - (paused.ran_s if paused is not None else 0.0)
+        output = paused.output if paused is not None else None
+        self.runner.sampler.keep_only(self.table.tables.keys())
+        if output is None:
+            if microbatch.resumes is None:
+                output = self.runner.run_stage(batch, None, interrupted, suspends=suspends)
+            else:
+                output = self.runner.resume_stage(batch, interrupted)
+        ended = output is not None
+        if ended and self._pacer is not None:
+            ended = self._pacer.pad(batch, started_s, self.share, interrupted)
+        if not ended and suspends:
+            self._paused = _Paused(output, monotonic_s() - started_s)
+        return output if ended else None
 
     def _run(
         self,

@@ -1,25 +1,31 @@
 """The engine's turn: in which order it takes, tells and computes."""
 
+from dataclasses import replace
 from pathlib import Path
 from select import select
 from types import SimpleNamespace
 from typing import Any, cast
 
+import pytest
 import zmq
 
 from services.core.cost.bubble import StageTime
 from services.core.cost.iteration_time import IterationTime
 from services.core.cost.iteration_tokens import IterationTokens
+from services.core.planner.batch import Batch, Chunk, Microbatch
 from services.core.planner.events import EmitToken
+from services.core.planner.preemption import Preempt
 from services.core.prefix.dropped_prefixes import DroppedPrefixes
 from services.core.report import Load
 from services.core.request import Grammar, GrammarKind, Limits, Request, Sampling
+from services.core.service import Service, ServiceClass
 from services.worker.engine.grammar_check import GrammarCheck
 from services.worker.engine.loop import EngineLoop
 from services.worker.engine.pipeline.news import News
 from services.worker.engine.sampling.grammar import Grammars
 from services.worker.ipc import (
     AbortRequest,
+    Prepare,
     Progress,
     StartRequest,
     encode,
@@ -91,6 +97,11 @@ def test_tokens_of_other_stages_are_published_before_the_next_microbatch_runs() 
         grammars.close()
 
 
+def microbatch_of(name: str, *, preemptible: bool = False) -> Microbatch:
+    chunk = Chunk(name, 0, (1,) * 8, (0,), None)
+    return Microbatch(1, Batch((chunk,)), preemptible=preemptible)
+
+
 def test_layers_are_interrupted_when_an_abort_comes() -> None:
     """The descriptor of the inbox tells the layers to ask, and only then."""
     context = zmq.Context.instance()
@@ -98,7 +109,7 @@ def test_layers_are_interrupted_when_an_abort_comes() -> None:
     asked: list[tuple[bool, bool]] = []
 
     def launch(interrupts: Any) -> bool:
-        watched = interrupts(frozenset({"a"}))
+        watched = interrupts(microbatch_of("a"))
         asked.append((watched(), bool(select([watched.descriptor], [], [], 0)[0])))
         servicer.send(encode(AbortRequest("b")))
         select([watched.descriptor], [], [], WAIT_MS / 1e3)
@@ -143,3 +154,51 @@ def test_a_start_that_is_aborted_before_its_grammar_is_compiled_is_noted() -> No
         grammars.close()
         for socket in (servicer, engine):
             socket.close(0)
+
+
+ONLINE = StartRequest(Request("o", (1, 2), Sampling(0.0), Limits(4), 0.0))
+OFFLINE = StartRequest(replace(ONLINE.request, service=Service(ServiceClass.BATCH)))
+PREPARE = Prepare("attempt", [])
+
+
+@pytest.mark.parametrize(
+    ("policy", "preemptible", "frame", "interrupts_it"),
+    [
+        (Preempt.ALWAYS, True, ONLINE, True),
+        (Preempt.ALWAYS, True, OFFLINE, False),
+        (Preempt.ALWAYS, False, ONLINE, False),
+        (Preempt.DEADLINE, True, ONLINE, False),  # it has no deadline
+        (Preempt.ALWAYS, True, PREPARE, True),
+        (Preempt.ALWAYS, False, PREPARE, False),
+    ],
+)
+def test_batch_work_gives_way(
+    policy: Preempt, preemptible: bool, frame: Any, interrupts_it: bool
+) -> None:
+    """Requests interrupt never twice in a row; an order of the memory manager always does."""
+    context = zmq.Context.instance()
+    servicer, engine = context.socket(zmq.PAIR), context.socket(zmq.PAIR)
+    answers: list[bool] = []
+
+    def launch(interrupts: Any) -> bool:
+        microbatch = microbatch_of("b", preemptible=preemptible)
+        servicer.send(encode(frame))
+        for _ in range(2):
+            watched = interrupts(microbatch)
+            if watched is not None and not answers:
+                select([watched.descriptor], [], [], WAIT_MS / 1e3)
+            answers.append(watched is not None and watched())
+        return True
+
+    member = member_that(launch=launch)
+    member.state.config = SimpleNamespace(preempt=policy, cost_model=None)
+    grammars = GrammarCheck(Grammars(Path("none"), 1), lambda: 0.0)
+    try:
+        servicer.bind("inproc://engine-preempts")
+        engine.connect("inproc://engine-preempts")
+        EngineLoop(cast(Any, member), engine, grammars).step(0)
+        assert answers == [interrupts_it, interrupts_it and frame is PREPARE]
+    finally:
+        servicer.close(linger=0)
+        engine.close(linger=0)
+        grammars.close()

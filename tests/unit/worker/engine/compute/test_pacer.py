@@ -4,7 +4,7 @@ import pytest
 
 from services.core.cost.model import CostModel
 from services.core.planner.batch import Batch, Chunk
-from services.worker.engine.compute.pacer import Pacer
+from services.worker.engine.compute.pacer import SLICES, Pacer
 
 BATCH = Batch((Chunk("a", 100, (1,), (0,), None), Chunk("b", 0, (1, 2, 3), (1,), None)))
 MODEL = CostModel(alpha=0.0, beta=0.1, gamma=0.2, lam=0.2)
@@ -42,3 +42,15 @@ def test_late_iterations_are_counted_and_not_padded(caplog: pytest.LogCaptureFix
     assert pacer.late_s == pytest.approx(5 * 0.4)
     said = [record for record in caplog.records if "paced_late_total" in record.getMessage()]
     assert len(said) == 3, "once for each doubling: 1, 2, 4"
+
+
+def test_an_iteration_can_be_interrupted_while_it_is_padded() -> None:
+    clock = FakeClock()
+    pacer = Pacer(MODEL, clock.now_s, clock.sleep)
+    asked = iter(range(SLICES + 1))
+    assert not pacer.pad(BATCH, 0.0, interrupted=lambda: next(asked) == 7)
+    assert clock.now == pytest.approx(8 * 0.6 / SLICES)
+    assert pacer.iterations_total == 0, "it is not over"
+    assert pacer.pad(BATCH, 0.0, interrupted=lambda: False)
+    assert clock.now == pytest.approx(0.6)
+    assert (pacer.iterations_total, pacer.paced_late_total) == (1, 0)

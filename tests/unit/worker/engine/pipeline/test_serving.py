@@ -5,11 +5,13 @@ from typing import Any
 import pytest
 
 from services.core.cost.iteration_time import IterationTime
+from services.core.planner.batch import Microbatch
 from services.core.planner.events import (
     RefuseRequest,
     RequestAborted,
     RequestArrived,
 )
+from services.core.planner.sequence_names import request_of
 from tests.support.fake_model import BLOCKS, SHAPE
 from tests.support.integer_group import LONG, check_tokens, member, merged, request, start, started
 from tests.unit.worker.engine.pipeline.conftest import MakeGroup
@@ -55,16 +57,16 @@ def test_an_iteration_that_is_given_up_runs_again(make_group: MakeGroup) -> None
     group = make_group(1)
     lone = member(group, "w0")
     group.start(request(0))
-    asked: list[frozenset[str]] = []
+    asked: list[list[str]] = []
 
-    def interrupts(names: frozenset[str]) -> Any:
-        asked.append(names)
+    def interrupts(microbatch: Microbatch) -> Any:
+        asked.append([request_of(chunk.request_id) for chunk in microbatch.batch.chunks])
         return (lambda: True) if len(asked) % 2 else None
 
     while not group.streams["r0"].over:
         assert lone.launch(interrupts)
         group._hear(group.engines["w0"])
-    assert asked == [frozenset({"r0"})] * (2 * LONG)
+    assert asked == [["r0"]] * (2 * LONG)
     assert lone.iteration_tokens.tokens == 9 + LONG - 1
     check_tokens(group)
 

@@ -1,6 +1,7 @@
 """What a stage is given to compute, and how long it takes."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
@@ -73,6 +74,37 @@ def test_a_paced_stage_lasts_as_long_as_its_share_of_the_layers(
     stage.runner.stage_memory.set_stage(0, 1)
     assert (stage.run_first(microbatch((0, 1, 2)), lambda: interrupted) is None) == interrupted
     assert slept == ([] if interrupted else [0.75])
+    stage.runner.close()
+
+
+def test_a_paced_iteration_goes_on_where_it_was_interrupted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The time that ran counts, and what was computed waits for the rest of it."""
+    clock = [50.0]
+    monkeypatch.setattr(stage_runner, "monotonic_s", lambda: clock[0])
+
+    def sleep(duration_s: float) -> None:
+        clock[0] += duration_s
+
+    pacer = Pacer(CostModel(0.0, 0.0, 3.2, 0.0), lambda: clock[0], sleep)
+    stage = StageRunner(load_fake(FAKE), StageTable(BlockPool(BLOCKS)), pacer)
+    real, computed = stage.runner.run_stage, []
+
+    def run_stage(batch: Batch, *_: Any, suspends: bool) -> StageOutput | None:
+        computed.append(suspends)
+        return real(batch)
+
+    cast(Any, stage.runner).run_stage = run_stage
+    first = replace(microbatch((0, 1, 2)), preemptible=True)
+    asked = iter(range(99))
+    assert stage.run_first(first, lambda: next(asked) == 9, suspends=True) is None
+    assert clock[0] == pytest.approx(51.0)
+    clock[0] = 70.0
+    output = stage.run_first(replace(first, number=3, resumes=1), lambda: False, suspends=True)
+    assert output is not None
+    assert output.sampled == {"r": expected_tokens(PROMPT, 1)[0]}
+    assert clock[0] == pytest.approx(72.2) and computed == [True]
     stage.runner.close()
 
 

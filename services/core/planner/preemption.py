@@ -1,0 +1,66 @@
+"""When an iteration of batch work gives way to requests that somebody waits for.
+
+ConServe's Algorithm 2, looked at between layers. Its early exit is printed the wrong way round: an
+iteration goes on if it and all that waits end within the least slack.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+from math import inf
+
+from services.core.cost.model import CostModel
+from services.core.planner.batch import Batch
+from services.core.request import Request
+
+
+class Preempt(StrEnum):
+    """When an iteration that runs only batch work is interrupted by an online request."""
+
+    OFF = "off"
+    DEADLINE = "deadline"
+    ALWAYS = "always"
+
+
+class PreemptedWork(StrEnum):
+    """What becomes of an iteration that was interrupted: it goes on later, or runs again."""
+
+    RESUME = "resume"
+    DISCARD = "discard"
+
+
+@dataclass(frozen=True, slots=True)
+class OnlineRequest:
+    """An online request that waits: its prompt's tokens, and the seconds until its deadline."""
+
+    prompt_tokens: int
+    slack_s: float
+
+    @classmethod
+    def of(cls, request: Request, now_s: float) -> "OnlineRequest":
+        """The request as it waits at `now_s`, by the clock of its `arrival_s`."""
+        target_s = request.service.ttft_s
+        waited_s = request.waited_s + now_s - request.arrival_s
+        return cls(len(request.prompt_ids), inf if target_s is None else target_s - waited_s)
+
+
+def gives_way(
+    policy: Preempt,
+    batch: Batch,
+    elapsed_s: float,
+    waiting: Iterable[OnlineRequest],
+    cost_model: CostModel | None,
+) -> bool:
+    """Whether `batch`, a preemptible iteration that began `elapsed_s` ago, ends here.
+
+    Without a cost model nobody knows how long it lasts, so that a deadline is kept by giving way.
+    """
+    requests = tuple(waiting)
+    if policy is Preempt.OFF or not requests:
+        return False
+    least_s = min(one.slack_s for one in requests)
+    if policy is Preempt.ALWAYS or cost_model is None:
+        return policy is Preempt.ALWAYS or least_s < inf
+    whole_s = cost_model.batch_s((chunk.start, len(chunk.token_ids)) for chunk in batch.chunks)
+    theirs_s = cost_model.batch_s((0, one.prompt_tokens) for one in requests)
+    return max(0.0, whole_s - elapsed_s) + theirs_s > least_s
