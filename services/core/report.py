@@ -12,6 +12,20 @@ from services.core.cost.iteration_tokens import IterationTokens
 
 
 @dataclass(frozen=True, slots=True)
+class TokenCounts:
+    """Tokens that a planner's iterations have computed so far; online: all classes but `batch`.
+
+    Processed are prompt tokens that ran for the first time, and output tokens. Recomputed are those
+    that ran again, since their KV was lost. Tokens found in the prefix cache are neither.
+    """
+
+    online_processed_tokens_total: int = 0
+    online_recomputed_tokens_total: int = 0
+    batch_processed_tokens_total: int = 0
+    batch_recomputed_tokens_total: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Load:
     """How busy a planner is, and what it has done so far.
 
@@ -38,6 +52,7 @@ class Load:
     prefill_tokens: int = 0
     prefix_queries_total: int = 0
     prefix_hits_total: int = 0
+    tokens: TokenCounts = field(default_factory=TokenCounts)
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,7 +53,7 @@ class SequenceState:
     Log probabilities that were asked for: `prompt_logprobs` of the prompt tokens so far, from the
     second on, and `logprobs` of the newest outputs, at most `LOGPROBS_CARRIED_BYTES`. A client
     that lags behind by no more than that misses none. `cached_tokens` of the prompt were in the
-    cache of its first leader.
+    cache of its first leader. Chunks that ended at `reached`, or before it, have run.
     """
 
     request: Request
@@ -65,6 +65,7 @@ class SequenceState:
     logprobs: LogprobRows | None = None
     prompt_logprobs: LogprobRows | None = None
     cached_tokens: int = 0
+    reached: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -84,6 +85,8 @@ class Sequence:
     first blocks, as far as they were needed, and `named` of its blocks are known to the cache.
     In a larger group the other stages have to be told of its first `hit_blocks` before it runs.
     Nobody used the block `unshared` of its prefix when that was looked for last.
+
+    Chunks that ended at position `reached`, or before it, have run, wherever; it never falls.
     """
 
     request: Request
@@ -107,6 +110,8 @@ class Sequence:
     hit_blocks: int = 0
     hits_told: bool = False
     unshared: int = 0
+    reached: int = 0
+    outputs_taken: int = field(init=False)  # that it had when this leader got it
     prompt_tokens: int = field(init=False)
     tokens_max: int = field(init=False)
     _reads_output: bool = field(init=False)
@@ -115,6 +120,7 @@ class Sequence:
         self.token_ids = [*self.request.prompt_ids, *self.request.output_ids]
         self.prompt_tokens = len(self.request.prompt_ids)
         self.begun = bool(self.request.output_ids)
+        self.outputs_taken = len(self.request.output_ids)
         self.tokens_max = self.prompt_tokens + self.request.limits.max_tokens
         self._reads_output = self.request.sampling.reads_output
         if self.request.logprobs.prompt is not None:
@@ -129,6 +135,8 @@ class Sequence:
         sequence.blocks = state.blocks
         sequence.begun = bool(state.blocks or state.output_ids)
         sequence.cached_tokens = state.cached_tokens
+        sequence.outputs_taken = len(state.output_ids)
+        sequence.reached = max(state.reached, state.computed)
         if state.logprobs is not None:
             sequence.logprobs.append(state.logprobs)
         if state.prompt_logprobs is not None:
@@ -147,6 +155,7 @@ class Sequence:
             logprobs=newest(self.logprobs, LOGPROBS_CARRIED_BYTES),
             prompt_logprobs=self.prompt_logprobs,
             cached_tokens=self.cached_tokens,
+            reached=self.reached,
         )
 
     @property
@@ -173,6 +182,16 @@ class Sequence:
     def output_count(self) -> int:
         """Output tokens so far."""
         return len(self.token_ids) - self.prompt_tokens
+
+    @property
+    def new_outputs(self) -> int:
+        """Output tokens that this leader's iterations have added."""
+        return self.output_count - self.outputs_taken
+
+    @property
+    def known(self) -> int:
+        """Its first tokens that have run before, as far as results came: whose KV was made once."""
+        return max(self.reached, len(self.token_ids) - 1) if self.output_count else self.reached
 
     def move(self, phase: Phase) -> None:
         """Enter `phase`; a transition that is not in the table is a defect and raises."""

@@ -16,6 +16,7 @@ from services.core.planner.block_ledger import BlockLedger, Follower
 from services.core.planner.block_table import StageTable
 from services.core.planner.prefix_cache import PrefixCache
 from services.core.planner.sequence import Age, Phase, Sequence
+from services.core.planner.token_meter import TokenMeter
 from services.core.planner.victims import Victims, newest
 from services.core.request import blocks_for
 
@@ -43,6 +44,7 @@ class SequenceTable:
     released: list[str] = field(default_factory=list)  # since the last microbatch
     preemptions_total: int = 0
     prompt_tokens_total: int = 0
+    tokens: TokenMeter = field(default_factory=TokenMeter)
 
     def __post_init__(self) -> None:
         self.ledger = BlockLedger(self.table.pool)
@@ -287,6 +289,7 @@ class SequenceTable:
             self.batch[sequence.request_id] = sequence
 
     def _remove(self, sequence: Sequence) -> None:
+        self.tokens.note_left(sequence)
         del self.sequences[sequence.request_id]
         self.batch.pop(sequence.request_id, None)
 

@@ -141,6 +141,7 @@ class PlannerState:
             prefill_tokens=self.sequence_table.prefill_tokens,
             prefix_queries_total=prefixes.queries_total,
             prefix_hits_total=prefixes.hits_total,
+            tokens=self.sequence_table.tokens.counts(self.sequences.values()),
         )
 
     def check_invariants(self) -> None:
@@ -375,6 +376,8 @@ class PlannerState:
         self._unheard.pop(plan.number, None)
         if self.config.prefix_caching:
             self.sequence_table.prefixes.publish(plan.sequences())
+        if plan.prefills:
+            self.sequence_table.tokens.note_prefills(plan.prefills)
         return plan
 
     def _finish_iteration(self, event: IterationFinished) -> list[Command]:
@@ -429,6 +432,7 @@ class PlannerState:
         if index:
             return EmitToken(name, index, token_id, reason, logprobs)
         self.sequence_table.prompt_tokens_total += sequence.prompt_tokens
+        self.sequence_table.tokens.note_first_output(sequence)
         first, cached = sequence.prompt_logprobs, sequence.cached_tokens
         return EmitToken(name, index, token_id, reason, logprobs, first, cached)
 

@@ -1,0 +1,67 @@
+"""Counts what a planner's iterations have computed, by class: new tokens, and tokens run again."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from services.core.planner.plan import Prefill
+from services.core.planner.sequence import Sequence
+from services.core.report import TokenCounts
+
+
+@dataclass(slots=True)
+class TokenMeter:
+    """Tokens of the microbatches whose results came; those of discarded ones do not count.
+
+    A token of a prompt is processed when it has run for the first time, an output token when it has
+    been sampled. A token whose KV was lost and that ran again is recomputed. Tokens that were found
+    in the prefix cache are neither. Outputs of live sequences are read from these when asked, so
+    that a decode step costs nothing.
+    """
+
+    online_processed: int = 0
+    online_recomputed: int = 0
+    batch_processed: int = 0
+    batch_recomputed: int = 0
+
+    def note_prefills(self, prefills: Iterable[Prefill]) -> None:
+        """These chunks have run; to be called before their samples are appended."""
+        for sequence, start, tokens, _ in prefills:
+            end, known = start + tokens, max(start, sequence.known)
+            again = min(end, known) - start
+            first = max(0, min(end, sequence.prompt_tokens) - known)
+            if end > sequence.reached:
+                sequence.reached = end
+            self._add(sequence, first, again)
+
+    def note_first_output(self, sequence: Sequence) -> None:
+        """Its whole prompt has run: the last token of it perhaps as a decode, as no chunk."""
+        if sequence.reached < sequence.prompt_tokens:
+            self._add(sequence, sequence.prompt_tokens - sequence.reached, 0)
+            sequence.reached = sequence.prompt_tokens
+
+    def note_left(self, sequence: Sequence) -> None:
+        """It is no longer among the live ones: its outputs from here are added for good."""
+        self._add(sequence, sequence.new_outputs, 0)
+
+    def counts(self, live: Iterable[Sequence]) -> TokenCounts:
+        """All so far, with the outputs of the sequences that are `live`."""
+        online = batch = 0
+        for sequence in live:
+            if sequence.request.service.online:
+                online += sequence.new_outputs
+            else:
+                batch += sequence.new_outputs
+        return TokenCounts(
+            online_processed_tokens_total=self.online_processed + online,
+            online_recomputed_tokens_total=self.online_recomputed,
+            batch_processed_tokens_total=self.batch_processed + batch,
+            batch_recomputed_tokens_total=self.batch_recomputed,
+        )
+
+    def _add(self, sequence: Sequence, processed: int, recomputed: int) -> None:
+        if sequence.request.service.online:
+            self.online_processed += processed
+            self.online_recomputed += recomputed
+        else:
+            self.batch_processed += processed
+            self.batch_recomputed += recomputed
