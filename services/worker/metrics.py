@@ -21,7 +21,7 @@ from services.worker.worker_times import WORKER_TIMES
 
 _LABELS = ("worker", "model_name")
 CLASS_TOKENS = {
-    "processed": "Prompt tokens run for the first time, and output tokens. Counted by a group's leader.",
+    "processed": "Prompt tokens run for the first time, and output tokens; by a group's leader.",
     "recomputed": "Tokens that ran again, since their KV was lost. Counted by a group's leader.",
 }
 """Counters by class, which is `batch`, or `online` for all others."""
