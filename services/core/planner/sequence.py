@@ -111,7 +111,6 @@ class Sequence:
     hits_told: bool = False
     unshared: int = 0
     reached: int = 0
-    outputs_taken: int = field(init=False)  # that it had when this leader got it
     prompt_tokens: int = field(init=False)
     tokens_max: int = field(init=False)
     _reads_output: bool = field(init=False)
@@ -120,7 +119,6 @@ class Sequence:
         self.token_ids = [*self.request.prompt_ids, *self.request.output_ids]
         self.prompt_tokens = len(self.request.prompt_ids)
         self.begun = bool(self.request.output_ids)
-        self.outputs_taken = len(self.request.output_ids)
         self.tokens_max = self.prompt_tokens + self.request.limits.max_tokens
         self._reads_output = self.request.sampling.reads_output
         if self.request.logprobs.prompt is not None:
@@ -135,7 +133,6 @@ class Sequence:
         sequence.blocks = state.blocks
         sequence.begun = bool(state.blocks or state.output_ids)
         sequence.cached_tokens = state.cached_tokens
-        sequence.outputs_taken = len(state.output_ids)
         sequence.reached = max(state.reached, state.computed)
         if state.logprobs is not None:
             sequence.logprobs.append(state.logprobs)
@@ -182,11 +179,6 @@ class Sequence:
     def output_count(self) -> int:
         """Output tokens so far."""
         return len(self.token_ids) - self.prompt_tokens
-
-    @property
-    def new_outputs(self) -> int:
-        """Output tokens that this leader's iterations have added."""
-        return self.output_count - self.outputs_taken
 
     @property
     def known(self) -> int:

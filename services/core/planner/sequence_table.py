@@ -285,6 +285,7 @@ class SequenceTable:
 
     def _enter(self, sequence: Sequence) -> None:
         self.sequences[sequence.request_id] = sequence
+        self.tokens.note_entered(sequence)
         if not sequence.request.service.online:
             self.batch[sequence.request_id] = sequence
 

@@ -141,7 +141,7 @@ class PlannerState:
             prefill_tokens=self.sequence_table.prefill_tokens,
             prefix_queries_total=prefixes.queries_total,
             prefix_hits_total=prefixes.hits_total,
-            tokens=self.sequence_table.tokens.counts(self.sequences.values()),
+            tokens=self.sequence_table.tokens.counts(self.sequences.values(), batch),
         )
 
     def check_invariants(self) -> None:

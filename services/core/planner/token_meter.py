@@ -14,8 +14,9 @@ class TokenMeter:
 
     A token of a prompt is processed when it has run for the first time, an output token when it has
     been sampled. A token whose KV was lost and that ran again is recomputed. Tokens that were found
-    in the prefix cache are neither. Outputs of live sequences are read from these when asked, so
-    that a decode step costs nothing.
+    in the prefix cache are neither. Outputs of live sequences are read from their lengths when
+    asked, so that a decode step costs nothing: each enters with its length taken off, and leaves
+    with its length added.
     """
 
     online_processed: int = 0
@@ -39,22 +40,22 @@ class TokenMeter:
             self._add(sequence, sequence.prompt_tokens - sequence.reached, 0)
             sequence.reached = sequence.prompt_tokens
 
+    def note_entered(self, sequence: Sequence) -> None:
+        """It is live from now on; the tokens that it comes with are not of this leader."""
+        self._add(sequence, -len(sequence.token_ids), 0)
+
     def note_left(self, sequence: Sequence) -> None:
         """It is no longer among the live ones: its outputs from here are added for good."""
-        self._add(sequence, sequence.new_outputs, 0)
+        self._add(sequence, len(sequence.token_ids), 0)
 
-    def counts(self, live: Iterable[Sequence]) -> TokenCounts:
-        """All so far, with the outputs of the sequences that are `live`."""
-        online = batch = 0
-        for sequence in live:
-            if sequence.request.service.online:
-                online += sequence.new_outputs
-            else:
-                batch += sequence.new_outputs
+    def counts(self, live: Iterable[Sequence], batch: Iterable[Sequence]) -> TokenCounts:
+        """All so far, with the outputs of all that are `live`; `batch` are those of that class."""
+        lengths = sum([len(sequence.token_ids) for sequence in live])
+        of_batch = sum([len(sequence.token_ids) for sequence in batch])
         return TokenCounts(
-            online_processed_tokens_total=self.online_processed + online,
+            online_processed_tokens_total=self.online_processed + lengths - of_batch,
             online_recomputed_tokens_total=self.online_recomputed,
-            batch_processed_tokens_total=self.batch_processed + batch,
+            batch_processed_tokens_total=self.batch_processed + of_batch,
             batch_recomputed_tokens_total=self.batch_recomputed,
         )
 
