@@ -12,7 +12,7 @@ from services.core.cost.iteration_tokens import IterationTokens
 
 
 @dataclass(frozen=True, slots=True)
-class TokenCounts:
+class ClassTokens:
     """Tokens that a planner's iterations have computed so far; online: all classes but `batch`.
 
     Processed are prompt tokens that ran for the first time, and output tokens. Recomputed are those
@@ -52,7 +52,7 @@ class Load:
     prefill_tokens: int = 0
     prefix_queries_total: int = 0
     prefix_hits_total: int = 0
-    tokens: TokenCounts = field(default_factory=TokenCounts)
+    tokens: ClassTokens = field(default_factory=ClassTokens)
 
 
 @dataclass(frozen=True, slots=True)

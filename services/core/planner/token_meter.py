@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from services.core.planner.plan import Prefill
 from services.core.planner.sequence import Sequence
-from services.core.report import TokenCounts
+from services.core.report import ClassTokens
 
 
 @dataclass(slots=True)
@@ -48,11 +48,11 @@ class TokenMeter:
         """It is no longer among the live ones: its outputs from here are added for good."""
         self._add(sequence, len(sequence.token_ids), 0)
 
-    def counts(self, live: Iterable[Sequence], batch: Iterable[Sequence]) -> TokenCounts:
+    def counts(self, live: Iterable[Sequence], batch: Iterable[Sequence]) -> ClassTokens:
         """All so far, with the outputs of all that are `live`; `batch` are those of that class."""
         lengths = sum([len(sequence.token_ids) for sequence in live])
         of_batch = sum([len(sequence.token_ids) for sequence in batch])
-        return TokenCounts(
+        return ClassTokens(
             online_processed_tokens_total=self.online_processed + lengths - of_batch,
             online_recomputed_tokens_total=self.online_recomputed,
             batch_processed_tokens_total=self.batch_processed + of_batch,

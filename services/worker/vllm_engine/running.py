@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from services.core.planner.returns import RETURN_AFTER_S
-from services.core.report import Load, TokenCounts
+from services.core.report import ClassTokens, Load
 from services.core.request import Request, admission_blocks, blocks_for
 
 STEPS_TO_START = 3
@@ -183,7 +183,7 @@ class VllmRequests:
             ),
             prefix_queries_total=self.stats.prefix_queries_total,
             prefix_hits_total=self.stats.prefix_hits_total,
-            tokens=TokenCounts(
+            tokens=ClassTokens(
                 online_processed_tokens_total=self._processed_online,
                 batch_processed_tokens_total=self._processed_batch,
             ),

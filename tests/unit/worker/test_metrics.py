@@ -7,7 +7,7 @@ from typing import Any, cast
 from services.core.cost.bubble import StageTime
 from services.core.cost.iteration_time import IterationTime
 from services.core.cost.iteration_tokens import IterationTokenMeter, IterationTokens
-from services.core.report import EngineReport, Load, TokenCounts
+from services.core.report import ClassTokens, EngineReport, Load
 from services.worker.group_view import Place
 from services.worker.ipc import EngineReady
 from services.worker.metrics import WorkerCollector
@@ -23,7 +23,7 @@ def engine(**reported: Any) -> Any:
     for tokens in (1, 200):
         meter.ran(tokens)
     report = EngineReport(
-        Load(3, 2, 10, 7, 5, 40, 99, 1, 1, 6, tokens=TokenCounts(300, 30, 900, 90)),
+        Load(3, 2, 10, 7, 5, 40, 99, 1, 1, 6, tokens=ClassTokens(300, 30, 900, 90)),
         4,
         False,
         2000,

@@ -18,7 +18,7 @@ from services.core.planner.fast_forward import (
     plan_shape,
 )
 from services.core.planner.state import PlannerState
-from services.core.report import TokenCounts
+from services.core.report import ClassTokens
 from services.core.request import Request
 from services.core.service import NO_PROMISE, Service, ServiceClass
 from tests.unit.core.planner.test_state import FakeModel, make_request, make_state
@@ -57,9 +57,9 @@ class Ledger:
         state.check_invariants()
         return True
 
-    def counts(self) -> TokenCounts:
+    def counts(self) -> ClassTokens:
         processed, recomputed = self.processed, self.recomputed
-        return TokenCounts(processed[True], recomputed[True], processed[False], recomputed[False])
+        return ClassTokens(processed[True], recomputed[True], processed[False], recomputed[False])
 
 
 def mixed_requests(rng: random.Random, count: int, longest: int) -> list[Request]:
@@ -113,8 +113,8 @@ def test_what_another_leader_has_computed_is_not_processed_again() -> None:
     model = FakeModel(second.config)
     while second.sequences["r"].output_count < 2:
         assert ledger.step(second, model, drop=False)
-    assert first.load().tokens == TokenCounts(batch_processed_tokens_total=8)
-    assert second.load().tokens == TokenCounts(0, 0, 12 + 2, 8)
+    assert first.load().tokens == ClassTokens(batch_processed_tokens_total=8)
+    assert second.load().tokens == ClassTokens(0, 0, 12 + 2, 8)
 
 
 def test_a_fast_forward_counts_as_the_steps_that_it_replaces() -> None:
@@ -124,4 +124,4 @@ def test_a_fast_forward_counts_as_the_steps_that_it_replaces() -> None:
         finish_filled(state, 1)
         if ahead := decodes_ahead(state):
             advance_decodes(state, ahead, 1)
-    assert state.load().tokens == TokenCounts(online_processed_tokens_total=32)
+    assert state.load().tokens == ClassTokens(online_processed_tokens_total=32)

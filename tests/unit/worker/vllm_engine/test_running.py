@@ -6,7 +6,7 @@ from random import Random
 import pytest
 
 from services.core.planner.returns import RETURN_AFTER_S
-from services.core.report import Load, TokenCounts
+from services.core.report import ClassTokens, Load
 from services.core.request import Limits, Request, Sampling
 from services.core.service import Service, ServiceClass
 from services.worker.vllm_engine.running import STEPS_TO_START, StepStats, VllmRequests
@@ -88,7 +88,7 @@ def test_processed_tokens_are_counted_by_class_without_cached_ones() -> None:
     running.emit(online, 1, cached_tokens=10)
     batch = running.add(replace(request("b", batch=True), output_ids=(1, 2)), 0.0)
     running.emit(batch, 1)
-    assert running.load().tokens == TokenCounts(
+    assert running.load().tokens == ClassTokens(
         online_processed_tokens_total=6 + 3, batch_processed_tokens_total=1
     )
 
@@ -120,7 +120,7 @@ def test_what_vllm_told_last_is_not_held_by_requests_that_are_gone() -> None:
     running.stats.running, running.stats.kv_usage = 1, 0.5
     assert running.load().kv_blocks_free == BLOCKS - 2, "19 tokens have two blocks"
     assert running.remove(entry)
-    done = TokenCounts(online_processed_tokens_total=19)
+    done = ClassTokens(online_processed_tokens_total=19)
     assert running.load() == Load(0, 0, BLOCKS, 0, 0, BLOCKS, prompt_tokens_total=16, tokens=done)
     assert not running.remove(entry)
 
