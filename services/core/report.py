@@ -12,6 +12,20 @@ from services.core.cost.iteration_tokens import IterationTokens
 
 
 @dataclass(frozen=True, slots=True)
+class ClassTokens:
+    """Tokens that a planner's iterations have computed so far; online: all classes but `batch`.
+
+    Processed are prompt tokens that ran for the first time, and output tokens. Recomputed are those
+    that ran again, since their KV was lost. Tokens found in the prefix cache are neither.
+    """
+
+    online_processed_tokens_total: int = 0
+    online_recomputed_tokens_total: int = 0
+    batch_processed_tokens_total: int = 0
+    batch_recomputed_tokens_total: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Load:
     """How busy a planner is, and what it has done so far.
 
@@ -40,6 +54,7 @@ class Load:
     prefix_queries_total: int = 0
     prefix_hits_total: int = 0
     batch_yields: bool = False
+    tokens: ClassTokens = field(default_factory=ClassTokens)
 
     @property
     def kv_blocks_yielding(self) -> int:

@@ -20,6 +20,11 @@ from services.worker.ipc import EngineReady
 from services.worker.worker_times import WORKER_TIMES
 
 _LABELS = ("worker", "model_name")
+CLASS_TOKENS = {
+    "processed": "Prompt tokens run for the first time, and output tokens; by a group's leader.",
+    "recomputed": "Tokens that ran again, since their KV was lost. Counted by a group's leader.",
+}
+"""Counters by class, which is `batch`, or `online` for all others."""
 
 
 class WorkerCollector(Collector):
@@ -155,6 +160,18 @@ class WorkerCollector(Collector):
         for field, (name, text) in WORKER_TIMES.items():
             counter = CounterMetricFamily(f"tideserve_worker_{name}", text, labels=_LABELS)
             counter.add_metric((self._worker_id, self._model_name), seconds[field])
+            yield counter
+        yield from self._class_tokens()
+
+    def _class_tokens(self) -> Iterable[Metric]:
+        counts = asdict(self._engine.report.load.tokens)
+        for what, text in CLASS_TOKENS.items():
+            counter = CounterMetricFamily(
+                f"tideserve_worker_{what}_tokens", text, labels=(*_LABELS, "class")
+            )
+            for kind in ("online", "batch"):
+                labels = (self._worker_id, self._model_name, kind)
+                counter.add_metric(labels, counts[f"{kind}_{what}_tokens_total"])
             yield counter
 
     def _gauge(self, name: str, text: str, value: float) -> Metric:

@@ -111,6 +111,9 @@ def workers_table(status: Mapping[str, Any]) -> Table:
     cached = any(row.get("prefix_queries_total") for row in rows)
     if cached:
         columns.append("hits>")
+    classed = any(row.get("batch_processed_tokens_total") for row in rows)
+    if classed:
+        columns.append("batch work>")
     table = _table("Workers", *columns)
     for row in rows:
         total = row["kv_blocks_total"]
@@ -124,6 +127,7 @@ def workers_table(status: Mapping[str, Any]) -> Table:
             str(row["preemptions_total"]),
             *([bubble_text(row)] if pipelined else []),
             *([hits_text(row)] if cached else []),
+            *([batch_text(row)] if classed else []),
         )
     return table
 
@@ -139,6 +143,13 @@ def hits_text(row: Mapping[str, Any]) -> str:
     """Share of the prompt tokens looked up in a worker's prefix cache that were found there."""
     looked_up = row["prefix_queries_total"]
     return f"{row['prefix_hits_total'] / looked_up:.0%}" if looked_up else "–"
+
+
+def batch_text(row: Mapping[str, Any]) -> str:
+    """Share of the class batch in the tokens that a worker has processed."""
+    batch = row["batch_processed_tokens_total"]
+    processed = batch + row["online_processed_tokens_total"]
+    return f"{batch / processed:.0%}" if processed else "–"
 
 
 def paced_workers(status: Mapping[str, Any]) -> dict[str, str]:

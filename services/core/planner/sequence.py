@@ -54,7 +54,7 @@ class SequenceState:
     Log probabilities that were asked for: `prompt_logprobs` of the prompt tokens so far, from the
     second on, and `logprobs` of the newest outputs, at most `LOGPROBS_CARRIED_BYTES`. A client
     that lags behind by no more than that misses none. `cached_tokens` of the prompt were in the
-    cache of its first leader.
+    cache of its first leader. Chunks that ended at `reached`, or before it, have run.
     """
 
     request: Request
@@ -66,6 +66,7 @@ class SequenceState:
     logprobs: LogprobRows | None = None
     prompt_logprobs: LogprobRows | None = None
     cached_tokens: int = 0
+    reached: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -87,6 +88,7 @@ class Sequence:
     Nobody used the block `unshared` of its prefix when that was looked for last.
 
     The last of its next `group_left` tokens is due at `due_s`, which `deadline` keeps.
+    Chunks that ended at position `reached`, or before it, have run, wherever; it never falls.
     """
 
     request: Request
@@ -112,6 +114,7 @@ class Sequence:
     unshared: int = 0
     due_s: float = inf
     group_left: int = 1
+    reached: int = 0
     prompt_tokens: int = field(init=False)
     tokens_max: int = field(init=False)
     _reads_output: bool = field(init=False)
@@ -134,6 +137,7 @@ class Sequence:
         sequence.blocks = state.blocks
         sequence.begun = bool(state.blocks or state.output_ids)
         sequence.cached_tokens = state.cached_tokens
+        sequence.reached = max(state.reached, state.computed)
         if state.logprobs is not None:
             sequence.logprobs.append(state.logprobs)
         if state.prompt_logprobs is not None:
@@ -152,6 +156,7 @@ class Sequence:
             logprobs=newest(self.logprobs, LOGPROBS_CARRIED_BYTES),
             prompt_logprobs=self.prompt_logprobs,
             cached_tokens=self.cached_tokens,
+            reached=self.reached,
         )
 
     @property
@@ -178,6 +183,11 @@ class Sequence:
     def output_count(self) -> int:
         """Output tokens so far."""
         return len(self.token_ids) - self.prompt_tokens
+
+    @property
+    def known(self) -> int:
+        """Its first tokens that have run before, as far as results came: whose KV was made once."""
+        return max(self.reached, len(self.token_ids) - 1) if self.output_count else self.reached
 
     def move(self, phase: Phase) -> None:
         """Enter `phase`; a transition that is not in the table is a defect and raises."""

@@ -18,6 +18,7 @@ from services.core.planner.plan import Plan
 from services.core.planner.precedence import PRECEDENCES, Precedence
 from services.core.planner.prefix_cache import PrefixCache
 from services.core.planner.sequence import Age, Phase, Sequence
+from services.core.planner.token_meter import TokenMeter
 from services.core.planner.victims import newest_batch
 from services.core.request import blocks_for
 
@@ -48,6 +49,7 @@ class SequenceTable:
     preemptions_total: int = 0
     prompt_tokens_total: int = 0
     discarded_tokens_total: int = 0  # of iterations that were interrupted
+    tokens: TokenMeter = field(default_factory=TokenMeter)
 
     def __post_init__(self) -> None:
         self.ledger = BlockLedger(self.table.pool)
@@ -387,10 +389,12 @@ class SequenceTable:
 
     def _enter(self, sequence: Sequence) -> None:
         self.sequences[sequence.request_id] = sequence
+        self.tokens.note_entered(sequence)
         if not sequence.request.service.online:
             self.batch[sequence.request_id] = sequence
 
     def _remove(self, sequence: Sequence) -> None:
+        self.tokens.note_left(sequence)
         del self.sequences[sequence.request_id]
         self.batch.pop(sequence.request_id, None)
 

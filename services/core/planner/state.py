@@ -176,6 +176,7 @@ class PlannerState:
             prefill_tokens=self.sequence_table.prefill_tokens,
             prefix_queries_total=prefixes.queries_total,
             prefix_hits_total=prefixes.hits_total,
+            tokens=self.sequence_table.tokens.counts(self.sequences.values(), batch),
         )
 
     def check_invariants(self) -> None:
@@ -467,6 +468,8 @@ class PlannerState:
             self.sequence_table.prefixes.publish(plan.sequences())
         if self._feedback is not None:
             self._feedback.finished(plan, now_s)
+        if plan.prefills:
+            self.sequence_table.tokens.note_prefills(plan.prefills)
         return plan
 
     def _finish_iteration(self, event: IterationFinished) -> list[Command]:
@@ -521,6 +524,7 @@ class PlannerState:
         if index:
             return EmitToken(name, index, token_id, reason, logprobs)
         self.sequence_table.prompt_tokens_total += sequence.prompt_tokens
+        self.sequence_table.tokens.note_first_output(sequence)
         first, cached = sequence.prompt_logprobs, sequence.cached_tokens
         return EmitToken(name, index, token_id, reason, logprobs, first, cached)
 

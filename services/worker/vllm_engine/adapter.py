@@ -197,7 +197,7 @@ class VllmAdapter:
     def _note(self, entry: VllmRequest, tokens: list[EmitToken], output: VllmOutput) -> None:
         self._answered_s = self._now_s()
         times = times_of(output.metrics) if output.finished else None
-        self._requests.emit(entry, len(tokens))
+        self._requests.emit(entry, len(tokens), output.num_cached_tokens or 0)
         if output.finished:
             self._requests.remove(entry)
             if times is not None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from services.core.planner.returns import RETURN_AFTER_S
-from services.core.report import Load
+from services.core.report import ClassTokens, Load
 from services.core.request import Request, admission_blocks, blocks_for
 
 STEPS_TO_START = 3
@@ -102,6 +102,8 @@ class VllmRequests:
     stats: StepStats
     _by_id: dict[str, VllmRequest] = field(default_factory=dict)  # in order of arrival
     _prompt_tokens: int = 0
+    _processed_online: int = 0
+    _processed_batch: int = 0
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._by_id
@@ -116,11 +118,17 @@ class VllmRequests:
         """The request of that id."""
         return self._by_id.get(request_id)
 
-    def emit(self, entry: VllmRequest, count: int) -> None:
-        """VllmOutput tokens of it came."""
+    def emit(self, entry: VllmRequest, count: int, cached_tokens: int = 0) -> None:
+        """Output tokens of it came; with the first ones its prompt has run, but what was cached."""
+        processed = count
         if count and not entry.emitted and not entry.request.output_ids:
             self._prompt_tokens += len(entry.request.prompt_ids)
+            processed += len(entry.request.prompt_ids) - cached_tokens
         entry.emitted += count
+        if entry.is_batch:
+            self._processed_batch += processed
+        else:
+            self._processed_online += processed
 
     def remove(self, entry: VllmRequest) -> bool:
         """It is over; False if it was removed before. Another of its id stays."""
@@ -152,7 +160,7 @@ class VllmRequests:
 
         vLLM tells nothing while nothing runs: what it told last may be of requests that are gone.
         Nor does it tell before the first token how far a prompt is and what of it was cached: until
-        then the whole prompt is to be prefilled.
+        then the whole prompt is to be prefilled. What vLLM recomputes it does not tell: that is 0.
         """
         waiting = self.waiting()
         queued = set(waiting)
@@ -175,6 +183,10 @@ class VllmRequests:
             ),
             prefix_queries_total=self.stats.prefix_queries_total,
             prefix_hits_total=self.stats.prefix_hits_total,
+            tokens=ClassTokens(
+                online_processed_tokens_total=self._processed_online,
+                batch_processed_tokens_total=self._processed_batch,
+            ),
         )
 
     def _wanted(self, entry: VllmRequest) -> int:

@@ -7,7 +7,7 @@ from typing import Any, cast
 from services.core.cost.bubble import StageTime
 from services.core.cost.iteration_time import IterationTime
 from services.core.cost.iteration_tokens import IterationTokenMeter, IterationTokens
-from services.core.report import EngineReport, Load
+from services.core.report import ClassTokens, EngineReport, Load
 from services.worker.group_view import Place
 from services.worker.ipc import EngineReady
 from services.worker.metrics import WorkerCollector
@@ -23,7 +23,7 @@ def engine(**reported: Any) -> Any:
     for tokens in (1, 200):
         meter.ran(tokens)
     report = EngineReport(
-        Load(3, 2, 10, 7, 5, 40, 99, 1, 1, 6),
+        Load(3, 2, 10, 7, 5, 40, 99, 1, 1, 6, tokens=ClassTokens(300, 30, 900, 90)),
         4,
         False,
         2000,
@@ -84,6 +84,19 @@ def test_a_worker_tells_its_memory_and_times() -> None:
     }
     for name, number in expected.items():
         assert value(found, f"tideserve_worker_{name}", **OWN) == number, name
+
+
+def test_computed_tokens_are_told_by_class() -> None:
+    found = told(engine())
+    expected = {
+        ("processed", "online"): 300,
+        ("recomputed", "online"): 30,
+        ("processed", "batch"): 900,
+        ("recomputed", "batch"): 90,
+    }
+    for (what, kind), number in expected.items():
+        labels = OWN | {"class": kind}
+        assert value(found, f"tideserve_worker_{what}_tokens_total", **labels) == number
 
 
 def test_an_engine_that_has_not_run_yet_has_empty_histograms() -> None:

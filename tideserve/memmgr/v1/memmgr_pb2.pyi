@@ -150,6 +150,10 @@ class WorkerMemory(_message.Message):
     PREFIX_HITS_TOTAL_FIELD_NUMBER: _builtins.int
     TROUBLE_FIELD_NUMBER: _builtins.int
     BATCH_YIELDS_FIELD_NUMBER: _builtins.int
+    ONLINE_PROCESSED_TOKENS_TOTAL_FIELD_NUMBER: _builtins.int
+    ONLINE_RECOMPUTED_TOKENS_TOTAL_FIELD_NUMBER: _builtins.int
+    BATCH_PROCESSED_TOKENS_TOTAL_FIELD_NUMBER: _builtins.int
+    BATCH_RECOMPUTED_TOKENS_TOTAL_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Worker that reports."""
     incarnation: _builtins.str
@@ -210,6 +214,16 @@ class WorkerMemory(_message.Message):
     """Whether sequences of the class `batch` give their blocks to online requests; then they are no
     demand.
     """
+    online_processed_tokens_total: _builtins.int
+    """Tokens of all classes but `batch` that the worker has computed as a leader since it started:
+    prompt tokens that ran for the first time, and output tokens.
+    """
+    online_recomputed_tokens_total: _builtins.int
+    """Tokens of these classes that ran again, since their KV was lost."""
+    batch_processed_tokens_total: _builtins.int
+    """Processed tokens of the class `batch`."""
+    batch_recomputed_tokens_total: _builtins.int
+    """Recomputed tokens of the class `batch`."""
     @_builtins.property
     def pids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The worker's process ids: servicer, engine."""
@@ -245,10 +259,14 @@ class WorkerMemory(_message.Message):
         prefix_hits_total: _builtins.int = ...,
         trouble: _builtins.str = ...,
         batch_yields: _builtins.bool = ...,
+        online_processed_tokens_total: _builtins.int = ...,
+        online_recomputed_tokens_total: _builtins.int = ...,
+        batch_processed_tokens_total: _builtins.int = ...,
+        batch_recomputed_tokens_total: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_running", b"batch_running", "batch_waiting", b"batch_waiting", "batch_yields", b"batch_yields", "budget_bytes", b"budget_bytes", "decode_predicted_s", b"decode_predicted_s", "decode_s", b"decode_s", "epoch", b"epoch", "incarnation", b"incarnation", "kv_block_bytes", b"kv_block_bytes", "kv_blocks_batch", b"kv_blocks_batch", "kv_blocks_free", b"kv_blocks_free", "kv_blocks_total", b"kv_blocks_total", "kv_blocks_wanted", b"kv_blocks_wanted", "parameter_bytes", b"parameter_bytes", "pids", b"pids", "pipeline_bubble_s", b"pipeline_bubble_s", "pipeline_busy_s", b"pipeline_busy_s", "preemptions_total", b"preemptions_total", "prefill_predicted_s", b"prefill_predicted_s", "prefill_s", b"prefill_s", "prefix_hits_total", b"prefix_hits_total", "prefix_queries_total", b"prefix_queries_total", "running", b"running", "staging_bytes", b"staging_bytes", "trouble", b"trouble", "unsettled", b"unsettled", "waiting", b"waiting", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_processed_tokens_total", b"batch_processed_tokens_total", "batch_recomputed_tokens_total", b"batch_recomputed_tokens_total", "batch_running", b"batch_running", "batch_waiting", b"batch_waiting", "batch_yields", b"batch_yields", "budget_bytes", b"budget_bytes", "decode_predicted_s", b"decode_predicted_s", "decode_s", b"decode_s", "epoch", b"epoch", "incarnation", b"incarnation", "kv_block_bytes", b"kv_block_bytes", "kv_blocks_batch", b"kv_blocks_batch", "kv_blocks_free", b"kv_blocks_free", "kv_blocks_total", b"kv_blocks_total", "kv_blocks_wanted", b"kv_blocks_wanted", "online_processed_tokens_total", b"online_processed_tokens_total", "online_recomputed_tokens_total", b"online_recomputed_tokens_total", "parameter_bytes", b"parameter_bytes", "pids", b"pids", "pipeline_bubble_s", b"pipeline_bubble_s", "pipeline_busy_s", b"pipeline_busy_s", "preemptions_total", b"preemptions_total", "prefill_predicted_s", b"prefill_predicted_s", "prefill_s", b"prefill_s", "prefix_hits_total", b"prefix_hits_total", "prefix_queries_total", b"prefix_queries_total", "running", b"running", "staging_bytes", b"staging_bytes", "trouble", b"trouble", "unsettled", b"unsettled", "waiting", b"waiting", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -105,6 +105,19 @@ def test_hits_are_shown_once_prompts_were_looked_up() -> None:
     assert next(line for line in lines if "w1" in line)[-1] == "62%"
 
 
+def test_the_share_of_batch_work_is_shown_once_there_was_some() -> None:
+    row = STATUS["workers"][0] | {
+        "online_processed_tokens_total": 0,
+        "batch_processed_tokens_total": 0,
+    }
+    assert "batch" not in shown(workers_table({"workers": [row]}))
+    counts = {"online_processed_tokens_total": 300, "batch_processed_tokens_total": 900}
+    busy = row | counts | {"id": "w1"}
+    lines = [line.split() for line in shown(workers_table({"workers": [row, busy]})).splitlines()]
+    assert next(line for line in lines if "worker-0" in line)[-1] == "–"
+    assert next(line for line in lines if "w1" in line)[-1] == "75%"
+
+
 def test_bars() -> None:
     assert usage_bar(0, 100) == "░" * 10 + " 0/100"
     assert usage_bar(1, 100).startswith("█░")

@@ -6,7 +6,7 @@ from random import Random
 import pytest
 
 from services.core.planner.returns import RETURN_AFTER_S
-from services.core.report import Load
+from services.core.report import ClassTokens, Load
 from services.core.request import Limits, Request, Sampling
 from services.core.service import Service, ServiceClass
 from services.worker.vllm_engine.running import STEPS_TO_START, StepStats, VllmRequests
@@ -81,6 +81,18 @@ def test_output_of_another_worker_is_prefilled_as_a_prompt_is() -> None:
     assert running.load().prompt_tokens_total == 0, "its first token came from another worker"
 
 
+def test_processed_tokens_are_counted_by_class_without_cached_ones() -> None:
+    running = requests()
+    online = running.add(request("a", 16), 0.0)
+    running.emit(online, 2, cached_tokens=10)
+    running.emit(online, 1, cached_tokens=10)
+    batch = running.add(replace(request("b", batch=True), output_ids=(1, 2)), 0.0)
+    running.emit(batch, 1)
+    assert running.load().tokens == ClassTokens(
+        online_processed_tokens_total=6 + 3, batch_processed_tokens_total=1
+    )
+
+
 def test_lookups_of_all_steps_are_summed() -> None:
     running = requests()
     running.stats.note(Step(2, 1, 0.5, Lookups(100, 64)), Iteration(1))
@@ -108,7 +120,8 @@ def test_what_vllm_told_last_is_not_held_by_requests_that_are_gone() -> None:
     running.stats.running, running.stats.kv_usage = 1, 0.5
     assert running.load().kv_blocks_free == BLOCKS - 2, "19 tokens have two blocks"
     assert running.remove(entry)
-    assert running.load() == Load(0, 0, BLOCKS, 0, 0, BLOCKS, prompt_tokens_total=16)
+    done = ClassTokens(online_processed_tokens_total=19)
+    assert running.load() == Load(0, 0, BLOCKS, 0, 0, BLOCKS, prompt_tokens_total=16, tokens=done)
     assert not running.remove(entry)
 
 
