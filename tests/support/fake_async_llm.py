@@ -89,7 +89,7 @@ class FakeAsyncLLM:
             self._queues[request_id].put_nowait(one)
 
     async def generate(
-        self, prompt: Any, sampling_params: Any, request_id: str
+        self, prompt: Any, sampling_params: Any, request_id: str, *, priority: int
     ) -> AsyncGenerator[FakeOutput, None]:
         queue: asyncio.Queue[FakeOutput | Exception] = asyncio.Queue()
         self._queues[request_id] = queue

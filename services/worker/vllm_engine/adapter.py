@@ -32,7 +32,12 @@ from services.worker.ipc import (
     to_engine_decoder,
 )
 from services.worker.vllm_engine.outputs import OutputReader, RequestFailed, VllmOutput, times_of
-from services.worker.vllm_engine.running import StepStats, VllmRequest, VllmRequests
+from services.worker.vllm_engine.running import (
+    StepStats,
+    VllmRequest,
+    VllmRequests,
+    priority_of,
+)
 from services.worker.vllm_engine.sampling import CannotServe, parameters_of
 
 ASK_S = 0.5
@@ -48,7 +53,7 @@ class AsyncEngine(Protocol):
     """What is used of vLLM's `AsyncLLM`. `is_paused` is answered by the process that computes."""
 
     def generate(
-        self, prompt: Any, sampling_params: Any, request_id: str
+        self, prompt: Any, sampling_params: Any, request_id: str, *, priority: int
     ) -> AsyncGenerator[VllmOutput, None]: ...
 
     async def is_paused(self) -> bool: ...
@@ -175,7 +180,9 @@ class VllmAdapter:
             params = self._to_params(parameters_of(request))
             # Closed, it has vLLM abort a request that has not ended.
             async with aclosing(
-                self._engine.generate(prompt, params, request.request_id)
+                self._engine.generate(
+                    prompt, params, request.request_id, priority=priority_of(request.service)
+                )
             ) as outputs:
                 async for output in outputs:
                     self._note(entry, reader.read(output), output)

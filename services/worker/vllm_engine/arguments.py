@@ -21,5 +21,6 @@ def arguments_of(config: WorkerConfig, room_bytes: int) -> dict[str, Any]:
         "kv_cache_memory_bytes": room_bytes,
         "max_num_seqs": config.max_running,
         "max_num_batched_tokens": config.max_batch_tokens,
+        "scheduling_policy": "priority",
         "enable_prefix_caching": None if config.prefix_caching else False,
     }

@@ -11,6 +11,7 @@ from typing import Protocol
 from services.core.planner.returns import RETURN_AFTER_S
 from services.core.report import Load
 from services.core.request import Request, admission_blocks, blocks_for
+from services.core.service import Service, ServiceClass
 
 STEPS_TO_START = 3
 """Steps that end after a request came until the last one's numbers count it for certain: vLLM may
@@ -65,6 +66,14 @@ class StepStats:
             self.kv_usage = scheduler.kv_cache_usage
             self.prefix_queries_total += scheduler.prefix_cache_stats.queries
             self.prefix_hits_total += scheduler.prefix_cache_stats.hits
+
+
+_CLASSES = (ServiceClass.INTERACTIVE, ServiceClass.STANDARD, ServiceClass.BATCH)
+
+
+def priority_of(service: Service) -> int:
+    """The promise as vLLM's priority, by class and then by rank; a smaller one is earlier."""
+    return (_CLASSES.index(service.service_class) << 32) + service.rank
 
 
 @dataclass(slots=True, eq=False)
@@ -130,8 +139,11 @@ class VllmRequests:
         return True
 
     def waiting(self) -> list[VllmRequest]:
-        """Requests without KV, as far as is known: the last that came, since vLLM keeps order."""
-        unstarted = [entry for entry in self._by_id.values() if not entry.emitted]
+        """Requests without KV, as far as is known: the last by vLLM's order, priority and age."""
+        unstarted = sorted(
+            (entry for entry in self._by_id.values() if not entry.emitted),
+            key=lambda entry: priority_of(entry.request.service),
+        )
         count = min(len(unstarted), max(0, len(self._by_id) - self.stats.running))
         return unstarted[len(unstarted) - count :]
 

@@ -32,6 +32,7 @@ def test_options_have_vllms_names() -> None:
         "kv_cache_memory_bytes": 1 << 20,
         "max_num_seqs": 7,
         "max_num_batched_tokens": 300,
+        "scheduling_policy": "priority",
         "enable_prefix_caching": None,
     }
     assert arguments_of(config(max_model_len=99), 1)["max_model_len"] == 99

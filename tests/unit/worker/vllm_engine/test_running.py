@@ -9,7 +9,7 @@ from services.core.planner.returns import RETURN_AFTER_S
 from services.core.report import Load
 from services.core.request import Limits, Request, Sampling
 from services.core.service import Service, ServiceClass
-from services.worker.vllm_engine.running import STEPS_TO_START, StepStats, VllmRequests
+from services.worker.vllm_engine.running import STEPS_TO_START, StepStats, VllmRequests, priority_of
 
 BLOCKS, BLOCK_SIZE = 40, 16
 
@@ -98,7 +98,7 @@ def test_vllm_says_when_it_runs_and_what_it_holds() -> None:
     running.stats.running, running.stats.kv_usage = 1, 2 / BLOCKS
     load = running.load()
     assert (load.running, load.waiting, load.kv_blocks_free) == (1, 1, BLOCKS - 2)
-    assert (load.batch_running, load.batch_waiting, load.kv_blocks_batch) == (1, 0, 2)
+    assert (load.batch_running, load.batch_waiting, load.kv_blocks_batch) == (0, 1, 0)
 
 
 def test_what_vllm_told_last_is_not_held_by_requests_that_are_gone() -> None:
@@ -162,3 +162,26 @@ def test_the_load_adds_up_whatever_vllm_tells(seed: int) -> None:
         assert load.kv_blocks_wanted >= load.waiting
         if not load.running:
             assert load.kv_blocks_free == BLOCKS
+
+
+def test_priorities_are_by_class_and_then_by_rank() -> None:
+    ordered = [
+        Service(ServiceClass.INTERACTIVE, rank=-(2**31)),
+        Service(ServiceClass.INTERACTIVE, rank=2**31 - 1),
+        Service(rank=-(2**31)),
+        Service(),
+        Service(rank=2**31 - 1),
+        Service(ServiceClass.BATCH, rank=-(2**31)),
+        Service(ServiceClass.BATCH, rank=2**31 - 1),
+    ]
+    priorities = [priority_of(service) for service in ordered]
+    assert priorities == sorted(set(priorities))
+
+
+def test_batch_waits_behind_what_came_later() -> None:
+    running = requests()
+    batch, online = (running.add(request(name, batch=name == "b"), 0.0) for name in ("b", "o"))
+    running.stats.running = 1
+    assert running.waiting() == [batch]
+    running.emit(batch, 1)
+    assert running.waiting() == [online]
