@@ -135,13 +135,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         for adopted in progress.adopted:
             self._adopt(adopted, batches)
         for token in self._of_now(progress.tokens):
-            link = self._links.get(token.request_id)
-            if link is None:
-                self._arrivals.add_token(token, progress.times.get(token.request_id))
-                continue
-            event = to_event(token, progress.times.get(token.request_id))
-            batches[link] += self._gathering.add(event, self._clock())
-            if token.finish_reason is not None:
+            link = self._pass_on(token, progress.times.get(token.request_id), batches)
+            if link is not None and token.finish_reason is not None:
                 self._forget(token.request_id, link)
                 told_end.add(link)
         for refusal in self._of_now(progress.refusals):
@@ -157,6 +152,20 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         load = self._load() if told_end else None
         for link, events in batches.items():
             link.post(events, load if link in told_end else None)
+
+    def _pass_on(
+        self,
+        token: EmitToken,
+        times: RequestTimes | None,
+        batches: dict[Link, list[pb.RequestEvent]],
+    ) -> Link | None:
+        """Send, gather or keep a token; returns the link of its request, None if it has none."""
+        link = self._links.get(token.request_id)
+        if link is None:
+            self._arrivals.add_token(token, times)
+        elif events := self._gathering.add(to_event(token, times), self._clock()):
+            batches[link] += events
+        return link
 
     def _of_now(self, news: Sequence[News]) -> Sequence[News]:
         """What is not of an earlier start than the one that its request has here."""
