@@ -75,6 +75,7 @@ class FakeAsyncLLM:
     """`given`: prompt and parameters of each request; `aborted`: whose reader was cancelled."""
 
     given: dict[str, tuple[Any, Any]] = field(default_factory=dict)
+    priorities: dict[str, int] = field(default_factory=dict)
     aborted: list[str] = field(default_factory=list)
     answers: asyncio.Event = field(default_factory=asyncio.Event)
     dead: bool = False
@@ -94,6 +95,7 @@ class FakeAsyncLLM:
         queue: asyncio.Queue[FakeOutput | Exception] = asyncio.Queue()
         self._queues[request_id] = queue
         self.given[request_id] = prompt, sampling_params
+        self.priorities[request_id] = priority
         try:
             while True:
                 told = await queue.get()

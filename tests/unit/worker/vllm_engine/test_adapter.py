@@ -8,6 +8,7 @@ import pytest
 
 from services.core.planner.events import EmitToken, RefuseRequest
 from services.core.request import FinishReason, Limits, LogprobOptions, Request, Sampling
+from services.core.service import Service, ServiceClass
 from services.worker.ipc import (
     AbortRequest,
     ApplyConfiguration,
@@ -70,6 +71,13 @@ async def test_a_request_runs_to_its_end(adapter: AdapterOnTest) -> None:
     (last,) = [frame for frame in adapter.told if frame.times]
     assert last.times == {"r": RequestTimes(2.0, 4.0, 8.0)}
     assert (last.report.load.running, last.report.load.kv_blocks_free) == (0, 40)
+
+
+async def test_vllm_is_told_what_comes_first(adapter: AdapterOnTest) -> None:
+    adapter.send(start("batch", service=Service(ServiceClass.BATCH)))
+    adapter.send(start("standard"))
+    await eventually(lambda: len(adapter.llm.priorities) == 2)
+    assert adapter.llm.priorities["standard"] < adapter.llm.priorities["batch"]
 
 
 async def test_a_request_goes_on_after_the_output_of_another_worker(
