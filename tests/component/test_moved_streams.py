@@ -187,7 +187,7 @@ async def test_gathered_tokens_come_before_the_news_that_the_engine_died(
             async with asyncio.timeout(20):
                 while True:
                     tokens += (await stream.next()).token_ids
-    # What goes on elsewhere begins after all that was made.
+    # The next start follows all tokens that were made.
     assert tokens == TOKENS[:index]
 
 

@@ -58,23 +58,11 @@ class MetricsByClass:
             "Mean time between the tokens of a request that finished.",
             vllm_names.TOKEN_BUCKETS_S,
         )
+        slo = _slo_counts(registry)
         inflight = Gauge(
             "tideserve_gateway_choices_inflight",
             "Choices of requests that wait for a place or run.",
             ["class"],
-            registry=registry,
-        )
-        attained = Counter(
-            "tideserve_gateway_slo_attained",
-            "Choices that kept a target: ttft, from the request's arrival; tpot, the mean time"
-            " between the tokens of one that finished.",
-            ["class", "metric"],
-            registry=registry,
-        )
-        missed = Counter(
-            "tideserve_gateway_slo_missed",
-            "Choices that did not keep a target; one that fails before a token misses ttft.",
-            ["class", "metric"],
             registry=registry,
         )
         self._of = {
@@ -83,25 +71,44 @@ class MetricsByClass:
                 inter_token.labels(model_name, one.value),
                 per_token.labels(model_name, one.value),
                 inflight.labels(one.value),
-                {
-                    metric: SloCount(
-                        attained.labels(one.value, metric), missed.labels(one.value, metric)
-                    )
-                    for metric in SLO_METRICS
-                },
+                slo[one],
             )
             for one in ServiceClass
         }
         self._ttft = ttft
 
     def of(self, service_class: ServiceClass) -> ClassMetrics:
-        """Those of a class."""
+        """The metrics of a class."""
         return self._of[service_class]
 
     def first_tokens(self) -> tuple[int, float]:
         """First tokens of all classes, and the seconds that they took together."""
         (family,) = self._ttft.collect()
         return int(_total(family, "_count")), _total(family, "_sum")
+
+
+def _slo_counts(registry: CollectorRegistry) -> dict[ServiceClass, Mapping[str, SloCount]]:
+    """A count for each class and metric of `SLO_METRICS`."""
+    attained = Counter(
+        "tideserve_gateway_slo_attained",
+        "Choices that kept a target: ttft, from the request's arrival; tpot, the mean time"
+        " between the tokens of one that finished.",
+        ["class", "metric"],
+        registry=registry,
+    )
+    missed = Counter(
+        "tideserve_gateway_slo_missed",
+        "Choices that did not keep a target; one that fails before a token misses ttft.",
+        ["class", "metric"],
+        registry=registry,
+    )
+    return {
+        one: {
+            metric: SloCount(attained.labels(one.value, metric), missed.labels(one.value, metric))
+            for metric in SLO_METRICS
+        }
+        for one in ServiceClass
+    }
 
 
 def _total(family: Any, suffix: str) -> float:
