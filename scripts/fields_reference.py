@@ -7,20 +7,19 @@ from typing import Any
 
 from services.gateway.api.chat import ChatRequest
 from services.gateway.api.completion import CompletionRequest
-from services.gateway.api.generation import NO_EFFECT, NO_EFFECT_YET, GenerationRequest
+from services.gateway.api.generation import NO_EFFECT, GenerationRequest
 from services.gateway.api.parameters import CHAT, COMPLETION, Policy
 
 ENDPOINTS: Mapping[str, tuple[type[GenerationRequest], Policy]] = {
     "/v1/chat/completions": (ChatRequest, CHAT),
     "/v1/completions": (CompletionRequest, COMPLETION),
 }
-_MARKS = {NO_EFFECT_YET: "carried", NO_EFFECT: "ignored"}
 _KINDS = {"boolean": "true or false", "integer": "whole number", "number": "number"}
 
 
 @dataclass(frozen=True, slots=True)
 class FieldRow:
-    """A field as its sender sees it. `effect`: works, carried, ignored or refused."""
+    """A field as its sender sees it. `effect`: works, ignored or refused."""
 
     name: str
     effect: str
@@ -54,7 +53,7 @@ def _model_rows(schema: Mapping[str, Any]) -> Iterable[FieldRow]:
 
 
 def _effect(field: Mapping[str, Any], otherwise: str) -> str:
-    return next((effect for mark, effect in _MARKS.items() if field.get(mark)), otherwise)
+    return "ignored" if field.get(NO_EFFECT) else otherwise
 
 
 def _definition(

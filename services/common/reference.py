@@ -20,7 +20,14 @@ from services.common.config import (
 from services.common.settings import variable
 
 REQUIRED = "required"
-_WORDS = {str: "text", int: "whole number", float: "number", bool: "true or false", Path: "path"}
+_WORDS: Mapping[Any, str] = {
+    str: "text",
+    int: "whole number",
+    float: "number",
+    bool: "true or false",
+    Path: "path",
+    dict[str, Any]: "a mapping, in the file only",
+}
 _HELP_WIDTH = 96
 
 

@@ -17,6 +17,7 @@ from services.common.metrics_server import metrics_exposed
 from services.common.process_metrics import service_registry
 from services.common.tracing import Tracer, tracing
 from services.common.transport import transport_of
+from services.core.service import ServiceClass
 from services.gateway.admin.port import AdminPort
 from services.gateway.bounds.body_budget import BodyBudget
 from services.gateway.bounds.drain import Drain
@@ -47,10 +48,12 @@ from services.gateway.serving.canceller import Canceller
 from services.gateway.serving.choice_runner import ChoiceRunner
 from services.gateway.serving.prepare import Preparer
 from services.gateway.serving.running import RunningRequests
+from services.gateway.serving.service_policy import ServicePolicy
 from services.gateway.serving.servicer import internal_server
 from services.gateway.serving.serving import RequestServing
 from services.gateway.structure.checker import GrammarChecker
 from services.gateway.text.tokenizer import TextPool
+from services.gateway.vocabulary.class_targets import class_targets
 from tideserve.common.v1 import record_pb2
 
 log = logging.getLogger(__name__)
@@ -220,6 +223,7 @@ class _Gateway:
                 lambda: self._view.max_model_len or model.context_tokens,
                 self._checker,
                 self._prefix_block_size,
+                ServicePolicy(class_targets(config.classes), ServiceClass(config.default_class)),
             ),
             choices=ChoiceRunner(
                 self._admission,

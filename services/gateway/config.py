@@ -2,13 +2,16 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from services.common.address import is_loopback
-from services.common.config import choice, number, option, size, tcp_port
+from services.common.config import choice, mapping, number, option, size, tcp_port
 from services.common.errors import ConfigError
 from services.common.service_config import ServiceConfig
+from services.core.service import ServiceClass
 from services.gateway.bounds.body_budget import BODY_BYTES_MAX
 from services.gateway.tools.format import AUTO, ReasoningFormat, ToolFormat
+from services.gateway.vocabulary.class_targets import class_targets
 
 ADMIN_KEY_MIN = 16
 TOOL_FORMATS = (AUTO, *(form.value for form in ToolFormat))
@@ -109,6 +112,16 @@ class GatewayConfig(ServiceConfig):
         REASONING_FORMATS,
         "How the model writes reasoning; auto: found in its template and tokenizer.",
     )
+    classes: dict[str, Any] = mapping(
+        "Targets of the classes interactive and standard, each a mapping with ttft_ms, tpot_ms and"
+        " token_group; see service-classes.md. A class that is left out keeps its default:"
+        " 500 ms and 100 ms for interactive, none for standard."
+    )
+    default_class: str = choice(
+        ServiceClass.STANDARD.value,
+        (one.value for one in ServiceClass),
+        "Class of requests that name none.",
+    )
     inflight_max: int = number(
         4096,
         "Requests that may be in the gateway at once; more get 503.",
@@ -195,6 +208,7 @@ class GatewayConfig(ServiceConfig):
     def __post_init__(self) -> None:
         # Without `super`: a dataclass with slots is another class than the one in its body.
         ServiceConfig.__post_init__(self)
+        class_targets(self.classes)
         if self.admin_port is None:
             return
         keys = self.admin_key is not None or self.api_keys_file is not None

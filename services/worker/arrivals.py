@@ -45,7 +45,8 @@ class UnreadOutput:
 class Expected(Generic[R]):
     """A reader that waits for a request, for its tokens from `from_index` on.
 
-    It was sent here for the configuration of `group_id` at `epoch`.
+    It was sent here for the configuration of `group_id` at `epoch`. `coalesced`: it wants its
+    tokens gathered.
     """
 
     request_id: str
@@ -54,6 +55,7 @@ class Expected(Generic[R]):
     from_index: int
     reader: R
     expires_s: float
+    coalesced: bool = False
 
 
 @dataclass(slots=True)

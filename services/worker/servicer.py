@@ -19,6 +19,7 @@ from services.common.timeouts import timeout
 from services.core.planner.events import EmitToken, RefuseRequest
 from services.worker.arrivals import Arrivals, Expected, UnreadOutput
 from services.worker.engine_client import EngineClient
+from services.worker.gathering import Gathering
 from services.worker.group_view import Place
 from services.worker.ipc import AdoptedRequest, EngineReady, MovedRequest, Progress, RequestTimes
 from services.worker.link import Context, Link
@@ -66,6 +67,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         self._open: set[Link] = set()
         self._links: dict[str, Link] = {}
         self._arrivals: Arrivals[Link] = Arrivals()
+        self._gathering = Gathering()
         # Starts that the engine has not noted yet, by id: what it tells of the id is of earlier
         # ones, whose aborts it may not have read either. It notes each once, also if it is aborted.
         self._unnoted: Counter[str] = Counter()
@@ -131,12 +133,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         for adopted in progress.adopted:
             self._adopt(adopted, batches)
         for token in self._of_now(progress.tokens):
-            link = self._links.get(token.request_id)
-            if link is None:
-                self._arrivals.add_token(token, progress.times.get(token.request_id))
-                continue
-            batches[link].append(to_event(token, progress.times.get(token.request_id)))
-            if token.finish_reason is not None:
+            link = self._pass_on(token, progress.times.get(token.request_id), batches)
+            if link is not None and token.finish_reason is not None:
                 self._forget(token.request_id, link)
                 told_end.add(link)
         for refusal in self._of_now(progress.refusals):
@@ -144,8 +142,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             if link is None:
                 self._arrivals.end(refusal)
                 continue
+            batches[link] += [*self._gathering.take(refusal.request_id), to_refusal(refusal)]
             self._forget(refusal.request_id, link)
-            batches[link].append(to_refusal(refusal))
             told_end.add(link)
         for moved in self._of_now(progress.moved):
             self._move(moved, progress.times.get(moved.request_id), batches)
@@ -161,6 +159,20 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             if self._unnoted[request_id] <= 0:
                 del self._unnoted[request_id]
 
+    def _pass_on(
+        self,
+        token: EmitToken,
+        times: RequestTimes | None,
+        batches: dict[Link, list[pb.RequestEvent]],
+    ) -> Link | None:
+        """Send, gather or keep a token; returns the link of its request, None if it has none."""
+        link = self._links.get(token.request_id)
+        if link is None:
+            self._arrivals.add_token(token, times)
+        elif events := self._gathering.add(to_event(token, times), self._clock()):
+            batches[link] += events
+        return link
+
     def _of_now(self, news: Sequence[News]) -> Sequence[News]:
         """What is not of an earlier start than the one that its request has here."""
         if not self._unnoted:
@@ -169,6 +181,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
 
     async def sweep(self) -> None:
         """Drop requests and readers that have waited too long."""
+        for event in self._gathering.due(self._clock()):
+            self._links[event.request_id].post([event])
         overdue, disappointed = self._arrivals.expire(self._clock())
         for expected in disappointed:
             message = (
@@ -186,8 +200,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         """End every active request with an error; no effect when there is none."""
         reason = pb.FINISH_REASON_ENGINE_DIED if engine_died else pb.FINISH_REASON_ERROR
         for request_id, link in list(self._links.items()):
+            link.post([*self._gathering.take(request_id), failure(request_id, reason, message)])
             self._forget(request_id, link)
-            link.post([failure(request_id, reason, message)])
         for expected in self._arrivals.clear():
             expected.reader.post([failure(expected.request_id, pb.FINISH_REASON_ERROR, message)])
         self._note_activity()
@@ -221,6 +235,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         if arrival.ending is None:
             self._links[request_id] = expected.reader
             expected.reader.request_ids.add(request_id)
+            if expected.coalesced:
+                self._gathering.begin(request_id)
         return expected.reader, to_replay(request_id, arrival, expected.from_index)
 
     def _move(
@@ -234,8 +250,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         traceparent = self._traceparent_of(moved.group_id, moved.epoch)
         event = to_moved(moved, times, traceparent)
         if link is not None:
+            batches[link] += [*self._gathering.take(moved.request_id), event]
             self._forget(moved.request_id, link)
-            batches[link].append(event)
         elif not self._arrivals.end(moved, times) and self._open:
             # Its gateway gave it up after the engine had handed it over: any gateway will pass
             # the abort on, or the new owner would keep it until nobody has attached in time.
@@ -282,6 +298,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         self._unnoted[start.request_id] += 1
         self._links[start.request_id] = link
         link.request_ids.add(start.request_id)
+        if start.delivery == pb.DELIVERY_COALESCED:
+            self._gathering.begin(start.request_id)
         self._note_activity()
         await self._engine.start_request(request)
 
@@ -304,9 +322,14 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             message = "the request is read by another stream; ask for another place"
             link.post([failure(request_id, pb.FINISH_REASON_STALE_EPOCH, message)])
             return
-        expires_s = self._clock() + self._arrivals.timeout_s
         expected = Expected(
-            request_id, attach.group_id, attach.epoch, attach.from_index, link, expires_s
+            request_id,
+            attach.group_id,
+            attach.epoch,
+            attach.from_index,
+            link,
+            self._clock() + self._arrivals.timeout_s,
+            coalesced=attach.delivery == pb.DELIVERY_COALESCED,
         )
         if not self._arrivals.expect(expected):
             message = "the request was given up here before, or too many wait for theirs"
@@ -347,6 +370,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
 
     def _forget(self, request_id: str, link: Link) -> None:
         del self._links[request_id]
+        self._gathering.drop(request_id)
         link.request_ids.discard(request_id)
         self._note_activity()
 

@@ -360,7 +360,7 @@ async def test_status_metrics_and_probes(case: Case) -> None:
     metrics = (await case.http.get("/metrics")).text
     for line in (
         'tideserve_gateway_requests_total{endpoint="/v1/completions",status="200"} 1.0',
-        'vllm:time_to_first_token_seconds_count{model_name="m"} 1.0',
+        'vllm:time_to_first_token_seconds_count{class="standard",model_name="m"} 1.0',
         'vllm:e2e_request_latency_seconds_count{model_name="m"} 1.0',
         'vllm:request_queue_time_seconds_count{model_name="m"} 1.0',
         'vllm:request_generation_tokens_sum{model_name="m"} 4.0',

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -410,10 +411,12 @@ async def test_a_last_message_is_continued(case: Case) -> None:
     assert answer.json()["error"]["param"] == "continue_final_message"
 
 
+INTERACTIVE = Service(ServiceClass.INTERACTIVE, ttft_s=0.5, tpot_s=0.1)
+TIERS = {"interactive": "priority", "standard": None, "batch": "flex"}
 PROMISES: list[tuple[dict[str, Any], dict[str, str], Service]] = [
-    ({"service_tier": "priority"}, {}, Service(ServiceClass.INTERACTIVE)),
+    ({"service_tier": "priority"}, {}, INTERACTIVE),
     ({"service_tier": "flex"}, {}, Service(ServiceClass.BATCH)),
-    ({"priority": -3}, {}, Service(ServiceClass.INTERACTIVE, rank=-3)),
+    ({"priority": -3}, {}, replace(INTERACTIVE, rank=-3)),
     ({"priority": 2, "slo_class": "batch"}, {}, Service(ServiceClass.BATCH, rank=2)),
     ({"slo": {"ttft_ms": 400, "tpot_ms": 50}}, {}, Service(ttft_s=0.4, tpot_s=0.05)),
     ({}, {"x-slo-ttft-ms": "250", "x-slo-tpot-ms": "20.5"}, Service(ttft_s=0.25, tpot_s=0.0205)),
@@ -422,17 +425,40 @@ PROMISES: list[tuple[dict[str, Any], dict[str, str], Service]] = [
 
 
 @pytest.mark.parametrize(("fields", "headers", "service"), PROMISES)
-async def test_promises_travel_and_have_no_effect_yet(
+async def test_promises_travel_and_answers_tell_the_tier(
     case: Case, fields: dict[str, Any], headers: dict[str, str], service: Service
 ) -> None:
     body = {"model": "m", "prompt": "hi", "max_tokens": 1} | fields
     answer = await case.http.post("/v1/completions", json=body, headers=headers)
     assert answer.status_code == 200
-    assert "have no effect yet" in answer.headers["warning"]
+    assert "warning" not in answer.headers
     start = to_request(last_start(case), VOCABULARY, max_model_len=256, now_s=0.0)
     assert start.service == service
     assert case.cluster.scheduler.asks[-1].service == last_start(case).service
-    assert answer.json().get("service_tier") == ("default" if "service_tier" in fields else None)
+    assert answer.json().get("service_tier") == TIERS[service.service_class]
+    streamed = await case.http.post(
+        "/v1/completions", json=body | {"stream": True}, headers=headers
+    )
+    event = json.loads(streamed.text.split("\n\n")[0].removeprefix("data: "))
+    assert event.get("service_tier") == TIERS[service.service_class]
+
+
+@pytest.mark.parametrize(
+    ("fields", "gathered"),
+    [
+        ({"slo_class": "batch"}, True),
+        ({"slo_class": "batch", "stop": "x"}, False),
+        ({"slo_class": "batch", "stream": True}, False),
+        ({"slo_class": "standard"}, False),
+        ({}, False),
+    ],
+)
+async def test_answers_that_nobody_watches_are_gathered(
+    case: Case, fields: dict[str, Any], gathered: bool
+) -> None:
+    answer = await case.complete(max_tokens=3, **fields)
+    assert answer.status_code == 200
+    assert (last_start(case).delivery == worker_pb2.DELIVERY_COALESCED) == gathered
 
 
 async def test_neutral_promises_say_nothing(case: Case) -> None:

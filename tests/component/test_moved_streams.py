@@ -43,10 +43,13 @@ class Bench:
         group_id, epoch = owner.place.group_id, owner.place.epoch
         return Assignment(request_id, group_id, epoch, owner.worker_id, owner.address)
 
-    def open(self, request_id: str) -> contextlib.AbstractAsyncContextManager[TokenStream]:
+    def open(
+        self, request_id: str, coalesced: bool = False
+    ) -> contextlib.AbstractAsyncContextManager[TokenStream]:
         """Start a request at the first worker."""
         request = Request(request_id, (1, 2), Sampling(), Limits(max_tokens=N), arrival_s=0.0)
-        return self.client.open(request, self.place(request_id), ChoiceRecord(), Journal(N))
+        place = self.place(request_id)
+        return self.client.open(request, place, ChoiceRecord(), Journal(N), coalesced)
 
     async def all_idle(self) -> None:
         """Wait until no worker has a request."""
@@ -129,12 +132,13 @@ async def test_a_load_is_passed_on_before_the_end_that_it_came_with(
     assert passed_on_before == [[]] * (N - 1) + [[owner.worker_id]]
 
 
+@pytest.mark.parametrize("coalesced", [False, True])
 @pytest.mark.parametrize("order", ORDERS)
-async def test_a_stream_moves_at_any_token(bench: Bench, order: str) -> None:
+async def test_a_stream_moves_at_any_token(bench: Bench, order: str, coalesced: bool) -> None:
     old, new, _ = bench.owners
     for index in range(N):
         name = f"r{index}"
-        async with bench.open(name) as stream:
+        async with bench.open(name, coalesced) as stream:
             await old.has_started(name)
             old.emit(name, TOKENS, 0, index)
             told = await hand_over(name, old, new, index, order)
@@ -147,14 +151,15 @@ async def test_a_stream_moves_at_any_token(bench: Bench, order: str) -> None:
     assert old.aborted == new.aborted == []
 
 
-async def test_a_stream_moves_twice(bench: Bench) -> None:
+@pytest.mark.parametrize("coalesced", [False, True])
+async def test_a_stream_moves_twice(bench: Bench, coalesced: bool) -> None:
     first, second, third = bench.owners
     pairs = [(a, b) for a in range(N) for b in range(a, N)]
     for number, ((a, b), orders) in enumerate(
         itertools.product(pairs, itertools.product(ORDERS[:2], repeat=2))
     ):
         name = f"r{number}"
-        async with bench.open(name) as stream:
+        async with bench.open(name, coalesced) as stream:
             await first.has_started(name)
             first.emit(name, TOKENS, 0, a)
             await hand_over(name, first, second, a, orders[0])
@@ -166,6 +171,24 @@ async def test_a_stream_moves_twice(bench: Bench) -> None:
             assert await read(stream) == TOKENS
         await bench.all_idle()
     assert len(bench.moves) == 2 * number + 2
+
+
+@pytest.mark.parametrize("index", range(N))
+async def test_gathered_tokens_come_before_the_news_that_the_engine_died(
+    bench: Bench, index: int
+) -> None:
+    owner = bench.owners[0]
+    async with bench.open("r", coalesced=True) as stream:
+        await owner.has_started("r")
+        owner.emit("r", TOKENS, 0, index)
+        owner.servicer.fail_all("it died", engine_died=True)
+        tokens: list[int] = []
+        with pytest.raises(WorkerLost):
+            async with asyncio.timeout(20):
+                while True:
+                    tokens += (await stream.next()).token_ids
+    # The next start follows all tokens that were made.
+    assert tokens == TOKENS[:index]
 
 
 async def test_it_has_moved_on_before_the_gateway_comes(bench: Bench) -> None:

@@ -102,7 +102,7 @@ def etcd_line(status: Mapping[str, Any]) -> str:
 
 
 def workers_table(status: Mapping[str, Any]) -> Table:
-    """Memory and requests of every worker."""
+    """Memory and requests of every worker; those of the class `batch` apart, if there are any."""
     rows = status.get("workers", [])
     columns = ["id", "pids", "params>", "KV blocks", "run>", "wait>", "preempted>"]
     pipelined = any(row.get("pipeline_busy_s") for row in rows)
@@ -121,15 +121,22 @@ def workers_table(status: Mapping[str, Any]) -> Table:
             escape(row["id"]),
             " ".join(map(str, row["pids"])),
             size_text(row["parameter_bytes"]),
-            usage_bar(total - row["kv_blocks_free"], total),
-            str(row["running"]),
-            str(row["waiting"]),
+            usage_bar(total - row["kv_blocks_free"], total)
+            + (f" ({blocks} batch)" if (blocks := row.get("kv_blocks_batch")) else ""),
+            _by_class(row, "running"),
+            _by_class(row, "waiting"),
             str(row["preemptions_total"]),
             *([bubble_text(row)] if pipelined else []),
             *([hits_text(row)] if cached else []),
             *([batch_text(row)] if classed else []),
         )
     return table
+
+
+def _by_class(row: Mapping[str, Any], what: str) -> str:
+    """A number of requests, as online + batch where there are any of the latter."""
+    batch = row.get(f"batch_{what}") or 0
+    return f"{row[what] - batch} + {batch}" if batch else str(row[what])
 
 
 def bubble_text(row: Mapping[str, Any]) -> str:

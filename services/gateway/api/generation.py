@@ -30,6 +30,7 @@ from services.gateway.api.structures import (
 )
 from services.gateway.api.validation import Strict, validated
 from services.gateway.structure.asked import Structure
+from services.gateway.vocabulary.class_targets import TARGET_MS_MAX
 from services.gateway.vocabulary.errors import BadRequest, NotSupported
 
 N_MAX = 16
@@ -38,15 +39,11 @@ CHOICES_MAX = 128
 """Most choices of one request, of all its prompts together."""
 CHOICE_IDS_MAX = 2**20
 """Most token ids that the choices of one request name together; each goes to a worker by itself."""
-TARGET_MS_MAX = 3_600_000
 NO_EFFECT = "x-no-effect"
 """Marks fields in the schema that are checked and change nothing."""
-NO_EFFECT_YET = "x-no-effect-yet"
-"""Marks fields in the schema that are checked and carried along, and change nothing so far."""
 TEMPERATURE_MAX = 2.0
 REPETITION_PENALTY_MAX = 2.0
 
-_CARRIED: dict[str, Any] = {NO_EFFECT_YET: True}
 Tokens = Annotated[int, Field(ge=0, le=INT32_MAX)]
 Top = Annotated[int, Field(ge=0, le=TOP_LOGPROBS_MAX)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
@@ -165,21 +162,19 @@ class GenerationRequest(Strict):
     )
     service_tier: Literal["auto", "default", "scale", "flex", "priority"] | None = Field(
         None,
-        description="priority: class interactive, flex: batch, others: standard.",
-        json_schema_extra=_CARRIED,
+        description="priority: class interactive, flex: batch, default and scale: standard;"
+        " auto names none. The answer tells the tier that was used.",
     )
     priority: Annotated[int, Field(ge=-INT32_MAX - 1, le=INT32_MAX)] | None = Field(
         None,
-        description="Below 0: class interactive, above 0: batch.",
-        json_schema_extra=_CARRIED,
+        description="Below 0: class interactive, above 0: batch; within a class, smaller is"
+        " earlier.",
     )
     slo_class: Literal["interactive", "standard", "batch"] | None = Field(
-        None,
-        description="The class by name.",
-        json_schema_extra=_CARRIED,
+        None, description="The class by name; see service-classes.md."
     )
     slo: Slo | None = Field(
-        None, description="Targets in milliseconds.", json_schema_extra=_CARRIED
+        None, description="Targets in milliseconds, which override those of the class."
     )
 
     response_format: ResponseFormat = Field(

@@ -24,8 +24,13 @@ _FINISHES = {
 }
 
 
-def start_frame(request: Request, place: Assignment, now_s: float) -> worker_pb2.GenerateRequest:
-    """A Start for the worker that leads `place`; `now_s` on the clock of `request.arrival_s`."""
+def start_frame(
+    request: Request, place: Assignment, now_s: float, coalesced: bool = False
+) -> worker_pb2.GenerateRequest:
+    """A Start for the worker that leads `place`; `now_s` on the clock of `request.arrival_s`.
+
+    `coalesced`: its tokens may come gathered.
+    """
     limits = worker_pb2.Limits(
         max_tokens=request.limits.max_tokens,
         min_tokens=request.limits.min_tokens,
@@ -47,8 +52,13 @@ def start_frame(request: Request, place: Assignment, now_s: float) -> worker_pb2
             choice=request.choice,
             returnable=place.returnable,
             output_ids=request.output_ids,
+            delivery=_delivery(coalesced),
         )
     )
+
+
+def _delivery(coalesced: bool) -> "worker_pb2.Delivery.ValueType":
+    return worker_pb2.DELIVERY_COALESCED if coalesced else worker_pb2.DELIVERY_EACH_STEP
 
 
 def _sampling(sampling: Sampling) -> worker_pb2.Sampling:
@@ -96,14 +106,17 @@ def abort_frame(request_id: str) -> worker_pb2.GenerateRequest:
     return worker_pb2.GenerateRequest(abort=worker_pb2.Abort(request_id=request_id))
 
 
-def attach_frame(request_id: str, moved: Moved, from_index: int) -> worker_pb2.GenerateRequest:
-    """An Attach for the worker that `moved` names."""
+def attach_frame(
+    request_id: str, moved: Moved, from_index: int, coalesced: bool = False
+) -> worker_pb2.GenerateRequest:
+    """An Attach for the worker that `moved` names; `coalesced` as in `start_frame`."""
     return worker_pb2.GenerateRequest(
         attach=worker_pb2.Attach(
             request_id=request_id,
             group_id=moved.group_id,
             epoch=moved.epoch,
             from_index=from_index,
+            delivery=_delivery(coalesced),
         )
     )
 

@@ -38,12 +38,16 @@ log = logging.getLogger(__name__)
 
 @dataclass(eq=False, slots=True)
 class _Carried:
-    """A stream, the link that carries it, and the epoch of the decision that put it there."""
+    """A stream, the link that carries it, and the epoch of the decision that put it there.
+
+    `coalesced`: its tokens may come gathered.
+    """
 
     request_id: str
     stream: TokenStream
     link: WorkerLink
     epoch: int
+    coalesced: bool
     # Runs while another worker that has the request is to answer.
     attaching: asyncio.Task[None] | None = None
 
@@ -93,12 +97,17 @@ class WorkerClient:
 
     @contextlib.asynccontextmanager
     async def open(
-        self, request: Request, place: Assignment, record: ChoiceRecord, journal: Journal
+        self,
+        request: Request,
+        place: Assignment,
+        record: ChoiceRecord,
+        journal: Journal,
+        coalesced: bool = False,
     ) -> AsyncIterator[TokenStream]:
         """Start `request` at a worker; leaving early aborts it there, or wherever it has moved to.
 
         `record` gets a stay for every worker that has it. `journal` has the output so far, which
-        is that of `request`, and gets what comes.
+        is that of `request`, and gets what comes; with `coalesced`, many tokens at once.
 
         Raises:
             QueueFull: if the worker takes what is sent to it too slowly.
@@ -107,7 +116,7 @@ class WorkerClient:
             if _ids_of(request) > LARGE_IDS:
                 # One request at a time, so that other tasks run in between.
                 await asyncio.sleep(0)
-            carried = self._start(request, place, record, journal)
+            carried = self._start(request, place, record, journal, coalesced)
         stream = carried.stream
         try:
             yield stream
@@ -122,18 +131,23 @@ class WorkerClient:
             self._close_if_vanished(carried.link)
 
     def _start(
-        self, request: Request, place: Assignment, record: ChoiceRecord, journal: Journal
+        self,
+        request: Request,
+        place: Assignment,
+        record: ChoiceRecord,
+        journal: Journal,
+        coalesced: bool,
     ) -> _Carried:
         first = len(journal.token_ids)
         record.stays.append(
             Stay(place.worker_id, place.group_id, place.epoch, monotonic_s(), first_index=first)
         )
         stream = TokenStream(journal, record)
-        carried = _Carried(request.request_id, stream, self._link(place.address), place.epoch)
+        link = self._link(place.address)
+        carried = _Carried(request.request_id, stream, link, place.epoch, coalesced)
         self._carried[request.request_id] = carried
-        self._carry(
-            carried, place.address, translate_worker.start_frame(request, place, monotonic_s())
-        )
+        frame = translate_worker.start_frame(request, place, monotonic_s(), coalesced)
+        self._carry(carried, place.address, frame)
         failpoint.hit("gateway.started")
         return carried
 
@@ -206,9 +220,8 @@ class WorkerClient:
     def _attach(self, carried: _Carried, moved: Moved) -> None:
         failpoint.hit("gateway.attach.sent")
         request_id, from_index = carried.request_id, carried.stream.next_index
-        self._carry(
-            carried, moved.address, translate_worker.attach_frame(request_id, moved, from_index)
-        )
+        frame = translate_worker.attach_frame(request_id, moved, from_index, carried.coalesced)
+        self._carry(carried, moved.address, frame)
 
     def _close_if_vanished(self, link: WorkerLink) -> None:
         if not link.streams and link.address not in self._known_addresses():

@@ -4,14 +4,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from services.core.service import ServiceClass
 from services.gateway.api.chat import ChatRequest
 from services.gateway.api.completion import CompletionRequest
-from services.gateway.api.generation import GenerationRequest
 from services.gateway.http.logprobs import LogprobFormat
 from services.gateway.serving.output import Output, OutputPiece, Usage, with_top
 from services.gateway.serving.prepared import PreparedChoice, PreparedRequest
 from services.gateway.text.token_text import TokenTexts
 from services.gateway.vocabulary.delta import Delta, Said, ToolCallDelta
+
+TIERS = {
+    ServiceClass.INTERACTIVE: "priority",
+    ServiceClass.STANDARD: "default",
+    ServiceClass.BATCH: "flex",
+}
+"""The service tiers of the OpenAI API that answers name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,14 +45,14 @@ class Envelope:
         return wrapped
 
 
-def tier_of(body: GenerationRequest) -> str | None:
-    """The service tier that is used, if the client names one; so far there is one tier."""
-    return "default" if body.service_tier is not None else None
+def envelope_of(prepared: PreparedRequest, body_tier: str | None) -> Envelope:
+    """The fields of a response around its choices, to a body with that `service_tier`.
 
-
-def envelope_of(prepared: PreparedRequest, tier: str | None) -> Envelope:
-    """The fields of a response around its choices."""
-    return Envelope(prepared.response_id, prepared.created, prepared.model, tier)
+    The tier that is used is told to clients that name one or have another than the usual one.
+    """
+    tier = TIERS[prepared.service_class]
+    told = body_tier is not None or prepared.service_class is not ServiceClass.STANDARD
+    return Envelope(prepared.response_id, prepared.created, prepared.model, tier if told else None)
 
 
 class Format(Protocol):

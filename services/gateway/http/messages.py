@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 from starlette.types import Message
 
+from services.core.service import ServiceClass
 from services.gateway.api.generation import GenerationRequest
 from services.gateway.bounds.client import WatchedClient
 from services.gateway.http.dialect import StreamWriter, send_json
@@ -22,6 +23,11 @@ Event = dict[str, Any]
 INVALID_INPUT = "INVALID_JSON"
 """Key of arguments that are no JSON."""
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", TOOL_CALLS: "tool_use"}
+_SERVICE_TIERS = {
+    ServiceClass.INTERACTIVE: "priority",
+    ServiceClass.STANDARD: "standard",
+    ServiceClass.BATCH: "batch",
+}
 _EMPTY = {
     "text": {"type": "text", "text": ""},
     "thinking": {"type": "thinking", "thinking": "", "signature": ""},
@@ -95,7 +101,8 @@ class MessageAnswer:
             "content": [block.whole() for block in self._blocks],
             "stop_reason": self._stop_reason,
             "stop_sequence": self._stop_sequence,
-            "usage": _usage_body(usage),
+            "usage": _usage_body(usage)
+            | {"service_tier": _SERVICE_TIERS[self._prepared.service_class]},
         }
 
     @property

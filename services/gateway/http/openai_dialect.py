@@ -10,7 +10,7 @@ from starlette.types import Message
 from services.gateway.api.generation import GenerationRequest
 from services.gateway.bounds.client import WatchedClient
 from services.gateway.http.dialect import StreamWriter, send_body
-from services.gateway.http.format import Format, envelope_of, tier_of, whole_body
+from services.gateway.http.format import Format, envelope_of, whole_body
 from services.gateway.http.sse import EventStream
 from services.gateway.serving.output import OutputPiece, Outputs, Usage, numbers_in
 from services.gateway.serving.prepared import PreparedRequest
@@ -57,7 +57,7 @@ class WholeWriter:
     ) -> None:
         self._client = client
         self._layout = layout
-        self._tier = tier_of(body)
+        self._tier = body.service_tier
         self._pool = pool
 
     def begin(self, prepared: PreparedRequest) -> None:

@@ -11,6 +11,7 @@ from services.gateway.api.generation import GenerationRequest
 from services.gateway.api.responses import VOCABULARY, PreparedResponse
 from services.gateway.bounds.client import WatchedClient
 from services.gateway.http.dialect import StreamWriter, send_json
+from services.gateway.http.format import TIERS
 from services.gateway.http.logprobs import LogprobFormat
 from services.gateway.http.response_items import Items
 from services.gateway.http.sse import EventChannel, typed_event
@@ -131,7 +132,7 @@ class ResponseAnswer:
             "model": prepared.model,
             "output": [],
             "previous_response_id": None,
-            "service_tier": "default",
+            "service_tier": TIERS[prepared.service_class],
             "store": False,
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,

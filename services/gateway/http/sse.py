@@ -11,7 +11,7 @@ from starlette.types import Message
 from services.common.timeouts import timeout
 from services.gateway.api.generation import GenerationRequest
 from services.gateway.bounds.client import WatchedClient
-from services.gateway.http.format import Format, envelope_of, tier_of, usage_body
+from services.gateway.http.format import Format, envelope_of, usage_body
 from services.gateway.serving.output import OutputPiece, Usage, numbers_in
 from services.gateway.serving.prepared import PreparedRequest
 from services.gateway.text.tokenizer import TextPool
@@ -73,7 +73,7 @@ class EventStream:
         self._pool = pool
         self._channel = EventChannel(client)
         self._layout = layout
-        self._tier = tier_of(body)
+        self._tier = body.service_tier
         self._include_usage = body.include_usage
         self._continuous_usage = body.continuous_usage
         self._opened: set[int] = set()

@@ -9,6 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from services.common import vllm_names
 from services.gateway.bounds.line import Line
 from services.gateway.keys.quota_metrics import QuotaMetrics
+from services.gateway.records.class_metrics import MetricsByClass
 from services.gateway.vocabulary.errors import (
     Expired,
     GatewayError,
@@ -175,10 +176,8 @@ class Metrics:
 
     def totals(self) -> EndpointTotals:
         """What has been counted so far, for rates."""
-        (waits,) = self.requests.ttft.collect()
-        sums = {sample.name.rpartition("_")[2]: sample.value for sample in waits.samples}
         (tokens,) = self.requests.output_tokens.collect()
-        return EndpointTotals(int(tokens.samples[0].value), int(sums["count"]), sums["sum"])
+        return EndpointTotals(int(tokens.samples[0].value), *self.requests.by_class.first_tokens())
 
     def render(self) -> bytes:
         """Everything in Prometheus' text form."""
@@ -197,21 +196,7 @@ class RequestHistograms:
             made = Histogram(name, text, ["model_name"], buckets=buckets, registry=registry)
             return made.labels(model_name)
 
-        self.ttft = histogram(
-            "vllm:time_to_first_token_seconds",
-            "From the end of reading the request's body to its first token.",
-            vllm_names.TTFT_BUCKETS_S,
-        )
-        self.inter_token = histogram(
-            "vllm:inter_token_latency_seconds",
-            "Time between one token and the next, as they reach the gateway.",
-            vllm_names.TOKEN_BUCKETS_S,
-        )
-        self.per_token = histogram(
-            "vllm:request_time_per_output_token_seconds",
-            "Mean time between the tokens of a request that finished.",
-            vllm_names.TOKEN_BUCKETS_S,
-        )
+        self.by_class = MetricsByClass(model_name, registry)
         self.latency = histogram(
             "vllm:e2e_request_latency_seconds",
             "From the end of reading the request's body to its last token.",

@@ -89,7 +89,9 @@ class ChoiceRunner:
                 started = resumed(request, tuple(journal.token_ids))
                 try:
                     async with contextlib.aclosing(
-                        self._pieces(started, place, reading, record, meter)
+                        self._pieces(
+                            replace(choice, request=started), place, reading, record, meter
+                        )
                     ) as pieces:
                         async for piece in pieces:
                             note_finish(piece.finish_reason)
@@ -138,14 +140,16 @@ class ChoiceRunner:
 
     async def _pieces(
         self,
-        request: Request,
+        choice: PreparedChoice,
         place: Assignment,
         reading: Reading,
         record: ChoiceRecord,
         meter: RequestMeter,
     ) -> AsyncGenerator[OutputPiece, None]:
-        output, chat = reading.output, reading.chat
-        async with self._workers.open(request, place, record, reading.journal) as stream:
+        output, chat, request = reading.output, reading.chat, choice.request
+        async with self._workers.open(
+            request, place, record, reading.journal, choice.coalesced
+        ) as stream:
             while True:
                 first_index = stream.read_index
                 fresh = await stream.next()

@@ -26,7 +26,7 @@ from services.gateway.model.sampling import (
 from services.gateway.model.served_model import ServedModel
 from services.gateway.records.request_record import RequestRecord
 from services.gateway.serving.prepared import PreparedChoice, PreparedRequest
-from services.gateway.serving.service_policy import service_of, warnings_of
+from services.gateway.serving.service_policy import ServicePolicy
 from services.gateway.structure.checker import GrammarChecker
 from services.gateway.text.tokenizer import INLINE_SIZE, TextPool
 from services.gateway.tools.format import Thinking
@@ -50,12 +50,14 @@ class Preparer:
         max_model_len: Callable[[], int],
         checker: GrammarChecker,
         prefix_block_size: Callable[[], int] = lambda: 0,
+        policy: ServicePolicy | None = None,
     ) -> None:
         """`max_model_len`: longest sequence that any worker holds at the moment.
 
         `prefix_block_size`: tokens in a KV block if the scheduler wants to know the prefixes of
-        prompts, else 0.
+        prompts, else 0. `policy` tells what requests are promised.
         """
+        self._policy = policy or ServicePolicy()
         self._model = model
         self._pool = pool
         self._checker = checker
@@ -70,8 +72,8 @@ class Preparer:
         """
         _note(record, body, self._model.name)
         self._check(body, record)
-        service = service_of(body, record.promise, record.principal.owner)
-        record.warnings += body.warnings + warnings_of(service, body, record.promise)
+        service = self._policy.service_of(body, record.promise, record.principal.owner)
+        record.warnings += body.warnings
         prompts = await self._prompts(body)
         where = self._thinking(prompts[0])
         sampling = await self._sampling(body)
@@ -102,6 +104,7 @@ class Preparer:
             model=body.model,
             choices=tuple(choices),
             prompt_tokens=record.prompt_tokens,
+            service_class=service.service_class,
         )
 
     async def token_ids(self, body: GenerationRequest, record: RequestRecord) -> tuple[int, ...]:
@@ -268,6 +271,7 @@ class Preparer:
             echo=echo,
             prompt_only=body.output_limit() == 0,
             prompt_top=body.prompt_logprobs,
+            coalesced=_coalesced(body, service),
         )
         return [_seeded(first, choice) for choice in range(body.choices)]
 
@@ -355,6 +359,11 @@ def _numbered(choice: PreparedChoice, index: int) -> PreparedChoice:
     request = choice.request
     request = replace(request, request_id=f"{request.request_id}-{index}", choice=index)
     return replace(choice, request=request)
+
+
+def _coalesced(body: GenerationRequest, service: Service) -> bool:
+    """Whether tokens may come late: nobody watches them, and no text among them ends the output."""
+    return not (service.online or body.stream or body.stop)
 
 
 def _note(record: RequestRecord, body: GenerationRequest, model: str) -> None:

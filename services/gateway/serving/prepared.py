@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from services.core.ask import NO_PREFIX
 from services.core.prefix.block_hash import ThinHashes
 from services.core.request import Request
+from services.core.service import ServiceClass
 from services.gateway.model.chat_form import ChatForm
 
 
@@ -18,7 +19,7 @@ class PreparedChoice:
     `prompt_only` shows none of its output: its client wants none, but a worker makes at least one
     token. `prompt_top` of the likeliest tokens are told beside each of
     the prompt's; None: as many as beside those of the output. `prefix` is what the scheduler is
-    told of the prompt.
+    told of the prompt. The tokens of one that is `coalesced` may come many at a time.
     """
 
     request: Request
@@ -33,6 +34,7 @@ class PreparedChoice:
     prompt_top: int | None = None
     chat: ChatForm | None = None
     prefix: ThinHashes = NO_PREFIX
+    coalesced: bool = False
 
     @property
     def request_id(self) -> str:
@@ -54,3 +56,4 @@ class PreparedRequest:
     model: str
     choices: tuple[PreparedChoice, ...]
     prompt_tokens: int
+    service_class: ServiceClass = ServiceClass.STANDARD

@@ -1,5 +1,6 @@
 """Times and counts of one choice of a request, observed as they come and when it is over."""
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -21,6 +22,7 @@ class RequestMeter:
         arrived_s: float,
     ) -> None:
         self._histograms = histograms
+        self._of_class = histograms.by_class.of(choice.request.service.service_class)
         self._choice = choice
         self._record = record
         self._arrived_s = arrived_s
@@ -34,10 +36,11 @@ class RequestMeter:
         histograms, begun = self._histograms, self._first_s is not None
         histograms.output_tokens.inc(count)
         if begun:
-            histograms.inter_token.observe((now_s - self._last_s) / count)
+            self._of_class.inter_token.observe((now_s - self._last_s) / count)
         else:
             self._first_s = now_s
-            histograms.ttft.observe(now_s - self._arrived_s)
+            self._of_class.ttft.observe(now_s - self._arrived_s)
+            self._note_slo("ttft", now_s - self._choice.request.arrival_s)
         self._last_s = now_s
         self._tokens += count
         return begun
@@ -47,7 +50,9 @@ class RequestMeter:
         histograms, request = self._histograms, self._choice.request
         histograms.latency.observe(self._last_s - self._arrived_s)
         if self._first_s is not None and self._tokens > 1:
-            histograms.per_token.observe((self._last_s - self._first_s) / (self._tokens - 1))
+            per_token_s = (self._last_s - self._first_s) / (self._tokens - 1)
+            self._of_class.per_token.observe(per_token_s)
+            self._note_slo("tpot", per_token_s)
         histograms.generation_tokens.observe(self._tokens)
         histograms.max_generation_tokens.observe(self._tokens)
         histograms.prompt_tokens.observe(len(request.prompt_ids))
@@ -55,6 +60,23 @@ class RequestMeter:
         histograms.params_max_tokens.observe(request.limits.max_tokens)
         self._observe_phases()
         self.reason = reason
+
+    def fail(self) -> None:
+        """The request has failed; without a token it has missed its first one's target."""
+        if self._first_s is None:
+            self._note_slo("ttft", math.inf)
+
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        """Count the choice as inflight while the body runs."""
+        with self._of_class.inflight.track_inprogress():
+            yield
+
+    def _note_slo(self, metric: str, seconds: float) -> None:
+        service = self._choice.request.service
+        target_s = service.ttft_s if metric == "ttft" else service.tpot_s
+        if target_s is not None:
+            self._of_class.slo[metric].note(seconds, target_s)
 
     def _observe_phases(self) -> None:
         """Where the time went, as far as the workers told it with their last events."""
@@ -78,9 +100,11 @@ def measured(
     meter = RequestMeter(histograms, choice, record, arrived_s)
     ended = "abort"
     try:
-        yield meter
+        with meter.counted():
+            yield meter
     except GatewayError:
         ended = "error"
+        meter.fail()
         raise
     finally:
         histograms.finished[str(meter.reason) if meter.reason is not None else ended].inc()

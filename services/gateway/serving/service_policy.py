@@ -1,10 +1,17 @@
-"""What a request is promised: from a body's fields and the headers that gateways know."""
+"""What a request is promised: from a body's fields, known headers and the configuration."""
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from services.core.service import Service, ServiceClass
-from services.gateway.api.generation import TARGET_MS_MAX, GenerationRequest
+from services.gateway.api.generation import GenerationRequest
+from services.gateway.vocabulary.class_targets import (
+    DEFAULT_TARGETS,
+    NO_TARGETS,
+    TARGET_MS_MAX,
+    ClassTargets,
+)
 from services.gateway.vocabulary.errors import BadRequest
 
 TTFT_HEADER = "x-slo-ttft-ms"
@@ -13,54 +20,62 @@ OBJECTIVE_HEADER = "x-gateway-inference-objective"
 PROMISE_HEADERS = (TTFT_HEADER, TPOT_HEADER, OBJECTIVE_HEADER)
 """Headers, and names of gRPC metadata, that say the same as the fields `slo` and `slo_class`."""
 
-_TIERS = {"priority": ServiceClass.INTERACTIVE, "flex": ServiceClass.BATCH}
-_FIELDS = ("priority", "service_tier", "slo_class", "slo")
+_TIERS = {
+    "priority": ServiceClass.INTERACTIVE,
+    "default": ServiceClass.STANDARD,
+    "scale": ServiceClass.STANDARD,
+    "flex": ServiceClass.BATCH,
+}
 
 
-def service_of(body: GenerationRequest, headers: Mapping[str, str], tenant: str = "") -> Service:
-    """The promise of a request; `headers` by the names of `HEADERS`.
+@dataclass(frozen=True, slots=True)
+class ServicePolicy:
+    """The one place that makes promises of what clients ask for and operators configure."""
 
-    Raises:
-        BadRequest: if two places name different classes, or a target is none.
-    """
-    service_class = _class(body, headers)
-    slo = body.slo
-    ttft_ms = _target(headers, TTFT_HEADER) or (slo.ttft_ms if slo is not None else None)
-    tpot_ms = _target(headers, TPOT_HEADER) or (slo.tpot_ms if slo is not None else None)
-    if service_class is ServiceClass.BATCH and (ttft_ms is not None or tpot_ms is not None):
-        raise BadRequest(
-            "requests of class 'batch' have no targets; leave 'slo' or the class out", param="slo"
+    targets: Mapping[ServiceClass, ClassTargets] = field(default_factory=lambda: DEFAULT_TARGETS)
+    default_class: ServiceClass = ServiceClass.STANDARD
+
+    def service_of(
+        self, body: GenerationRequest, headers: Mapping[str, str], tenant: str = ""
+    ) -> Service:
+        """The promise of a request; `headers` by the names of `PROMISE_HEADERS`.
+
+        Each target is the request's own, else that of its class.
+
+        Raises:
+            BadRequest: if two places name different classes, or a target is none.
+        """
+        slo = body.slo
+        ttft_ms = _target(headers, TTFT_HEADER) or (slo.ttft_ms if slo is not None else None)
+        tpot_ms = _target(headers, TPOT_HEADER) or (slo.tpot_ms if slo is not None else None)
+        own = ttft_ms is not None or tpot_ms is not None
+        service_class = _class(body, headers)
+        if service_class is None:
+            # Somebody waits for a request with targets, whatever the default is.
+            batch = self.default_class is ServiceClass.BATCH
+            service_class = ServiceClass.STANDARD if own and batch else self.default_class
+        if service_class is ServiceClass.BATCH and own:
+            raise BadRequest(
+                "requests of class 'batch' have no targets; leave 'slo' or the class out",
+                param="slo",
+            )
+        of_class = self.targets.get(service_class, NO_TARGETS)
+        return Service(
+            service_class=service_class,
+            ttft_s=_seconds(ttft_ms or of_class.ttft_ms),
+            tpot_s=_seconds(tpot_ms or of_class.tpot_ms),
+            token_group=of_class.token_group,
+            rank=body.priority or 0,
+            tenant=tenant,
         )
-    return Service(
-        service_class=service_class,
-        ttft_s=None if ttft_ms is None else ttft_ms / 1000,
-        tpot_s=None if tpot_ms is None else tpot_ms / 1000,
-        rank=body.priority or 0,
-        tenant=tenant,
-    )
 
 
-def warnings_of(
-    service: Service, body: GenerationRequest, headers: Mapping[str, str]
-) -> tuple[str, ...]:
-    """What the client should know of its promise `service`, which body and headers ask for.
-
-    ASCII sentences.
-    """
-    if service == Service(tenant=service.tenant):
-        return ()
-    names = [name for name in _FIELDS if getattr(body, name) is not None]
-    told = ", ".join(
-        f"'{name}'" for name in (*names, *(n for n in PROMISE_HEADERS if n in headers))
-    )
-    return (
-        "targets have no effect yet, and classes only where the operator has set scheduling to"
-        f" priority: {told}",
-    )
+def _seconds(target_ms: float | None) -> float | None:
+    return None if target_ms is None else target_ms / 1000
 
 
-def _class(body: GenerationRequest, headers: Mapping[str, str]) -> ServiceClass:
-    """The class of the request; raises BadRequest if two places name different ones."""
+def _class(body: GenerationRequest, headers: Mapping[str, str]) -> ServiceClass | None:
+    """The class that the request names, if it does; BadRequest if two places name others."""
     named: dict[str, ServiceClass] = {}
     if (tier := _TIERS.get(body.service_tier or "")) is not None:
         named["service_tier"] = tier
@@ -79,7 +94,7 @@ def _class(body: GenerationRequest, headers: Mapping[str, str]) -> ServiceClass:
     if len(set(named.values())) > 1:
         said = " and ".join(f"'{name}' class '{value}'" for name, value in named.items())
         raise BadRequest(f"{said} differ; name one class", param=next(iter(named)))
-    return next(iter(named.values()), ServiceClass.STANDARD)
+    return next(iter(named.values()), None)
 
 
 def _target(headers: Mapping[str, str], name: str) -> float | None:

@@ -61,7 +61,7 @@ class OpenedEngine:
 
     `stats` is renewed after each of its steps. `to_params` makes its sampling parameters. An error
     of `invalid` says that a request cannot be served, one of `transient` that it failed, one of
-    `dead` that vLLM is.
+    `dead` that vLLM is. `by_priority`: it starts requests by their priorities.
     """
 
     engine: AsyncEngine
@@ -71,6 +71,7 @@ class OpenedEngine:
     invalid: tuple[type[Exception], ...]
     transient: tuple[type[Exception], ...]
     dead: tuple[type[Exception], ...]
+    by_priority: bool = False
 
 
 class Socket(Protocol):
@@ -102,7 +103,9 @@ class VllmAdapter:
         self._dead = opened.dead
         self._socket = socket
         self._now_s = now_s
-        self._requests = VllmRequests(facts.kv_blocks_total, facts.block_size, opened.stats)
+        self._requests = VllmRequests(
+            facts.kv_blocks_total, facts.block_size, opened.stats, opened.by_priority
+        )
         self._epoch = 0
         self._answered_s = now_s()
         self._news = asyncio.Event()

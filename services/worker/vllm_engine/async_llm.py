@@ -66,6 +66,7 @@ def open_engine(config: WorkerConfig) -> OpenedEngine:
         invalid=(VLLMClientError,),
         transient=(EngineGenerateError,),
         dead=(EngineDeadError,),
+        by_priority=settings.scheduler_config.policy == "priority",
     )
 
 

@@ -11,6 +11,7 @@ from typing import Protocol
 from services.core.planner.returns import RETURN_AFTER_S
 from services.core.report import ClassTokens, Load
 from services.core.request import Request, admission_blocks, blocks_for
+from services.worker.vllm_engine.arguments import priority_of
 
 STEPS_TO_START = 3
 """Steps that end after a request came until the last one's numbers count it for certain: vLLM may
@@ -95,11 +96,15 @@ class VllmRequest:
 
 @dataclass(slots=True)
 class VllmRequests:
-    """The requests of one engine with `blocks` KV blocks of `block_size` tokens."""
+    """The requests of one engine with `blocks` KV blocks of `block_size` tokens.
+
+    `by_priority`: vLLM starts them by `priority_of`, else as they come.
+    """
 
     blocks: int
     block_size: int
     stats: StepStats
+    by_priority: bool = False
     _by_id: dict[str, VllmRequest] = field(default_factory=dict)  # in order of arrival
     _prompt_tokens: int = 0
     _processed_online: int = 0
@@ -138,8 +143,10 @@ class VllmRequests:
         return True
 
     def waiting(self) -> list[VllmRequest]:
-        """Requests without KV, as far as is known: the last that came, since vLLM keeps order."""
+        """Requests without KV, as far as is known: the last in the order in which vLLM starts."""
         unstarted = [entry for entry in self._by_id.values() if not entry.emitted]
+        if self.by_priority:
+            unstarted.sort(key=lambda entry: priority_of(entry.request.service))
         count = min(len(unstarted), max(0, len(self._by_id) - self.stats.running))
         return unstarted[len(unstarted) - count :]
 

@@ -125,4 +125,4 @@ def test_values_are_told_in_words() -> None:
     assert rows["use_beam_search"].values == "only `null` or `false`"
     assert rows["allowed_token_ids"].values == "list of token ids, at least 1"
     assert rows["stream_options.include_obfuscation"].effect == "ignored"
-    assert (rows["slo.ttft_ms"].effect, rows["priority"].effect) == ("carried", "carried")
+    assert (rows["slo.ttft_ms"].effect, rows["priority"].effect) == ("works", "works")

@@ -10,6 +10,7 @@ from services.core.planner.events import EmitToken, RefuseRequest
 from services.core.report import EngineReport, Load
 from services.core.request import FinishReason, Request
 from services.worker.arrivals import ATTACH_TIMEOUT_S
+from services.worker.gathering import AGE_MAX_S
 from services.worker.group_view import Place
 from services.worker.ipc import AdoptedRequest, EngineReady, MovedRequest, Progress, RequestTimes
 from services.worker.servicer import WorkerServicer
@@ -655,3 +656,67 @@ async def test_a_dead_engine_ends_what_is_between_owners() -> None:
         assert {event.request_id for event in events} == {"sync", "b"}
         assert {event.finish_reason for event in events} == {pb.FINISH_REASON_ERROR}
         await asyncio.wait_for(bench.servicer.wait_idle(), 20)
+
+
+def coalesced(request_id: str) -> pb.GenerateRequest:
+    limits = pb.Limits(max_tokens=60)
+    return start(request_id, delivery=pb.DELIVERY_COALESCED, limits=limits)
+
+
+@pytest.mark.parametrize("ending", ["finish", "move", "refusal", "death", "age"])
+async def test_gathered_tokens_are_sent_before_whatever_comes_next(ending: str) -> None:
+    async with Bench() as bench:
+        call = bench.stub.Generate()
+        await call.write(coalesced("a"))
+        await bench.engine.next()
+        bench.emit(EmitToken("a", 0, 5, None))
+        bench.emit(EmitToken("a", 1, 6, None))
+        match ending:
+            case "finish":
+                bench.emit(EmitToken("a", 2, 7, FinishReason.STOP))
+            case "move":
+                bench.emit(moved("a", 2))
+            case "refusal":
+                bench.emit(RefuseRequest("a", "no"))
+            case "death":
+                bench.servicer.fail_all("it died", engine_died=True)
+            case "age":
+                bench.now_s += AGE_MAX_S
+                await bench.servicer.sweep()
+        first, *rest = await read(call)
+        tokens = [5, 6, 7] if ending == "finish" else [5, 6]
+        assert (first.first_index, list(first.token_ids)) == (0, tokens)
+        assert len(rest) == (ending in ("move", "refusal", "death"))
+        assert bench.servicer.active == (ending == "age")
+
+
+async def test_a_moved_request_is_gathered_where_it_goes_on() -> None:
+    async with Bench() as bench:
+        call = bench.stub.Generate()
+        frame = attach("a", 1)
+        frame.attach.delivery = pb.DELIVERY_COALESCED
+        await call.write(frame)
+        bench.emit(adopted("a", 5, 6))
+        (first,) = await read(call)
+        assert (first.first_index, list(first.token_ids)) == (1, [6])
+        for index in range(2, 5):
+            bench.emit(EmitToken("a", index, index, None))
+        bench.emit(EmitToken("a", 5, 9, FinishReason.LENGTH))
+        (last,) = await read(call)
+        assert (last.first_index, list(last.token_ids)) == (2, [2, 3, 4, 9])
+        assert last.finish_reason == pb.FINISH_REASON_LENGTH
+
+
+async def test_what_was_gathered_for_an_earlier_start_is_not_of_the_next() -> None:
+    async with Bench() as bench:
+        call = bench.stub.Generate()
+        await call.write(coalesced("a"))
+        await bench.engine.next()
+        bench.emit(EmitToken("a", 0, 5, None))
+        other = bench.stub.Generate()
+        await other.write(start("a"))
+        assert await bench.engine.next() == ("abort", "a")
+        assert await bench.engine.next() == ("start", "a")
+        bench.emit(EmitToken("a", 0, 6, None))
+        (first,) = await read(other)
+        assert list(first.token_ids) == [6]

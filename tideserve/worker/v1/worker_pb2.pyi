@@ -22,6 +22,34 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class _Delivery:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _DeliveryEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Delivery.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    DELIVERY_UNSPECIFIED: _Delivery.ValueType  # 0
+    """Not said: with each step."""
+    DELIVERY_EACH_STEP: _Delivery.ValueType  # 1
+    """The tokens of each step as they come."""
+    DELIVERY_COALESCED: _Delivery.ValueType  # 2
+    """Gathered: 64 tokens, those of about a second, or all before a move or the end, whichever is
+    first. An older worker sends each step.
+    """
+
+class Delivery(_Delivery, metaclass=_DeliveryEnumTypeWrapper):
+    """How the output of a request travels to its gateway."""
+
+DELIVERY_UNSPECIFIED: Delivery.ValueType  # 0
+"""Not said: with each step."""
+DELIVERY_EACH_STEP: Delivery.ValueType  # 1
+"""The tokens of each step as they come."""
+DELIVERY_COALESCED: Delivery.ValueType  # 2
+"""Gathered: 64 tokens, those of about a second, or all before a move or the end, whichever is
+first. An older worker sends each step.
+"""
+Global___Delivery: _TypeAlias = Delivery  # noqa: Y015
+
 class _FinishReason:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -339,6 +367,7 @@ class Start(_message.Message):
     CHOICE_FIELD_NUMBER: _builtins.int
     RETURNABLE_FIELD_NUMBER: _builtins.int
     OUTPUT_IDS_FIELD_NUMBER: _builtins.int
+    DELIVERY_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Unique id of the request. A second start under the same id is refused; on another stream it ends
     the first one without a word, since that stream is broken for the gateway.
@@ -359,6 +388,8 @@ class Start(_message.Message):
     """If there is no room for the request for some tenths of a second, end it with RETURNED. Only from
     a gateway that knows that reason and asks for another place then.
     """
+    delivery: Global___Delivery.ValueType
+    """How its output travels; unspecified: with each step."""
     @_builtins.property
     def prompt_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Prompt tokens, at least one."""
@@ -402,10 +433,11 @@ class Start(_message.Message):
         choice: _builtins.int = ...,
         returnable: _builtins.bool = ...,
         output_ids: _abc.Iterable[_builtins.int] | None = ...,
+        delivery: Global___Delivery.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["limits", b"limits", "logprobs", b"logprobs", "sampling", b"sampling", "service", b"service"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "choice", b"choice", "epoch", b"epoch", "group_id", b"group_id", "limits", b"limits", "logprobs", b"logprobs", "output_ids", b"output_ids", "prompt_ids", b"prompt_ids", "request_id", b"request_id", "returnable", b"returnable", "sampling", b"sampling", "service", b"service", "traceparent", b"traceparent", "waited_s", b"waited_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "choice", b"choice", "delivery", b"delivery", "epoch", b"epoch", "group_id", b"group_id", "limits", b"limits", "logprobs", b"logprobs", "output_ids", b"output_ids", "prompt_ids", b"prompt_ids", "request_id", b"request_id", "returnable", b"returnable", "sampling", b"sampling", "service", b"service", "traceparent", b"traceparent", "waited_s", b"waited_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -682,6 +714,7 @@ class Attach(_message.Message):
     GROUP_ID_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
     FROM_INDEX_FIELD_NUMBER: _builtins.int
+    DELIVERY_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Id of the request."""
     group_id: _builtins.str
@@ -690,6 +723,8 @@ class Attach(_message.Message):
     """Epoch of the Moved that led here."""
     from_index: _builtins.int
     """Output index of the first token that the gateway does not have yet."""
+    delivery: Global___Delivery.ValueType
+    """How the rest of its output travels, as in Start."""
     def __init__(
         self,
         *,
@@ -697,10 +732,11 @@ class Attach(_message.Message):
         group_id: _builtins.str = ...,
         epoch: _builtins.int = ...,
         from_index: _builtins.int = ...,
+        delivery: Global___Delivery.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "from_index", b"from_index", "group_id", b"group_id", "request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["delivery", b"delivery", "epoch", b"epoch", "from_index", b"from_index", "group_id", b"group_id", "request_id", b"request_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -63,7 +63,7 @@ class Ledger:
 
 
 def mixed_requests(rng: random.Random, count: int, longest: int) -> list[Request]:
-    """Of both classes; half of them begin as an earlier one."""
+    """Requests of both classes; half of them begin as an earlier one."""
     requests: list[Request] = []
     for number in range(count):
         made = make_request(f"r{number}", rng.randint(1, longest), rng.randint(1, longest), rng)

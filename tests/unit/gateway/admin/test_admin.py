@@ -12,6 +12,7 @@ from prometheus_client import CollectorRegistry
 from services.common.errors import ConfigError
 from services.core.groups.vocabulary import Group, GroupPhase, Member
 from services.core.report import EngineReport, Load
+from services.core.service import ServiceClass
 from services.gateway.admin import feed as feed_module
 from services.gateway.admin import lifecycle
 from services.gateway.admin.feed import HEARTBEAT, VIEWERS_MAX, Feed
@@ -156,9 +157,10 @@ def test_rates_are_those_of_the_last_moments() -> None:
 
 def test_totals_count_what_the_metrics_count() -> None:
     metrics = Metrics("m", CollectorRegistry())
-    metrics.requests.ttft.observe(0.25)
+    for service_class in (ServiceClass.INTERACTIVE, ServiceClass.BATCH):
+        metrics.requests.by_class.of(service_class).ttft.observe(0.25)
     metrics.requests.output_tokens.inc(4)
-    assert metrics.totals() == EndpointTotals(4, 1, 0.25)
+    assert metrics.totals() == EndpointTotals(4, 2, 0.5)
 
 
 DECISION = {

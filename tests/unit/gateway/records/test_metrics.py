@@ -1,9 +1,12 @@
 """What a gateway observes of requests."""
 
+from dataclasses import replace
+
 import pytest
 from prometheus_client import CollectorRegistry
 
 from services.core.request import FinishReason, Limits, Request, Sampling
+from services.core.service import NO_PROMISE, Service, ServiceClass
 from services.gateway.records.metrics import Metrics
 from services.gateway.records.request_record import ChoiceRecord, Stay
 from services.gateway.serving.prepared import PreparedChoice
@@ -34,11 +37,15 @@ class World:
     def told(self) -> Samples:
         return samples(self.metrics.render().decode())
 
-    def run(self, ending: BaseException | None, *bursts: int) -> None:
+    def run(
+        self, ending: BaseException | None, *bursts: int, service: Service = NO_PROMISE
+    ) -> None:
         """One choice: bursts of tokens a second apart, and then its end."""
         now_s = 100.0
         choice = ChoiceRecord([(101.0, 104.0)])
-        with measured(self.metrics.requests, CHOICE, choice, now_s) as meter:
+        request = replace(REQUEST, arrival_s=now_s, service=service)
+        prepared = replace(CHOICE, request=request)
+        with measured(self.metrics.requests, prepared, choice, now_s) as meter:
             choice.stays.append(Stay("w0", "g", 1, 104.0))
             now_s += 4
             for number, count in enumerate(bursts):
@@ -59,9 +66,6 @@ def test_a_finished_request_is_in_every_histogram(world: World) -> None:
     world.run(None, 1, 2, 1)
     found = world.told()
     sums = {
-        "time_to_first_token_seconds": 5.0,
-        "inter_token_latency_seconds": 0.5 + 1.0,
-        "request_time_per_output_token_seconds": 2 / 3,
         "e2e_request_latency_seconds": 7.0,
         "request_queue_time_seconds": 3.25,
         "request_prefill_time_seconds": 0.5,
@@ -75,8 +79,14 @@ def test_a_finished_request_is_in_every_histogram(world: World) -> None:
     }
     for name, total in sums.items():
         assert value(found, f"vllm:{name}_sum", model_name="m") == pytest.approx(total), name
-        count = 2 if name == "inter_token_latency_seconds" else 1
-        assert value(found, f"vllm:{name}_count", model_name="m") == count, name
+        assert value(found, f"vllm:{name}_count", model_name="m") == 1, name
+    for name, total, count in (
+        ("time_to_first_token_seconds", 5.0, 1),
+        ("inter_token_latency_seconds", 0.5 + 1.0, 2),
+        ("request_time_per_output_token_seconds", 2 / 3, 1),
+    ):
+        assert of_class(found, f"{name}_sum") == pytest.approx(total), name
+        assert of_class(found, f"{name}_count") == count, name
     assert value(found, "tideserve_gateway_output_tokens_total") == 4
     assert ended(found) == {"stop": 1, "length": 0, "abort": 0, "error": 0}
     totals = world.metrics.totals()
@@ -90,6 +100,58 @@ def test_phases_that_the_worker_has_not_told_are_left_out(world: World) -> None:
     assert value(found, "vllm:request_queue_time_seconds_sum", model_name="m") == 3.0
     for phase in ("prefill", "decode", "inference"):
         assert value(found, f"vllm:request_{phase}_time_seconds_count", model_name="m") == 0
+
+
+def of_class(found: Samples, name: str, service_class: str = "standard") -> float | None:
+    labels = {"model_name": "m", "class": service_class}
+    return value(found, f"vllm:{name}", **labels)
+
+
+def slo(found: Samples, which: str, service_class: str, metric: str) -> float | None:
+    labels = {"class": service_class, "metric": metric}
+    return value(found, f"tideserve_gateway_slo_{which}_total", **labels)
+
+
+@pytest.mark.parametrize(
+    ("service", "kept", "missed"),
+    [
+        (Service(ServiceClass.INTERACTIVE, ttft_s=5.0, tpot_s=0.6), ["ttft"], ["tpot"]),
+        (Service(ttft_s=4.9, tpot_s=0.7), ["tpot"], ["ttft"]),
+        (Service(ServiceClass.BATCH), [], []),
+    ],
+)
+def test_promises_that_were_kept_and_missed(
+    world: World, service: Service, kept: list[str], missed: list[str]
+) -> None:
+    world.run(None, 1, 2, 1, service=service)
+    found = world.told()
+    name = service.service_class.value
+    for metric in ("ttft", "tpot"):
+        assert slo(found, "attained", name, metric) == (metric in kept)
+        assert slo(found, "missed", name, metric) == (metric in missed)
+    assert of_class(found, "time_to_first_token_seconds_count", name) == 1
+
+
+def test_a_request_that_fails_before_a_token_misses_its_target(world: World) -> None:
+    service = Service(ServiceClass.INTERACTIVE, ttft_s=5.0)
+    with pytest.raises(WorkerLost):
+        world.run(WorkerLost("gone"), service=service)
+    with pytest.raises(GeneratorExit):
+        world.run(GeneratorExit(), service=service)
+    assert slo(world.told(), "missed", "interactive", "ttft") == 1
+    with pytest.raises(WorkerLost):
+        world.run(WorkerLost("gone"), 1, service=service)
+    assert slo(world.told(), "attained", "interactive", "ttft") == 1
+    assert slo(world.told(), "missed", "interactive", "ttft") == 1
+
+
+def test_choices_inflight_are_counted_by_class(world: World) -> None:
+    labels = {"class": "batch"}
+    name = "tideserve_gateway_choices_inflight"
+    choice = replace(CHOICE, request=replace(REQUEST, service=Service(ServiceClass.BATCH)))
+    with measured(world.metrics.requests, choice, ChoiceRecord(), 0.0):
+        assert value(world.told(), name, **labels) == 1
+    assert value(world.told(), name, **labels) == 0
 
 
 def ended(found: Samples) -> dict[str, float]:
@@ -107,7 +169,7 @@ def test_a_request_that_does_not_finish(world: World, ending: BaseException, rea
         world.run(ending, 1)
     found = world.told()
     assert ended(found)[reason] == 1 and sum(ended(found).values()) == 1
-    assert value(found, "vllm:time_to_first_token_seconds_count", model_name="m") == 1
+    assert of_class(found, "time_to_first_token_seconds_count") == 1
     assert value(found, "vllm:e2e_request_latency_seconds_count", model_name="m") == 0
 
 

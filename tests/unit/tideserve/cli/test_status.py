@@ -46,6 +46,14 @@ def shown(table: Table, width: int = 200) -> str:
     return output.getvalue()
 
 
+def test_batch_work_is_told_apart_where_there_is_some() -> None:
+    batch = {"batch_running": 2, "batch_waiting": 4, "kv_blocks_batch": 100}
+    text = shown(workers_table({"workers": [STATUS["workers"][0] | batch]}))
+    for part in ("1 + 2", "0 + 4", "250/1000 (100 batch)"):
+        assert part in text
+    assert " + " not in shown(workers_table(STATUS))
+
+
 def test_tables_hold_what_the_gateway_told() -> None:
     services = shown(services_table(STATUS))
     assert "gateway" in services

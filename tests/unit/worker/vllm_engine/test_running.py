@@ -175,3 +175,13 @@ def test_the_load_adds_up_whatever_vllm_tells(seed: int) -> None:
         assert load.kv_blocks_wanted >= load.waiting
         if not load.running:
             assert load.kv_blocks_free == BLOCKS
+
+
+def test_batch_waits_behind_what_came_later() -> None:
+    running = requests()
+    running.by_priority = True
+    batch, online = (running.add(request(name, batch=name == "b"), 0.0) for name in ("b", "o"))
+    running.stats.running = 1
+    assert running.waiting() == [batch]
+    running.emit(batch, 1)
+    assert running.waiting() == [online]
