@@ -228,8 +228,8 @@ class Member:
             self._look_after_lost(self.configuration)
         if (end := self._restoring.step()) is not None:
             self._apply(end)
-        if self.changeover.busy:
-            self._apply(words.TurnTaken(self._now_s()))
+        if self.changeover.needs_turn(now_s := self._now_s()):
+            self._apply(words.TurnTaken(now_s))
         with self.stage.lock:
             self._swept = self.stage.runner.stage_memory.finish_drop()
         return bool(received) or moved
