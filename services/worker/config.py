@@ -154,9 +154,9 @@ class WorkerConfig(SchedulingConfig):
     )
     shelf_max_s: float = number(
         60.0,
-        "Seconds for which batch requests rest at a worker that leads no longer, since its group was"
-        " merged, before the leader gets them; 0: it gets them at once. With `scheduling: fcfs` they"
-        " move as all others.",
+        "Seconds for which batch requests rest at a worker that does not lead its merged group,"
+        " before the leader gets them; 0: it gets them at once. With `scheduling: fcfs` they move"
+        " as all others.",
         minimum=0,
         maximum=86400,
     )
