@@ -66,7 +66,7 @@ def run_cell(
 
 def _run(cluster: FaultCluster, seed: int, undisturbed: Undisturbed, say: Say) -> CellSeen:
     cell, phase = cluster.cell, PHASES[cluster.cell.phase]
-    requests = stream_requests(STREAMS, seed)
+    requests = stream_requests(STREAMS, seed, batch=phase.batch)
     cluster.note_workers()
     if seed not in undisturbed:
         say("an undisturbed run")
