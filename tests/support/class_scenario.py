@@ -30,7 +30,7 @@ class ClassScenario(Scenario):
     "killed".
     """
 
-    WORKERS = (3, 3, 4)
+    WORKERS = (3,)
 
     def __init__(self, config: RunnerConfig, requests: list[Request], seed: int) -> None:
         self.seen: Counter[str] = Counter()
