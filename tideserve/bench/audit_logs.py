@@ -7,7 +7,7 @@ from pathlib import Path
 from services.common.event_log import EventLogError, read_config, read_entries
 from services.core.audit.audit import Audit
 from services.core.audit.findings import Findings
-from services.core.audit.relief_order import ReliefOrder
+from services.core.audit.concession_order import ConcessionOrder
 from services.core.changeover.state import Changeover, MemberConfig
 from services.core.groups.coordinator import CoordinatorConfig, CoordinatorState
 from services.core.scheduler.state_config import StateConfig
@@ -93,8 +93,8 @@ def _logs(folder: Path, pattern: str) -> Sequence[Path]:
 
 def _replay_engine(path: Path, findings: Findings) -> Replayed:
     config = read_config(path, MemberConfig)
-    relief = ReliefOrder(findings, config.worker_id)
-    return replay(Changeover.of(config), read_entries(path, WORKER_TYPES), relief)
+    concessions = ConcessionOrder(findings, config.worker_id)
+    return replay(Changeover.of(config), read_entries(path, WORKER_TYPES), concessions)
 
 
 def _replay_dispatch(path: Path) -> Replayed:

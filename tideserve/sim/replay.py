@@ -6,7 +6,7 @@ from typing import Any, get_args
 
 from services.core.audit.facts import FACTS
 from services.core.audit.record import BATCH, COMMAND, FACT, Recorded
-from services.core.audit.relief_order import ReliefOrder
+from services.core.audit.concession_order import ConcessionOrder
 from services.core.changeover.state import Changeover
 from services.core.changeover.vocabulary import LOGGED
 from services.core.groups.coordinator import Command as CoordinatorCommand
@@ -58,11 +58,11 @@ class Replayed:
 def replay(
     state: SchedulerState | Changeover | CoordinatorState,
     entries: Iterable[Recorded],
-    relief: ReliefOrder | None = None,
+    concessions: ConcessionOrder | None = None,
 ) -> Replayed:
     """Apply what happened in `entries` to a new `state`, compare commands and batches.
 
-    Decisions that the end of the log cuts off are not compared. `relief` looks at each plan.
+    Decisions that the end of the log cuts off are not compared. `concessions` looks at each plan.
     """
     events = decisions = 0
     expected: list[Any] = []
@@ -77,7 +77,7 @@ def replay(
             return Replayed(events, decisions, f"not recorded after event {events}: {expected[0]}")
         elif entry.kind == BATCH:
             assert isinstance(state, Changeover)
-            made = _plan(state, entry.value, relief)
+            made = _plan(state, entry.value, concessions)
         else:
             events += 1
             expected = list(state.handle(entry.value))
@@ -89,11 +89,11 @@ def replay(
     return Replayed(events, decisions)
 
 
-def _plan(state: Changeover, planned: Planned, relief: ReliefOrder | None) -> Planned:
+def _plan(state: Changeover, planned: Planned, concessions: ConcessionOrder | None) -> Planned:
     """What it plans now."""
-    if relief is not None:
-        relief.before(state.planner)
+    if concessions is not None:
+        concessions.before(state.planner)
     microbatch = state.plan(planned.now_s)
-    if relief is not None:
-        relief.after(state.planner)
+    if concessions is not None:
+        concessions.after(state.planner)
     return replace(planned, microbatch=microbatch)

@@ -18,8 +18,8 @@ I7  parameters, KV (also of layers that come or go) and staging are within the b
 I8  clients get token 0, 1, 2, …; nothing after the end, and all of them before it
 I9  each commit is carried out and settled by its members in time; no group stays marked or degraded
 I10 each request ends exactly once, at its gateway and in the engines; no engine keeps one
-I11 no process takes a step of relief while a cheaper one of its own would have done (core.relief):
-    no merge is decided while demand fits; of planners `relief_order` tells it, from their replay
+I11 no process makes a concession while a cheaper one of its own would have done (core.concession):
+    no merge is decided while demand fits; of planners, `concession_order` tells it in their replay
 
 A log cannot show what a process did not note: a write past a block's end, say.
 """

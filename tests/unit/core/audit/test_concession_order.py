@@ -1,4 +1,4 @@
-"""The audit finds planners that take a dear step of relief before a cheap one."""
+"""The audit finds planners that make a dear concession before a cheap one."""
 
 import random
 from typing import Any, NamedTuple
@@ -9,7 +9,7 @@ from services.core.audit.facts import MemoryDecided
 from services.core.audit.findings import Findings
 from services.core.audit.group_history import GroupHistory
 from services.core.audit.record import BATCH, COMMAND, EVENT, FACT
-from services.core.audit.relief_order import ReliefOrder
+from services.core.audit.concession_order import ConcessionOrder
 from services.core.changeover.state import Changeover, MemberConfig
 from services.core.line_order import LINES, Scheduling
 from services.core.overload.events import Action, Cause, Decision, Numbers, Why
@@ -65,7 +65,7 @@ def flood(made_with: MemberConfig, seed: int = 1, arrivals: int = 120) -> list[L
 
 def audited(made_with: MemberConfig, log: list[Line]) -> Findings:
     findings = Findings()
-    replayed = replay(Changeover.of(made_with), log, ReliefOrder(findings, "w0"))
+    replayed = replay(Changeover.of(made_with), log, ConcessionOrder(findings, "w0"))
     assert not replayed.difference
     assert findings.checks["I11"] > 100
     return findings

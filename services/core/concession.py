@@ -1,4 +1,4 @@
-"""The order in which memory is found for online requests: nothing dearer before what is cheaper.
+"""What gives way when online requests need memory, in order: nothing dearer before a cheaper one.
 
 One process cannot see what another one could still do, so the order holds within each. A worker
 has the first three steps and `RECOMPUTE`, a memory manager `DROP`, a scheduler `HOLD_BACK` and
@@ -9,7 +9,7 @@ do. `core.audit` checks it as I11.
 from enum import IntEnum, auto
 
 
-class ReliefStep(IntEnum):
+class Concession(IntEnum):
     """A smaller one is cheaper, and comes first.
 
     Where `scheduling` is `fcfs`, no class is known: then there is no `HOLD_BACK` and no `YIELD`.

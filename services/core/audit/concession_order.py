@@ -1,4 +1,4 @@
-"""I11 on a planner that is replayed: no step of relief while a cheaper one would have done.
+"""I11 on a planner that is replayed: no concession while a cheaper one would have done.
 
 What a planner did shows in the state before and after a call of `plan`; nothing has to be noted in
 a log for it. Steps of other processes are in their own logs: see `GroupHistory`.
@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 from services.core.audit.findings import Findings
 from services.core.planner.sequence import Phase, Sequence
 from services.core.planner.state import PlannerState
-from services.core.relief import ReliefStep
+from services.core.concession import Concession
 
 
 @dataclass(slots=True)
-class ReliefOrder:
+class ConcessionOrder:
     """Looks at the planner of the worker `name` around each call of `plan`."""
 
     findings: Findings
@@ -77,12 +77,12 @@ class ReliefOrder:
         )
 
 
-_CACHED = ReliefStep.CACHED.name
+_CACHED = Concession.CACHED.name
 
 
 def _step(lost: list[Sequence]) -> str:
     online = any(one.request.service.online for one in lost)
-    return (ReliefStep.RECOMPUTE if online else ReliefStep.YIELD).name
+    return (Concession.RECOMPUTE if online else Concession.YIELD).name
 
 
 def _names(sequences: list[Sequence]) -> str:
