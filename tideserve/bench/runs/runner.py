@@ -311,7 +311,12 @@ class Runner:
             if not any(measured):
                 continue
             records = [r for rounds in measured for one in rounds for r in one.records]
-            if not any(record.outcome is RequestOutcome.COMPLETED for record in records):
+            # Beside batch work, answers may last longer than a round.
+            beside = self._plan.scenario.online_targets is not None
+            if not any(
+                record.outcome is RequestOutcome.COMPLETED or (beside and record.token_times_s)
+                for record in records
+            ):
                 self.outcomes.unavailable.setdefault(key, "it completed no request in time")
             elif len(records) < min(REQUESTS_MIN, self._requests_of(name)):
                 self._say(
