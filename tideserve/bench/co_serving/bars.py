@@ -17,6 +17,8 @@ REQUESTS_MIN = 300
 RECOMPUTED_MAX = 0.02
 TARGET_TOLERANCE = 0.15
 """So far may the targets lie from the P99 of `online-only`, which they stand for."""
+LATE_MAX = 1.03
+"""Paced iterations take hardly longer than that on processors that have the time."""
 BASE, EAGER, PRIORITY, DEFAULT, FULL = "online-only", "eager", "priority", "slo", "slo-full"
 
 
@@ -61,7 +63,7 @@ def judge(systems: Mapping[str, Figures], targets: OnlineTargets, paced: bool) -
         "online_share_of_eager": _online_share(named),
         "harvested_share": {name: _harvested(named, name) for name in named if name != BASE},
         "bars": [asdict(one) for one in bars],
-        "notes": list(_notes(named, targets)),
+        "notes": [*_target_notes(named, targets), *_run_notes(named, paced)],
     }
 
 
@@ -156,7 +158,7 @@ def _priority_bar(named: Mapping[str, Figures]) -> Bar:
     return _at_least("P99 TTFT / that of slo", best, known.get(best), 1.25)
 
 
-def _notes(named: Mapping[str, Figures], targets: OnlineTargets) -> Iterator[str]:
+def _target_notes(named: Mapping[str, Figures], targets: OnlineTargets) -> Iterator[str]:
     """Sentences about targets that are not the P99 of `online-only`, which they are to be."""
     for what, target_s, figure in (
         ("first token", targets.ttft_s, "ttft_s"),
@@ -167,6 +169,22 @@ def _notes(named: Mapping[str, Figures], targets: OnlineTargets) -> Iterator[str
             yield (
                 f"the target of a {what} is {target_s * 1e3:,.0f} ms; the P99 of {BASE}, for which"
                 f" it stands, was {measured_s * 1e3:,.0f} ms"
+            )
+
+
+def _run_notes(named: Mapping[str, Figures], paced: bool) -> Iterator[str]:
+    """Sentences about systems whose figures are not what they seem."""
+    for name, found in named.items():
+        late = max((scale or 0.0 for scale in found["cost_scale"].values()), default=0.0)
+        if paced and late > LATE_MAX:
+            yield (
+                f"{name}: iterations took {late:.2f} times what they are paced to, so something else"
+                " used the processors; gaps between tokens show that first"
+            )
+        if cut_off := found["classes"]["online"]["cut_off"]:
+            yield (
+                f"{name}: {cut_off} online requests were cut off at the end of a round; the"
+                " normalized latency is that of the others"
             )
 
 

@@ -53,7 +53,7 @@ class OnlineLoad:
 # By the cost model of the profile, `eager` processes 12,800 tokens a second on two A100 with a 14B
 # model; measured at A100-14B:4, four times 3,270. 45 % of these are 8.3 online requests, and at the
 # ends of a window a little is cut off. An iteration of 512 tokens takes 92 ms there.
-PACED = OnlineLoad(rate_per_s=8.4, ttft_s=0.45, tpot_s=0.096, window_s=13.0, drain_s=7.5)
+PACED = OnlineLoad(rate_per_s=8.4, ttft_s=0.45, tpot_s=0.096, window_s=13.0, drain_s=8.0)
 # An estimate for two cores that multiply bfloat16: other machines need a --rate of their own.
 UNPACED = OnlineLoad(rate_per_s=1.4, ttft_s=1.4, tpot_s=0.35, window_s=75.0, drain_s=40.0)
 

@@ -29,6 +29,7 @@ def system(
         "ttft_s": {"p50": ttft_p99_s / 2, "p99": ttft_p99_s},
         "inter_token_s": {"p50": gap_s[0], "p99": gap_s[1]},
         "normalized_latency_s": {"mean": normalized_s},
+        "cost_scale": {"prefill": 1.01, "decode": None},
         "classes": {
             "online": {"sent": sent, "without_token": 0, "cut_off": 0},
             "batch": {"processed_tokens_per_s": processed - 900, "completed": 7},
@@ -152,6 +153,15 @@ def test_targets_that_are_not_the_p99_of_online_only_are_told(systems: Systems) 
     systems["online-only@A100-14B:4"]["inter_token_s"]["p99"] = 0.6
     (note,) = judge(systems, TARGETS, paced=True)["notes"]
     assert "the target of a gap between tokens is 400 ms" in note and "was 600 ms" in note
+
+
+def test_figures_that_are_not_what_they_seem_are_told(systems: Systems) -> None:
+    systems["slo@A100-14B:4"]["cost_scale"]["prefill"] = 1.065
+    systems["eager@A100-14B:4"]["classes"]["online"]["cut_off"] = 9
+    cut_off, late = sorted(judge(systems, TARGETS, paced=True)["notes"])
+    assert cut_off.startswith("eager: 9 online requests were cut off")
+    assert late.startswith("slo: iterations took 1.06 times what they are paced to")
+    assert judge(systems, TARGETS, paced=False)["notes"] == [cut_off]
 
 
 def test_tables_show_ratios_and_verdicts(systems: Systems) -> None:
