@@ -22,7 +22,7 @@ LATE_MAX = 1.03
 BASE, EAGER, PRIORITY, DEFAULT, FULL = "online-only", "eager", "priority", "slo", "slo-full"
 
 
-class Verdict(StrEnum):
+class Judgement(StrEnum):
     """How a figure stands to its bar."""
 
     HOLDS = "holds"
@@ -49,7 +49,7 @@ class Bar:
     system: str
     wanted: str
     value: float | None
-    verdict: Verdict
+    verdict: Judgement
     load: bool = False
     remedy: str = ""
 
@@ -71,7 +71,7 @@ def failures(verdict: Figures | None) -> list[str]:
     """A sentence for each bar that fails, those about the load first; none without a verdict."""
     if verdict is None:
         return []
-    failed = [one for one in verdict["bars"] if one["verdict"] == Verdict.FAILS]
+    failed = [one for one in verdict["bars"] if one["verdict"] == Judgement.FAILS]
     failed.sort(key=lambda one: not one["load"])
     return [
         f"{one['system']}: {one['what']} is {one['value']:.3g}, wanted {one['wanted']}"
@@ -178,8 +178,8 @@ def _run_notes(named: Mapping[str, Figures], paced: bool) -> Iterator[str]:
         late = max((scale or 0.0 for scale in found["cost_scale"].values()), default=0.0)
         if paced and late > LATE_MAX:
             yield (
-                f"{name}: iterations took {late:.2f} times what they are paced to, so something else"
-                " used the processors; gaps between tokens show that first"
+                f"{name}: iterations took {late:.2f} times what they are paced to, so something"
+                " else used the processors; gaps between tokens show that first"
             )
         if cut_off := found["classes"]["online"]["cut_off"]:
             yield (
@@ -232,6 +232,6 @@ def _bar(
     remedy: str = "",
 ) -> Bar:
     if value is None:
-        return Bar(what, system, wanted, None, Verdict.NOT_MEASURED, load)
-    verdict = Verdict.HOLDS if holds(value) else Verdict.FAILS
+        return Bar(what, system, wanted, None, Judgement.NOT_MEASURED, load)
+    verdict = Judgement.HOLDS if holds(value) else Judgement.FAILS
     return Bar(what, system, wanted, value, verdict, load, remedy)

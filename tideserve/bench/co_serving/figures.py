@@ -111,7 +111,7 @@ class _Counted:
         self.seconds = sum(end_s - begin_s for _, (begin_s, end_s) in self._parts)
 
     def all_tokens(self) -> Figures:
-        """Of both classes together."""
+        """The figures of both classes together."""
         processed = self._rise(lambda one: one.processed)
         again = self._rise(lambda one: one.recomputed)
         return {
@@ -121,7 +121,7 @@ class _Counted:
         }
 
     def of_class(self, online: bool) -> Figures:
-        """Of the batch requests, or of all others."""
+        """The figures of the batch requests, or of all others."""
         counts: tuple[Count, Count] = (
             (lambda one: one.batch_processed),
             (lambda one: one.batch_recomputed),

@@ -7,11 +7,11 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from tideserve.bench.co_serving.bars import BASE, Verdict
+from tideserve.bench.co_serving.bars import BASE, Judgement
 
 Figures = Mapping[str, Any]
 Value = Callable[[Figures], float | None]
-COLOURS = {Verdict.HOLDS: "green", Verdict.FAILS: "red", Verdict.NOT_MEASURED: "yellow"}
+COLOURS = {Judgement.HOLDS: "green", Judgement.FAILS: "red", Judgement.NOT_MEASURED: "yellow"}
 
 
 def _of(*keys: str) -> Value:
@@ -82,7 +82,7 @@ def _bars_table(verdict: Figures) -> Table:
     for column in ("", "system", "measured", "wanted", ""):
         table.add_column(column, justify="right" if column == "measured" else "left")
     for one in verdict["bars"]:
-        colour = COLOURS[Verdict(one["verdict"])]
+        colour = COLOURS[Judgement(one["verdict"])]
         table.add_row(
             one["what"],
             one["system"],

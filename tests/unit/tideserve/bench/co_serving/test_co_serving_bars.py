@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from tideserve.bench.co_serving.bars import OnlineTargets, Verdict, failures, judge
+from tideserve.bench.co_serving.bars import Judgement, OnlineTargets, failures, judge
 from tideserve.bench.co_serving.tables import show_co_serving
 
 TARGETS = OnlineTargets(ttft_s=1.0, tpot_s=0.4)
@@ -57,7 +57,7 @@ def verdicts(systems: Systems, paced: bool = True) -> dict[tuple[str, str], str]
 
 def test_all_hold(systems: Systems) -> None:
     found = judge(systems, TARGETS, paced=True)
-    assert {one["verdict"] for one in found["bars"]} == {Verdict.HOLDS}
+    assert {one["verdict"] for one in found["bars"]} == {Judgement.HOLDS}
     assert failures(found) == []
     assert found["online_share_of_eager"] == pytest.approx(0.45)
     assert found["harvested_share"]["slo"] == pytest.approx(540 / 1100)
@@ -83,7 +83,7 @@ def test_each_fails_by_itself(
 ) -> None:
     systems[f"{name}@A100-14B:4"] |= change
     found = judge(systems, TARGETS, paced=True)
-    assert [one["what"] for one in found["bars"] if one["verdict"] == Verdict.FAILS] == [what]
+    assert [one["what"] for one in found["bars"] if one["verdict"] == Judgement.FAILS] == [what]
     (sentence,) = failures(found)
     assert sentence.startswith(f"{name}: {what} is ")
 
@@ -92,18 +92,18 @@ def test_the_first_token_may_take_a_budget_longer_if_that_is_more(systems: Syste
     """An arrival finds an iteration that runs: of a short P99 that is more than 15 %."""
     slo, base = systems["slo@A100-14B:4"], systems["online-only@A100-14B:4"]
     slo["ttft_s"]["p99"], base["ttft_s"]["p99"] = 1.39, 1.0
-    assert verdicts(systems)["slo", "P99 TTFT"] == Verdict.HOLDS
+    assert verdicts(systems)["slo", "P99 TTFT"] == Judgement.HOLDS
     slo["ttft_s"]["p99"], base["ttft_s"]["p99"] = 11.4, 10.0
-    assert verdicts(systems)["slo", "P99 TTFT"] == Verdict.HOLDS
+    assert verdicts(systems)["slo", "P99 TTFT"] == Judgement.HOLDS
     slo["ttft_s"]["p99"] = 11.6
-    assert verdicts(systems)["slo", "P99 TTFT"] == Verdict.FAILS
+    assert verdicts(systems)["slo", "P99 TTFT"] == Judgement.FAILS
 
 
 def test_priority_is_judged_with_its_best_chunk(systems: Systems) -> None:
     """A baseline is not made slow by a chunk that does not suit it."""
-    assert verdicts(systems)["priority-256", "P99 TTFT / that of slo"] == Verdict.HOLDS
+    assert verdicts(systems)["priority-256", "P99 TTFT / that of slo"] == Judgement.HOLDS
     systems["priority-256@A100-14B:4"]["ttft_s"]["p99"] = 1.3
-    assert verdicts(systems)["priority-256", "P99 TTFT / that of slo"] == Verdict.FAILS
+    assert verdicts(systems)["priority-256", "P99 TTFT / that of slo"] == Judgement.FAILS
 
 
 @pytest.mark.parametrize(
@@ -126,7 +126,7 @@ def test_a_load_outside_its_range_fails_and_says_the_rate(
 
 def test_too_few_requests_fail(systems: Systems) -> None:
     systems["slo@A100-14B:4"]["classes"]["online"]["sent"] = 299
-    assert verdicts(systems)["slo", "online requests in the windows"] == Verdict.FAILS
+    assert verdicts(systems)["slo", "online requests in the windows"] == Judgement.FAILS
 
 
 def test_what_did_not_run_is_not_measured(systems: Systems) -> None:
@@ -134,18 +134,18 @@ def test_what_did_not_run_is_not_measured(systems: Systems) -> None:
         del systems[f"{name}@A100-14B:4"]
     found = verdicts(systems)
     assert found["online-only", "online tokens / all that eager processes"] == "not measured"
-    assert found["slo-full", "processed tokens"] == Verdict.NOT_MEASURED
-    assert found["priority", "P99 TTFT / that of slo"] == Verdict.NOT_MEASURED
-    assert found["slo", "processed tokens"] == Verdict.HOLDS
+    assert found["slo-full", "processed tokens"] == Judgement.NOT_MEASURED
+    assert found["priority", "P99 TTFT / that of slo"] == Judgement.NOT_MEASURED
+    assert found["slo", "processed tokens"] == Judgement.HOLDS
     assert failures(judge(systems, TARGETS, paced=True)) == []
     assert failures(None) == []
-    assert set(verdicts({}).values()) == {Verdict.NOT_MEASURED}
+    assert set(verdicts({}).values()) == {Judgement.NOT_MEASURED}
 
 
 def test_unpaced_only_tokens_have_a_bar(systems: Systems) -> None:
     systems["slo@A100-14B:4"] |= {"processed_tokens_per_s": 1270.0, "inter_token_s": {"p99": 9.0}}
     found = verdicts(systems, paced=False)
-    assert found["slo", "processed tokens"] == Verdict.HOLDS
+    assert found["slo", "processed tokens"] == Judgement.HOLDS
     assert not {what for _, what in found} & {"P99 TTFT", "P99 gap between tokens"}
 
 
