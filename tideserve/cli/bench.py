@@ -102,11 +102,12 @@ def _run_drop_cost(arguments: BenchArguments, report: Report) -> None:
         deployment = _deployment(
             arguments, parse_size_bytes(arguments.memory or drop_cost.MEMORY), report, "bfloat16"
         )
+        machine = describe_machine(deployment)
         with report.step("Measuring what a drop costs"):
             wanted = drop_cost.probes(deployment, arguments.choice.quick)
             found = drop_cost.measure(wanted, report.doing)
     report.box("what a drop costs", drop_cost.rows(found))
-    result = {"scenario": drop_cost.NAME, "machine": describe_machine(deployment)} | found
+    result = {"scenario": drop_cost.NAME, "machine": machine} | found
     _write(result, arguments, report)
     if found["unavailable"]:
         raise CommandError("; ".join(found["unavailable"].values()), EXIT_FAILED)
@@ -121,9 +122,9 @@ def _run_trial(arguments: BenchArguments, trial: Trial, report: Report) -> None:
             _refuse_cells(arguments, trial.timed)
         check_writable(arguments.json)
         with _trial_deployment(arguments, trial, report) as deployment:
+            machine = describe_machine(deployment)
             with report.step(f"{trial.name}: {trial.summary}"):
                 verdict = trial.run(deployment, arguments.choice, report.line, report.doing)
-            machine = describe_machine(deployment)
     report.box(trial.summary, list(verdict.rows))
     for problem in verdict.problems:
         report.warn(problem)

@@ -5,6 +5,9 @@ import shutil
 import tempfile
 from pathlib import Path
 
+from tideserve.bench.scenarios.scenario import TrialVerdict
+from tideserve.bench.systems.system import Say
+
 
 def logs_folder(scenario: str, file: Path | None = None) -> Path:
     """The folder for them, which is not made: beside `file`, else a temporary one of this run."""
@@ -19,3 +22,11 @@ def keep_logs(folder: Path, logs: Path, target: Path) -> Path:
     shutil.copytree(folder, target)
     shutil.copytree(logs, target / "logs")
     return target
+
+
+def keep_if_failed(
+    scenario: str, verdict: TrialVerdict, folder: Path, logs: Path, say: Say
+) -> None:
+    """Keep the logs of a trial in which something was wrong, and tell where."""
+    if verdict.problems:
+        say(f"logs: {keep_logs(folder, logs, logs_folder(scenario))}")
