@@ -51,6 +51,7 @@ def make_system(name: str, deployment: Deployment, api_key: str | None = None) -
         return Vllm(name, off, replace(deployment, paced=None))
     if base in SCHEDULINGS:
         own = options_of(base, off, deployment.workers)
+        off = tuple(one for one in off if not is_suffix(one))
         deployment = replace(deployment, options=dict(deployment.options) | own)
     label = f"{name}{PACED_MARK}{deployment.paced}" if deployment.paced else name
     return Tideserve(label, off, deployment)

@@ -149,6 +149,8 @@ def test_systems_that_differ_in_scheduling(deployment: Deployment) -> None:
         changed = {key: one for key, one in system.options().items() if plain.get(key) != one}
         changed.pop("dtype", None)
         assert changed == own, name
+        system._folder = deployment.model_dir  # as if it were started
+        assert system.describe()["switched_off"] == []
         read_options(None, own)  # `tideserve up` takes them
     assert serves_batch("slo@A100-14B") and serves_batch("vllm-priority")
     assert not serves_batch("online-only@A100-14B")
