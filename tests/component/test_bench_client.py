@@ -123,19 +123,24 @@ async def test_the_open_loop_keeps_its_times_and_takes_turns() -> None:
 
 
 async def test_a_backlog_runs_beside_the_open_loop_and_ends_with_it() -> None:
-    with fake_openai() as server:
-        requests = [request(arrival_s=0.1 * index) for index in range(4)]
-        backlog = Backlog(clients=3, prompt_tokens=4, output_tokens=2, seed=1)
-        records = await run(job([server.url], requests, backlog=backlog))
+    backlog = Backlog(clients=3, prompt_tokens=4, output_tokens=2, seed=1)
+    with fake_openai({1: "silent"}) as server:
+        client = LoadClient(job([server.url], [request(), request(1)], backlog=backlog))
+        running = asyncio.create_task(client.run())
+        while len(client.records) < 8 and not running.done():
+            await asyncio.wait((running,), timeout=0.01)
+        server.ending.set()  # the silent request is answered, and the open loop is over
+        await running
         bodies = list(server.received)
-    online = [record for record in records if record.slo_class == "standard"]
-    batch = [record for record in records if record.slo_class == "batch"]
-    assert len(online) == 4 and len(batch) >= 3
-    assert {record.outcome for record in records} == {RequestOutcome.COMPLETED}
-    assert min(record.due_s for record in batch) < min(record.end_s for record in online)
+    online = [record for record in client.records if record.slo_class == "standard"]
+    batch = [record for record in client.records if record.slo_class == "batch"]
+    assert len(online) == 2 and len(batch) >= 6
+    assert {record.outcome for record in client.records} == {RequestOutcome.COMPLETED}
     assert not any(record.late for record in batch)
     prompts = [tuple(body["prompt"]) for body in bodies if body.get("slo_class") == "batch"]
     assert len(set(prompts)) == len(prompts) >= len(batch)
+    for moment in [record.sent_s for record in batch]:
+        assert sum(r.sent_s <= moment < r.end_s for r in batch) <= backlog.clients
 
 
 async def test_what_runs_of_a_backlog_at_the_end_is_no_failure() -> None:
