@@ -3,9 +3,9 @@
 import os
 import shutil
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
-from tideserve.bench.scenarios.scenario import TrialVerdict
 from tideserve.bench.systems.system import Say
 
 
@@ -25,8 +25,8 @@ def keep_logs(folder: Path, logs: Path, target: Path) -> Path:
 
 
 def keep_if_failed(
-    scenario: str, verdict: TrialVerdict, folder: Path, logs: Path, say: Say
+    scenario: str, problems: Sequence[str], folder: Path, logs: Path, say: Say
 ) -> None:
     """Keep the logs of a trial in which something was wrong, and tell where."""
-    if verdict.problems:
+    if problems:
         say(f"logs: {keep_logs(folder, logs, logs_folder(scenario))}")

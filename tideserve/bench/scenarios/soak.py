@@ -80,7 +80,7 @@ def run(deployment: Deployment, choice: LoadChoice, say: Say, progress: Say) -> 
             done, tally = soak(system, workers, minutes * 60, choice.seed, progress)
             progress("replaying and auditing the event logs")
             verdict = judge(done, tally, audit_logs(logs))
-            keep_if_failed("soak", verdict, Path(folder), Path(system.state["logs"]), say)
+            keep_if_failed("soak", verdict.problems, Path(folder), Path(system.state["logs"]), say)
         finally:
             system.stop()
     return verdict

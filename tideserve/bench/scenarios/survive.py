@@ -97,7 +97,9 @@ def run(deployment: Deployment, choice: LoadChoice, say: Say, progress: Say) -> 
             survived = _trouble(system, workers, extent, choice.seed, progress)
             progress("replaying and auditing the event logs")
             verdict = judge(survived, audit_logs(logs))
-            keep_if_failed("survive", verdict, Path(folder), Path(system.state["logs"]), say)
+            keep_if_failed(
+                "survive", verdict.problems, Path(folder), Path(system.state["logs"]), say
+            )
         finally:
             system.stop()
     return verdict
