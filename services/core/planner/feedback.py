@@ -8,25 +8,25 @@ from dataclasses import dataclass, field
 
 from services.core.planner import deadline
 from services.core.planner.budget import Budget
-from services.core.planner.fill import FillLevel, FirstTokenTargets
+from services.core.planner.fill import FillLevel, OnlineArrivals
 from services.core.planner.plan import Plan
 from services.core.planner.sequence import Phase, Sequence
 
 
 @dataclass(slots=True)
 class Feedback:
-    """Corrections of the cost model, the fill level and the targets that were seen."""
+    """Corrections of the cost model, the fill level and what is known of arrivals."""
 
     fill: FillLevel
     budget: Budget = field(default_factory=Budget)
-    targets: FirstTokenTargets = field(default_factory=FirstTokenTargets)
+    arrivals: OnlineArrivals = field(default_factory=OnlineArrivals)
 
     def arrived(self, sequence: Sequence, now_s: float) -> None:
         """A request has come."""
         deadline.begin(sequence, now_s - sequence.request.waited_s)
         service = sequence.request.service
-        if service.online and service.ttft_s is not None:
-            self.targets.note(now_s, service.ttft_s)
+        if service.online:
+            self.arrivals.note(now_s, service.ttft_s)
 
     def adopted(self, sequence: Sequence) -> None:
         """A sequence has come from another leader, with its age in the time of this worker."""
@@ -39,8 +39,8 @@ class Feedback:
         for sequence in sampled:
             if sequence.phase is not Phase.ENDED and sequence.request.service.online:
                 missed = deadline.note_token(sequence, now_s) or missed
-        mixed = any(one.tokens > 1 for one in plan.prefills)
-        measured_s = now_s - plan.planned_s
-        self.budget.observe(plan.predicted_s, measured_s, plan.allowed_s, mixed)
+        if plan.resumes is None:  # else it is not known how much of it was left
+            measured_s = now_s - plan.planned_s
+            self.budget.observe(plan.predicted_s, measured_s, plan.allowed_s, plan.mixed)
         if plan.filled:
             self.fill.observe(missed or plan.pressed)

@@ -26,8 +26,9 @@ class Plan:
     planned at `planned_s` and costs `predicted_s` by the model; `allowed_s` is the residual time
     that it keeps. `filled`: batch work joined online work; `pressed`: that lacked memory or places.
 
-    `made`: its batch since the launch, if it may be suspended. One that goes on later has a new
-    number, and `resumes` is its old one.
+    `made`: its batch since the launch, if it may be suspended. One that was suspended at
+    `suspended_s` has run for `ran_s` seconds. When it goes on it has a new number, `resumes` is its
+    old one, and `planned_s` the time at which it goes on.
     """
 
     number: int
@@ -41,6 +42,8 @@ class Plan:
     allowed_s: float = inf
     filled: bool = False
     pressed: bool = False
+    ran_s: float = 0.0
+    suspended_s: float = 0.0
 
     def __bool__(self) -> bool:
         return bool(self.decodes or self.prefills)
@@ -49,6 +52,11 @@ class Plan:
     def tokens(self) -> int:
         """New tokens in it."""
         return len(self.decodes) + sum([prefill.tokens for prefill in self.prefills])
+
+    @property
+    def mixed(self) -> bool:
+        """Whether it has a chunk of more than one token."""
+        return any(prefill.tokens > 1 for prefill in self.prefills)
 
     def add(self, sequence: Sequence, tokens: int) -> None:
         """Run the next `tokens` tokens of a prefill too."""

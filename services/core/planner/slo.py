@@ -4,7 +4,9 @@ The least residual time of an online decode bounds an iteration (BROS §4.2; wit
 that is the bound of ConServe §4.2). Online decodes go first: all of them if they fit, else the most
 urgent. Then come online prefills by deadline, which get `online_chunk_tokens` whatever the bound:
 online requests do not lose by it. Batch work fills a part of what is left (`fill`).
-Without online work batch work is bounded by what an arrival would have to wait.
+Without online work batch work is bounded by what an arrival would have to wait; if arrivals
+interrupt it, by `offline_iteration_s`. A microbatch that is suspended goes on beside online decodes
+if its rest takes no longer than batch work would get of the iteration.
 
 A batch sequence that does not fit is not in the iteration; it keeps its blocks. Without a cost
 model nothing is bounded by time: batch work fills what online work leaves of the token budget.
@@ -19,8 +21,9 @@ from services.core.planner import deadline
 from services.core.planner.budget import Spent
 from services.core.planner.config import IterationConfig
 from services.core.planner.feedback import Feedback
-from services.core.planner.fill import CROWDED
+from services.core.planner.fill import CROWDED, offline_limit_s
 from services.core.planner.plan import Plan
+from services.core.planner.preemption import Preempt, PreemptedWork, left_s
 from services.core.planner.sequence import Phase, Sequence
 from services.core.planner.sequence_table import SequenceTable
 
@@ -60,7 +63,7 @@ class SloPlanner:
         line = table.waiting
         waits = bool(line) and line[0].request.service.online
         mixed = bool(ready.prefills or ready.batch_prefills or line)
-        limit_s = budget.limit_s(ready.least_slack_s, mixed)
+        limit_s = inf if config.cost_model is None else budget.limit_s(ready.least_slack_s, mixed)
         unhurt = self._add_decodes(plan, ready, spent, limit_s)
         self._add_prefills(plan, ready, spent, limit_s, admit=unhurt)
         if ready.online or waits:
@@ -192,26 +195,52 @@ class SloPlanner:
 
         None does while an online request waits for blocks or a place, unless nothing else runs.
         """
-        config, table, level = self.config, self.sequence_table, self.feedback.fill.level
+        config, table = self.config, self.sequence_table
         waits = bool(table.waiting) and table.waiting[0].request.service.online
         if not plan:
             self._run_offline(plan, ready, spent)
             return
         if waits or not table.batch:
             return
-        model = config.cost_model
-        if model is None:
-            target_s = inf if level else 0.0
+        if config.cost_model is None:
+            target_s = inf if self.feedback.fill.level else 0.0
         else:
-            if limit_s == inf:
-                limit_s = model.chunk_s(0, config.online_chunk_tokens or config.max_batch_tokens)
-            spent_s = spent.seconds
-            target_s = spent_s + level * max(0.0, limit_s - spent_s)
+            target_s = self._target_s(config.cost_model, spent.seconds, limit_s)
         tokens = spent.tokens
         self._add_batch(plan, ready, spent, target_s, reserve=int(RESERVE * config.num_blocks))
         if spent.tokens > tokens:
             plan.filled = True
             plan.pressed = plan.pressed or self._is_crowded(ready.online)
+
+    def _target_s(self, model: CostModel, spent_s: float, limit_s: float) -> float:
+        """Model seconds of an iteration with batch work beside online work of `spent_s`."""
+        if limit_s == inf:
+            config = self.config
+            limit_s = model.chunk_s(0, config.online_chunk_tokens or config.max_batch_tokens)
+        return spent_s + self.feedback.fill.level * max(0.0, limit_s - spent_s)
+
+    def has_time_for(self, suspended: Plan, now_s: float) -> bool:
+        """Whether the rest of `suspended` fits in the time that batch work may take at `now_s`.
+
+        Online decodes wait for it as they wait for batch work in their iteration. It does not make
+        a prompt of an online request wait, nor one for which there is no room.
+        """
+        model, line, budget = (
+            self.config.cost_model,
+            self.sequence_table.waiting,
+            self.feedback.budget,
+        )
+        if model is None or (line and line[0].request.service.online):
+            return False
+        ready = self._look(now_s, model)
+        if ready.prefills:
+            return False
+        spent = Spent(model, self.config.max_batch_tokens)
+        spent_s = spent.decodes_s(len(ready.decodes), ready.prefix_tokens)
+        limit_s = budget.limit_s(ready.least_slack_s, suspended.mixed)
+        scale = budget.mixed_scale if suspended.mixed else budget.decode_scale
+        rest_s = left_s(suspended.predicted_s, suspended.ran_s / scale)
+        return spent_s + rest_s <= self._target_s(model, spent_s, limit_s)
 
     def _run_offline(self, plan: Plan, ready: _Ready, spent: Spent) -> None:
         """Choose an iteration of batch work alone; there is always something in it that can run."""
@@ -220,13 +249,24 @@ class SloPlanner:
             return
         target_s = inf
         if config.cost_model is not None:
-            budget = self.feedback.budget
-            lone_s = config.cost_model.chunk_s(0, 1)
-            limit_s = self.feedback.targets.offline_limit_s(
-                plan.planned_s, config.offline_iteration_s, budget.mixed_scale * lone_s
-            )
-            target_s = limit_s / budget.mixed_scale
+            scale = self.feedback.budget.mixed_scale
+            lone_s = scale * config.cost_model.chunk_s(0, 1)
+            waits_s = self._waits_s(plan.planned_s)
+            target_s = offline_limit_s(lone_s, config.offline_iteration_s, waits_s) / scale
         self._add_batch(plan, ready, spent, target_s, reserve=None)
+
+    def _waits_s(self, now_s: float) -> float:
+        """Twice the seconds of an iteration without online work, by what comes meanwhile.
+
+        An arrival that cannot interrupt it waits for its end: so by the least target of a first
+        token. One that can interrupts it: by the gap between arrivals, if nothing is kept then.
+        """
+        config, arrivals = self.config, self.feedback.arrivals
+        if config.preempt is Preempt.OFF or self.sequence_table.suspended is not None:
+            return arrivals.least_target_s(now_s)
+        if config.preempted_work is PreemptedWork.DISCARD:
+            return arrivals.quiet_s(now_s)
+        return inf
 
     def _add_batch(
         self, plan: Plan, ready: _Ready, spent: Spent, target_s: float, reserve: int | None

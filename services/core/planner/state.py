@@ -42,7 +42,7 @@ from services.core.planner.fill import FillLevel
 from services.core.planner.pipeline import PipelinePlanner
 from services.core.planner.plan import Plan
 from services.core.planner.precedence import PRECEDENCES
-from services.core.planner.preemption import Preempt, PreemptedWork
+from services.core.planner.preemption import Preempt, PreemptedWork, is_given_up
 from services.core.planner.refusal import known_already, queue_full, returned, too_large
 from services.core.planner.returns import Returns
 from services.core.planner.sequence import Phase, Sequence, SequenceState
@@ -206,7 +206,7 @@ class PlannerState:
         table, alone = self.sequence_table, self.stages == 1
         if alone and not (table.running or table.waiting or table.suspended):
             return None
-        plan = self._resume() or self._decide(now_s)
+        plan = self._resume(now_s) or self._decide(now_s)
         if plan.made is not None:
             batch = plan.made
         elif plan:
@@ -235,17 +235,29 @@ class PlannerState:
             return False
         return not any(sequence.request.service.online for sequence in plan.sequences())
 
-    def _resume(self) -> Plan | None:
-        """The suspended microbatch, unless something online can run now."""
-        table = self.sequence_table
-        if table.suspended is None or self._online_can_run():
+    def _resume(self, now_s: float) -> Plan | None:
+        """The suspended microbatch, unless something online can run now and has no time for it.
+
+        It is discarded here if it has waited for too long.
+        """
+        table, config = self.sequence_table, self.config
+        plan = table.suspended
+        if plan is None:
             return None
-        plan = table.take_suspended()
-        assert plan is not None and not self.in_flight
-        plan.resumes, plan.number = plan.number, self._number + 1
-        plan.predicted_s = 0.0  # its time says nothing: others ran meanwhile
+        if self._online_can_run() and not self._has_time_for(plan, now_s):
+            joins_others = config.scheduling is not Scheduling.SLO or config.fill_max > 0
+            if joins_others and is_given_up(plan.ran_s, now_s - plan.suspended_s):
+                table.discard_suspended()
+            return None
+        table.take_suspended()
+        assert not self.in_flight
+        plan.resumes, plan.number, plan.planned_s = plan.number, self._number + 1, now_s
         self.resumed_iterations_total += 1
         return plan
+
+    def _has_time_for(self, plan: Plan, now_s: float) -> bool:
+        planner = self._planner
+        return isinstance(planner, SloPlanner) and planner.has_time_for(plan, now_s)
 
     def _online_can_run(self) -> bool:
         table, config = self.sequence_table, self.config
@@ -446,9 +458,11 @@ class PlannerState:
         self._discard_in_flight()
         return []
 
-    def _suspend_iteration(self, _event: IterationSuspended) -> list[Command]:
+    def _suspend_iteration(self, event: IterationSuspended) -> list[Command]:
         (plan,) = self.in_flight
         assert plan.made is not None, "this iteration cannot be suspended"
+        plan.ran_s += event.now_s - plan.planned_s
+        plan.suspended_s = event.now_s
         self.in_flight.clear()
         self.sequence_table.release_again(self._unheard.pop(plan.number, ()))
         self.preempted_iterations_total += 1

@@ -137,13 +137,14 @@ class EngineLoop:
 
     def _preempts(self, microbatch: Microbatch, started_s: float) -> bool:
         """Whether the inbox holds online requests for which a preemptible iteration ends."""
-        config, now_s = self._member.state.config, monotonic_s()
+        state, now_s = self._member.state, monotonic_s()
+        config = state.config
         online = (
             OnlineRequest.of(frame.request, now_s)
             for frame in self._inbox
             if isinstance(frame, StartRequest) and frame.request.service.online
         )
-        elapsed_s = now_s - started_s
+        elapsed_s = sum((plan.ran_s for plan in state.in_flight), now_s - started_s)
         return gives_way(config.preempt, microbatch.batch, elapsed_s, online, config.cost_model)
 
     def _aborts_one_of(self, request_ids: frozenset[str]) -> bool:

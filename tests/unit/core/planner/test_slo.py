@@ -234,6 +234,9 @@ def test_without_a_cost_model_batch_work_fills_the_token_budget() -> None:
     clock.arrive("batch", BATCH, prompt=600)
     clock.arrive("online", promised(tpot_s=0.03), prompt=56)
     assert clock.run() == {"online": 56, "batch": 200}
+    clock.arrive("another", promised(tpot_s=0.03), prompt=56)
+    assert clock.run() == {"online": 1, "another": 56, "batch": 199}
+    assert clock.run().keys() == {"online", "another", "batch"}, "nothing says which decodes fit"
 
 
 @pytest.mark.parametrize("seed", range(24))
