@@ -20,7 +20,7 @@ def plan_shape(state: PlannerState, now_s: float) -> IterationShape | None:
     if not plan:
         return None
     shape = plan.shape()
-    state._launch(plan)
+    state._flight.launch(plan)
     state.sequence_table.take_released()
     return shape
 
