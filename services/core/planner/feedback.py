@@ -18,8 +18,16 @@ class Feedback:
     """Corrections of the cost model, the fill level and what is known of arrivals."""
 
     fill: FillLevel
-    budget: Budget = field(default_factory=Budget)
+    budget: Budget = field(init=False)
     arrivals: OnlineArrivals = field(default_factory=OnlineArrivals)
+    _budgets: dict[int, Budget] = field(default_factory=dict)  # by number of stages
+
+    def __post_init__(self) -> None:
+        self.configured(1)
+
+    def configured(self, stages: int) -> None:
+        """The group has so many stages from now on; its iterations are corrected by its own."""
+        self.budget = self._budgets.setdefault(stages, Budget())
 
     def arrived(self, sequence: Sequence, now_s: float) -> None:
         """A request has come."""

@@ -22,9 +22,11 @@ class Prefill(NamedTuple):
 class Plan:
     """One microbatch: `decodes` run one token each, `prefills` as many as stand in them.
 
-    `decode_cost` is the cost of its sequences that decode after it has run. Under `slo` it was
-    planned at `planned_s` and costs `predicted_s` by the model; `allowed_s` is the residual time
-    that it keeps. `filled`: batch work joined online work; `pressed`: that lacked memory or places.
+    `decode_cost` is the cost of its sequences that decode after it has run; under `slo` of online
+    ones, and `batch_decode_cost` of the others. Then it also has a time: it was planned at
+    `planned_s`, costs `cost_s` by the model, and its result comes `predicted_s` later. `allowed_s`
+    is the residual time that it keeps. `filled`: batch work joined online work; `pressed`: that
+    lacked memory or places.
 
     `made`: its batch since the launch, if it may be suspended. One that was suspended at
     `suspended_s` has run for `ran_s` seconds. When it goes on it has a new number, `resumes` is its
@@ -37,8 +39,10 @@ class Plan:
     resumes: int | None = None
     made: Batch | None = None
     decode_cost: float = 0.0
+    batch_decode_cost: float = 0.0
     planned_s: float = 0.0
     predicted_s: float = 0.0
+    cost_s: float = 0.0
     allowed_s: float = inf
     filled: bool = False
     pressed: bool = False

@@ -50,6 +50,7 @@ from services.core.planner.sequence import Phase, Sequence, SequenceState
 from services.core.planner.sequence_table import SequenceTable
 from services.core.planner.single import SinglePlanner
 from services.core.planner.slo import SloPlanner
+from services.core.planner.slo_pipeline import SloPipelinePlanner
 from services.core.report import Load
 
 
@@ -81,7 +82,7 @@ class PlannerState:
         )
         slo = config.scheduling is Scheduling.SLO
         self._feedback = Feedback(FillLevel(config.fill_max)) if slo else None
-        self._planner = self._planner_of_one()
+        self._planner = self._new_planner()
         self._changes = ConfigurationHandlers(
             config, self.sequence_table, self._flight, self._feedback
         )
@@ -276,16 +277,20 @@ class PlannerState:
 
     def _configure(self, event: changes.StagesConfigured) -> list[Command]:
         commands = self._changes.handle(event)
-        if self.stages > 1:
-            self._planner = PipelinePlanner(self.config, self.sequence_table, self.stages)
-        else:
-            self._planner = self._planner_of_one()
+        if self._feedback is not None:
+            self._feedback.configured(self.stages)
+        self._planner = self._new_planner()
         return commands
 
-    def _planner_of_one(self) -> SinglePlanner | SloPlanner:
-        if self._feedback is not None:
-            return SloPlanner(self.config, self.sequence_table, self._feedback)
-        return SinglePlanner(self.config, self.sequence_table)
+    def _new_planner(self) -> SinglePlanner | SloPlanner | PipelinePlanner:
+        config, table, feedback = self.config, self.sequence_table, self._feedback
+        if self.stages > 1:
+            if feedback is not None:
+                return SloPipelinePlanner(config, table, self.stages, feedback=feedback)
+            return PipelinePlanner(config, table, self.stages)
+        if feedback is not None:
+            return SloPlanner(config, table, feedback)
+        return SinglePlanner(config, table)
 
     # --- requests
 
