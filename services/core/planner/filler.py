@@ -110,8 +110,6 @@ class Filler:
             return
         tokens = spent.tokens
         target_s = self.target_s(spent.seconds, limit_s)
-        if target_s <= spent.seconds:
-            return
         reserve = int(RESERVE * self.config.num_blocks)
         self._add_batch(plan, ready, spent, target_s, reserve)
         if spent.tokens > tokens:

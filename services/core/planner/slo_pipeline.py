@@ -43,12 +43,12 @@ class SloPipelinePlanner(PipelinePlanner):
         if config.cost_model is not None:
             mixed = bool(ready.prefills or ready.batch_prefills or self.sequence_table.waiting)
             limit_s = budget.limit_s(ready.least_slack_s, mixed or bool(self.formed))
+        ahead_s = max((other.cost_s for other in in_flight), default=0.0)
         self._add_online(plan, ready, spent, limit_s, in_flight)
-        self._add_batch_work(plan, ready, spent, limit_s, in_flight)
+        self._add_batch_work(plan, ready, spent, self._level_s(limit_s, ahead_s), in_flight)
         self._note_costs(plan)
         if config.cost_model is not None:
             plan.cost_s = spent.seconds
-            ahead_s = max((other.cost_s for other in in_flight), default=0.0)
             behind_s = (ahead_s * (self.stages - 1) + plan.cost_s) / self.stages
             plan.predicted_s = max(plan.cost_s, behind_s)
             if plan.predicted_s <= limit_s:
@@ -84,6 +84,16 @@ class SloPipelinePlanner(PipelinePlanner):
         if model is None or chunk is None:
             return inf
         return max(limit_s, model.chunk_s(0, chunk))
+
+    def _level_s(self, limit_s: float, ahead_s: float) -> float:
+        """What a microbatch with batch work may cost behind one that costs `ahead_s`.
+
+        It waits for that at the later stages. If it costs more than that, the sequences of that one
+        wait for it at the first stage when they run next. So microbatches come to cost the same.
+        """
+        stages = self.stages
+        passes_s = stages * limit_s - (stages - 1) * ahead_s
+        return min(limit_s, passes_s, (stages * limit_s + ahead_s) / (stages + 1))
 
     def _add_batch_work(
         self, plan: Plan, ready: Ready, spent: Spent, limit_s: float, in_flight: deque[Plan]
