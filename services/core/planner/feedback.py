@@ -45,7 +45,7 @@ class Feedback:
         sampled = plan.decodes + [one.sequence for one in plan.prefills if one.samples]
         missed = False
         for sequence in sampled:
-            if sequence.phase is not Phase.ENDED and sequence.request.service.online:
+            if sequence.online and sequence.phase is not Phase.ENDED:
                 missed = deadline.note_token(sequence, now_s) or missed
         if plan.resumes is None:  # else it is not known how much of it was left
             measured_s = now_s - plan.planned_s

@@ -64,7 +64,7 @@ class Filler:
         for sequence in self.sequence_table.running:
             computed = sequence.computed
             remaining = len(sequence.token_ids) - computed
-            online = sequence.request.service.online
+            online = sequence.online
             ready.online += online
             if not online:
                 if remaining == 1:
@@ -174,7 +174,7 @@ class Filler:
         enough = 1 if alone and not spent.tokens else FILLER_TOKENS_MIN
         while spent.tokens_within(0, target_s, enough) == enough or (alone and not plan):
             first = table.next_to_admit(self._running_max, config.overtaken_max)
-            if first is None or first.request.service.online:
+            if first is None or first.online:
                 return
             blocks = first.blocks_to_admit(config.block_size)
             if reserve is not None and table.ledger.free - blocks < reserve:
@@ -187,12 +187,17 @@ class Filler:
         self, plan: Plan, ready: Ready, spent: Spent, target_s: float, alone: bool
     ) -> None:
         table, block_size = self.sequence_table, self.config.block_size
-        for sequence in ready.batch_decodes:
+        decodes = ready.batch_decodes
+        prefix_tokens = sum([one.computed for one in decodes])
+        all_fit = spent.with_decodes_s(len(decodes), prefix_tokens) <= target_s
+        all_fit = all_fit and len(decodes) <= spent.tokens_left
+        for sequence in decodes:
             if sequence.phase is not Phase.RUNNING:
                 continue
-            over = spent.with_chunk_s(sequence.computed, 1) > target_s
-            if (plan or not alone) and (over or not spent.tokens_left):
-                return
+            if not all_fit:
+                over = spent.with_chunk_s(sequence.computed, 1) > target_s
+                if (plan or not alone) and (over or not spent.tokens_left):
+                    return
             if len(sequence.token_ids) > sequence.blocks * block_size:
                 if not alone and table.ledger.least_room <= 0:
                     continue

@@ -141,7 +141,7 @@ class PipelinePlanner:
         config, sequence_table = self.config, self.sequence_table
         running_max = config.max_running * self.stages
         while admit and (first := sequence_table.next_to_admit(running_max, config.overtaken_max)):
-            if online_alone and not first.request.service.online:
+            if online_alone and not first.online:
                 return
             yield sequence_table.admit(first, running_max)
 

@@ -63,7 +63,7 @@ class SinglePlanner:
         """Continue prefills that have begun; returns the tokens left in the budget."""
         for sequence in self.sequence_table.running:
             remaining = len(sequence.token_ids) - sequence.computed
-            if remaining > 1 and budget and sequence.request.service.online in kind:
+            if remaining > 1 and budget and sequence.online in kind:
                 tokens = min(remaining, budget)
                 plan.add(sequence, tokens)
                 budget -= tokens
@@ -76,7 +76,7 @@ class SinglePlanner:
         """
         config, table = self.config, self.sequence_table
         preemptions = table.preemptions_total
-        while budget and table.waiting and table.waiting[0].request.service.online in kind:
+        while budget and table.waiting and table.waiting[0].online in kind:
             sequence = table.next_to_admit(config.max_running, config.overtaken_max)
             if sequence is None:
                 break

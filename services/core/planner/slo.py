@@ -47,7 +47,7 @@ class SloPlanner:
         spent = Spent(model, config.max_batch_tokens)
         ready = self.filler.look(plan.planned_s)
         line = table.waiting
-        waits = bool(line) and line[0].request.service.online
+        waits = bool(line) and line[0].online
         mixed = bool(ready.prefills or ready.batch_prefills or line)
         limit_s = inf if config.cost_model is None else budget.limit_s(ready.least_slack_s, mixed)
         unhurt = self._add_decodes(plan, ready, spent, limit_s)
@@ -87,7 +87,7 @@ class SloPlanner:
         if not preempted:
             return True
         ready.drop_preempted()
-        left = sum(one.request.service.online for one in table.running)
+        left = sum(one.online for one in table.running)
         plan.pressed, lost = plan.pressed or left < ready.online, left < ready.online
         ready.online = left
         return not lost
@@ -103,14 +103,14 @@ class SloPlanner:
         preemptions = table.preemptions_total
         while spent.tokens_left > 0:
             line = table.waiting
-            first = line[0] if admit and line and line[0].request.service.online else None
+            first = line[0] if admit and line and line[0].online else None
             if spent.tokens >= floor and not spent.tokens_within(0, limit_s, 1):
                 break
             if begun and (first is None or deadline.order_s(begun[0]) <= deadline.order_s(first)):
                 sequence = begun.popleft()
             elif first is not None:
                 found = table.next_to_admit(config.max_running, config.overtaken_max)
-                if found is None or not found.request.service.online:
+                if found is None or not found.online:
                     plan.pressed, admit = True, False
                     continue
                 sequence = table.admit(found, config.max_running)
@@ -136,7 +136,7 @@ class SloPlanner:
         line = self.sequence_table.waiting
         if not plan:
             self.filler.run_alone(plan, ready, spent)
-        elif not (line and line[0].request.service.online):
+        elif not (line and line[0].online):
             self.filler.fill_up(plan, ready, spent, limit_s)
 
     def has_time_for(self, suspended: Plan, now_s: float) -> bool:
@@ -147,7 +147,7 @@ class SloPlanner:
         """
         model, budget = self.config.cost_model, self.feedback.budget
         line = self.sequence_table.waiting
-        if model is None or (line and line[0].request.service.online):
+        if model is None or (line and line[0].online):
             return False
         ready = self.filler.look(now_s)
         if ready.prefills:

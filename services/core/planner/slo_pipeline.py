@@ -63,14 +63,14 @@ class SloPipelinePlanner(PipelinePlanner):
             chosen = self.filler.most_urgent(chosen, spent, limit_s, plan.planned_s)
         if self._add_decodes(plan, chosen):
             ready.drop_preempted()
-            ready.online = sum(one.request.service.online for one in table.running)
+            ready.online = sum(one.online for one in table.running)
         lost = ready.online < online
         plan.pressed = lost
         spent.add_decodes(len(plan.decodes), sum([one.computed for one in plan.decodes]))
         if not self.formed:
             begun = sorted(ready.prefills, key=deadline.order_s)
             decodes = [
-                one for one in table.running if one.request.service.online and one.remaining <= 1
+                one for one in table.running if one.online and one.remaining <= 1
             ]
             limits = RoundLimits(self._cost_max(limit_s), online_alone=True)
             self._form(plan, begun, decodes, not lost, limits)
@@ -107,7 +107,7 @@ class SloPipelinePlanner(PipelinePlanner):
         ready.batch_decodes = sorted(dealt, key=lambda one: one.age)
         line = table.waiting
         running_max = config.max_running * self.stages
-        waits = bool(line) and line[0].request.service.online
+        waits = bool(line) and line[0].online
         if waits and table.next_to_admit(running_max, config.overtaken_max) is None:
             plan.pressed = True
             if ready.online:
@@ -124,7 +124,7 @@ class SloPipelinePlanner(PipelinePlanner):
         decodes = plan.decodes + [one.sequence for one in plan.prefills if one.samples]
         for sequence in decodes:
             cost = self._decode_cost(sequence)
-            if sequence.request.service.online:
+            if sequence.online:
                 plan.decode_cost += cost
             else:
                 plan.batch_decode_cost += cost

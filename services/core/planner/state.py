@@ -229,7 +229,7 @@ class PlannerState:
         """Whether it runs in a group of one, for nobody who waits; one is suspended at most."""
         if self.config.preempt is Preempt.OFF or self.stages > 1 or self.sequence_table.suspended:
             return False
-        return not any(sequence.request.service.online for sequence in plan.sequences())
+        return not any(sequence.online for sequence in plan.sequences())
 
     def _resume(self, now_s: float) -> Plan | None:
         """The suspended microbatch, unless something online can run now and has no time for it.
@@ -257,9 +257,9 @@ class PlannerState:
 
     def _online_can_run(self) -> bool:
         table, config = self.sequence_table, self.config
-        if any(sequence.request.service.online for sequence in table.running):
+        if any(sequence.online for sequence in table.running):
             return True
-        if not any(sequence.request.service.online for sequence in table.waiting):
+        if not any(sequence.online for sequence in table.waiting):
             return False
         return table.next_to_admit(config.max_running, config.overtaken_max) is not None
 
