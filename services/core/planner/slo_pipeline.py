@@ -69,9 +69,7 @@ class SloPipelinePlanner(PipelinePlanner):
         spent.add_decodes(len(plan.decodes), sum([one.computed for one in plan.decodes]))
         if not self.formed:
             begun = sorted(ready.prefills, key=deadline.order_s)
-            decodes = [
-                one for one in table.running if one.online and one.remaining <= 1
-            ]
+            decodes = [one for one in table.running if one.online and one.remaining <= 1]
             limits = RoundLimits(self._cost_max(limit_s), online_alone=True)
             self._form(plan, begun, decodes, not lost, limits)
         self._add_prefills(plan, self.config.max_batch_tokens - len(plan.decodes))

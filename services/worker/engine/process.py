@@ -22,6 +22,7 @@ from services.core.cost.model import CostModel
 from services.core.line_order import Scheduling
 from services.core.planner.block_pool import BlockPool
 from services.core.planner.config import BatchFormation, IterationConfig
+from services.core.planner.impossible import ImpossibleTargets
 from services.core.planner.preemption import Preempt, PreemptedWork
 from services.worker.config import WorkerConfig
 from services.worker.engine.compute.pacer import Pacer
@@ -100,7 +101,8 @@ def started() -> EngineLoop:
     grammars = GrammarCheck(runner.grammars, monotonic_s)
     member.mover.start()
     descriptors = (lanes.activations.fileno(), member.mover.fileno())
-    return EngineLoop(member, socket, grammars, descriptors, profiler)
+    impossible = ImpossibleTargets(changeover.planner.config.cost_model)
+    return EngineLoop(member, socket, grammars, descriptors, profiler, impossible)
 
 
 def runner_config(config: WorkerConfig) -> RunnerConfig:

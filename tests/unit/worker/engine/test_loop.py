@@ -16,6 +16,7 @@ from services.core.cost.iteration_tokens import IterationTokens
 from services.core.cost.model import CostModel
 from services.core.planner.batch import Batch, Chunk, Microbatch
 from services.core.planner.events import EmitToken
+from services.core.planner.impossible import ImpossibleTargets
 from services.core.planner.plan import Plan
 from services.core.planner.preemption import Preempt
 from services.core.prefix.dropped_prefixes import DroppedPrefixes
@@ -235,6 +236,34 @@ def test_what_a_resumed_iteration_has_run_before_counts(ran_s: float, interrupts
         engine.connect("inproc://engine-resumed")
         EngineLoop(cast(Any, member), engine, grammars).step(0)
         assert answers == [interrupts_it]
+    finally:
+        servicer.close(linger=0)
+        engine.close(linger=0)
+        grammars.close()
+
+
+def test_a_target_that_no_request_can_keep_is_logged_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    context = zmq.Context.instance()
+    servicer, engine = context.socket(zmq.PAIR), context.socket(zmq.PAIR)
+    handled: list[object] = []
+    member = member_that(handle=handled.append, launch=lambda _: False)
+    grammars = GrammarCheck(Grammars(Path("none"), 1), lambda: 0.0)
+    impossible = ImpossibleTargets(CostModel(alpha=0.0, beta=0.05, gamma=0.0, lam=0.0))
+    service = Service(ServiceClass.INTERACTIVE, ttft_s=1.0, tpot_s=0.01)
+    try:
+        servicer.bind("inproc://engine-impossible")
+        engine.connect("inproc://engine-impossible")
+        for name in ("a", "b"):
+            request = replace(ONLINE.request, request_id=name, service=service)
+            servicer.send(encode(StartRequest(request)))
+        loop = EngineLoop(cast(Any, member), engine, grammars, impossible=impossible)
+        while len(handled) < 2:
+            assert engine.poll(WAIT_MS)
+            loop.step(0)
+        (line,) = [one.getMessage() for one in caplog.records if "tpot_ms" in one.getMessage()]
+        assert "10 ms" in line and "50 ms" in line and "interactive" in line
     finally:
         servicer.close(linger=0)
         engine.close(linger=0)
