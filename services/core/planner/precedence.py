@@ -23,4 +23,6 @@ PRECEDENCES = {
     Scheduling.FCFS: Precedence(LINES[Scheduling.FCFS], newest, batch_yields=False),
     Scheduling.PRIORITY: Precedence(LINES[Scheduling.PRIORITY], batch_first, batch_yields=True),
     Scheduling.SLO: Precedence(LINES[Scheduling.SLO], batch_first, batch_yields=True),
+    Scheduling.ROUND_ROBIN: Precedence(LINES[Scheduling.ROUND_ROBIN], newest, batch_yields=False),
+    Scheduling.CONSERVE: Precedence(LINES[Scheduling.CONSERVE], batch_first, batch_yields=True),
 }

@@ -29,7 +29,7 @@ class SinglePlanner:
 
     def fill(self, plan: Plan, _in_flight: deque[Plan]) -> None:
         """Choose what `plan` runs, and take the blocks for it; nothing runs beside it."""
-        preempted = self._add_decodes(plan.decodes)
+        preempted = self._add_decodes(plan.decodes, self.sequence_table.running)
         budget = self.config.max_batch_tokens - len(plan.decodes)
         if self.sequence_table.precedence.batch_yields:
             kinds: tuple[frozenset[bool], ...] = (_ONLINE, _BATCH)
@@ -41,12 +41,12 @@ class SinglePlanner:
             if not preempted:
                 budget = self._admit(plan, budget, kind)
 
-    def _add_decodes(self, decodes: list[Sequence]) -> bool:
-        """Add every decode, oldest first; returns whether a sequence was preempted."""
+    def _add_decodes(self, decodes: list[Sequence], running: list[Sequence]) -> bool:
+        """Add every decode of `running`, oldest first; returns whether a sequence was preempted."""
         preempted = False
         block_size = self.config.block_size
         # More than fit in a batch can only have come from a larger group.
-        for sequence in self.sequence_table.running[: self.config.max_batch_tokens]:
+        for sequence in running[: self.config.max_batch_tokens]:
             tokens = len(sequence.token_ids)
             if tokens - sequence.computed != 1:
                 continue

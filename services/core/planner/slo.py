@@ -8,6 +8,10 @@ Without online work batch work is bounded by what an arrival would have to wait;
 interrupt it, by `offline_iteration_s`. A microbatch that is suspended goes on beside online decodes
 if its rest takes no longer than batch work would get of the iteration.
 
+With `scheduling: conserve` nothing of a prediction is corrected, batch work gets all of the rest,
+and all online decodes run (ConServe §4.2 as printed; its Algorithm 2 with `preempt: deadline` and
+`preempted_work: discard`).
+
 A batch sequence that does not fit is not in the iteration; it keeps its blocks. Without a cost
 model nothing is bounded by time: batch work fills what online work leaves of the token budget.
 """
@@ -65,11 +69,9 @@ class SloPlanner:
 
     def _add_decodes(self, plan: Plan, ready: Ready, spent: Spent, limit_s: float) -> bool:
         """Add online decodes; returns whether no online sequence lost its blocks for others."""
-        decodes, prefix_tokens = ready.decodes, ready.prefix_tokens
-        if (
-            spent.decodes_s(len(decodes), prefix_tokens) > limit_s
-            or len(decodes) > spent.tokens_left
-        ):
+        decodes = ready.decodes
+        late = spent.decodes_s(len(decodes), ready.prefix_tokens) > limit_s
+        if (late and self.feedback.corrects) or len(decodes) > spent.tokens_left:
             decodes = self.filler.most_urgent(decodes, spent, limit_s, plan.planned_s)
         table, block_size = self.sequence_table, self.config.block_size
         preempted = False

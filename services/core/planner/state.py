@@ -37,8 +37,7 @@ from services.core.planner.events import (
     RequestArrived,
     WaitLooked,
 )
-from services.core.planner.feedback import Feedback
-from services.core.planner.fill import FillLevel
+from services.core.planner.feedback import Feedback, feedback_of
 from services.core.planner.flight import Flight
 from services.core.planner.pipeline import PipelinePlanner
 from services.core.planner.plan import Plan
@@ -46,6 +45,7 @@ from services.core.planner.precedence import PRECEDENCES
 from services.core.planner.preemption import Preempt, PreemptedWork, is_given_up
 from services.core.planner.refusal import known_already, queue_full, returned, too_large
 from services.core.planner.returns import Returns
+from services.core.planner.round_robin import RoundRobinPlanner
 from services.core.planner.sequence import Phase, Sequence, SequenceState
 from services.core.planner.sequence_table import SequenceTable
 from services.core.planner.single import SinglePlanner
@@ -80,8 +80,7 @@ class PlannerState:
         self.sequence_table = SequenceTable(
             config.block_size, self.table, config.prefix_caching, PRECEDENCES[config.scheduling]
         )
-        slo = config.scheduling is Scheduling.SLO
-        self._feedback = Feedback(FillLevel(config.fill_max)) if slo else None
+        self._feedback = feedback_of(config.scheduling, config.fill_max)
         self._planner = self._new_planner()
         self._changes = ConfigurationHandlers(
             config, self.sequence_table, self._flight, self._feedback
@@ -236,12 +235,12 @@ class PlannerState:
 
         It is discarded here if it has waited for too long.
         """
-        table, config = self.sequence_table, self.config
+        table = self.sequence_table
         plan = table.suspended
         if plan is None:
             return None
         if self._online_can_run() and not self._has_time_for(plan, now_s):
-            joins_others = config.scheduling is not Scheduling.SLO or config.fill_max > 0
+            joins_others = self._feedback is None or self._feedback.fill.most > 0
             if joins_others and is_given_up(plan.ran_s, now_s - plan.suspended_s):
                 table.discard_suspended()
             return None
@@ -290,6 +289,8 @@ class PlannerState:
             return PipelinePlanner(config, table, self.stages)
         if feedback is not None:
             return SloPlanner(config, table, feedback)
+        if config.scheduling is Scheduling.ROUND_ROBIN:
+            return RoundRobinPlanner(config, table)
         return SinglePlanner(config, table)
 
     # --- requests

@@ -141,9 +141,11 @@ def cost_model_of(
     """The cost model of `known`; without it a sketch is measured if deadlines need one."""
     if known is not None:
         return known.model
-    if config.scheduling != Scheduling.SLO:
+    if not Scheduling(config.scheduling).keeps_deadlines:
         return None
-    log.info("scheduling: slo, and no profile is stored: measuring a rough cost model")
+    log.info(
+        "scheduling: %s, and no profile is stored: measuring a rough cost model", config.scheduling
+    )
     return sketch(runner, config.max_batch_tokens, config.max_running)
 
 

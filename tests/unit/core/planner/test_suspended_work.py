@@ -117,9 +117,8 @@ def online(ttft_s: float | None = None, tpot_s: float | None = None) -> Service:
 def test_a_steady_load_does_not_stop_suspended_work(scheduling: Scheduling) -> None:
     """One online request after the other, of which always one can run."""
     device = Device(random.Random(0), scheduling=scheduling)
-    name = device.suspend()
-    began_s = device.now_s
-    ran_s = device.left_s[1]  # it was interrupted half-way
+    name = device.suspend(part=0.2)
+    began_s = ran_s = device.now_s
     current = device.arrive(online(tpot_s=0.03), 4, 60)
     given_up_s = None
     while name in device.state.sequences:
