@@ -119,7 +119,7 @@ class SequenceTable:
     ) -> Sequence | None:
         """The waiting sequence that can start now by the rule of `overtaking`, or None.
 
-        In a group of one, batch sequences make way for an online one. While one waits, no batch
+        Batch sequences make way for an online one, see `precedence`. While one waits, no batch
         sequence starts. With `online`, only such ones or only the others are looked at.
         """
         if not self.waiting:
@@ -346,11 +346,10 @@ class SequenceTable:
 
     @property
     def _makes_way(self) -> bool:
-        """Whether batch sequences are preempted for a start.
-
-        In a larger group they may be in microbatches that have been formed.
-        """
-        return self.precedence.batch_yields and self.ledger.stages == 1
+        """Whether batch sequences are preempted for a start."""
+        precedence = self.precedence
+        alone = self.ledger.stages == 1
+        return precedence.batch_yields and (alone or precedence.yields_in_pipelines)
 
     @property
     def _blocks_to_yield(self) -> int:

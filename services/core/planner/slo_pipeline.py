@@ -73,6 +73,7 @@ class SloPipelinePlanner(PipelinePlanner):
             decodes = [one for one in table.running if one.online and one.remaining <= 1]
             limits = RoundLimits(self._cost_max(limit_s), online_alone=True)
             self._form(plan, begun, decodes, not lost, limits)
+            ready.drop_preempted()  # batch sequences, for those that start
         self._add_prefills(plan, self.config.max_batch_tokens - len(plan.decodes))
         for one in plan.prefills:
             spent.add(one.start, one.tokens)

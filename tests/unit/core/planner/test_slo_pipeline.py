@@ -222,3 +222,17 @@ def test_predictions_follow_what_microbatches_take() -> None:
     feedback = lane.state._feedback
     assert feedback is not None
     assert feedback.budget.decode_scale == pytest.approx(1.5, abs=0.15)
+
+
+@pytest.mark.parametrize("bounds", [{"num_blocks": 80}, {"max_running": 2}])
+def test_batch_work_makes_way_for_an_online_request(bounds: dict[str, int]) -> None:
+    """It holds all blocks, or all places; some of it is in flight."""
+    lane = pipeline(**bounds)
+    lane.services = {f"b{number}": BATCH for number in range(4)}
+    lane.services["o"] = online(ttft_s=1.0)
+    arrivals = [(0.0, f"b{number}", 290, 25) for number in range(4)]
+    lane.run([*arrivals, (0.2, "o", 400, 1)], until_s=30.0)
+    assert lane.token_times_s["o"][0] - 0.2 <= 0.2
+    assert all(len(lane.token_times_s[f"b{number}"]) == 25 for number in range(4))
+    assert lane.state.preemptions_total > 0
+    assert lane.state.load().kv_blocks_free == lane.state.config.num_blocks
