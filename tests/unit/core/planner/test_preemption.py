@@ -278,3 +278,26 @@ def _disturb(state: PlannerState, rng: random.Random, aborted: set[str]) -> None
         case 3:
             state.handle(ConfigurationEnded())
             state.handle(StagesConfigured(()))
+
+
+def test_interruptions_are_counted_for_people() -> None:
+    state = make()
+    suspended(state)
+    load = state.load()
+    assert (load.preempted_iterations_total, load.resumed_iterations_total) == (1, 0)
+    assert state.plan(0.0) is not None
+    load = state.load()
+    assert (load.resumed_iterations_total, load.discarded_tokens_total) == (1, 0)
+
+
+@pytest.mark.parametrize(("service", "interrupted"), [(BATCH_WORK, 1), (Service(), 0)])
+def test_discarded_batch_work_counts_as_interrupted(service: Service, interrupted: int) -> None:
+    """An iteration with online work is dropped only when one of its requests is aborted."""
+    state = make(preempted_work=PreemptedWork.DISCARD)
+    request = replace(make_request("r", 6, 4, random.Random(0)), service=service)
+    state.handle(RequestArrived(0.0, request))
+    assert state.plan(0.0) is not None
+    state.handle(IterationDropped(0.0))
+    load = state.load()
+    assert (load.preempted_iterations_total, load.resumed_iterations_total) == (interrupted, 0)
+    assert load.discarded_tokens_total == 6
