@@ -9,6 +9,7 @@ import pytest
 from services.core.cost.model import CostModel
 from services.core.line_order import Scheduling
 from services.core.planner.batch import Batch, Chunk, Microbatch
+from services.core.planner.block_ledger import Follower
 from services.core.planner.configuration_events import (
     BlocksRelocated,
     ConfigurationEnded,
@@ -181,6 +182,22 @@ def test_a_change_of_groups_ends_it() -> None:
     again = state.plan(0.0)
     assert again is not None and again.resumes is None and len(again.batch.chunks) == 2
     state.check_invariants()
+
+
+def test_a_merge_ends_it_and_a_group_of_two_interrupts_nothing() -> None:
+    """Its tokens are discarded, and the pipeline runs them from the start."""
+    state = make()
+    tokens = suspended(state).batch.tokens
+    state.handle(ConfigurationEnded())
+    state.handle(StagesConfigured((Follower(state.config.num_blocks),)))
+    microbatch = state.plan(0.0)
+    assert microbatch is not None and len(microbatch.batch.chunks) == 2
+    assert (microbatch.preemptible, microbatch.resumes) == (False, None)
+    assert all(chunk.start == 0 for chunk in microbatch.batch.chunks)
+    state.check_invariants()
+    load = state.load()
+    assert load.discarded_tokens_total == tokens
+    assert (load.preempted_iterations_total, load.resumed_iterations_total) == (1, 0)
 
 
 def test_its_blocks_are_there_for_one_that_grows() -> None:
