@@ -1,5 +1,6 @@
 """An engine's member that has no peers."""
 
+from collections.abc import Callable
 from functools import partial
 
 from services.common.clock import monotonic_s
@@ -18,7 +19,9 @@ from services.worker.engine.transfer.pieces import BULK_KINDS
 from tests.support.local_lane import LocalNetwork
 
 
-def lone_member(state: PlannerState, runner: ModelRunner) -> Member:
+def lone_member(
+    state: PlannerState, runner: ModelRunner, now_s: Callable[[], float] = monotonic_s
+) -> Member:
     """A member that serves alone."""
     changeover = Changeover("w0", runner.stage_memory.num_layers, state)
     identity = Identity("w0", "w0-1")
@@ -31,5 +34,5 @@ def lone_member(state: PlannerState, runner: ModelRunner) -> Member:
         Links(LocalNetwork(FrameCodec(KINDS)).lane(identity), "w0", gate),
         bulk,
         partial(Mover, bulk, gate, MoverConfig()),
-        monotonic_s,
+        now_s,
     )
