@@ -6,6 +6,7 @@ from functools import partial
 from services.common.clock import monotonic_s
 from services.core.changeover.state import Changeover
 from services.core.planner.state import PlannerState
+from services.worker.engine.compute.pacer import Pacer
 from services.worker.engine.compute.runner import ModelRunner
 from services.worker.engine.pipeline.frames import KINDS
 from services.worker.engine.pipeline.links import Links
@@ -20,7 +21,10 @@ from tests.support.local_lane import LocalNetwork
 
 
 def lone_member(
-    state: PlannerState, runner: ModelRunner, now_s: Callable[[], float] = monotonic_s
+    state: PlannerState,
+    runner: ModelRunner,
+    now_s: Callable[[], float] = monotonic_s,
+    pacer: Pacer | None = None,
 ) -> Member:
     """A member that serves alone."""
     changeover = Changeover("w0", runner.stage_memory.num_layers, state)
@@ -30,7 +34,7 @@ def lone_member(
     return Member(
         identity,
         changeover,
-        StageRunner(runner, state.table),
+        StageRunner(runner, state.table, pacer),
         Links(LocalNetwork(FrameCodec(KINDS)).lane(identity), "w0", gate),
         bulk,
         partial(Mover, bulk, gate, MoverConfig()),
