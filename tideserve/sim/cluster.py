@@ -99,8 +99,9 @@ class Cluster:
         self._workload = workload
         self._simulation = Simulation()
         self._senders = Senders(self._simulation, workload, self._send, self._end_arrivals)
-        co_served = isinstance(workload, CoServed)
-        self._token_times = TokenTimes() if co_served else None
+        self._token_times: TokenTimes | None = None
+        if isinstance(workload, CoServed):
+            self._token_times = TokenTimes(workload.window_s)
         self.scheduler = SchedulerState(
             spec.queue_limit,
             spec.queue_deadline_s,

@@ -160,38 +160,55 @@ def pooled_figures(rounds: Sequence[Outcomes]) -> dict[str, Any]:
 def class_figures(rounds: Sequence[Outcomes]) -> dict[str, Any]:
     """What was computed in the windows of all `rounds`, and latencies, by class.
 
-    Empty where batch work had no part. `online`: all classes but `batch`. Requests that were sent
-    after the window count as well; one without a token counts with the time that it waited.
+    Empty where no backlog had a part. `online`: all classes but `batch`, and of their requests
+    those that were sent in a window.
     """
     known = [one for one in rounds if len(one.tokens) == 2]
     if not known:
         return {}
-    seconds = sum(end_s - begin_s for one in known for begin_s, end_s in [_times(one)])
-    made = sum_of([_between(*(count for _, count in one.tokens)) for one in known])
-    online, batch = made.online_processed_tokens_total, made.batch_processed_tokens_total
-    again = made.online_recomputed_tokens_total + made.batch_recomputed_tokens_total
+    seconds = sum(end_s - begin_s for begin_s, end_s in map(_window_s, known))
+    made = sum_of([_less(one.tokens[1][1], one.tokens[0][1]) for one in known])
+    online = made.online_processed_tokens_total, made.online_recomputed_tokens_total
+    batch = made.batch_processed_tokens_total, made.batch_recomputed_tokens_total
+    both = online[0] + batch[0], online[1] + batch[1]
     return {
-        "processed_tokens_per_s": _share(online + batch, seconds),
-        "recomputed_share": _share(again, online + batch + again),
+        **_token_figures(both, seconds),
+        "window_s": seconds,
         "classes": {
-            "online": _figures_of_class(known, False) | {"processed": _share(online, seconds)},
-            "batch": _figures_of_class(known, True) | {"processed": _share(batch, seconds)},
+            "online": _figures_of_class(known, batch=False) | _token_figures(online, seconds),
+            "batch": _figures_of_class(known, batch=True) | _token_figures(batch, seconds),
         },
     }
 
 
-def _figures_of_class(rounds: Sequence[Outcomes], batch: bool) -> dict[str, Any]:
-    def belongs(service_class: ServiceClass) -> bool:
-        return (service_class is ServiceClass.BATCH) == batch
-
-    records = [one for round_ in rounds for one in round_.records if belongs(one.service_class)]
-    gaps = [part for one in rounds for name, part in one.gaps.items() if belongs(name)]
+def _figures_of_class(rounds: Sequence[Outcomes], *, batch: bool) -> dict[str, Any]:
+    records: list[Record] = []
+    for one in rounds:
+        begin_s, end_s = (-math.inf, math.inf) if batch else _window_s(one)
+        records += [
+            record
+            for record in one.records
+            if (record.service_class is ServiceClass.BATCH) == batch
+            and begin_s <= record.sent_s <= end_s
+        ]
+    gaps = [
+        part
+        for one in rounds
+        for name, part in one.gaps.items()
+        if (name is ServiceClass.BATCH) == batch
+    ]
     completed = [one for one in records if one.outcome is Outcome.COMPLETED]
+    found = {"sent": len(records), "completed": len(completed)} | _latency_figures(completed)
+    waited_s = [record.normalized_s for record in completed]
+    found["normalized_latency_s"]["mean"] = _share(sum(waited_s), len(waited_s))
+    return found | {"inter_token_s": percentiles_of(together(gaps), PERCENTILES)}
+
+
+def _token_figures(tokens: tuple[int, int], seconds: float) -> dict[str, float | None]:
+    """Of tokens that were processed, and of those that were recomputed."""
     return {
-        "sent": len(records),
-        "completed": len(completed),
-        **_latency_figures(completed),
-        "inter_token_s": percentiles_of(together(gaps), PERCENTILES),
+        "processed_tokens_per_s": _share(tokens[0], seconds),
+        "recomputed_share": _share(tokens[1], sum(tokens)),
     }
 
 
@@ -200,12 +217,12 @@ def sum_of(counts: Iterable[ClassTokens]) -> ClassTokens:
     return ClassTokens(*(sum(column) for column in zip(*map(astuple, counts), strict=True)))
 
 
-def _between(begin: ClassTokens, end: ClassTokens) -> ClassTokens:
-    pairs = zip(astuple(begin), astuple(end), strict=True)
-    return ClassTokens(*(after - before for before, after in pairs))
+def _less(whole: ClassTokens, part: ClassTokens) -> ClassTokens:
+    pairs = zip(astuple(whole), astuple(part), strict=True)
+    return ClassTokens(*(one - other for one, other in pairs))
 
 
-def _times(outcomes: Outcomes) -> tuple[float, float]:
+def _window_s(outcomes: Outcomes) -> tuple[float, float]:
     (begin_s, _), (end_s, _) = outcomes.tokens
     return begin_s, end_s
 

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from services.core.planner.plan import Plan
 from services.core.planner.sequence import Phase
+from services.core.request import Request
 from services.core.service import ServiceClass
 
 Gaps = Counter[float]
@@ -12,9 +13,13 @@ Gaps = Counter[float]
 
 
 class TokenTimes:
-    """When each request had its last token, and the `gaps` between tokens by class."""
+    """When each request had its last token, and the `gaps` between tokens by class.
 
-    def __init__(self) -> None:
+    Of online requests those count that were sent between the times of `window_s`.
+    """
+
+    def __init__(self, window_s: tuple[float, float]) -> None:
+        self._window_s = window_s
         self.gaps: defaultdict[ServiceClass, Gaps] = defaultdict(Counter)
         self._last_s: dict[str, float] = {}
 
@@ -26,10 +31,15 @@ class TokenTimes:
             if sequence.phase is Phase.ENDED:
                 continue
             request_id = sequence.request.request_id
-            before_s = last_s.get(request_id)
-            if before_s is not None:
+            if (before_s := last_s.get(request_id)) is not None:
                 self.gaps[sequence.request.service.service_class][now_s - before_s] += 1
+            elif not self._counts(sequence.request):
+                continue
             last_s[request_id] = now_s
+
+    def _counts(self, request: Request) -> bool:
+        begin_s, end_s = self._window_s
+        return not request.service.online or begin_s <= request.arrival_s - request.waited_s <= end_s
 
 
 def percentiles_of(gaps: Gaps, shares: Mapping[str, float]) -> dict[str, float | None]:
