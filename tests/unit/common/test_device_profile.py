@@ -19,7 +19,7 @@ from services.core.groups.layer_map import ModelShape
 
 
 def test_what_is_shipped() -> None:
-    assert shipped_names() == ["A100-14B", "A800-14B", "H100-14B", "H800-14B"]
+    assert shipped_names() == ["A100-14B", "A100-40G-7B", "A800-14B", "H100-14B", "H800-14B"]
 
 
 @pytest.mark.parametrize("name", shipped_names())
