@@ -84,9 +84,7 @@ def with_classes(
             " requests arrive by themselves"
         )
     section = from_mapping(_Backlog, batch, f"section 'batch' of {path}")
-    request = Arrival(
-        0.0, section.prompt, section.output, service=Service(ServiceClass.BATCH)
-    )
+    request = Arrival(0.0, section.prompt, section.output, service=Service(ServiceClass.BATCH))
     return CoServed(load, ClosedLoop(repeat(request), section.clients), section.window_from_s)
 
 

@@ -1,4 +1,4 @@
-"""Gaps between the tokens that requests get, by class; sequences of an iteration often share one."""
+"""Gaps between the tokens of requests, by class; sequences of an iteration often share one."""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -39,7 +39,9 @@ class TokenTimes:
 
     def _counts(self, request: Request) -> bool:
         begin_s, end_s = self._window_s
-        return not request.service.online or begin_s <= request.arrival_s - request.waited_s <= end_s
+        return (
+            not request.service.online or begin_s <= request.arrival_s - request.waited_s <= end_s
+        )
 
 
 def percentiles_of(gaps: Gaps, shares: Mapping[str, float]) -> dict[str, float | None]:

@@ -131,7 +131,9 @@ class GroupLoad:
         """Blocks for online requests that have not begun there; 0 where batch ones do not yield."""
         if self._report is None or not self._report.load.batch_yields:
             return 0
-        return self._report.load.kv_blocks_wanted + self.reserved_blocks - self._reserved_batch_blocks
+        return (
+            self._report.load.kv_blocks_wanted + self.reserved_blocks - self._reserved_batch_blocks
+        )
 
     @property
     def start_blocks(self) -> int:
