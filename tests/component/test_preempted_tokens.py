@@ -181,7 +181,7 @@ def test_a_change_begins_within_an_interval_of_a_batch_iteration_of_two_seconds(
             frames.append(from_engine_decoder.decode(servicer.recv()))
 
     pacer = Pacer(CostModel(0.0, 0.0, 2.0, 0.0), sleep=sleep)
-    member = lone_member(state, runner, pacer)
+    member = lone_member(state, runner, pacer=pacer)
     grammars = GrammarCheck(runner.grammars, monotonic_s)
     batch = Request("b", tuple(range(40)), Sampling(0.0), Limits(3), 0.0, service=BATCH)
     try:
