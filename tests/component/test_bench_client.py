@@ -4,6 +4,7 @@ import asyncio
 import socket
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,9 @@ from tests.support.refusing_address import refusing_address
 from tideserve.bench.client import LEAD_S, Job, LoadClient
 from tideserve.bench.client_process import run_job
 from tideserve.bench.errors import SystemUnavailable
-from tideserve.bench.event_stream import OpenAIServer
+from tideserve.bench.event_stream import Marks, OpenAIServer
 from tideserve.bench.record import RequestOutcome, SentRequest
-from tideserve.bench.workload import PlannedRequest
+from tideserve.bench.workload import Backlog, PlannedRequest
 from tideserve.scheduler.v1 import scheduler_pb2
 
 OUTPUT_TOKENS = 5
@@ -119,6 +120,56 @@ async def test_the_open_loop_keeps_its_times_and_takes_turns() -> None:
     assert gaps == pytest.approx([0.05] * 9, abs=1e-6)
     assert all(record.sent_s >= record.due_s for record in records)
     assert all(record.late == (record.sent_s - record.due_s > 0.01) for record in records)
+
+
+async def test_a_backlog_runs_beside_the_open_loop_and_ends_with_it() -> None:
+    backlog = Backlog(clients=3, prompt_tokens=4, output_tokens=2, seed=1)
+    with fake_openai({1: "silent"}) as server:
+        client = LoadClient(job([server.url], [request(), request(1)], backlog=backlog))
+        running = asyncio.create_task(client.run())
+        while len(client.records) < 8 and not running.done():
+            await asyncio.wait((running,), timeout=0.01)
+        server.ending.set()  # the silent request is answered, and the open loop is over
+        await running
+        bodies = list(server.received)
+    online = [record for record in client.records if record.slo_class == "standard"]
+    batch = [record for record in client.records if record.slo_class == "batch"]
+    assert len(online) == 2 and len(batch) >= 6
+    assert {record.outcome for record in client.records} == {RequestOutcome.COMPLETED}
+    assert not any(record.late for record in batch)
+    prompts = [tuple(body["prompt"]) for body in bodies if body.get("slo_class") == "batch"]
+    assert len(set(prompts)) == len(prompts) >= len(batch)
+    for moment in [record.sent_s for record in batch]:
+        assert sum(r.sent_s <= moment < r.end_s for r in batch) <= backlog.clients
+
+
+async def test_what_runs_of_a_backlog_at_the_end_is_no_failure() -> None:
+    backlog = Backlog(clients=2, prompt_tokens=4, output_tokens=2, seed=1)
+    silent: dict[int, int | str] = {
+        backlog.request(number).prompt_ids[0]: "silent" for number in (0, 1)
+    }
+    with fake_openai(silent) as server:
+        records = await run(job([server.url], [request(299)], backlog=backlog))
+    assert [record.outcome for record in records] == [RequestOutcome.COMPLETED]
+
+
+async def test_the_class_is_told_as_a_server_has_it() -> None:
+    asked = replace(request(), slo_class="interactive", ttft_s=0.4, tpot_s=0.05)
+    batch = replace(request(), slo_class="batch")
+    told: list[dict[str, Any]] = []
+    for marks in Marks:
+        with fake_openai() as server:
+            await run(job([server.url], [asked, batch], concurrency=1, marks=marks))
+            names = ("slo_class", "slo", "priority")
+            told += [{n: body[n] for n in names if n in body} for body in server.received]
+    assert told == [
+        {"slo_class": "interactive", "slo": {"ttft_ms": 400.0, "tpot_ms": 50.0}},
+        {"slo_class": "batch"},
+        {"priority": 0},
+        {"priority": 1},
+        {},
+        {},
+    ]
 
 
 async def test_a_late_send_is_counted() -> None:

@@ -98,6 +98,7 @@ def test_what_cannot_be_done_is_one_sentence(
             (["burst", "--paced", "A100-14B", "--systems", "drop,vllm"], "vllm cannot serve it"),
             (["steady", "--paced", "A100-14B"], "'steady' has no load for --paced's tiny model"),
             (["steady", "--json", figures, "--model", model], "cannot write to"),
+            (["coserve", "--trace", "x"], "makes requests of its own; leave --trace out"),
             (["steady", "--rate", "3"], "'steady' makes requests of its own; leave --rate out"),
             (["steady", "--cells", "x"], "'steady' has no cells; leave --cells out"),
             (["churn", "--minutes", "3"], "'churn' has no cells; leave --minutes out"),

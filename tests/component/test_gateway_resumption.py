@@ -38,9 +38,14 @@ async def metric(case: Case, name: str) -> float:
 
 
 async def lose(case: Case, worker: int, at: int) -> None:
-    """Lose a worker when it is about to emit token `at`, which is not its first."""
+    """Lose a worker when the gateway has those of its tokens that come before `at`."""
     dying = case.cluster.workers[worker]
     await eventually(lambda: dying.emitted >= at)
+
+    async def has_come() -> bool:
+        return await metric(case, "tideserve_gateway_output_tokens_total") >= at
+
+    await eventually(has_come)  # what is on its way gets lost with the connection
     dying.pause_at = None  # in case that requests come back
     dying.hang_up()
 

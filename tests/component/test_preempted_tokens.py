@@ -181,7 +181,7 @@ def test_a_change_begins_within_an_interval_of_a_batch_iteration_of_two_seconds(
             frames.append(from_engine_decoder.decode(servicer.recv()))
 
     pacer = Pacer(CostModel(0.0, 0.0, 2.0, 0.0), sleep=sleep)
-    member = lone_member(state, runner, pacer)
+    member = lone_member(state, runner, pacer=pacer)
     grammars = GrammarCheck(runner.grammars, monotonic_s)
     batch = Request("b", tuple(range(40)), Sampling(0.0), Limits(3), 0.0, service=BATCH)
     try:
@@ -215,7 +215,8 @@ def test_an_engine_runs_the_online_request_and_then_goes_on(tmp_path: Path) -> N
     runner = load_runner(make_tiny_model(tmp_path, vocab=VOCAB, layers=LAYERS))
     bounds = (runner.block_size, runner.num_blocks, 64, 16, REQUESTS)
     state = PlannerState(IterationConfig(*bounds, preempt=Preempt.ALWAYS))
-    member = lone_member(state, runner)
+    # Time stands still: a suspended iteration is given up after several times what it has run.
+    member = lone_member(state, runner, lambda: 0.0)
     prompts = {"batch": tuple(range(40)), "online": (7, 8, 9)}
     request = {
         name: Request(

@@ -1,5 +1,6 @@
 """An engine's member that has no peers."""
 
+from collections.abc import Callable
 from functools import partial
 
 from services.common.clock import monotonic_s
@@ -19,7 +20,12 @@ from services.worker.engine.transfer.pieces import BULK_KINDS
 from tests.support.local_lane import LocalNetwork
 
 
-def lone_member(state: PlannerState, runner: ModelRunner, pacer: Pacer | None = None) -> Member:
+def lone_member(
+    state: PlannerState,
+    runner: ModelRunner,
+    now_s: Callable[[], float] = monotonic_s,
+    pacer: Pacer | None = None,
+) -> Member:
     """A member that serves alone."""
     changeover = Changeover("w0", runner.stage_memory.num_layers, state)
     identity = Identity("w0", "w0-1")
@@ -32,5 +38,5 @@ def lone_member(state: PlannerState, runner: ModelRunner, pacer: Pacer | None = 
         Links(LocalNetwork(FrameCodec(KINDS)).lane(identity), "w0", gate),
         bulk,
         partial(Mover, bulk, gate, MoverConfig()),
-        monotonic_s,
+        now_s,
     )

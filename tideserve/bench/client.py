@@ -9,17 +9,17 @@ import asyncio
 import contextlib
 import gc
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import msgspec
 
 from services.common.clock import monotonic_s
 from services.common.timeouts import timeout
-from tideserve.bench.event_stream import OpenAIServer, StreamedAnswer, StreamFailed
+from tideserve.bench.event_stream import Marks, OpenAIServer, StreamedAnswer, StreamFailed
 from tideserve.bench.grpc_door import SCHEME, GrpcDoor
 from tideserve.bench.record import RequestOutcome, SentRequest
-from tideserve.bench.workload import PlannedRequest
+from tideserve.bench.workload import Backlog, PlannedRequest
 
 LATE_S = 0.010
 """A request sent later than this after it was due counts as late."""
@@ -27,6 +27,8 @@ LEAD_S = 0.25
 LAST_SEND_FACTOR = 1.25
 """A closed loop sends nothing new when less time is left than this times the longest duration.
 """
+FAILURE_PAUSE_S = 1.0
+"""After a request of a backlog that failed or was refused: its client does not storm the server."""
 REFUSALS = (429, 503)
 UNFINISHED = "not finished within the time of the round"
 
@@ -35,7 +37,8 @@ class Job(msgspec.Struct, frozen=True):
     """What to send where. `concurrency` None is the open loop: everything at its arrival time.
 
     A URL is of HTTP, or grpc://host:port, a gRPC door of ours. Of the first `lead_in` requests only
-    failures are noted.
+    failures are noted. `backlog` is sent beside the requests from the first moment until they have
+    ended; those of it that run then are cut off and not noted.
     """
 
     urls: tuple[str, ...]
@@ -45,6 +48,8 @@ class Job(msgspec.Struct, frozen=True):
     concurrency: int | None = None
     lead_in: int = 0
     api_key: str | None = None
+    backlog: Backlog | None = None
+    marks: Marks = Marks.CLASSES
 
 
 class LoadClient:
@@ -58,26 +63,32 @@ class LoadClient:
         """`say` is told about once a second how many requests have ended."""
         self._job = job
         self._say = say
-        self._servers = [_server(url, job.api_key) for url in job.urls]
+        self._servers = [_server(url, job.api_key, job.marks) for url in job.urls]
         self._turn = itertools.cycle(range(len(self._servers)))
         self._slowest_s = 0.0
+        self._of_backlog = 0
         self.records: list[SentRequest] = []
 
     async def run(self) -> None:
         """Send all requests; those that run at the deadline are cancelled and count as failed."""
-        loop = self._open_loop() if self._job.concurrency is None else self._closed_loop()
-        progress = [asyncio.create_task(self._tell(say)) for say in (self._say,) if say]
+        # The first prompts of a backlog are made before the clock starts.
+        backlog = self._job.backlog
+        first = [backlog.request(number) for number in range(backlog.clients)] if backlog else []
+        start_s = monotonic_s() + LEAD_S
+        beside = [asyncio.create_task(self._tell(say)) for say in (self._say,) if say]
+        if backlog is not None:
+            beside.append(asyncio.create_task(self._keep_full(backlog, first, start_s)))
+        open_loop = self._job.concurrency is None
         try:
-            await loop
+            await (self._open_loop(start_s) if open_loop else self._closed_loop())
         finally:
-            for task in progress:
+            for task in beside:
                 task.cancel()
-            await asyncio.gather(*progress, return_exceptions=True)
+            await asyncio.gather(*beside, return_exceptions=True)
             for server in self._servers:
                 await server.close()
 
-    async def _open_loop(self) -> None:
-        start_s = monotonic_s() + LEAD_S
+    async def _open_loop(self, start_s: float) -> None:
         end_s = start_s + self._job.timeout_s
         async with asyncio.TaskGroup() as tasks:
             for request in self._job.requests:
@@ -97,6 +108,28 @@ class LoadClient:
             for _ in range(self._job.concurrency or 1):
                 tasks.create_task(self._send_one_by_one(waiting, next(self._turn), end_s))
 
+    async def _keep_full(
+        self, backlog: Backlog, first: Sequence[PlannedRequest], start_s: float
+    ) -> None:
+        await asyncio.sleep(max(0.0, start_s - monotonic_s()))
+        numbers = itertools.count(len(first))
+        async with asyncio.TaskGroup() as tasks:
+            for request in first:
+                tasks.create_task(self._send_without_end(backlog, request, numbers))
+
+    async def _send_without_end(
+        self, backlog: Backlog, request: PlannedRequest, numbers: Iterator[int]
+    ) -> None:
+        target = next(self._turn)
+        # The job ends before that: what then runs is no failure.
+        end_s = monotonic_s() + 2 * self._job.timeout_s
+        while True:
+            outcome = await self._send(request, target, monotonic_s(), end_s)
+            self._of_backlog += 1
+            if outcome is not RequestOutcome.COMPLETED:
+                await asyncio.sleep(FAILURE_PAUSE_S)
+            request = backlog.request(next(numbers))
+
     async def _send_one_by_one(
         self, waiting: Iterator[tuple[int, PlannedRequest]], target: int, end_s: float
     ) -> None:
@@ -111,7 +144,7 @@ class LoadClient:
         due_s: float,
         end_s: float,
         lead_in: bool = False,
-    ) -> None:
+    ) -> RequestOutcome:
         answer, error = StreamedAnswer(), ""
         sent_s = due_s
 
@@ -130,7 +163,7 @@ class LoadClient:
         ended_s = monotonic_s()
         self._slowest_s = max(self._slowest_s, ended_s - due_s)
         if lead_in and outcome is RequestOutcome.COMPLETED:
-            return
+            return outcome
         output_tokens = answer.output_tokens or len(answer.token_times_s)
         self.records.append(
             SentRequest(
@@ -149,15 +182,20 @@ class LoadClient:
                 error=error,
             )
         )
+        return outcome
 
     async def _tell(self, say: Callable[[str], None]) -> None:
         while True:
-            say(f"{len(self.records)}/{len(self._job.requests) - self._job.lead_in}")
+            ended = len(self.records) - self._of_backlog
+            beside = f" and {self._of_backlog} batch" if self._job.backlog else ""
+            say(f"{ended}/{len(self._job.requests) - self._job.lead_in}{beside}")
             await asyncio.sleep(1.0)
 
 
-def _server(url: str, api_key: str | None) -> OpenAIServer | GrpcDoor:
-    return (GrpcDoor if url.startswith(f"{SCHEME}:") else OpenAIServer)(url, api_key)
+def _server(url: str, api_key: str | None, marks: Marks) -> OpenAIServer | GrpcDoor:
+    if url.startswith(f"{SCHEME}:"):
+        return GrpcDoor(url, api_key)
+    return OpenAIServer(url, api_key, marks)
 
 
 def _print(line: str) -> None:

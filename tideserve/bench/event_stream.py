@@ -5,7 +5,9 @@ httptools parses the transport, orjson the events; a connection serves one reque
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from enum import StrEnum
+from typing import Any
 from urllib.parse import urlsplit
 
 import httptools
@@ -13,12 +15,20 @@ import orjson
 
 from services.common.clock import monotonic_s
 from services.common.timeouts import timeout
-from tideserve.bench.workload import DEFAULT_CLASS, PlannedRequest
+from tideserve.bench.workload import BATCH_CLASS, DEFAULT_CLASS, PlannedRequest
 
 DATA = b"data:"
 DONE = b"[DONE]"
 IDLE_MAX_S = 3.0  # uvicorn hangs up after 5
 CONNECT_TIMEOUT_S = 10.0
+
+
+class Marks(StrEnum):
+    """How a server is told the class of a request: in our fields, by vLLM's priority, or not."""
+
+    CLASSES = "classes"
+    PRIORITY = "priority"
+    NONE = "none"
 
 
 class StreamFailed(Exception):
@@ -159,8 +169,9 @@ class HttpConnection(asyncio.Protocol):
 class OpenAIServer:
     """One OpenAI-compatible server and the connections to it."""
 
-    def __init__(self, url: str, api_key: str | None) -> None:
+    def __init__(self, url: str, api_key: str | None, marks: Marks = Marks.CLASSES) -> None:
         parts = urlsplit(url)
+        self._marks = marks
         self._host = parts.hostname or "127.0.0.1"
         self._secure = parts.scheme == "https"
         self._port = parts.port or (443 if self._secure else 80)
@@ -183,7 +194,7 @@ class OpenAIServer:
         Raises:
             StreamFailed, OSError: if there is no whole response.
         """
-        body = completion_body(model, request)
+        body = completion_body(model, request, self._marks)
         connection = await self._connection()
         head = f"{self._head}Content-Length: {len(body)}\r\n\r\n".encode()
         on_sent()
@@ -218,7 +229,7 @@ class OpenAIServer:
         return made
 
 
-def completion_body(model: str, request: PlannedRequest) -> bytes:
+def completion_body(model: str, request: PlannedRequest, marks: Marks = Marks.CLASSES) -> bytes:
     """Generation is forced to the planned length, which servers other than OpenAI's honour."""
     fields = {
         "model": model,
@@ -231,8 +242,29 @@ def completion_body(model: str, request: PlannedRequest) -> bytes:
         "stream": True,
         "stream_options": {"include_usage": True},
     }
-    if request.slo_class != DEFAULT_CLASS:
-        fields["slo_class"] = request.slo_class
+    fields |= MARKS[marks](request)
     if request.cache_salt is not None:
         fields |= {"return_token_ids": True, "cache_salt": request.cache_salt}
     return orjson.dumps(fields)
+
+
+def _class_fields(request: PlannedRequest) -> dict[str, Any]:
+    """Class and targets as tideserve has them."""
+    fields: dict[str, Any] = {}
+    if request.slo_class != DEFAULT_CLASS:
+        fields["slo_class"] = request.slo_class
+    targets = {"ttft_ms": request.ttft_s, "tpot_ms": request.tpot_s}
+    told = {name: seconds * 1e3 for name, seconds in targets.items() if seconds is not None}
+    return fields | ({"slo": told} if told else {})
+
+
+def _priority_field(request: PlannedRequest) -> dict[str, Any]:
+    """The class as vLLM's scheduler has it: online 0, batch 1."""
+    return {"priority": int(request.slo_class == BATCH_CLASS)}
+
+
+MARKS: Mapping[Marks, Callable[[PlannedRequest], dict[str, Any]]] = {
+    Marks.CLASSES: _class_fields,
+    Marks.PRIORITY: _priority_field,
+    Marks.NONE: lambda request: {},
+}

@@ -91,6 +91,10 @@ def completion_request(model: str, request: PlannedRequest) -> pb.StreamComplete
     if request.slo_class != DEFAULT_CLASS:
         name = f"SERVICE_CLASS_{request.slo_class.upper()}"
         completion.options.service_class = service_pb2.ServiceClass.Value(name)
+    if request.ttft_s is not None:
+        completion.options.service_level.ttft_ms = request.ttft_s * 1e3
+    if request.tpot_s is not None:
+        completion.options.service_level.tpot_ms = request.tpot_s * 1e3
     return pb.StreamCompleteRequest(completion=completion)
 
 

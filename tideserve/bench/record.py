@@ -61,6 +61,21 @@ class SentRequest(msgspec.Struct, frozen=True):
         return [b - a for a, b in zip(self.token_times_s, self.token_times_s[1:], strict=False)]
 
 
+class TokenSample(msgspec.Struct, frozen=True):
+    """Tokens that the servers have counted by one moment. None is unknown.
+
+    Processed: prompt tokens that ran for the first time, and output tokens. Recomputed: tokens that
+    ran again. `batch_…` are those of the class batch, which are in the others, too.
+    """
+
+    time_s: float
+    processed: float
+    output: float | None = None
+    recomputed: float | None = None
+    batch_processed: float | None = None
+    batch_recomputed: float | None = None
+
+
 class Round(msgspec.Struct, frozen=True):
     """All requests of one measured round of one system, and the server's counts of that time."""
 
@@ -79,3 +94,4 @@ class Round(msgspec.Struct, frozen=True):
     """Seconds that iterations of all workers took, and that their cost model predicted."""
     pipeline_samples: tuple[tuple[float, float, float], ...] = ()
     """(seconds on the monotonic clock, busy_s, bubble_s so far) as the server reported it."""
+    token_samples: tuple[TokenSample, ...] = ()

@@ -13,6 +13,7 @@ from tideserve.sim.workload import PREFIX_BLOCK_TOKENS, Arrival
 TOKEN_ID_MIN = 300
 TOKEN_ID_MAX = 2_000
 DEFAULT_CLASS = "standard"
+BATCH_CLASS = "batch"
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +21,7 @@ class PlannedRequest:
     """One request; generation is forced to `output_tokens`. `arrival_s` counts from the start.
 
     With a `cache_salt` it shares cached prefixes with those of the same salt, and asks for the
-    tokens of the answer.
+    tokens of the answer. `ttft_s` and `tpot_s` are the targets that it tells the server.
     """
 
     arrival_s: float
@@ -30,6 +31,32 @@ class PlannedRequest:
     slo_class: str = DEFAULT_CLASS
     cache_salt: str | None = None
     temperature: float = 0.0
+    ttft_s: float | None = None
+    tpot_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Backlog:
+    """Batch requests without end, from `clients` clients with one at a time each.
+
+    No prompt begins as another one of any `seed`.
+    """
+
+    clients: int
+    prompt_tokens: int
+    output_tokens: int
+    seed: int
+
+    def request(self, number: int) -> PlannedRequest:
+        """The request of that number, always the same."""
+        ids = prompt_ids(self.prompt_tokens, f"backlog {self.seed} {number}")
+        return PlannedRequest(0.0, ids, self.output_tokens, number, slo_class=BATCH_CLASS)
+
+    def __str__(self) -> str:
+        return (
+            f"{self.clients} clients with batch requests of {self.prompt_tokens:,} prompt and"
+            f" {self.output_tokens} output tokens, without end"
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ import orjson
 
 from services.common.config import parse_size_bytes
 from services.common.errors import ConfigError
+from tideserve.bench.co_serving.bars import failures
 from tideserve.bench.errors import BenchError, SystemUnavailable
 from tideserve.bench.probes import drop_cost
 from tideserve.bench.runs.pairs import faster_than_chosen
@@ -101,11 +102,12 @@ def _run_drop_cost(arguments: BenchArguments, report: Report) -> None:
         deployment = _deployment(
             arguments, parse_size_bytes(arguments.memory or drop_cost.MEMORY), report, "bfloat16"
         )
+        machine = describe_machine(deployment)
         with report.step("Measuring what a drop costs"):
             wanted = drop_cost.probes(deployment, arguments.choice.quick)
             found = drop_cost.measure(wanted, report.doing)
     report.box("what a drop costs", drop_cost.rows(found))
-    result = {"scenario": drop_cost.NAME, "machine": describe_machine(deployment)} | found
+    result = {"scenario": drop_cost.NAME, "machine": machine} | found
     _write(result, arguments, report)
     if found["unavailable"]:
         raise CommandError("; ".join(found["unavailable"].values()), EXIT_FAILED)
@@ -120,9 +122,9 @@ def _run_trial(arguments: BenchArguments, trial: Trial, report: Report) -> None:
             _refuse_cells(arguments, trial.timed)
         check_writable(arguments.json)
         with _trial_deployment(arguments, trial, report) as deployment:
+            machine = describe_machine(deployment)
             with report.step(f"{trial.name}: {trial.summary}"):
                 verdict = trial.run(deployment, arguments.choice, report.line, report.doing)
-            machine = describe_machine(deployment)
     report.box(trial.summary, list(verdict.rows))
     for problem in verdict.problems:
         report.warn(problem)
@@ -192,14 +194,16 @@ def _refuse_load(arguments: BenchArguments, why: str, traced: bool = False) -> N
     _refuse_trace(arguments, why, traced)
 
 
-def _refuse_trace(arguments: BenchArguments, why: str, traced: bool = False) -> None:
+def _refuse_trace(
+    arguments: BenchArguments, why: str, traced: bool = False, rated: bool = False
+) -> None:
     choice = arguments.choice
     given = {
         "--trace": None if traced else choice.trace,
         "--trace-start": choice.trace_start_s,
         "--trace-duration": choice.trace_duration_s,
         "--trace-repeat": choice.trace_repeat,
-        "--rate": choice.rate_per_s,
+        "--rate": None if rated else choice.rate_per_s,
         "--time-scale": choice.time_scale,
     }
     _refuse(arguments, given, why)
@@ -244,7 +248,7 @@ def _plan(arguments: BenchArguments, report: Report, folder: Path) -> BenchPlan:
     if arguments.choice.rate_per_s is not None and arguments.choice.time_scale is not None:
         raise BenchError("--rate and --time-scale both say how dense arrivals are; give one")
     if not scenario.traced:
-        _refuse_trace(arguments, "makes requests of its own")
+        _refuse_trace(arguments, "makes requests of its own", rated=scenario.rated)
     if arguments.paced and not any(is_tideserve(name) for name in names):
         raise BenchError("--paced paces tideserve, and no system of this run is one")
     memory_bytes = parse_size_bytes(arguments.memory or memory)
@@ -355,6 +359,10 @@ def _publish(
     if arguments.plot is not None and outcomes.rounds:
         _draw(arguments.plot, plan, outcomes, result["machine"])
         report.line(f"pictures: {arguments.plot}")
+    if problems := failures(result.get("co_serving")):
+        for problem in problems:
+            report.warn(problem)
+        raise CommandError(f"{plan.scenario.name} has failed: {problems[0]}", EXIT_FAILED)
 
 
 def _draw(path: Path, plan: BenchPlan, outcomes: RunOutcomes, machine: Mapping[str, Any]) -> None:

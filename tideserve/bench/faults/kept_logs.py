@@ -3,7 +3,10 @@
 import os
 import shutil
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
+
+from tideserve.bench.systems.system import Say
 
 
 def logs_folder(scenario: str, file: Path | None = None) -> Path:
@@ -19,3 +22,11 @@ def keep_logs(folder: Path, logs: Path, target: Path) -> Path:
     shutil.copytree(folder, target)
     shutil.copytree(logs, target / "logs")
     return target
+
+
+def keep_if_failed(
+    scenario: str, problems: Sequence[str], folder: Path, logs: Path, say: Say
+) -> None:
+    """Keep the logs of a trial in which something was wrong, and tell where."""
+    if problems:
+        say(f"logs: {keep_logs(folder, logs, logs_folder(scenario))}")

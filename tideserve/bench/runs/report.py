@@ -7,6 +7,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from tideserve.bench.co_serving.tables import show_co_serving
 from tideserve.bench.runs.result import sections
 from tideserve.bench.scenarios.scenario import FASTEST
 from tideserve.bench.stats import PHASES
@@ -41,6 +42,8 @@ def show(result: Mapping[str, Any], console: Console) -> None:
     for name, found in result["systems"].items():
         for figure, value in found.get("overhead", {}).items():
             console.print(f"{name}: {figure} {_plain(value)}", highlight=False, soft_wrap=True)
+    if verdict := result.get("co_serving"):
+        show_co_serving(result["systems"], verdict, console)
     for name, reason in result.get("unavailable", {}).items():
         console.print(
             f"{name} could not run: {reason}",

@@ -5,6 +5,8 @@ from dataclasses import asdict
 from typing import Any
 
 from tideserve.bench.ablation import effects
+from tideserve.bench.co_serving.bars import judge
+from tideserve.bench.co_serving.figures import co_serving_figures
 from tideserve.bench.record import Round
 from tideserve.bench.runs.pairs import pairs
 from tideserve.bench.runs.runner import BenchPlan, RunOutcomes
@@ -35,6 +37,9 @@ def result_of(plan: BenchPlan, outcomes: RunOutcomes) -> dict[str, Any]:
     if plan.scenario.paired:
         by_load = {part["scenario"]: part["systems"] for part in sections(result)}
         result["pairs"] = pairs(plan, by_load)
+    if plan.scenario.online_targets is not None:
+        targets = plan.scenario.online_targets(plan.choice)
+        result["co_serving"] = judge(result["systems"], targets, plan.deployment.paced is not None)
     if sentences := _too_mild(plan, result["systems"]):
         result["too_mild"] = sentences
     if outcomes.unavailable:
@@ -72,8 +77,9 @@ def _compared(plan: BenchPlan, rounds: Mapping[str, Sequence[Round]]) -> dict[st
         # A system without a memory limit is a yardstick, not a competitor.
         rivals = {name: found for name, found in own.items() if not is_reference(name)}
         best[device] = best_p50_s(rivals or own)
+    make = figures if plan.scenario.online_targets is None else co_serving_figures
     systems = {
-        name: figures(found, plan.targets, best[device_of(name)]) for name, found in rounds.items()
+        name: make(found, plan.targets, best[device_of(name)]) for name, found in rounds.items()
     }
     return {"systems": systems, "ratios": ratios(systems)}
 

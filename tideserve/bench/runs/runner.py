@@ -25,8 +25,10 @@ from tideserve.bench.systems.catalog import (
     is_tideserve,
     is_vllm,
     make_system,
+    marks_of,
 )
 from tideserve.bench.systems.processor import read_bytes_per_s, read_processor
+from tideserve.bench.systems.schedulings import serves_batch
 from tideserve.bench.systems.system import Deployment, Say, System
 from tideserve.bench.systems.tideserve import TIMES, Tideserve
 from tideserve.bench.workload import fixed
@@ -119,6 +121,8 @@ class Runner:
         for name in named:
             if self._deployment.paced and is_tideserve(name):
                 found[f"{name}@{self._deployment.paced}"] = (name, True)
+                if self._plan.scenario.online_targets is not None:
+                    continue  # its load is for the one pace or for the other
             found[name.partition("=")[0]] = (name, False)
         return found
 
@@ -260,6 +264,7 @@ class Runner:
 
     def _run(self, system: System, case: Case, turn: int, label: str) -> tuple[SentRequest, ...]:
         workload = case.workload(turn)
+        make_backlog = case.backlog if serves_batch(system.name) else None
         job = Job(
             urls=tuple(system.urls),
             model=system.model,
@@ -268,6 +273,8 @@ class Runner:
             concurrency=case.concurrency,
             lead_in=workload.lead_in,
             api_key=system.api_key,
+            backlog=None if make_backlog is None else make_backlog(turn),
+            marks=marks_of(system.name),
         )
         return run_job(job, lambda line: self._progress(f"{label}: {line} requests"))
 
@@ -285,6 +292,7 @@ class Runner:
             capacity_tokens=after.capacity_tokens,
             capacity_samples=tuple(sampler.capacity_samples),
             pipeline_samples=tuple(sampler.pipeline_samples),
+            token_samples=tuple(sampler.token_samples),
             **{name: _difference(getattr(after, name), getattr(before, name)) for name in TIMES},
         )
 
@@ -303,7 +311,12 @@ class Runner:
             if not any(measured):
                 continue
             records = [r for rounds in measured for one in rounds for r in one.records]
-            if not any(record.outcome is RequestOutcome.COMPLETED for record in records):
+            # Beside batch work, answers may last longer than a round.
+            beside = self._plan.scenario.online_targets is not None
+            if not any(
+                record.outcome is RequestOutcome.COMPLETED or (beside and record.token_times_s)
+                for record in records
+            ):
                 self.outcomes.unavailable.setdefault(key, "it completed no request in time")
             elif len(records) < min(REQUESTS_MIN, self._requests_of(name)):
                 self._say(

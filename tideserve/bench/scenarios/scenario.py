@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from tideserve.bench import scenarios
+from tideserve.bench.co_serving.bars import OnlineTargets
 from tideserve.bench.errors import BenchError
 from tideserve.bench.probes import drop_cost
 from tideserve.bench.record import Round
 from tideserve.bench.stats import LatencyTarget
 from tideserve.bench.systems.system import Deployment, Say, System
-from tideserve.bench.workload import Workload
+from tideserve.bench.workload import Backlog, Workload
 
 QUICK_LIMIT_S = 240.0
 FASTEST = "fastest"
@@ -61,7 +62,8 @@ class Case:
     `concurrency` None is the open loop. `expected_s` is a guess for two cores, `limit_s` ends a
     round. With `own_dtype_only`, systems that are in the run in a second dtype do not get this load
     in that. With `reads_weights`, few rows run at a time, so that reading the weights takes most of
-    an iteration.
+    an iteration. `backlog(i)` runs beside the requests of round i, except in a system without batch
+    work.
     """
 
     name: str
@@ -71,6 +73,7 @@ class Case:
     limit_s: float
     own_dtype_only: bool = False
     reads_weights: bool = False
+    backlog: Callable[[int], Backlog] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +91,10 @@ class Scenario:
     options        further options of `tideserve up`
     traced         whether the arrivals are those of a trace, which may then be chosen
     demand_min     peak KV demand that the load is meant to have, in multiples of the capacity
+    rated          whether a rate of requests may be chosen without a trace
+    online_targets what the online requests of a load are promised: each case has a backlog of batch
+                   requests beside them, figures are those of co-serving, and a paced run has no
+                   unpaced systems
     """
 
     name: str
@@ -112,6 +119,8 @@ class Scenario:
     options: Mapping[str, Any] = field(default_factory=dict)
     traced: bool = False
     demand_min: float = 0.0
+    rated: bool = False
+    online_targets: Callable[[LoadChoice], OnlineTargets] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,7 @@ from services.common.clock import monotonic_s
 from tideserve.bench.audit_logs import Audited, audit_logs
 from tideserve.bench.errors import SystemUnavailable
 from tideserve.bench.faults.cluster import blocks_free, is_stable
+from tideserve.bench.faults.kept_logs import keep_if_failed
 from tideserve.bench.faults.random_faults import drawn, strike
 from tideserve.bench.faults.streams import undisturbed_tokens
 from tideserve.bench.scenarios.scenario import LoadChoice, Trial, TrialVerdict
@@ -78,10 +79,11 @@ def run(deployment: Deployment, choice: LoadChoice, say: Say, progress: Say) -> 
             system.start(say)
             done, tally = soak(system, workers, minutes * 60, choice.seed, progress)
             progress("replaying and auditing the event logs")
-            audited = audit_logs(logs)
+            verdict = judge(done, tally, audit_logs(logs))
+            keep_if_failed("soak", verdict.problems, Path(folder), Path(system.state["logs"]), say)
         finally:
             system.stop()
-    return judge(done, tally, audited)
+    return verdict
 
 
 def soak(

@@ -27,7 +27,7 @@ from tideserve.bench.faults.cluster import (
     is_stable,
     serve_alone,
 )
-from tideserve.bench.faults.kept_logs import keep_logs, logs_folder
+from tideserve.bench.faults.kept_logs import keep_if_failed
 from tideserve.bench.faults.random_faults import RandomFault, strike
 from tideserve.bench.faults.streams import (
     STALL_S,
@@ -97,9 +97,9 @@ def run(deployment: Deployment, choice: LoadChoice, say: Say, progress: Say) -> 
             survived = _trouble(system, workers, extent, choice.seed, progress)
             progress("replaying and auditing the event logs")
             verdict = judge(survived, audit_logs(logs))
-            if verdict.problems:
-                kept = keep_logs(Path(folder), Path(system.state["logs"]), logs_folder("survive"))
-                say(f"logs: {kept}")
+            keep_if_failed(
+                "survive", verdict.problems, Path(folder), Path(system.state["logs"]), say
+            )
         finally:
             system.stop()
     return verdict

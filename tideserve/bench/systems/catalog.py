@@ -5,13 +5,21 @@ from dataclasses import replace
 from urllib.parse import urlsplit
 
 from tideserve.bench.errors import BenchError
+from tideserve.bench.event_stream import Marks
+from tideserve.bench.systems.schedulings import (
+    SCHEDULINGS,
+    is_suffix,
+    options_of,
+    scheduling_of,
+)
 from tideserve.bench.systems.system import AMPLE, Deployment, System
 from tideserve.bench.systems.tideserve import MECHANISMS, POLICIES, Tideserve
 from tideserve.bench.systems.url import Url
-from tideserve.bench.systems.vllm import Vllm
+from tideserve.bench.systems.vllm import PRIORITY, Vllm
 
 PACED_MARK = "@"
 VLLM = "vllm"
+VLLM_SUFFIXES = (AMPLE, PRIORITY)
 DTYPES = ("bfloat16", "float32")
 """Suffixes that give a system a dtype of its own."""
 
@@ -41,9 +49,12 @@ def make_system(name: str, deployment: Deployment, api_key: str | None = None) -
     deployment = replace(deployment, dtype=dtype_of(name) or deployment.dtype)
     if base == VLLM:
         return Vllm(name, off, replace(deployment, paced=None))
-    if deployment.paced:
-        return Tideserve(f"{name}{PACED_MARK}{deployment.paced}", off, deployment)
-    return Tideserve(name, off, deployment)
+    if base in SCHEDULINGS:
+        own = options_of(base, off, deployment.workers)
+        off = tuple(one for one in off if not is_suffix(one))
+        deployment = replace(deployment, options=dict(deployment.options) | own)
+    label = f"{name}{PACED_MARK}{deployment.paced}" if deployment.paced else name
+    return Tideserve(label, off, deployment)
 
 
 def is_tideserve(name: str) -> bool:
@@ -54,6 +65,13 @@ def is_tideserve(name: str) -> bool:
 def is_vllm(name: str) -> bool:
     """Whether vLLM is started under this name."""
     return "=" not in name and name.split("-")[0] == VLLM
+
+
+def marks_of(name: str) -> Marks:
+    """How requests tell this system their class."""
+    if not is_vllm(name):
+        return Marks.CLASSES
+    return Marks.PRIORITY if PRIORITY in name.split("-") else Marks.NONE
 
 
 def dtype_of(name: str) -> str | None:
@@ -94,15 +112,15 @@ def _check_dtype(name: str) -> None:
 
 
 def _split(name: str) -> tuple[str, tuple[str, ...]]:
-    base, *suffixes = name.split("-")
+    scheduled = scheduling_of(name)
+    base, suffixes = scheduled or (name.split("-")[0], name.split("-")[1:])
     off = [one for one in suffixes if one not in DTYPES]
-    known = (AMPLE,) if base == VLLM else tuple(MECHANISMS)
-    if base != VLLM and base not in POLICIES:
-        raise BenchError(
-            f"unknown system '{name}'; there are {', '.join(POLICIES)}, vllm and name=URL"
-        )
+    known = VLLM_SUFFIXES if base == VLLM else tuple(MECHANISMS)
+    if base != VLLM and base not in {*POLICIES, *SCHEDULINGS}:
+        systems = ", ".join((*POLICIES, *sorted(SCHEDULINGS)))
+        raise BenchError(f"unknown system '{name}'; there are {systems}, vllm and name=URL")
     for mechanism in off:
-        if mechanism not in known:
+        if mechanism not in known and not (scheduled and is_suffix(mechanism)):
             raise BenchError(
                 f"'{name}': there is no mechanism '{mechanism}' to switch off; there are"
                 f" {', '.join(known)}"

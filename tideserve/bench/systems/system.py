@@ -23,7 +23,9 @@ OWN_PORTS = range(20_000, 32_000)
 """Ports below the range from which operating systems assign free ones."""
 AMPLE = "ample"
 """The suffix of a system that gets memory for the whole demand."""
+_CLASS = re.compile(r'[{,]class="(\w+)"')
 _SAMPLE = re.compile(r"^([a-zA-Z_:][a-zA-Z0-9_:]*)(\{.*\})?\s+(\S+)", re.MULTILINE)
+OUTPUT_METRIC = "vllm:generation_tokens_total"
 DTYPE_BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
 
 Say = Callable[[str], None]
@@ -80,8 +82,9 @@ class Counters:
     """Counters of all servers of a system at one moment; None is unknown.
 
     `capacity_tokens` is that of the KV cache at first, `capacity_now_tokens` with what has merged.
-    `busy_s` and `bubble_s` add up what the stages of pipelines have spent so far, the last four
-    what iterations took and what a cost model predicted.
+    `busy_s` and `bubble_s` add up what the stages of pipelines have spent so far, the next four
+    what iterations took and what a cost model predicted. The last five are those of a
+    `TokenSample`.
     """
 
     preemptions: int | None = None
@@ -93,6 +96,11 @@ class Counters:
     prefill_predicted_s: float | None = None
     decode_s: float | None = None
     decode_predicted_s: float | None = None
+    processed: float | None = None
+    output: float | None = None
+    recomputed: float | None = None
+    batch_processed: float | None = None
+    batch_recomputed: float | None = None
 
 
 class System(Protocol):
@@ -162,13 +170,20 @@ def read_metrics(url: str, api_key: str | None = None) -> dict[str, float]:
 
 
 def parse_metrics(text: str) -> dict[str, float]:
-    """Samples of a Prometheus text by name, summed over their labels."""
+    """Samples of a Prometheus text by name, summed over their labels.
+
+    Those with a label `class` also under `name{class}`, such as `tokens_total{batch}`.
+    """
     found: dict[str, float] = {}
-    for name, _, value in _SAMPLE.findall(text):
+    for name, labels, text_value in _SAMPLE.findall(text):
         try:
-            found[name] = found.get(name, 0.0) + float(value)
+            value = float(text_value)
         except ValueError:
             continue
+        found[name] = found.get(name, 0.0) + value
+        if (told := _CLASS.search(labels)) is not None:
+            of_class = f"{name}{{{told[1]}}}"
+            found[of_class] = found.get(of_class, 0.0) + value
     return found
 
 

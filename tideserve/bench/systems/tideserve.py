@@ -15,8 +15,10 @@ from tideserve.bench.errors import SystemUnavailable
 from tideserve.bench.systems.gateway_cost import GatewayCost, read_gateway_cost
 from tideserve.bench.systems.process import ServerProcess
 from tideserve.bench.systems.process_cost import ProcessCost, read_process_cost
+from tideserve.bench.systems.schedulings import SCHEDULINGS, scheduling_of
 from tideserve.bench.systems.system import (
     AMPLE,
+    OUTPUT_METRIC,
     Counters,
     Deployment,
     Say,
@@ -52,6 +54,14 @@ TIMES = {
     "decode_predicted_s": "decode_predicted",
 }
 """Fields of `Counters`, by the name of the metric."""
+TOKENS = {
+    "processed": "tideserve_worker_processed_tokens_total",
+    "batch_processed": "tideserve_worker_processed_tokens_total{batch}",
+    "recomputed": "tideserve_worker_recomputed_tokens_total",
+    "batch_recomputed": "tideserve_worker_recomputed_tokens_total{batch}",
+    "output": OUTPUT_METRIC,
+}
+"""The same."""
 TARGETS_FILE = "prometheus_targets.json"
 RESTORE_OFF_S = 3600.0
 """A dwell time that is longer than any run."""
@@ -76,6 +86,13 @@ class Tideserve:
     def policy(self) -> str:
         """A key of `POLICIES`."""
         return self.name.split("@")[0].split("-")[0]
+
+    @property
+    def _about(self) -> str:
+        """What sets it apart, for the report."""
+        if (scheduled := scheduling_of(self.name.split("@")[0])) is not None:
+            return SCHEDULINGS[scheduled[0]].about
+        return POLICIES[self.policy]
 
     def options(self) -> dict[str, Any]:
         """Options of `tideserve up`, as its configuration file has them."""
@@ -203,6 +220,7 @@ class Tideserve:
                 field: metrics.get(f"tideserve_worker_{name}_seconds_total")
                 for field, name in TIMES.items()
             },
+            **{field: metrics.get(name) for field, name in TOKENS.items()},
         )
 
     @property
@@ -223,7 +241,7 @@ class Tideserve:
         options["worker"].pop("event_log", None)
         return {
             "kind": "tideserve",
-            "policy": POLICIES[self.policy],
+            "policy": self._about,
             "dtype": options["dtype"],
             "switched_off": list(self._off),
             "options": options,

@@ -4,7 +4,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tideserve.bench.errors import BenchError, SystemUnavailable
-from tideserve.bench.systems.system import Counters, Say, read_metrics, served_model
+from tideserve.bench.systems.system import (
+    OUTPUT_METRIC,
+    Counters,
+    Say,
+    read_metrics,
+    served_model,
+)
 
 
 class Url:
@@ -45,4 +51,10 @@ class Url:
 def vllm_counters(metrics: Mapping[str, float]) -> Counters:
     """Counters of one server that has vLLM's metrics."""
     preemptions = metrics.get("vllm:num_preemptions_total")
-    return Counters(preemptions=None if preemptions is None else int(preemptions))
+    prompts, output = metrics.get("vllm:prompt_tokens_total"), metrics.get(OUTPUT_METRIC)
+    return Counters(
+        preemptions=None if preemptions is None else int(preemptions),
+        # A prompt counts once, with its first token.
+        processed=None if prompts is None or output is None else prompts + output,
+        output=output,
+    )

@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from services.common.vllm_environment import compiled_folder, vllm_environment
 from tideserve.bench.errors import SystemUnavailable
@@ -31,7 +31,10 @@ BLOCK_TOKENS = 32
 NULL_BLOCKS = 1
 """vLLM keeps one block empty. It gets one block more, so that both systems can fill as many."""
 MODEL_LEN_MAX = 8192
+PRIORITY = "priority"
+"""The suffix of instances whose scheduler goes by the priorities of requests."""
 GIB = 1 << 30
+Number = TypeVar("Number", int, float)
 
 
 class Vllm:
@@ -85,6 +88,7 @@ class Vllm:
             *("--block-size", str(BLOCK_TOKENS)),
             *("--num-gpu-blocks-override", str(blocks + NULL_BLOCKS)),
             *("--max-num-seqs", str(deployment.max_running)),
+            *(("--scheduling-policy", "priority") if PRIORITY in self._off else ()),
         ]
 
     @property
@@ -129,10 +133,11 @@ class Vllm:
 
     def counters(self) -> Counters:
         found = [vllm_counters(read_metrics(url)) for url in self.urls]
-        known = [one.preemptions for one in found if one.preemptions is not None]
         return Counters(
-            preemptions=sum(known) if len(known) == len(found) else None,
+            preemptions=_total([one.preemptions for one in found]),
             capacity_tokens=self.blocks * BLOCK_TOKENS * self._deployment.workers,
+            processed=_total([one.processed for one in found]),
+            output=_total([one.output for one in found]),
         )
 
     def describe(self) -> Mapping[str, Any]:
@@ -179,3 +184,9 @@ class Vllm:
         own = vllm_environment(os.environ, python, self._threads(index))
         kv_space = -(-self.blocks * self._block_bytes // GIB) + 1
         return {**own, "VLLM_CPU_KVCACHE_SPACE": str(kv_space)}
+
+
+def _total(values: Sequence[Number | None]) -> Number | None:
+    """Their sum; None if one is unknown."""
+    known = [one for one in values if one is not None]
+    return sum(known) if len(known) == len(values) else None

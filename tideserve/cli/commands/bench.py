@@ -29,7 +29,8 @@ EPILOG = (
     + "Examples:\n\n"
     "  tideserve bench steady --quick\n\n"
     "  tideserve bench burst --quick --json burst.json --plot burst.png\n\n"
-    "  tideserve bench steady --systems tideserve,mine=http://127.0.0.1:9000"
+    "  tideserve bench steady --systems tideserve,mine=http://127.0.0.1:9000\n\n"
+    "  tideserve bench coserve --quick --paced A100-14B:4 --systems online-only,eager,priority,slo"
 )
 
 
@@ -38,15 +39,19 @@ ScenarioName = Annotated[
     typer.Argument(help=f"One of {', '.join(scenario_names())}; see below what each measures."),
 ]
 Quick = Annotated[
-    bool, typer.Option("--quick", help="Measure for at most four minutes per system.")
+    bool,
+    typer.Option("--quick", help="Measure for at most four minutes per system; coserve: five."),
 ]
 Systems = Annotated[
     str | None,
     typer.Option(
         help="Separated by commas: tideserve (with the default overload policy), an overload policy"
-        " (drop, recompute), vllm, name=URL. A suffix switches a mechanism off: -exchange,"
-        " -lookahead, -restore, -chunking, -ample (the memory limit, also of vllm); -float32 or"
-        " -bfloat16 sets the dtype.",
+        " (drop, recompute), what goes first (fcfs, priority, eager, slo, slo-quarter, slo-full,"
+        " reserved, online-only), vllm, vllm-priority, name=URL. A suffix switches a mechanism off:"
+        " -exchange, -lookahead, -restore, -chunking, -ample (the memory limit, also of vllm)."
+        " After what goes first, a number such as -256 is the tokens of an iteration, and"
+        " -preempting lets online requests interrupt batch work. -float32 or -bfloat16 sets the"
+        " dtype.",
         show_default="the scenario's",
     ),
 ]
@@ -80,7 +85,10 @@ TraceRepeat = Annotated[
     ),
 ]
 Rate = Annotated[
-    float | None, typer.Option(min=0.001, help="Mean requests a second; the pattern is kept.")
+    float | None,
+    typer.Option(
+        min=0.001, help="Mean requests a second, of coserve online ones; the pattern is kept."
+    ),
 ]
 TimeScale = Annotated[
     float | None,

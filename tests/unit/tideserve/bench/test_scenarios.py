@@ -1,9 +1,11 @@
 """Scenarios: all found, quick runs within their bounds."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from tideserve.bench.co_serving.figures import WINDOW_FROM_S
 from tideserve.bench.errors import BenchError
 from tideserve.bench.scenarios.scenario import (
     QUICK_LIMIT_S,
@@ -11,19 +13,20 @@ from tideserve.bench.scenarios.scenario import (
     find_scenario,
     find_scenarios,
 )
+from tideserve.bench.systems.system import Deployment
 from tideserve.cli.tiny_model import CONFIG, VOCABULARY
 
 REQUESTS_MIN = 200
 
 
 def test_all_are_found() -> None:
-    assert list(find_scenarios()) == ["ablation", "burst", "overhead", "steady"]
+    assert list(find_scenarios()) == ["ablation", "burst", "coserve", "overhead", "steady"]
 
 
 def test_an_unknown_one_is_one_sentence() -> None:
     with pytest.raises(
         BenchError,
-        match="unknown scenario 'x'; there are ablation, burst, churn, clients, doors, drop,",
+        match="unknown scenario 'x'; there are ablation, burst, churn, clients, coserve, doors,",
     ):
         find_scenario("x")
 
@@ -144,3 +147,64 @@ def test_a_trace_may_be_replayed_at_its_own_pace_or_a_multiple() -> None:
     last_s = max(one.arrival_s for one in recorded)
     at_a_rate = cases(LoadChoice(rate_per_s=5.0))[0].workload(0).requests
     assert last_s < at_a_rate[-1].arrival_s
+
+
+@pytest.mark.parametrize("choice", [LoadChoice(quick=True, paced=True, slowdown=4), LoadChoice()])
+def test_coserve_has_the_lengths_of_conserve_and_a_backlog_beside_them(choice: LoadChoice) -> None:
+    scenario = find_scenario("coserve")
+    (case,) = scenario.cases(choice)
+    loads = [case.workload(turn) for turn in range(scenario.rounds(choice.quick))]
+    online = [request for load in loads for request in load.requests]
+    assert {(len(one.prompt_ids), one.output_tokens) for one in online} == {(642, 64)}
+    assert len({one.prompt_ids[:8] for one in online}) == len(online)
+    last_s = loads[0].requests[-1].arrival_s
+    windows = [[one for one in load.requests if one.arrival_s >= WINDOW_FROM_S] for load in loads]
+    assert sum(map(len, windows)) >= 300
+    assert {len(load.requests) for load in loads} == {len(loads[0].requests)}
+    assert {load.requests[-1].arrival_s for load in loads} == {last_s}
+    assert case.limit_s > last_s
+    assert scenario.online_targets is not None
+    targets = scenario.online_targets(choice)
+    assert {(one.ttft_s, one.tpot_s) for one in online} == {(targets.ttft_s, targets.tpot_s)}
+    assert case.backlog is not None
+    backlog = case.backlog(1)
+    batch = backlog.request(0)
+    assert (len(batch.prompt_ids), batch.output_tokens) == (1800, 128)
+    assert batch.slo_class == "batch" and batch.ttft_s is batch.tpot_s is None
+    assert case.backlog(0).request(0).prompt_ids[:8] != batch.prompt_ids[:8]
+    longest = len(batch.prompt_ids) + batch.output_tokens
+    assert longest <= CONFIG["max_position_embeddings"]
+
+
+def test_the_backlog_of_coserve_is_more_than_the_workers_have_places_for() -> None:
+    for workers in (2, 5):
+        (case,) = find_scenario("coserve").cases(LoadChoice(workers=workers))
+        assert case.backlog is not None
+        assert (
+            case.backlog(0).clients
+            > workers * Deployment(Path(), "m", Path(), workers, 1).max_running
+        )
+
+
+def test_coserve_takes_a_rate_and_scales_its_own_with_the_device() -> None:
+    cases = find_scenario("coserve").cases
+
+    def rate_per_s(choice: LoadChoice) -> float:
+        requests = cases(choice)[0].workload(0).requests
+        return len(requests) / requests[-1].arrival_s
+
+    paced = LoadChoice(quick=True, paced=True, slowdown=4)
+    slower, more = replace(paced, slowdown=8), replace(paced, workers=4)
+    assert rate_per_s(paced) == pytest.approx(2 * rate_per_s(slower), rel=0.02)
+    assert rate_per_s(more) == pytest.approx(2 * rate_per_s(paced), rel=0.02)
+    assert rate_per_s(replace(paced, rate_per_s=5.0)) == pytest.approx(5.0, rel=0.02)
+    targets = find_scenario("coserve").online_targets
+    assert targets is not None
+    assert targets(slower).tpot_s == pytest.approx(2 * targets(paced).tpot_s)
+
+
+def test_a_quick_coserve_of_four_systems_takes_25_minutes_at_most() -> None:
+    scenario = find_scenario("coserve")
+    (case,) = scenario.cases(LoadChoice(quick=True, paced=True, slowdown=4))
+    start_s = 25
+    assert 4 * scenario.rounds(True) * (case.limit_s + start_s) <= 25 * 60

@@ -12,6 +12,7 @@ from services.core.audit.findings import Findings
 from tests.support.survived import CUT, loss, outage
 from tideserve.bench.audit_logs import INVARIANTS, Audited
 from tideserve.bench.errors import SystemUnavailable
+from tideserve.bench.faults import kept_logs
 from tideserve.bench.faults.kept_logs import keep_logs, logs_folder
 from tideserve.bench.scenarios import survive
 from tideserve.bench.scenarios.scenario import LoadChoice
@@ -80,7 +81,7 @@ def test_logs_are_kept_and_told_if_something_is_wrong(
     monkeypatch.setattr(survive, "changed_by_hand", made)
     monkeypatch.setattr(survive, "_trouble", lambda *_: result or bad)
     monkeypatch.setattr(survive, "audit_logs", lambda _: audited())
-    monkeypatch.setattr(survive, "logs_folder", lambda _: target)
+    monkeypatch.setattr(kept_logs, "logs_folder", lambda _: target)
     verdict = survive.run(DEPLOYMENT, LoadChoice(quick=True), said.append, lambda _: None)
     assert stopped == [True]
     assert bool(verdict.problems) is target.exists() is kept

@@ -11,14 +11,17 @@ import pytest
 from tests.support.refusing_address import refusing_address
 from tests.support.safetensors_file import write_safetensors
 from tideserve.bench.errors import BenchError, SystemUnavailable
+from tideserve.bench.event_stream import Marks
 from tideserve.bench.systems.catalog import (
     check_names,
     dtype_of,
     is_tideserve,
     is_vllm,
     make_system,
+    marks_of,
     without_dtype,
 )
+from tideserve.bench.systems.schedulings import serves_batch
 from tideserve.bench.systems.system import (
     AMPLE,
     OWN_PORTS,
@@ -38,6 +41,7 @@ from tideserve.bench.systems.vllm_install import (
     name_distribution,
     vllm_python,
 )
+from tideserve.cli.cluster_options import read_options
 
 METRICS = """# HELP vllm:num_preemptions_total Preemptions.
 # TYPE vllm:num_preemptions_total counter
@@ -74,12 +78,16 @@ def deployment(tmp_path: Path) -> Deployment:
     [
         (
             ["what"],
-            "unknown system 'what'; there are tideserve, drop, recompute, vllm and name=URL",
+            "unknown system 'what'; there are tideserve, drop, recompute, eager, fcfs, online-only,"
+            " priority, reserved, slo, slo-full, slo-quarter, vllm and name=URL",
         ),
         (["tideserve-tides"], "no mechanism 'tides' to switch off; there are ample, exchange"),
         (["mine=ftp://x"], "'mine=ftp://x' is not of the form name=http://host:port"),
         (["vllm-chunking"], "no mechanism 'chunking' to switch off; there are ample"),
         (["=http://x"], "not of the form"),
+        (["slo-tides"], "no mechanism 'tides' to switch off"),
+        (["drop-256"], "no mechanism '256' to switch off"),
+        (["priority-0"], "no mechanism '0' to switch off"),
         (["mine-ample=http://x"], "'mine-ample' reads like a system of ours"),
         (["mine@night=http://x"], "'mine@night' reads like a system of ours"),
         (["a=http://x", "a=http://y"], "'a' is named twice"),
@@ -116,6 +124,54 @@ def test_a_system_may_have_a_dtype_of_its_own(deployment: Deployment) -> None:
     assert isinstance(plain, Tideserve) and isinstance(ours, Tideserve)
     assert (plain.options()["dtype"], ours.options()["dtype"]) == ("bfloat16", "float32")
     assert (peer.describe()["dtype"], other.describe()["dtype"]) == ("bfloat16", "float32")
+
+
+def test_systems_that_differ_in_scheduling(deployment: Deployment) -> None:
+    """What a user would give `tideserve up`, and nothing else but the options of the scenario."""
+    names = {
+        "online-only": {"scheduling": "fcfs"},
+        "fcfs": {"scheduling": "fcfs"},
+        "eager": {"scheduling": "priority", "max_batch_tokens": 2048},
+        "priority": {"scheduling": "priority"},
+        "priority-256-float32": {"scheduling": "priority", "max_batch_tokens": 256},
+        "slo": {"scheduling": "slo"},
+        "slo-full": {"scheduling": "slo", "harvest": 1.0},
+        "slo-full-preempting": {"scheduling": "slo", "harvest": 1.0, "preempt": "always"},
+        "slo-quarter": {"scheduling": "slo", "harvest": 0.25},
+        "reserved": {"scheduling": "priority", "scheduler": {"batch_groups": 1}},
+    }
+    check_names(list(names))
+    chosen = replace(deployment, options={"max_batch_tokens": 512})
+    plain = Tideserve("tideserve", (), chosen).options()
+    for name, own in names.items():
+        system = make_system(name, chosen)
+        assert isinstance(system, Tideserve)
+        changed = {key: one for key, one in system.options().items() if plain.get(key) != one}
+        changed.pop("dtype", None)
+        assert changed == own, name
+        system._folder = deployment.model_dir  # as if it were started
+        assert system.describe()["switched_off"] == []
+        read_options(None, own)  # `tideserve up` takes them
+    assert serves_batch("slo@A100-14B") and serves_batch("vllm-priority")
+    assert not serves_batch("online-only@A100-14B")
+
+
+def test_reserved_needs_a_group_for_each_kind(deployment: Deployment) -> None:
+    with pytest.raises(BenchError, match="needs two workers"):
+        make_system("reserved", replace(deployment, workers=1))
+
+
+def test_vllm_with_priorities_is_told_them(deployment: Deployment) -> None:
+    check_names(["vllm-priority"])
+    system = make_system("vllm-priority", deployment)
+    assert isinstance(system, Vllm)
+    arguments = system.arguments(0, 1)
+    assert arguments[arguments.index("--scheduling-policy") + 1] == "priority"
+    assert "--scheduling-policy" not in Vllm("vllm", (), deployment).arguments(0, 1)
+    names = ("vllm-priority", "vllm", "slo", "mine=http://x")
+    assert [marks_of(name) for name in names] == [
+        *(Marks.PRIORITY, Marks.NONE, Marks.CLASSES, Marks.CLASSES)
+    ]
 
 
 def test_ample_lifts_the_memory_limit_only(deployment: Deployment) -> None:
@@ -189,6 +245,21 @@ def test_metrics_are_summed_over_labels() -> None:
     counters = vllm_counters(metrics)
     assert counters.preemptions == 7
     assert vllm_counters({}).preemptions is None
+
+
+def test_metrics_are_told_by_class_too() -> None:
+    metrics = parse_metrics(
+        'tokens_total{worker="a",class="online"} 3\n'
+        'tokens_total{class="batch",worker="a"} 4\n'
+        'tokens_total{worker="b",class="batch"} 5\n'
+    )
+    assert metrics == {"tokens_total": 12, "tokens_total{online}": 3, "tokens_total{batch}": 9}
+
+
+def test_vllm_counts_prompts_and_outputs_as_processed() -> None:
+    counters = vllm_counters({"vllm:prompt_tokens_total": 70, "vllm:generation_tokens_total": 7})
+    assert (counters.processed, counters.output, counters.batch_processed) == (77, 7, None)
+    assert vllm_counters({"vllm:prompt_tokens_total": 70}).processed is None
 
 
 def test_time_in_pipelines_is_read(deployment: Deployment, monkeypatch: pytest.MonkeyPatch) -> None:

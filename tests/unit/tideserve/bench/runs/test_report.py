@@ -160,3 +160,18 @@ def test_targets() -> None:
 def test_a_senseless_target_is_refused(text: str) -> None:
     with pytest.raises(BenchError, match="is no target"):
         read_target(text)
+
+
+def test_a_co_serving_result_has_classes_and_bars(plan: BenchPlan) -> None:
+    scenario = find_scenario("coserve")
+    plan = replace(plan, scenario=scenario)
+    found = RunOutcomes()
+    found.rounds = {"coserve": {"online-only@A100-14B": [measured(1.0)], "mine": [measured(2.0)]}}
+    result = result_of(plan, found)
+    assert set(result["systems"]["mine"]["classes"]) == {"online", "batch"}
+    assert "processed_tokens_per_s" in result["systems"]["mine"]["classes"]["batch"]
+    assert {one["verdict"] for one in result["co_serving"]["bars"]} == {"fails", "not measured"}
+    output = io.StringIO()
+    show(result, Console(file=output, width=120))
+    text = output.getvalue()
+    assert text.index("TTFT P99.9") < text.index("online requests beside batch work")

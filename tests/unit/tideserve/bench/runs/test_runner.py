@@ -1,5 +1,6 @@
 """Systems take turns; those that wait for theirs are out of the way."""
 
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -7,12 +8,13 @@ from typing import Any
 import pytest
 
 from tideserve.bench.client import Job
+from tideserve.bench.co_serving.bars import OnlineTargets
 from tideserve.bench.record import RequestOutcome, SentRequest
-from tideserve.bench.runs import runner
+from tideserve.bench.runs import runner, sampler
 from tideserve.bench.runs.runner import BenchPlan, Runner
 from tideserve.bench.scenarios.scenario import Case, LoadChoice, Scenario
 from tideserve.bench.systems.system import Counters, Deployment, Say
-from tideserve.bench.workload import fixed
+from tideserve.bench.workload import Backlog, fixed
 
 LOAD = fixed(2, 4, 1, seed=0)
 
@@ -136,3 +138,60 @@ def test_systems_of_one_dtype_take_turns_and_a_second_dtype_gets_fewer_loads(
     assert [name for name, load in sent if load == "some"] == own
     # Few requests are rough figures only where more were meant to be measured.
     assert not [line for line in said if "fitted into the time" in line]
+
+
+def test_co_serving_systems_get_the_backlog_and_a_paced_run_has_no_unpaced_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backlogs: dict[str, Backlog | None] = {}
+
+    def run_job(job: Job, progress: Say) -> list[SentRequest]:
+        if job.requests == LOAD.requests:
+            backlogs[job.urls[0].removeprefix("http://")] = job.backlog
+        return [
+            SentRequest(0.0, 0.0, 0.1, RequestOutcome.COMPLETED, 4, 1, token_times_s=(0.1,))
+            for _ in job.requests
+        ]
+
+    def make(name: str, deployment: Deployment, _: str | None) -> Noted:
+        return Noted(name + ("@paced" if deployment.paced else ""), [])
+
+    monkeypatch.setattr(runner, "run_job", run_job)
+    monkeypatch.setattr(runner, "make_system", make)
+    backlog = Backlog(3, 8, 2, seed=7)
+    case = Case("one", lambda turn: LOAD, None, 1, 1, backlog=lambda turn: backlog)
+    scenario = Scenario(
+        "one",
+        "",
+        (),
+        "1GiB",
+        lambda choice: [case],
+        rounds=lambda quick: 1,
+        online_targets=lambda choice: OnlineTargets(1.0, 1.0),
+    )
+    deployment = Deployment(tmp_path, "m", tmp_path, workers=1, memory_bytes=1, paced="A100-14B")
+    plan = BenchPlan(scenario, LoadChoice(), ("online-only", "slo"), deployment, ())
+    outcomes = Runner(plan, lambda line: None, lambda line: None).run()
+    assert outcomes.unavailable == {}
+    assert backlogs == {"online-only@paced": None, "slo@paced": backlog}
+
+
+class Counting(Noted):
+    """A system whose counters rise by 10 tokens each time they are read."""
+
+    processed = 0.0
+
+    def counters(self) -> Counters:
+        self.processed += 10.0
+        return Counters(processed=self.processed, batch_processed=self.processed / 2)
+
+
+def test_tokens_are_sampled_while_a_round_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    system = Counting("one", [])
+    monkeypatch.setattr(sampler, "INTERVAL_S", 0.001)
+    with sampler.CounterSampler(system) as found:
+        while len(found.token_samples) < 3:
+            time.sleep(0.001)
+    first, second = found.token_samples[:2]
+    assert (first.processed, first.batch_processed, first.output) == (10.0, 5.0, None)
+    assert second.processed == 20.0 and second.time_s > first.time_s

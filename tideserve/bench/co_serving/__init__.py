@@ -1,0 +1,1 @@
+"""Online requests beside a backlog of batch requests: figures, bars, tables."""

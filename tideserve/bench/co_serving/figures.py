@@ -1,0 +1,194 @@
+"""Figures of a system that serves online requests beside batch work. Pure: no clock, no I/O.
+
+A round is measured in its *window*: from `WINDOW_FROM_S` after the first online request, when the
+batch work has got going, to the arrival of the last one. Its processed tokens are those that the
+servers count within it; its online requests are those that arrive within it, and are watched to
+their end.
+"""
+
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
+
+import msgspec
+
+from tideserve.bench.client import UNFINISHED
+from tideserve.bench.record import RequestOutcome, Round, SentRequest, TokenSample
+from tideserve.bench.stats import (
+    Figures,
+    LatencyTarget,
+    distribution,
+    figures,
+    latencies,
+    percentiles,
+)
+from tideserve.bench.workload import BATCH_CLASS
+
+WINDOW_FROM_S = 15.0
+Span = tuple[float, float]
+Count = Callable[[TokenSample], float | None]
+
+
+def co_serving_figures(
+    rounds: Sequence[Round],
+    targets: Sequence[LatencyTarget],
+    best_p50_s: Mapping[str, float | None],
+) -> Figures:
+    """One system's figures, pooled over its rounds: `figures` of the online requests, and more.
+
+    A request without a token counts in `ttft_s` with the time it waited: to its end, or to that of
+    the round if it was refused or failed before.
+    """
+    windows = [window(one.records) for one in rounds]
+    online_rounds = [
+        msgspec.structs.replace(one, records=_within(one.records, span))
+        for one, span in zip(rounds, windows, strict=True)
+    ]
+    found = figures(online_rounds, targets, best_p50_s)
+    ends_s = [max((r.end_s for r in one.records), default=0.0) for one in rounds]
+    waited = [
+        ttft_s(record, end_s)
+        for one, end_s in zip(online_rounds, ends_s, strict=True)
+        for record in one.records
+    ]
+    records = [record for one in online_rounds for record in one.records]
+    online = found["classes"].pop(_class_of(records), {}) | _class_figures(records, waited)
+    batch = [r for one in rounds for r in one.records if r.slo_class == BATCH_CLASS]
+    batch_waited = [r.ttft_s for r in batch if r.token_times_s]
+    counted = _Counted(rounds, windows)
+    found |= {name: online[name] for name in ("ttft_s", "inter_token_s", "normalized_latency_s")}
+    found |= counted.all_tokens() | {"window_s": counted.seconds}
+    found["classes"] = {
+        "online": online | counted.of_class(online=True),
+        "batch": _class_figures(batch, batch_waited) | counted.of_class(online=False),
+    }
+    found["rounds"] = [
+        of_round | _Counted([one], [span]).all_tokens()
+        for of_round, one, span in zip(found["rounds"], rounds, windows, strict=True)
+    ]
+    return found
+
+
+def window(records: Sequence[SentRequest]) -> Span | None:
+    """Beginning and end of a round's window on the clock; None if no online request came in it."""
+    due_s = [record.due_s for record in records if record.slo_class != BATCH_CLASS]
+    if not due_s or max(due_s) <= min(due_s) + WINDOW_FROM_S:
+        return None
+    return min(due_s) + WINDOW_FROM_S, max(due_s)
+
+
+def ttft_s(record: SentRequest, round_end_s: float) -> float:
+    """From the due time to the first token, or how long a request without one has waited."""
+    if record.token_times_s:
+        return record.ttft_s
+    waited = record.outcome is RequestOutcome.FAILED and record.error == UNFINISHED
+    return (record.end_s if waited else round_end_s) - record.due_s
+
+
+def counted_at(samples: Sequence[TokenSample], time_s: float, count: Count) -> float | None:
+    """A counter at one moment, on the line between the samples around it; None if unknown.
+
+    Before the first and after the last sample it is that one's.
+    """
+    known = [(one.time_s, value) for one in samples if (value := count(one)) is not None]
+    if not known:
+        return None
+    after = bisect_left(known, (time_s, float("-inf")))
+    if after == 0 or after == len(known):
+        return known[min(after, len(known) - 1)][1]
+    (begin_s, low), (end_s, high) = known[after - 1], known[after]
+    return low + (high - low) * (time_s - begin_s) / (end_s - begin_s)
+
+
+class _Counted:
+    """What the servers have counted in the windows of some rounds."""
+
+    def __init__(self, rounds: Sequence[Round], windows: Sequence[Span | None]) -> None:
+        self._parts = [
+            (one.token_samples, span)
+            for one, span in zip(rounds, windows, strict=True)
+            if span is not None
+        ]
+        self.seconds = sum(end_s - begin_s for _, (begin_s, end_s) in self._parts)
+
+    def all_tokens(self) -> Figures:
+        """The figures of both classes together."""
+        processed = self._rise(lambda one: one.processed)
+        again = self._rise(lambda one: one.recomputed)
+        return {
+            "processed_tokens_per_s": self._per_s(processed),
+            "output_tokens_per_s": self._per_s(self._rise(lambda one: one.output)),
+            "recomputed_share": _share(again, processed),
+        }
+
+    def of_class(self, online: bool) -> Figures:
+        """The figures of the batch requests, or of all others."""
+        counts: tuple[Count, Count] = (
+            (lambda one: one.batch_processed),
+            (lambda one: one.batch_recomputed),
+        )
+        if online:
+            counts = (
+                lambda one: _less(one.processed, one.batch_processed),
+                lambda one: _less(one.recomputed, one.batch_recomputed),
+            )
+        processed, again = (self._rise(count) for count in counts)
+        return {
+            "processed_tokens_per_s": self._per_s(processed),
+            "recomputed_share": _share(again, processed),
+        }
+
+    def _rise(self, count: Count) -> float | None:
+        total = 0.0
+        for samples, (begin_s, end_s) in self._parts:
+            first, last = (counted_at(samples, time_s, count) for time_s in (begin_s, end_s))
+            if first is None or last is None or last < first:
+                return None
+            total += last - first
+        return total if self._parts else None
+
+    def _per_s(self, tokens: float | None) -> float | None:
+        return None if tokens is None or not self.seconds else tokens / self.seconds
+
+
+def _class_figures(records: Sequence[SentRequest], waited_s: Sequence[float]) -> Figures:
+    """Latencies of one class. Gaps between tokens are those of all requests that got some."""
+    gaps = [gap for r in records for gap in r.inter_token_s]
+    done = [r for r in records if r.outcome is RequestOutcome.COMPLETED]
+    normalized = latencies(done, "normalized_latency_s")
+    cut_off = sum(r.error == UNFINISHED for r in records)
+    return {
+        "sent": len(records),
+        "completed": len(done),
+        "cut_off": cut_off,
+        "rejected": sum(r.outcome is RequestOutcome.REJECTED for r in records),
+        "failed": sum(r.outcome is RequestOutcome.FAILED for r in records) - cut_off,
+        "without_token": sum(not r.token_times_s for r in records),
+        "ttft_s": distribution(waited_s),
+        "inter_token_s": percentiles(gaps) | {"max": max(gaps, default=None)},
+        "normalized_latency_s": distribution(normalized) | {"mean": _mean(normalized)},
+    }
+
+
+def _within(records: Sequence[SentRequest], span: Span | None) -> tuple[SentRequest, ...]:
+    """The online requests that arrived in the window."""
+    if span is None:
+        return ()
+    return tuple(r for r in records if r.slo_class != BATCH_CLASS and span[0] <= r.due_s <= span[1])
+
+
+def _class_of(records: Sequence[SentRequest]) -> str:
+    return records[0].slo_class if records else ""
+
+
+def _share(again: float | None, processed: float | None) -> float | None:
+    if again is None or processed is None or not again + processed:
+        return None
+    return again / (again + processed)
+
+
+def _less(whole: float | None, part: float | None) -> float | None:
+    return None if whole is None or part is None else whole - part
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None
