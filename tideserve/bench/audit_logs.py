@@ -6,8 +6,8 @@ from pathlib import Path
 
 from services.common.event_log import EventLogError, read_config, read_entries
 from services.core.audit.audit import Audit
-from services.core.audit.findings import Findings
 from services.core.audit.concession_order import ConcessionOrder
+from services.core.audit.findings import Findings
 from services.core.changeover.state import Changeover, MemberConfig
 from services.core.groups.coordinator import CoordinatorConfig, CoordinatorState
 from services.core.scheduler.state_config import StateConfig

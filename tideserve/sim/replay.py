@@ -4,9 +4,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any, get_args
 
+from services.core.audit.concession_order import ConcessionOrder
 from services.core.audit.facts import FACTS
 from services.core.audit.record import BATCH, COMMAND, FACT, Recorded
-from services.core.audit.concession_order import ConcessionOrder
 from services.core.changeover.state import Changeover
 from services.core.changeover.vocabulary import LOGGED
 from services.core.groups.coordinator import Command as CoordinatorCommand

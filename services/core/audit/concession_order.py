@@ -7,9 +7,9 @@ a log for it. Steps of other processes are in their own logs: see `GroupHistory`
 from dataclasses import dataclass, field
 
 from services.core.audit.findings import Findings
+from services.core.concession import Concession
 from services.core.planner.sequence import Phase, Sequence
 from services.core.planner.state import PlannerState
-from services.core.concession import Concession
 
 
 @dataclass(slots=True)
