@@ -71,7 +71,7 @@ CLASS_METRICS: Metrics = (
     ("online tokens/s", lambda found: found["classes"]["online"]["processed_tokens_per_s"]),
     ("batch tokens/s", lambda found: found["classes"]["batch"]["processed_tokens_per_s"]),
 )
-"""Of a load with a backlog of batch requests; the tokens are those that workers processed."""
+"""For a load with a backlog of batch requests; tokens are those that workers processed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -338,7 +338,7 @@ def _spec(measured: Measured, profile: DeviceProfile) -> ClusterSpec:
         preempt=Preempt(limits["preempt"]),
         preempted_work=PreemptedWork(limits["preempted_work"]),
     )
-    queue = {one.name: one.default for one in fields(SchedulerConfig)}
+    queue: dict[str, Any] = {one.name: one.default for one in fields(SchedulerConfig)}
     queue |= options.get("scheduler") or {}
     case = measured.case
     return ClusterSpec(
@@ -350,12 +350,7 @@ def _spec(measured: Measured, profile: DeviceProfile) -> ClusterSpec:
         fast_forward=False,
         drain_s=DRAIN_S if case.backlog is None else case.limit_s - _last_s(case),
         change=_change(profile, blocks * block_size, options) if measured.merges else None,
-        rules=rules_of(
-            limits["scheduling"],
-            queue["order"],
-            (queue["batch_queue_limit"], queue["batch_queue_deadline_s"]),
-            queue["batch_groups"],
-        ),
+        rules=rules_of(queue | {"scheduling": limits["scheduling"]}),
     )
 
 
@@ -384,10 +379,9 @@ def _workload(measured: Measured, made: Requests, turn: int) -> Workload:
     case = measured.case
     arrivals = [_arrival(one) for one in made.requests]
     if case.backlog is not None:
-        backlog, requests, clients = case.backlog(turn), iter(()), 0
-        if serves_batch(measured.system):
-            clients = backlog.clients
-            requests = map(_arrival, map(backlog.request, count()))
+        backlog = case.backlog(turn)
+        requests = (_arrival(backlog.request(number)) for number in count())
+        clients = backlog.clients if serves_batch(measured.system) else 0
         return CoServed(OpenLoop(arrivals), ClosedLoop(requests, clients), WINDOW_FROM_S)
     if case.concurrency is None:
         return OpenLoop(arrivals)

@@ -66,9 +66,15 @@ def service_section(given: Mapping[str, Any], path: Path) -> ServiceSection:
     return section
 
 
-def rules_of(scheduling: str, order: str, queue: tuple[int, float], groups: int) -> ClassRules:
-    """What classes decide at the scheduler; `queue`: places and seconds of batch requests."""
-    return ClassRules(Scheduling(scheduling), Order(order), *queue, groups)
+def rules_of(settings: Mapping[str, Any]) -> ClassRules:
+    """The rules of a scheduler with these settings, by their names; others are ignored."""
+    return ClassRules(
+        Scheduling(settings["scheduling"]),
+        Order(settings["order"]),
+        settings["batch_queue_limit"],
+        settings["batch_queue_deadline_s"],
+        settings["batch_groups"],
+    )
 
 
 def with_classes(

@@ -82,7 +82,7 @@ class SimulationOptions:
     batch_queue_limit: int = like(SchedulerConfig, "batch_queue_limit")
     batch_queue_deadline_s: float = like(SchedulerConfig, "batch_queue_deadline_s")
     batch_groups: int = like(SchedulerConfig, "batch_groups")
-    # What the requests of `workload` are promised, and a backlog of batch requests beside them.
+    # The promise to requests of `workload`, and a backlog of batch requests beside them.
     service: dict[str, Any] = field(default_factory=dict)
     batch: dict[str, Any] | None = None
     # Systems to compare: for each name, the keys that differ from those of the file.
@@ -135,6 +135,7 @@ def prepare(options: SimulationOptions, path: Path) -> PreparedSimulation:
     profile = _profile(options, path)
     blocks = _kv_blocks(options, profile, path)
     iteration = _iteration(options, profile, blocks, path)
+    given = {one.name: getattr(options, one.name) for one in fields(options)}
     plain = ClusterSpec(
         instances=options.instances,
         iteration=iteration,
@@ -149,12 +150,7 @@ def prepare(options: SimulationOptions, path: Path) -> PreparedSimulation:
         fast_forward=options.fast_forward,
         sample_s=options.sample_s,
         drain_s=options.drain_s,
-        rules=rules_of(
-            options.scheduling,
-            options.order,
-            (options.batch_queue_limit, options.batch_queue_deadline_s),
-            options.batch_groups,
-        ),
+        rules=rules_of(given),
     )
     service = service_section(options.service, path)
     description = {
@@ -162,7 +158,7 @@ def prepare(options: SimulationOptions, path: Path) -> PreparedSimulation:
         "device": profile.name,
         "device_source": profile.source,
         "kv_blocks_per_instance": blocks,
-        **{one.name: getattr(options, one.name) for one in fields(options)},
+        **given,
     }
     systems = {}
     for policy in policies_of(options.overload_policy, path):

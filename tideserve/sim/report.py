@@ -211,7 +211,7 @@ def _figures_of_class(rounds: Sequence[Outcomes], *, batch: bool) -> dict[str, A
 
 
 def _token_figures(tokens: tuple[int, int], seconds: float) -> dict[str, float | None]:
-    """Of tokens that were processed, and of those that were recomputed."""
+    """`tokens`: how many were processed, and how many recomputed."""
     return {
         "processed_tokens_per_s": _share(tokens[0], seconds),
         "recomputed_share": _share(tokens[1], sum(tokens)),
