@@ -37,7 +37,10 @@ class Load:
     part in `kv_blocks_wanted`, and is no demand. Cached blocks are free ones.
     `prefill_tokens` are to be computed before the next outputs of those that do not decode.
     `prefix_queries_total` are the prompt tokens of requests looked up in the prefix cache when
-    they started, `prefix_hits_total` those that were found.
+    they started, `prefix_hits_total` those that were found. `preempted_iterations_total` counts
+    the iterations of batch work alone that were interrupted between layers,
+    `resumed_iterations_total` the times that one went on where it was. `discarded_tokens_total` are
+    the tokens of all interrupted iterations that had to run again from their first layer.
     """
 
     running: int
@@ -54,6 +57,9 @@ class Load:
     prefix_queries_total: int = 0
     prefix_hits_total: int = 0
     batch_yields: bool = False
+    preempted_iterations_total: int = 0
+    resumed_iterations_total: int = 0
+    discarded_tokens_total: int = 0
     tokens: ClassTokens = field(default_factory=ClassTokens)
 
     @property

@@ -25,6 +25,13 @@ CLASS_TOKENS = {
     "recomputed": "Tokens that ran again, since their KV was lost. Counted by a group's leader.",
 }
 """Counters by class, which is `batch`, or `online` for all others."""
+INTERRUPTIONS = {
+    "preempted_iterations": "Iterations of the class batch alone that were interrupted between"
+    " layers.",
+    "resumed_iterations": "Times that an interrupted iteration went on at the layer where it was.",
+    "discarded_tokens": "Tokens of interrupted iterations that had to run again from their first"
+    " layer.",
+}
 
 
 class WorkerCollector(Collector):
@@ -162,6 +169,11 @@ class WorkerCollector(Collector):
             counter.add_metric((self._worker_id, self._model_name), seconds[field])
             yield counter
         yield from self._class_tokens()
+        counts = asdict(engine.report.load)
+        for name, text in INTERRUPTIONS.items():
+            counter = CounterMetricFamily(f"tideserve_worker_{name}", text, labels=_LABELS)
+            counter.add_metric((self._worker_id, self._model_name), counts[f"{name}_total"])
+            yield counter
 
     def _class_tokens(self) -> Iterable[Metric]:
         counts = asdict(self._engine.report.load.tokens)

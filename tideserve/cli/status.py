@@ -114,6 +114,9 @@ def workers_table(status: Mapping[str, Any]) -> Table:
     classed = any(row.get("batch_processed_tokens_total") for row in rows)
     if classed:
         columns.append("batch work>")
+    interrupted = any(row.get("preempted_iterations_total") for row in rows)
+    if interrupted:
+        columns.append("interrupted>")
     table = _table("Workers", *columns)
     for row in rows:
         total = row["kv_blocks_total"]
@@ -129,6 +132,7 @@ def workers_table(status: Mapping[str, Any]) -> Table:
             *([bubble_text(row)] if pipelined else []),
             *([hits_text(row)] if cached else []),
             *([batch_text(row)] if classed else []),
+            *([interrupted_text(row)] if interrupted else []),
         )
     return table
 
@@ -157,6 +161,12 @@ def batch_text(row: Mapping[str, Any]) -> str:
     batch = row["batch_processed_tokens_total"]
     processed = batch + row["online_processed_tokens_total"]
     return f"{batch / processed:.0%}" if processed else "–"
+
+
+def interrupted_text(row: Mapping[str, Any]) -> str:
+    """Interrupted iterations of batch work, and the tokens of them that had to run again."""
+    count, discarded = row["preempted_iterations_total"], row["discarded_tokens_total"]
+    return f"{count} (-{discarded} tokens)" if discarded else str(count)
 
 
 def paced_workers(status: Mapping[str, Any]) -> dict[str, str]:

@@ -181,6 +181,9 @@ class PlannerState:
             prefill_tokens=self.sequence_table.prefill_tokens,
             prefix_queries_total=prefixes.queries_total,
             prefix_hits_total=prefixes.hits_total,
+            preempted_iterations_total=self.preempted_iterations_total,
+            resumed_iterations_total=self.resumed_iterations_total,
+            discarded_tokens_total=self.sequence_table.discarded_tokens_total,
             tokens=self.sequence_table.tokens.counts(self.sequences.values(), batch),
         )
 
@@ -341,7 +344,9 @@ class PlannerState:
     def _drop_iteration(self, _event: IterationDropped) -> list[Command]:
         assert self.stages == 1, "a pipeline's microbatches are discarded together"
         assert self.in_flight, "no iteration is running"
-        self.sequence_table.discarded_tokens_total += self.in_flight[0].tokens
+        plan = self.in_flight[0]
+        self.preempted_iterations_total += self._may_be_preempted(plan)
+        self.sequence_table.discarded_tokens_total += plan.tokens
         self._changes.discard_flight()
         return []
 

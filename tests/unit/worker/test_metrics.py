@@ -99,6 +99,22 @@ def test_computed_tokens_are_told_by_class() -> None:
         assert value(found, f"tideserve_worker_{what}_tokens_total", **labels) == number
 
 
+def test_interruptions_of_batch_work_are_told() -> None:
+    load = Load(
+        *(0, 0, 0, 0),
+        preempted_iterations_total=5,
+        resumed_iterations_total=4,
+        discarded_tokens_total=2048,
+    )
+    found = told(engine(load=load))
+    for name, number in (
+        ("preempted_iterations", 5),
+        ("resumed_iterations", 4),
+        ("discarded_tokens", 2048),
+    ):
+        assert value(found, f"tideserve_worker_{name}_total", **OWN) == number
+
+
 def test_an_engine_that_has_not_run_yet_has_empty_histograms() -> None:
     found = told(engine(iteration_tokens=IterationTokens(), load=Load(0, 0, 0, 0)))
     assert value(found, "vllm:iteration_tokens_total_count", **LABELS) == 0

@@ -20,6 +20,7 @@ class Probe:
     title: str
     module: str
     arguments: tuple[str, ...]
+    timeout_s: float = TIMEOUT_S
 
 
 def run_probe(probe: Probe) -> Any:
@@ -30,12 +31,12 @@ def run_probe(probe: Probe) -> Any:
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
-            timeout=TIMEOUT_S,
+            timeout=probe.timeout_s,
             env=python_environment(),
             check=False,
         )
     except subprocess.TimeoutExpired as error:
-        raise SystemUnavailable(f"{probe.title} took more than {TIMEOUT_S:.0f} s") from error
+        raise SystemUnavailable(f"{probe.title} took more than {probe.timeout_s:.0f} s") from error
     if done.returncode != 0:
         last = done.stderr.strip().splitlines()[-1:] or ["it said nothing"]
         raise SystemUnavailable(f"{probe.title} ended with {done.returncode}: {last[0]}")

@@ -9,6 +9,7 @@ import pytest
 from services.core.cost.model import CostModel
 from services.core.line_order import Scheduling
 from services.core.planner.batch import Batch, Chunk, Microbatch
+from services.core.planner.block_ledger import Follower
 from services.core.planner.configuration_events import (
     BlocksRelocated,
     ConfigurationEnded,
@@ -183,6 +184,22 @@ def test_a_change_of_groups_ends_it() -> None:
     state.check_invariants()
 
 
+def test_a_merge_ends_it_and_a_group_of_two_interrupts_nothing() -> None:
+    """Its tokens are discarded, and the pipeline runs them from the start."""
+    state = make()
+    tokens = suspended(state).batch.tokens
+    state.handle(ConfigurationEnded())
+    state.handle(StagesConfigured((Follower(state.config.num_blocks),)))
+    microbatch = state.plan(0.0)
+    assert microbatch is not None and len(microbatch.batch.chunks) == 2
+    assert (microbatch.preemptible, microbatch.resumes) == (False, None)
+    assert all(chunk.start == 0 for chunk in microbatch.batch.chunks)
+    state.check_invariants()
+    load = state.load()
+    assert load.discarded_tokens_total == tokens
+    assert (load.preempted_iterations_total, load.resumed_iterations_total) == (1, 0)
+
+
 def test_its_blocks_are_there_for_one_that_grows() -> None:
     """Six blocks: four are suspended with batch work, the online request grows to five."""
     rng = random.Random(2)
@@ -278,3 +295,26 @@ def _disturb(state: PlannerState, rng: random.Random, aborted: set[str]) -> None
         case 3:
             state.handle(ConfigurationEnded())
             state.handle(StagesConfigured(()))
+
+
+def test_interruptions_are_counted_for_people() -> None:
+    state = make()
+    suspended(state)
+    load = state.load()
+    assert (load.preempted_iterations_total, load.resumed_iterations_total) == (1, 0)
+    assert state.plan(0.0) is not None
+    load = state.load()
+    assert (load.resumed_iterations_total, load.discarded_tokens_total) == (1, 0)
+
+
+@pytest.mark.parametrize(("service", "interrupted"), [(BATCH_WORK, 1), (Service(), 0)])
+def test_discarded_batch_work_counts_as_interrupted(service: Service, interrupted: int) -> None:
+    """An iteration with online work is dropped only when one of its requests is aborted."""
+    state = make(preempted_work=PreemptedWork.DISCARD)
+    request = replace(make_request("r", 6, 4, random.Random(0)), service=service)
+    state.handle(RequestArrived(0.0, request))
+    assert state.plan(0.0) is not None
+    state.handle(IterationDropped(0.0))
+    load = state.load()
+    assert (load.preempted_iterations_total, load.resumed_iterations_total) == (interrupted, 0)
+    assert load.discarded_tokens_total == 6

@@ -126,6 +126,18 @@ def test_the_share_of_batch_work_is_shown_once_there_was_some() -> None:
     assert next(line for line in lines if "w1" in line)[-1] == "75%"
 
 
+def test_interrupted_iterations_are_shown_once_there_were_some() -> None:
+    row = STATUS["workers"][0] | {"preempted_iterations_total": 0, "discarded_tokens_total": 0}
+    assert "interrupted" not in shown(workers_table({"workers": [row]}))
+    resumed = row | {"preempted_iterations_total": 7, "id": "w1"}
+    lost = resumed | {"discarded_tokens_total": 4096, "id": "w2"}
+    text = shown(workers_table({"workers": [row, resumed, lost]}))
+    lines = [line.split() for line in text.splitlines()]
+    assert next(line for line in lines if "worker-0" in line)[-1] == "0"
+    assert next(line for line in lines if "w1" in line)[-1] == "7"
+    assert next(line for line in lines if "w2" in line)[-3:] == ["7", "(-4096", "tokens)"]
+
+
 def test_bars() -> None:
     assert usage_bar(0, 100) == "░" * 10 + " 0/100"
     assert usage_bar(1, 100).startswith("█░")

@@ -1,0 +1,192 @@
+"""`planning`: the time of planning 256 sequences, beside an iteration of a 7B model.
+
+Nothing is served: the planner of a worker decides as in an engine, and a cost model says how long
+its iterations take. Systems take turns, so that a busy machine disturbs all alike, and the time is
+that of the processor. All sequences decode; a quarter is of the class batch, more batch requests
+wait. `first come` is what a worker does without classes; the others pay for what they know.
+"""
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+
+from services.core.cost.model import Coefficients, CostModel
+from services.core.line_order import Scheduling
+from services.core.planner.config import IterationConfig
+from services.core.planner.events import EmitToken, IterationFinished, RequestArrived
+from services.core.planner.state import PlannerState
+from services.core.request import Limits, Request, Sampling
+from services.core.service import Service, ServiceClass
+from tideserve.bench.scenarios.scenario import LoadChoice, Trial, TrialVerdict
+from tideserve.bench.systems.system import Deployment, Say
+
+MODEL_7B = CostModel(
+    alpha=2.801e-9,
+    beta=6.919e-5,
+    gamma=1.264e-2,
+    lam=1.262e-2,
+    kappa=4.215e-7,
+    decode=Coefficients(alpha=4.215e-7, beta=0.0, gamma=1.264e-2),
+)
+"""Llama-2-7B on an A100 40GB, by the formulas and efficiencies of `A100-14B.yaml`."""
+KV_TOKENS = 45_000
+"""KV tokens of that worker."""
+SEQUENCES, BATCH_EVERY, WAITING = 256, 4, 32
+PROMPT_TOKENS, OUTPUT_TOKENS = 100, 80
+MAX_BATCH_TOKENS = 512
+SYSTEMS = {
+    "fcfs": (Scheduling.FCFS, 0.2),
+    "priority": (Scheduling.PRIORITY, 0.2),
+    "slo": (Scheduling.SLO, 0.2),
+    "slo, targets that bind": (Scheduling.SLO, 0.02),
+}
+"""`scheduling`, and the seconds for each token that online requests are promised."""
+FULL_ROUNDS, QUICK_ROUNDS = 20, 5
+ADDED_MAX, SHARE_MAX = 0.01, 0.04
+
+
+@dataclass(slots=True)
+class _Planned:
+    """A planner under load: what each iteration cost to plan, and how long it takes."""
+
+    state: PlannerState
+    tpot_s: float
+    now_s: float = 0.0
+    arrived: int = 0
+    planning_s: list[float] = field(default_factory=list)
+    iteration_s: list[float] = field(default_factory=list)
+    sequences: list[int] = field(default_factory=list)
+
+    def arrive(self) -> None:
+        """The next request comes."""
+        batch = self.arrived % BATCH_EVERY == 0
+        service = Service(ServiceClass.BATCH)
+        if not batch:
+            service = Service(ServiceClass.INTERACTIVE, ttft_s=1.0, tpot_s=self.tpot_s)
+        prompt = tuple(range(self.arrived, self.arrived + PROMPT_TOKENS))
+        request = Request(
+            f"r{self.arrived}",
+            prompt,
+            Sampling(temperature=0.0),
+            Limits(OUTPUT_TOKENS),
+            self.now_s,
+            service=service,
+        )
+        self.arrived += 1
+        self.state.handle(RequestArrived(self.now_s, request))
+
+    def step(self) -> int:
+        """One iteration; returns how many sequences ended."""
+        began_s = time.thread_time()
+        microbatch = self.state.plan(self.now_s)
+        planned_s = time.thread_time() - began_s
+        assert microbatch is not None, "there is always something to run"
+        chunks = microbatch.batch.chunks
+        took_s = MODEL_7B.batch_s((chunk.start, len(chunk.token_ids)) for chunk in chunks)
+        sampled = {chunk.request_id: 7 for chunk in chunks if chunk.sample is not None}
+        self.now_s += took_s
+        event = IterationFinished(self.now_s, sampled, microbatch.number)
+        began_s = time.thread_time()
+        commands = self.state.handle(event)
+        planned_s += time.thread_time() - began_s
+        if all(len(chunk.token_ids) == 1 for chunk in chunks):
+            self.planning_s.append(planned_s)
+            self.iteration_s.append(took_s)
+            self.sequences.append(len(chunks))
+        return sum(isinstance(one, EmitToken) and one.finish_reason is not None for one in commands)
+
+
+def run(_deployment: Deployment, choice: LoadChoice, _line: Say, doing: Say) -> TrialVerdict:
+    """Measure in this process."""
+    doing(f"planning {SEQUENCES} sequences")
+    return judge(measure(QUICK_ROUNDS if choice.quick else FULL_ROUNDS))
+
+
+def measure(rounds: int) -> dict[str, dict[str, float]]:
+    """In each round all sequences of every system arrive and end."""
+    planned = {name: _planner(*choice) for name, choice in SYSTEMS.items()}
+    for _ in range(rounds):
+        left = {}
+        for name, one in planned.items():
+            for _ in range(SEQUENCES + WAITING):
+                one.arrive()
+            left[name] = SEQUENCES + WAITING
+        while any(left.values()):
+            for name, one in planned.items():
+                if left[name]:
+                    left[name] -= one.step()
+    return {name: _figures(one) for name, one in planned.items()}
+
+
+def judge(figures: Mapping[str, Mapping[str, float]]) -> TrialVerdict:
+    """Figures, and a problem for each bar that is missed."""
+    base = figures["fcfs"]["share"]
+    problems = []
+    for name, found in figures.items():
+        if found["share"] - base > ADDED_MAX:
+            problems.append(
+                f"{name} adds {100 * (found['share'] - base):.2f} points of an iteration to"
+                f" planning; at most {100 * ADDED_MAX:g} is right"
+            )
+        if name != "fcfs" and found["share"] > SHARE_MAX:
+            problems.append(f"{name} plans for {found['share']:.1%} of an iteration")
+    return TrialVerdict({"planning": figures, "problems": problems}, rows(figures), problems)
+
+
+def rows(figures: Mapping[str, Mapping[str, float]]) -> list[tuple[str, str]]:
+    """The figures for people."""
+    base = figures["fcfs"]["share"]
+    told = []
+    for name, found in figures.items():
+        added = "" if name == "fcfs" else f"; {100 * (found['share'] - base):+.2f} points"
+        told.append(
+            (
+                name,
+                f"{1e3 * found['planning_s']:.2f} ms of {1e3 * found['iteration_s']:.1f} ms with"
+                f" {found['sequences']:.0f} sequences: {found['share']:.2%}{added}",
+            )
+        )
+    bars = f"{100 * ADDED_MAX:g} point more than fcfs, {SHARE_MAX:.0%} in all"
+    return [*told, ("bars", bars)]
+
+
+def _planner(scheduling: Scheduling, tpot_s: float) -> _Planned:
+    block_size = 16
+    config = IterationConfig(
+        block_size=block_size,
+        num_blocks=KV_TOKENS // block_size,
+        max_batch_tokens=MAX_BATCH_TOKENS,
+        max_running=SEQUENCES,
+        max_waiting=2 * (SEQUENCES + WAITING),
+        cost_model=MODEL_7B,
+        prefix_caching=True,
+        scheduling=scheduling,
+    )
+    return _Planned(PlannerState(config), tpot_s)
+
+
+def _figures(planned: _Planned) -> dict[str, float]:
+    """Of the iterations of decodes with most sequences: medians, and the share of planning."""
+    most = max(planned.sequences)
+    large = [number for number, count in enumerate(planned.sequences) if count >= 0.9 * most]
+
+    def middle(values: Sequence[float]) -> float:
+        return median(values[number] for number in large)
+
+    planning_s, iteration_s = middle(planned.planning_s), middle(planned.iteration_s)
+    return {
+        "planning_s": planning_s,
+        "iteration_s": iteration_s,
+        "share": planning_s / iteration_s,
+        "sequences": middle(planned.sequences),
+        "iterations": float(len(large)),
+    }
+
+
+TRIAL = Trial(
+    name="planning",
+    summary="what planning 256 sequences takes of an iteration of a 7B model, by scheduling",
+    memory="64MiB",
+    run=run,
+)
