@@ -292,6 +292,8 @@ class Instance:
             return
         passed = int((self._simulation.now_s - watched.start_s) / watched.interval_s)
         time_s = watched.start_s + (passed + 1) * watched.interval_s
+        if time_s <= self._simulation.now_s:  # by rounding: this one has been looked at
+            time_s += watched.interval_s
         if time_s < watched.start_s + watched.seconds:
             self._simulation.at(time_s, self._look, watched)
 
