@@ -9,8 +9,9 @@ was measured there, else over all loads. It may be the simulated result itself: 
 scaled by the others.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -24,22 +25,29 @@ from services.common.errors import ConfigError
 from services.core.line_order import Scheduling
 from services.core.overload.events import OverloadConfig, OverloadPolicy
 from services.core.planner.config import BatchFormation, IterationConfig
+from services.core.planner.preemption import Preempt, PreemptedWork
+from services.core.service import Service, ServiceClass
+from services.scheduler.config import SchedulerConfig
 from services.worker.config import WorkerConfig
+from tideserve.bench.co_serving.figures import WINDOW_FROM_S
 from tideserve.bench.errors import BenchError
 from tideserve.bench.scenarios.scenario import Case, LoadChoice, find_scenario
 from tideserve.bench.systems.catalog import dtype_of
+from tideserve.bench.systems.schedulings import serves_batch
+from tideserve.bench.workload import PlannedRequest
 from tideserve.bench.workload import Workload as Requests
 from tideserve.cli.cache import PROFILES, cache_root
 from tideserve.cli.errors import EXIT_UNUSABLE, CommandError, unusable
 from tideserve.cli.files import check_writable
 from tideserve.cli.report import Report
+from tideserve.cli.simulated_classes import rules_of
 from tideserve.sim.change_spec import ChangeSpec
-from tideserve.sim.cluster import Cluster, ClusterSpec
+from tideserve.sim.cluster import DRAIN_S, Cluster, ClusterSpec
 from tideserve.sim.delays import Delays
 from tideserve.sim.network import LinkSpec
-from tideserve.sim.report import Outcomes, pooled_figures
+from tideserve.sim.report import Outcomes, class_figures, pooled_figures
 from tideserve.sim.time_model import CostTimeModel
-from tideserve.sim.workload import Arrival, ClosedLoop, OpenLoop, Workload
+from tideserve.sim.workload import Arrival, ClosedLoop, CoServed, OpenLoop, Workload
 
 DIFFERENCE_MAX = 0.15
 ONE_HOST = LinkSpec(bytes_per_s=5e8, latency_s=0.001, piece_bytes=1 << 20)
@@ -50,11 +58,20 @@ BUSY_HOST = Delays(ask_s=0.003, start_s=0.002, token_s=0.0035)
 A client sent 1.2 ms late at the median; the quickest request took 3.6 ms to the engine, a token
 3.3 to 3.9 ms back at the median.
 """
-METRICS = (
+Metrics = tuple[tuple[str, Callable[[Mapping[str, Any]], float | None]], ...]
+METRICS: Metrics = (
     ("TTFT p50", lambda found: found["ttft_s"]["p50"]),
     ("TPOT p50", lambda found: found["tpot_s"]["p50"]),
     ("output tokens/s", lambda found: found["throughput_tokens_per_s"]),
 )
+CLASS_METRICS: Metrics = (
+    ("online TTFT p50", lambda found: found["classes"]["online"]["ttft_s"]["p50"]),
+    ("online TTFT p99", lambda found: found["classes"]["online"]["ttft_s"]["p99"]),
+    ("online gap p99", lambda found: found["classes"]["online"]["inter_token_s"]["p99"]),
+    ("online tokens/s", lambda found: found["classes"]["online"]["processed_tokens_per_s"]),
+    ("batch tokens/s", lambda found: found["classes"]["batch"]["processed_tokens_per_s"]),
+)
+"""For a load with a backlog of batch requests; tokens are those that workers processed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +180,7 @@ def compare(measured: Measured, profile: DeviceProfile, scale: CostScale) -> lis
     """Each metric as measured and as simulated; `difference` is a share of the measured value."""
     simulated = simulate(measured, profile, scale)
     rows = []
-    for name, value_of in METRICS:
+    for name, value_of in METRICS if measured.case.backlog is None else CLASS_METRICS:
         real, made_up = value_of(measured.figures), value_of(simulated)
         rows.append(
             {
@@ -190,9 +207,9 @@ def simulate(measured: Measured, profile: DeviceProfile, scale: CostScale) -> di
     rounds: list[Outcomes] = []
     for turn in range(measured.rounds):
         made = measured.case.workload(turn)
-        outcomes = Cluster(spec, time_model, _workload(measured.case, made)).run()
+        outcomes = Cluster(spec, time_model, _workload(measured, made, turn)).run()
         rounds.append(replace(outcomes, records=outcomes.records[made.lead_in :]))
-    return pooled_figures(rounds)
+    return pooled_figures(rounds) | class_figures(rounds)
 
 
 def show(rows: Sequence[Mapping[str, Any]], console: Console) -> None:
@@ -303,6 +320,7 @@ def _spec(measured: Measured, profile: DeviceProfile) -> ClusterSpec:
     block_size = options["block_size"]
     blocks = measured.description["kv_capacity_tokens"] // measured.workers // block_size
     limits = {one.name: one.default for one in fields(WorkerConfig)} | options | options["worker"]
+    fill_max = options.get("harvest", limits["fill_max"])
     iteration = IterationConfig(
         block_size,
         blocks,
@@ -314,10 +332,15 @@ def _spec(measured: Measured, profile: DeviceProfile) -> ClusterSpec:
         cost_model=profile.model,
         overtaken_max=limits["overtaken_max"],
         scheduling=Scheduling(limits["scheduling"]),
-        fill_max=limits["fill_max"],
+        fill_max=fill_max,
         offline_iteration_s=limits["offline_iteration_s"],
         online_chunk_tokens=limits["online_chunk_tokens"],
+        preempt=Preempt(limits["preempt"]),
+        preempted_work=PreemptedWork(limits["preempted_work"]),
     )
+    queue: dict[str, Any] = {one.name: one.default for one in fields(SchedulerConfig)}
+    queue |= options.get("scheduler") or {}
+    case = measured.case
     return ClusterSpec(
         instances=measured.workers,
         iteration=iteration,
@@ -325,7 +348,9 @@ def _spec(measured: Measured, profile: DeviceProfile) -> ClusterSpec:
         queue_deadline_s=options["queue_deadline"],
         delays=BUSY_HOST,
         fast_forward=False,
+        drain_s=DRAIN_S if case.backlog is None else case.limit_s - _last_s(case),
         change=_change(profile, blocks * block_size, options) if measured.merges else None,
+        rules=rules_of(queue | {"scheduling": limits["scheduling"]}),
     )
 
 
@@ -350,10 +375,23 @@ def _change(profile: DeviceProfile, kv_tokens: int, options: Mapping[str, Any]) 
     )
 
 
-def _workload(case: Case, made: Requests) -> Workload:
-    arrivals = [
-        Arrival(one.arrival_s, len(one.prompt_ids), one.output_tokens) for one in made.requests
-    ]
+def _workload(measured: Measured, made: Requests, turn: int) -> Workload:
+    case = measured.case
+    arrivals = [_arrival(one) for one in made.requests]
+    if case.backlog is not None:
+        backlog = case.backlog(turn)
+        requests = (_arrival(backlog.request(number)) for number in count())
+        clients = backlog.clients if serves_batch(measured.system) else 0
+        return CoServed(OpenLoop(arrivals), ClosedLoop(requests, clients), WINDOW_FROM_S)
     if case.concurrency is None:
         return OpenLoop(arrivals)
     return ClosedLoop(iter(arrivals), case.concurrency)
+
+
+def _arrival(one: PlannedRequest) -> Arrival:
+    service = Service(ServiceClass(one.slo_class), one.ttft_s, one.tpot_s)
+    return Arrival(one.arrival_s, len(one.prompt_ids), one.output_tokens, service=service)
+
+
+def _last_s(case: Case) -> float:
+    return case.workload(0).requests[-1].arrival_s

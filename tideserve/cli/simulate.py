@@ -12,7 +12,7 @@ from tideserve.cli.errors import CommandError, unusable
 from tideserve.cli.files import check_writable
 from tideserve.cli.report import SLOW_STEP_S, Report
 from tideserve.cli.simulated_classes import with_targets
-from tideserve.cli.simulation_options import PreparedSimulation, read_simulation
+from tideserve.cli.simulation_options import PreparedSimulation, read_simulations
 from tideserve.cli.status import size_text
 from tideserve.sim.cluster import Cluster
 from tideserve.sim.report import Outcomes, figures
@@ -57,10 +57,22 @@ def run_simulation(path: Path, seed: int | None, json_path: Path | None) -> None
     """Simulate what the file describes. Raises CommandError."""
     check_writable(json_path)
     with unusable(ConfigError):
-        prepared = read_simulation(path, seed)
+        loads = read_simulations(path, seed)
     report = Report()
-    for note in prepared.notes:
-        report.warn(note)
+    results = {}
+    for name, prepared in loads.items():
+        for note in prepared.notes:
+            report.warn(note)
+        if name:
+            report.line(f"load {name}")
+        results[name] = _run(prepared, report)
+    if json_path is not None:
+        write(_together(results), json_path)
+        report.line(f"figures written to {json_path}")
+
+
+def _run(prepared: PreparedSimulation, report: Report) -> dict[str, Any]:
+    """Simulate one load, and show its figures; returns what is written. Raises CommandError."""
     systems: dict[str, dict[str, Any]] = {}
     wall_s: dict[str, float] = {}
     kind = "system" if prepared.description["systems"] else "overload policy"
@@ -80,9 +92,19 @@ def run_simulation(path: Path, seed: int | None, json_path: Path | None) -> None
     if len(systems) > 1:
         for line in comparison(systems):
             report.line(line)
-    if json_path is not None:
-        write(result_of(prepared, systems, wall_s), json_path)
-        report.line(f"figures written to {json_path}")
+    return result_of(prepared, systems, wall_s)
+
+
+def _together(results: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+    """The result of all loads, as a benchmark with several loads writes it."""
+    first = next(iter(results.values()))
+    if len(results) == 1:
+        return first
+    sections = {
+        name: {"systems": one["systems"], "simulation": one["simulation"]}
+        for name, one in results.items()
+    }
+    return first | {"systems": {}, "scenarios": sections}
 
 
 def simulate(

@@ -7,7 +7,8 @@ P99 time to first token and the P99 gap between tokens that its requests had (Co
 `batch` is a backlog of batch requests beside `workload`, which never runs empty: so many `clients`
 send one after another. Tokens that workers process count from `window_from_s` on.
 
-`systems` compares what differs in a few keys, such as `scheduling`, under the same load.
+`systems` compares what differs in some keys, or in keys of sections, under the same load. `loads`
+has them serve one load after the other, each with some keys of `workload` of its own.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -26,7 +27,8 @@ from tideserve.sim.workload import Arrival, ClosedLoop, CoServed, OpenLoop, Work
 
 ONLINE_CLASSES = (ServiceClass.STANDARD.value, ServiceClass.INTERACTIVE.value)
 COMMON_KEYS = frozenset(
-    {"systems", "seed", "duration_s", "overload_policy", "profile", "cost", "iteration_overhead_s"}
+    {"systems", "loads", "seed", "duration_s", "overload_policy"}
+    | {"profile", "cost", "iteration_overhead_s"}
 )
 """Keys that the systems of a file have in common: time, device and chance."""
 
@@ -66,9 +68,15 @@ def service_section(given: Mapping[str, Any], path: Path) -> ServiceSection:
     return section
 
 
-def rules_of(scheduling: str, order: str, queue: tuple[int, float], groups: int) -> ClassRules:
-    """What classes decide at the scheduler; `queue`: places and seconds of batch requests."""
-    return ClassRules(Scheduling(scheduling), Order(order), *queue, groups)
+def rules_of(settings: Mapping[str, Any]) -> ClassRules:
+    """The rules of a scheduler with these settings, by their names; others are ignored."""
+    return ClassRules(
+        Scheduling(settings["scheduling"]),
+        Order(settings["order"]),
+        settings["batch_queue_limit"],
+        settings["batch_queue_deadline_s"],
+        settings["batch_groups"],
+    )
 
 
 def with_classes(
@@ -108,6 +116,21 @@ def served_as(load: Workload, change: Callable[[Service], Service]) -> Workload:
             return replace(load, online=OpenLoop(list(changed(iter(online.arrivals)))))
 
 
+def by_load(data: Mapping[str, Any], path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """For each of `loads` its name and its whole file; just the file if it has none.
+
+    Raises ConfigError.
+    """
+    loads, workload = data.get("loads") or {"": {}}, data.get("workload")
+    if not isinstance(workload, Mapping):
+        loads = {"": {}}  # refused where it is read
+    if not isinstance(loads, Mapping) or not all(isinstance(o, Mapping) for o in loads.values()):
+        raise ConfigError(f"'loads' in {path} must have a mapping of keys that differ by name")
+    for name, given in loads.items():
+        own = {"workload": {**workload, **given}} if isinstance(workload, Mapping) else {}
+        yield name, {**data, **own}
+
+
 def differing(
     base: Mapping[str, Any], systems: Mapping[str, Mapping[str, Any]], path: Path
 ) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -120,4 +143,8 @@ def differing(
             raise ConfigError(
                 f"system '{name}' in {path} has '{common[0]}', which all systems have in common"
             )
-        yield name, {key: value for key, value in base.items() if key != "systems"} | dict(given)
+        whole = {key: value for key, value in base.items() if key not in ("systems", "loads")}
+        for key, value in given.items():
+            within = isinstance(value, Mapping) and isinstance(whole.get(key), Mapping)
+            whole[key] = {**whole[key], **value} if within else value
+        yield name, whole

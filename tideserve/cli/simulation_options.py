@@ -15,7 +15,13 @@ from services.core.scheduler.dispatch import PREFIX, score_of
 from services.scheduler.config import SchedulerConfig
 from services.worker.config import WorkerConfig
 from tideserve.cli.simulated_change import change_spec, description_of, policies_of, shape_of
-from tideserve.cli.simulated_classes import differing, rules_of, service_section, with_classes
+from tideserve.cli.simulated_classes import (
+    by_load,
+    differing,
+    rules_of,
+    service_section,
+    with_classes,
+)
 from tideserve.cli.simulated_workload import SECONDS_MAX, workload_of
 from tideserve.sim.change_spec import ChangeSpec
 from tideserve.sim.cluster import ClusterSpec
@@ -32,7 +38,7 @@ class SimulationOptions:
     `kv_blocks`, or what parameters leave of `memory` (default: 90 % of the device's).
     `overload_policy` is one, or a list of those to compare. The policy drop needs the model's
     sizes, from the profile or section `shape` with `hidden_bytes` (of a token's activation).
-    `service`, `batch` and `systems`: see `simulated_classes`.
+    `service`, `batch`, `systems` and `loads`: see `simulated_classes`.
     """
 
     workload: dict[str, Any]
@@ -82,11 +88,13 @@ class SimulationOptions:
     batch_queue_limit: int = like(SchedulerConfig, "batch_queue_limit")
     batch_queue_deadline_s: float = like(SchedulerConfig, "batch_queue_deadline_s")
     batch_groups: int = like(SchedulerConfig, "batch_groups")
-    # What the requests of `workload` are promised, and a backlog of batch requests beside them.
+    # The promise to requests of `workload`, and a backlog of batch requests beside them.
     service: dict[str, Any] = field(default_factory=dict)
     batch: dict[str, Any] | None = None
     # Systems to compare: for each name, the keys that differ from those of the file.
     systems: dict[str, dict[str, Any]] = field(default_factory=dict)
+    # Loads to serve one after the other: for each name, the keys of `workload` that differ.
+    loads: dict[str, dict[str, Any]] = field(default_factory=dict)
     # Whether requests share KV; without prompts that begin alike nothing is looked up.
     prefix_caching: bool = like(WorkerConfig, "prefix_caching")
 
@@ -107,11 +115,23 @@ class PreparedSimulation:
     targets_of: str | None = None
 
 
-def read_simulation(path: Path, seed: int | None) -> PreparedSimulation:
-    """The simulation that a file describes; `seed` overrides its. Raises ConfigError."""
+def read_simulations(path: Path, seed: int | None) -> dict[str, PreparedSimulation]:
+    """The simulations that a file describes, by load; `seed` overrides its. Raises ConfigError.
+
+    Without `loads` there is one, called "".
+    """
     data = read_yaml(path)
     if seed is not None:
         data["seed"] = seed
+    return {name: _read(one, path) for name, one in by_load(data, path)}
+
+
+def read_simulation(path: Path, seed: int | None) -> PreparedSimulation:
+    """The first of these, or the only one."""
+    return next(iter(read_simulations(path, seed).values()))
+
+
+def _read(data: dict[str, Any], path: Path) -> PreparedSimulation:
     options = from_mapping(SimulationOptions, data, str(path))
     if not options.systems:
         return prepare(options, path)
@@ -135,6 +155,7 @@ def prepare(options: SimulationOptions, path: Path) -> PreparedSimulation:
     profile = _profile(options, path)
     blocks = _kv_blocks(options, profile, path)
     iteration = _iteration(options, profile, blocks, path)
+    given = {one.name: getattr(options, one.name) for one in fields(options)}
     plain = ClusterSpec(
         instances=options.instances,
         iteration=iteration,
@@ -149,12 +170,7 @@ def prepare(options: SimulationOptions, path: Path) -> PreparedSimulation:
         fast_forward=options.fast_forward,
         sample_s=options.sample_s,
         drain_s=options.drain_s,
-        rules=rules_of(
-            options.scheduling,
-            options.order,
-            (options.batch_queue_limit, options.batch_queue_deadline_s),
-            options.batch_groups,
-        ),
+        rules=rules_of(given),
     )
     service = service_section(options.service, path)
     description = {
@@ -162,7 +178,7 @@ def prepare(options: SimulationOptions, path: Path) -> PreparedSimulation:
         "device": profile.name,
         "device_source": profile.source,
         "kv_blocks_per_instance": blocks,
-        **{one.name: getattr(options, one.name) for one in fields(options)},
+        **given,
     }
     systems = {}
     for policy in policies_of(options.overload_policy, path):

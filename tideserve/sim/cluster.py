@@ -48,6 +48,7 @@ from tideserve.sim.workload import Arrival, CoServed, Workload
 MODEL = "simulated"
 STREAM_ID = 1
 TICK_S = 0.1
+DRAIN_S = 3600.0
 _SAMPLING = Sampling()
 Progress = Callable[[float], None]
 
@@ -72,7 +73,7 @@ class ClusterSpec:
     delays: Delays = field(default_factory=Delays)
     fast_forward: bool = True
     sample_s: float = 1.0
-    drain_s: float = 3600.0
+    drain_s: float = DRAIN_S
     change: ChangeSpec | None = None
     rules: ClassRules = NO_CLASSES
 

@@ -8,13 +8,21 @@ from typing import Any, NamedTuple, Protocol
 from services.core.changeover.state import Changeover
 from services.core.planner.batch import IterationShape, Microbatch
 from services.core.planner.config import IterationConfig
-from services.core.planner.events import EmitToken, RefuseRequest, RequestArrived, WaitLooked
+from services.core.planner.events import (
+    EmitToken,
+    IterationDropped,
+    IterationSuspended,
+    RefuseRequest,
+    RequestArrived,
+    WaitLooked,
+)
 from services.core.planner.fast_forward import (
     advance_decodes,
     decodes_ahead,
     finish_filled,
     plan_shape,
 )
+from services.core.planner.preemption import OnlineRequest, Preempt, PreemptedWork, gives_way
 from services.core.planner.state import PlannerState
 from services.core.report import LoadReport
 from services.core.request import Request
@@ -27,6 +35,8 @@ from tideserve.sim.token_times import TokenTimes
 
 FILLER = -1
 """The token that is sampled each time; it is nobody's stop token."""
+SAFEPOINTS = 32
+"""An iteration has so many: one after each layer of a model of 7B."""
 RUN_MIN = 2
 """Fewer certain decodes are not worth a jump."""
 
@@ -87,7 +97,8 @@ class Instance:
     the iteration in which it falls. Reports inside such a jump are left out: only the number of
     free blocks changes in it, and it never lasts longer than a heartbeat.
 
-    With `token_times`, which hear of every token, nothing is jumped over.
+    With `token_times`, which hear of every token, nothing is jumped over; nor where an iteration of
+    batch work may give way between two layers.
 
     As a `member` of a group it hands every request to the machine of the change-over, and calls it
     between iterations. In a pipeline, the first instance plans; the others run what is posted.
@@ -124,6 +135,8 @@ class Instance:
         self._dropped_total = 0
         self._idle = True
         self._run: _Run | None = None
+        self._watched: _Watched | None = None
+        self._left_s = 0.0  # of the suspended iteration
 
     @property
     def launches(self) -> bool:
@@ -133,6 +146,8 @@ class Instance:
     def receive(self, request: Request) -> None:
         """A request reaches the inbox; the planner sees it before its next iteration."""
         self._inbox.append(request)
+        if self._watched is not None and request.service.online:
+            self._plan_safepoint(self._watched)
         self.wake()
 
     def post(self, handler: Handler, *arguments: Any) -> None:
@@ -170,6 +185,8 @@ class Instance:
             self._rest()
         elif self.state.stages > 1:
             self._launch()
+        elif self.state.config.preempt is not Preempt.OFF:
+            self._begin_watched()
         elif self._fast_forward and (ahead := decodes_ahead(self.state)) >= RUN_MIN:
             self._begin_run(ahead)
         elif (shape := self._plan_alone()) is None:
@@ -248,6 +265,55 @@ class Instance:
         if any(token.finish_reason is not None for token in tokens):
             self._listener.note_ends(self.reporter.tell())
 
+    # --- iterations that give way
+
+    def _begin_watched(self) -> None:
+        """Plan an iteration that may end at a safepoint, or go on with one that did."""
+        now_s, member = self._simulation.now_s, self.member
+        planner = self.state if member is None else member.changeover
+        microbatch = planner.plan(now_s)
+        if microbatch is None:
+            self._rest()
+            return
+        whole_s = self._time_model.iteration_s(shape_of(microbatch))
+        seconds = whole_s if microbatch.resumes is None else self._left_s
+        watched = _Watched(microbatch, now_s, seconds, whole_s / SAFEPOINTS)
+        self._watched = watched
+        self._simulation.after(seconds, self._finish_watched, watched)
+
+    def _finish_watched(self, watched: "_Watched") -> None:
+        if self._watched is watched:
+            self._watched = None
+            self._finish()
+
+    def _plan_safepoint(self, watched: "_Watched") -> None:
+        """Look at the next safepoint whether the iteration gives way to what is in the inbox."""
+        if not watched.microbatch.preemptible:
+            return
+        passed = int((self._simulation.now_s - watched.start_s) / watched.interval_s)
+        time_s = watched.start_s + (passed + 1) * watched.interval_s
+        if time_s <= self._simulation.now_s:  # by rounding: this one has been looked at
+            time_s += watched.interval_s
+        if time_s < watched.start_s + watched.seconds:
+            self._simulation.at(time_s, self._look, watched)
+
+    def _look(self, watched: "_Watched") -> None:
+        """A safepoint with online requests in the inbox."""
+        if self._watched is not watched:
+            return
+        config, now_s = self.state.config, self._simulation.now_s
+        elapsed_s = now_s - watched.start_s
+        online = [OnlineRequest.of(one, now_s) for one in self._inbox if one.service.online]
+        batch = watched.microbatch.batch
+        if not gives_way(config.preempt, batch, elapsed_s, online, config.cost_model):
+            self._plan_safepoint(watched)
+            return
+        self._watched = None
+        self._left_s = watched.seconds - elapsed_s
+        resumed = config.preempted_work is PreemptedWork.RESUME
+        self.state.handle(IterationSuspended(now_s) if resumed else IterationDropped(now_s))
+        self._begin()
+
     # --- pipelines
 
     def _launch(self) -> None:
@@ -316,6 +382,16 @@ class Instance:
         told = dropped.since(self._dropped_total)
         self._dropped_total = dropped.total
         self.reporter.publish(self.state.load(), drained, told)
+
+
+@dataclass(slots=True, eq=False)
+class _Watched:
+    """An iteration of a group of one that lasts `seconds`, with a safepoint each `interval_s`."""
+
+    microbatch: Microbatch
+    start_s: float
+    seconds: float
+    interval_s: float
 
 
 @dataclass(slots=True, eq=False)

@@ -161,7 +161,8 @@ def class_figures(rounds: Sequence[Outcomes]) -> dict[str, Any]:
     """What was computed in the windows of all `rounds`, and latencies, by class.
 
     Empty where no backlog had a part. `online`: all classes but `batch`, and of their requests
-    those that were sent in a window.
+    those that were sent in a window. One of them without a token counts in `ttft_s` with the time
+    that it has waited.
     """
     known = [one for one in rounds if len(one.tokens) == 2]
     if not known:
@@ -183,14 +184,18 @@ def class_figures(rounds: Sequence[Outcomes]) -> dict[str, Any]:
 
 def _figures_of_class(rounds: Sequence[Outcomes], *, batch: bool) -> dict[str, Any]:
     records: list[Record] = []
+    waited_s: list[float] = []
     for one in rounds:
         begin_s, end_s = (-math.inf, math.inf) if batch else _window_s(one)
-        records += [
+        own = [
             record
             for record in one.records
             if (record.service_class is ServiceClass.BATCH) == batch
             and begin_s <= record.sent_s <= end_s
         ]
+        records += own
+        waited_s += [one.simulated_s - r.sent_s for r in own if math.isnan(r.ttft_s) and not batch]
+        waited_s += [record.ttft_s for record in own if not math.isnan(record.ttft_s)]
     gaps = [
         part
         for one in rounds
@@ -199,13 +204,14 @@ def _figures_of_class(rounds: Sequence[Outcomes], *, batch: bool) -> dict[str, A
     ]
     completed = [one for one in records if one.outcome is Outcome.COMPLETED]
     found = {"sent": len(records), "completed": len(completed)} | _latency_figures(completed)
-    waited_s = [record.normalized_s for record in completed]
-    found["normalized_latency_s"]["mean"] = _share(sum(waited_s), len(waited_s))
+    found["ttft_s"] = _distribution(waited_s)
+    normalized_s = [record.normalized_s for record in completed]
+    found["normalized_latency_s"]["mean"] = _share(sum(normalized_s), len(normalized_s))
     return found | {"inter_token_s": percentiles_of(together(gaps), PERCENTILES)}
 
 
 def _token_figures(tokens: tuple[int, int], seconds: float) -> dict[str, float | None]:
-    """Of tokens that were processed, and of those that were recomputed."""
+    """`tokens`: how many were processed, and how many recomputed."""
     return {
         "processed_tokens_per_s": _share(tokens[0], seconds),
         "recomputed_share": _share(tokens[1], sum(tokens)),
@@ -232,12 +238,15 @@ def _share(part: float, whole: float) -> float | None:
 
 
 def _latency_figures(completed: Sequence[Record]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, measure in LATENCIES.items():
-        values = [value for record in completed if (value := measure(record)) is not None]
-        found[name] = {key: percentile(values, share) for key, share in PERCENTILES.items()}
-        found[name]["max"] = max(values, default=None)
-    return found
+    return {
+        name: _distribution([v for record in completed if (v := measure(record)) is not None])
+        for name, measure in LATENCIES.items()
+    }
+
+
+def _distribution(values: Sequence[float]) -> dict[str, float | None]:
+    found = {name: percentile(values, share) for name, share in PERCENTILES.items()}
+    return found | {"max": max(values, default=None)}
 
 
 def _duration_s(records: Sequence[Record]) -> float:

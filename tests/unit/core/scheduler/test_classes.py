@@ -84,7 +84,7 @@ def test_prompts_that_wait_count_before_kv_in_use_where_batch_work_yields(
     scheduler.report("w0", running=2, free=70, waiting=1, wanted=5, batch_yields=yields)
     scheduler.report("w1", running=6, free=60, batch_yields=yields)
     chosen = groups(scheduler.ask("first", prompt_tokens=90, max_tokens=8))
-    # What is on its way to w1 is waited for, too: 7 blocks.
+    # Blocks for a request on its way to w1 are waited for, too: 7.
     chosen += groups(scheduler.ask("second"))
     assert chosen == workers
 

@@ -198,6 +198,54 @@ def test_workers_that_merge_do_so_in_the_simulation_too(tmp_path: Path) -> None:
     assert {row["system"] for row in simulated(tmp_path, measured)} == {"recompute"}
 
 
+def co_served(figures_of: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """A result of coserve, unpaced, with a rate for the tiny device."""
+    found = result("coserve", {"coserve": figures_of})
+    found["config"]["load"]["rate_per_s"] = 2.0
+    ours = found["config"]["systems"]["recompute"] | {"kv_capacity_tokens": 640_000}
+    options = OPTIONS | {"max_batch_tokens": 512}
+    settings: dict[str, dict[str, Any]] = {
+        "online-only": {"scheduling": "fcfs"},
+        "fcfs": {"scheduling": "fcfs"},
+        "slo": {"scheduling": "slo"},
+        "slo-quarter": {"scheduling": "slo", "harvest": 0.05},
+        "reserved": {"scheduling": "priority", "scheduler": {"batch_groups": 1}},
+    }
+    found["config"]["systems"] = {
+        name: ours | {"options": options | one} for name, one in settings.items()
+    }
+    return found
+
+
+def class_figures_of(ttft_s: float, gap_s: float, tokens_per_s: float) -> dict[str, Any]:
+    online = {"ttft_s": {"p50": ttft_s, "p99": ttft_s}, "inter_token_s": {"p99": gap_s}}
+    tokens = {"processed_tokens_per_s": tokens_per_s}
+    return {"classes": {"online": online | tokens, "batch": tokens}, "rounds": [{}]}
+
+
+def test_a_result_of_coserve_is_compared_by_class(tmp_path: Path) -> None:
+    names = ("online-only", "fcfs", "slo", "slo-quarter", "reserved")
+    rows = simulated(tmp_path, co_served({name: class_figures_of(1, 1, 1) for name in names}))
+    found = {
+        name: {r["metric"]: r["simulated"] for r in rows if r["system"] == name} for name in names
+    }
+    metrics = ["online TTFT p50", "online TTFT p99", "online gap p99"]
+    assert all(
+        list(one) == [*metrics, "online tokens/s", "batch tokens/s"] for one in found.values()
+    )
+    assert found["online-only"]["batch tokens/s"] == 0
+    assert found["slo"]["batch tokens/s"] > 1.2 * found["slo-quarter"]["batch tokens/s"]
+    assert found["fcfs"]["online TTFT p50"] > 10 * found["slo"]["online TTFT p50"]
+    # Its group for online requests has no batch work beside them.
+    assert found["reserved"]["online gap p99"] == pytest.approx(
+        found["online-only"]["online gap p99"], rel=0.3
+    )
+    simulated_figures = [found["slo"][name] for name in (metrics[0], metrics[2], "batch tokens/s")]
+    again = simulated(tmp_path, co_served({"slo": class_figures_of(*simulated_figures)}))
+    differences = {row["metric"]: row["difference"] for row in again}
+    assert [differences[name] for name in (metrics[0], metrics[2], "batch tokens/s")] == [0, 0, 0]
+
+
 @pytest.mark.parametrize(
     ("text", "reason"),
     [

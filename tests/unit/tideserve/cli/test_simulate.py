@@ -63,7 +63,7 @@ CO_SERVED = f"""
 service: {{slo_class: interactive, targets_of: alone}}
 batch: {{clients: 40, prompt: 300, output: 20, window_from_s: 2}}
 systems:
-  alone: {{scheduling: slo, batch: {{clients: 0, prompt: 1, output: 1}}}}
+  alone: {{scheduling: slo, batch: {{clients: 0}}}}
   priority: {{scheduling: priority, batch_groups: 1}}
   slo: {{scheduling: slo, fill_max: 0.5}}
 """
@@ -84,6 +84,23 @@ def test_systems_are_compared_by_class(tmp_path: Path, capsys: pytest.CaptureFix
     gain = systems["slo"]["processed_tokens_per_s"] / systems["alone"]["processed_tokens_per_s"]
     assert f"slo against alone: processed tokens {gain:.2f}, online P99 TTFT" in said
     assert "recomputed; first token p50" in said
+
+
+def test_systems_serve_one_load_after_the_other(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    loads = "loads: {calm: {rate_per_s: 1}, lively: {rate_per_s: 4, cv: 2}}\n"
+    path, written = write(tmp_path, CO_SERVED + loads), tmp_path / "figures.json"
+    run_simulation(path, None, written)
+    sections = json.loads(written.read_text())["scenarios"]
+    assert list(sections) == ["calm", "lively"]
+    sent = {
+        name: [one["classes"]["online"]["sent"] for one in found["systems"].values()]
+        for name, found in sections.items()
+    }
+    assert len(set(sent["calm"])) == len(set(sent["lively"])) == 1, "all serve the same requests"
+    assert sent["lively"][0] > 2 * sent["calm"][0]
+    assert "load lively" in capsys.readouterr().out
 
 
 def test_the_first_system_sets_the_targets_of_the_others(tmp_path: Path) -> None:
@@ -119,14 +136,18 @@ BAD = {
     "workload: {kind: gamma, rate_per_s: 1, cvs: 2}": "did you mean 'cv'",
     "workload: {kind: gamma, rate_per_s: 1, prompt: {mean: 5, least: 9, most: 3}}": "'least'",
     "workload: {kind: trace, path: nowhere.csv}": "cannot read the trace",
+    "batch: {}\nworkload: {kind: closed, concurrency: 1}": "clients that wait",
     "workload: 3": "must be of type dict",
     "service: {slo_class: batch}": "'slo_class'",
     "service: {ttft_s: 1, targets_of: a}": "both 'targets_of' and targets",
     "batch: {clients: 1, prompt: 5}": "'output' is missing",
     "systems: {a: {seed: 3}}": "'seed', which all systems have in common",
+    "loads: {a: 3}": "'loads' in .* must have a mapping",
+    "loads: {a: {rate: 3}}": "unknown configuration key 'rate'",
+    "systems: {a: {loads: {}}}": "'loads', which all systems have in common",
     "systems: {a: 3}": "must be a mapping of keys that differ",
     "systems: {a: {fill: 1}}": "unknown configuration key 'fill' in system 'a'",
-    "systems: {a: {workload: {kind: closed, concurrency: 1}, batch: {}}}": "clients that wait",
+    "systems: {a: {workload: {rate_per_s: -1}}}": "'rate_per_s'",
     "systems: {a: {service: {targets_of: b}}}": "'targets_of' in .* is 'b', but there are a",
 }
 

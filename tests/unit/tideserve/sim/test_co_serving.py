@@ -11,6 +11,7 @@ import pytest
 from services.core.cost.model import CostModel
 from services.core.line_order import Scheduling
 from services.core.planner.config import IterationConfig
+from services.core.planner.preemption import Preempt, PreemptedWork
 from services.core.scheduler.class_rules import ClassRules
 from services.core.service import Service, ServiceClass
 from tideserve.sim.cluster import Cluster, ClusterSpec
@@ -129,6 +130,47 @@ def _places(cluster: Cluster) -> dict[ServiceClass, set[str]]:
         if record.worker_id:
             found.setdefault(record.service_class, set()).add(record.worker_id)
     return found
+
+
+@pytest.mark.parametrize("work", list(PreemptedWork))
+def test_an_online_request_interrupts_batch_work_at_the_next_safepoint(work: PreemptedWork) -> None:
+    times_s = [1.0 + 3.0 * number for number in range(8)]
+    untargeted = Service(ServiceClass.INTERACTIVE)
+    online = OpenLoop([Arrival(one, 300, 1, service=untargeted) for one in times_s])
+    backlog = repeat(Arrival(0.0, 4000, 2, service=BATCH))
+    large = {"max_batch_tokens": 8192, "offline_iteration_s": 2.0, "online_chunk_tokens": 300}
+    waits_s, batch = {}, {}
+    for preempt in (Preempt.OFF, Preempt.ALWAYS):
+        workload = CoServed(online, ClosedLoop(backlog, 8))
+        changes: dict[str, Any] = large | {"preempt": preempt, "preempted_work": work}
+        cluster = Cluster(spec("slo", **changes), DEVICE, workload)
+        found = figures(cluster.run(check=cluster.check_invariants))
+        waits_s[preempt] = found["classes"]["online"]["ttft_s"]
+        batch[preempt] = found["classes"]["batch"]["processed_tokens_per_s"]
+        states = [one.state for one in cluster.instances.values()]
+        interrupted = sum(one.preempted_iterations_total for one in states)
+        dropped = sum(one.sequence_table.discarded_tokens_total for one in states)
+        resumes = work is PreemptedWork.RESUME
+        assert (interrupted > 0) == (preempt is Preempt.ALWAYS)
+        assert (dropped > 0) == (preempt is Preempt.ALWAYS and not resumes)
+    # Some of 300 prompt tokens take 50 ms, a batch iteration nearly a second.
+    assert waits_s[Preempt.OFF]["p99"] > 0.5
+    assert waits_s[Preempt.ALWAYS]["p99"] < 0.15
+    kept = batch[Preempt.ALWAYS] / batch[Preempt.OFF]
+    assert kept > 0.9 if work is PreemptedWork.RESUME else kept > 0.6
+
+
+def test_a_request_that_can_wait_interrupts_nothing() -> None:
+    patient = Service(ServiceClass.INTERACTIVE, ttft_s=60.0)
+    online = OpenLoop([Arrival(0.7 * one, 300, 1, service=patient) for one in range(40)])
+    workload = CoServed(online, ClosedLoop(repeat(Arrival(0.0, 4000, 2, service=BATCH)), 8))
+    cluster = Cluster(
+        spec("slo", max_batch_tokens=8192, preempt=Preempt.DEADLINE), DEVICE, workload
+    )
+    outcomes = cluster.run()
+    online_records = [r for r in outcomes.records if r.service_class is not ServiceClass.BATCH]
+    assert all(record.outcome is Outcome.COMPLETED for record in online_records)
+    assert not any(one.state.preempted_iterations_total for one in cluster.instances.values())
 
 
 def test_a_fuller_dial_gives_batch_work_more_and_online_tokens_later() -> None:
