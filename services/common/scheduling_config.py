@@ -17,5 +17,7 @@ class SchedulingConfig(ServiceConfig):
         "Which requests go first. fcfs: first come, first served; priority: interactive before"
         " standard before batch, and batch gives its KV and its places to the others, does not"
         " start while one of them waits, and never triggers a drop; slo: the same by deadline,"
-        " and batch fills a part of the time that deadlines leave.",
+        " and batch fills a part of the time that deadlines leave. For comparisons:"
+        " round_robin: iterations of batch and of the others alternate; conserve: as slo, but"
+        " nothing is corrected by what iterations take, and batch gets all of the time.",
     )

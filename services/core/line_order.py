@@ -17,11 +17,21 @@ class Scheduling(StrEnum):
     """First come, first served, whatever was promised; or class before class, `batch` last.
 
     `slo`: by deadline, and batch work fills the time that deadlines leave.
+
+    Two are there to be compared with. `round_robin`: iterations of online and of batch work
+    alternate (a baseline of BROS). `conserve`: deadlines as ConServe prints them, see `slo.py`.
     """
 
     FCFS = "fcfs"
     PRIORITY = "priority"
     SLO = "slo"
+    ROUND_ROBIN = "round_robin"
+    CONSERVE = "conserve"
+
+    @property
+    def keeps_deadlines(self) -> bool:
+        """Whether deadlines bound iterations."""
+        return self in (Scheduling.SLO, Scheduling.CONSERVE)
 
 
 def by_arrival(_service: Service, arrival_s: float) -> LineKey:
@@ -53,4 +63,6 @@ LINES: Mapping[Scheduling, LineOrder] = {
     Scheduling.FCFS: by_arrival,
     Scheduling.PRIORITY: by_class,
     Scheduling.SLO: by_deadline,
+    Scheduling.ROUND_ROBIN: by_class,
+    Scheduling.CONSERVE: by_deadline,
 }

@@ -128,7 +128,7 @@ class WorkerConfig(SchedulingConfig):
     offline_iteration_s: float = number(
         2.0,
         "With scheduling slo: seconds that an iteration of batch work alone may take; less where"
-        " first tokens are promised sooner.",
+        " first tokens are promised sooner and nothing interrupts it (preempt).",
         minimum=0.001,
         maximum=3600,
     )

@@ -9,6 +9,7 @@ from services.core.planner.batch import Microbatch
 from services.core.planner.events import Command, EmitToken, IterationFinished, RequestArrived
 from services.core.planner.state import PlannerState
 from services.core.request import Limits, Request, Sampling
+from services.core.service import NO_PROMISE, Service
 
 A100 = CostModel(
     5.2513e-09, 1.4115e-04, 1.9174e-02, 1.9154e-02, Coefficients(1.2e-07, 0.0, 1.9174e-02), 1.2e-7
@@ -18,9 +19,16 @@ Arrival = tuple[float, str, int, int]
 """Seconds, request id, prompt tokens, output tokens."""
 
 
-def arrive(state: PlannerState, name: str, prompt: int, output: int, at_s: float = 0.0) -> None:
+def arrive(
+    state: PlannerState,
+    name: str,
+    prompt: int,
+    output: int,
+    at_s: float = 0.0,
+    service: Service = NO_PROMISE,
+) -> None:
     """Hand a request to the planner, which takes it."""
-    request = Request(name, (1,) * prompt, Sampling(), Limits(output), at_s)
+    request = Request(name, (1,) * prompt, Sampling(), Limits(output), at_s, service=service)
     assert state.handle(RequestArrived(at_s, request)) == []
 
 
@@ -34,8 +42,8 @@ def finish(state: PlannerState, microbatch: Microbatch, now_s: float = 0.0) -> l
 class ModelledPipeline:
     """Stages that run `shares` of the layers each; between any two, a message takes `hop_s`.
 
-    `times[s]` is when stage s ran each microbatch, `token_times_s` when each request had its
-    tokens, `meters` what the stages would measure.
+    `services` has what requests are promised. `times[s]` is when stage s ran each microbatch,
+    `token_times_s` when each request had its tokens, `meters` what the stages would measure.
     """
 
     state: PlannerState
@@ -43,6 +51,7 @@ class ModelledPipeline:
     model: CostModel = A100
     hop_s: float = 0.0
     now_s: float = 0.0
+    services: dict[str, Service] = field(default_factory=dict)
     times: list[list[Interval]] = field(default_factory=list)
     token_times_s: dict[str, list[float]] = field(default_factory=dict)
     meters: list[BubbleMeter] = field(default_factory=list)
@@ -58,7 +67,8 @@ class ModelledPipeline:
         while self.now_s < until_s:
             while waiting and waiting[0][0] <= self.now_s:
                 at_s, name, prompt, output = waiting.popleft()
-                arrive(self.state, name, prompt, output, at_s)
+                service = self.services.get(name, NO_PROMISE)
+                arrive(self.state, name, prompt, output, at_s, service)
             microbatch = self._plan()
             if microbatch is not None:
                 flying.append((self._send_through(microbatch), microbatch))
@@ -83,7 +93,7 @@ class ModelledPipeline:
     def _plan(self) -> Microbatch | None:
         if not self.state.has_slot or self._free_s(0) > self.now_s:
             return None
-        return self.state.plan(0.0)
+        return self.state.plan(self.now_s)
 
     def _send_through(self, microbatch: Microbatch) -> float:
         """Every stage runs it; returns when the leader has the result."""

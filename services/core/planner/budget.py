@@ -107,6 +107,11 @@ class Spent:
         chunks_s = self._chunks_s + model.chunk_s(prefix, tokens)
         return chunks_s + model.excess_s(self.tokens + tokens)
 
+    def with_decodes_s(self, count: int, prefix_tokens: int) -> float:
+        """Cost of the iteration if these decodes join it."""
+        chunks_s = self._chunks_s + count * self._decode_s + prefix_tokens * self._decode_prefix_s
+        return self._model.lam + chunks_s + self._model.excess_s(self.tokens + count)
+
     def tokens_within(self, prefix: int, limit_s: float, most: int) -> int:
         """How many tokens of a chunk, up to `most`, join the iteration within `limit_s`."""
         most = min(most, self.tokens_left)

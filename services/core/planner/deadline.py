@@ -46,6 +46,14 @@ def slack_s(sequence: Sequence, now_s: float, iteration_s: float) -> float:
     return sequence.due_s - now_s - (sequence.group_left - 1) * iteration_s
 
 
+def slack_in_flight_s(sequence: Sequence, now_s: float, iteration_s: float) -> float:
+    """The residual time of a sequence whose next token is in flight: that of the one after it."""
+    service = sequence.request.service
+    if sequence.group_left > 1:
+        return slack_s(sequence, now_s, iteration_s)
+    return inf if service.tpot_s is None else service.token_group * service.tpot_s
+
+
 def order_s(sequence: Sequence) -> float:
     """The time by which sequences are ordered; without a target, `UNTARGETED_S` after arrival.
 

@@ -20,7 +20,7 @@ def plan_shape(state: PlannerState, now_s: float) -> IterationShape | None:
     if not plan:
         return None
     shape = plan.shape()
-    state._launch(plan)
+    state._flight.launch(plan)
     state.sequence_table.take_released()
     return shape
 
@@ -58,10 +58,11 @@ def decodes_ahead(state: PlannerState) -> int:
     """How many iterations are certain to be the same decodes if nothing arrives.
 
     In them no sequence starts, ends, is preempted or has its first token. 0 in an iteration, and
-    with `slo`: which decodes run is decided anew for each.
+    where it is decided anew for each which decodes run.
     """
     table, config = state.sequence_table, state.config
-    if state.in_flight or state.stages > 1 or state.config.scheduling is Scheduling.SLO:
+    decided_anew = config.scheduling.keeps_deadlines or config.scheduling is Scheduling.ROUND_ROBIN
+    if state.in_flight or state.stages > 1 or decided_anew:
         return 0
     if table.next_to_admit(config.max_running, config.overtaken_max) is not None:
         return 0

@@ -6,27 +6,43 @@ replay of the log learns the same.
 
 from dataclasses import dataclass, field
 
+from services.core.line_order import Scheduling
 from services.core.planner import deadline
 from services.core.planner.budget import Budget
-from services.core.planner.fill import FillLevel, FirstTokenTargets
+from services.core.planner.fill import FillLevel, OnlineArrivals
 from services.core.planner.plan import Plan
 from services.core.planner.sequence import Phase, Sequence
 
 
 @dataclass(slots=True)
 class Feedback:
-    """Corrections of the cost model, the fill level and the targets that were seen."""
+    """Corrections of the cost model, the fill level and what is known of arrivals.
+
+    Unless it `corrects`, the model is believed and the fill level stays, and all decodes of online
+    requests are in each iteration: that is ConServe as it is printed.
+    """
 
     fill: FillLevel
-    budget: Budget = field(default_factory=Budget)
-    targets: FirstTokenTargets = field(default_factory=FirstTokenTargets)
+    corrects: bool = True
+    budget: Budget = field(init=False)
+    arrivals: OnlineArrivals = field(default_factory=OnlineArrivals)
+    _budgets: dict[int, Budget] = field(default_factory=dict)  # by number of stages
+
+    def __post_init__(self) -> None:
+        self.configured(1)
+
+    def configured(self, stages: int) -> None:
+        """The group has so many stages from now on; its iterations are corrected by its own."""
+        self.budget = self._budgets.setdefault(
+            stages, Budget() if self.corrects else Budget(margin=1.0)
+        )
 
     def arrived(self, sequence: Sequence, now_s: float) -> None:
         """A request has come."""
         deadline.begin(sequence, now_s - sequence.request.waited_s)
         service = sequence.request.service
-        if service.online and service.ttft_s is not None:
-            self.targets.note(now_s, service.ttft_s)
+        if service.online:
+            self.arrivals.note(now_s, service.ttft_s)
 
     def adopted(self, sequence: Sequence) -> None:
         """A sequence has come from another leader, with its age in the time of this worker."""
@@ -37,10 +53,23 @@ class Feedback:
         sampled = plan.decodes + [one.sequence for one in plan.prefills if one.samples]
         missed = False
         for sequence in sampled:
-            if sequence.phase is not Phase.ENDED and sequence.request.service.online:
+            if sequence.online and sequence.phase is not Phase.ENDED:
                 missed = deadline.note_token(sequence, now_s) or missed
-        mixed = any(one.tokens > 1 for one in plan.prefills)
-        measured_s = now_s - plan.planned_s
-        self.budget.observe(plan.predicted_s, measured_s, plan.allowed_s, mixed)
+        if not self.corrects:
+            return
+        if plan.resumes is None:  # else it is not known how much of it was left
+            measured_s = now_s - plan.planned_s
+            self.budget.observe(plan.predicted_s, measured_s, plan.allowed_s, plan.mixed)
         if plan.filled:
             self.fill.observe(missed or plan.pressed)
+
+
+def feedback_of(scheduling: Scheduling, fill_max: float) -> Feedback | None:
+    """What a planner that keeps deadlines learns; None for one that keeps none."""
+    match scheduling:
+        case Scheduling.SLO:
+            return Feedback(FillLevel(fill_max))
+        case Scheduling.CONSERVE:
+            return Feedback(FillLevel(1.0), corrects=False)
+        case _:
+            return None

@@ -16,6 +16,8 @@ CROWDED = 0.6
 """Part of the blocks or of the places that online sequences hold, beyond which they are pressed."""
 TARGET_KEPT_S = 120.0
 """Seconds for which a target of a first token is expected to be seen again."""
+GAP_WEIGHT = 0.1
+"""The newest gap between online arrivals counts for so much of their mean."""
 LONE_DECODES = 4
 """An iteration without online work may cost at least so many lone decodes: it has to advance."""
 
@@ -43,23 +45,41 @@ class FillLevel:
 
 
 @dataclass(slots=True)
-class FirstTokenTargets:
-    """The least target of a first token that was seen lately: arrivals find a running iteration."""
+class OnlineArrivals:
+    """What is known of online requests to come: they find a running iteration of batch work."""
 
-    _seen: deque[tuple[float, float]] = field(default_factory=deque)  # (when, target), rising
+    _targets: deque[tuple[float, float]] = field(default_factory=deque)  # (when, target), rising
+    _last_s: float | None = None
+    _gap_s: float = inf
 
-    def note(self, now_s: float, ttft_s: float) -> None:
-        """An online request with this target has arrived."""
-        while self._seen and self._seen[-1][1] >= ttft_s:
-            self._seen.pop()
-        self._seen.append((now_s, ttft_s))
+    def note(self, now_s: float, ttft_s: float | None) -> None:
+        """An online request has arrived, perhaps with a target for its first token."""
+        if self._last_s is not None:
+            gap_s = now_s - self._last_s
+            known = self._gap_s < inf
+            self._gap_s = self._gap_s + GAP_WEIGHT * (gap_s - self._gap_s) if known else gap_s
+        self._last_s = now_s
+        if ttft_s is not None:
+            while self._targets and self._targets[-1][1] >= ttft_s:
+                self._targets.pop()
+            self._targets.append((now_s, ttft_s))
 
-    def offline_limit_s(self, now_s: float, most_s: float, lone_decode_s: float) -> float:
-        """Seconds that an iteration without online work may take.
+    def least_target_s(self, now_s: float) -> float:
+        """The least target of a first token that was seen lately; `inf` without one."""
+        while self._targets and self._targets[0][0] < now_s - TARGET_KEPT_S:
+            self._targets.popleft()
+        return self._targets[0][1] if self._targets else inf
 
-        Nobody interrupts it, so that is half of the least target, and `most_s` without one.
-        """
-        while self._seen and self._seen[0][0] < now_s - TARGET_KEPT_S:
-            self._seen.popleft()
-        least_s = self._seen[0][1] if self._seen else inf
-        return max(LONE_DECODES * lone_decode_s, min(most_s, least_s / 2))
+    def quiet_s(self, now_s: float) -> float:
+        """Seconds without an online arrival that may be expected; `inf` after one at most."""
+        if self._last_s is None or self._gap_s == inf:
+            return inf
+        return max(self._gap_s, now_s - self._last_s)
+
+
+def offline_limit_s(lone_decode_s: float, most_s: float, waits_s: float) -> float:
+    """Seconds that an iteration without online work may take.
+
+    That is half of `waits_s`, by what an arrival or the iteration suffers, and at most `most_s`.
+    """
+    return max(LONE_DECODES * lone_decode_s, min(most_s, waits_s / 2))

@@ -69,19 +69,23 @@ def form_round(
     tokens_min: int,
     tokens_max: int,
     base: float = 0.0,
+    cost_max: float = inf,
 ) -> list[list[Piece[Key]]]:
     """Deal `pieces`, in their order, into microbatches of similar cost that make a short round.
 
     No part has more than `tokens_max` tokens, and on average they have more than half of
     `tokens_min` where there are several. A piece that is cut appears in consecutive parts. `base`
     is what the decodes cost that join each microbatch of the round, and run in `stages`
-    microbatches in any case; 0 without any.
+    microbatches in any case; 0 without any. With that, no part costs more than `cost_max` as far as
+    its tokens can be cut.
     """
     if not pieces:
         return []
     dealer = _Dealer(pieces, model.beyond_knee, tokens_max)
     tokens = dealer.tokens[-1]
     parts = -(-tokens // tokens_max)
+    if cost_max < inf:
+        parts = max(parts, dealer.parts_within(cost_max - (base or model.lam)))
     most = max(parts, 2 * tokens // (tokens_min + 1))
     tried: list[tuple[float, list[list[Piece[Key]]]]] = []
     least = inf
@@ -143,6 +147,14 @@ class _Dealer(Generic[Key]):
             # The limit found is nearly always close to the bound below.
             trial = (low + high) / 2 if high < 2 * low else 1.1 * low
         return self._batches(cuts)
+
+    def parts_within(self, limit: float) -> int:
+        """How many parts there are if each costs up to `limit`, or little more than a token."""
+        tokens = self.tokens[-1]
+        limit = max(limit, self._costs[-1] / tokens)
+        while (cuts := self._fill(limit, tokens)) is None:
+            limit *= 2
+        return len(cuts) + 1
 
     def _fill(self, limit: float, parts: int) -> list[_Place] | None:
         """Where batches end that cost up to `limit`, the last left out; None if too many."""

@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from math import inf
 
 from services.core.cost.model import TOKENS
 from services.core.planner.config import BatchFormation, IterationConfig
@@ -15,6 +16,17 @@ from services.core.request import blocks_for
 ROUND_BATCHES = 2
 """How many full microbatches for each stage a round looks ahead to. With more than one, parts can
 cost the same without leaving much of the token budget of each unused."""
+
+
+@dataclass(frozen=True, slots=True)
+class RoundLimits:
+    """What a microbatch of a round may cost, and whether only online requests start in it."""
+
+    cost_max: float = inf
+    online_alone: bool = False
+
+
+NO_LIMITS = RoundLimits()
 
 
 @dataclass(slots=True)
@@ -33,24 +45,32 @@ class PipelinePlanner:
 
     def fill(self, plan: Plan, in_flight: deque[Plan]) -> None:
         """Choose what `plan` runs beside `in_flight`, and take the blocks for it."""
-        preempted = self._add_decodes(plan, in_flight)
+        running = self.sequence_table.running
+        ready = [seq for seq in running if len(seq.token_ids) - seq.computed == 1]
+        chosen = self._deal_decodes(ready, [other.decode_cost for other in in_flight])
+        preempted = self._add_decodes(plan, chosen)
         if not self.formed:
-            self._form(plan, admit=not preempted)
+            begun = [seq for seq in running if seq.remaining > 1]
+            decodes = [seq for seq in running if seq.remaining <= 1]
+            self._form(plan, begun, decodes, admit=not preempted)
         self._add_prefills(plan, self.config.max_batch_tokens - len(plan.decodes))
         plan.decode_cost = sum(self._decode_cost(seq) for seq in plan.decodes)
         plan.decode_cost += sum(
             self._decode_cost(prefill.sequence) for prefill in plan.prefills if prefill.samples
         )
 
-    def _add_decodes(self, plan: Plan, in_flight: deque[Plan]) -> bool:
-        """Add this microbatch's share of the decodes; returns whether a sequence was preempted."""
-        running = self.sequence_table.running
-        ready = [seq for seq in running if len(seq.token_ids) - seq.computed == 1]
-        # The one that ran longest ago goes first.
+    def _deal_decodes(self, ready: list[Sequence], in_flight: list[float]) -> list[Sequence]:
+        """A microbatch's share of the `ready` decodes, the one that ran longest ago first.
+
+        `in_flight` is what decodes cost after each microbatch in flight.
+        """
         ready.sort(key=lambda seq: (seq.turn, seq.age))
         costs = [self._decode_cost(seq) for seq in ready]
-        count = decodes_to_run(costs, [other.decode_cost for other in in_flight], self.stages)
-        chosen = ready[: min(count, self.config.max_batch_tokens)]
+        count = decodes_to_run(costs, in_flight, self.stages)
+        return ready[: min(count, self.config.max_batch_tokens)]
+
+    def _add_decodes(self, plan: Plan, chosen: list[Sequence]) -> bool:
+        """Add these decodes; returns whether a sequence was preempted."""
         # The oldest takes its block first, so `victims.newest` preempts none that was added.
         chosen.sort(key=lambda seq: seq.age)
         preempted = False
@@ -68,13 +88,18 @@ class PipelinePlanner:
             plan.decodes = [one for one in plan.decodes if one.phase is Phase.RUNNING]
         return preempted
 
-    def _form(self, plan: Plan, admit: bool) -> None:
-        """Form the next round; waiting sequences start if `admit`."""
-        config, sequence_table = self.config, self.sequence_table
-        begun = [seq for seq in sequence_table.running if seq.remaining > 1]
-        if not begun and not (admit and sequence_table.waiting):
+    def _form(
+        self,
+        plan: Plan,
+        begun: list[Sequence],
+        decodes: list[Sequence],
+        admit: bool,
+        limits: RoundLimits = NO_LIMITS,
+    ) -> None:
+        """Form the next round beside `decodes`; waiting sequences start if `admit`."""
+        config = self.config
+        if not begun and not (admit and self.sequence_table.waiting):
             return
-        decodes = [seq for seq in sequence_table.running if seq.remaining <= 1]
         ahead = config.batch_formation is BatchFormation.LOOKAHEAD
         if ahead:
             budget = ROUND_BATCHES * self.stages * config.max_batch_tokens - len(decodes)
@@ -83,7 +108,7 @@ class PipelinePlanner:
         if budget <= 0:
             return
         pieces: list[Piece[Sequence]] = []
-        for sequence in self._to_prefill(begun, admit):
+        for sequence in self._to_prefill(begun, admit, limits.online_alone):
             tokens = min(sequence.remaining, budget)
             pieces.append(Piece(sequence, sequence.computed, tokens))
             budget -= tokens
@@ -104,15 +129,20 @@ class PipelinePlanner:
                 tokens_min=max(1, config.min_microbatch_tokens - share),
                 tokens_max=max(1, config.max_batch_tokens - share),
                 base=base,
+                cost_max=limits.cost_max,
             )
         )
 
-    def _to_prefill(self, begun: list[Sequence], admit: bool) -> Iterator[Sequence]:
+    def _to_prefill(
+        self, begun: list[Sequence], admit: bool, online_alone: bool
+    ) -> Iterator[Sequence]:
         """Sequences that have begun, then waiting ones that can start: they start on request."""
         yield from begun
         config, sequence_table = self.config, self.sequence_table
         running_max = config.max_running * self.stages
         while admit and (first := sequence_table.next_to_admit(running_max, config.overtaken_max)):
+            if online_alone and not first.online:
+                return
             yield sequence_table.admit(first, running_max)
 
     def _add_prefills(self, plan: Plan, budget: int) -> None:

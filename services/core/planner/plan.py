@@ -22,12 +22,15 @@ class Prefill(NamedTuple):
 class Plan:
     """One microbatch: `decodes` run one token each, `prefills` as many as stand in them.
 
-    `decode_cost` is the cost of its sequences that decode after it has run. Under `slo` it was
-    planned at `planned_s` and costs `predicted_s` by the model; `allowed_s` is the residual time
-    that it keeps. `filled`: batch work joined online work; `pressed`: that lacked memory or places.
+    `decode_cost` is the cost of its sequences that decode after it has run; under `slo` of online
+    ones, and `batch_decode_cost` of the others. Then it also has a time: it was planned at
+    `planned_s`, costs `cost_s` by the model, and its result comes `predicted_s` later. `allowed_s`
+    is the residual time that it keeps. `filled`: batch work joined online work; `pressed`: that
+    lacked memory or places.
 
-    `made`: its batch since the launch, if it may be suspended. One that goes on later has a new
-    number, and `resumes` is its old one.
+    `made`: its batch since the launch, if it may be suspended. One that was suspended at
+    `suspended_s` has run for `ran_s` seconds. When it goes on it has a new number, `resumes` is its
+    old one, and `planned_s` the time at which it goes on.
     """
 
     number: int
@@ -36,11 +39,15 @@ class Plan:
     resumes: int | None = None
     made: Batch | None = None
     decode_cost: float = 0.0
+    batch_decode_cost: float = 0.0
     planned_s: float = 0.0
     predicted_s: float = 0.0
+    cost_s: float = 0.0
     allowed_s: float = inf
     filled: bool = False
     pressed: bool = False
+    ran_s: float = 0.0
+    suspended_s: float = 0.0
 
     def __bool__(self) -> bool:
         return bool(self.decodes or self.prefills)
@@ -49,6 +56,11 @@ class Plan:
     def tokens(self) -> int:
         """New tokens in it."""
         return len(self.decodes) + sum([prefill.tokens for prefill in self.prefills])
+
+    @property
+    def mixed(self) -> bool:
+        """Whether it has a chunk of more than one token."""
+        return any(prefill.tokens > 1 for prefill in self.prefills)
 
     def add(self, sequence: Sequence, tokens: int) -> None:
         """Run the next `tokens` tokens of a prefill too."""

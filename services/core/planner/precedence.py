@@ -11,16 +11,20 @@ class Precedence:
     """The order of the line, and of those that lose their blocks.
 
     With `batch_yields`, sequences of the class `batch` give their blocks and places to online
-    requests, which wait for nothing else.
+    requests, which wait for nothing else: in a larger group to those that start only if
+    `yields_in_pipelines`, since a planner's rounds may hold them.
     """
 
     line: LineOrder
     victims: Victims
     batch_yields: bool
+    yields_in_pipelines: bool = False
 
 
 PRECEDENCES = {
     Scheduling.FCFS: Precedence(LINES[Scheduling.FCFS], newest, batch_yields=False),
     Scheduling.PRIORITY: Precedence(LINES[Scheduling.PRIORITY], batch_first, batch_yields=True),
-    Scheduling.SLO: Precedence(LINES[Scheduling.SLO], batch_first, batch_yields=True),
+    Scheduling.SLO: Precedence(LINES[Scheduling.SLO], batch_first, True, True),
+    Scheduling.ROUND_ROBIN: Precedence(LINES[Scheduling.ROUND_ROBIN], newest, batch_yields=False),
+    Scheduling.CONSERVE: Precedence(LINES[Scheduling.CONSERVE], batch_first, True, True),
 }

@@ -29,6 +29,27 @@ class PreemptedWork(StrEnum):
     DISCARD = "discard"
 
 
+PATIENCE = 4.0
+"""A suspended microbatch is given up after so many times the seconds that it had run. So at most a
+fifth of the time of batch work is spent on what runs again."""
+LEFT_MIN = 0.1
+"""Part of a suspended microbatch that is taken to be left at least: predictions are not exact."""
+
+
+def is_given_up(ran_s: float, waited_s: float) -> bool:
+    """Whether a microbatch that ran for `ran_s`, then waited for `waited_s`, is discarded.
+
+    Under a steady load somebody online can always run. Its sequences then have more from a share
+    of the other iterations than from what the microbatch has computed.
+    """
+    return waited_s > PATIENCE * ran_s
+
+
+def left_s(predicted_s: float, ran_s: float) -> float:
+    """Seconds that a suspended microbatch has yet to run, of `predicted_s` in all."""
+    return max(LEFT_MIN * predicted_s, predicted_s - ran_s)
+
+
 @dataclass(frozen=True, slots=True)
 class OnlineRequest:
     """An online request that waits: its prompt's tokens, and the seconds until its deadline."""

@@ -115,12 +115,14 @@ class Sequence:
     due_s: float = inf
     group_left: int = 1
     reached: int = 0
+    online: bool = field(init=False)  # as its service is, which is asked for in each iteration
     prompt_tokens: int = field(init=False)
     tokens_max: int = field(init=False)
     _reads_output: bool = field(init=False)
 
     def __post_init__(self) -> None:
         self.token_ids = [*self.request.prompt_ids, *self.request.output_ids]
+        self.online = self.request.service.online
         self.prompt_tokens = len(self.request.prompt_ids)
         self.begun = bool(self.request.output_ids)
         self.tokens_max = self.prompt_tokens + self.request.limits.max_tokens

@@ -114,11 +114,13 @@ class SequenceTable:
 
     # --- blocks
 
-    def next_to_admit(self, running_max: int, overtaken_max: int) -> Sequence | None:
+    def next_to_admit(
+        self, running_max: int, overtaken_max: int, online: bool | None = None
+    ) -> Sequence | None:
         """The waiting sequence that can start now by the rule of `overtaking`, or None.
 
-        In a group of one, batch sequences make way for an online one. While one waits, no batch
-        sequence starts.
+        Batch sequences make way for an online one, see `precedence`. While one waits, no batch
+        sequence starts. With `online`, only such ones or only the others are looked at.
         """
         if not self.waiting:
             return None
@@ -132,15 +134,17 @@ class SequenceTable:
         def fits(sequence: Sequence) -> bool:
             if sequence.sample_due:
                 return False
-            online = sequence.request.service.online
-            if (full or holds_back) and not online:
+            if (full or holds_back) and not sequence.online:
                 return False
             missing = sequence.blocks_to_admit(self.block_size) - free
             if missing <= 0 or self.prefixes.shares_blocks(sequence, missing):
                 return True
-            return self._makes_way and online and missing <= self._blocks_to_yield
+            return self._makes_way and sequence.online and missing <= self._blocks_to_yield
 
-        return next_to_start(self.waiting, fits, overtaken_max)
+        line: Iterable[Sequence] = self.waiting
+        if online is not None:
+            line = [one for one in line if one.online is online]
+        return next_to_start(line, fits, overtaken_max)
 
     def admit(self, sequence: Sequence, running_max: int) -> Sequence:
         """Start a sequence that `next_to_admit` has found, with blocks for all its tokens.
@@ -342,11 +346,10 @@ class SequenceTable:
 
     @property
     def _makes_way(self) -> bool:
-        """Whether batch sequences are preempted for a start.
-
-        In a larger group they may be in microbatches that have been formed.
-        """
-        return self.precedence.batch_yields and self.ledger.stages == 1
+        """Whether batch sequences are preempted for a start."""
+        precedence = self.precedence
+        alone = self.ledger.stages == 1
+        return precedence.batch_yields and (alone or precedence.yields_in_pipelines)
 
     @property
     def _blocks_to_yield(self) -> int:

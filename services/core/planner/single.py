@@ -29,7 +29,7 @@ class SinglePlanner:
 
     def fill(self, plan: Plan, _in_flight: deque[Plan]) -> None:
         """Choose what `plan` runs, and take the blocks for it; nothing runs beside it."""
-        preempted = self._add_decodes(plan.decodes)
+        preempted = self._add_decodes(plan.decodes, self.sequence_table.running)
         budget = self.config.max_batch_tokens - len(plan.decodes)
         if self.sequence_table.precedence.batch_yields:
             kinds: tuple[frozenset[bool], ...] = (_ONLINE, _BATCH)
@@ -41,12 +41,12 @@ class SinglePlanner:
             if not preempted:
                 budget = self._admit(plan, budget, kind)
 
-    def _add_decodes(self, decodes: list[Sequence]) -> bool:
-        """Add every decode, oldest first; returns whether a sequence was preempted."""
+    def _add_decodes(self, decodes: list[Sequence], running: list[Sequence]) -> bool:
+        """Add every decode of `running`, oldest first; returns whether a sequence was preempted."""
         preempted = False
         block_size = self.config.block_size
         # More than fit in a batch can only have come from a larger group.
-        for sequence in self.sequence_table.running[: self.config.max_batch_tokens]:
+        for sequence in running[: self.config.max_batch_tokens]:
             tokens = len(sequence.token_ids)
             if tokens - sequence.computed != 1:
                 continue
@@ -63,7 +63,7 @@ class SinglePlanner:
         """Continue prefills that have begun; returns the tokens left in the budget."""
         for sequence in self.sequence_table.running:
             remaining = len(sequence.token_ids) - sequence.computed
-            if remaining > 1 and budget and sequence.request.service.online in kind:
+            if remaining > 1 and budget and sequence.online in kind:
                 tokens = min(remaining, budget)
                 plan.add(sequence, tokens)
                 budget -= tokens
@@ -76,7 +76,7 @@ class SinglePlanner:
         """
         config, table = self.config, self.sequence_table
         preemptions = table.preemptions_total
-        while budget and table.waiting and table.waiting[0].request.service.online in kind:
+        while budget and table.waiting and table.waiting[0].online in kind:
             sequence = table.next_to_admit(config.max_running, config.overtaken_max)
             if sequence is None:
                 break

@@ -8,12 +8,13 @@ order, so the next chunk of a prompt may follow the one in flight. A sequence wh
 being sampled waits for that token.
 
 Everybody may read the state; `handle` and `plan` alone change it, so their calls, in order, repeat
-it. `fast_forward.py` has short-cuts of a simulator.
+it. `configuration_handlers.py` has what changes of groups do to it. `fast_forward.py` has
+short-cuts of a simulator.
 """
 
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, get_args
 
 from services.core.line_order import Scheduling
@@ -23,35 +24,34 @@ from services.core.planner.batch import Batch, Microbatch, SampleNotes
 from services.core.planner.block_pool import BlockPool
 from services.core.planner.block_table import StageTable
 from services.core.planner.config import IterationConfig
+from services.core.planner.configuration_handlers import ConfigurationHandlers
 from services.core.planner.events import (
-    BlocksFreed,
     Command,
     EmitToken,
     Event,
     IterationDropped,
     IterationFinished,
     IterationSuspended,
-    MoveBlocks,
     RefuseRequest,
     RequestAborted,
     RequestArrived,
     WaitLooked,
 )
-from services.core.planner.feedback import Feedback
-from services.core.planner.fill import FillLevel
+from services.core.planner.feedback import Feedback, feedback_of
+from services.core.planner.flight import Flight
 from services.core.planner.pipeline import PipelinePlanner
 from services.core.planner.plan import Plan
 from services.core.planner.precedence import PRECEDENCES
-from services.core.planner.preemption import Preempt, PreemptedWork
+from services.core.planner.preemption import Preempt, PreemptedWork, is_given_up
 from services.core.planner.refusal import known_already, queue_full, returned, too_large
 from services.core.planner.returns import Returns
+from services.core.planner.round_robin import RoundRobinPlanner
 from services.core.planner.sequence import Phase, Sequence, SequenceState
 from services.core.planner.sequence_table import SequenceTable
 from services.core.planner.single import SinglePlanner
 from services.core.planner.slo import SloPlanner
-from services.core.prefix.news import NO_NEWS
+from services.core.planner.slo_pipeline import SloPipelinePlanner
 from services.core.report import Load
-from services.core.request import blocks_for
 
 
 @dataclass(slots=True)
@@ -64,14 +64,12 @@ class PlannerState:
     config: IterationConfig
     table: StageTable = field(init=False)
     sequence_table: SequenceTable = field(init=False)
-    in_flight: deque[Plan] = field(default_factory=deque)  # oldest first
     _planner: SinglePlanner | SloPlanner | PipelinePlanner = field(init=False)
     _feedback: Feedback | None = field(init=False)  # with `slo` alone
-    _number: int = 0
+    _flight: Flight = field(default_factory=Flight)
+    _changes: ConfigurationHandlers = field(init=False)
     _arrivals: int = 0
     _newest_s: float = float("-inf")
-    _unheard: dict[int, tuple[str, ...]] = field(default_factory=dict)
-    _discarded: bool = False  # microbatches of this configuration
     _returns: Returns = field(default_factory=Returns)
     preempted_iterations_total: int = 0
     resumed_iterations_total: int = 0
@@ -82,9 +80,11 @@ class PlannerState:
         self.sequence_table = SequenceTable(
             config.block_size, self.table, config.prefix_caching, PRECEDENCES[config.scheduling]
         )
-        slo = config.scheduling is Scheduling.SLO
-        self._feedback = Feedback(FillLevel(config.fill_max)) if slo else None
-        self._planner = self._planner_of_one()
+        self._feedback = feedback_of(config.scheduling, config.fill_max)
+        self._planner = self._new_planner()
+        self._changes = ConfigurationHandlers(
+            config, self.sequence_table, self._flight, self._feedback
+        )
 
     @property
     def pool(self) -> BlockPool:
@@ -110,6 +110,11 @@ class PlannerState:
     def held(self) -> list[Sequence]:
         """Sequences that have blocks and are not planned, oldest first."""
         return self.sequence_table.held
+
+    @property
+    def in_flight(self) -> deque[Plan]:
+        """Microbatches in flight, oldest first."""
+        return self._flight.plans
 
     @property
     def preemptions_total(self) -> int:
@@ -185,18 +190,9 @@ class PlannerState:
     def check_invariants(self) -> None:
         """Blocks, phases and queues agree; call it after every event in tests."""
         self.sequence_table.check_invariants()
-        assert len(self.in_flight) <= self.stages
-        numbers = [plan.number for plan in self.in_flight]
-        assert numbers == list(range(self._number - len(numbers) + 1, self._number + 1))
-        assert set(self._unheard) <= set(numbers)
-        for plan in self.in_flight:
-            names = [seq.request_id for seq in plan.decodes]
-            names += [prefill.sequence.request_id for prefill in plan.prefills]
-            assert len(names) == len(set(names)), "a request runs twice in a microbatch"
+        self._flight.check_invariants(self.stages)
         for seq in self.running:
             assert seq.remaining >= 0 and (seq.remaining or self.in_flight)
-        decoding = [seq for plan in self.in_flight for seq in plan.decodes]
-        assert len(decoding) == len({id(seq) for seq in decoding}), "it decodes twice in flight"
 
     # --- planning
 
@@ -209,7 +205,7 @@ class PlannerState:
         table, alone = self.sequence_table, self.stages == 1
         if alone and not (table.running or table.waiting or table.suspended):
             return None
-        plan = self._resume() or self._decide(now_s)
+        plan = self._resume(now_s) or self._decide(now_s)
         if plan.made is not None:
             batch = plan.made
         elif plan:
@@ -221,10 +217,9 @@ class PlannerState:
         preemptible = self._may_be_preempted(plan)
         if preemptible and self.config.preempted_work is PreemptedWork.RESUME:
             plan.made = batch
-        self._launch(plan)
+        self._flight.launch(plan)
         released = table.take_released()
-        if released:
-            self._unheard[plan.number] = released
+        self._flight.carries(plan, released)
         if alone:
             return Microbatch(
                 plan.number, batch, released, preemptible=preemptible, resumes=plan.resumes
@@ -236,25 +231,37 @@ class PlannerState:
         """Whether it runs in a group of one, for nobody who waits; one is suspended at most."""
         if self.config.preempt is Preempt.OFF or self.stages > 1 or self.sequence_table.suspended:
             return False
-        return not any(sequence.request.service.online for sequence in plan.sequences())
+        return not any(sequence.online for sequence in plan.sequences())
 
-    def _resume(self) -> Plan | None:
-        """The suspended microbatch, unless something online can run now."""
+    def _resume(self, now_s: float) -> Plan | None:
+        """The suspended microbatch, unless something online can run now and has no time for it.
+
+        It is discarded here if it has waited for too long.
+        """
         table = self.sequence_table
-        if table.suspended is None or self._online_can_run():
+        plan = table.suspended
+        if plan is None:
             return None
-        plan = table.take_suspended()
-        assert plan is not None and not self.in_flight
-        plan.resumes, plan.number = plan.number, self._number + 1
-        plan.predicted_s = 0.0  # its time says nothing: others ran meanwhile
+        if self._online_can_run() and not self._has_time_for(plan, now_s):
+            joins_others = self._feedback is None or self._feedback.fill.most > 0
+            if joins_others and is_given_up(plan.ran_s, now_s - plan.suspended_s):
+                table.discard_suspended()
+            return None
+        table.take_suspended()
+        assert not self.in_flight
+        plan.resumes, plan.number, plan.planned_s = plan.number, self._flight.number + 1, now_s
         self.resumed_iterations_total += 1
         return plan
 
+    def _has_time_for(self, plan: Plan, now_s: float) -> bool:
+        planner = self._planner
+        return isinstance(planner, SloPlanner) and planner.has_time_for(plan, now_s)
+
     def _online_can_run(self) -> bool:
         table, config = self.sequence_table, self.config
-        if any(sequence.request.service.online for sequence in table.running):
+        if any(sequence.online for sequence in table.running):
             return True
-        if not any(sequence.request.service.online for sequence in table.waiting):
+        if not any(sequence.online for sequence in table.waiting):
             return False
         return table.next_to_admit(config.max_running, config.overtaken_max) is not None
 
@@ -263,139 +270,31 @@ class PlannerState:
 
         Does not modify the state: hold the sequence before, forget it when it was adopted.
         """
-        sequence = self.sequences[request_id]
-        if any(plan.includes(sequence) for plan in self.in_flight):
-            raise ValueError(f"{request_id} is in a microbatch in flight")
-        return sequence.state()
+        return self._changes.export(request_id)
 
     # --- changes of configurations
 
-    def _end_configuration(self, _event: changes.ConfigurationEnded) -> list[Command]:
-        assert not self.in_flight, "drain or discard the microbatches in flight first"
-        for sequence in tuple(self.sequences.values()):
-            if sequence.blocks and (not sequence.computed or self._may_lack_a_block(sequence)):
-                self.sequence_table.preempt(sequence)
-        self.sequence_table.yield_batch(0, 0)  # their KV is not worth being moved
-        self.sequence_table.drop_prefixes()
-        return [BlocksFreed(self.sequence_table.take_released())]
-
-    def _may_lack_a_block(self, sequence: Sequence) -> bool:
-        """Whether it grew for a microbatch that was discarded, of which stages may not know.
-
-        Which of them have the block nobody could tell the next leader, so its KV is computed again.
-        """
-        decodes = sequence.remaining == 1
-        grown = sequence.blocks > blocks_for(sequence.computed, self.config.block_size)
-        return self._discarded and decodes and grown
+    def _change(self, event: changes.ConfigurationEvent) -> list[Command]:
+        return self._changes.handle(event)
 
     def _configure(self, event: changes.StagesConfigured) -> list[Command]:
-        assert not self.in_flight, "drain or discard the microbatches in flight first"
-        assert not self.sequence_table.released, "the stages that are left have not heard of these"
-        self.sequence_table.configure(event.followers)
-        self._discarded = False
-        if self.stages > 1:
-            self._planner = PipelinePlanner(self.config, self.sequence_table, self.stages)
-        else:
-            self._planner = self._planner_of_one()
-        return []
-
-    def _planner_of_one(self) -> SinglePlanner | SloPlanner:
+        commands = self._changes.handle(event)
         if self._feedback is not None:
-            return SloPlanner(self.config, self.sequence_table, self._feedback)
-        return SinglePlanner(self.config, self.sequence_table)
+            self._feedback.configured(self.stages)
+        self._planner = self._new_planner()
+        return commands
 
-    def _change_stage(self, event: changes.StageEvent) -> list[Command]:
-        ledger = self.sequence_table.ledger
-        match event:
-            case changes.CapacityReported():
-                self.sequence_table.set_capacity(event.stage, event.blocks)
-            case changes.BlocksCredited():
-                ledger.credit(event.stage, event.blocks)
-            case changes.BatchYielded():
-                self.sequence_table.yield_batch(event.stage, event.blocks)
-            case changes.ReleasedTaken():
-                if self.stages > 1:
-                    self.sequence_table.drop_prefixes()
-                return [BlocksFreed(self.sequence_table.take_released())]
-            case changes.FlightDiscarded():
-                self._discard_in_flight()
-        return []
-
-    def _discard_in_flight(self) -> None:
-        while self.in_flight:
-            plan = self.in_flight.pop()
-            plan.discard()
-            self.sequence_table.release_again(self._unheard.pop(plan.number, ()))
+    def _new_planner(self) -> SinglePlanner | SloPlanner | PipelinePlanner:
+        config, table, feedback = self.config, self.sequence_table, self._feedback
         if self.stages > 1:
-            self._discarded = True
-            self.sequence_table.prefixes.resend_hits(self.sequences.values())
-            self.sequence_table.drop_prefixes()
-
-    # --- changes of sequences
-
-    def _adopt(self, event: changes.SequenceAdopted) -> list[Command]:
-        sequence = Sequence.restore(event.state)
-        if sequence.request_id in self.sequences:
-            return []
-        if refusal := too_large(sequence, self.config):
-            return [refusal]
-        if self._feedback is not None:
-            self._feedback.adopted(sequence)
-        if sequence.blocks:
-            self.sequence_table.adopt(sequence, event.absent, event.held)
-        else:
-            self.sequence_table.add(sequence)
-        return []
-
-    def _reset(self, event: changes.SequenceReset) -> list[Command]:
-        state = self.export(event.request_id)
-        self.sequence_table.forget(self.sequences[event.request_id])
-        self._adopt(changes.SequenceAdopted(replace(state, computed=0, blocks=0)))
-        self.sequence_table.hold(self.sequences[event.request_id])
-        return []
-
-    def _change_sequence(self, event: changes.SequenceEvent) -> list[Command]:
-        assert not isinstance(event, changes.SequenceAdopted)
-        sequence, table = self.sequences[event.request_id], self.sequence_table
-        match event:
-            case changes.SequenceForgotten():
-                table.forget(sequence)
-            case changes.SequenceHeld():
-                if sequence.phase is not Phase.HELD:
-                    table.hold(sequence)
-            case changes.SequenceResumed():
-                if sequence.phase is Phase.HELD:
-                    table.resume(sequence)
-            case changes.SequencePreempted():
-                if sequence.blocks:
-                    table.preempt(sequence)
-            case changes.SequencePlaced():
-                if not table.place(sequence, event.stage):
-                    raise ValueError(f"there is no room for {event.request_id} at {event.stage}")
-        return []
-
-    # --- changes of blocks
-
-    def _change_blocks(self, event: changes.BlockEvent) -> list[Command]:
-        table = self.table
-        if self.stages > 1 and isinstance(event, changes.MovingBlockEvent):
-            self.sequence_table.drop_prefixes()
-        match event:
-            case changes.MicrobatchFollowed():
-                table.apply(event.released, event.chunks, event.prefixes or NO_NEWS)
-            case changes.BlocksAdopted():
-                table.adopt(event.request_id, event.blocks)
-            case changes.BlocksReleased():
-                table.release(event.request_id)
-            case changes.BlocksRelocated():
-                return [MoveBlocks(tuple(table.relocate(event.limit, event.most)))]
-            case changes.PoolGrown():
-                table.pool.grow(event.blocks)
-            case changes.PoolLimited():
-                table.pool.limit(event.blocks)
-            case changes.PoolShrunk():
-                table.pool.shrink(event.blocks)
-        return []
+            if feedback is not None:
+                return SloPipelinePlanner(config, table, self.stages, feedback=feedback)
+            return PipelinePlanner(config, table, self.stages)
+        if feedback is not None:
+            return SloPlanner(config, table, feedback)
+        if config.scheduling is Scheduling.ROUND_ROBIN:
+            return RoundRobinPlanner(config, table)
+        return SinglePlanner(config, table)
 
     # --- requests
 
@@ -448,27 +347,19 @@ class PlannerState:
         plan = self.in_flight[0]
         self.preempted_iterations_total += self._may_be_preempted(plan)
         self.sequence_table.discarded_tokens_total += plan.tokens
-        self._discard_in_flight()
+        self._changes.discard_flight()
         return []
 
-    def _suspend_iteration(self, _event: IterationSuspended) -> list[Command]:
-        (plan,) = self.in_flight
-        assert plan.made is not None, "this iteration cannot be suspended"
-        self.in_flight.clear()
-        self.sequence_table.release_again(self._unheard.pop(plan.number, ()))
+    def _suspend_iteration(self, event: IterationSuspended) -> list[Command]:
+        self._flight.suspend(self.sequence_table, event.now_s)
         self.preempted_iterations_total += 1
-        self.sequence_table.suspend(plan)
         return []
 
     def _next_result(self, number: int | None, now_s: float) -> Plan | None:
         """The oldest plan in flight, whose result is here; None if that plan was discarded."""
-        if number is not None and (not self.in_flight or number < self.in_flight[0].number):
-            assert number <= self._number, f"microbatch {number} was never planned"
+        plan = self._flight.next_result(number)
+        if plan is None:
             return None
-        assert self.in_flight, "no iteration is running"
-        plan = self.in_flight.popleft()
-        assert number in (None, plan.number), f"result {number} before that of {plan.number}"
-        self._unheard.pop(plan.number, None)
         if self.config.prefix_caching:
             self.sequence_table.prefixes.publish(plan.sequences())
         if self._feedback is not None:
@@ -536,16 +427,9 @@ class PlannerState:
     def _decide(self, now_s: float) -> Plan:
         """Choose what runs next, and take the blocks for it."""
         assert self.has_slot, "no microbatch has finished"
-        plan = Plan(self._number + 1, planned_s=now_s)
+        plan = Plan(self._flight.number + 1, planned_s=now_s)
         self._planner.fill(plan, self.in_flight)
         return plan
-
-    def _launch(self, plan: Plan) -> None:
-        """The decided microbatch runs from now on."""
-        if plan.resumes is None:
-            plan.launch()
-        self._number = plan.number
-        self.in_flight.append(plan)
 
 
 _UNDISTURBING = (
@@ -562,29 +446,10 @@ _HANDLERS: dict[type[Any], Callable[[PlannerState, Any], list[Command]]] = {
     IterationDropped: PlannerState._drop_iteration,
     IterationSuspended: PlannerState._suspend_iteration,
     WaitLooked: PlannerState._return_waiting,
-    changes.ConfigurationEnded: PlannerState._end_configuration,
     changes.StagesConfigured: PlannerState._configure,
-    changes.SequenceAdopted: PlannerState._adopt,
-    changes.SequenceReset: PlannerState._reset,
 }
-_HANDLERS |= dict.fromkeys(
-    (
-        changes.CapacityReported,
-        changes.BlocksCredited,
-        changes.BatchYielded,
-        changes.ReleasedTaken,
-        changes.FlightDiscarded,
-    ),
-    PlannerState._change_stage,
-)
-_HANDLERS |= dict.fromkeys(
-    (
-        changes.SequenceForgotten,
-        changes.SequenceHeld,
-        changes.SequenceResumed,
-        changes.SequencePreempted,
-        changes.SequencePlaced,
-    ),
-    PlannerState._change_sequence,
-)
-_HANDLERS |= dict.fromkeys(get_args(changes.BlockEvent), PlannerState._change_blocks)
+_HANDLERS |= {
+    change: PlannerState._change
+    for change in get_args(changes.ConfigurationEvent)
+    if change is not changes.StagesConfigured
+}

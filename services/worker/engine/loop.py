@@ -13,6 +13,7 @@ import zmq
 from services.common.clock import monotonic_s
 from services.core.planner.batch import Microbatch
 from services.core.planner.events import RequestAborted, RequestArrived, WaitLooked
+from services.core.planner.impossible import ImpossibleTargets
 from services.core.planner.preemption import OnlineRequest, gives_way
 from services.core.planner.sequence_names import request_of
 from services.core.report import EngineReport
@@ -66,12 +67,17 @@ class EngineLoop:
         grammars: GrammarCheck,
         descriptors: Sequence[int] = (),
         profiler: IdleProfiler | None = None,
+        impossible: ImpossibleTargets | None = None,
     ) -> None:
-        """`descriptors` are readable when something comes from other members."""
+        """`descriptors` are readable when something comes from other members.
+
+        `impossible` finds targets that are logged, since no request can keep them.
+        """
         self._member = member
         self._socket = socket
         self._grammars = grammars
         self._profiler = profiler
+        self._impossible = impossible or ImpossibleTargets()
         self._inbox: deque[ToEngine] = deque()
         self._received: list[str] = []
         self._may_interrupt = True
@@ -137,13 +143,14 @@ class EngineLoop:
 
     def _preempts(self, microbatch: Microbatch, started_s: float) -> bool:
         """Whether the inbox holds online requests for which a preemptible iteration ends."""
-        config, now_s = self._member.state.config, monotonic_s()
+        state, now_s = self._member.state, monotonic_s()
+        config = state.config
         online = (
             OnlineRequest.of(frame.request, now_s)
             for frame in self._inbox
             if isinstance(frame, StartRequest) and frame.request.service.online
         )
-        elapsed_s = now_s - started_s
+        elapsed_s = sum((plan.ran_s for plan in state.in_flight), now_s - started_s)
         return gives_way(config.preempt, microbatch.batch, elapsed_s, online, config.cost_model)
 
     def _aborts_one_of(self, request_ids: frozenset[str]) -> bool:
@@ -192,6 +199,8 @@ class EngineLoop:
 
     def _start(self, request: Request) -> None:
         self._received.append(request.request_id)
+        for target in self._impossible.news(request.service):
+            log.warning("%s", target)
         self._member.handle(RequestArrived(monotonic_s(), request))
 
     def _return_waiting(self) -> None:

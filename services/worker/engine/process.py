@@ -22,6 +22,7 @@ from services.core.cost.model import CostModel
 from services.core.line_order import Scheduling
 from services.core.planner.block_pool import BlockPool
 from services.core.planner.config import BatchFormation, IterationConfig
+from services.core.planner.impossible import ImpossibleTargets
 from services.core.planner.preemption import Preempt, PreemptedWork
 from services.worker.config import WorkerConfig
 from services.worker.engine.compute.pacer import Pacer
@@ -100,7 +101,8 @@ def started() -> EngineLoop:
     grammars = GrammarCheck(runner.grammars, monotonic_s)
     member.mover.start()
     descriptors = (lanes.activations.fileno(), member.mover.fileno())
-    return EngineLoop(member, socket, grammars, descriptors, profiler)
+    impossible = ImpossibleTargets(changeover.planner.config.cost_model)
+    return EngineLoop(member, socket, grammars, descriptors, profiler, impossible)
 
 
 def runner_config(config: WorkerConfig) -> RunnerConfig:
@@ -139,9 +141,11 @@ def cost_model_of(
     """The cost model of `known`; without it a sketch is measured if deadlines need one."""
     if known is not None:
         return known.model
-    if config.scheduling != Scheduling.SLO:
+    if not Scheduling(config.scheduling).keeps_deadlines:
         return None
-    log.info("scheduling: slo, and no profile is stored: measuring a rough cost model")
+    log.info(
+        "scheduling: %s, and no profile is stored: measuring a rough cost model", config.scheduling
+    )
     return sketch(runner, config.max_batch_tokens, config.max_running)
 
 

@@ -5,12 +5,14 @@ Every stage keeps token ids where a real one keeps K/V, and refuses to attend to
 
 from collections import deque
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.core.cost.model import Coefficients, CostModel
+from services.core.line_order import Scheduling
 from services.core.planner.batch import Microbatch, SampleNotes
 from services.core.planner.block_ledger import Follower
 from services.core.planner.block_pool import BlockPool
@@ -41,6 +43,7 @@ from services.core.planner.sequence import Phase, Sequence
 from services.core.planner.state import PlannerState
 from services.core.prefix.news import NO_NEWS
 from services.core.request import NO_LOGPROBS, Limits, LogprobOptions, Request, Sampling
+from services.core.service import NO_PROMISE, Service, ServiceClass
 from tests.support.microbatches import block_counts
 from tests.support.told_sampler import ToldSampler, row_of, rows_of
 
@@ -50,6 +53,10 @@ FOREIGN_BLOCKS = 5
 STOP = 0
 SAMPLINGS = (Sampling(), Sampling(repetition_penalty=1.1), Sampling(presence_penalty=1.0))
 LOGPROBS = (NO_LOGPROBS, LogprobOptions(1, 2), LogprobOptions(None, 0), NO_LOGPROBS)
+SERVICES = (
+    *(NO_PROMISE, Service(ServiceClass.BATCH), Service(ServiceClass.INTERACTIVE, 20.0, 8.0)),
+    *(Service(ServiceClass.BATCH), Service(ServiceClass.STANDARD, None, 4.0, 3)),
+)
 MODEL = CostModel(0.01, 1.0, 1.5, 1.0, Coefficients(0.02, 0.5, 1.0), 0.01)
 
 
@@ -105,7 +112,7 @@ class Group:
     def plan(self) -> bool:
         if not self.state.has_slot:
             return False
-        microbatch = self.state.plan(0.0)
+        microbatch = self.state.plan(self.world.now_s)
         if microbatch is None:
             return False
         assert self.state.stages > 1 or microbatch.batch.chunks
@@ -177,7 +184,8 @@ class Group:
         if not self.results:
             return False
         number, sampled, notes = self.results.popleft()
-        for command in self.state.handle(IterationFinished(0.0, sampled, number, notes)):
+        now_s = self.world.now_s
+        for command in self.state.handle(IterationFinished(now_s, sampled, number, notes)):
             assert isinstance(command, EmitToken)
             self.world.note(command)
         return True
@@ -301,6 +309,7 @@ class Group:
         while self.foreign:
             self.forget_foreign()
         for _ in range(4000):
+            self.world.now_s += 0.5
             for sequence in list(self.state.held):
                 self.settle(sequence)
             if not self.plan() and not self.state.in_flight and not self.state.sequences:
@@ -353,6 +362,7 @@ class World:
         model: CostModel | None,
         min_tokens: int,
         prefix_caching: bool = False,
+        **changes: Any,
     ) -> None:
         config = IterationConfig(
             block_size=BLOCK_SIZE,
@@ -364,7 +374,10 @@ class World:
             min_microbatch_tokens=min_tokens,
             cost_model=model,
             prefix_caching=prefix_caching,
+            **changes,
         )
+        self.now_s = 0.0
+        self.services = SERVICES if config.scheduling is Scheduling.SLO else (NO_PROMISE,)
         self.requests: dict[str, Request] = {}
         self.outputs: dict[str, list[int]] = {}
         self.aborted: set[str] = set()
@@ -410,9 +423,10 @@ class World:
         request = Request(
             *(name, prompt, replace(sampling, seed=number), limits, float(number // 3)),
             LOGPROBS[number % len(LOGPROBS)],
+            service=self.services[number % len(self.services)],
         )
         self.requests[name], self.outputs[name] = request, []
-        assert group.state.handle(RequestArrived(0.0, request)) == []
+        assert group.state.handle(RequestArrived(self.now_s, request)) == []
 
     def abort(self, group: Group, choice: int) -> None:
         if group.state.sequences:
@@ -422,6 +436,7 @@ class World:
             self.aborted.add(name)
 
     def apply(self, operation: str, which: int, value: int) -> None:
+        self.now_s += 0.5
         group = self.groups[which]
         self.serve(group, operation, value)
         self.reorganise(group, self.groups[1 - which], operation, value)
@@ -502,6 +517,29 @@ def test_tokens_blocks_and_counts_agree_in_any_order(
     operations: list[tuple[str, int, int]],
 ) -> None:
     world = World(formation, model, min_tokens, prefix_caching)
+    for operation, which, value in operations:
+        world.apply(operation, which, value)
+    world.come_to_rest()
+
+
+@pytest.mark.parametrize(
+    ("formation", "model", "changes"),
+    [
+        (BatchFormation.LOOKAHEAD, MODEL, {}),
+        (BatchFormation.LOOKAHEAD, MODEL, {"online_chunk_tokens": 2, "prefix_caching": True}),
+        (BatchFormation.TOKEN_COUNT, None, {"fill_max": 1.0}),
+    ],
+)
+@settings(max_examples=120, derandomize=True, deadline=None)
+@given(operations=st.lists(OPERATION, min_size=20, max_size=120))
+def test_they_agree_under_deadlines(
+    formation: BatchFormation,
+    model: CostModel | None,
+    changes: dict[str, Any],
+    operations: list[tuple[str, int, int]],
+) -> None:
+    """As above; two of five requests are batch work, two have targets."""
+    world = World(formation, model, 3, **changes, scheduling=Scheduling.SLO)
     for operation, which, value in operations:
         world.apply(operation, which, value)
     world.come_to_rest()

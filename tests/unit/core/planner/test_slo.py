@@ -234,6 +234,9 @@ def test_without_a_cost_model_batch_work_fills_the_token_budget() -> None:
     clock.arrive("batch", BATCH, prompt=600)
     clock.arrive("online", promised(tpot_s=0.03), prompt=56)
     assert clock.run() == {"online": 56, "batch": 200}
+    clock.arrive("another", promised(tpot_s=0.03), prompt=56)
+    assert clock.run() == {"online": 1, "another": 56, "batch": 199}
+    assert clock.run().keys() == {"online", "another", "batch"}, "nothing says which decodes fit"
 
 
 @pytest.mark.parametrize("seed", range(24))
@@ -298,3 +301,25 @@ def test_priority_and_fcfs_keep_no_deadlines() -> None:
         clock.run()
         clock.arrive("batch", BATCH, prompt=600)
         assert clock.run()["batch"] == 255
+
+
+def test_conserve_as_printed_believes_the_model_and_fills_all_of_the_time() -> None:
+    clock = Clock(planner(scheduling=Scheduling.CONSERVE, fill_max=0.1), slow=2.0)
+    clock.arrive("online", promised(tpot_s=0.03), output=40)
+    clock.run()
+    clock.arrive("filler", BATCH, prompt=1500)
+    for _ in range(8):
+        assert clock.run()["filler"] > 0 and clock.plan is not None
+        assert clock.plan.predicted_s == pytest.approx(0.03, abs=1e-3), "whatever they take"
+    feedback = clock.state._feedback
+    assert feedback is not None and feedback.fill.level == feedback.budget.margin == 1.0
+
+
+def test_conserve_as_printed_leaves_no_decode_out() -> None:
+    clock = Clock(planner(scheduling=Scheduling.CONSERVE))
+    for number in range(20):
+        clock.arrive(f"r{number}", promised(tpot_s=0.5), output=12)
+    clock.run()
+    clock.arrive("tight", promised(tpot_s=0.02), output=12)
+    clock.run()
+    assert len(clock.run()) == 21

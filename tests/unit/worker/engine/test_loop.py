@@ -9,11 +9,15 @@ from typing import Any, cast
 import pytest
 import zmq
 
+from services.common.clock import monotonic_s
 from services.core.cost.bubble import StageTime
 from services.core.cost.iteration_time import IterationTime
 from services.core.cost.iteration_tokens import IterationTokens
+from services.core.cost.model import CostModel
 from services.core.planner.batch import Batch, Chunk, Microbatch
 from services.core.planner.events import EmitToken
+from services.core.planner.impossible import ImpossibleTargets
+from services.core.planner.plan import Plan
 from services.core.planner.preemption import Preempt
 from services.core.prefix.dropped_prefixes import DroppedPrefixes
 from services.core.report import Load
@@ -192,12 +196,74 @@ def test_batch_work_gives_way(
 
     member = member_that(launch=launch)
     member.state.config = SimpleNamespace(preempt=policy, cost_model=None)
+    member.state.in_flight = [Plan(1)]
     grammars = GrammarCheck(Grammars(Path("none"), 1), lambda: 0.0)
     try:
         servicer.bind("inproc://engine-preempts")
         engine.connect("inproc://engine-preempts")
         EngineLoop(cast(Any, member), engine, grammars).step(0)
         assert answers == [interrupts_it, interrupts_it and frame is PREPARE]
+    finally:
+        servicer.close(linger=0)
+        engine.close(linger=0)
+        grammars.close()
+
+
+@pytest.mark.parametrize(("ran_s", "interrupts_it"), [(0.0, True), (900.0, False)])
+def test_what_a_resumed_iteration_has_run_before_counts(ran_s: float, interrupts_it: bool) -> None:
+    """It takes 1,000 s in all, and the request, which takes 250 s, has 500 s."""
+    context = zmq.Context.instance()
+    servicer, engine = context.socket(zmq.PAIR), context.socket(zmq.PAIR)
+    answers: list[bool] = []
+
+    def launch(interrupts: Any) -> bool:
+        request = replace(
+            ONLINE.request, service=Service(ttft_s=600.0), arrival_s=monotonic_s(), waited_s=100.0
+        )
+        servicer.send(encode(StartRequest(request)))
+        watched = interrupts(replace(microbatch_of("b", preemptible=True), resumes=1))
+        select([watched.descriptor], [], [], WAIT_MS / 1e3)
+        answers.append(watched())
+        return True
+
+    member = member_that(launch=launch)
+    model = CostModel(alpha=0.0, beta=125.0, gamma=0.0, lam=0.0)
+    member.state.config = SimpleNamespace(preempt=Preempt.DEADLINE, cost_model=model)
+    member.state.in_flight = [Plan(2, resumes=1, ran_s=ran_s)]
+    grammars = GrammarCheck(Grammars(Path("none"), 1), lambda: 0.0)
+    try:
+        servicer.bind("inproc://engine-resumed")
+        engine.connect("inproc://engine-resumed")
+        EngineLoop(cast(Any, member), engine, grammars).step(0)
+        assert answers == [interrupts_it]
+    finally:
+        servicer.close(linger=0)
+        engine.close(linger=0)
+        grammars.close()
+
+
+def test_a_target_that_no_request_can_keep_is_logged_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    context = zmq.Context.instance()
+    servicer, engine = context.socket(zmq.PAIR), context.socket(zmq.PAIR)
+    handled: list[object] = []
+    member = member_that(handle=handled.append, launch=lambda _: False)
+    grammars = GrammarCheck(Grammars(Path("none"), 1), lambda: 0.0)
+    impossible = ImpossibleTargets(CostModel(alpha=0.0, beta=0.05, gamma=0.0, lam=0.0))
+    service = Service(ServiceClass.INTERACTIVE, ttft_s=1.0, tpot_s=0.01)
+    try:
+        servicer.bind("inproc://engine-impossible")
+        engine.connect("inproc://engine-impossible")
+        for name in ("a", "b"):
+            request = replace(ONLINE.request, request_id=name, service=service)
+            servicer.send(encode(StartRequest(request)))
+        loop = EngineLoop(cast(Any, member), engine, grammars, impossible=impossible)
+        while len(handled) < 2:
+            assert engine.poll(WAIT_MS)
+            loop.step(0)
+        (line,) = [one.getMessage() for one in caplog.records if "tpot_ms" in one.getMessage()]
+        assert "10 ms" in line and "50 ms" in line and "interactive" in line
     finally:
         servicer.close(linger=0)
         engine.close(linger=0)

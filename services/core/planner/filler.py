@@ -1,0 +1,235 @@
+"""What can run under deadlines, and which batch work joins: for `slo.py` and `slo_pipeline.py`.
+
+Without a cost model nothing is bounded by time: batch work fills what online work leaves of the
+token budget.
+"""
+
+from dataclasses import dataclass, field
+from math import inf
+
+from services.core.cost.model import TOKENS
+from services.core.planner import deadline
+from services.core.planner.budget import Spent
+from services.core.planner.config import IterationConfig
+from services.core.planner.feedback import Feedback
+from services.core.planner.fill import CROWDED, offline_limit_s
+from services.core.planner.plan import Plan
+from services.core.planner.preemption import Preempt, PreemptedWork
+from services.core.planner.sequence import Phase, Sequence
+from services.core.planner.sequence_table import SequenceTable
+
+FILLER_TOKENS_MIN = 16
+"""A chunk of a batch prompt with fewer tokens, but for its end, costs more than it gives."""
+RESERVE = 0.04
+"""Part of the blocks that batch starts leave free for the growth of online sequences."""
+
+
+@dataclass(slots=True)
+class Ready:
+    """Running sequences that can go on, oldest first, and how urgent the online decodes are."""
+
+    decodes: list[Sequence] = field(default_factory=list)
+    prefills: list[Sequence] = field(default_factory=list)
+    batch_decodes: list[Sequence] = field(default_factory=list)
+    batch_prefills: list[Sequence] = field(default_factory=list)
+    prefix_tokens: int = 0  # of `decodes`
+    least_slack_s: float = inf  # of those that are not late
+    online: int = 0
+
+    def drop_preempted(self) -> None:
+        """Leave out sequences that have lost their blocks."""
+        for row in (self.decodes, self.prefills, self.batch_decodes, self.batch_prefills):
+            row[:] = [one for one in row if one.phase is Phase.RUNNING]
+
+
+@dataclass(slots=True)
+class Filler:
+    """Looks at what runs, and chooses batch work for the time that online work leaves."""
+
+    config: IterationConfig
+    sequence_table: SequenceTable
+    feedback: Feedback
+
+    @property
+    def _running_max(self) -> int:
+        return self.config.max_running * self.sequence_table.ledger.stages
+
+    def look(self, now_s: float) -> Ready:
+        """What can run, and the least residual time of online decodes that can still keep it."""
+        ready, model = Ready(), self.config.cost_model or TOKENS
+        iteration_s = self.feedback.budget.iteration_s
+        scale = self.feedback.budget.decode_scale if self.config.cost_model else 0.0
+        lone_s = scale * model.chunk_s(0, 1)
+        per_token_s = scale * model.chunk_s(1, 1) - lone_s
+        for sequence in self.sequence_table.running:
+            computed = sequence.computed
+            remaining = len(sequence.token_ids) - computed
+            online = sequence.online
+            ready.online += online
+            if not online:
+                if remaining == 1:
+                    ready.batch_decodes.append(sequence)
+                elif remaining:
+                    ready.batch_prefills.append(sequence)
+            elif remaining == 1:
+                ready.decodes.append(sequence)
+                ready.prefix_tokens += computed
+                if sequence.due_s < inf:
+                    slack_s = deadline.slack_s(sequence, now_s, iteration_s)
+                    if lone_s + computed * per_token_s <= slack_s < ready.least_slack_s:
+                        ready.least_slack_s = slack_s
+            elif remaining:
+                ready.prefills.append(sequence)
+            else:  # in flight in a pipeline: what runs next may delay the token after that
+                slack_s = deadline.slack_in_flight_s(sequence, now_s, iteration_s)
+                if lone_s + computed * per_token_s <= slack_s < ready.least_slack_s:
+                    ready.least_slack_s = slack_s
+        return ready
+
+    def most_urgent(
+        self, decodes: list[Sequence], spent: Spent, limit_s: float, now_s: float
+    ) -> list[Sequence]:
+        """The decodes that fit, most urgent first, and those that cannot wait; oldest first."""
+        soon_s = now_s + self.feedback.budget.iteration_s
+        chosen: list[Sequence] = []
+        prefix_tokens = 0
+        for sequence in sorted(decodes, key=deadline.order_s):
+            if len(chosen) == spent.tokens_left:
+                break
+            more = prefix_tokens + sequence.computed
+            fits = spent.decodes_s(len(chosen) + 1, more) <= limit_s
+            if fits or not chosen or deadline.order_s(sequence) < soon_s:
+                chosen.append(sequence)
+                prefix_tokens = more
+        chosen.sort(key=lambda one: one.age)
+        return chosen
+
+    def fill_up(self, plan: Plan, ready: Ready, spent: Spent, limit_s: float) -> None:
+        """Add batch work beside online work, up to the fill level."""
+        if not self.sequence_table.batch:
+            return
+        tokens = spent.tokens
+        target_s = self.target_s(spent.seconds, limit_s)
+        reserve = int(RESERVE * self.config.num_blocks)
+        self._add_batch(plan, ready, spent, target_s, reserve)
+        if spent.tokens > tokens:
+            plan.filled = True
+            plan.pressed = plan.pressed or self._is_crowded(ready.online)
+
+    def target_s(self, spent_s: float, limit_s: float) -> float:
+        """Model seconds of an iteration with batch work beside online work of `spent_s`."""
+        config, model = self.config, self.config.cost_model
+        if model is None:
+            return inf if self.feedback.fill.level else 0.0
+        if limit_s == inf:
+            limit_s = model.chunk_s(0, config.online_chunk_tokens or config.max_batch_tokens)
+        return spent_s + self.feedback.fill.level * max(0.0, limit_s - spent_s)
+
+    def run_alone(self, plan: Plan, ready: Ready, spent: Spent) -> None:
+        """Choose an iteration of batch work alone; there is always something in it that can run."""
+        if ready.batch_decodes or ready.batch_prefills or self.sequence_table.waiting:
+            self._add_batch(plan, ready, spent, self.alone_s(plan.planned_s), reserve=None)
+
+    def alone_s(self, now_s: float) -> float:
+        """Model seconds that an iteration of batch work alone may take."""
+        config = self.config
+        if config.cost_model is None:
+            return inf
+        scale = self.feedback.budget.mixed_scale
+        lone_s = scale * config.cost_model.chunk_s(0, 1)
+        return offline_limit_s(lone_s, config.offline_iteration_s, self._waits_s(now_s)) / scale
+
+    def _waits_s(self, now_s: float) -> float:
+        """Twice the seconds of an iteration without online work, by what comes meanwhile.
+
+        An arrival that cannot interrupt it waits for its end: so by the least target of a first
+        token. One that can interrupts it: by the gap between arrivals, if nothing is kept then.
+        """
+        config, arrivals = self.config, self.feedback.arrivals
+        stays = config.preempt is Preempt.OFF or self.sequence_table.ledger.stages > 1
+        if stays or self.sequence_table.suspended is not None:
+            return arrivals.least_target_s(now_s)
+        if config.preempted_work is PreemptedWork.DISCARD:
+            return arrivals.quiet_s(now_s)
+        return inf
+
+    def _add_batch(
+        self, plan: Plan, ready: Ready, spent: Spent, target_s: float, reserve: int | None
+    ) -> None:
+        """Add batch sequences while the iteration costs no more than `target_s`, oldest first.
+
+        `reserve`: blocks that starts leave free; None if no online work is here, so that a batch
+        sequence may take the blocks of another one.
+        """
+        config, table = self.config, self.sequence_table
+        preemptions = table.preemptions_total
+        alone = reserve is None
+        self._add_batch_decodes(plan, ready, spent, target_s, alone)
+        for sequence in ready.batch_prefills:
+            runs = sequence.phase is Phase.RUNNING
+            if runs and not self._add_chunk(plan, sequence, spent, target_s, alone):
+                return
+        if table.preemptions_total != preemptions:
+            return  # a start would only lose its blocks again
+        enough = 1 if alone and not spent.tokens else FILLER_TOKENS_MIN
+        while spent.tokens_within(0, target_s, enough) == enough or (alone and not plan):
+            first = table.next_to_admit(self._running_max, config.overtaken_max)
+            if first is None or first.online:
+                return
+            blocks = first.blocks_to_admit(config.block_size)
+            if reserve is not None and table.ledger.free - blocks < reserve:
+                return
+            started = table.admit(first, self._running_max)
+            if not self._add_chunk(plan, started, spent, target_s, alone):
+                return
+
+    def _add_batch_decodes(
+        self, plan: Plan, ready: Ready, spent: Spent, target_s: float, alone: bool
+    ) -> None:
+        table, block_size = self.sequence_table, self.config.block_size
+        decodes = ready.batch_decodes
+        prefix_tokens = sum([one.computed for one in decodes])
+        all_fit = spent.with_decodes_s(len(decodes), prefix_tokens) <= target_s
+        all_fit = all_fit and len(decodes) <= spent.tokens_left
+        for sequence in decodes:
+            if sequence.phase is not Phase.RUNNING:
+                continue
+            if not all_fit:
+                over = spent.with_chunk_s(sequence.computed, 1) > target_s
+                if (plan or not alone) and (over or not spent.tokens_left):
+                    return
+            if len(sequence.token_ids) > sequence.blocks * block_size:
+                if not alone and table.ledger.least_room <= 0:
+                    continue
+                table.grow(sequence)
+                if sequence.phase is not Phase.RUNNING:
+                    continue
+            spent.add_decodes(1, sequence.computed)
+            plan.decodes.append(sequence)
+
+    def _add_chunk(
+        self, plan: Plan, sequence: Sequence, spent: Spent, target_s: float, alone: bool
+    ) -> bool:
+        """Add what fits of a batch prompt; False if that is too little.
+
+        An iteration that has nothing else runs a small chunk in any case, if batch work is `alone`.
+        """
+        most = min(sequence.remaining, spent.tokens_left)
+        least = min(FILLER_TOKENS_MIN, most)
+        tokens = spent.tokens_within(sequence.computed, target_s, most)
+        if tokens < max(1, least):
+            if plan or not least or not alone:
+                return False
+            tokens = least
+        spent.add(sequence.computed, tokens)
+        plan.add(sequence, tokens)
+        return True
+
+    def _is_crowded(self, online: int) -> bool:
+        """Whether online sequences hold most of the places or of the blocks."""
+        table, config = self.sequence_table, self.config
+        if online > CROWDED * self._running_max:
+            return True
+        batch_blocks = sum([one.blocks for one in table.batch.values()])
+        taken = table.table.pool.taken_count - batch_blocks
+        return taken > CROWDED * config.num_blocks
