@@ -68,7 +68,8 @@ class SchedulerConfig(SchedulingConfig):
         "kv_share",
         DISPATCHES,
         "How a group is chosen. kv_share: the one with the smallest share of its KV cache in use,"
-        " waited for or reserved; least_loaded: the one with the fewest sequences; prefix: the"
+        " waited for or reserved, unless scheduling is fcfs first of all waited for or reserved for"
+        " online requests; least_loaded: the one with the fewest sequences; prefix: the"
         " group with the lowest predicted TTFT, counting expected prefix cache hits; kv_share"
         " breaks ties.",
     )

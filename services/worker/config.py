@@ -152,6 +152,14 @@ class WorkerConfig(SchedulingConfig):
         "What becomes of an interrupted iteration: it goes on later at the layer where it was, or"
         " runs again.",
     )
+    shelf_max_s: float = number(
+        60.0,
+        "Seconds for which batch requests rest at a worker that does not lead its merged group,"
+        " before the leader gets them; 0: it gets them at once. With `scheduling: fcfs` they move"
+        " as all others.",
+        minimum=0,
+        maximum=86400,
+    )
     prefix_caching: bool = option(
         True,
         "Automatic prefix caching: requests with a common prefix share its KV blocks, which stay"

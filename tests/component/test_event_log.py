@@ -56,7 +56,7 @@ async def repeat(cluster: Cluster) -> None:
 
 @pytest.mark.cluster
 async def test_a_cluster_that_changes_groups_decides_the_same_again(tmp_path: Path) -> None:
-    """As `tideserve bench churn`, after a flood: the logs replay and show I1-I10."""
+    """As `tideserve bench churn`, after a flood: the logs replay and show I1-I11."""
     folder = tmp_path / "events"
     model_dir = make_tiny_model(tmp_path / "model", seed=3)
     log = {"event_log": str(folder)}

@@ -4,6 +4,7 @@ import itertools
 import os
 import random
 import re
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -25,14 +26,14 @@ from services.worker.engine.memory.stage_memory import StageMemory
 from services.worker.engine.pipeline.member import Member
 from services.worker.engine.transfer.errors import UcxUnavailable
 from services.worker.engine.transfer.ucx_transport import load_ucxx
+from tests.support.class_scenario import ClassScenario
 from tests.support.engine_group import EngineGroup
 from tests.support.engine_networks import EngineNetwork, QueueNetwork, UcxNetwork
+from tests.support.group_scenario import LAYERS, Scenario, split_in
 from tests.support.tiny_models import EOS_TOKEN_ID
 from tests.support.undisturbed import CHUNK_BYTES, REQUESTS, Oracle, tight_config
 
-LAYERS = 3
 EVENTS = 8
-CHANGES_MIN, CHANGE_TRIES = 2, 30
 OVER_UCX = 25
 """One scenario in so many has real lanes between its engines."""
 
@@ -52,112 +53,6 @@ def members(group: EngineGroup) -> list[Member]:
     return [engine.member for engine in group.engines.values()]
 
 
-def split_in(names: list[str], cuts: list[int]) -> list[Stage]:
-    """Stages of `names` over all layers, cut at `cuts`."""
-    bounds = [0, *cuts, LAYERS]
-    return [Stage(name, bounds[i], bounds[i + 1]) for i, name in enumerate(names)]
-
-
-class Scenario:
-    """Random events on a small cluster; every choice comes from the seed."""
-
-    def __init__(
-        self, config: RunnerConfig, requests: list[Request], seed: int, network: EngineNetwork
-    ) -> None:
-        self.rng = random.Random(seed)
-        self.requests = requests
-        # From room for a request and a half to room for seven.
-        kv_bytes = self.rng.choice([4, 4, 5, 8, 16]) * LAYERS * CHUNK_BYTES
-        self.group = EngineGroup(
-            replace(config, budget_bytes=config.budget_bytes + kv_bytes),
-            self.rng.choice([2, 2, 3]),
-            seed,
-            max_batch_tokens=self.rng.choice([16, 64]),
-            max_running=self.rng.choice([4, 16]),
-            prefix_caching=seed % 2 == 1,
-            network=network,
-        )
-        self.number = 0
-        self.changes = 0
-
-    def run(self, events: int) -> None:
-        """Do it all, and let everything end."""
-        group = self.group
-        for _ in range(events):
-            event = self.rng.choices(
-                [self.arrive, self.abort, self.change, self.wait], [5, 1, 2, 4]
-            )[0]
-            event()
-            group.check_invariants()
-        # Whatever chance has done: two changes at least, so that a group came about and changed.
-        for _ in range(CHANGE_TRIES):
-            if self.changes >= CHANGES_MIN:
-                break
-            self.arrive()
-            self.change()
-            group.check_invariants()
-        assert self.changes >= CHANGES_MIN, "the members refuse what they could do"
-        group.finish()
-        group.check_at_rest()
-
-    def arrive(self) -> None:
-        request = self.rng.choice(self.requests)
-        number = request.request_id.split("-")[1]
-        self.group.start(replace(request, request_id=f"{self.number}-{number}"))
-        self.number += 1
-
-    def abort(self) -> None:
-        open_ones = [name for name, one in self.group.streams.items() if not one.over]
-        if open_ones:
-            self.group.abort(self.rng.choice(open_ones))
-
-    def stop(self) -> None:
-        """The gateway is about to find a stop string in the text of a request, or has just done."""
-        open_ones = [name for name, one in self.group.streams.items() if not one.over]
-        if open_ones:
-            name = self.rng.choice(open_ones)
-            self.group.stop(name, len(self.group.streams[name].tokens) + self.rng.randint(0, 6))
-
-    def wait(self) -> None:
-        for _ in range(self.rng.randint(1, 80)):
-            self.group.turn()
-
-    def change(self) -> None:
-        """Merge two groups, split one, or order it anew; perhaps give the attempt up."""
-        group, rng = self.group, self.rng
-        if rng.random() < 0.5:
-            group.settle()  # else members get ready once the last change is over
-        pipelines = [one for one in group.groups if len(one) > 1]
-        if pipelines and (len(group.groups) == 1 or rng.random() < 0.5):
-            names = [stage.worker_id for stage in rng.choice(pipelines)]
-            if rng.random() < 0.3:
-                rng.shuffle(names)
-                targets = [split_in(names, self.cuts(len(names)))]
-            else:
-                targets = [[Stage(name, 0, LAYERS)] for name in names]
-            group.draining = set(rng.sample(names, 1)) if rng.random() < 0.3 else set()
-        else:
-            left, right = rng.sample(group.groups, 2)
-            names = [stage.worker_id for stage in (*left, *right)]
-            targets = [split_in(names, self.cuts(len(names)))]
-        attempt = group.prepare(targets)
-        if rng.random() < 0.2:
-            self.wait()
-            group.abort_attempt(attempt, targets)
-            return
-        if rng.random() < 0.5:
-            self.stop()
-        if group.await_answers(attempt, targets):
-            group.commit(targets)
-            self.changes += 1
-        else:
-            group.abort_attempt(attempt, targets)
-
-    def cuts(self, stages: int) -> list[int]:
-        """Where the layers of so many stages are cut."""
-        return sorted(self.rng.sample(range(1, LAYERS), stages - 1))
-
-
 def ucx_network() -> EngineNetwork:
     """Skips the test where there is no UCX."""
     try:
@@ -169,6 +64,9 @@ def ucx_network() -> EngineNetwork:
 
 SCENARIOS = range(int(os.environ.get("TIDESERVE_SCENARIOS", "1000")))
 """Members cache prefixes in each second one."""
+CLASS_SCENARIOS = int(os.environ.get("TIDESERVE_CLASS_SCENARIOS", "12"))
+CLASS_AT_ONCE = 12
+CLASS_EVENTS = 18
 QUICK = 120
 """Scenarios that are not left to `make test-slow`."""
 
@@ -191,6 +89,28 @@ def test_every_interleaving_gives_the_tokens_of_an_undisturbed_run(
             oracle.check(stream)
     finally:
         scenario.group.close()
+
+
+@pytest.mark.parametrize("first", range(0, CLASS_SCENARIOS, CLASS_AT_ONCE))
+def test_batch_work_that_makes_way_gives_the_tokens_of_an_undisturbed_run(
+    config: RunnerConfig, oracle: Oracle, first: int
+) -> None:
+    """It is interrupted before any layer, yields its KV, rests on shelves, and loses its worker."""
+    seen: Counter[str] = Counter()
+    for seed in range(first, min(first + CLASS_AT_ONCE, CLASS_SCENARIOS)):
+        scenario = ClassScenario(config, oracle.requests, seed)
+        try:
+            scenario.run(CLASS_EVENTS)
+            for stream in scenario.group.streams.values():
+                assert not stream.refused, f"{seed}: {stream.refused}"
+                oracle.check(stream)
+                assert stream.aborted or stream.tokens == oracle.tokens(stream.request), seed
+        finally:
+            scenario.group.close()
+        seen += scenario.seen
+    if first == 0 and CLASS_SCENARIOS >= CLASS_AT_ONCE:
+        wanted = ("suspended", "resumed", "discarded", "yielded", "rested", "killed, special")
+        assert all(seen[one] for one in wanted), seen
 
 
 def test_the_undisturbed_runs_show_what_was_asked_for(config: RunnerConfig, oracle: Oracle) -> None:

@@ -3,10 +3,14 @@
 import random
 from collections.abc import Callable
 from pathlib import Path
+from select import select
 
 import pytest
 import torch
+import zmq
 
+from services.common.clock import monotonic_s
+from services.core.cost.model import CostModel
 from services.core.planner.batch import Batch, Chunk, Microbatch
 from services.core.planner.config import IterationConfig
 from services.core.planner.events import (
@@ -22,12 +26,29 @@ from services.core.planner.preemption import Preempt, PreemptedWork
 from services.core.planner.state import PlannerState
 from services.core.request import Limits, Request, Sampling
 from services.core.service import Service, ServiceClass
+from services.worker.engine.compute.pacer import SLICES, Pacer
 from services.worker.engine.compute.runner import ModelRunner
+from services.worker.engine.grammar_check import GrammarCheck
+from services.worker.engine.loop import EngineLoop
 from services.worker.errors import InvalidBatch
+from services.worker.ipc import (
+    ApplyConfiguration,
+    FromEngine,
+    GroupPlan,
+    Lane,
+    MemberPlan,
+    Prepare,
+    Prepared,
+    Progress,
+    StartRequest,
+    encode,
+    from_engine_decoder,
+)
 from tests.support.generation import generate_tokens, load_runner
 from tests.support.lone_member import lone_member
 from tests.support.tiny_models import make_tiny_model
 
+BATCH = Service(ServiceClass.BATCH)
 VOCAB, LAYERS, NEW_TOKENS, REQUESTS = 320, 5, 10, 16
 
 
@@ -131,11 +152,71 @@ def test_the_layers_before_the_interruption_do_not_run_again(tmp_path: Path) -> 
         runner.close()
 
 
+ALONE = GroupPlan("g", 1, [MemberPlan("w0", "w0-1", 0, LAYERS, Lane("", ""), Lane("", ""), "")])
+
+
+@pytest.mark.parametrize("order", [Prepare("t", [ALONE]), ApplyConfiguration([ALONE])])
+def test_a_change_begins_within_an_interval_of_a_batch_iteration_of_two_seconds(
+    tmp_path: Path, order: Prepare | ApplyConfiguration
+) -> None:
+    """An engine's loop hears of it in the third of the parts between which it looks."""
+    runner = load_runner(make_tiny_model(tmp_path, vocab=VOCAB, layers=LAYERS))
+    bounds = (runner.block_size, runner.num_blocks, 64, 16, REQUESTS)
+    state = PlannerState(IterationConfig(*bounds, preempt=Preempt.ALWAYS))
+    context = zmq.Context.instance()
+    servicer, engine = context.socket(zmq.PAIR), context.socket(zmq.PAIR)
+    slept: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        if len(slept) == 3:
+            servicer.send(encode(order))
+            assert select([engine.fileno()], [], [], 10.0)[0]
+
+    frames: list[FromEngine] = []
+
+    def step() -> None:
+        loop.step(0)
+        while servicer.poll(0):
+            frames.append(from_engine_decoder.decode(servicer.recv()))
+
+    pacer = Pacer(CostModel(0.0, 0.0, 2.0, 0.0), sleep=sleep)
+    member = lone_member(state, runner, pacer=pacer)
+    grammars = GrammarCheck(runner.grammars, monotonic_s)
+    batch = Request("b", tuple(range(40)), Sampling(0.0), Limits(3), 0.0, service=BATCH)
+    try:
+        (alone,) = generate_tokens(runner, [batch.prompt_ids], max_tokens=3, seed=0)
+        servicer.bind("inproc://change-interrupts")
+        engine.connect("inproc://change-interrupts")
+        loop = EngineLoop(member, engine, grammars)
+        servicer.send(encode(StartRequest(batch)))
+        step()
+        assert len(slept) == 3 and max(slept) <= 2.0 / SLICES
+        assert state.sequence_table.suspended is not None
+        pacer.model = CostModel(0.0, 0.0, 0.0, 0.0)
+        step()  # the change begins before anything else runs
+        if isinstance(order, ApplyConfiguration):
+            assert member.configuration is not None and member.configuration.epoch == 1
+        while state.sequences or member.busy_changing:
+            step()
+        answers = [one for one in frames if isinstance(one, Prepared)]
+        assert answers == ([Prepared("t", "")] if isinstance(order, Prepare) else [])
+        told = [one for one in frames if isinstance(one, Progress)]
+        assert [token.token_id for one in told for token in one.tokens] == alone
+    finally:
+        for one in (servicer, engine):
+            one.close(linger=0)
+        grammars.close()
+        member.mover.close()
+        runner.close()
+
+
 def test_an_engine_runs_the_online_request_and_then_goes_on(tmp_path: Path) -> None:
     runner = load_runner(make_tiny_model(tmp_path, vocab=VOCAB, layers=LAYERS))
     bounds = (runner.block_size, runner.num_blocks, 64, 16, REQUESTS)
     state = PlannerState(IterationConfig(*bounds, preempt=Preempt.ALWAYS))
-    member = lone_member(state, runner)
+    # Time stands still: a suspended iteration is given up after several times what it has run.
+    member = lone_member(state, runner, lambda: 0.0)
     prompts = {"batch": tuple(range(40)), "online": (7, 8, 9)}
     request = {
         name: Request(

@@ -10,6 +10,7 @@ from services.core.changeover.vocabulary import NoteAdopted, NoteMoved
 from services.core.planner.events import EmitToken, RefuseRequest
 from services.core.planner.sequence_names import request_of
 from services.core.request import Limits, Request, Sampling
+from services.core.service import NO_PROMISE, Service
 from tests.support.fake_stage import require
 
 VOCABULARY = 997
@@ -76,11 +77,17 @@ class Clients:
         self.sources[worker_id, request_of(name)] = Source(name, [])
 
     def start(
-        self, request_id: str, prompt: tuple[int, ...], max_tokens: int, owner: str, salt: str = ""
+        self,
+        request_id: str,
+        prompt: tuple[int, ...],
+        max_tokens: int,
+        owner: str,
+        salt: str = "",
+        service: Service = NO_PROMISE,
     ) -> Stream:
         """A client asks a worker for the first time."""
         greedy, limits = Sampling(temperature=0.0), Limits(max_tokens)
-        request = Request(request_id, prompt, greedy, limits, 0.0, cache_salt=salt)
+        request = Request(request_id, prompt, greedy, limits, 0.0, cache_salt=salt, service=service)
         self.streams[request_id] = stream = Stream(request, owner)
         return stream
 

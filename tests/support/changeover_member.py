@@ -157,7 +157,7 @@ class WorldMember:
         if self.has_lost:
             self._told_lost = self._lost
             self.handle(words.PeersLost(self.now_s, self._lost))
-        if self.machine.busy:
+        if self.machine.needs_turn(self.now_s):
             self.handle(words.TurnTaken(self.now_s))
 
     @property

@@ -13,9 +13,11 @@ from services.core.changeover.epoch_fence import EpochFence
 from services.core.changeover.frames import Activations, MemberFrame, Samples, activations
 from services.core.changeover.state import Changeover, MemberConfig
 from services.core.groups.layer_map import Stage
+from services.core.line_order import Scheduling
 from services.core.planner.config import IterationConfig
 from services.core.planner.events import IterationFinished, MoveBlocks, RequestArrived
 from services.core.request import Limits, Request, Sampling
+from services.core.service import NO_PROMISE, Service
 from tests.support.fake_stage import FakeMemory
 
 LAYERS = 4
@@ -43,9 +45,22 @@ class Script:
     `steps` what a preparation does in the background at each worker.
     """
 
-    def __init__(self, workers: str, blocks: int = 16, remembering: str = "") -> None:
+    def __init__(
+        self,
+        workers: str,
+        blocks: int = 16,
+        remembering: str = "",
+        scheduling: Scheduling = Scheduling.FCFS,
+        shelf_max_s: float = 60.0,
+    ) -> None:
         config = IterationConfig(
-            BLOCK_SIZE, blocks, max_batch_tokens=64, max_running=4, max_waiting=9
+            BLOCK_SIZE,
+            blocks,
+            max_batch_tokens=64,
+            max_running=4,
+            max_waiting=9,
+            scheduling=scheduling,
+            shelf_max_s=shelf_max_s,
         )
         self.members = {
             name: Changeover.of(MemberConfig(name, LAYERS, tied_embeddings=False, planner=config))
@@ -81,9 +96,12 @@ class Script:
         for name in names or sorted({one for group in new for one in group.workers}):
             self.do(name, words.ConfigurationCommitted(self.now_s, new))
 
-    def ask(self, leader: str, name: str, tokens: int, most: int = 4) -> list[words.Command]:
+    def ask(
+        self, leader: str, name: str, tokens: int, most: int = 4, service: Service = NO_PROMISE
+    ) -> list[words.Command]:
         """A client asks for a request of so many tokens, and at most so many more."""
-        request = Request(name, (5,) * tokens, Sampling(), Limits(most), self.now_s)
+        prompt, limits = (5,) * tokens, Limits(most)
+        request = Request(name, prompt, Sampling(), limits, self.now_s, service=service)
         return self.do(leader, RequestArrived(self.now_s, request))
 
     def receive(self, peer: str, name: str, frame: MemberFrame) -> list[words.Command]:
@@ -149,7 +167,8 @@ class Script:
         for _ in range(TURNS_MAX):
             if self._bring_frame() or self._end_transfer():
                 continue
-            busy = [name for name, member in self.members.items() if member.busy]
+            members, now_s = self.members, self.now_s
+            busy = [name for name in members if members[name].needs_turn(now_s)]
             moved = [self.turn(name) for name in busy]
             idle = 0 if any(moved) or self._open_ways else idle + 1
             if idle == 2:

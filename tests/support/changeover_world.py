@@ -17,7 +17,9 @@ from functools import partial
 from services.core.changeover import vocabulary as words
 from services.core.changeover.configuration import GroupStages
 from services.core.groups.layer_map import Stage
+from services.core.line_order import Scheduling
 from services.core.planner.config import IterationConfig
+from services.core.service import NO_PROMISE, Service, ServiceClass
 from tests.support.changeover_clients import Clients, Stream
 from tests.support.changeover_member import Packet, Sending, WorldMember
 from tests.support.fake_stage import BLOCK_SIZE, FakeMemory, Violated, require
@@ -56,7 +58,8 @@ class Attempt:
 class World:
     """`workers` members, each a group of its own; every choice comes from the seed.
 
-    With `prefixes`, members cache prefixes, and prompts go on from earlier ones.
+    With `prefixes`, members cache prefixes, and prompts go on from earlier ones. With `classes`,
+    half of the requests are batch work, which yields.
     """
 
     def __init__(
@@ -65,9 +68,11 @@ class World:
         workers: int | None = None,
         losses: int | None = None,
         prefixes: bool = False,
+        classes: bool = False,
     ) -> None:
         self.rng = rng = random.Random(seed)
         self._prompts = random.Random(seed) if prefixes else None
+        self._classes = random.Random(seed) if classes else None
         self.now_s = 0.0
         self.clients = Clients()
         self.faults = True
@@ -84,6 +89,9 @@ class World:
         config = IterationConfig(
             BLOCK_SIZE, blocks, batch, rng.choice([2, 4]), 50, prefix_caching=prefixes
         )
+        if self._classes is not None:
+            rests_s = self._classes.choice((0.0, 0.1, 1.0, 60.0))
+            config = replace(config, scheduling=Scheduling.PRIORITY, shelf_max_s=rests_s)
         self.tokens_max = blocks * BLOCK_SIZE
         more = 3 if seed % 5 == UNEQUAL else 0
         self._workers = workers or rng.choice([2, 2, 3, 4])
@@ -110,7 +118,9 @@ class World:
         if self._prompts is not None:
             salt = self._prompts.choice(("", "", "tenant"))
             prompt = self._go_on_from_another(self._prompts, prompt)
-        stream = self.clients.start(name, prompt, most, leader, salt)
+        batch = self._classes is not None and self._classes.random() < 0.5
+        service = Service(ServiceClass.BATCH) if batch else NO_PROMISE
+        stream = self.clients.start(name, prompt, most, leader, salt, service)
         self.members[leader].start(stream.request)
 
     def _go_on_from_another(self, rng: random.Random, prompt: tuple[int, ...]) -> tuple[int, ...]:
@@ -211,7 +221,7 @@ class World:
         self.now_s += TURN_S
         actions = self._arrivals()
         for member in self.members.values():
-            if member.machine.busy or member.has_lost:
+            if member.machine.needs_turn(self.now_s) or member.has_lost:
                 actions.append(member.take_turn)
             if launches and member.may_launch:
                 actions.append(member.launch)
@@ -391,7 +401,10 @@ class World:
             self._abandon(name)
         for _ in range(TURNS_MAX):
             if not self.turn():
-                break
+                due = [one.machine.shelf_due_s for one in self.members.values()]
+                if not (times := [time for time in due if time is not None]):
+                    break
+                self.now_s = max(self.now_s, min(times))
             if not self._arrivals():
                 self.now_s += 0.1
         else:

@@ -6,16 +6,18 @@ moves a piece, so that a test explores interleavings and can repeat each of them
 """
 
 import random
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from services.core.groups.layer_map import Stage
 from services.core.planner.events import EmitToken, RequestAborted, RequestArrived
 from services.core.request import FinishReason, Request, TokenLogprobs
 from services.worker.engine.compute.runner import ModelRunner
 from services.worker.engine.compute.runner_config import RunnerConfig
+from services.worker.engine.pipeline.serving import Interrupts
 from services.worker.engine.transfer.lane import Identity
 from services.worker.ipc import (
     AdoptedRequest,
@@ -78,8 +80,13 @@ class EngineGroup:
         network: EngineNetwork | None = None,
         event_logs: Path | None = None,
         load: Callable[[RunnerConfig], ModelRunner] = ModelRunner.load,
+        planner: Mapping[str, Any] | None = None,
+        interrupts: Interrupts | None = None,
     ) -> None:
-        """`network` is a `QueueNetwork` if none is given; in `event_logs` each engine keeps one."""
+        """`network` is a `QueueNetwork` if none is given; in `event_logs` each engine keeps one.
+
+        `planner`: more fields of each planner's configuration. `interrupts`: as in `Member.launch`.
+        """
         self.rng = random.Random(seed)
         self.network = network or QueueNetwork()
         self.now_s = self.network.now_s()
@@ -96,6 +103,8 @@ class EngineGroup:
         self._event_logs = event_logs
         self._load = load
         self._prefix_caching = prefix_caching
+        self._planner = planner
+        self._interrupts = interrupts
         self.engines: dict[str, Engine] = {}
         for index in range(workers):
             self._add(f"w{index}", config, max_batch_tokens, max_running)
@@ -119,6 +128,7 @@ class EngineGroup:
             max_running=max_running,
             prefix_caching=self._prefix_caching,
             event_logs=self._event_logs,
+            planner=self._planner,
         )
 
     def _alone(self, worker_id: str) -> Stage:
@@ -354,7 +364,7 @@ class EngineGroup:
     def _step(self, engine: Engine) -> bool:
         took = engine.member.take()
         self._hear(engine)
-        ran = engine.member.launch()
+        ran = engine.member.launch(self._interrupts)
         self._hear(engine)
         return took or ran
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from services.common.event_log import EventLog
 from services.core.changeover.state import Changeover, MemberConfig
@@ -52,10 +53,12 @@ def make_engine(
     prefix_caching: bool = False,
     event_logs: Path | None = None,
     machine: type[Changeover] = Changeover,
+    planner: Mapping[str, Any] | None = None,
 ) -> Engine:
     """An engine without a configuration; it has no thread, and `now_s` is its clock.
 
-    In `event_logs` it keeps a log. `machine` decides in its change-overs.
+    In `event_logs` it keeps a log. `machine` decides in its change-overs. `planner`: more fields of
+    the planner's configuration.
     """
     made_with = IterationConfig(
         block_size=runner.block_size,
@@ -65,6 +68,7 @@ def make_engine(
         max_waiting=1000,
         min_microbatch_tokens=4,
         prefix_caching=prefix_caching,
+        **(planner or {}),
     )
     memory, worker_id = runner.stage_memory, identity.worker_id
     member_config = MemberConfig(worker_id, memory.num_layers, memory.tied_embeddings, made_with)

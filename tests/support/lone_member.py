@@ -1,10 +1,12 @@
 """An engine's member that has no peers."""
 
+from collections.abc import Callable
 from functools import partial
 
 from services.common.clock import monotonic_s
 from services.core.changeover.state import Changeover
 from services.core.planner.state import PlannerState
+from services.worker.engine.compute.pacer import Pacer
 from services.worker.engine.compute.runner import ModelRunner
 from services.worker.engine.pipeline.frames import KINDS
 from services.worker.engine.pipeline.links import Links
@@ -18,7 +20,12 @@ from services.worker.engine.transfer.pieces import BULK_KINDS
 from tests.support.local_lane import LocalNetwork
 
 
-def lone_member(state: PlannerState, runner: ModelRunner) -> Member:
+def lone_member(
+    state: PlannerState,
+    runner: ModelRunner,
+    now_s: Callable[[], float] = monotonic_s,
+    pacer: Pacer | None = None,
+) -> Member:
     """A member that serves alone."""
     changeover = Changeover("w0", runner.stage_memory.num_layers, state)
     identity = Identity("w0", "w0-1")
@@ -27,9 +34,9 @@ def lone_member(state: PlannerState, runner: ModelRunner) -> Member:
     return Member(
         identity,
         changeover,
-        StageRunner(runner, state.table),
+        StageRunner(runner, state.table, pacer),
         Links(LocalNetwork(FrameCodec(KINDS)).lane(identity), "w0", gate),
         bulk,
         partial(Mover, bulk, gate, MoverConfig()),
-        monotonic_s,
+        now_s,
     )

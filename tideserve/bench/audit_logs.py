@@ -7,6 +7,7 @@ from pathlib import Path
 from services.common.event_log import EventLogError, read_config, read_entries
 from services.core.audit.audit import Audit
 from services.core.audit.findings import Findings
+from services.core.audit.relief_order import ReliefOrder
 from services.core.changeover.state import Changeover, MemberConfig
 from services.core.groups.coordinator import CoordinatorConfig, CoordinatorState
 from services.core.scheduler.state_config import StateConfig
@@ -20,7 +21,7 @@ from tideserve.sim.replay import (
     replay,
 )
 
-INVARIANTS = tuple(f"I{number}" for number in range(1, 11))
+INVARIANTS = tuple(f"I{number}" for number in range(1, 12))
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,11 +68,12 @@ def audit_logs(folder: Path, killed: Collection[int] = ()) -> Audited:
     gateways: dict[bool, list[Path]] = {False: [], True: []}
     for path in _logs(folder, "gateway-*"):
         gateways[int(path.stem.rpartition("-")[2]) in killed].append(path)
+    audit = Audit()
     try:
-        replayed = {path.name: _replay_engine(path) for path in engines}
+        replayed = {path.name: _replay_engine(path, audit.findings) for path in engines}
         replayed |= {path.name: _replay_groups(path) for path in memory_managers}
         replayed |= {path.name: _replay_dispatch(path) for path in _logs(folder, "scheduler-*")}
-        findings = Audit().run(
+        findings = audit.run(
             [read_entries(path, WORKER_TYPES) for path in engines],
             [read_entries(path, MEMMGR_TYPES) for path in memory_managers],
             [read_entries(path, GATEWAY_TYPES) for path in gateways[False]],
@@ -89,9 +91,10 @@ def _logs(folder: Path, pattern: str) -> Sequence[Path]:
     return found
 
 
-def _replay_engine(path: Path) -> Replayed:
-    state = Changeover.of(read_config(path, MemberConfig))
-    return replay(state, read_entries(path, WORKER_TYPES))
+def _replay_engine(path: Path, findings: Findings) -> Replayed:
+    config = read_config(path, MemberConfig)
+    relief = ReliefOrder(findings, config.worker_id)
+    return replay(Changeover.of(config), read_entries(path, WORKER_TYPES), relief)
 
 
 def _replay_dispatch(path: Path) -> Replayed:

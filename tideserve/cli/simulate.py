@@ -1,7 +1,8 @@
 """`tideserve simulate`: run a simulation, show its figures, write them."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from services.common.errors import ConfigError
 from tideserve.cli.errors import CommandError, unusable
 from tideserve.cli.files import check_writable
 from tideserve.cli.report import SLOW_STEP_S, Report
+from tideserve.cli.simulated_classes import with_targets
 from tideserve.cli.simulation_options import PreparedSimulation, read_simulation
 from tideserve.cli.status import size_text
 from tideserve.sim.cluster import Cluster
@@ -20,6 +22,17 @@ LATENCIES = (
     ("time per output token", "tpot_s"),
     ("end to end", "e2e_s"),
 )
+CLASS_FIGURES: tuple[tuple[str, Callable[[Mapping[str, Any]], float | None]], ...] = (
+    ("processed tokens", lambda found: found["processed_tokens_per_s"]),
+    ("online P99 TTFT", lambda found: found["classes"]["online"]["ttft_s"]["p99"]),
+    ("P99 gap", lambda found: found["classes"]["online"]["inter_token_s"]["p99"]),
+    ("median gap", lambda found: found["classes"]["online"]["inter_token_s"]["p50"]),
+    (
+        "normalized latency",
+        lambda found: found["classes"]["online"]["normalized_latency_s"]["mean"],
+    ),
+)
+"""Compared between systems that serve a backlog."""
 
 
 class ProgressLines:
@@ -50,16 +63,20 @@ def run_simulation(path: Path, seed: int | None, json_path: Path | None) -> None
         report.warn(note)
     systems: dict[str, dict[str, Any]] = {}
     wall_s: dict[str, float] = {}
-    for policy in prepared.systems:
-        name = policy if len(prepared.systems) > 1 else "simulated"
-        spec = prepared.systems[policy][0]
+    kind = "system" if prepared.description["systems"] else "overload policy"
+    for system in prepared.systems:
+        name = system if len(prepared.systems) > 1 else "simulated"
+        spec = prepared.systems[system][0]
         title = f"Simulating {spec.instances} instances of {prepared.description['device']}"
         started_s = monotonic_s()
-        with report.step(f"{title}, overload policy {policy}"):
-            outcomes = simulate(prepared, policy, ProgressLines(report, prepared.duration_s))
+        with report.step(f"{title}, {kind} {system}"):
+            outcomes = simulate(prepared, system, ProgressLines(report, prepared.duration_s))
         wall_s[name] = monotonic_s() - started_s
         systems[name] = figures(outcomes)
-        show(systems[name], report, policy, wall_s[name])
+        show(systems[name], report, f"{kind} {system}", wall_s[name])
+        if system == prepared.targets_of:
+            with unusable(ConfigError):
+                prepared = targeted(prepared, systems[name])
     if len(systems) > 1:
         for line in comparison(systems):
             report.line(line)
@@ -69,16 +86,34 @@ def run_simulation(path: Path, seed: int | None, json_path: Path | None) -> None
 
 
 def simulate(
-    prepared: PreparedSimulation, policy: str, progress: ProgressLines | None = None
+    prepared: PreparedSimulation, system: str, progress: ProgressLines | None = None
 ) -> Outcomes:
-    """The outcomes of a prepared simulation under one policy."""
-    spec, workload = prepared.systems[policy]
+    """The outcomes of one system of a prepared simulation."""
+    spec, workload = prepared.systems[system]
     return Cluster(spec, prepared.time_model, workload).run(progress)
+
+
+def targeted(prepared: PreparedSimulation, found: Mapping[str, Any]) -> PreparedSimulation:
+    """With the P99 of these figures as the targets of online requests. Raises ConfigError."""
+    online = found.get("classes", {}).get("online")
+    if online is None or online["inter_token_s"]["p99"] is None:
+        raise ConfigError(
+            f"system '{prepared.targets_of}' has no P99 that could be a target: its file needs a"
+            " section 'batch', if only without clients, and some online requests"
+        )
+    targets = online["ttft_s"]["p99"], online["inter_token_s"]["p99"]
+    systems = {
+        name: (spec, with_targets(load, *targets))
+        for name, (spec, load) in prepared.systems.items()
+    }
+    return replace(prepared, systems=systems)
 
 
 def comparison(systems: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """Each system against the first, in sentences."""
     first, *others = systems
+    if all("classes" in found for found in systems.values()):
+        return class_comparison(systems)
     lines = []
     for other in others:
         for title, key, share in (
@@ -113,7 +148,7 @@ def write(result: Mapping[str, Any], path: Path) -> None:
         raise CommandError(f"cannot write {path}: {error.strerror}") from error
 
 
-def show(found: Mapping[str, Any], report: Report, policy: str, took_s: float) -> None:
+def show(found: Mapping[str, Any], report: Report, title: str, took_s: float) -> None:
     """Print the figures."""
     rows = [
         (
@@ -144,7 +179,39 @@ def show(found: Mapping[str, Any], report: Report, policy: str, took_s: float) -
         share = found["prefix_hits"] / queries
         rows[-1:-1] = [("prefix caches", f"{share:.1%} of {queries:,} prompt tokens were there")]
     rows[-1:-1] = change_rows(found["changes"])
-    report.box(f"simulated, not measured: overload policy {policy}", rows)
+    rows[-1:-1] = class_rows(found)
+    report.box(f"simulated, not measured: {title}", rows)
+
+
+def class_comparison(systems: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """What each system processes, and what online requests notice, against the first."""
+    first, *others = systems
+    base, lines = systems[first], []
+    for other in others:
+        told = []
+        for title, value_of in CLASS_FIGURES:
+            mine, theirs = value_of(base), value_of(systems[other])
+            if mine and theirs:
+                told.append(f"{title} {theirs / mine:.2f}")
+        lines.append(f"{other} against {first}: {', '.join(told)}")
+    return lines
+
+
+def class_rows(found: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """What was computed, and what each class got, if there was batch work."""
+    rows = []
+    for name, one in found.get("classes", {}).items():
+        gaps, ttft = one["inter_token_s"], one["ttft_s"]
+        rows.append(
+            (
+                name,
+                f"{one['sent']:,} sent, {one['processed_tokens_per_s'] or 0:,.0f} tokens/s"
+                f" processed, {_share(one['recomputed_share'])} recomputed; first token p50"
+                f" {_time(ttft['p50'])}  p99 {_time(ttft['p99'])}; gap p50 {_time(gaps['p50'])}"
+                f"  p99 {_time(gaps['p99'])}",
+            )
+        )
+    return rows
 
 
 def change_rows(changes: Mapping[str, Any]) -> list[tuple[str, str]]:

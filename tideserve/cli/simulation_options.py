@@ -10,10 +10,12 @@ from services.common.errors import ConfigError
 from services.core.line_order import Scheduling
 from services.core.overload.events import OverloadPolicy
 from services.core.planner.config import BatchFormation, IterationConfig
+from services.core.planner.preemption import Preempt, PreemptedWork
 from services.core.scheduler.dispatch import PREFIX, score_of
 from services.scheduler.config import SchedulerConfig
 from services.worker.config import WorkerConfig
 from tideserve.cli.simulated_change import change_spec, description_of, policies_of, shape_of
+from tideserve.cli.simulated_classes import differing, rules_of, service_section, with_classes
 from tideserve.cli.simulated_workload import SECONDS_MAX, workload_of
 from tideserve.sim.change_spec import ChangeSpec
 from tideserve.sim.cluster import ClusterSpec
@@ -30,6 +32,7 @@ class SimulationOptions:
     `kv_blocks`, or what parameters leave of `memory` (default: 90 % of the device's).
     `overload_policy` is one, or a list of those to compare. The policy drop needs the model's
     sizes, from the profile or section `shape` with `hidden_bytes` (of a token's activation).
+    `service`, `batch` and `systems`: see `simulated_classes`.
     """
 
     workload: dict[str, Any]
@@ -73,6 +76,17 @@ class SimulationOptions:
     fill_max: float = like(WorkerConfig, "fill_max")
     offline_iteration_s: float = like(WorkerConfig, "offline_iteration_s")
     online_chunk_tokens: int | None = like(WorkerConfig, "online_chunk_tokens")
+    preempt: str = like(WorkerConfig, "preempt")
+    preempted_work: str = like(WorkerConfig, "preempted_work")
+    order: str = like(SchedulerConfig, "order")
+    batch_queue_limit: int = like(SchedulerConfig, "batch_queue_limit")
+    batch_queue_deadline_s: float = like(SchedulerConfig, "batch_queue_deadline_s")
+    batch_groups: int = like(SchedulerConfig, "batch_groups")
+    # What the requests of `workload` are promised, and a backlog of batch requests beside them.
+    service: dict[str, Any] = field(default_factory=dict)
+    batch: dict[str, Any] | None = None
+    # Systems to compare: for each name, the keys that differ from those of the file.
+    systems: dict[str, dict[str, Any]] = field(default_factory=dict)
     # Whether requests share KV; without prompts that begin alike nothing is looked up.
     prefix_caching: bool = like(WorkerConfig, "prefix_caching")
 
@@ -81,7 +95,8 @@ class SimulationOptions:
 class PreparedSimulation:
     """Everything that a simulation is made of; `description` is for people and for the report.
 
-    `systems`: a cluster and its load for each policy, by its name. `notes`: sentences for people.
+    `systems`: a cluster and its load for each system, by its name; `notes`: sentences for people.
+    The online requests of all after the system `targets_of` get the P99 of its as their targets.
     """
 
     systems: dict[str, tuple[ClusterSpec, Workload]]
@@ -89,6 +104,7 @@ class PreparedSimulation:
     duration_s: float
     description: dict[str, Any]
     notes: tuple[str, ...] = ()
+    targets_of: str | None = None
 
 
 def read_simulation(path: Path, seed: int | None) -> PreparedSimulation:
@@ -96,7 +112,22 @@ def read_simulation(path: Path, seed: int | None) -> PreparedSimulation:
     data = read_yaml(path)
     if seed is not None:
         data["seed"] = seed
-    return prepare(from_mapping(SimulationOptions, data, str(path)), path)
+    options = from_mapping(SimulationOptions, data, str(path))
+    if not options.systems:
+        return prepare(options, path)
+    systems, first = {}, None
+    for name, given in differing(data, options.systems, path):
+        own = from_mapping(SimulationOptions, given, f"system '{name}' of {path}")
+        prepared = prepare(own, path)
+        (systems[name],) = prepared.systems.values()
+        first = first or prepared
+    assert first is not None
+    description = first.description | {"systems": options.systems}
+    if first.targets_of not in (None, *systems):
+        raise ConfigError(
+            f"'targets_of' in {path} is {first.targets_of!r}, but there are {', '.join(systems)}"
+        )
+    return replace(first, systems=systems, description=description)
 
 
 def prepare(options: SimulationOptions, path: Path) -> PreparedSimulation:
@@ -118,7 +149,14 @@ def prepare(options: SimulationOptions, path: Path) -> PreparedSimulation:
         fast_forward=options.fast_forward,
         sample_s=options.sample_s,
         drain_s=options.drain_s,
+        rules=rules_of(
+            options.scheduling,
+            options.order,
+            (options.batch_queue_limit, options.batch_queue_deadline_s),
+            options.batch_groups,
+        ),
     )
+    service = service_section(options.service, path)
     description = {
         "file": path.name,
         "device": profile.name,
@@ -135,11 +173,14 @@ def prepare(options: SimulationOptions, path: Path) -> PreparedSimulation:
             description["drop"] = description_of(spec.change)
         notes: list[str] = []
         load = workload_of(options.workload, options.duration_s, options.seed, path, notes)
+        load = with_classes(load, service.service, options.batch, path)
         caching = options.prefix_caching and load.shares_prefixes
         shared = replace(iteration, prefix_caching=caching)
         systems[policy.value] = replace(spec, iteration=shared), load
     time_model = CostTimeModel(profile.model, options.iteration_overhead_s)
-    return PreparedSimulation(systems, time_model, options.duration_s, description, tuple(notes))
+    return PreparedSimulation(
+        systems, time_model, options.duration_s, description, tuple(notes), service.targets_of
+    )
 
 
 def _iteration(
@@ -160,6 +201,8 @@ def _iteration(
             fill_max=options.fill_max,
             offline_iteration_s=options.offline_iteration_s,
             online_chunk_tokens=options.online_chunk_tokens,
+            preempt=Preempt(options.preempt),
+            preempted_work=PreemptedWork(options.preempted_work),
         )
     except ValueError as error:
         raise ConfigError(f"{error} in {path}") from error

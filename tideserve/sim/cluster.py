@@ -1,6 +1,6 @@
 """A simulated cluster: clients, the scheduler's state and instances, joined by delays."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from services.core.ask import NO_PREFIX, FailedAssignment
@@ -15,6 +15,7 @@ from services.core.prefix.block_hash import ThinHashes
 from services.core.prefix.prompt_prefix import prompt_prefix
 from services.core.report import LoadReport
 from services.core.request import Limits, Request, Sampling, admission_blocks
+from services.core.scheduler.class_rules import NO_CLASSES, ClassRules
 from services.core.scheduler.dispatch import ScoreFunction, kv_share
 from services.core.scheduler.group_load import GROWTH_BLOCKS
 from services.core.scheduler.state import SchedulerState
@@ -38,9 +39,11 @@ from tideserve.sim.instance import Instance
 from tideserve.sim.member import SimulatedMember, World
 from tideserve.sim.network import Network
 from tideserve.sim.record_store import FIRST_EPOCH, RecordStore
-from tideserve.sim.report import KvSample, Outcome, Outcomes, Record
+from tideserve.sim.report import KvSample, Outcome, Outcomes, Record, sum_of
+from tideserve.sim.senders import Senders
 from tideserve.sim.time_model import TimeModel
-from tideserve.sim.workload import Arrival, ClosedLoop, OpenLoop, Workload
+from tideserve.sim.token_times import TokenTimes
+from tideserve.sim.workload import Arrival, CoServed, Workload
 
 MODEL = "simulated"
 STREAM_ID = 1
@@ -53,7 +56,7 @@ Progress = Callable[[float], None]
 class ClusterSpec:
     """What is simulated. `drain_s` bounds the time that requests get after the last arrival.
 
-    With `change`, a memory manager watches, and groups may merge. `score` and `ttft` as in
+    With `change`, a memory manager watches, and groups may merge. `score`, `ttft` and `rules` as in
     SchedulerState.
     """
 
@@ -71,16 +74,21 @@ class ClusterSpec:
     sample_s: float = 1.0
     drain_s: float = 3600.0
     change: ChangeSpec | None = None
+    rules: ClassRules = NO_CLASSES
 
 
 @dataclass(frozen=True, slots=True)
 class _Client:
-    """A client that waits: its request, `number` of all, and what the scheduler is told of it."""
+    """A client that waits: its request, `number` of all, and what the scheduler is told of it.
+
+    `in_turn`: it sends another one when this one has ended.
+    """
 
     record: Record
     arrival: Arrival
     number: int
     prefix: ThinHashes
+    in_turn: bool
 
 
 class Cluster:
@@ -90,6 +98,10 @@ class Cluster:
         self._spec = spec
         self._workload = workload
         self._simulation = Simulation()
+        self._senders = Senders(self._simulation, workload, self._send, self._end_arrivals)
+        self._token_times: TokenTimes | None = None
+        if isinstance(workload, CoServed):
+            self._token_times = TokenTimes(workload.window_s)
         self.scheduler = SchedulerState(
             spec.queue_limit,
             spec.queue_deadline_s,
@@ -97,6 +109,7 @@ class Cluster:
             spec.overtaken_max,
             spec.growth_blocks,
             ttft=spec.ttft,
+            rules=spec.rules,
         )
         self.instances = {
             name: Instance(
@@ -107,6 +120,7 @@ class Cluster:
                 spec.delays,
                 self,
                 spec.fast_forward,
+                self._token_times,
             )
             for name in (f"worker-{index:04d}" for index in range(spec.instances))
         }
@@ -119,6 +133,7 @@ class Cluster:
         self._queued: dict[str, int] = {}  # blocks that each request in the scheduler needs
         self._queued_blocks = 0
         self._places: dict[str, SendAssignment] = {}  # the last of each that runs
+        self._awaited = 0  # active requests without which the simulation does not end
         self._arrivals_over = False
 
     def run(
@@ -132,12 +147,10 @@ class Cluster:
         simulation = self._simulation
         simulation.at(0.0, self._tick)
         simulation.at(0.0, self._sample, progress)
-        match self._workload:
-            case OpenLoop(arrivals=arrivals):
-                self._plan_arrival(iter(arrivals))
-            case ClosedLoop(concurrency=concurrency):
-                for _ in range(concurrency):
-                    simulation.at(0.0, self._send_next)
+        if isinstance(self._workload, CoServed):
+            for time_s in self._workload.window_s:
+                simulation.at(time_s, self._note_tokens)
+        self._senders.start()
         simulation.run(float("inf"), check)
         outcomes = self.outcomes
         pipelines = [one.pipeline for one in self.members.values()]
@@ -150,6 +163,8 @@ class Cluster:
         loads = [one.state.load() for one in self.instances.values()]
         outcomes.prefix_queries = sum(load.prefix_queries_total for load in loads)
         outcomes.prefix_hits = sum(load.prefix_hits_total for load in loads)
+        if self._token_times is not None:
+            outcomes.gaps = dict(self._token_times.gaps)
         outcomes.events = simulation.events_total
         outcomes.simulated_s = simulation.now_s
         return outcomes
@@ -190,60 +205,56 @@ class Cluster:
 
     # --- clients
 
-    def _plan_arrival(self, arrivals: Iterator[Arrival]) -> None:
-        arrival = next(arrivals, None)
-        if arrival is None:
-            self._end_arrivals()
-        else:
-            self._simulation.at(arrival.arrival_s, self._arrive, arrival, arrivals)
-
-    def _arrive(self, arrival: Arrival, later: Iterator[Arrival]) -> None:
-        self._send(arrival)
-        self._plan_arrival(later)
-
-    def _send_next(self) -> None:
-        """A client of the closed loop sends its next request, if there is one."""
-        workload = self._workload
-        assert isinstance(workload, ClosedLoop)
-        over = self._simulation.now_s > workload.duration_s
-        arrival = None if over else next(workload.requests, None)
-        if arrival is None:
-            self._end_arrivals()
-        else:
-            self._send(arrival)
-
     def _end_arrivals(self) -> None:
         if not self._arrivals_over:
             self._arrivals_over = True
             self._simulation.after(self._spec.drain_s, self._simulation.stop)
         self._stop_if_done()
 
-    def _send(self, arrival: Arrival) -> None:
+    def _send(self, arrival: Arrival, in_turn: bool) -> None:
         now_s = self._simulation.now_s
         number = len(self.outcomes.records)
         request_id = f"r{number}"
-        record = Record(now_s, arrival.prompt_tokens, arrival.output_tokens)
+        record = Record(
+            now_s,
+            arrival.prompt_tokens,
+            arrival.output_tokens,
+            service_class=arrival.service.service_class,
+        )
         self.outcomes.records.append(record)
         prefix = NO_PREFIX
         if self._spec.ttft is not None and arrival.prefix_ids:
             prompt_ids = arrival.prompt_ids(number)
             prefix = prompt_prefix(prompt_ids, "", self._spec.iteration.block_size)
-        self._active[request_id] = _Client(record, arrival, number, prefix)
+        client = _Client(record, arrival, number, prefix, in_turn)
+        self._active[request_id] = client
+        self._awaited += self._is_awaited(client)
         self._simulation.after(self._spec.delays.ask_s, self._ask, request_id)
 
     def _end(self, request_id: str, outcome: Outcome, reason: str = "") -> None:
         """The client learns of the end of its request after the delay of a token."""
-        record = self._active.pop(request_id).record
+        client = self._active.pop(request_id)
+        record = client.record
+        self._awaited -= self._is_awaited(client)
         self._places.pop(request_id, None)
         record.end_s = self._simulation.now_s + self._spec.delays.token_s
         record.outcome, record.reason = outcome, reason
-        if isinstance(self._workload, ClosedLoop):
-            self._simulation.at(record.end_s, self._send_next)
+        if client.in_turn:
+            self._senders.note_end(record.end_s)
         self._stop_if_done()
 
+    def _is_awaited(self, client: _Client) -> bool:
+        """Whether the simulation goes on until it has ended: a backlog has no end."""
+        return not (client.in_turn and isinstance(self._workload, CoServed))
+
     def _stop_if_done(self) -> None:
-        if self._arrivals_over and not self._active:
+        if self._arrivals_over and not self._awaited:
             self._simulation.stop()
+
+    def _note_tokens(self) -> None:
+        """Count what all workers have computed so far."""
+        counts = [one.state.load().tokens for one in self.instances.values()]
+        self.outcomes.tokens.append((self._simulation.now_s, sum_of(counts)))
 
     # --- scheduler
 
@@ -303,6 +314,7 @@ class Cluster:
                 MODEL,
                 record.prompt_tokens,
                 record.output_tokens,
+                service=client.arrival.service,
                 prefix=client.prefix,
                 now_s=now_s,
                 stream_id=STREAM_ID,
@@ -332,7 +344,14 @@ class Cluster:
         limits = Limits(client.record.output_tokens, client.record.output_tokens)
         now_s = self._simulation.now_s
         request = Request(
-            request_id, prompt_ids, _SAMPLING, limits, now_s, returnable=place.returnable
+            request_id,
+            prompt_ids,
+            _SAMPLING,
+            limits,
+            now_s,
+            service=client.arrival.service,
+            waited_s=now_s - client.record.sent_s,
+            returnable=place.returnable,
         )
         self.instances[place.worker_id].receive(request)
 

@@ -23,6 +23,7 @@ from tideserve.sim.engine import Action, Simulation
 from tideserve.sim.pipeline import shape_of
 from tideserve.sim.reporter import LoadSender
 from tideserve.sim.time_model import TimeModel
+from tideserve.sim.token_times import TokenTimes
 
 FILLER = -1
 """The token that is sampled each time; it is nobody's stop token."""
@@ -86,6 +87,8 @@ class Instance:
     the iteration in which it falls. Reports inside such a jump are left out: only the number of
     free blocks changes in it, and it never lasts longer than a heartbeat.
 
+    With `token_times`, which hear of every token, nothing is jumped over.
+
     As a `member` of a group it hands every request to the machine of the change-over, and calls it
     between iterations. In a pipeline, the first instance plans; the others run what is posted.
     """
@@ -99,6 +102,7 @@ class Instance:
         delays: Delays,
         listener: Listener,
         fast_forward: bool = True,
+        token_times: TokenTimes | None = None,
     ) -> None:
         self.name = name
         self.state = PlannerState(config)
@@ -112,7 +116,8 @@ class Instance:
         self._time_model = time_model
         self._longest_run_s = delays.heartbeat_s
         self._listener = listener
-        self._fast_forward = fast_forward
+        self._fast_forward = fast_forward and token_times is None
+        self._token_times = token_times
         self._inbox: list[Request] = []
         self._mail: deque[tuple[Handler, tuple[Any, ...]]] = deque()
         self._drained: list[str] = []
@@ -233,7 +238,10 @@ class Instance:
 
     def finish(self, number: int | None = None) -> None:
         """The results of a microbatch are here; None is the only one's of a group of one."""
-        tokens = finish_filled(self.state, FILLER, self._simulation.now_s, number)
+        now_s, in_flight = self._simulation.now_s, self.state.in_flight
+        if self._token_times is not None and in_flight and number in (None, in_flight[0].number):
+            self._token_times.note(in_flight[0], now_s)
+        tokens = finish_filled(self.state, FILLER, now_s, number)
         for token in tokens:
             self._listener.note_token(token)
         self.publish()

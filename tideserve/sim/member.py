@@ -173,7 +173,7 @@ class SimulatedMember:
     def take_turn(self) -> Busy | None:
         """Go on with what is under way, as far as it goes without waiting."""
         changeover, busy = self.changeover, None
-        while changeover.busy and busy is None:
+        while changeover.needs_turn(self._now_s) and busy is None:
             commands = changeover.handle(words.TurnTaken(self._now_s))
             if not commands:
                 self._take_another_turn()
@@ -183,6 +183,8 @@ class SimulatedMember:
         if self._is_changing and changeover.settled:
             self._is_changing = False
             self._world.log.note_settled(self.name, self._now_s)
+            if (due_s := changeover.shelf_due_s) is not None:
+                self._world.simulation.at(due_s, self.instance.wake)
         return busy
 
     def run_first(self, microbatch: Microbatch) -> Busy:

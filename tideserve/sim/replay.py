@@ -6,11 +6,13 @@ from typing import Any, get_args
 
 from services.core.audit.facts import FACTS
 from services.core.audit.record import BATCH, COMMAND, FACT, Recorded
+from services.core.audit.relief_order import ReliefOrder
 from services.core.changeover.state import Changeover
 from services.core.changeover.vocabulary import LOGGED
 from services.core.groups.coordinator import Command as CoordinatorCommand
 from services.core.groups.coordinator import CoordinatorState
 from services.core.groups.coordinator import Event as CoordinatorEvent
+from services.core.planner.events import Planned
 from services.core.scheduler.state import SchedulerState
 from services.core.scheduler.vocabulary import (
     Asked,
@@ -54,11 +56,13 @@ class Replayed:
 
 
 def replay(
-    state: SchedulerState | Changeover | CoordinatorState, entries: Iterable[Recorded]
+    state: SchedulerState | Changeover | CoordinatorState,
+    entries: Iterable[Recorded],
+    relief: ReliefOrder | None = None,
 ) -> Replayed:
     """Apply what happened in `entries` to a new `state`, compare commands and batches.
 
-    Decisions that the end of the log cuts off are not compared.
+    Decisions that the end of the log cuts off are not compared. `relief` looks at each plan.
     """
     events = decisions = 0
     expected: list[Any] = []
@@ -73,8 +77,7 @@ def replay(
             return Replayed(events, decisions, f"not recorded after event {events}: {expected[0]}")
         elif entry.kind == BATCH:
             assert isinstance(state, Changeover)
-            planned = entry.value
-            made = replace(planned, microbatch=state.plan(planned.now_s))
+            made = _plan(state, entry.value, relief)
         else:
             events += 1
             expected = list(state.handle(entry.value))
@@ -84,3 +87,13 @@ def replay(
             return Replayed(events, decisions, difference)
         decisions += 1
     return Replayed(events, decisions)
+
+
+def _plan(state: Changeover, planned: Planned, relief: ReliefOrder | None) -> Planned:
+    """What it plans now."""
+    if relief is not None:
+        relief.before(state.planner)
+    microbatch = state.plan(planned.now_s)
+    if relief is not None:
+        relief.after(state.planner)
+    return replace(planned, microbatch=microbatch)

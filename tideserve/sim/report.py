@@ -1,12 +1,15 @@
 """What became of the simulated requests, in the figures that `tideserve bench` has."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import astuple, dataclass, field
 from enum import StrEnum
 from typing import Any
 
+from services.core.report import ClassTokens
+from services.core.service import ServiceClass
 from tideserve.sim.change_log import ChangeLog, ChangeRecord
+from tideserve.sim.token_times import Gaps, percentiles_of, together
 
 PERCENTILES = {"p50": 0.5, "p90": 0.9, "p95": 0.95, "p99": 0.99, "p99.9": 0.999}
 
@@ -34,6 +37,7 @@ class Record:
     outcome: Outcome = Outcome.RUNNING
     reason: str = ""
     worker_id: str = ""
+    service_class: ServiceClass = ServiceClass.STANDARD
 
     @property
     def ttft_s(self) -> float:
@@ -86,7 +90,9 @@ class Outcomes:
     """Everything that a simulation leaves behind. Counts are totals of the cluster.
 
     `kv_blocks` is the capacity with all parameters in place. Of `prefix_queries` prompt tokens that
-    were looked up in prefix caches, `prefix_hits` were there.
+    were looked up in prefix caches, `prefix_hits` were there. `tokens` and `gaps` are known where
+    batch work is served beside online work: what had been computed at the begin and at the end of
+    the window, and the gaps between tokens by class.
     """
 
     kv_blocks: int
@@ -99,6 +105,8 @@ class Outcomes:
     prefix_hits: int = 0
     iterations: int = 0
     iterations_fast_forwarded: int = 0
+    tokens: list[tuple[float, ClassTokens]] = field(default_factory=list)
+    gaps: dict[ServiceClass, Gaps] = field(default_factory=dict)
     events: int = 0
     simulated_s: float = 0.0
 
@@ -117,6 +125,7 @@ def percentile(values: Sequence[float], share: float) -> float | None:
 def figures(outcomes: Outcomes) -> dict[str, Any]:
     """The figures of one simulated system, ready for JSON."""
     found = pooled_figures([outcomes])
+    found |= class_figures([outcomes])
     found |= _kv_figures(outcomes)
     found["changes"] = _change_figures(outcomes.changes)
     found["iterations"] = outcomes.iterations
@@ -141,13 +150,93 @@ def pooled_figures(rounds: Sequence[Outcomes]) -> dict[str, Any]:
         "prefix_queries": sum(one.prefix_queries for one in rounds),
         "prefix_hits": sum(one.prefix_hits for one in rounds),
     }
+    found |= _latency_figures(completed)
+    seconds = sum(_duration_s(one.records) for one in rounds)
+    tokens = sum(record.output_tokens for record in completed)
+    found["throughput_tokens_per_s"] = tokens / seconds if seconds > 0 else None
+    return found
+
+
+def class_figures(rounds: Sequence[Outcomes]) -> dict[str, Any]:
+    """What was computed in the windows of all `rounds`, and latencies, by class.
+
+    Empty where no backlog had a part. `online`: all classes but `batch`, and of their requests
+    those that were sent in a window.
+    """
+    known = [one for one in rounds if len(one.tokens) == 2]
+    if not known:
+        return {}
+    seconds = sum(end_s - begin_s for begin_s, end_s in map(_window_s, known))
+    made = sum_of([_less(one.tokens[1][1], one.tokens[0][1]) for one in known])
+    online = made.online_processed_tokens_total, made.online_recomputed_tokens_total
+    batch = made.batch_processed_tokens_total, made.batch_recomputed_tokens_total
+    both = online[0] + batch[0], online[1] + batch[1]
+    return {
+        **_token_figures(both, seconds),
+        "window_s": seconds,
+        "classes": {
+            "online": _figures_of_class(known, batch=False) | _token_figures(online, seconds),
+            "batch": _figures_of_class(known, batch=True) | _token_figures(batch, seconds),
+        },
+    }
+
+
+def _figures_of_class(rounds: Sequence[Outcomes], *, batch: bool) -> dict[str, Any]:
+    records: list[Record] = []
+    for one in rounds:
+        begin_s, end_s = (-math.inf, math.inf) if batch else _window_s(one)
+        records += [
+            record
+            for record in one.records
+            if (record.service_class is ServiceClass.BATCH) == batch
+            and begin_s <= record.sent_s <= end_s
+        ]
+    gaps = [
+        part
+        for one in rounds
+        for name, part in one.gaps.items()
+        if (name is ServiceClass.BATCH) == batch
+    ]
+    completed = [one for one in records if one.outcome is Outcome.COMPLETED]
+    found = {"sent": len(records), "completed": len(completed)} | _latency_figures(completed)
+    waited_s = [record.normalized_s for record in completed]
+    found["normalized_latency_s"]["mean"] = _share(sum(waited_s), len(waited_s))
+    return found | {"inter_token_s": percentiles_of(together(gaps), PERCENTILES)}
+
+
+def _token_figures(tokens: tuple[int, int], seconds: float) -> dict[str, float | None]:
+    """Of tokens that were processed, and of those that were recomputed."""
+    return {
+        "processed_tokens_per_s": _share(tokens[0], seconds),
+        "recomputed_share": _share(tokens[1], sum(tokens)),
+    }
+
+
+def sum_of(counts: Iterable[ClassTokens]) -> ClassTokens:
+    """The tokens of several workers."""
+    return ClassTokens(*(sum(column) for column in zip(*map(astuple, counts), strict=True)))
+
+
+def _less(whole: ClassTokens, part: ClassTokens) -> ClassTokens:
+    pairs = zip(astuple(whole), astuple(part), strict=True)
+    return ClassTokens(*(one - other for one, other in pairs))
+
+
+def _window_s(outcomes: Outcomes) -> tuple[float, float]:
+    (begin_s, _), (end_s, _) = outcomes.tokens
+    return begin_s, end_s
+
+
+def _share(part: float, whole: float) -> float | None:
+    return part / whole if whole else None
+
+
+def _latency_figures(completed: Sequence[Record]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
     for name, measure in LATENCIES.items():
         values = [value for record in completed if (value := measure(record)) is not None]
         found[name] = {key: percentile(values, share) for key, share in PERCENTILES.items()}
         found[name]["max"] = max(values, default=None)
-    seconds = sum(_duration_s(one.records) for one in rounds)
-    tokens = sum(record.output_tokens for record in completed)
-    found["throughput_tokens_per_s"] = tokens / seconds if seconds > 0 else None
     return found
 
 

@@ -7,6 +7,8 @@ from itertools import cycle, repeat
 from random import Random
 from typing import NamedTuple
 
+from services.core.service import NO_PROMISE, Service
+
 PREFIX_BLOCK_TOKENS = 512
 """Tokens behind one of the `prefix_ids` of a prompt, as in Mooncake's traces."""
 OWN_TOKEN = -2
@@ -24,6 +26,7 @@ class Arrival(NamedTuple):
     prompt_tokens: int
     output_tokens: int
     prefix_ids: tuple[int, ...] = ()
+    service: Service = NO_PROMISE
 
     def prompt_ids(self, number: int) -> tuple[int, ...]:
         """The tokens of the prompt; `number` differs from that of every other request."""
@@ -82,7 +85,31 @@ class ClosedLoop:
         return False
 
 
-Workload = OpenLoop | ClosedLoop
+@dataclass(frozen=True, slots=True)
+class CoServed:
+    """Online requests, and clients of a backlog of batch requests that take what is left for them.
+
+    Batch requests go on until the last online one has ended, and those that run then are cut off.
+    What the workers computed counts from `window_from_s` to the last online arrival.
+    """
+
+    online: OpenLoop
+    batch: ClosedLoop
+    window_from_s: float = 0.0
+
+    @property
+    def shares_prefixes(self) -> bool:
+        """Whether some prompt may begin as another one does."""
+        return self.online.shares_prefixes
+
+    @property
+    def window_s(self) -> tuple[float, float]:
+        """From when to when processed tokens count; empty without an arrival in it."""
+        end_s = max((one.arrival_s for one in self.online.arrivals), default=0.0)
+        return min(self.window_from_s, end_s), end_s
+
+
+Workload = OpenLoop | ClosedLoop | CoServed
 Phase = tuple[float, float]
 """Seconds, and requests a second in them."""
 

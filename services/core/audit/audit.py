@@ -1,4 +1,4 @@
-"""Checks invariants I1-I10 (docs/protocol.md) on the recorded logs of a cluster.
+"""Checks invariants I1-I11 (docs/protocol.md) on the recorded logs of a cluster.
 
 Pure: the caller reads the files and hands over their entries. The logs of all engines, memory
 managers and gateways of one run are needed, on one machine: I2 and I9 compare its clock; nothing
@@ -18,6 +18,8 @@ I7  parameters, KV (also of layers that come or go) and staging are within the b
 I8  clients get token 0, 1, 2, …; nothing after the end, and all of them before it
 I9  each commit is carried out and settled by its members in time; no group stays marked or degraded
 I10 each request ends exactly once, at its gateway and in the engines; no engine keeps one
+I11 no process takes a step of relief while a cheaper one of its own would have done (core.relief):
+    no merge is decided while demand fits; of planners `relief_order` tells it, from their replay
 
 A log cannot show what a process did not note: a write past a block's end, say.
 """

@@ -6,6 +6,7 @@ The store's revisions order the commits of several processes.
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
+from services.core.audit.facts import MemoryDecided
 from services.core.audit.findings import Findings
 from services.core.audit.record import Recorded
 from services.core.groups.vocabulary import (
@@ -18,6 +19,7 @@ from services.core.groups.vocabulary import (
     Transact,
     TransactionFinished,
 )
+from services.core.overload.events import Action, Cause, Decision
 
 Place = tuple[str, int]
 """A group at an epoch."""
@@ -70,6 +72,8 @@ class GroupHistory:
                         self.commits.append(Committed(value.now_s, value.revision, done))
                 case PrepareMembers():
                     self._asked[value.attempt] = value
+                case MemoryDecided():
+                    self._check_demand(value.decision)
                 case MemberAnswered() if value.ready:
                     self._ready.add((value.attempt, value.worker_id, value.incarnation))
 
@@ -155,6 +159,17 @@ class GroupHistory:
                         "attempt {} was to be committed without the consent of {}",
                         *(asked.attempt, member.worker_id),
                     )
+
+    def _check_demand(self, decision: Decision) -> None:
+        """Parameters are dropped for demand that does not fit, in which batch work has no part."""
+        if decision.action is Action.MERGE and decision.why.cause is Cause.OVERLOAD:
+            numbers = decision.why.numbers
+            self.findings.check(
+                "I11",
+                numbers.waiting > 0 and numbers.short_tokens > 0,
+                "a merge (DROP) was decided for {}, whose demand of {} tokens fits into {}",
+                *(decision.model, numbers.expected_tokens, numbers.capacity_tokens),
+            )
 
     def _attempts_in(
         self, transaction: Transact

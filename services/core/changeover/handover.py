@@ -2,6 +2,8 @@
 
 A request is aborted at the worker that led it before, until its stream has moved. That worker
 passes the abort on, whether or not a gateway is there to do so.
+
+Where batch work yields, it is not handed over with the rest: see `Shelf`.
 """
 
 from collections.abc import Container
@@ -10,6 +12,7 @@ from services.core.changeover.configuration import Configuration
 from services.core.changeover.deal import deal
 from services.core.changeover.frames import Adopt, Adopted, FreeKv, RequestDropped
 from services.core.changeover.member_context import MemberContext
+from services.core.changeover.shelf import Shelf
 from services.core.changeover.vocabulary import NoteMoved
 from services.core.groups.layer_map import Stage
 from services.core.planner.configuration_events import (
@@ -24,13 +27,15 @@ from services.core.planner.events import RequestAborted
 class Handover:
     """The last hand-over. `pending`: sequence → the leader that has yet to adopt it.
 
-    `old_stages` held the sequences until then, as the group `old_group`.
+    `old_stages` held the sequences until then, as the group `old_group`. `shelf`: batch sequences
+    that no leader gets for the time being.
     """
 
     def __init__(self, context: MemberContext) -> None:
         self.pending: dict[str, str] = {}
         self.old_stages: tuple[Stage, ...] = ()
         self.old_group = ""
+        self.shelf = Shelf(context)
         self._context = context
         self._aborted: set[str] = set()  # of `pending`
         self._moved: dict[str, str] = {}  # sequence → the leader that has adopted it
@@ -65,9 +70,13 @@ class Handover:
 
         No block is freed here: how many this worker uses has been told to its new leader.
         """
-        planner = self._context.planner
+        rests = self.shelf.fill(new)
         leaders = new.leaders_for({stage.worker_id for stage in self.old_stages})
-        for sequence, leader in deal(planner.sequences.values(), leaders):
+        sequences = self._context.planner.sequences.values()
+        for sequence in [one for one in sequences if one.request_id in rests]:
+            self._context.change(SequenceResumed(sequence.request_id))  # it waits, and has nothing
+        moving = [one for one in sequences if one.request_id not in rests]
+        for sequence, leader in deal(moving, leaders):
             name = sequence.request_id
             if sequence.blocks:
                 self._context.change(SequenceHeld(name))
@@ -92,6 +101,14 @@ class Handover:
                 age_s=context.now_s - state.arrival_s,
             ),
         )
+
+    def clear_shelf(self) -> None:
+        """The group has been merged for long: its leader gets the batch sequences that rest here.
+
+        No effect before `Shelf.due_s`.
+        """
+        for name in self.shelf.take_due():
+            self.send(name, self._context.leader)
 
     def lose(self, leader: str, gone: Container[str]) -> list[str]:
         """A new leader is gone: have the old stages free the KV of its sequences.

@@ -200,6 +200,16 @@ class Changeover:
         return waits or not self.settled
 
     @property
+    def shelf_due_s(self) -> float | None:
+        """When the leader gets the batch requests that rest here; None if none does."""
+        return self._handover.shelf.due_s
+
+    def needs_turn(self, now_s: float) -> bool:
+        """Whether `TurnTaken` can do anything now."""
+        due_s = self.shelf_due_s
+        return self.busy or (due_s is not None and due_s <= now_s)
+
+    @property
     def draining(self) -> bool:
         """Whether a configuration is committed that it has yet to enter."""
         return self._next is not None
@@ -329,6 +339,8 @@ class Changeover:
             self._context.commands.append(words.SwitchStage(self._next))
             return  # the answer goes on
         self._begin_when_joined()
+        if self._next is None and not self._lost.desertion.lost_member:
+            self._handover.clear_shelf()
         if not self._takeover.waiting:
             self._moves.advance()
             if self._takeover.settled and self._handover.settled and self._moves.settled:

@@ -31,6 +31,7 @@ class IterationConfig:
     its iterations take `offline_iteration_s` at most when it is alone. Prefills of online requests
     get `online_chunk_tokens` (None: all) of an iteration whatever is due. See `slo`.
     `scheduling`: see `precedence`. `preempt` and `preempted_work`: see `preemption`.
+    `shelf_max_s`: how long batch work rests at a worker that leads no longer, see `shelf`.
     """
 
     block_size: int
@@ -49,6 +50,7 @@ class IterationConfig:
     online_chunk_tokens: int | None = None
     preempt: Preempt = Preempt.OFF
     preempted_work: PreemptedWork = PreemptedWork.RESUME
+    shelf_max_s: float = 60.0
 
     def __post_init__(self) -> None:
         if not 1 <= self.max_running <= self.max_batch_tokens:

@@ -41,14 +41,16 @@ def has_room(load: GroupLoad, prompt_tokens: int, max_tokens: int, room: RoomFun
 def kv_share(load: GroupLoad) -> Score:
     """Score: the smallest share of KV in use, waited for or reserved; then sequences per block.
 
-    Batch sequences that yield count last of all.
+    Batch sequences that yield count last of all. Where they do, the share that is waited for or
+    reserved comes first: beside batch work online requests decode for so long that KV in use says
+    little about how many prompts a new one has to wait for.
 
     A merged group holds several times as much as one of its members did, so counts of sequences
     would fill small groups to the brim beside a large one that is half empty.
     """
     capacity = max(1, load.capacity_blocks)
     online, every = load.online_sequences / capacity, load.sequences / capacity
-    return (1 - load.room_blocks / capacity, online, every)
+    return (load.awaited_blocks / capacity, 1 - load.room_blocks / capacity, online, every)
 
 
 def least_loaded(load: GroupLoad) -> Score:

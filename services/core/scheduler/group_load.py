@@ -39,6 +39,7 @@ class GroupLoad:
     reserved_blocks: int = 0
     _reserved_tokens: int = 0
     _reserved_batch: int = 0
+    _reserved_batch_blocks: int = 0
     # The worker flaps: other groups are chosen before this one.
     flaps: bool = False
     # Takes batch requests only, or none of them; None: all requests.
@@ -126,6 +127,15 @@ class GroupLoad:
         return free - load.kv_blocks_wanted - self.reserved_blocks
 
     @property
+    def awaited_blocks(self) -> int:
+        """Blocks for online requests that have not begun there; 0 where batch ones do not yield."""
+        if self._report is None or not self._report.load.batch_yields:
+            return 0
+        return (
+            self._report.load.kv_blocks_wanted + self.reserved_blocks - self._reserved_batch_blocks
+        )
+
+    @property
     def start_blocks(self) -> int:
         """Blocks in which an online request may start: running ones keep some of the room to grow.
 
@@ -206,6 +216,7 @@ class GroupLoad:
         self._reserved[request_id] = _Reservation(blocks, lapses_s, prefill_tokens, batch)
         self.reserved_blocks += blocks
         self._reserved_batch += batch
+        self._reserved_batch_blocks += batch * blocks
         self._reserved_tokens += prefill_tokens
         return lapses_s
 
@@ -216,6 +227,7 @@ class GroupLoad:
             self.reserved_blocks -= reservation.blocks
             self._reserved_tokens -= reservation.prefill_tokens
             self._reserved_batch -= reservation.batch
+            self._reserved_batch_blocks -= reservation.batch * reservation.blocks
 
     def drop_lapsed(self, now_s: float) -> None:
         """Drop the reservations whose time is over."""
@@ -229,6 +241,8 @@ class GroupLoad:
         """Raise AssertionError if the sum of reservations is wrong."""
         assert self.reserved_blocks == sum(r.blocks for r in self._reserved.values())
         assert self._reserved_tokens == sum(r.prefill_tokens for r in self._reserved.values())
-        assert self._reserved_batch == sum(r.batch for r in self._reserved.values())
+        batch = [r for r in self._reserved.values() if r.batch]
+        assert self._reserved_batch == len(batch)
+        assert self._reserved_batch_blocks == sum(r.blocks for r in batch)
         assert all(r.blocks > 0 for r in self._reserved.values())
         assert self._report is None or self._report.incarnation == self.group.incarnation

@@ -170,6 +170,7 @@ def planner_config(
         online_chunk_tokens=config.online_chunk_tokens,
         preempt=Preempt(config.preempt),
         preempted_work=PreemptedWork(config.preempted_work),
+        shelf_max_s=config.shelf_max_s,
     )
 
 

@@ -19,7 +19,7 @@ from services.core.groups.layer_map import ModelShape
 
 
 def test_what_is_shipped() -> None:
-    assert shipped_names() == ["A100-14B", "A800-14B", "H100-14B", "H800-14B"]
+    assert shipped_names() == ["A100-14B", "A100-40G-7B", "A800-14B", "H100-14B", "H800-14B"]
 
 
 @pytest.mark.parametrize("name", shipped_names())
@@ -105,7 +105,7 @@ def test_a_bad_file_is_one_sentence(tmp_path: Path, text: str, said: str) -> Non
 
 
 def test_an_unknown_name_names_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match="A100-14B, A800-14B"):
+    with pytest.raises(ConfigError, match="A100-14B, A100-40G-7B, A800-14B"):
         load_profile("B200-14B")
 
 

@@ -66,11 +66,12 @@ def run_cell(
 
 def _run(cluster: FaultCluster, seed: int, undisturbed: Undisturbed, say: Say) -> CellSeen:
     cell, phase = cluster.cell, PHASES[cluster.cell.phase]
-    requests = stream_requests(STREAMS, seed)
+    requests = stream_requests(STREAMS, seed, batch=phase.batch)
     cluster.note_workers()
     if seed not in undisturbed:
         say("an undisturbed run")
-        undisturbed[seed] = undisturbed_tokens(cluster.url, cluster.model, requests)
+        online = stream_requests(STREAMS, seed)  # so that nothing is interrupted, nor rests
+        undisturbed[seed] = undisturbed_tokens(cluster.url, cluster.model, online)
     if phase.merged:
         cluster.change("merge")
         _await(cluster.whole, WHOLE_TIMEOUT_S)

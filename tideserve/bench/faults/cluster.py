@@ -17,7 +17,7 @@ import psutil
 from services.common.clock import monotonic_s
 from services.common.failpoint import KILL, KILL_PARENT, KILL_WORKER, read_hits
 from tideserve.bench.errors import SystemUnavailable
-from tideserve.bench.faults.matrix import FAULTS, FaultCell
+from tideserve.bench.faults.matrix import FAULTS, PHASES, FaultCell
 from tideserve.bench.group_changes import MERGE_PATH, SPLIT_PATH, ChangeFailed, change_groups
 from tideserve.bench.systems.cluster_status import read_status
 from tideserve.bench.systems.system import Deployment, Say
@@ -45,7 +45,9 @@ class FaultCluster:
             "failpoint_file": str(self._hits),
         }
         self._workers: dict[str, frozenset[int]] = {}
-        self._system = changed_by_hand(deployment, cell.size, common)
+        self._system = changed_by_hand(
+            deployment, cell.size, common, classes=PHASES[cell.phase].batch > 0
+        )
 
     def start(self, say: Say) -> None:
         """Return once it serves. Raises SystemUnavailable."""
@@ -186,17 +188,22 @@ class StableWatch:
             self._stop.wait(POLL_S)
 
 
-def changed_by_hand(deployment: Deployment, workers: int, services: Mapping[str, Any]) -> Tideserve:
+def changed_by_hand(
+    deployment: Deployment, workers: int, services: Mapping[str, Any], classes: bool = False
+) -> Tideserve:
     """A cluster, not started, that makes only the changes of groups that are asked for.
 
     It does not merge by itself, and does not split when the streams have ended. `services` are
-    options of all of them.
+    options of all of them. With `classes`, batch work makes way for the others.
     """
+    scheduling = {"scheduling": "priority"} if classes else {}
+    preempt = {"preempt": "always"} if classes else {}
     options: dict[str, Any] = {
         "overload_policy": "recompute",
         "memmgr": {"split_dwell_s": RESTORE_OFF_S},
         "services": dict(services),
-        "worker": {"profile_when_idle": False},
+        "scheduler": scheduling,
+        "worker": {"profile_when_idle": False, **scheduling, **preempt},
     }
     options = dict(deployment.options) | options
     return Tideserve("tideserve", (), replace(deployment, options=options, workers=workers))

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tideserve.bench.faults.matrix import FAULTS, FaultCell
+from tideserve.bench.faults.matrix import FAULTS, PHASES, FaultCell
 from tideserve.bench.faults.streams import STALL_S, StreamOutcome
 
 STREAMS_MIN = 32
@@ -114,7 +114,8 @@ def judge_cell(seen: CellSeen) -> CellVerdict:
     for number, outcome in enumerate(seen.probed):
         kind = kind_of(outcome, seen.wanted[number])
         _count(counted, problems, f"request {number} after the fault", kind, outcome, ())
-    silence_s = max((one.silence_s(hit_s) for one in left if hit_s is not None), default=0.0)
+    online = [one for one in seen.outcomes[PHASES[seen.cell.phase].batch :] if one in left]
+    silence_s = max((one.silence_s(hit_s) for one in online if hit_s is not None), default=0.0)
     if silence_s > (silence_max_s := FAULTS[seen.cell.fault].silence_max_s):
         problems.append(f"a stream was silent for {silence_s:.1f} s, over {silence_max_s:g} s")
     problems += _cluster_problems(seen, gateway_lost) if hit_s is not None else []

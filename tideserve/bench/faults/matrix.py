@@ -31,13 +31,24 @@ class FaultPhase:
     """Where a fault begins: `point` has a place for the role, `nth` is the hit that counts.
 
     merged: whether the groups merge before the load begins. change: what is asked for under load,
-    "merge", "split", or "" for nothing.
+    "merge", "split", or "" for nothing. batch: so many streams are batch work, which yields to the
+    others and is interrupted for them; it begins first. roles, sizes, faults: what makes cells of
+    it; None: all.
     """
 
     point: str
     nth: int = 1
     merged: bool = False
     change: str = ""
+    batch: int = 0
+    roles: Sequence[str] = ROLES
+    sizes: Sequence[int] = SIZES
+    faults: Sequence[str] | None = None
+
+    def has(self, size: int, role: str, fault: str) -> bool:
+        """Whether there is such a cell."""
+        fits = self.faults is None or fault in self.faults
+        return fits and size in self.sizes and role in self.roles
 
 
 PHASES: Mapping[str, FaultPhase] = {
@@ -53,6 +64,23 @@ PHASES: Mapping[str, FaultPhase] = {
     "restoring": FaultPhase("engine.split.fetch.{}", merged=True, change="split"),
     "splitting": FaultPhase("engine.split.switch.{}", merged=True, change="split"),
     "split_kv": FaultPhase("engine.split.kv_piece.{}", nth=2, merged=True, change="split"),
+    # Batch requests rest at a worker that follows.
+    "shelf": FaultPhase(
+        "engine.shelf.microbatch.{}",
+        nth=20,
+        change="merge",
+        batch=20,
+        roles=ROLES[1:],
+        faults=("kill-worker",),
+    ),
+    # An iteration of batch work was interrupted, and waits to go on.
+    "suspended": FaultPhase(
+        "engine.suspended.iteration.{}",
+        batch=36,
+        roles=ROLES[:1],
+        sizes=SIZES[:1],
+        faults=("kill-worker",),
+    ),
 }
 
 
@@ -149,4 +177,5 @@ def _all(sizes: Sequence[int], faults: Sequence[str]) -> Iterator[FaultCell]:
         for fault in faults:
             for phase in PHASES:
                 for role in FAULTS[fault].roles:
-                    yield FaultCell(size, phase, role, fault)
+                    if PHASES[phase].has(size, role, fault):
+                        yield FaultCell(size, phase, role, fault)

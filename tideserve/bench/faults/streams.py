@@ -10,7 +10,7 @@ from random import Random
 from services.common.clock import monotonic_s
 from tideserve.bench.errors import SystemUnavailable
 from tideserve.bench.event_stream import OpenAIServer, StreamedAnswer, StreamFailed
-from tideserve.bench.workload import TOKEN_ID_MAX, TOKEN_ID_MIN, PlannedRequest
+from tideserve.bench.workload import DEFAULT_CLASS, TOKEN_ID_MAX, TOKEN_ID_MIN, PlannedRequest
 
 STALL_S = 90.0
 """A stream without a token for so long is stuck; the longest fault lasts 70 s."""
@@ -18,12 +18,13 @@ TEMPERATURE = 0.8
 PROMPT_TOKENS = (24, 64)
 OUTPUT_TOKENS = (280, 360)
 POLL_S = 0.5
+BATCH = "batch"
 
 
 def stream_requests(
-    count: int, seed: int, output_tokens: tuple[int, int] = OUTPUT_TOKENS
+    count: int, seed: int, output_tokens: tuple[int, int] = OUTPUT_TOKENS, batch: int = 0
 ) -> list[PlannedRequest]:
-    """Sampled requests of different lengths; the same for the same seed."""
+    """Sampled requests of different lengths; the same for the same seed. The first are `batch`."""
     requests = []
     for number in range(count):
         rng = Random(f"{seed}/{number}")
@@ -32,7 +33,12 @@ def stream_requests(
         )
         requests.append(
             PlannedRequest(
-                0.0, prompt, rng.randint(*output_tokens), number, temperature=TEMPERATURE
+                0.0,
+                prompt,
+                rng.randint(*output_tokens),
+                number,
+                BATCH if number < batch else DEFAULT_CLASS,
+                temperature=TEMPERATURE,
             )
         )
     return requests
@@ -68,7 +74,10 @@ class StreamOutcome:
 
 
 class Streams:
-    """Sends all requests at once, or `at_once` at a time, from a thread of this process."""
+    """Sends all requests at once, or `at_once` at a time, from a thread of this process.
+
+    If there is batch work, the others are sent once all of it has a token.
+    """
 
     def __init__(
         self,
@@ -89,6 +98,7 @@ class Streams:
         self._failures = [""] * len(requests)
         self._stuck = [False] * len(requests)
         self._ended_s = [0.0] * len(requests)
+        self._batch_begun = asyncio.Event()
         self._thread = threading.Thread(target=self._run, name=f"streams {salt}", daemon=True)
 
     def start(self) -> None:
@@ -142,7 +152,16 @@ class Streams:
         for number in numbers:
             await self._send(server, number)
 
+    def _note_batch(self) -> None:
+        """Let the others begin once all batch work has a token, or has ended without one."""
+        every = zip(self._requests, self._answers, self._ended_s, strict=True)
+        if all(a.token_times_s or ended_s for r, a, ended_s in every if r.slo_class == BATCH):
+            self._batch_begun.set()
+
     async def _send(self, server: OpenAIServer, number: int) -> None:
+        self._note_batch()
+        if self._requests[number].slo_class != BATCH:
+            await self._batch_begun.wait()
         answer = self._answers[number]
         sending = asyncio.create_task(
             server.complete(self._model, self._requests[number], answer, lambda: None)
@@ -152,6 +171,7 @@ class Streams:
             await asyncio.wait((sending,), timeout=POLL_S)
             waited_s = waited_s + POLL_S if len(answer.token_times_s) == seen else 0.0
             seen = len(answer.token_times_s)
+            self._note_batch()
         if not sending.done():
             self._stuck[number] = True
             sending.cancel()
@@ -162,6 +182,7 @@ class Streams:
         except asyncio.CancelledError:
             self._failures[number] = f"nothing came for {self._stall_s:.0f} s"
         self._ended_s[number] = monotonic_s()
+        self._note_batch()
 
 
 def sent(

@@ -1,7 +1,7 @@
 """`churn`: many merges and splits under load lose, double or block no request and leak nothing.
 
 The groups change by hand, one change after the other, while requests keep coming and some clients
-hang up. Afterwards every process's event log is replayed and audited for invariants I1-I10.
+hang up. Afterwards every process's event log is replayed and audited for invariants I1-I11.
 """
 
 import tempfile
@@ -217,7 +217,7 @@ def _rows(done: Churned, tally: Tally, audited: Audited) -> list[tuple[str, str]
 
 TRIAL = Trial(
     name="churn",
-    summary="merges and splits in a row under load: requests, memory, invariants I1-I10",
+    summary="merges and splits in a row under load: requests, memory, invariants I1-I11",
     memory="32MiB",
     run=run,
 )

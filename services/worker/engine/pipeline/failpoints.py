@@ -67,6 +67,16 @@ class ChangePoints:
             role = "leader" if present.leads else "follower"
             failpoint.hit(f"engine.steady.microbatch.{role}")
 
+    @staticmethod
+    def resting() -> None:
+        """A microbatch is about to run while batch requests rest at this follower."""
+        failpoint.hit("engine.shelf.microbatch.follower")
+
+    @staticmethod
+    def suspended() -> None:
+        """An iteration of a group of one was interrupted, and is to go on."""
+        failpoint.hit("engine.suspended.iteration.leader")
+
     def _scope(self, new: Configuration) -> tuple[str, str]:
         old = self._present
         before, after = len(old.stages) if old is not None else 1, len(new.stages)

@@ -23,6 +23,7 @@ from services.core.cost.iteration_tokens import IterationTokens
 from services.core.planner.batch import Microbatch
 from services.core.planner.events import (
     EmitToken,
+    IterationSuspended,
     MoveBlocks,
     Planned,
     RefuseRequest,
@@ -228,8 +229,8 @@ class Member:
             self._look_after_lost(self.configuration)
         if (end := self._restoring.step()) is not None:
             self._apply(end)
-        if self.changeover.busy:
-            self._apply(words.TurnTaken(self._now_s()))
+        if self.changeover.needs_turn(now_s := self._now_s()):
+            self._apply(words.TurnTaken(now_s))
         with self.stage.lock:
             self._swept = self.stage.runner.stage_memory.finish_drop()
         return bool(received) or moved
@@ -249,6 +250,8 @@ class Member:
             ended = self._serving.run_first(microbatch, self.configuration, interrupts)
             if ended is not None:
                 self._apply(ended)
+            if isinstance(ended, IterationSuspended):
+                self._points.suspended()
         self._facts.look(self.links.epoch, self.settled)
         return microbatch is not None
 
@@ -320,6 +323,8 @@ class Member:
             assert self.configuration is not None
             if self.settled:
                 self._points.running()
+            if self.changeover.shelf_due_s is not None:
+                self._points.resting()
             self._serving.follow(self.configuration, self._to_run.pop().frame, self._payload)
 
     def _handle(self, event: words.Event) -> None:

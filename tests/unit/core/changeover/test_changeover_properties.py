@@ -9,7 +9,9 @@ from tests.support.changeover_world import World
 STEPS = 50
 RUNS = 150
 CACHED_RUNS = 100
+CLASS_RUNS = 60
 MANY_RUNS = 5_000
+MANY_CLASS_RUNS = 2_000
 OPERATIONS = ("start", "start", "prepare", "commit", "commit", "turns", "turns", "abort", "abandon")
 FAULTS = ("lose", "jump")
 ONCE_WRONG = (96, 408, 1433, 1670, 2656, 4426)
@@ -18,9 +20,11 @@ LONG_STEPS, ONCE_WRONG_CACHED = 80, (10876,)
 """The same of longer runs with prefixes in the cache."""
 
 
-def explore(seed: int, prefixes: bool = False, steps: int = STEPS, **options: int) -> World:
+def explore(
+    seed: int, prefixes: bool = False, steps: int = STEPS, classes: bool = False, **options: int
+) -> World:
     """A run by chance."""
-    world = World(seed, prefixes=prefixes, **options)
+    world = World(seed, prefixes=prefixes, classes=classes, **options)
     for _ in range(steps):
         world.step()
     world.settle()
@@ -46,6 +50,13 @@ def test_so_it_is_with_prefixes_in_the_cache() -> None:
         explore(seed, True, LONG_STEPS, losses=0)
 
 
+def test_so_it_is_with_batch_work_that_rests_on_shelves() -> None:
+    worlds = [explore(seed, seed % 2 == 1, classes=True) for seed in range(CLASS_RUNS)]
+    assert sum(world.committed for world in worlds) > CLASS_RUNS
+    loads = [member.planner.load() for world in worlds for member in world.members.values()]
+    assert sum(load.preemptions_total for load in loads) > CLASS_RUNS
+
+
 def test_kv_of_a_request_that_was_released_is_not_sent() -> None:
     """Runs that found a defect: a leader had preempted a request whose KV was on its way."""
     explore(1001389, True, 80)
@@ -56,6 +67,12 @@ def test_kv_of_a_request_that_was_released_is_not_sent() -> None:
 def test_many_runs() -> None:
     for seed in range(RUNS, MANY_RUNS):
         explore(seed, prefixes=seed % 2 == 1)
+
+
+@pytest.mark.slow
+def test_many_runs_with_shelves() -> None:
+    for seed in range(CLASS_RUNS, MANY_CLASS_RUNS):
+        explore(seed, prefixes=seed % 2 == 1, classes=True)
 
 
 @settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))

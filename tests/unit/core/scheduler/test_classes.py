@@ -74,6 +74,21 @@ def test_class_goes_before_class_by_rank_and_batch_is_last() -> None:
     assert assigned(scheduler.report()) == ["first", "i", "s", "b"]
 
 
+@pytest.mark.parametrize(("yields", "workers"), [(True, ["w1", "w0"]), (False, ["w0", "w1"])])
+def test_prompts_that_wait_count_before_kv_in_use_where_batch_work_yields(
+    yields: bool, workers: list[str]
+) -> None:
+    scheduler = make()
+    scheduler.join("w0")
+    scheduler.join("w1")
+    scheduler.report("w0", running=2, free=70, waiting=1, wanted=5, batch_yields=yields)
+    scheduler.report("w1", running=6, free=60, batch_yields=yields)
+    chosen = groups(scheduler.ask("first", prompt_tokens=90, max_tokens=8))
+    # What is on its way to w1 is waited for, too: 7 blocks.
+    chosen += groups(scheduler.ask("second"))
+    assert chosen == workers
+
+
 def test_a_batch_request_that_has_run_waits_for_online_ones() -> None:
     scheduler = make(100)
     scheduler.join()

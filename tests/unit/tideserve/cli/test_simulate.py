@@ -5,10 +5,15 @@ from pathlib import Path
 
 import pytest
 
+from services.common.errors import ConfigError
+from services.core.line_order import Scheduling
+from services.core.scheduler.class_rules import ClassRules
+from services.core.service import Service, ServiceClass
 from tideserve.cli.errors import CommandError
-from tideserve.cli.simulate import run_simulation, simulate
+from tideserve.cli.simulate import run_simulation, simulate, targeted
 from tideserve.cli.simulation_options import read_simulation
 from tideserve.sim.report import figures
+from tideserve.sim.workload import CoServed
 
 EXAMPLES = Path(__file__).resolve().parents[4] / "tideserve" / "sim" / "examples"
 COST = "cost: {alpha_s: 1.0e-8, beta_s: 1.0e-4, gamma_s: 0.02, lambda_s: 0.019}"
@@ -52,6 +57,48 @@ def test_figures_are_printed_and_written(
     assert json.loads(written.read_text())["systems"] == result["systems"]
 
 
+CO_SERVED = f"""
+{SMALL}max_running: 64
+{WORKLOAD}
+service: {{slo_class: interactive, targets_of: alone}}
+batch: {{clients: 40, prompt: 300, output: 20, window_from_s: 2}}
+systems:
+  alone: {{scheduling: slo, batch: {{clients: 0, prompt: 1, output: 1}}}}
+  priority: {{scheduling: priority, batch_groups: 1}}
+  slo: {{scheduling: slo, fill_max: 0.5}}
+"""
+
+
+def test_systems_are_compared_by_class(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, written = write(tmp_path, CO_SERVED), tmp_path / "figures.json"
+    prepared = read_simulation(path, None)
+    spec = prepared.systems["priority"][0]
+    assert spec.rules == ClassRules(Scheduling.PRIORITY, batch_groups=1)
+    assert spec.iteration.scheduling is Scheduling.PRIORITY
+    run_simulation(path, None, written)
+    systems = json.loads(written.read_text())["systems"]
+    assert list(systems) == ["alone", "priority", "slo"]
+    assert systems["alone"]["classes"]["batch"]["sent"] == 0
+    assert systems["slo"]["processed_tokens_per_s"] > 2 * systems["alone"]["processed_tokens_per_s"]
+    said = " ".join(capsys.readouterr().out.split())
+    gain = systems["slo"]["processed_tokens_per_s"] / systems["alone"]["processed_tokens_per_s"]
+    assert f"slo against alone: processed tokens {gain:.2f}, online P99 TTFT" in said
+    assert "recomputed; first token p50" in said
+
+
+def test_the_first_system_sets_the_targets_of_the_others(tmp_path: Path) -> None:
+    prepared = read_simulation(write(tmp_path, CO_SERVED), None)
+    found = figures(simulate(prepared, "alone"))
+    online = found["classes"]["online"]
+    _, workload = targeted(prepared, found).systems["slo"]
+    assert isinstance(workload, CoServed)
+    assert {one.service for one in workload.online.arrivals} == {
+        Service(ServiceClass.INTERACTIVE, online["ttft_s"]["p99"], online["inter_token_s"]["p99"])
+    }
+    with pytest.raises(ConfigError, match="'alone' has no P99 that could be a target"):
+        targeted(prepared, {})
+
+
 def test_a_closed_loop_ends_with_its_requests(tmp_path: Path) -> None:
     closed = "workload: {kind: closed, concurrency: 4, requests: 11, prompt: 20, output: 5}"
     written = tmp_path / "figures.json"
@@ -73,6 +120,14 @@ BAD = {
     "workload: {kind: gamma, rate_per_s: 1, prompt: {mean: 5, least: 9, most: 3}}": "'least'",
     "workload: {kind: trace, path: nowhere.csv}": "cannot read the trace",
     "workload: 3": "must be of type dict",
+    "service: {slo_class: batch}": "'slo_class'",
+    "service: {ttft_s: 1, targets_of: a}": "both 'targets_of' and targets",
+    "batch: {clients: 1, prompt: 5}": "'output' is missing",
+    "systems: {a: {seed: 3}}": "'seed', which all systems have in common",
+    "systems: {a: 3}": "must be a mapping of keys that differ",
+    "systems: {a: {fill: 1}}": "unknown configuration key 'fill' in system 'a'",
+    "systems: {a: {workload: {kind: closed, concurrency: 1}, batch: {}}}": "clients that wait",
+    "systems: {a: {service: {targets_of: b}}}": "'targets_of' in .* is 'b', but there are a",
 }
 
 

@@ -1,5 +1,7 @@
 """The streams that a fault hits: every token is kept, and how each stream ends."""
 
+from dataclasses import replace
+
 from tests.support.fake_openai import fake_openai
 from tideserve.bench.faults.streams import STALL_S, Streams, stream_requests
 from tideserve.bench.workload import PlannedRequest
@@ -46,6 +48,20 @@ def test_only_so_many_run_at_a_time() -> None:
     for number, one in enumerate(outcomes[2:], 2):
         ended = [other for other in outcomes[:number] if other.ended_s <= one.times_s[0]]
         assert len(ended) >= number - 1, "two others were still running"
+
+
+def test_batch_work_begins_before_the_others() -> None:
+    planned = stream_requests(5, 1, (3, 3), batch=2)
+    assert [one.slo_class for one in planned] == ["batch"] * 2 + ["standard"] * 3
+    assert [replace(one, slo_class="standard") for one in planned] == stream_requests(5, 1, (3, 3))
+    requests = [replace(one, prompt_ids=(6 + number,)) for number, one in enumerate(planned)]
+    with fake_openai() as server:
+        streams = Streams(server.url, "fake", requests, "salt", STALL_S)
+        streams.start()
+        outcomes = streams.wait()
+        assert [body.get("slo_class") for body in server.received][:2] == ["batch"] * 2
+    firsts = [one.times_s[0] for one in outcomes]
+    assert all(one.finished for one in outcomes) and max(firsts[:2]) <= min(firsts[2:])
 
 
 def test_the_lengths_of_outputs_may_be_chosen() -> None:

@@ -14,9 +14,10 @@ def test_a_quick_matrix_kills_both_workers_of_a_pair_in_every_phase() -> None:
     assert {cell.size for cell in cells} == {2}
     assert {cell.fault for cell in cells} == {"kill-worker"}
     pairs = [(cell.phase, cell.role) for cell in cells]
-    assert sorted(pairs) == sorted((phase, role) for phase in PHASES for role in ROLES)
     phases = "prepare committed exchange steady restoring splitting split_kv"
-    assert set(PHASES) == set(phases.split())
+    wanted = [(phase, role) for phase in phases.split() for role in ROLES]
+    assert sorted(pairs) == sorted([*wanted, ("shelf", "follower"), ("suspended", "leader")])
+    assert set(PHASES) == {*phases.split(), "shelf", "suspended"}
 
 
 def test_the_full_matrix_has_every_fault_in_every_phase_of_groups_of_two_to_four() -> None:
@@ -26,7 +27,15 @@ def test_the_full_matrix_has_every_fault_in_every_phase_of_groups_of_two_to_four
     for size in (2, 3, 4):
         for fault, one in FAULTS.items():
             mine = {(c.phase, c.role) for c in cells if (c.size, c.fault) == (size, fault)}
-            assert mine == {(phase, role) for phase in PHASES for role in one.roles}
+            assert mine == {
+                (phase, role)
+                for phase, where in PHASES.items()
+                for role in one.roles
+                if where.has(size, role, fault)
+            }
+    assert not PHASES["shelf"].has(2, "leader", "kill-worker"), "who leads has no shelf"
+    assert not PHASES["suspended"].has(3, "leader", "kill-worker")
+    assert all(PHASES["steady"].has(size, role, "cut") for size in (2, 3, 4) for role in ROLES)
     assert set(fault_cells(quick=True)) <= set(cells)
     faults = "kill-engine kill-servicer stop-3 stop-12 stop-70 cut etcd-kill etcd-stop-60"
     assert set(faults.split()) | {"etcd-compact", "gateway-kill"} < set(FAULTS)

@@ -1,0 +1,112 @@
+"""Random events on real engines: requests of both classes, interruptions, shelves, deaths."""
+
+import random
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+
+from services.core.line_order import Scheduling
+from services.core.planner.batch import Microbatch
+from services.core.planner.preemption import Preempt, PreemptedWork
+from services.core.request import Request
+from services.core.service import NO_PROMISE, Service, ServiceClass
+from services.worker.engine.compute.runner_config import RunnerConfig
+from tests.support.engine_networks import QueueNetwork
+from tests.support.group_scenario import LAYERS, Scenario
+
+SERVICES = (
+    NO_PROMISE,
+    Service(ServiceClass.INTERACTIVE, ttft_s=0.5, tpot_s=0.1),
+    *(Service(ServiceClass.BATCH),) * 2,
+)
+ENGINES_MIN = 2
+"""A worker dies only while there are more."""
+
+
+class ClassScenario(Scenario):
+    """Requests that lose their worker are asked for again, after their tokens.
+
+    `seen` counts what has happened: "suspended", "resumed", "discarded", "yielded", "rested" and
+    "killed".
+    """
+
+    WORKERS = (3,)
+
+    def __init__(self, config: RunnerConfig, requests: list[Request], seed: int) -> None:
+        self.seen: Counter[str] = Counter()
+        self._chances = chances = random.Random(seed)
+        self._work = chances.choice(list(PreemptedWork))
+        planner = {
+            "scheduling": chances.choice([Scheduling.PRIORITY, Scheduling.SLO]),
+            "preempt": Preempt.ALWAYS,
+            "preempted_work": self._work,
+            "shelf_max_s": chances.choice([0.5, 3.0, 60.0]),
+        }
+        network = QueueNetwork()
+        options = {"planner": planner, "interrupts": self._interrupts}
+        super().__init__(config, requests, seed, network, **options)
+        self.group.gateway.asks_again = self.group.gateway.resumes = True
+
+    def run(self, events: int) -> None:
+        """Do it all, and let everything end."""
+        for _ in range(events):
+            self._chances.choices(
+                [self.arrive, self.abort, self._reorder, self.wait, self._kill, self._flood],
+                [5, 1, 3, 3, 2, 1],
+            )[0]()
+            self.group.check_tables()
+            self._look()
+        self.group.finish()
+        self.group.check_at_rest()
+        self._look()
+
+    def arrive(self) -> None:
+        """A request of some class comes."""
+        kept = self.requests
+        service = self._chances.choice(SERVICES)
+        self.requests = [replace(self._chances.choice(kept), service=service)]
+        super().arrive()
+        self.requests = kept
+
+    def _flood(self) -> None:
+        for _ in range(6):
+            self.arrive()
+        self.wait()
+
+    def _reorder(self) -> None:
+        if len(self.group.groups) > 1 or any(len(one) > 1 for one in self.group.groups):
+            self.arrive()
+            self.change()
+
+    def _kill(self) -> None:
+        """A worker dies, perhaps one with a shelf or a suspended iteration."""
+        names = sorted(self.group.engines)
+        if len(names) > ENGINES_MIN:
+            members = {name: self.group.engines[name].member for name in names}
+            special = [
+                name
+                for name, one in members.items()
+                if one.changeover.shelf_due_s or one.state.sequence_table.suspended
+            ]
+            self.group.lose(self._chances.choice(special or names))
+            self.seen["killed"] += 1
+            self.seen["killed, special"] += bool(special)
+            self.group.restore()
+
+    def _interrupts(self, microbatch: Microbatch) -> Callable[[], bool] | None:
+        """Interrupt it before some layer, or not at all."""
+        often = 0.6 if microbatch.preemptible else 0.1
+        if self._chances.random() > often:
+            return None
+        layer = self._chances.randrange(LAYERS)
+        asked = iter(range(LAYERS + 1))
+        suspends = microbatch.preemptible and self._work is PreemptedWork.RESUME
+        self.seen["suspended" if suspends else "discarded"] += 1
+        return lambda: next(asked) == layer
+
+    def _look(self) -> None:
+        for engine in self.group.engines.values():
+            state = engine.member.state
+            self.seen["resumed"] += state.resumed_iterations_total
+            self.seen["yielded"] += state.preemptions_total
+            self.seen["rested"] += engine.member.changeover.shelf_due_s is not None

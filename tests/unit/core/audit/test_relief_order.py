@@ -1,0 +1,147 @@
+"""The audit finds planners that take a dear step of relief before a cheap one."""
+
+import random
+from typing import Any, NamedTuple
+
+import pytest
+
+from services.core.audit.facts import MemoryDecided
+from services.core.audit.findings import Findings
+from services.core.audit.group_history import GroupHistory
+from services.core.audit.record import BATCH, COMMAND, EVENT, FACT
+from services.core.audit.relief_order import ReliefOrder
+from services.core.changeover.state import Changeover, MemberConfig
+from services.core.line_order import LINES, Scheduling
+from services.core.overload.events import Action, Cause, Decision, Numbers, Why
+from services.core.planner.config import IterationConfig
+from services.core.planner.events import IterationFinished, Planned, RequestArrived
+from services.core.planner.precedence import PRECEDENCES, Precedence
+from services.core.planner.sequence_table import SequenceTable
+from services.core.planner.victims import batch_first, newest
+from services.core.request import Limits, Request, Sampling
+from services.core.service import NO_PROMISE, Service, ServiceClass
+from tideserve.sim.replay import replay
+
+BATCH_WORK = Service(ServiceClass.BATCH)
+
+
+class Line(NamedTuple):
+    kind: str
+    value: Any
+
+
+def config(scheduling: Scheduling, blocks: int = 24) -> MemberConfig:
+    bounds = (4, blocks, 32, 6, 1000)
+    planner = IterationConfig(*bounds, scheduling=scheduling, prefix_caching=True)
+    return MemberConfig("w0", 4, False, planner)
+
+
+def flood(made_with: MemberConfig, seed: int = 1, arrivals: int = 120) -> list[Line]:
+    """The log of a worker with batch work, and with more online requests than it has room for."""
+    rng, member, log = random.Random(seed), Changeover.of(made_with), list[Line]()
+
+    def handle(event: Any) -> None:
+        log.append(Line(EVENT, event))
+        log.extend(Line(COMMAND, one) for one in member.handle(event))
+
+    left, now_s = arrivals, 0.0
+    while left or member.planner.sequences:
+        now_s += 0.01
+        if left and rng.random() < 0.5:
+            left -= 1
+            prompt = tuple(rng.randrange(50) for _ in range(rng.randint(1, 24)))
+            service = BATCH_WORK if rng.random() < 0.5 else NO_PROMISE
+            limits = Limits(rng.randint(1, 30))
+            request = Request(f"r{left}", prompt, Sampling(0.0), limits, now_s, service=service)
+            handle(RequestArrived(now_s, request))
+        microbatch = member.plan(now_s)
+        log.append(Line(BATCH, Planned(now_s, microbatch)))
+        if microbatch is not None:
+            chunks = microbatch.batch.chunks
+            tokens = {one.request_id: rng.randrange(50) for one in chunks if one.sample}
+            handle(IterationFinished(now_s, tokens, microbatch.number))
+    return log
+
+
+def audited(made_with: MemberConfig, log: list[Line]) -> Findings:
+    findings = Findings()
+    replayed = replay(Changeover.of(made_with), log, ReliefOrder(findings, "w0"))
+    assert not replayed.difference
+    assert findings.checks["I11"] > 100
+    return findings
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("scheduling", Scheduling)
+def test_planners_take_the_cheapest_step(scheduling: Scheduling, seed: int) -> None:
+    made_with = config(scheduling)
+    member = Changeover.of(made_with)
+    log = flood(made_with, seed)
+    replay(member, log)
+    assert member.planner.preemptions_total > 10, "nothing was scarce"
+    assert audited(made_with, log).violations == []
+
+
+@pytest.mark.parametrize(
+    ("precedence", "sentence"),
+    [
+        (
+            Precedence(LINES[Scheduling.PRIORITY], newest, batch_yields=True),
+            "(RECOMPUTE), though batch work had some (YIELD)",
+        ),
+        (
+            Precedence(LINES[Scheduling.FCFS], batch_first, batch_yields=True),
+            "waited (HOLD_BACK)",
+        ),
+    ],
+)
+def test_a_planner_that_breaks_the_order_is_found(
+    monkeypatch: pytest.MonkeyPatch, precedence: Precedence, sentence: str
+) -> None:
+    """It takes the newest sequence's KV, whatever its class; or it starts what came first."""
+    monkeypatch.setitem(PRECEDENCES, Scheduling.PRIORITY, precedence)
+    made_with = config(Scheduling.PRIORITY)
+    found = audited(made_with, flood(made_with)).violations
+    assert found and all(one.startswith("I11: w0 ") for one in found)
+    assert any(sentence in one for one in found)
+
+
+def test_a_planner_that_takes_kv_though_blocks_are_free_is_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    grow = SequenceTable.grow
+
+    def hasty(self: SequenceTable, sequence: Any) -> bool:
+        """One of those that run has to give way, whether or not there is room."""
+        others = [one for one in self.running if one is not sequence]
+        if others:
+            self.preempt(others[-1])
+        return grow(self, sequence) or bool(others)
+
+    monkeypatch.setattr(SequenceTable, "grow", hasty)
+    made_with = config(Scheduling.FCFS, blocks=200)
+    found = audited(made_with, flood(made_with, arrivals=30)).violations
+    assert found and all("blocks were free for" in one and "(CACHED)" in one for one in found)
+
+
+def merge(demand: int, waiting: int = 3, cause: Cause = Cause.OVERLOAD) -> list[Line]:
+    numbers = Numbers(demand, 10, 1000, 1000, demand, 0, 0, 0, waiting)
+    decision = Decision(1.0, "m", Action.MERGE, Why(cause, 1000, 1.0, 1.0, numbers), 50)
+    return [Line(FACT, MemoryDecided(1.0, decision))]
+
+
+@pytest.mark.parametrize(
+    ("entries", "sound"),
+    [
+        (merge(1200), True),
+        (merge(900), False),
+        (merge(1200, waiting=0), False),
+        (merge(900, cause=Cause.MANUAL), True),
+    ],
+)
+def test_a_merge_needs_online_demand_that_does_not_fit(entries: list[Line], sound: bool) -> None:
+    history = GroupHistory(Findings())
+    history.read(entries)
+    assert (history.findings.violations == []) is sound
+    for one in history.findings.violations:
+        assert one.startswith("I11: a merge (DROP) was decided for m, whose demand of ")

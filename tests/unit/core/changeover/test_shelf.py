@@ -1,0 +1,160 @@
+"""Batch work rests while its worker does not lead, and goes on afterwards or at the leader."""
+
+import pytest
+
+from services.core.changeover import vocabulary as words
+from services.core.changeover.configuration import GroupStages
+from services.core.changeover.frames import Adopt
+from services.core.changeover.state import MemberPhase
+from services.core.groups.layer_map import Stage
+from services.core.line_order import Scheduling
+from services.core.planner.events import RequestAborted
+from services.core.planner.sequence import Phase
+from services.core.service import Service, ServiceClass
+from tests.support.changeover_script import LAYERS, Groups, Script, groups
+
+BATCH = Service(ServiceClass.BATCH)
+APART, MERGED, SPLIT = groups(1, "a", "b"), groups(2, "ab"), groups(3, "a", "b")
+
+
+def merged(scheduling: Scheduling = Scheduling.PRIORITY, shelf_max_s: float = 60.0) -> Script:
+    """ "b" had an online request "o" and batch work, and follows "a" now; the KV of "o" has moved.
+
+    "m" and "n" have had KV, "w" waits for a place.
+    """
+    script = Script("ab", scheduling=scheduling, shelf_max_s=shelf_max_s)
+    script.hear(APART)
+    script.settle()
+    script.ask("b", "o", 8, most=20)
+    for name in "mn":
+        script.ask("b", name, 8, service=BATCH)
+    script.launch("b")
+    script.ask("b", "w", 8, service=BATCH)
+    script.hear(MERGED)
+    script.settle()
+    return script
+
+
+def leaving(epoch: int, name: str) -> Groups:
+    """Both lead groups of their own, and one of them is about to go."""
+    stages = {one: (Stage(one, 0, LAYERS),) for one in "ab"}
+    left = frozenset({name})
+    return tuple(GroupStages(f"g-{one}", epoch, stages[one], left & {one}) for one in "ab")
+
+
+@pytest.mark.parametrize("scheduling", [Scheduling.PRIORITY, Scheduling.SLO])
+def test_batch_work_rests_without_kv_and_online_work_moves(scheduling: Scheduling) -> None:
+    script = merged(scheduling)
+    assert script.names_at("a") == ["o"] and sorted(script.names_at("b")) == ["m", "n", "w"]
+    follower = script.members["b"]
+    assert follower.settled and not follower.busy, "it needs no turns until they are due"
+    resting = follower.planner.sequences.values()
+    assert all(one.phase is Phase.WAITING and not one.blocks for one in resting)
+    assert all(one.output_count == 1 for one in resting if one.request_id != "w")
+    assert follower.plan(1.0) is None
+    load = follower.planner.load()
+    assert (load.batch_waiting, load.waiting_demand, load.kv_blocks_wanted) == (3, 0, 0)
+    script.run("a")
+    assert script.names_at("a") == [] and len(script.names_at("b")) == 3
+
+
+def test_first_come_first_served_deals_everything() -> None:
+    script = merged(Scheduling.FCFS)
+    assert sorted(script.names_at("a")) == ["m", "n", "o", "w"] and not script.names_at("b")
+
+
+def test_without_time_to_rest_the_leader_gets_it_at_once() -> None:
+    assert sorted(merged(shelf_max_s=0.0).names_at("a")) == ["m", "n", "o", "w"]
+
+
+def test_it_goes_on_when_its_worker_leads_again() -> None:
+    script = merged()
+    script.hear(SPLIT)
+    script.settle()
+    assert sorted(script.names_at("b")) == ["m", "n", "w"]
+    script.run("b")
+    assert script.names_at("b") == [] and script.members["b"].shelf_due_s is None
+
+
+def test_a_group_that_stays_merged_gets_it() -> None:
+    script = merged()
+    due_s = script.members["b"].shelf_due_s
+    assert due_s == pytest.approx(60.0, abs=1.0)
+    script.now_s = due_s - 0.1
+    assert not script.members["b"].needs_turn(script.now_s)
+    script.settle()
+    assert len(script.names_at("b")) == 3
+    script.now_s = due_s
+    found = script.turn("b")
+    assert not found and script.members["b"].phase is MemberPhase.ADOPTING
+    sent = [frame for _, frame in script.ways["b", "a"] if isinstance(frame, Adopt)]
+    assert [one.sequence.request.request_id for one in sent] == ["m", "n", "w"], "oldest first"
+    script.settle()
+    assert script.names_at("b") == [] and script.members["b"].shelf_due_s is None
+    assert sorted(script.names_at("a")) == ["m", "n", "o", "w"]
+    script.run("a")
+    assert script.names_at("a") == []
+
+
+def test_the_time_goes_on_through_a_change_of_the_same_leader() -> None:
+    script = Script("abc", scheduling=Scheduling.PRIORITY)
+    script.hear(groups(1, "a", "b", "c"))
+    script.settle()
+    script.ask("b", "m", 8, service=BATCH)
+    script.hear(groups(2, "ab"))
+    script.settle()
+    due_s = script.members["b"].shelf_due_s
+    script.now_s = 30.0
+    script.hear(groups(3, "abc"))
+    script.settle()
+    assert script.names_at("b") == ["m"] and script.members["b"].shelf_due_s == due_s
+
+
+def test_a_leader_that_goes_on_leading_keeps_its_batch_work_and_deals_it_in_a_split() -> None:
+    script = Script("ab", scheduling=Scheduling.PRIORITY)
+    script.hear(APART)
+    script.settle()
+    for name in "mn":
+        script.ask("a", name, 8, service=BATCH)
+    script.hear(MERGED)
+    script.settle()
+    assert script.names_at("a") == ["m", "n"] and script.members["a"].shelf_due_s is None
+    script.hear(SPLIT)
+    script.settle()
+    assert (script.names_at("a"), script.names_at("b")) == (["m"], ["n"])
+
+
+def test_a_worker_that_is_leaving_hands_it_over() -> None:
+    script = merged()
+    script.hear(leaving(3, "b"))
+    script.settle()
+    assert script.names_at("b") == [] and sorted(script.names_at("a")) == ["m", "n", "o", "w"]
+
+
+def test_it_can_be_aborted_while_it_rests() -> None:
+    script = merged()
+    script.do("b", RequestAborted(1.0, "m"))
+    assert sorted(script.names_at("b")) == ["n", "w"]
+    for name in "nw":
+        script.do("b", RequestAborted(1.0, name))
+    assert script.members["b"].shelf_due_s is None
+
+
+def test_it_goes_on_at_its_worker_when_the_leader_is_lost() -> None:
+    script = merged()
+    script.lose("a")
+    script.hear(groups(3, "b"))
+    script.now_s = 30.0
+    script.settle()
+    assert sorted(script.names_at("b")) == ["m", "n", "w"]
+    script.run("b")
+    assert script.names_at("b") == []
+
+
+def test_nothing_is_sent_to_a_leader_that_is_lost() -> None:
+    script = merged(shelf_max_s=5.0)
+    script.do("b", words.PeersLost(1.0, frozenset("a")))
+    script.now_s = 6.0
+    script.turn("b")
+    assert len(script.names_at("b")) == 3
+    assert not any(isinstance(frame, Adopt) for _, frame in script.ways["b", "a"])

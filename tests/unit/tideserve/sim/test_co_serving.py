@@ -1,0 +1,139 @@
+"""Batch work beside online requests in the simulated cluster: figures by class, and who waits."""
+
+import random
+from collections import Counter
+from dataclasses import replace
+from itertools import repeat
+from typing import Any
+
+import pytest
+
+from services.core.cost.model import CostModel
+from services.core.line_order import Scheduling
+from services.core.planner.config import IterationConfig
+from services.core.scheduler.class_rules import ClassRules
+from services.core.service import Service, ServiceClass
+from tideserve.sim.cluster import Cluster, ClusterSpec
+from tideserve.sim.report import Outcome, figures
+from tideserve.sim.time_model import CostTimeModel
+from tideserve.sim.token_times import percentiles_of
+from tideserve.sim.workload import Arrival, ClosedLoop, CoServed, OpenLoop, gamma_times
+
+DEVICE = CostTimeModel(CostModel(alpha=1e-8, beta=1e-4, gamma=0.02, lam=0.0195))
+INTERACTIVE = Service(ServiceClass.INTERACTIVE, ttft_s=0.5, tpot_s=0.07)
+BATCH = Service(ServiceClass.BATCH)
+WINDOW_S = 4.0
+
+
+def load(seed: int, clients: int, duration_s: float = 30.0, batch: Service = BATCH) -> CoServed:
+    times_s = gamma_times(2.0, 1.0, duration_s, random.Random(seed))
+    online = OpenLoop([Arrival(time_s, 300, 20, service=INTERACTIVE) for time_s in times_s])
+    backlog = ClosedLoop(repeat(Arrival(0.0, 700, 30, service=batch)), clients)
+    return CoServed(online, backlog, WINDOW_S)
+
+
+def spec(scheduling: str, **changes: Any) -> ClusterSpec:
+    iteration = IterationConfig(
+        16, 2000, 512, 64, 1000, cost_model=DEVICE.model, scheduling=Scheduling(scheduling)
+    )
+    rules = ClassRules(Scheduling(scheduling))
+    found = ClusterSpec(2, replace(iteration, **changes), 8192, rules=rules)
+    return replace(found, queue_deadline_s=3600.0)
+
+
+def run(scheduling: str, workload: CoServed, **changes: Any) -> dict[str, Any]:
+    return figures(Cluster(spec(scheduling, **changes), DEVICE, workload).run())
+
+
+def test_the_same_seed_gives_the_same_figures_by_class() -> None:
+    one, same, other = (run("slo", load(seed, 8)) for seed in (1, 1, 2))
+    assert one == same
+    assert one["classes"]["online"]["ttft_s"] != other["classes"]["online"]["ttft_s"]
+
+
+@pytest.mark.parametrize("scheduling", ["fcfs", "priority", "slo"])
+def test_every_event_keeps_the_invariants_and_every_online_request_ends(scheduling: str) -> None:
+    workload = load(3, 12, duration_s=8.0)
+    cluster = Cluster(spec(scheduling, num_blocks=160), DEVICE, workload)
+
+    def check() -> None:
+        cluster.check_invariants()
+        for instance in cluster.instances.values():
+            instance.state.check_invariants()
+
+    outcomes = cluster.run(check=check)
+    ended = Counter(record.outcome for record in outcomes.records)
+    online = [r for r in outcomes.records if r.service_class is ServiceClass.INTERACTIVE]
+    assert len(online) == len(workload.online.arrivals)
+    assert all(record.outcome is Outcome.COMPLETED for record in online)
+    # The clients of the backlog always wait for an answer; one may just hear that it has ended.
+    clients = workload.batch.concurrency
+    assert ended[Outcome.RUNNING] in (clients - 1, clients)
+    assert max(r.end_s for r in online) == pytest.approx(outcomes.simulated_s, abs=0.01)
+
+
+def test_processed_tokens_are_those_of_the_window_by_class() -> None:
+    workload = load(5, 0)
+    found = run("slo", workload)
+    begin_s, end_s = workload.window_s
+    assert begin_s == WINDOW_S and end_s == workload.online.arrivals[-1].arrival_s
+    inside = [one for one in workload.online.arrivals if begin_s <= one.arrival_s]
+    online = found["classes"]["online"]
+    assert online["sent"] == online["completed"] == len(inside) < len(workload.online.arrivals)
+    tokens = online["processed_tokens_per_s"] * found["window_s"]
+    # All but what runs across the ends of the window: a few requests.
+    assert tokens == pytest.approx(320 * len(inside), abs=320 * 4)
+    assert found["processed_tokens_per_s"] == online["processed_tokens_per_s"]
+    assert found["classes"]["batch"]["processed_tokens_per_s"] == 0
+    assert found["recomputed_share"] == 0
+
+
+def test_gaps_are_the_times_between_the_tokens_of_each_request() -> None:
+    alone = run("slo", CoServed(OpenLoop([Arrival(1.0, 300, 20, service=INTERACTIVE)]), NOBODY))
+    gaps = alone["classes"]["online"]["inter_token_s"]
+    assert gaps["p50"] == pytest.approx(DEVICE.decodes_s(1, 310, 1), rel=0.01)
+    assert percentiles_of(Counter({0.1: 98, 5.0: 2}), {"p50": 0.5, "p99": 0.99}) == {
+        "p50": 0.1,
+        "p99": 5.0,
+    }
+    assert percentiles_of(Counter(), {"p50": 0.5}) == {"p50": None}
+
+
+NOBODY = ClosedLoop(iter(()), 0)
+
+
+def test_classes_decide_in_the_scheduler_and_in_the_workers() -> None:
+    found = {name: run(name, load(7, 60)) for name in ("fcfs", "priority", "slo")}
+    alone = run("slo", load(7, 0))["classes"]["online"]
+    online = {name: one["classes"]["online"] for name, one in found.items()}
+    batch = {name: one["classes"]["batch"]["processed_tokens_per_s"] for name, one in found.items()}
+    assert min(batch.values()) > 2 * alone["processed_tokens_per_s"]
+    assert online["fcfs"]["ttft_s"]["p99"] > 4 * online["priority"]["ttft_s"]["p99"]
+    assert online["slo"]["inter_token_s"]["p50"] < 0.8 * online["priority"]["inter_token_s"]["p50"]
+    assert INTERACTIVE.tpot_s is not None
+    assert online["slo"]["ttft_s"]["p99"] < alone["ttft_s"]["p99"] + 2 * INTERACTIVE.tpot_s
+
+
+def test_some_groups_may_be_for_batch_work_alone() -> None:
+    workload = load(8, 8)
+    rules = ClassRules(Scheduling.PRIORITY, batch_groups=1)
+    cluster = Cluster(replace(spec("priority"), rules=rules), DEVICE, workload)
+    places = _places(cluster)
+    assert places[ServiceClass.BATCH] == {"worker-0000"}
+    assert places[ServiceClass.INTERACTIVE] == {"worker-0001"}
+
+
+def _places(cluster: Cluster) -> dict[ServiceClass, set[str]]:
+    found: dict[ServiceClass, set[str]] = {}
+    for record in cluster.run().records:
+        if record.worker_id:
+            found.setdefault(record.service_class, set()).add(record.worker_id)
+    return found
+
+
+def test_a_fuller_dial_gives_batch_work_more_and_online_tokens_later() -> None:
+    found = [run("slo", load(9, 60), fill_max=fill) for fill in (0.1, 0.5, 1.0)]
+    tokens = [one["classes"]["batch"]["processed_tokens_per_s"] for one in found]
+    gaps_s = [one["classes"]["online"]["inter_token_s"]["p50"] for one in found]
+    assert tokens == sorted(tokens) and tokens[0] < 0.8 * tokens[2]
+    assert gaps_s == sorted(gaps_s) and gaps_s[0] < 0.7 * gaps_s[2]

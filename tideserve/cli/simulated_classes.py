@@ -1,0 +1,123 @@
+"""Classes in a simulation: sections `service`, `batch` and `systems` of its file.
+
+`service` says what the requests of `workload` are promised: their `slo_class`, `ttft_s`, `tpot_s`
+and `token_group`. With `targets_of`, a system of the file, the targets of those after it are the
+P99 time to first token and the P99 gap between tokens that its requests had (ConServe §6.2).
+
+`batch` is a backlog of batch requests beside `workload`, which never runs empty: so many `clients`
+send one after another. Tokens that workers process count from `window_from_s` on.
+
+`systems` compares what differs in a few keys, such as `scheduling`, under the same load.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import repeat
+from pathlib import Path
+from typing import Any
+
+from services.common.config import choice, from_mapping, number
+from services.common.errors import ConfigError
+from services.core.line_order import Scheduling
+from services.core.scheduler.class_rules import ClassRules, Order
+from services.core.service import Service, ServiceClass
+from tideserve.cli.simulated_workload import SECONDS_MAX
+from tideserve.sim.workload import Arrival, ClosedLoop, CoServed, OpenLoop, Workload
+
+ONLINE_CLASSES = (ServiceClass.STANDARD.value, ServiceClass.INTERACTIVE.value)
+COMMON_KEYS = frozenset(
+    {"systems", "seed", "duration_s", "overload_policy", "profile", "cost", "iteration_overhead_s"}
+)
+"""Keys that the systems of a file have in common: time, device and chance."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceSection:
+    """What online requests are promised, in seconds."""
+
+    slo_class: str = choice(ServiceClass.STANDARD.value, ONLINE_CLASSES)
+    ttft_s: float | None = number(None, minimum=0.001, maximum=3600)
+    tpot_s: float | None = number(None, minimum=0.001, maximum=3600)
+    token_group: int = number(1, minimum=1, maximum=1024)
+    targets_of: str | None = None
+
+    @property
+    def service(self) -> Service:
+        """As requests carry it."""
+        service_class = ServiceClass(self.slo_class)
+        return Service(service_class, self.ttft_s, self.tpot_s, self.token_group)
+
+
+@dataclass(frozen=True, slots=True)
+class _Backlog:
+    clients: int = number(minimum=0, maximum=100_000)
+    prompt: int = number(minimum=1, maximum=1_000_000)
+    output: int = number(minimum=1, maximum=1_000_000)
+    window_from_s: float = number(15.0, minimum=0, maximum=SECONDS_MAX)
+
+
+def service_section(given: Mapping[str, Any], path: Path) -> ServiceSection:
+    """Section `service`. Raises ConfigError."""
+    section = from_mapping(ServiceSection, given, f"section 'service' of {path}")
+    if section.targets_of is not None and (section.ttft_s or section.tpot_s):
+        raise ConfigError(
+            f"section 'service' of {path} gives both 'targets_of' and targets; take one out"
+        )
+    return section
+
+
+def rules_of(scheduling: str, order: str, queue: tuple[int, float], groups: int) -> ClassRules:
+    """What classes decide at the scheduler; `queue`: places and seconds of batch requests."""
+    return ClassRules(Scheduling(scheduling), Order(order), *queue, groups)
+
+
+def with_classes(
+    load: Workload, service: Service, batch: Mapping[str, Any] | None, path: Path
+) -> Workload:
+    """The load with its promise, and with the backlog of section `batch`. Raises ConfigError."""
+    load = served_as(load, lambda _: service)
+    if batch is None:
+        return load
+    if not isinstance(load, OpenLoop):
+        raise ConfigError(
+            f"{path} has a section 'batch' beside clients that wait; give a 'workload' whose"
+            " requests arrive by themselves"
+        )
+    section = from_mapping(_Backlog, batch, f"section 'batch' of {path}")
+    request = Arrival(0.0, section.prompt, section.output, service=Service(ServiceClass.BATCH))
+    return CoServed(load, ClosedLoop(repeat(request), section.clients), section.window_from_s)
+
+
+def with_targets(load: Workload, ttft_s: float, tpot_s: float) -> Workload:
+    """The load with these targets for its online requests."""
+    return served_as(load, lambda one: replace(one, ttft_s=ttft_s, tpot_s=tpot_s))
+
+
+def served_as(load: Workload, change: Callable[[Service], Service]) -> Workload:
+    """The load with another promise for its online requests."""
+
+    def changed(arrivals: Iterator[Arrival]) -> Iterator[Arrival]:
+        return (one._replace(service=change(one.service)) for one in arrivals)
+
+    match load:
+        case OpenLoop(arrivals=arrivals):
+            return OpenLoop(list(changed(iter(arrivals))))
+        case ClosedLoop(requests=requests):
+            return replace(load, requests=changed(requests))
+        case CoServed(online=online):
+            return replace(load, online=OpenLoop(list(changed(iter(online.arrivals)))))
+
+
+def differing(
+    base: Mapping[str, Any], systems: Mapping[str, Mapping[str, Any]], path: Path
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """For each of `systems` its name and its whole file. Raises ConfigError."""
+    for name, given in systems.items():
+        if not isinstance(given, Mapping):
+            raise ConfigError(f"system '{name}' in {path} must be a mapping of keys that differ")
+        common = sorted(COMMON_KEYS & given.keys())
+        if common:
+            raise ConfigError(
+                f"system '{name}' in {path} has '{common[0]}', which all systems have in common"
+            )
+        yield name, {key: value for key, value in base.items() if key != "systems"} | dict(given)

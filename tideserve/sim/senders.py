@@ -1,0 +1,66 @@
+"""The clients of a simulated cluster: they send the requests of a workload at their times."""
+
+from collections.abc import Callable, Iterator
+
+from tideserve.sim.engine import Simulation
+from tideserve.sim.workload import Arrival, ClosedLoop, CoServed, OpenLoop, Workload
+
+Send = Callable[[Arrival, bool], None]
+"""Takes a request, and whether a client waits for its end before it sends the next one."""
+
+
+class Senders:
+    """Open loops send whatever happens, the clients of closed ones when their last has ended.
+
+    `over` is called, perhaps several times, when the workload has no more requests that count.
+    """
+
+    def __init__(
+        self, simulation: Simulation, workload: Workload, send: Send, over: Callable[[], None]
+    ) -> None:
+        self._simulation = simulation
+        self._send = send
+        self._over = over
+        self._open: OpenLoop | None = None
+        self._closed: ClosedLoop | None = None
+        match workload:
+            case OpenLoop():
+                self._open = workload
+            case ClosedLoop():
+                self._closed = workload
+            case CoServed():
+                self._open, self._closed = workload.online, workload.batch
+
+    def start(self) -> None:
+        """Have the first requests sent."""
+        if self._open is not None:
+            self._plan_arrival(iter(self._open.arrivals))
+        if self._closed is not None:
+            for _ in range(self._closed.concurrency):
+                self._simulation.at(0.0, self._send_next)
+
+    def note_end(self, end_s: float) -> None:
+        """A client of the closed loop learns at `end_s` that its request has ended."""
+        self._simulation.at(end_s, self._send_next)
+
+    def _plan_arrival(self, arrivals: Iterator[Arrival]) -> None:
+        arrival = next(arrivals, None)
+        if arrival is None:
+            self._over()
+        else:
+            self._simulation.at(arrival.arrival_s, self._arrive, arrival, arrivals)
+
+    def _arrive(self, arrival: Arrival, later: Iterator[Arrival]) -> None:
+        self._send(arrival, False)
+        self._plan_arrival(later)
+
+    def _send_next(self) -> None:
+        """A client of the closed loop sends its next request, if there is one."""
+        loop = self._closed
+        assert loop is not None
+        late = self._simulation.now_s > loop.duration_s
+        arrival = None if late else next(loop.requests, None)
+        if arrival is not None:
+            self._send(arrival, True)
+        elif self._open is None:
+            self._over()
