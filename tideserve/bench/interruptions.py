@@ -49,10 +49,17 @@ def read_parts(path: Path) -> list[Part]:
     return parts
 
 
-def noticed_s(parts: Sequence[Part], sent_s: float, batch: frozenset[str]) -> float | None:
-    """Seconds from `sent_s` until the engine was free for what was sent then.
+class Noticed(NamedTuple):
+    """Seconds until the engine was free for what was sent, and what that iteration took in all."""
 
-    None unless an iteration of requests of `batch` alone ran at that moment.
+    after_s: float
+    iteration_s: float
+
+
+def noticed(parts: Sequence[Part], sent_s: float, batch: frozenset[str]) -> Noticed | None:
+    """How what was sent at `sent_s` was noticed, during an iteration of requests of `batch` alone.
+
+    None unless one ran at that moment. Each request of `batch` runs in one iteration.
     """
     found = bisect_right(parts, sent_s, key=lambda part: part.begin_s) - 1
     if found < 0:
@@ -60,4 +67,5 @@ def noticed_s(parts: Sequence[Part], sent_s: float, batch: frozenset[str]) -> fl
     part = parts[found]
     if sent_s >= part.end_s or not part.request_ids <= batch:
         return None
-    return part.end_s - sent_s
+    own = [one.end_s - one.begin_s for one in parts if one.request_ids == part.request_ids]
+    return Noticed(part.end_s - sent_s, sum(own))

@@ -5,7 +5,8 @@ blocks and token budget last. When a decode finds no free block, the newest runn
 preempted and recomputed later (policy `recompute`), so the oldest always advances.
 
 Where batch sequences yield (`precedence`), prefills and starts of online requests come before those
-of the class `batch`, which fill what is left of the token budget.
+of the class `batch`, which fill what is left of the token budget. They do not join the prompt of a
+request for which batch work was interrupted: it would wait for them instead.
 """
 
 from collections import deque
@@ -36,6 +37,8 @@ class SinglePlanner:
         else:
             kinds = (_EVERYBODY,)
         for kind in kinds:
+            if kind is _BATCH and plan.prefills and self.sequence_table.suspended:
+                break
             if len(plan.decodes) < len(self.sequence_table.running):
                 budget = self._add_prefills(plan, budget, kind)
             if not preempted:

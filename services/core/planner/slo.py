@@ -133,12 +133,14 @@ class SloPlanner:
     def _fill_up(self, plan: Plan, ready: Ready, spent: Spent, limit_s: float) -> None:
         """Add batch work beside online work, up to the fill level.
 
-        None does while an online request waits for blocks or a place, unless nothing else runs.
+        None does while an online request waits for blocks or a place, unless nothing else runs, nor
+        beside the prompt of one for which batch work was interrupted.
         """
-        line = self.sequence_table.waiting
+        table = self.sequence_table
+        waits = bool(table.waiting) and table.waiting[0].online
         if not plan:
             self.filler.run_alone(plan, ready, spent)
-        elif not (line and line[0].online):
+        elif not waits and not (table.suspended and plan.prefills):
             self.filler.fill_up(plan, ready, spent, limit_s)
 
     def has_time_for(self, suspended: Plan, now_s: float) -> bool:

@@ -3,7 +3,8 @@
 One engine's model without a process around it. Each batch runs without questions between layers,
 and as the engine runs one that may be suspended: it looks at a socket before each layer. The two
 take turns, and the one that goes first changes. What counts is the time of the processor, since
-other processes blur the clock.
+other processes blur the clock. The intervals between safepoints are those of the clock, as an
+online request meets them.
 
 Exit code 2 with a sentence on stderr if it cannot be measured.
 """
@@ -14,11 +15,13 @@ import socket
 import sys
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from services.common.clock import monotonic_s
 from services.common.lifecycle import EXIT_UNUSABLE
 from services.core.planner.batch import Batch, Chunk
 from services.core.request import blocks_for
@@ -62,7 +65,10 @@ def main() -> None:
 
 
 def measure(runner: ModelRunner, tokens: int, pairs: int) -> dict[str, Any]:
-    """Seconds of one prompt of so many tokens, in pairs: without safepoints, and with them."""
+    """Seconds of one prompt of so many tokens, in pairs: without safepoints, and with them.
+
+    `interval_s`: of further runs, from the start over each safepoint to the end.
+    """
     blocks = tuple(range(blocks_for(tokens, runner.block_size)))
     token_ids = tuple(7 * position % runner.geometry.vocab_size for position in range(tokens))
     batch = Batch((Chunk("safepoints", 0, token_ids, blocks, None),))
@@ -75,7 +81,18 @@ def measure(runner: ModelRunner, tokens: int, pairs: int) -> dict[str, Any]:
     def safely() -> float:
         return _took_s(lambda: runner.run_stage(batch, None, interrupt, suspends=True))
 
+    def intervals_s() -> list[float]:
+        moments = [monotonic_s()]
+
+        def asked() -> bool:
+            moments.append(monotonic_s())
+            return False
+
+        runner.run_stage(batch, None, asked, suspends=True)
+        return [after - before for before, after in pairwise([*moments, monotonic_s()])]
+
     found: list[tuple[float, float]] = []
+    between_s: list[float] = []
     with silent, other:
         without(), safely()  # the first runs warm up
         for turn in range(pairs):
@@ -84,10 +101,12 @@ def measure(runner: ModelRunner, tokens: int, pairs: int) -> dict[str, Any]:
                 found.append((without(), after_s))
             else:
                 found.append((without(), safely()))
+            between_s += intervals_s()
     return {
         "tokens": tokens,
         "without_s": [one for one, _ in found],
         "with_s": [one for _, one in found],
+        "interval_s": between_s,
     }
 
 

@@ -167,7 +167,7 @@ def _planner(scheduling: Scheduling, tpot_s: float) -> _Planned:
 
 
 def _figures(planned: _Planned) -> dict[str, float]:
-    """Of the iterations of decodes with most sequences: medians, and the share of planning."""
+    """Medians over the iterations of decodes that have most sequences."""
     most = max(planned.sequences)
     large = [number for number, count in enumerate(planned.sequences) if count >= 0.9 * most]
 

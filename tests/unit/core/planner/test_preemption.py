@@ -184,6 +184,22 @@ def test_a_change_of_groups_ends_it() -> None:
     state.check_invariants()
 
 
+@pytest.mark.parametrize("scheduling", [Scheduling.PRIORITY, Scheduling.SLO])
+def test_no_batch_prompt_joins_that_of_the_one_who_interrupted(scheduling: Scheduling) -> None:
+    """Or it would wait for the rest of an iteration that is as long."""
+    state = make(scheduling=scheduling, max_batch_tokens=64, num_blocks=64)
+    suspended(state)
+    rng = random.Random(3)
+    state.handle(RequestArrived(0.0, offline("b2", 20, 2, rng)))
+    state.handle(RequestArrived(0.0, make_request("o", 3, 3, rng)))
+    first = state.plan(0.0)
+    assert first is not None and [one.request_id for one in first.batch.chunks] == ["o"]
+    state.handle(IterationFinished(0.0, {"o": 1}))
+    second = state.plan(0.0)
+    assert second is not None and [one.request_id for one in second.batch.chunks] == ["o", "b2"]
+    state.check_invariants()
+
+
 def test_a_merge_ends_it_and_a_group_of_two_interrupts_nothing() -> None:
     """Its tokens are discarded, and the pipeline runs them from the start."""
     state = make()

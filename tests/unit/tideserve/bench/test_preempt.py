@@ -22,7 +22,7 @@ from services.core.request import Request
 from services.core.service import Service, ServiceClass
 from tests.unit.core.planner.test_state import make_request
 from tideserve.bench.errors import SystemUnavailable
-from tideserve.bench.interruptions import Part, noticed_s, read_parts
+from tideserve.bench.interruptions import Noticed, Part, noticed, read_parts
 from tideserve.bench.scenarios.preempt import QUICK, judge, probes
 from tideserve.bench.systems.system import Deployment
 
@@ -30,8 +30,8 @@ MEASURED: Mapping[str, Any] = {
     "layers": 20,
     "tokens": 2048,
     "iteration_s": [2.0, 1.9, 2.1],
-    "noticed_s": [0.05, 0.09, 0.1],
-    "drop_noticed_s": [0.1, 0.08],
+    "noticed": [(0.05, 2.0), (0.09, 1.9), (0.1, 2.0), (0.2, 4.0)],
+    "drop_noticed": [(0.1, 2.0), (0.08, 2.0)],
     "drop_prepared_s": [0.5, 0.6],
     "ttft_s": {
         "single": {"always": [0.3, 0.4], "off": [1.0, 2.0]},
@@ -46,8 +46,18 @@ MEASURED: Mapping[str, Any] = {
 }
 SAFEPOINTS = {
     "batches": [
-        {"tokens": 256, "without_s": [1.0, 1.0, 1.0], "with_s": [1.0, 1.02, 1.03]},
-        {"tokens": 2048, "without_s": [2.0, 2.0, 2.0], "with_s": [1.98, 2.01, 2.2]},
+        {
+            "tokens": 256,
+            "without_s": [1.0, 1.0, 1.0],
+            "with_s": [1.0, 1.02, 1.03],
+            "interval_s": [9.0],
+        },
+        {
+            "tokens": 2048,
+            "without_s": [2.0, 2.0, 2.0],
+            "with_s": [1.98, 2.01, 2.2],
+            "interval_s": [0.1],
+        },
     ]
 }
 
@@ -108,31 +118,32 @@ def test_what_is_no_log_is_one_sentence(tmp_path: Path) -> None:
 
 def test_only_what_comes_while_batch_work_runs_alone_is_noticed_by_it(tmp_path: Path) -> None:
     parts, batch = read_parts(log_of_an_interruption(tmp_path)), frozenset({"batch-a", "batch-b"})
-    assert noticed_s(parts, 1.75, batch) == 0.25
-    assert noticed_s(parts, 5.0, batch) == 1.0
+    assert noticed(parts, 1.75, batch) == Noticed(0.25, 4.0)
+    assert noticed(parts, 5.0, batch) == Noticed(1.0, 4.0)
+    assert noticed(parts, 7.5, batch) == Noticed(0.5, 1.0)
     for idle_or_online_s in (0.5, 2.25, 2.75, 6.5, 9.0):
-        assert noticed_s(parts, idle_or_online_s, batch) is None
+        assert noticed(parts, idle_or_online_s, batch) is None
 
 
 def test_all_bars_are_kept() -> None:
     verdict = judge(SAFEPOINTS, MEASURED)
     figures = verdict.figures
     assert not verdict.problems
-    assert figures["interval_s"] == pytest.approx(0.1)
+    assert figures["interval_s"]["p99"] == 0.1
     assert figures["safepoints_share"]["2048"]["median"] == pytest.approx(0.005)
     assert figures["ttft_s"]["single"]["p99_ratio"] == pytest.approx(0.399 / 1.99)
     assert figures["ttft_s"]["behind"]["p99_ratio"] is None
     told = dict(verdict.rows)
-    assert "bar 102.0 ms" in told["online request noticed after"]
+    assert "bar 2 ms" in told["online request noticed after"]
     assert "0.20 x; bar 0.25" in told["P99 of first tokens"]
 
 
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
-        ({"noticed_s": [0.05, 0.11]}, "an online request is noticed after"),
-        ({"drop_noticed_s": [0.5]}, "a drop is noticed after 500.0 ms"),
-        ({"drop_noticed_s": []}, "when a drop is noticed is unknown"),
+        ({"noticed": [(0.11, 2.0)]}, "an online request is noticed 10.0 ms (P99) later"),
+        ({"drop_noticed": [(0.5, 2.0)]}, "a drop is noticed 400.0 ms (P99) later"),
+        ({"drop_noticed": []}, "when a drop is noticed is unknown"),
         ({"resumed_iterations": 0}, "no iteration was interrupted"),
         ({"different_tokens": 1}, "interrupted work lost something: different tokens: 1"),
         ({"recomputed_tokens": 9}, "recomputed tokens: 9"),
@@ -140,14 +151,26 @@ def test_all_bars_are_kept() -> None:
             {"ttft_s": {"single": {"always": [0.6], "off": [2.0]}}},
             "0.30 x of that without preemption",
         ),
+        (
+            {"ttft_s": {"behind": {"always": [0.6], "off": [2.0]}}},
+            "while a batch prompt waits is 0.30 x",
+        ),
     ],
 )
 def test_a_missed_bar_is_a_problem(changes: dict[str, Any], problem: str) -> None:
     measured = dict(MEASURED) | changes
     if "ttft_s" in changes:
-        measured["ttft_s"] = {"behind": MEASURED["ttft_s"]["behind"]} | changes["ttft_s"]
+        measured["ttft_s"] = MEASURED["ttft_s"] | changes["ttft_s"]
     (told,) = judge(SAFEPOINTS, measured).problems
     assert problem in told
+
+
+def test_intervals_that_are_not_alike_count_as_long_as_the_slowest() -> None:
+    large = SAFEPOINTS["batches"][1] | {"interval_s": [0.1] * 9 + [0.15] * 2}
+    verdict = judge({"batches": [large]}, dict(MEASURED) | {"noticed": [(0.15, 2.0)]})
+    assert verdict.figures["stretch"] == pytest.approx(1.5)
+    assert verdict.figures["noticed"]["intervals"]["p99"] == pytest.approx(1.5)
+    assert not verdict.problems
 
 
 def test_dear_safepoints_are_a_problem() -> None:

@@ -24,8 +24,10 @@ def test_pairs_are_measured(tmp_path: Path) -> None:
     )
     try:
         found = measure(runner, 64, 3)
+        layers = runner.geometry.num_layers
     finally:
         runner.close()
     assert found["tokens"] == 64
     assert len(found["without_s"]) == len(found["with_s"]) == 3
-    assert min(found["without_s"] + found["with_s"]) > 0
+    assert min(found["without_s"] + found["with_s"] + found["interval_s"]) > 0
+    assert len(found["interval_s"]) == 3 * (layers + 1)
