@@ -119,7 +119,7 @@ class WorkerConfig(SchedulingConfig):
         128, "Tokens below which a microbatch is not divided.", minimum=1, maximum=2**20
     )
     fill_max: float = number(
-        0.5,
+        0.4,
         "With scheduling slo: the largest part of the time between what online requests cost and"
         " their deadlines that batch work gets; 0 leaves it only times without online requests.",
         minimum=0,

@@ -45,7 +45,7 @@ class IterationConfig:
     overtaken_max: int = OVERTAKEN_MAX
     prefix_caching: bool = False
     scheduling: Scheduling = Scheduling.FCFS
-    fill_max: float = 0.5
+    fill_max: float = 0.4
     offline_iteration_s: float = 2.0
     online_chunk_tokens: int | None = None
     preempt: Preempt = Preempt.OFF

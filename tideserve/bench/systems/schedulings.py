@@ -29,8 +29,8 @@ class Scheduled:
 
 SCHEDULINGS: Mapping[str, Scheduled] = {
     "online-only": Scheduled(
-        "online requests alone, first come, first served",
-        lambda workers: {"scheduling": "fcfs"},
+        "online requests alone, by deadline as beside batch work",
+        lambda workers: {"scheduling": "slo"},
         online_only=True,
     ),
     "eager": Scheduled(
@@ -48,8 +48,12 @@ SCHEDULINGS: Mapping[str, Scheduled] = {
         "by deadline; batch work fills a quarter of the time that deadlines leave",
         lambda workers: {"scheduling": "slo", "harvest": 0.25},
     ),
+    "slo-half": Scheduled(
+        "by deadline; batch work fills half of the time that deadlines leave",
+        lambda workers: {"scheduling": "slo", "harvest": 0.5},
+    ),
     "slo": Scheduled(
-        "by deadline; batch work fills half of the time that deadlines leave, as by default",
+        "by deadline; batch work fills two fifths of the time that deadlines leave, as by default",
         lambda workers: {"scheduling": "slo"},
     ),
     "fcfs": Scheduled(

@@ -85,6 +85,8 @@ def test_trials_are_found_beside_the_scenarios() -> None:
         "engine",
         "faults",
         "front",
+        "planning",
+        "preempt",
         "prefix",
         "soak",
         "survive",

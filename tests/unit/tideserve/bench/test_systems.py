@@ -79,7 +79,7 @@ def deployment(tmp_path: Path) -> Deployment:
         (
             ["what"],
             "unknown system 'what'; there are tideserve, drop, recompute, eager, fcfs, online-only,"
-            " priority, reserved, slo, slo-full, slo-quarter, vllm and name=URL",
+            " priority, reserved, slo, slo-full, slo-half, slo-quarter, vllm and name=URL",
         ),
         (["tideserve-tides"], "no mechanism 'tides' to switch off; there are ample, exchange"),
         (["mine=ftp://x"], "'mine=ftp://x' is not of the form name=http://host:port"),
@@ -129,7 +129,7 @@ def test_a_system_may_have_a_dtype_of_its_own(deployment: Deployment) -> None:
 def test_systems_that_differ_in_scheduling(deployment: Deployment) -> None:
     """What a user would give `tideserve up`, and nothing else but the options of the scenario."""
     names = {
-        "online-only": {"scheduling": "fcfs"},
+        "online-only": {"scheduling": "slo"},
         "fcfs": {"scheduling": "fcfs"},
         "eager": {"scheduling": "priority", "max_batch_tokens": 2048},
         "priority": {"scheduling": "priority"},
@@ -137,6 +137,7 @@ def test_systems_that_differ_in_scheduling(deployment: Deployment) -> None:
         "slo": {"scheduling": "slo"},
         "slo-full": {"scheduling": "slo", "harvest": 1.0},
         "slo-full-preempting": {"scheduling": "slo", "harvest": 1.0, "preempt": "always"},
+        "slo-half": {"scheduling": "slo", "harvest": 0.5},
         "slo-quarter": {"scheduling": "slo", "harvest": 0.25},
         "reserved": {"scheduling": "priority", "scheduler": {"batch_groups": 1}},
     }

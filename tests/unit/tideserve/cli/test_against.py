@@ -205,7 +205,7 @@ def co_served(figures_of: dict[str, dict[str, Any]]) -> dict[str, Any]:
     ours = found["config"]["systems"]["recompute"] | {"kv_capacity_tokens": 640_000}
     options = OPTIONS | {"max_batch_tokens": 512}
     settings: dict[str, dict[str, Any]] = {
-        "online-only": {"scheduling": "fcfs"},
+        "online-only": {"scheduling": "slo"},
         "fcfs": {"scheduling": "fcfs"},
         "slo": {"scheduling": "slo"},
         "slo-quarter": {"scheduling": "slo", "harvest": 0.05},
