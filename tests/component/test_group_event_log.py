@@ -169,7 +169,7 @@ def test_a_request_too_large_for_its_new_leader_is_refused_and_leaves_nothing(
             group.start(Request(f"r-{number}", (5,) * 8, Sampling(0.0), limits, 0.0))
         group.run_until(lambda: all(stream.tokens for stream in group.streams.values()))
         small = group.engines["w1"].member.state
-        small.config = replace(small.config, num_blocks=2)
+        small._changes.config = replace(small.config, num_blocks=2)
         group.commit(apart)
         group.finish()
         group.check_at_rest()
