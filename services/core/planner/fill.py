@@ -59,6 +59,7 @@ class OnlineArrivals:
             known = self._gap_s < inf
             self._gap_s = self._gap_s + GAP_WEIGHT * (gap_s - self._gap_s) if known else gap_s
         self._last_s = now_s
+        self._forget(now_s)
         if ttft_s is not None:
             while self._targets and self._targets[-1][1] >= ttft_s:
                 self._targets.pop()
@@ -66,9 +67,13 @@ class OnlineArrivals:
 
     def least_target_s(self, now_s: float) -> float:
         """The least target of a first token that was seen lately; `inf` without one."""
+        self._forget(now_s)
+        return self._targets[0][1] if self._targets else inf
+
+    def _forget(self, now_s: float) -> None:
+        """Drop the targets that were seen too long ago."""
         while self._targets and self._targets[0][0] < now_s - TARGET_KEPT_S:
             self._targets.popleft()
-        return self._targets[0][1] if self._targets else inf
 
     def quiet_s(self, now_s: float) -> float:
         """Seconds without an online arrival that may be expected; `inf` after one at most."""

@@ -105,16 +105,17 @@ class Filler:
         return chosen
 
     def fill_up(self, plan: Plan, ready: Ready, spent: Spent, limit_s: float) -> None:
-        """Add batch work beside online work, up to the fill level."""
+        """Add batch work beside online work, up to the fill level.
+
+        What online work suffers counts also if none fitted: else the level would stay where it is.
+        """
         if not self.sequence_table.batch:
             return
-        tokens = spent.tokens
         target_s = self.target_s(spent.seconds, limit_s)
         reserve = int(RESERVE * self.config.num_blocks)
         self._add_batch(plan, ready, spent, target_s, reserve)
-        if spent.tokens > tokens:
-            plan.filled = True
-            plan.pressed = plan.pressed or self._is_crowded(ready.online)
+        plan.filled = True
+        plan.pressed = plan.pressed or self._is_crowded(ready.online)
 
     def target_s(self, spent_s: float, limit_s: float) -> float:
         """Model seconds of an iteration with batch work beside online work of `spent_s`."""
@@ -158,6 +159,7 @@ class Filler:
     ) -> None:
         """Add batch sequences while the iteration costs no more than `target_s`, oldest first.
 
+        A prompt that has come so far that too little of it fits does not keep others waiting.
         `reserve`: blocks that starts leave free; None if no online work is here, so that a batch
         sequence may take the blocks of another one.
         """
@@ -166,9 +168,8 @@ class Filler:
         alone = reserve is None
         self._add_batch_decodes(plan, ready, spent, target_s, alone)
         for sequence in ready.batch_prefills:
-            runs = sequence.phase is Phase.RUNNING
-            if runs and not self._add_chunk(plan, sequence, spent, target_s, alone):
-                return
+            if sequence.phase is Phase.RUNNING:
+                self._add_chunk(plan, sequence, spent, target_s, alone)
         if table.preemptions_total != preemptions:
             return  # a start would only lose its blocks again
         enough = 1 if alone and not spent.tokens else FILLER_TOKENS_MIN

@@ -25,7 +25,7 @@ class Plan:
     `decode_cost` is the cost of its sequences that decode after it has run; under `slo` of online
     ones, and `batch_decode_cost` of the others. Then it also has a time: it was planned at
     `planned_s`, costs `cost_s` by the model, and its result comes `predicted_s` later. `allowed_s`
-    is the residual time that it keeps. `filled`: batch work joined online work; `pressed`: that
+    is the residual time that it keeps. `filled`: batch work could join online work; `pressed`: that
     lacked memory or places.
 
     `made`: its batch since the launch, if it may be suspended. One that was suspended at

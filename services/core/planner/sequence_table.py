@@ -125,7 +125,7 @@ class SequenceTable:
         if not self.waiting:
             return None
         full = self.running_count >= running_max
-        if full and not (self._makes_way and newest_batch([*self.running, *self._suspended])):
+        if full and not (self._makes_way and self._online_running < running_max):
             return None
         free = self.ledger.free
         first = self.waiting[0].request.service
@@ -352,13 +352,22 @@ class SequenceTable:
         return precedence.batch_yields and (alone or precedence.yields_in_pipelines)
 
     @property
+    def _online_running(self) -> int:
+        """Running sequences that give no place up."""
+        return sum(one.online for one in (*self.running, *self._suspended))
+
+    @property
     def _blocks_to_yield(self) -> int:
-        """Blocks that are free at least if all running batch sequences lose theirs."""
-        users, tables = self.table.pool.users, self.table.tables
+        """Blocks that are free at least if all running batch sequences lose theirs.
+
+        Those beyond the pool's limit do not come back.
+        """
+        pool, tables = self.table.pool, self.table.tables
+        users, usable = pool.users, pool.usable
         return sum(
-            sum([users[block] == 1 for block in tables[one.request_id]])
+            sum([users[block] == 1 and block < usable for block in tables[one.request_id]])
             for one in (*self.running, *self._suspended)
-            if not one.request.service.online
+            if not one.online
         )
 
     def _make_way(self, sequence: Sequence, running_max: int) -> None:

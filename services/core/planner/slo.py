@@ -46,24 +46,30 @@ class SloPlanner:
 
     def fill(self, plan: Plan, _in_flight: deque[Plan]) -> None:
         """Choose what `plan` runs, and take the blocks for it; nothing runs beside it."""
-        config, table, budget = self.config, self.sequence_table, self.feedback.budget
+        config, table = self.config, self.sequence_table
         model = config.cost_model or TOKENS
         spent = Spent(model, config.max_batch_tokens)
         ready = self.filler.look(plan.planned_s)
         line = table.waiting
         waits = bool(line) and line[0].online
-        mixed = bool(ready.prefills or ready.batch_prefills or line)
-        limit_s = inf if config.cost_model is None else budget.limit_s(ready.least_slack_s, mixed)
+        limit_s = self._limit_s(ready, mixed=bool(ready.prefills) or waits)
         unhurt = self._add_decodes(plan, ready, spent, limit_s)
         self._add_prefills(plan, ready, spent, limit_s, admit=unhurt)
         if ready.online or waits:
-            self._fill_up(plan, ready, spent, limit_s)
+            joins = bool(ready.prefills or ready.batch_prefills or line)
+            self._fill_up(plan, ready, spent, self._limit_s(ready, mixed=joins))
         else:
             self.filler.run_alone(plan, ready, spent)
         if config.cost_model is not None:
             plan.cost_s = plan.predicted_s = spent.seconds
-            if spent.seconds <= limit_s:
+            if spent.seconds <= self._limit_s(ready, plan.mixed):
                 plan.allowed_s = ready.least_slack_s
+
+    def _limit_s(self, ready: Ready, mixed: bool) -> float:
+        """Model seconds that an iteration may cost, by whether it is mixed (`Budget`)."""
+        if self.config.cost_model is None:
+            return inf
+        return self.feedback.budget.limit_s(ready.least_slack_s, mixed)
 
     # --- online work
 

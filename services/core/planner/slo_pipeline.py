@@ -36,23 +36,27 @@ class SloPipelinePlanner(PipelinePlanner):
 
     def fill(self, plan: Plan, in_flight: deque[Plan]) -> None:
         """Choose what `plan` runs beside `in_flight`, and take the blocks for it."""
-        config, budget = self.config, self.feedback.budget
+        config, line = self.config, self.sequence_table.waiting
         spent = Spent(config.cost_model or TOKENS, config.max_batch_tokens)
         ready = self.filler.look(plan.planned_s)
-        limit_s = inf
-        if config.cost_model is not None:
-            mixed = bool(ready.prefills or ready.batch_prefills or self.sequence_table.waiting)
-            limit_s = budget.limit_s(ready.least_slack_s, mixed or bool(self.formed))
+        mixed = bool(ready.prefills or self.formed or (line and line[0].online))
         ahead_s = max((other.cost_s for other in in_flight), default=0.0)
-        self._add_online(plan, ready, spent, limit_s, in_flight)
+        self._add_online(plan, ready, spent, self._limit_s(ready, mixed), in_flight)
+        limit_s = self._limit_s(ready, mixed or bool(ready.batch_prefills or line))
         self._add_batch_work(plan, ready, spent, self._level_s(limit_s, ahead_s), in_flight)
         self._note_costs(plan)
         if config.cost_model is not None:
             plan.cost_s = spent.seconds
             behind_s = (ahead_s * (self.stages - 1) + plan.cost_s) / self.stages
             plan.predicted_s = max(plan.cost_s, behind_s)
-            if plan.predicted_s <= limit_s:
+            if plan.predicted_s <= self._limit_s(ready, plan.mixed):
                 plan.allowed_s = ready.least_slack_s
+
+    def _limit_s(self, ready: Ready, mixed: bool) -> float:
+        """Model seconds that a microbatch may cost, by whether it is mixed (`Budget`)."""
+        if self.config.cost_model is None:
+            return inf
+        return self.feedback.budget.limit_s(ready.least_slack_s, mixed)
 
     def _add_online(
         self, plan: Plan, ready: Ready, spent: Spent, limit_s: float, in_flight: deque[Plan]

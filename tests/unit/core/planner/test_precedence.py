@@ -6,9 +6,16 @@ import pytest
 
 from services.core.line_order import Scheduling
 from services.core.planner.config import IterationConfig
-from services.core.planner.configuration_events import BatchYielded, ConfigurationEnded
+from services.core.planner.configuration_events import (
+    BatchYielded,
+    ConfigurationEnded,
+    PoolLimited,
+    SequenceAdopted,
+    SequencePlaced,
+    SequenceResumed,
+)
 from services.core.planner.events import IterationFinished, RequestArrived
-from services.core.planner.sequence import Phase
+from services.core.planner.sequence import Phase, SequenceState
 from services.core.planner.state import PlannerState
 from services.core.request import Limits, Request, Sampling
 from services.core.service import NO_PROMISE, Service, ServiceClass
@@ -202,3 +209,36 @@ def test_no_online_sequence_loses_blocks_while_a_batch_sequence_has_some(seed: i
         assert not (lost and left)
         started = [one for one in left if one.request_id not in before]
         assert not (started and any(one.request.service.online for one in waited))
+
+
+@pytest.mark.parametrize("scheduling", [Scheduling.PRIORITY, Scheduling.SLO])
+def test_more_online_sequences_than_places_wait_for_one_another(scheduling: Scheduling) -> None:
+    """After a split a leader may have more than start by themselves, once their KV is here."""
+    state = planner(400, 4, scheduling)
+    held = [f"m{number}" for number in range(5)]
+    for number, name in enumerate(held):
+        prompt = tuple(range(8))
+        request = Request(name, prompt, Sampling(), Limits(5), 0.0, service=INTERACTIVE)
+        moved = SequenceState(request, (1,), 8, 3, 0.0, number)
+        state.handle(SequenceAdopted(moved, frozenset({0}), True))
+    for number in range(3):
+        arrive(state, f"b{number}", BATCH, output=30)
+    assert run(state) == ["b0", "b1", "b2"]
+    for name in held:
+        state.handle(SequencePlaced(name, 0))
+        state.handle(SequenceResumed(name))
+    arrive(state, "new", INTERACTIVE)
+    ran = [run(state) for _ in range(8)]
+    assert "new" not in ran[0] and any("new" in one for one in ran)
+
+
+@pytest.mark.parametrize("scheduling", [Scheduling.PRIORITY, Scheduling.SLO])
+def test_blocks_beyond_the_limit_of_the_pool_are_no_room(scheduling: Scheduling) -> None:
+    state = planner(20, 8, scheduling)
+    for number in range(6):
+        arrive(state, f"b{number}", BATCH, output=20)
+    for _ in range(7):
+        run(state)
+    state.handle(PoolLimited(10))
+    arrive(state, "new", INTERACTIVE, prompt=40, output=4)
+    assert "new" not in run(state), "it needs one block more than there are below the limit"

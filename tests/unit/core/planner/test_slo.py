@@ -81,7 +81,8 @@ class Clock:
     def _check_bound(self, plan: Plan) -> None:
         """Batch work beside online work keeps every residual time that can be kept."""
         feedback, model = self.state._feedback, self.state.config.cost_model
-        if feedback is None or model is None or not plan.filled:
+        joined = any(not one.online for one in plan.sequences())
+        if feedback is None or model is None or not plan.filled or not joined:
             return
         budget = feedback.budget
         scale = min(budget.decode_scale, budget.mixed_scale)
@@ -323,3 +324,42 @@ def test_conserve_as_printed_leaves_no_decode_out() -> None:
     clock.arrive("tight", promised(tpot_s=0.02), output=12)
     clock.run()
     assert len(clock.run()) == 21
+
+
+def test_a_backlog_that_waits_leaves_no_online_decode_out() -> None:
+    """What mixed iterations took says nothing about one without prompts."""
+    clock = Clock(planner(fill_max=0.0))
+    for number in range(8):
+        clock.arrive(f"o{number}", promised(tpot_s=0.03), output=200)
+    clock.run()
+    assert clock.state._feedback is not None
+    clock.state._feedback.budget.mixed_scale = 3.0
+    clock.arrive("filler", BATCH, prompt=64)
+    for _ in range(5):
+        assert len(clock.run()) == 8
+
+
+def test_the_fill_level_rises_again_when_nothing_fits() -> None:
+    clock = Clock(planner())
+    clock.arrive("online", promised(tpot_s=0.03), output=400)
+    clock.run()
+    assert clock.state._feedback is not None
+    clock.state._feedback.fill.level = 0.02
+    clock.arrive("filler", BATCH, prompt=200)
+    assert "filler" not in clock.run()
+    ran = [clock.run() for _ in range(60)]
+    assert any("filler" in one for one in ran)
+
+
+def test_a_batch_prompt_that_has_come_too_far_does_not_keep_others_waiting() -> None:
+    clock = Clock(planner(fill_max=1.0, num_blocks=9000))
+    clock.arrive("long", BATCH, prompt=30_000)
+    while clock.state.sequences["long"].computed < 15_000:
+        clock.run()
+    clock.arrive("online", promised(tpot_s=0.03), output=400)
+    clock.run()
+    stands = clock.state.sequences["long"].computed
+    clock.arrive("short", BATCH, prompt=40, output=2)
+    ran = [clock.run() for _ in range(20)]
+    assert clock.state.sequences["long"].computed == stands, "its next chunk never fits"
+    assert any("short" in one for one in ran)
