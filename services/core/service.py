@@ -22,8 +22,8 @@ class Service:
 
     A target of None promises nothing. `tpot_s` holds on average over `token_group` tokens; a
     smaller `rank` is earlier within the class. Every message carries these fields. Class, rank and
-    tenant count by the setting `scheduling`, `ttft_s` by the scheduler's `order`; nothing depends
-    on `tpot_s` yet.
+    tenant count by the setting `scheduling`, `ttft_s` by the scheduler's `order` too, `tpot_s` with
+    `slo` at the workers.
     """
 
     service_class: ServiceClass = ServiceClass.STANDARD

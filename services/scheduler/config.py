@@ -25,9 +25,10 @@ class SchedulerConfig(SchedulingConfig):
     order: str = choice(
         "class",
         Order,
-        "Which online request is next, unless scheduling is fcfs. class: interactive before"
-        " standard, by arrival; deadline: that whose first token is due first, ten seconds after"
-        " its arrival if it has no target. Both after rank; batch comes last.",
+        "Which online request of a tenant is next, with scheduling priority or round_robin. class:"
+        " interactive before standard, by arrival; deadline: that whose first token is due first,"
+        " ten seconds after its arrival if it has no target. Both after rank; batch comes last."
+        " With slo and conserve it is always the deadline, with fcfs the arrival.",
     )
     batch_queue_limit: int = number(
         BATCH_QUEUE_LIMIT,
@@ -45,8 +46,9 @@ class SchedulerConfig(SchedulingConfig):
     batch_groups: int = number(
         0,
         "Groups of each model that take batch requests only, the others taking none, unless"
-        " scheduling is fcfs; 0: every group takes all. For comparisons: idle time of one kind is"
-        " lost to the other.",
+        " scheduling is fcfs; 0: every group takes all. One group at least takes online requests,"
+        " and all if it is the only one. For comparisons: idle time of one kind is lost to the"
+        " other.",
         minimum=0,
         maximum=1024,
     )

@@ -26,7 +26,8 @@ class ClassRules:
 
     At most `batch_queue_limit` of all places in the queue are for batch requests, each for
     `batch_queue_deadline_s`. The first `batch_groups` groups of a model, by their leaders, take
-    nothing else, and the others no batch requests; with 0 every group takes all.
+    nothing else, and the others no batch requests; with 0 every group takes all. One group at least
+    is for online requests, and takes all if it is the only one.
     """
 
     scheduling: Scheduling = Scheduling.FCFS
@@ -64,7 +65,7 @@ class ClassRules:
         """The classes whose requests may stand before a new one in the line."""
         if not self.on:
             return ALL
-        if service.online and self.order is Order.DEADLINE:
+        if service.online and self.line is by_deadline:
             return ONLINE
         return ALL[: ALL.index(service.service_class) + 1]
 

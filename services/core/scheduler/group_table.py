@@ -74,11 +74,21 @@ class ModelGroups:
             self.touch(load)
 
     def divide(self, batch_groups: int) -> None:
-        """Keep the first `batch_groups`, by leader, for batch requests, the others for the rest."""
+        """Keep the first `batch_groups`, by leader, for batch requests, the others for the rest.
+
+        One of them is left to the rest, which takes all if it is the only one: a worker may be
+        lost, or groups merge.
+        """
         by_leader = sorted(self.index.loads.values(), key=lambda load: load.group.worker_id)
+        batch_groups = min(batch_groups, len(by_leader) - 1)
         for place, load in enumerate(by_leader):
-            load.for_batch = place < batch_groups
+            load.for_batch = place < batch_groups if batch_groups else None
             self.touch(load)
+
+    @property
+    def divided(self) -> bool:
+        """Whether no group takes both batch requests and others."""
+        return any(load.for_batch for load in self.index.loads.values())
 
     def check_invariants(self) -> None:
         """Raise AssertionError if the indexes disagree with the loads."""

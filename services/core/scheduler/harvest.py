@@ -3,9 +3,9 @@
 What is bound to a group late can go to any group. So a group gets no batch request while an online
 one waits there, nor before what waits there to be prefilled is less than two iterations compute.
 The queue of the model is the other half of the rule: while an online request waits in it, no batch
-request starts anywhere (`SchedulerState`). Online requests that wait at other groups do not count:
-in a large cluster one waits somewhere at any time. That batch work takes what online work leaves
-is ConServe §4.2; there a single engine decides.
+request starts in a group that could hold that one (`SchedulerState`). Online requests that wait at
+other groups do not count: in a large cluster one waits somewhere at any time. That batch work takes
+what online work leaves is ConServe §4.2; there a single engine decides.
 """
 
 from services.core.scheduler.dispatch import Score

@@ -19,7 +19,7 @@ from services.core.overtaking import OVERTAKEN_MAX, next_to_start, start
 from services.core.request import admission_blocks
 from services.core.scheduler.admission import Admission, NotAdmitted, check_fields
 from services.core.scheduler.bookkeeping import Assigned, Assignments, Totals
-from services.core.scheduler.class_rules import ALL, NO_CLASSES, ONLINE, ClassRules
+from services.core.scheduler.class_rules import ALL, NO_CLASSES, ClassRules
 from services.core.scheduler.demand import DemandMeter
 from services.core.scheduler.dispatch import ScoreFunction, could_hold, kv_share
 from services.core.scheduler.group_load import GROWTH_BLOCKS, GroupLoad
@@ -58,8 +58,8 @@ class SchedulerState:
 
     `score` ranks groups, less is better; with the costs `ttft` the group that gives the first token
     soonest comes first, by what it has cached. `rules` say what classes decide; if anything, no
-    batch request starts while an online one of its model waits here. For `overtaken_max` see
-    `overtaking`, for `growth_blocks` `GroupLoad`.
+    batch request starts in a group that could hold an online one that waits here. For
+    `overtaken_max` see `overtaking`, for `growth_blocks` `GroupLoad`.
     """
 
     queue_limit: int
@@ -237,7 +237,8 @@ class SchedulerState:
             return [self._refusal(ask, ask.stream_id, refused, ask.now_s)]
         displaced = self._admission.displaced(ask, placed)
         refusals = [] if displaced is None else [self._end(*displaced, ask.now_s)]
-        if model is not None and not self._queue.wanted(ask.model)[0]:
+        paced = model is not None and not self.rules.is_batch(ask.service)
+        if model is not None and paced and not self._waiting_online(ask.model):
             model.meter.pace.begin(ask.now_s)
         waiting = Waiting(
             ask, ask.stream_id, arrival_s, start_tokens, returns=returns, placed=placed
@@ -287,17 +288,15 @@ class SchedulerState:
         model.drop_lapsed(now_s)
         picked: GroupLoad | None = None
         held_tokens = inf  # groups that can hold so many wait for a request that holds the line
-        holds_back = False
 
         def fits(waiting: Waiting) -> bool:
             nonlocal picked
             ask = waiting.ask
-            if holds_back and not ask.service.online:
-                picked = None
-            elif now_s < waiting.alone_until_s:
+            below_tokens = min(held_tokens, self._kept_from(ask, model))
+            if now_s < waiting.alone_until_s:
                 picked = model.index_for(ask).idle(ask.prompt_tokens, ask.max_tokens, now_s)
             else:
-                picked = model.pick(ask, now_s, held_tokens, waiting.avoided(now_s))
+                picked = model.pick(ask, now_s, below_tokens, waiting.avoided(now_s))
             return picked is not None
 
         def holds_all(waiting: Waiting) -> bool:
@@ -314,13 +313,33 @@ class SchedulerState:
         while True:
             commands += self._refuse_waiting(name, now_s)
             held_tokens = inf
-            holds_back = self.rules.on and self._queue.wanted(name, ONLINE)[0] > 0
             line = self._queue.line(name)
             first = next_to_start(line, fits, self.overtaken_max, holds_all)
             if first is None or picked is None:
                 return commands
             start(self._queue.line(name), first, wants)
             commands.append(self._assign(first, picked, model, now_s))
+
+    def _waiting_online(self, name: str) -> int:
+        """How many requests of a model wait that are not batch requests, where classes count."""
+        return self._queue.wanted(name, self.rules.demanding)[0]
+
+    def _kept_from(self, ask: Asked, model: ModelGroups) -> float:
+        """Groups that can hold so many tokens do not start it: an online request may want them.
+
+        `inf` if it is no batch request. Groups that are divided by class never want the same one.
+        """
+        if not self.rules.is_batch(ask.service) or model.divided:
+            return inf
+        least = inf
+        if not self._waiting_online(ask.model):
+            return least
+        for waiting in self._queue.line(ask.model):
+            if waiting.ask.service.online:
+                least = min(least, waiting.ask.prompt_tokens + waiting.ask.max_tokens)
+                if least <= model.index.tokens_min:
+                    break  # all groups can hold it
+        return least
 
     def _refuse_waiting(self, model: str, now_s: float) -> list[Command]:
         """Refuse requests that are late, and the first of the line while no group can hold it."""
@@ -356,7 +375,8 @@ class SchedulerState:
             load.keep_for(ask.request_id, now_s)
         self._rates.note(ask.service.service_class, now_s)
         model.meter.dispatched.note(ask.service.service_class, now_s)
-        model.meter.pace.note(now_s)
+        if not self.rules.is_batch(ask.service):
+            model.meter.pace.note(now_s)
         self._totals.assigned += 1
         return self._assignment(waiting.stream_id, ask.request_id, group, waiting.returns)
 

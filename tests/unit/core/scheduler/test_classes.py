@@ -14,7 +14,9 @@ from services.core.scheduler.dispatch import least_loaded
 from services.core.scheduler.state_config import StateConfig
 from services.core.scheduler.vocabulary import (
     Command,
+    GroupLeft,
     SendAssignment,
+    SendRefusal,
     SendTicket,
     ShortfallsTold,
     Ticked,
@@ -327,3 +329,62 @@ def test_a_log_from_before_classes_replays_without_them() -> None:
     assert msgspec.json.decode(header, type=StateConfig).rules == NO_CLASSES
     new = StateConfig(8, 1.0, "kv_share", rules=ClassRules(Scheduling.PRIORITY, Order.DEADLINE))
     assert msgspec.json.decode(msgspec.json.encode(new), type=StateConfig) == new
+
+
+# --- what batch work does not take from others
+
+
+def test_a_backlog_of_batch_requests_says_nothing_about_the_pace_of_online_ones() -> None:
+    """The workers were hardly asked before: they could do more than that."""
+    scheduler = make(1024, queue_deadline_s=120.0)
+    scheduler.join(capacity_blocks=4000)
+    room = {"free": 4000, "total": 4000, "prefill": 5000, "batch_yields": True}
+    for number in range(200):
+        scheduler.ask(f"b{number}", service=BATCH)
+    for number in range(100):
+        now_s = 4.0 * number
+        scheduler.report(now_s=now_s, received=(f"q{number - 1}",), **room)
+        assert assigned(scheduler.ask(f"q{number}", now_s=now_s, service=URGENT))
+    scheduler(ShortfallsTold(400.0, {"m": 1000}))
+    scheduler.report(now_s=400.0, **room | {"free": 30})
+    commands = [
+        scheduler.ask(f"x{number}", now_s=400.0 + number / 1000, service=URGENT)
+        for number in range(300)
+    ]
+    assert not any(isinstance(one, SendRefusal) for found in commands for one in found)
+
+
+def test_an_online_request_keeps_only_those_groups_from_batch_work_that_could_hold_it() -> None:
+    scheduler = make(100)
+    scheduler.join("small", capacity_blocks=64, max_model_len=1024)
+    scheduler.join("big", capacity_blocks=1000, max_model_len=16_000)
+    scheduler.report("big", free=0, running=9, batch_yields=True)
+    scheduler.ask("large", prompt_tokens=9000, max_tokens=100)
+    scheduler.ask("b0", service=BATCH)
+    assert groups(scheduler.report("small", free=64, batch_yields=True)) == ["small"]
+    scheduler.report("small", free=0, running=9, batch_yields=True, received=("b0",))
+    scheduler.ask("b1", service=BATCH)
+    scheduler.ask("little", prompt_tokens=500)
+    assert assigned(scheduler.report("small", free=20, batch_yields=True)) == [], "it is in wait"
+    assert assigned(scheduler.report("small", free=64, batch_yields=True)) == ["little", "b1"]
+
+
+def test_groups_that_are_divided_do_not_wait_for_one_another() -> None:
+    scheduler = make(100, rules={"batch_groups": 1})
+    scheduler.join("w0")
+    scheduler.join("w1")
+    scheduler.report("w1", free=0, running=20, batch_yields=True)
+    scheduler.ask("online", service=URGENT)
+    scheduler.ask("b", service=BATCH)
+    assert assigned(scheduler.report("w0", free=90, batch_yields=True)) == ["b"]
+
+
+@pytest.mark.parametrize("batch_groups", [1, 5])
+def test_the_only_group_that_is_left_takes_all(batch_groups: int) -> None:
+    scheduler = make(100, rules={"batch_groups": batch_groups})
+    scheduler.join("w0")
+    scheduler.join("w1")
+    scheduler(GroupLeft(0.0, "group-w1"))
+    scheduler.ask("b", service=BATCH)
+    scheduler.ask("online", service=URGENT)
+    assert assigned(scheduler.report("w0", free=90, batch_yields=True)) == ["online", "b"]
