@@ -107,15 +107,19 @@ class Admission:
     def retry_after_s(self, ask: Asked, now_s: float) -> float:
         """When the line of its model, or the full queue of all models, will have moved on.
 
-        Where classes count, those of its class have moved on by then.
+        Where classes count, those of its class and all that may stand before it have by then.
         """
-        model, alike = self.groups.of_model(ask.model), self.rules.alike(ask.service)
-        if model is None or self._no_place(ask.service) is not None:
-            queued, rate_per_s = self.queue.count(alike), self.rates.per_s(alike, now_s)
-        else:
-            queued = self.queue.wanted(ask.model, alike)[0]
-            rate_per_s = model.meter.dispatched.per_s(alike, now_s)
-        return retry_after_s(ask.request_id, queued, rate_per_s)
+        rules, service = self.rules, ask.service
+        model = self.groups.of_model(ask.model)
+        if model is not None and self._no_place(service) is not None:
+            model = None
+        rates = self.rates if model is None else model.meter.dispatched
+        waits = []
+        for classes in {rules.alike(service), rules.not_after(service)}:
+            count = self.queue.count(classes)
+            queued = count if model is None else self.queue.wanted(ask.model, classes)[0]
+            waits.append(retry_after_s(ask.request_id, queued, rates.per_s(classes, now_s)))
+        return max(waits)
 
     def _too_late(
         self, ask: Asked, model: ModelGroups | None, arrival_s: float

@@ -50,9 +50,10 @@ class ClassRates:
         self._of_class[service_class].note(now_s)
 
     def per_s(self, classes: Collection[ServiceClass], now_s: float) -> float:
-        """Dispatches per second of one class, or of all if there are several."""
-        rates = [self._of_class[one] for one in classes] if len(classes) == 1 else [self.every]
-        return rates[0].per_s(now_s)
+        """Dispatches per second of these classes."""
+        if len(classes) == len(self._of_class):
+            return self.every.per_s(now_s)
+        return sum(self._of_class[one].per_s(now_s) for one in classes)
 
 
 @dataclass(slots=True)

@@ -272,6 +272,20 @@ def test_a_retry_is_sensible_when_the_class_has_moved_on() -> None:
     assert refused.retry_after_s == 60.0
 
 
+def test_a_retry_of_a_lower_class_waits_for_those_before_it() -> None:
+    scheduler = make(50, growth_blocks=0)
+    scheduler.join()
+    scheduler.report(free=1000, total=1000)
+    for number in range(10):
+        for service in (URGENT, Service(), BATCH):
+            assert assigned(scheduler.ask(f"{service.service_class}{number}", service=service))
+    scheduler.report(free=0, now_s=0.1)
+    for number in range(50):
+        scheduler.ask(f"i{number}", service=URGENT, now_s=0.1)
+    for service in (Service(), BATCH):
+        assert refusal(scheduler.ask("late", service=service, now_s=0.2)).retry_after_s > 15.0
+
+
 @pytest.mark.parametrize(("order", "starts"), [(Order.CLASS, True), (Order.DEADLINE, False)])
 def test_a_place_comes_too_late_behind_those_that_may_stand_before(
     order: Order, starts: bool
