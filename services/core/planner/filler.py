@@ -20,6 +20,8 @@ from services.core.planner.sequence_table import SequenceTable
 
 FILLER_TOKENS_MIN = 16
 """A chunk of a batch prompt with fewer tokens, but for its end, costs more than it gives."""
+STUCK_TURN = 16
+"""In each iteration of that number, the oldest batch prompt may take more than the fill level."""
 RESERVE = 0.04
 """Part of the blocks that batch starts leave free for the growth of online sequences."""
 
@@ -112,10 +114,28 @@ class Filler:
         if not self.sequence_table.batch:
             return
         target_s = self.target_s(spent.seconds, limit_s)
+        self._add_stuck(plan, ready, spent, target_s, limit_s)
         reserve = int(RESERVE * self.config.num_blocks)
         self._add_batch(plan, ready, spent, target_s, reserve)
         plan.filled = True
         plan.pressed = plan.pressed or self._is_crowded(ready.online)
+
+    def _add_stuck(
+        self, plan: Plan, ready: Ready, spent: Spent, target_s: float, limit_s: float
+    ) -> None:
+        """Add the least chunk of the oldest batch prompt if it fits in all that deadlines leave.
+
+        What comes before a chunk makes it dear, so a long prompt might never fit by the fill level.
+        """
+        if plan.number % STUCK_TURN or not ready.batch_prefills or not self.feedback.fill.most:
+            return
+        oldest = ready.batch_prefills[0]
+        least = min(FILLER_TOKENS_MIN, oldest.remaining, spent.tokens_left)
+        by_level = spent.tokens_within(oldest.computed, target_s, least)
+        if by_level < least == spent.tokens_within(oldest.computed, limit_s, least):
+            spent.add(oldest.computed, least)
+            plan.add(oldest, least)
+            ready.batch_prefills.remove(oldest)
 
     def target_s(self, spent_s: float, limit_s: float) -> float:
         """Model seconds of an iteration with batch work beside online work of `spent_s`."""

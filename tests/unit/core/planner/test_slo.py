@@ -363,3 +363,16 @@ def test_a_batch_prompt_that_has_come_too_far_does_not_keep_others_waiting() -> 
     ran = [clock.run() for _ in range(20)]
     assert clock.state.sequences["long"].computed == stands, "its next chunk never fits"
     assert any("short" in one for one in ran)
+
+
+def test_a_long_batch_prompt_ends_beside_online_work() -> None:
+    clock = Clock(planner(num_blocks=4000))
+    clock.arrive("long", BATCH, prompt=4500, output=2)
+    while clock.state.sequences["long"].computed < 4000:
+        clock.run()
+    clock.arrive("online", promised(tpot_s=0.03), output=1200)
+    for _ in range(1000):
+        clock.run()
+    assert len(clock.tokens["long"]) == 2
+    gaps = [b - a for a, b in zip(clock.tokens["online"], clock.tokens["online"][1:], strict=False)]
+    assert max(gaps[1:]) <= 0.03
