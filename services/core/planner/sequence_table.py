@@ -130,8 +130,10 @@ class SequenceTable:
         free = self.ledger.free
         first = self.waiting[0].request.service
         holds_back = self.precedence.batch_yields and first.online
+        yielding: int | None = None  # counted once, if it matters
 
         def fits(sequence: Sequence) -> bool:
+            nonlocal yielding
             if sequence.sample_due:
                 return False
             if (full or holds_back) and not sequence.online:
@@ -139,7 +141,11 @@ class SequenceTable:
             missing = sequence.blocks_to_admit(self.block_size) - free
             if missing <= 0 or self.prefixes.shares_blocks(sequence, missing):
                 return True
-            return self._makes_way and sequence.online and missing <= self._blocks_to_yield
+            if not (self._makes_way and sequence.online):
+                return False
+            if yielding is None:
+                yielding = self._blocks_to_yield
+            return missing <= yielding
 
         line: Iterable[Sequence] = self.waiting
         if online is not None:

@@ -116,8 +116,9 @@ class Admission:
         rates = self.rates if model is None else model.meter.dispatched
         waits = []
         for classes in {rules.alike(service), rules.not_after(service)}:
-            count = self.queue.count(classes)
-            queued = count if model is None else self.queue.wanted(ask.model, classes)[0]
+            of_model = model is not None
+            queue = self.queue
+            queued = queue.wanted(ask.model, classes)[0] if of_model else queue.count(classes)
             waits.append(retry_after_s(ask.request_id, queued, rates.per_s(classes, now_s)))
         return max(waits)
 

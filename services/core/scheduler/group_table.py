@@ -23,13 +23,15 @@ class ModelGroups:
     """The groups of one model, at least one, and the demand for them.
 
     `harvest` ranks them for batch requests, and has those that need batch work; None: as `index`.
-    With `prefixes`, they are ranked by what they have cached, too.
+    With `prefixes`, they are ranked by what they have cached, too. `divided`: no group takes both
+    batch requests and others.
     """
 
     index: GroupIndex
     meter: DemandMeter
     prefixes: PrefixRanking | None = None
     harvest: GroupIndex | None = None
+    divided: bool = False
 
     def index_for(self, ask: Ask) -> GroupIndex:
         """The groups as they are ranked for a request of this class."""
@@ -42,6 +44,8 @@ class ModelGroups:
 
         Workers at `avoided` addresses take it only if no other one serves.
         """
+        if below_tokens <= self.index.tokens_min:
+            return None  # as for most batch requests while an online one waits
         loads = self.index.loads.values()
         if avoided and not any(
             load.is_fresh(now_s) and load.group.address not in avoided for load in loads
@@ -81,14 +85,10 @@ class ModelGroups:
         """
         by_leader = sorted(self.index.loads.values(), key=lambda load: load.group.worker_id)
         batch_groups = min(batch_groups, len(by_leader) - 1)
+        self.divided = batch_groups > 0
         for place, load in enumerate(by_leader):
-            load.for_batch = place < batch_groups if batch_groups else None
+            load.for_batch = place < batch_groups if self.divided else None
             self.touch(load)
-
-    @property
-    def divided(self) -> bool:
-        """Whether no group takes both batch requests and others."""
-        return any(load.for_batch for load in self.index.loads.values())
 
     def check_invariants(self) -> None:
         """Raise AssertionError if the indexes disagree with the loads."""

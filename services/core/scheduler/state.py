@@ -288,11 +288,13 @@ class SchedulerState:
         model.drop_lapsed(now_s)
         picked: GroupLoad | None = None
         held_tokens = inf  # groups that can hold so many wait for a request that holds the line
+        kept_tokens = inf  # groups that can hold so many start no batch request
 
         def fits(waiting: Waiting) -> bool:
             nonlocal picked
-            ask = waiting.ask
-            below_tokens = min(held_tokens, self._kept_from(ask, model))
+            ask, below_tokens = waiting.ask, held_tokens
+            if self.rules.is_batch(ask.service):
+                below_tokens = min(held_tokens, kept_tokens)
             if now_s < waiting.alone_until_s:
                 picked = model.index_for(ask).idle(ask.prompt_tokens, ask.max_tokens, now_s)
             else:
@@ -312,7 +314,7 @@ class SchedulerState:
 
         while True:
             commands += self._refuse_waiting(name, now_s)
-            held_tokens = inf
+            held_tokens, kept_tokens = inf, self._kept_from_batch(name, model)
             line = self._queue.line(name)
             first = next_to_start(line, fits, self.overtaken_max, holds_all)
             if first is None or picked is None:
@@ -324,17 +326,15 @@ class SchedulerState:
         """How many requests of a model wait that are not batch requests, where classes count."""
         return self._queue.wanted(name, self.rules.demanding)[0]
 
-    def _kept_from(self, ask: Asked, model: ModelGroups) -> float:
-        """Groups that can hold so many tokens do not start it: an online request may want them.
+    def _kept_from_batch(self, name: str, model: ModelGroups) -> float:
+        """Groups that can hold so many tokens are kept for an online request that waits.
 
-        `inf` if it is no batch request. Groups that are divided by class never want the same one.
+        Groups that are divided by class never want the same one.
         """
-        if not self.rules.is_batch(ask.service) or model.divided:
-            return inf
         least = inf
-        if not self._waiting_online(ask.model):
+        if not self.rules.on or model.divided or not self._waiting_online(name):
             return least
-        for waiting in self._queue.line(ask.model):
+        for waiting in self._queue.line(name):
             if waiting.ask.service.online:
                 least = min(least, waiting.ask.prompt_tokens + waiting.ask.max_tokens)
                 if least <= model.index.tokens_min:
