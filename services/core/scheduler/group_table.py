@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
+from math import inf
 
 from services.core.ask import Ask
 from services.core.cost.model import CostModel
@@ -44,7 +45,7 @@ class ModelGroups:
 
         Workers at `avoided` addresses take it only if no other one serves.
         """
-        if below_tokens <= self.index.tokens_min:
+        if below_tokens < inf and below_tokens <= self.index.tokens_min:
             return None  # as for most batch requests while an online one waits
         loads = self.index.loads.values()
         if avoided and not any(

@@ -334,10 +334,11 @@ class SchedulerState:
         least = inf
         if not self.rules.on or model.divided or not self._waiting_online(name):
             return least
+        tokens_min = model.index.tokens_min
         for waiting in self._queue.line(name):
             if waiting.ask.service.online:
                 least = min(least, waiting.ask.prompt_tokens + waiting.ask.max_tokens)
-                if least <= model.index.tokens_min:
+                if least <= tokens_min:
                     break  # all groups can hold it
         return least
 
