@@ -60,11 +60,12 @@ class FakeGateway(gateway_pb2_grpc.GatewayServiceServicer):
         self, request: pb.StreamChatRequest, context: Context
     ) -> AsyncIterator[pb.StreamChatResponse]:
         await self._begin(request, context)
-        yield pb.StreamChatResponse(id="r3", text="a")
         try:
+            yield pb.StreamChatResponse(id="r3", text="a")
             if self.holding is not None:
                 await self.holding.wait()
-        except asyncio.CancelledError:
+        except (asyncio.CancelledError, GeneratorExit):
+            # GeneratorExit: the client left while this was still sending the first piece.
             self.cancelled = True
             raise
         if self.fails:
