@@ -68,7 +68,7 @@ class ProtocolConfig:
     backoff_s: float = 1.0
     backoff_max_s: float = 30.0
     gone_after_s: float = 3600.0
-    renew_timeout_s: float = 2.0
+    renew_timeout_s: float = 1.5
     absent_wait_s: float = 3.0
 
 
