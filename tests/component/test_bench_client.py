@@ -123,7 +123,7 @@ async def test_the_open_loop_keeps_its_times_and_takes_turns() -> None:
 
 
 async def test_a_backlog_runs_beside_the_open_loop_and_ends_with_it() -> None:
-    backlog = Backlog(clients=3, prompt_tokens=4, output_tokens=2, seed=1)
+    backlog = Backlog(clients=3, prompt_tokens=(4, 4), output_tokens=(2, 2), seed=1)
     with fake_openai({1: "silent"}) as server:
         client = LoadClient(job([server.url], [request(), request(1)], backlog=backlog))
         running = asyncio.create_task(client.run())
@@ -144,7 +144,7 @@ async def test_a_backlog_runs_beside_the_open_loop_and_ends_with_it() -> None:
 
 
 async def test_what_runs_of_a_backlog_at_the_end_is_no_failure() -> None:
-    backlog = Backlog(clients=2, prompt_tokens=4, output_tokens=2, seed=1)
+    backlog = Backlog(clients=2, prompt_tokens=(4, 4), output_tokens=(2, 2), seed=1)
     silent: dict[int, int | str] = {
         backlog.request(number).prompt_ids[0]: "silent" for number in (0, 1)
     }

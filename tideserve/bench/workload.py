@@ -39,23 +39,26 @@ class PlannedRequest:
 class Backlog:
     """Batch requests without end, from `clients` clients with one at a time each.
 
-    No prompt begins as another one of any `seed`.
+    No prompt begins as another one of any `seed`. Lengths are uniform, from the first number to the
+    second one: of two equal ones all requests have that length.
     """
 
     clients: int
-    prompt_tokens: int
-    output_tokens: int
+    prompt_tokens: tuple[int, int]
+    output_tokens: tuple[int, int]
     seed: int
 
     def request(self, number: int) -> PlannedRequest:
         """The request of that number, always the same."""
-        ids = prompt_ids(self.prompt_tokens, f"backlog {self.seed} {number}")
-        return PlannedRequest(0.0, ids, self.output_tokens, number, slo_class=BATCH_CLASS)
+        rng = Random(f"backlog lengths {self.seed} {number}")
+        ids = prompt_ids(rng.randint(*self.prompt_tokens), f"backlog {self.seed} {number}")
+        output_tokens = rng.randint(*self.output_tokens)
+        return PlannedRequest(0.0, ids, output_tokens, number, slo_class=BATCH_CLASS)
 
     def __str__(self) -> str:
         return (
-            f"{self.clients} clients with batch requests of {self.prompt_tokens:,} prompt and"
-            f" {self.output_tokens} output tokens, without end"
+            f"{self.clients} clients with batch requests of {_span(self.prompt_tokens)} prompt and"
+            f" {_span(self.output_tokens)} output tokens, without end"
         )
 
 
@@ -163,6 +166,11 @@ def with_lead_in(workload: Workload, concurrency: int) -> Workload:
         f"{workload.statement}, after a lead-in of {len(lead_in)}",
         len(lead_in),
     )
+
+
+def _span(bounds: tuple[int, int]) -> str:
+    low, high = bounds
+    return f"{low:,}" if low == high else f"{low:,} to {high:,}"
 
 
 def prompt_ids(length: int, seed: int | str) -> tuple[int, ...]:

@@ -29,7 +29,6 @@ from services.core.planner.preemption import Preempt, PreemptedWork
 from services.core.service import Service, ServiceClass
 from services.scheduler.config import SchedulerConfig
 from services.worker.config import WorkerConfig
-from tideserve.bench.co_serving.figures import WINDOW_FROM_S
 from tideserve.bench.errors import BenchError
 from tideserve.bench.scenarios.scenario import Case, LoadChoice, find_scenario
 from tideserve.bench.systems.catalog import dtype_of
@@ -84,6 +83,13 @@ class Measured:
     description: Mapping[str, Any]
     rounds: int
     workers: int
+    window_from_s: float = 0.0
+
+    @property
+    def token_group(self) -> int:
+        """Over how many tokens its online requests' target holds, as its gateway was told."""
+        classes = self.description["options"].get("gateway", {}).get("classes", {})
+        return int(classes.get("interactive", {}).get("token_group", 1))
 
     @property
     def merges(self) -> bool:
@@ -298,7 +304,9 @@ def _profile_of(measured: Measured, device: DeviceProfile) -> DeviceProfile:
 
 def _measured(result: Mapping[str, Any]) -> Iterator[Measured]:
     config = result["config"]
-    cases = find_scenario(result["scenario"]).cases(LoadChoice(**config["load"]))
+    scenario, choice = find_scenario(result["scenario"]), LoadChoice(**config["load"])
+    cases = scenario.cases(choice)
+    window_from_s = scenario.co_serving.load(choice).window_from_s if scenario.co_serving else 0.0
     sections = result.get("scenarios") or {cases[0].name: result}
     for case in cases:
         told = config.get("workload", {}).get(case.name)
@@ -312,7 +320,9 @@ def _measured(result: Mapping[str, Any]) -> Iterator[Measured]:
             # The profile is that of the run's dtype.
             if description.get("kind") == "tideserve" and dtype_of(system) is None:
                 rounds = len(figures["rounds"])
-                yield Measured(case, system, figures, description, rounds, config["workers"])
+                yield Measured(
+                    case, system, figures, description, rounds, config["workers"], window_from_s
+                )
 
 
 def _spec(measured: Measured, profile: DeviceProfile) -> ClusterSpec:
@@ -377,19 +387,19 @@ def _change(profile: DeviceProfile, kv_tokens: int, options: Mapping[str, Any]) 
 
 def _workload(measured: Measured, made: Requests, turn: int) -> Workload:
     case = measured.case
-    arrivals = [_arrival(one) for one in made.requests]
+    arrivals = [_arrival(one, measured.token_group) for one in made.requests]
     if case.backlog is not None:
         backlog = case.backlog(turn)
         requests = (_arrival(backlog.request(number)) for number in count())
         clients = backlog.clients if serves_batch(measured.system) else 0
-        return CoServed(OpenLoop(arrivals), ClosedLoop(requests, clients), WINDOW_FROM_S)
+        return CoServed(OpenLoop(arrivals), ClosedLoop(requests, clients), measured.window_from_s)
     if case.concurrency is None:
         return OpenLoop(arrivals)
     return ClosedLoop(iter(arrivals), case.concurrency)
 
 
-def _arrival(one: PlannedRequest) -> Arrival:
-    service = Service(ServiceClass(one.slo_class), one.ttft_s, one.tpot_s)
+def _arrival(one: PlannedRequest, token_group: int = 1) -> Arrival:
+    service = Service(ServiceClass(one.slo_class), one.ttft_s, one.tpot_s, token_group)
     return Arrival(one.arrival_s, len(one.prompt_ids), one.output_tokens, service=service)
 
 

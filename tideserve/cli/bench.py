@@ -12,7 +12,7 @@ import orjson
 
 from services.common.config import parse_size_bytes
 from services.common.errors import ConfigError
-from tideserve.bench.co_serving.bars import failures
+from tideserve.bench.co_serving.judging import failures
 from tideserve.bench.errors import BenchError, SystemUnavailable
 from tideserve.bench.probes import drop_cost
 from tideserve.bench.runs.pairs import faster_than_chosen

@@ -31,6 +31,15 @@ CLASS_FIGURES: tuple[tuple[str, Callable[[Mapping[str, Any]], float | None]], ..
         "normalized latency",
         lambda found: found["classes"]["online"]["normalized_latency_s"]["mean"],
     ),
+    ("first tokens in time", lambda found: found["classes"]["online"]["slo_attainment"]["ttft"]),
+    (
+        "times per token in time",
+        lambda found: found["classes"]["online"]["slo_attainment"]["tpot"],
+    ),
+    (
+        "batch requests/s",
+        lambda found: found["classes"]["batch"]["throughput_requests_per_s"],
+    ),
 )
 """Compared between systems that serve a backlog."""
 
@@ -233,7 +242,22 @@ def class_rows(found: Mapping[str, Any]) -> list[tuple[str, str]]:
                 f"  p99 {_time(gaps['p99'])}",
             )
         )
+    if rows:
+        rows.append(("targets", _kept_text(found["classes"])))
     return rows
+
+
+def _kept_text(classes: Mapping[str, Any]) -> str:
+    """What online requests got of their targets, and how many requests a second both kinds are."""
+    online, batch = classes["online"], classes["batch"]
+    kept = online["slo_attainment"]
+    return (
+        f"kept of first tokens {_share(kept['ttft'])}, of times per token {_share(kept['tpot'])},"
+        f" of token groups {_share(kept['token_group'])}; all of them for"
+        f" {online['goodput_requests_per_s'] or 0:.2f} online requests/s, beside"
+        f" {batch['throughput_requests_per_s'] or 0:.2f} batch requests/s; normalized latency"
+        f" {_time(online['normalized_latency_s']['mean'])}"
+    )
 
 
 def change_rows(changes: Mapping[str, Any]) -> list[tuple[str, str]]:

@@ -5,7 +5,8 @@ and `token_group`. With `targets_of`, a system of the file, the targets of those
 P99 time to first token and the P99 gap between tokens that its requests had (ConServe §6.2).
 
 `batch` is a backlog of batch requests beside `workload`, which never runs empty: so many `clients`
-send one after another. Tokens that workers process count from `window_from_s` on.
+send one after another. Their `prompt` and `output` are tokens, or `least` and `most` of a uniform
+distribution. Tokens that workers process count from `window_from_s` on.
 
 `systems` compares what differs in some keys, or in keys of sections, under the same load. `loads`
 has them serve one load after the other, each with some keys of `workload` of its own.
@@ -13,8 +14,8 @@ has them serve one load after the other, each with some keys of `workload` of it
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from itertools import repeat
 from pathlib import Path
+from random import Random
 from typing import Any
 
 from services.common.config import choice, from_mapping, number
@@ -23,7 +24,7 @@ from services.core.line_order import Scheduling
 from services.core.scheduler.class_rules import ClassRules, Order
 from services.core.service import Service, ServiceClass
 from tideserve.cli.simulated_workload import SECONDS_MAX
-from tideserve.sim.workload import Arrival, ClosedLoop, CoServed, OpenLoop, Workload
+from tideserve.sim.workload import Arrival, ClosedLoop, CoServed, OpenLoop, UniformLength, Workload
 
 ONLINE_CLASSES = (ServiceClass.STANDARD.value, ServiceClass.INTERACTIVE.value)
 COMMON_KEYS = frozenset(
@@ -53,9 +54,15 @@ class ServiceSection:
 @dataclass(frozen=True, slots=True)
 class _Backlog:
     clients: int = number(minimum=0, maximum=100_000)
-    prompt: int = number(minimum=1, maximum=1_000_000)
-    output: int = number(minimum=1, maximum=1_000_000)
+    prompt: dict[str, Any] | int
+    output: dict[str, Any] | int
     window_from_s: float = number(15.0, minimum=0, maximum=SECONDS_MAX)
+
+
+@dataclass(frozen=True, slots=True)
+class _SpanSection:
+    least: int = number(minimum=1, maximum=1_000_000)
+    most: int = number(minimum=1, maximum=1_000_000)
 
 
 def service_section(given: Mapping[str, Any], path: Path) -> ServiceSection:
@@ -80,7 +87,7 @@ def rules_of(settings: Mapping[str, Any]) -> ClassRules:
 
 
 def with_classes(
-    load: Workload, service: Service, batch: Mapping[str, Any] | None, path: Path
+    load: Workload, service: Service, batch: Mapping[str, Any] | None, seed: int, path: Path
 ) -> Workload:
     """The load with its promise, and with the backlog of section `batch`. Raises ConfigError."""
     load = served_as(load, lambda _: service)
@@ -91,9 +98,26 @@ def with_classes(
             f"{path} has a section 'batch' beside clients that wait; give a 'workload' whose"
             " requests arrive by themselves"
         )
-    section = from_mapping(_Backlog, batch, f"section 'batch' of {path}")
-    request = Arrival(0.0, section.prompt, section.output, service=Service(ServiceClass.BATCH))
-    return CoServed(load, ClosedLoop(repeat(request), section.clients), section.window_from_s)
+    source = f"section 'batch' of {path}"
+    section = from_mapping(_Backlog, batch, source)
+    prompt, output = _span(section.prompt, source), _span(section.output, source)
+    backlog = _backlog(prompt, output, Random(f"batch {seed}"))
+    return CoServed(load, ClosedLoop(backlog, section.clients), section.window_from_s)
+
+
+def _backlog(prompt: UniformLength, output: UniformLength, rng: Random) -> Iterator[Arrival]:
+    """Batch requests without end."""
+    service = Service(ServiceClass.BATCH)
+    while True:
+        yield Arrival(0.0, prompt.draw(rng), output.draw(rng), service=service)
+
+
+def _span(given: dict[str, Any] | int, source: str) -> UniformLength:
+    data = {"least": given, "most": given} if isinstance(given, int) else given
+    section = from_mapping(_SpanSection, data, f"a length in {source}")
+    if section.least > section.most:
+        raise ConfigError(f"a length in {source} has 'least' above 'most'")
+    return UniformLength(section.least, section.most)
 
 
 def with_targets(load: Workload, ttft_s: float, tpot_s: float) -> Workload:

@@ -189,7 +189,7 @@ def prepare(options: SimulationOptions, path: Path) -> PreparedSimulation:
             description["drop"] = description_of(spec.change)
         notes: list[str] = []
         load = workload_of(options.workload, options.duration_s, options.seed, path, notes)
-        load = with_classes(load, service.service, options.batch, path)
+        load = with_classes(load, service.service, options.batch, options.seed, path)
         caching = options.prefix_caching and load.shares_prefixes
         shared = replace(iteration, prefix_caching=caching)
         systems[policy.value] = replace(spec, iteration=shared), load

@@ -166,6 +166,8 @@ class Cluster:
         outcomes.prefix_hits = sum(load.prefix_hits_total for load in loads)
         if self._token_times is not None:
             outcomes.gaps = dict(self._token_times.gaps)
+            for request_id, groups in self._token_times.groups.items():
+                outcomes.records[int(request_id[1:])].groups = groups
         outcomes.events = simulation.events_total
         outcomes.simulated_s = simulation.now_s
         return outcomes
@@ -220,7 +222,7 @@ class Cluster:
             now_s,
             arrival.prompt_tokens,
             arrival.output_tokens,
-            service_class=arrival.service.service_class,
+            service=arrival.service,
         )
         self.outcomes.records.append(record)
         prefix = NO_PREFIX

@@ -2,13 +2,14 @@
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import astuple, dataclass, field
+from dataclasses import astuple, dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
 from services.core.report import ClassTokens
-from services.core.service import ServiceClass
+from services.core.service import NO_PROMISE, Service, ServiceClass
 from tideserve.sim.change_log import ChangeLog, ChangeRecord
+from tideserve.sim.promises import NOTHING_KEPT, Kept, TokenGroups, attainment, goodput
 from tideserve.sim.token_times import Gaps, percentiles_of, together
 
 PERCENTILES = {"p50": 0.5, "p90": 0.9, "p95": 0.95, "p99": 0.99, "p99.9": 0.999}
@@ -37,7 +38,14 @@ class Record:
     outcome: Outcome = Outcome.RUNNING
     reason: str = ""
     worker_id: str = ""
-    service_class: ServiceClass = ServiceClass.STANDARD
+    service: Service = NO_PROMISE
+    groups: TokenGroups | None = None
+    """Its groups of tokens, if a time per token was promised and there was batch work."""
+
+    @property
+    def service_class(self) -> ServiceClass:
+        """The class that was promised."""
+        return self.service.service_class
 
     @property
     def ttft_s(self) -> float:
@@ -162,7 +170,8 @@ def class_figures(rounds: Sequence[Outcomes]) -> dict[str, Any]:
 
     Empty where no backlog had a part. `online`: all classes but `batch`, and of their requests
     those that were sent in a window. One of them without a token counts in `ttft_s` with the time
-    that it has waited.
+    that it has waited, and has kept none of its targets. Batch requests that ended in a window make
+    the throughput of `batch`.
     """
     known = [one for one in rounds if len(one.tokens) == 2]
     if not known:
@@ -176,10 +185,63 @@ def class_figures(rounds: Sequence[Outcomes]) -> dict[str, Any]:
         **_token_figures(both, seconds),
         "window_s": seconds,
         "classes": {
-            "online": _figures_of_class(known, batch=False) | _token_figures(online, seconds),
-            "batch": _figures_of_class(known, batch=True) | _token_figures(batch, seconds),
+            "online": _figures_of_class(known, batch=False)
+            | _token_figures(online, seconds)
+            | _kept_figures(known, seconds),
+            "batch": _figures_of_class(known, batch=True)
+            | _token_figures(batch, seconds)
+            | {"throughput_requests_per_s": _share(_batch_ended(known), seconds)},
         },
     }
+
+
+def kept_of(record: Record, now_s: float) -> Kept:
+    """What an online request was given of its promises.
+
+    One that runs at the end, `now_s`, counts by what it had got and by how long nothing had come
+    since.
+    """
+    service = record.service
+    promised = service.ttft_s is not None, service.tpot_s is not None
+    if math.isnan(record.first_s) or record.outcome is Outcome.REJECTED:
+        broken = zip(promised, NOTHING_KEPT, strict=False)
+        ttft, tpot = (kept if told else None for told, kept in broken)
+        return Kept(ttft, tpot, NOTHING_KEPT.token_group if promised[1] else None)
+    first = None if service.ttft_s is None else record.ttft_s <= service.ttft_s
+    groups, tpot_s = record.groups, record.tpot_s or 0.0
+    if service.tpot_s is None or groups is None:
+        return Kept(first, None, None)
+    if record.outcome is Outcome.RUNNING:
+        groups = replace(groups)
+        groups.give_up(now_s)
+        tpot_s = (now_s - record.first_s) / (groups.tokens + 1)
+    return Kept(first, tpot_s <= service.tpot_s, groups.share)
+
+
+def _kept_figures(rounds: Sequence[Outcomes], seconds: float) -> dict[str, Any]:
+    """What online requests that were sent in the windows got of their promises."""
+    kept = []
+    for one in rounds:
+        begin_s, end_s = _window_s(one)
+        kept += [
+            kept_of(record, one.simulated_s)
+            for record in one.records
+            if record.service.online and begin_s <= record.sent_s <= end_s
+        ]
+    return {"slo_attainment": attainment(kept)} | goodput(kept, seconds)
+
+
+def _batch_ended(rounds: Sequence[Outcomes]) -> int:
+    """Batch requests that were completed in the windows."""
+    ended = 0
+    for one in rounds:
+        begin_s, end_s = _window_s(one)
+        ended += sum(
+            record.outcome is Outcome.COMPLETED and begin_s <= record.end_s <= end_s
+            for record in one.records
+            if not record.service.online
+        )
+    return ended
 
 
 def _figures_of_class(rounds: Sequence[Outcomes], *, batch: bool) -> dict[str, Any]:

@@ -1,4 +1,6 @@
-"""Gaps between the tokens of requests, by class; sequences of an iteration often share one."""
+"""When tokens of requests come: gaps by class, which sequences of an iteration often share, and
+groups of tokens with a deadline.
+"""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -7,6 +9,7 @@ from services.core.planner.plan import Plan
 from services.core.planner.sequence import Phase
 from services.core.request import Request
 from services.core.service import ServiceClass
+from tideserve.sim.promises import TokenGroups
 
 Gaps = Counter[float]
 """How often a gap, in seconds, was seen."""
@@ -15,12 +18,14 @@ Gaps = Counter[float]
 class TokenTimes:
     """When each request had its last token, and the `gaps` between tokens by class.
 
-    Of online requests those count that were sent between the times of `window_s`.
+    Of online requests those count that were sent between the times of `window_s`; those that have a
+    target between tokens have their `groups`, by name.
     """
 
     def __init__(self, window_s: tuple[float, float]) -> None:
         self._window_s = window_s
         self.gaps: defaultdict[ServiceClass, Gaps] = defaultdict(Counter)
+        self.groups: dict[str, TokenGroups] = {}
         self._last_s: dict[str, float] = {}
 
     def note(self, plan: Plan, now_s: float) -> None:
@@ -33,9 +38,20 @@ class TokenTimes:
             request_id = sequence.request.request_id
             if (before_s := last_s.get(request_id)) is not None:
                 self.gaps[sequence.request.service.service_class][now_s - before_s] += 1
+                if (groups := self.groups.get(request_id)) is not None:
+                    groups.note(now_s)
             elif not self._counts(sequence.request):
                 continue
+            else:
+                self._begin(sequence.request, now_s)
             last_s[request_id] = now_s
+
+    def _begin(self, request: Request, now_s: float) -> None:
+        """Its first token is here."""
+        service = request.service
+        if service.tpot_s is not None:
+            groups = TokenGroups(service.token_group, service.tpot_s, now_s)
+            self.groups[request.request_id] = groups
 
     def _counts(self, request: Request) -> bool:
         begin_s, end_s = self._window_s

@@ -57,6 +57,18 @@ class Length:
 
 
 @dataclass(frozen=True, slots=True)
+class UniformLength:
+    """Tokens: each number from `least` to `most` is as likely."""
+
+    least: int
+    most: int
+
+    def draw(self, rng: Random) -> int:
+        """One length."""
+        return rng.randint(self.least, self.most)
+
+
+@dataclass(frozen=True, slots=True)
 class OpenLoop:
     """Arrivals that wait for nobody, in order of time."""
 

@@ -5,79 +5,49 @@ only if its load is right: online requests are to be 43 to 47 % of what `eager` 
 least 300.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
-from enum import StrEnum
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from typing import Any
 
-Figures = Mapping[str, Any]
+from tideserve.bench.co_serving.judging import (
+    Bar,
+    Figures,
+    OnlineTargets,
+    at_least,
+    at_most,
+    by_name,
+    cut_off_notes,
+    figure_of,
+    judged,
+    late_notes,
+    ratio_of,
+    too_few_requests,
+)
+
 SHARE_MIN, SHARE_MAX = 0.43, 0.47
 SHARE_AIM = 0.45
-REQUESTS_MIN = 300
 RECOMPUTED_MAX = 0.02
 TARGET_TOLERANCE = 0.15
 """So far may the targets lie from the P99 of `online-only`, which they stand for."""
-LATE_MAX = 1.03
-"""Paced iterations with chunks take no longer than that on processors that have the time."""
 BASE, EAGER, PRIORITY, DEFAULT, FULL = "online-only", "eager", "priority", "slo", "slo-full"
-
-
-class Judgement(StrEnum):
-    """How a figure stands to its bar."""
-
-    HOLDS = "holds"
-    FAILS = "fails"
-    NOT_MEASURED = "not measured"
-
-
-@dataclass(frozen=True, slots=True)
-class OnlineTargets:
-    """What online requests are promised, in seconds; `tpot_s` is the budget of an iteration."""
-
-    ttft_s: float
-    tpot_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class Bar:
-    """One figure with its bar; `wanted` is for people. A wrong `load` makes the others worthless.
-
-    `value` and `limit` are shares, or multiples of the other system's figure.
-    """
-
-    what: str
-    system: str
-    wanted: str
-    value: float | None
-    verdict: Judgement
-    load: bool = False
-    remedy: str = ""
 
 
 def judge(systems: Mapping[str, Figures], targets: OnlineTargets, paced: bool) -> dict[str, Any]:
     """The bars as JSON, with the load's share; `systems` by label, such as `slo@A100-14B:4`."""
-    named = {label.partition("@")[0]: found for label, found in systems.items()}
+    named = by_name(systems)
     bars = [*_load_bars(named), *(_paced_bars(named, targets) if paced else _unpaced_bars(named))]
     return {
+        "base": BASE,
         "targets": asdict(targets),
         "online_share_of_eager": _online_share(named),
         "harvested_share": {name: _harvested(named, name) for name in named if name != BASE},
         "bars": [asdict(one) for one in bars],
-        "notes": [*_target_notes(named, targets), *_run_notes(named, paced)],
+        "notes": [
+            *_target_notes(named, targets),
+            *(late_notes(named) if paced else ()),
+            *cut_off_notes(named),
+        ],
     }
-
-
-def failures(verdict: Figures | None) -> list[str]:
-    """A sentence for each bar that fails, those about the load first; none without a verdict."""
-    if verdict is None:
-        return []
-    failed = [one for one in verdict["bars"] if one["verdict"] == Judgement.FAILS]
-    failed.sort(key=lambda one: not one["load"])
-    return [
-        f"{one['system']}: {one['what']} is {one['value']:.3g}, wanted {one['wanted']}"
-        + (f"; {one['remedy']}" if one["remedy"] else "")
-        for one in failed
-    ]
 
 
 def _load_bars(named: Mapping[str, Figures]) -> Iterator[Bar]:
@@ -89,7 +59,7 @@ def _load_bars(named: Mapping[str, Figures]) -> Iterator[Bar]:
             "the other figures say nothing of this load; give a --rate"
             f" {SHARE_AIM / share:.2f} times as high"
         )
-    yield _bar(
+    yield judged(
         "online tokens / all that eager processes",
         BASE,
         f"{SHARE_MIN:.2f}-{SHARE_MAX:.2f}",
@@ -98,49 +68,39 @@ def _load_bars(named: Mapping[str, Figures]) -> Iterator[Bar]:
         load=True,
         remedy=remedy,
     )
-    for name in named:
-        sent = named[name]["classes"]["online"]["sent"]
-        if sent < REQUESTS_MIN:
-            yield _bar(
-                "online requests in the windows",
-                name,
-                f"≥ {REQUESTS_MIN}",
-                sent,
-                lambda value: value >= REQUESTS_MIN,
-                load=True,
-            )
-    again = _figure(named, EAGER, "recomputed_share")
-    yield _at_most("recomputed share of tokens", EAGER, again, RECOMPUTED_MAX, load=True)
+    yield from too_few_requests(named)
+    again = figure_of(named, EAGER, "recomputed_share")
+    yield at_most("recomputed share of tokens", EAGER, again, RECOMPUTED_MAX, load=True)
 
 
 def _paced_bars(named: Mapping[str, Figures], targets: OnlineTargets) -> Iterator[Bar]:
     """All bars of the default dial, of the full one, and of `priority`."""
     for name, processed_min, ttft_max in ((DEFAULT, 1.5, 1.15), (FULL, 1.7, 1.25)):
-        yield _at_least(
+        yield at_least(
             "processed tokens", name, _ratio(named, name, "processed_tokens_per_s"), processed_min
         )
         yield _ttft_bar(named, name, ttft_max, targets.tpot_s)
-        yield _at_most(
+        yield at_most(
             "P99 gap between tokens", name, _ratio(named, name, "inter_token_s", "p99"), 1.10
         )
     median = _ratio(named, DEFAULT, "inter_token_s", "p50")
-    yield _at_most("median gap between tokens", DEFAULT, median, 2.7)
+    yield at_most("median gap between tokens", DEFAULT, median, 2.7)
     normalized = _ratio(named, DEFAULT, "normalized_latency_s", "mean")
-    yield _at_most("mean normalized latency", DEFAULT, normalized, 2.2)
+    yield at_most("mean normalized latency", DEFAULT, normalized, 2.2)
     yield _priority_bar(named)
 
 
 def _unpaced_bars(named: Mapping[str, Figures]) -> Iterator[Bar]:
     """On this machine's own time only the tokens have a bar."""
     value = _ratio(named, DEFAULT, "processed_tokens_per_s")
-    yield _at_least("processed tokens", DEFAULT, value, 1.4)
+    yield at_least("processed tokens", DEFAULT, value, 1.4)
 
 
 def _ttft_bar(named: Mapping[str, Figures], name: str, most: float, budget_s: float) -> Bar:
     """A ratio, or one budget longer if that is more: an arrival meets an iteration that runs."""
-    base_s = _figure(named, BASE, "ttft_s", "p99")
+    base_s = figure_of(named, BASE, "ttft_s", "p99")
     limit = most if not base_s else max(most, 1 + budget_s / base_s)
-    return _bar(
+    return judged(
         "P99 TTFT",
         name,
         f"≤ {limit:.2f} × ({most:g} ×, or one budget of {budget_s * 1e3:.0f} ms longer)",
@@ -155,7 +115,7 @@ def _priority_bar(named: Mapping[str, Figures]) -> Bar:
     ratios = {name: _ratio(named, name, "ttft_s", "p99", over=DEFAULT) for name in chunks}
     known = {name: ratio for name, ratio in ratios.items() if ratio is not None}
     best = min(known, key=lambda name: known[name], default=PRIORITY)
-    return _at_least("P99 TTFT / that of slo", best, known.get(best), 1.25)
+    return at_least("P99 TTFT / that of slo", best, known.get(best), 1.25)
 
 
 def _target_notes(named: Mapping[str, Figures], targets: OnlineTargets) -> Iterator[str]:
@@ -164,27 +124,11 @@ def _target_notes(named: Mapping[str, Figures], targets: OnlineTargets) -> Itera
         ("first token", targets.ttft_s, "ttft_s"),
         ("gap between tokens", targets.tpot_s, "inter_token_s"),
     ):
-        measured_s = _figure(named, BASE, figure, "p99")
+        measured_s = figure_of(named, BASE, figure, "p99")
         if measured_s and abs(target_s / measured_s - 1) > TARGET_TOLERANCE:
             yield (
                 f"the target of a {what} is {target_s * 1e3:,.0f} ms; the P99 of {BASE}, for which"
                 f" it stands, was {measured_s * 1e3:,.0f} ms"
-            )
-
-
-def _run_notes(named: Mapping[str, Figures], paced: bool) -> Iterator[str]:
-    """Sentences about systems whose figures are not what they seem."""
-    for name, found in named.items():
-        late = found["cost_scale"]["prefill"]
-        if paced and late is not None and late > LATE_MAX:
-            yield (
-                f"{name}: iterations took {late:.2f} times what they are paced to, so something"
-                " else used the processors; gaps between tokens show that first"
-            )
-        if cut_off := found["classes"]["online"]["cut_off"]:
-            yield (
-                f"{name}: {cut_off} online requests were cut off at the end of a round; the"
-                " normalized latency is that of the others"
             )
 
 
@@ -196,42 +140,11 @@ def _online_share(named: Mapping[str, Figures]) -> float | None:
 def _harvested(named: Mapping[str, Figures], name: str) -> float | None:
     """What a system processes more than `online-only`, as a share of what `eager` does."""
     key = "processed_tokens_per_s"
-    base, most, own = (_figure(named, one, key) for one in (BASE, EAGER, name))
+    base, most, own = (figure_of(named, one, key) for one in (BASE, EAGER, name))
     if base is None or most is None or own is None or most == base:
         return None
     return (own - base) / (most - base)
 
 
 def _ratio(named: Mapping[str, Figures], name: str, *keys: str, over: str = BASE) -> float | None:
-    one, other = _figure(named, name, *keys), _figure(named, over, *keys)
-    return one / other if one is not None and other else None
-
-
-def _figure(named: Mapping[str, Figures], name: str, *keys: str) -> float | None:
-    found: Any = named.get(name)
-    for key in keys:
-        found = None if found is None else found[key]
-    return None if found is None else float(found)
-
-
-def _at_least(what: str, system: str, value: float | None, limit: float) -> Bar:
-    return _bar(what, system, f"≥ {limit:g}", value, lambda value: value >= limit)
-
-
-def _at_most(what: str, system: str, value: float | None, limit: float, load: bool = False) -> Bar:
-    return _bar(what, system, f"≤ {limit:g}", value, lambda value: value <= limit, load)
-
-
-def _bar(
-    what: str,
-    system: str,
-    wanted: str,
-    value: float | None,
-    holds: Callable[[float], bool],
-    load: bool = False,
-    remedy: str = "",
-) -> Bar:
-    if value is None:
-        return Bar(what, system, wanted, None, Judgement.NOT_MEASURED, load)
-    verdict = Judgement.HOLDS if holds(value) else Judgement.FAILS
-    return Bar(what, system, wanted, value, verdict, load, remedy)
+    return ratio_of(named, name, *keys, over=over)

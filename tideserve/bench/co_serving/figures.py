@@ -1,6 +1,6 @@
 """Figures of a system that serves online requests beside batch work. Pure: no clock, no I/O.
 
-A round is measured in its *window*: from `WINDOW_FROM_S` after the first online request, when the
+A round is measured in its *window*: from some seconds after the first online request, when the
 batch work has got going, to the arrival of the last one. Its processed tokens are those that the
 servers count within it; its online requests are those that arrive within it, and are watched to
 their end.
@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 import msgspec
 
 from tideserve.bench.client import UNFINISHED
+from tideserve.bench.co_serving.judging import OnlineTargets
 from tideserve.bench.record import RequestOutcome, Round, SentRequest, TokenSample
 from tideserve.bench.stats import (
     Figures,
@@ -22,8 +23,10 @@ from tideserve.bench.stats import (
     percentiles,
 )
 from tideserve.bench.workload import BATCH_CLASS
+from tideserve.sim.promises import NOTHING_KEPT, Kept, TokenGroups, attainment, goodput
 
 WINDOW_FROM_S = 15.0
+"""So long after the first online request a window begins, unless a scenario says another time."""
 Span = tuple[float, float]
 Count = Callable[[TokenSample], float | None]
 
@@ -32,13 +35,15 @@ def co_serving_figures(
     rounds: Sequence[Round],
     targets: Sequence[LatencyTarget],
     best_p50_s: Mapping[str, float | None],
+    promised: OnlineTargets,
+    window_from_s: float = WINDOW_FROM_S,
 ) -> Figures:
     """One system's figures, pooled over its rounds: `figures` of the online requests, and more.
 
     A request without a token counts in `ttft_s` with the time it waited: to its end, or to that of
-    the round if it was refused or failed before.
+    the round if it was refused or failed before. It has kept nothing of what was `promised`.
     """
-    windows = [window(one.records) for one in rounds]
+    windows = [window(one.records, window_from_s) for one in rounds]
     online_rounds = [
         msgspec.structs.replace(one, records=_within(one.records, span))
         for one, span in zip(rounds, windows, strict=True)
@@ -52,14 +57,19 @@ def co_serving_figures(
     ]
     records = [record for one in online_rounds for record in one.records]
     online = found["classes"].pop(_class_of(records), {}) | _class_figures(records, waited)
-    batch = [r for one in rounds for r in one.records if r.slo_class == BATCH_CLASS]
+    kept = [kept_of(record, promised) for record in records]
+    online["slo_attainment"] = online.get("slo_attainment", {}) | attainment(kept)
+    batch_rounds = [[r for r in one.records if r.slo_class == BATCH_CLASS] for one in rounds]
+    batch = [record for of_round in batch_rounds for record in of_round]
     batch_waited = [r.ttft_s for r in batch if r.token_times_s]
     counted = _Counted(rounds, windows)
     found |= {name: online[name] for name in ("ttft_s", "inter_token_s", "normalized_latency_s")}
     found |= counted.all_tokens() | {"window_s": counted.seconds}
     found["classes"] = {
-        "online": online | counted.of_class(online=True),
-        "batch": _class_figures(batch, batch_waited) | counted.of_class(online=False),
+        "online": online | counted.of_class(online=True) | goodput(kept, counted.seconds),
+        "batch": _class_figures(batch, batch_waited)
+        | counted.of_class(online=False)
+        | _ended_figures(batch_rounds, windows),
     }
     found["rounds"] = [
         of_round | _Counted([one], [span]).all_tokens()
@@ -68,12 +78,32 @@ def co_serving_figures(
     return found
 
 
-def window(records: Sequence[SentRequest]) -> Span | None:
+def window(records: Sequence[SentRequest], from_s: float = WINDOW_FROM_S) -> Span | None:
     """Beginning and end of a round's window on the clock; None if no online request came in it."""
     due_s = [record.due_s for record in records if record.slo_class != BATCH_CLASS]
-    if not due_s or max(due_s) <= min(due_s) + WINDOW_FROM_S:
+    if not due_s or max(due_s) <= min(due_s) + from_s:
         return None
-    return min(due_s) + WINDOW_FROM_S, max(due_s)
+    return min(due_s) + from_s, max(due_s)
+
+
+def kept_of(record: SentRequest, promised: OnlineTargets) -> Kept:
+    """What an online request was given of what was promised to it.
+
+    One that was cut off at the end of a round counts by what it had got and by how long nothing had
+    come since; one that failed or was refused has kept nothing.
+    """
+    cut_off = record.error == UNFINISHED
+    if not record.token_times_s or not (cut_off or record.outcome is RequestOutcome.COMPLETED):
+        return NOTHING_KEPT
+    first_s, *later_s = record.token_times_s
+    groups = TokenGroups(promised.token_group, promised.tpot_s, first_s)
+    for time_s in later_s:
+        groups.note(time_s)
+    tpot_s = record.tpot_s or 0.0
+    if cut_off:
+        groups.give_up(record.end_s)
+        tpot_s = (record.end_s - first_s) / len(record.token_times_s)
+    return Kept(record.ttft_s <= promised.ttft_s, tpot_s <= promised.tpot_s, groups.share)
 
 
 def ttft_s(record: SentRequest, round_end_s: float) -> float:
@@ -166,6 +196,25 @@ def _class_figures(records: Sequence[SentRequest], waited_s: Sequence[float]) ->
         "ttft_s": distribution(waited_s),
         "inter_token_s": percentiles(gaps) | {"max": max(gaps, default=None)},
         "normalized_latency_s": distribution(normalized) | {"mean": _mean(normalized)},
+    }
+
+
+def _ended_figures(
+    rounds: Sequence[Sequence[SentRequest]], windows: Sequence[Span | None]
+) -> Figures:
+    """Batch requests that ended in the windows, a second, and their output tokens."""
+    known = [(records, span) for records, span in zip(rounds, windows, strict=True) if span]
+    seconds = sum(end_s - begin_s for _, (begin_s, end_s) in known)
+    ended = [
+        record
+        for records, (begin_s, end_s) in known
+        for record in records
+        if record.outcome is RequestOutcome.COMPLETED and begin_s <= record.end_s <= end_s
+    ]
+    tokens = sum(record.output_tokens for record in ended)
+    return {
+        "throughput_requests_per_s": len(ended) / seconds if seconds else None,
+        "throughput_tokens_per_s": tokens / seconds if seconds else None,
     }
 
 

@@ -42,8 +42,7 @@ def show(result: Mapping[str, Any], console: Console) -> None:
     for name, found in result["systems"].items():
         for figure, value in found.get("overhead", {}).items():
             console.print(f"{name}: {figure} {_plain(value)}", highlight=False, soft_wrap=True)
-    if verdict := result.get("co_serving"):
-        show_co_serving(result["systems"], verdict, console)
+    _show_co_serving(result, console)
     for name, reason in result.get("unavailable", {}).items():
         console.print(
             f"{name} could not run: {reason}",
@@ -52,6 +51,15 @@ def show(result: Mapping[str, Any], console: Console) -> None:
             highlight=False,
             soft_wrap=True,
         )
+
+
+def _show_co_serving(result: Mapping[str, Any], console: Console) -> None:
+    """The tables of each load; the bars are those of the load that is called as the scenario."""
+    verdict = result.get("co_serving")
+    for section in sections(result) if verdict else ():
+        judged = section["scenario"] == result["scenario"]
+        shown = verdict if judged else verdict | {"bars": [], "notes": []}
+        show_co_serving(section["scenario"], section["systems"], shown, console)
 
 
 def _table(section: Mapping[str, Any], config: Figures) -> Table:

@@ -1,11 +1,11 @@
 """The result of a run as JSON: figures by system, ratios between systems."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 from tideserve.bench.ablation import effects
-from tideserve.bench.co_serving.bars import judge
 from tideserve.bench.co_serving.figures import co_serving_figures
 from tideserve.bench.record import Round
 from tideserve.bench.runs.pairs import pairs
@@ -37,9 +37,13 @@ def result_of(plan: BenchPlan, outcomes: RunOutcomes) -> dict[str, Any]:
     if plan.scenario.paired:
         by_load = {part["scenario"]: part["systems"] for part in sections(result)}
         result["pairs"] = pairs(plan, by_load)
-    if plan.scenario.online_targets is not None:
-        targets = plan.scenario.online_targets(plan.choice)
-        result["co_serving"] = judge(result["systems"], targets, plan.deployment.paced is not None)
+    if (beside := plan.scenario.co_serving) is not None:
+        # The other loads are there to be looked at.
+        judged = result.get("scenarios", {}).get(plan.scenario.name, result)
+        targets = beside.load(plan.choice).targets
+        result["co_serving"] = beside.judge(
+            judged["systems"], targets, plan.deployment.paced is not None
+        )
     if sentences := _too_mild(plan, result["systems"]):
         result["too_mild"] = sentences
     if outcomes.unavailable:
@@ -77,7 +81,10 @@ def _compared(plan: BenchPlan, rounds: Mapping[str, Sequence[Round]]) -> dict[st
         # A system without a memory limit is a yardstick, not a competitor.
         rivals = {name: found for name, found in own.items() if not is_reference(name)}
         best[device] = best_p50_s(rivals or own)
-    make = figures if plan.scenario.online_targets is None else co_serving_figures
+    make: Callable[..., Figures] = figures
+    if (beside := plan.scenario.co_serving) is not None:
+        load = beside.load(plan.choice)
+        make = partial(co_serving_figures, promised=load.targets, window_from_s=load.window_from_s)
     systems = {
         name: make(found, plan.targets, best[device_of(name)]) for name, found in rounds.items()
     }

@@ -121,7 +121,7 @@ class Runner:
         for name in named:
             if self._deployment.paced and is_tideserve(name):
                 found[f"{name}@{self._deployment.paced}"] = (name, True)
-                if self._plan.scenario.online_targets is not None:
+                if self._plan.scenario.co_serving is not None:
                     continue  # its load is for the one pace or for the other
             found[name.partition("=")[0]] = (name, False)
         return found
@@ -312,7 +312,7 @@ class Runner:
                 continue
             records = [r for rounds in measured for one in rounds for r in one.records]
             # Beside batch work, answers may last longer than a round.
-            beside = self._plan.scenario.online_targets is not None
+            beside = self._plan.scenario.co_serving is not None
             if not any(
                 record.outcome is RequestOutcome.COMPLETED or (beside and record.token_times_s)
                 for record in records

@@ -7,13 +7,14 @@ an iteration. In the middle of a round, the online requests are 45 % of what `ea
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from random import Random
 
-from tideserve.bench.co_serving.bars import OnlineTargets
-from tideserve.bench.co_serving.figures import WINDOW_FROM_S
-from tideserve.bench.scenarios.scenario import Case, LoadChoice, Scenario
+from tideserve.bench.co_serving.bars import judge
+from tideserve.bench.co_serving.judging import OnlineTargets
+from tideserve.bench.co_serving.online_load import OnlineLoad
+from tideserve.bench.scenarios.scenario import Case, CoServing, LoadChoice, Scenario
 from tideserve.bench.workload import Backlog, PlannedRequest, Workload, prompt_ids
 
 ONLINE_PROMPT, ONLINE_OUTPUT = 642, 64
@@ -25,37 +26,13 @@ CLIENTS_PER_WORKER = 160
 FULL_FACTOR = 2
 """The windows of a full run are so many times as long."""
 
-
-@dataclass(frozen=True, slots=True)
-class OnlineLoad:
-    """Online requests a second for two workers, and their targets, in seconds.
-
-    A quick round measures for `window_s`; after the last arrival, answers have `drain_s` to end.
-    """
-
-    rate_per_s: float
-    ttft_s: float
-    tpot_s: float
-    window_s: float
-    drain_s: float
-
-    def slowed(self, factor: float) -> "OnlineLoad":
-        """The same load for a device on which everything takes `factor` times as long."""
-        return OnlineLoad(
-            self.rate_per_s / factor,
-            self.ttft_s * factor,
-            self.tpot_s * factor,
-            self.window_s * factor,
-            self.drain_s * factor,
-        )
-
-
-# By the cost model of the profile, `eager` processes 12,800 tokens a second on two A100 with a 14B
-# model; measured at A100-14B:4, four times 3,270. 45 % of these are 8.3 online requests, and at the
-# ends of a window a little is cut off. An iteration of 512 tokens takes 92 ms there.
-PACED = OnlineLoad(rate_per_s=8.4, ttft_s=0.45, tpot_s=0.096, window_s=13.0, drain_s=8.0)
+# For two workers. By the cost model of the profile, `eager` processes 12,800 tokens a second on two
+# A100 with a 14B model; measured at A100-14B:4, four times 3,270. 45 % of these are 8.3 online
+# requests, and at the ends of a window a little is cut off. An iteration of 512 tokens takes 92 ms
+# there.
+PACED = OnlineLoad(8.4, OnlineTargets(ttft_s=0.45, tpot_s=0.096), window_s=13.0, drain_s=8.0)
 # An estimate for two cores that multiply bfloat16: other machines need a --rate of their own.
-UNPACED = OnlineLoad(rate_per_s=1.4, ttft_s=1.4, tpot_s=0.35, window_s=75.0, drain_s=40.0)
+UNPACED = OnlineLoad(1.4, OnlineTargets(ttft_s=1.4, tpot_s=0.35), window_s=75.0, drain_s=40.0)
 
 
 def load_for(choice: LoadChoice) -> OnlineLoad:
@@ -69,37 +46,25 @@ def load_for(choice: LoadChoice) -> OnlineLoad:
 def cases(choice: LoadChoice) -> Sequence[Case]:
     """One open loop, with the backlog beside it."""
     load = load_for(choice)
-    last_s = WINDOW_FROM_S + load.window_s
     clients = CLIENTS_PER_WORKER * choice.workers
     return (
         Case(
             name="coserve",
             workload=partial(_online, choice.seed, load, clients),
             concurrency=None,
-            expected_s=last_s + load.drain_s / 2,
-            limit_s=last_s + load.drain_s,
+            expected_s=load.last_s + load.drain_s / 2,
+            limit_s=load.limit_s,
             backlog=lambda turn: _backlog(clients, choice.seed * 1000 + turn),
         ),
     )
 
 
 def _backlog(clients: int, seed: int) -> Backlog:
-    return Backlog(clients, BATCH_PROMPT, BATCH_OUTPUT, seed)
+    return Backlog(clients, (BATCH_PROMPT,) * 2, (BATCH_OUTPUT,) * 2, seed)
 
 
 def _online(seed: int, load: OnlineLoad, clients: int, turn: int) -> Workload:
-    """Arrivals of round `turn`: uniform in time, so many before the window and so many in it.
-
-    Given their number, arrivals of a Poisson process are that. The first comes when the round
-    begins and the last when the window ends, so that every round has the same rate.
-    """
-    rng = Random(f"coserve {seed} {turn}")
-    spans = ((0.0, WINDOW_FROM_S), (WINDOW_FROM_S, WINDOW_FROM_S + load.window_s))
-    times_s = [0.0]
-    for begin_s, end_s in spans:
-        count = round(load.rate_per_s * (end_s - begin_s))
-        times_s += [rng.uniform(begin_s, end_s) for _ in range(count - 1)]
-    times_s.append(spans[-1][1])
+    """The online requests of round `turn`."""
     requests = tuple(
         PlannedRequest(
             time_s,
@@ -107,24 +72,17 @@ def _online(seed: int, load: OnlineLoad, clients: int, turn: int) -> Workload:
             ONLINE_OUTPUT,
             number,
             slo_class="interactive",
-            ttft_s=load.ttft_s,
-            tpot_s=load.tpot_s,
+            ttft_s=load.targets.ttft_s,
+            tpot_s=load.targets.tpot_s,
         )
-        for number, time_s in enumerate(sorted(times_s))
+        for number, time_s in enumerate(load.times_s(Random(f"coserve {seed} {turn}")))
     )
     return Workload(
         requests,
         f"{load.rate_per_s:.3g} online requests a second of {ONLINE_PROMPT} prompt and"
-        f" {ONLINE_OUTPUT} output tokens, {load.window_s:g} s of arrivals after the first"
-        f" {WINDOW_FROM_S:g} s; targets {load.ttft_s * 1e3:,.0f} ms to the first token and"
-        f" {load.tpot_s * 1e3:,.0f} ms a token; beside them"
+        f" {ONLINE_OUTPUT} output tokens, {load}; beside them"
         f" {_backlog(clients, seed * 1000 + turn)}",
     )
-
-
-def _targets(choice: LoadChoice) -> OnlineTargets:
-    load = load_for(choice)
-    return OnlineTargets(load.ttft_s, load.tpot_s)
 
 
 SYSTEMS = ("online-only", "eager", "priority", "slo", "slo-full")
@@ -140,5 +98,5 @@ SCENARIO = Scenario(
     # Nothing merges, whatever demand a system sees.
     options={"max_batch_tokens": MAX_BATCH_TOKENS, "overload_policy": "recompute"},
     rated=True,
-    online_targets=_targets,
+    co_serving=CoServing(load_for, judge),
 )

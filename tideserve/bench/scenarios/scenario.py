@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from tideserve.bench import scenarios
-from tideserve.bench.co_serving.bars import OnlineTargets
+from tideserve.bench.co_serving.judging import OnlineTargets
+from tideserve.bench.co_serving.online_load import OnlineLoad
 from tideserve.bench.errors import BenchError
 from tideserve.bench.probes import drop_cost
 from tideserve.bench.record import Round
-from tideserve.bench.stats import LatencyTarget
+from tideserve.bench.stats import Figures, LatencyTarget
 from tideserve.bench.systems.system import Deployment, Say, System
 from tideserve.bench.workload import Backlog, Workload
 
@@ -77,6 +78,18 @@ class Case:
 
 
 @dataclass(frozen=True, slots=True)
+class CoServing:
+    """What sets a scenario of online requests beside batch work apart.
+
+    `load` tells their targets and their window. `judge` makes the bars of the figures of the case
+    that is called as the scenario, by system; the last argument is whether they are paced.
+    """
+
+    load: Callable[[LoadChoice], OnlineLoad]
+    judge: Callable[[Mapping[str, Figures], OnlineTargets, bool], dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
 class Scenario:
     """A named set of cases, each measured for `rounds` rounds in which the systems take turns.
 
@@ -92,9 +105,8 @@ class Scenario:
     traced         whether the arrivals are those of a trace, which may then be chosen
     demand_min     peak KV demand that the load is meant to have, in multiples of the capacity
     rated          whether a rate of requests may be chosen without a trace
-    online_targets what the online requests of a load are promised: each case has a backlog of batch
-                   requests beside them, figures are those of co-serving, and a paced run has no
-                   unpaced systems
+    co_serving     cases have a backlog of batch requests beside online ones: figures are those of
+                   co-serving, and a paced run has no unpaced systems
     """
 
     name: str
@@ -120,7 +132,7 @@ class Scenario:
     traced: bool = False
     demand_min: float = 0.0
     rated: bool = False
-    online_targets: Callable[[LoadChoice], OnlineTargets] | None = None
+    co_serving: CoServing | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from tideserve.bench.event_stream import Marks
 from tideserve.bench.systems.schedulings import (
     SCHEDULINGS,
     is_suffix,
+    merged,
     options_of,
     scheduling_of,
 )
@@ -52,7 +53,7 @@ def make_system(name: str, deployment: Deployment, api_key: str | None = None) -
     if base in SCHEDULINGS:
         own = options_of(base, off, deployment.workers)
         off = tuple(one for one in off if not is_suffix(one))
-        deployment = replace(deployment, options=dict(deployment.options) | own)
+        deployment = replace(deployment, options=merged(deployment.options, own))
     label = f"{name}{PACED_MARK}{deployment.paced}" if deployment.paced else name
     return Tideserve(label, off, deployment)
 

@@ -59,11 +59,19 @@ SCHEDULINGS: Mapping[str, Scheduled] = {
     "fcfs": Scheduled(
         "first come, first served, whatever the class", lambda workers: {"scheduling": "fcfs"}
     ),
+    "round-robin": Scheduled(
+        "iterations of online and of batch requests in turn",
+        lambda workers: {"scheduling": "round_robin"},
+    ),
     "reserved": Scheduled("half of the groups take batch requests only", _divided),
 }
 """By name. `priority-256` is a system with iterations of up to 256 tokens."""
-PREEMPTING = "preempting"
-"""The suffix of a system in which online requests interrupt iterations of batch work alone."""
+SUFFIXES: Mapping[str, Options] = {
+    "preempting": {"preempt": "always"},
+    "groups": {"gateway": {"classes": {"interactive": {"token_group": 1}}}},
+}
+"""Options that a suffix changes. `-preempting` lets online requests interrupt iterations of batch
+work alone; `-groups` has a deadline for each token instead of each group of tokens."""
 
 
 def scheduling_of(name: str) -> tuple[str, Sequence[str]] | None:
@@ -76,18 +84,27 @@ def scheduling_of(name: str) -> tuple[str, Sequence[str]] | None:
 
 def is_suffix(text: str) -> bool:
     """Whether it changes an option of a system of `SCHEDULINGS`."""
-    return text == PREEMPTING or (text.isdecimal() and int(text) > 0)
+    return text in SUFFIXES or (text.isdecimal() and int(text) > 0)
 
 
 def options_of(key: str, suffixes: Sequence[str], workers: int) -> Options:
     """Options of `tideserve up` of one of them. Raises BenchError."""
     options = SCHEDULINGS[key].options(workers)
     for suffix in suffixes:
-        if suffix == PREEMPTING:
-            options["preempt"] = "always"
-        elif suffix.isdecimal():
+        if suffix.isdecimal():
             options["max_batch_tokens"] = int(suffix)
+        options = merged(options, SUFFIXES.get(suffix, {}))
     return options
+
+
+def merged(options: Mapping[str, Any], more: Mapping[str, Any]) -> Options:
+    """Both; `more` wins, key by key also within the sections that are passed on to services."""
+    found = dict(options)
+    for key, value in more.items():
+        own = found.get(key)
+        nested = isinstance(own, Mapping) and isinstance(value, Mapping)
+        found[key] = merged(own or {}, value) if nested else value
+    return found
 
 
 def serves_batch(label: str) -> bool:

@@ -15,7 +15,7 @@ from tideserve.bench.errors import SystemUnavailable
 from tideserve.bench.systems.gateway_cost import GatewayCost, read_gateway_cost
 from tideserve.bench.systems.process import ServerProcess
 from tideserve.bench.systems.process_cost import ProcessCost, read_process_cost
-from tideserve.bench.systems.schedulings import SCHEDULINGS, scheduling_of
+from tideserve.bench.systems.schedulings import SCHEDULINGS, merged, scheduling_of
 from tideserve.bench.systems.system import (
     AMPLE,
     OUTPUT_METRIC,
@@ -124,7 +124,7 @@ class Tideserve:
             options["memmgr"] = {"split_dwell_s": RESTORE_OFF_S}
         if deployment.paced:
             options["paced"] = deployment.paced
-        return options | dict(deployment.options)
+        return merged(options, deployment.options)
 
     def start(self, say: Say) -> None:
         say(f"{self.name}: starting a cluster of {self._deployment.workers} workers")

@@ -31,6 +31,8 @@ EPILOG = (
     "  tideserve bench burst --quick --json burst.json --plot burst.png\n\n"
     "  tideserve bench steady --systems tideserve,mine=http://127.0.0.1:9000\n\n"
     "  tideserve bench coserve --quick --paced A100-14B:4 --systems online-only,eager,priority,slo"
+    "\n\n"
+    "  tideserve bench realtime --quick --paced A100-40G-7B:4 --systems fcfs,slo"
 )
 
 
@@ -40,19 +42,22 @@ ScenarioName = Annotated[
 ]
 Quick = Annotated[
     bool,
-    typer.Option("--quick", help="Measure for at most four minutes per system; coserve: five."),
+    typer.Option(
+        "--quick",
+        help="Measure for at most four minutes per system; coserve: five; realtime: nine.",
+    ),
 ]
 Systems = Annotated[
     str | None,
     typer.Option(
         help="Separated by commas: tideserve (with the default overload policy), an overload policy"
-        " (drop, recompute), what goes first (fcfs, priority, eager, slo, slo-quarter, slo-half,"
-        " slo-full, reserved, online-only), vllm, vllm-priority, name=URL. A suffix switches a"
-        " mechanism off: -exchange, -lookahead, -restore, -chunking, -ample (the memory limit, also"
+        " (drop, recompute), what goes first (fcfs, priority, eager, round-robin, slo, slo-quarter,"
+        " slo-half, slo-full, reserved, online-only), vllm, vllm-priority, name=URL. A suffix"
+        " switches a mechanism off: -exchange, -lookahead, -restore, -chunking, -ample (the memory limit, also"
         " of vllm)."
         " After what goes first, a number such as -256 is the tokens of an iteration, and"
-        " -preempting lets online requests interrupt batch work. -float32 or -bfloat16 sets the"
-        " dtype.",
+        " -preempting lets online requests interrupt batch work; -groups has a deadline for each"
+        " token of realtime instead of each group. -float32 or -bfloat16 sets the dtype.",
         show_default="the scenario's",
     ),
 ]
@@ -88,7 +93,8 @@ TraceRepeat = Annotated[
 Rate = Annotated[
     float | None,
     typer.Option(
-        min=0.001, help="Mean requests a second, of coserve online ones; the pattern is kept."
+        min=0.001,
+        help="Mean requests a second, of coserve and realtime online ones; the pattern is kept.",
     ),
 ]
 TimeScale = Annotated[

@@ -2,11 +2,18 @@
 
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean, pstdev
 
 import pytest
+import torch
 
+from services.common.config import parse_size_bytes
+from services.common.device_profile import load_profile
+from services.worker.engine.compute.runner import ModelRunner
+from services.worker.engine.compute.runner_config import RunnerConfig
 from tideserve.bench.co_serving.figures import WINDOW_FROM_S
 from tideserve.bench.errors import BenchError
+from tideserve.bench.scenarios import realtime
 from tideserve.bench.scenarios.scenario import (
     QUICK_LIMIT_S,
     LoadChoice,
@@ -14,13 +21,14 @@ from tideserve.bench.scenarios.scenario import (
     find_scenarios,
 )
 from tideserve.bench.systems.system import Deployment
-from tideserve.cli.tiny_model import CONFIG, VOCABULARY
+from tideserve.cli.tiny_model import CONFIG, TINY_OPTIONS, VOCABULARY, write_tiny_model
 
 REQUESTS_MIN = 200
 
 
 def test_all_are_found() -> None:
-    assert list(find_scenarios()) == ["ablation", "burst", "coserve", "overhead", "steady"]
+    names = ["ablation", "burst", "coserve", "overhead", "realtime", "steady"]
+    assert list(find_scenarios()) == names
 
 
 def test_an_unknown_one_is_one_sentence() -> None:
@@ -163,8 +171,8 @@ def test_coserve_has_the_lengths_of_conserve_and_a_backlog_beside_them(choice: L
     assert {len(load.requests) for load in loads} == {len(loads[0].requests)}
     assert {load.requests[-1].arrival_s for load in loads} == {last_s}
     assert case.limit_s > last_s
-    assert scenario.online_targets is not None
-    targets = scenario.online_targets(choice)
+    assert scenario.co_serving is not None
+    targets = scenario.co_serving.load(choice).targets
     assert {(one.ttft_s, one.tpot_s) for one in online} == {(targets.ttft_s, targets.tpot_s)}
     assert case.backlog is not None
     backlog = case.backlog(1)
@@ -198,9 +206,10 @@ def test_coserve_takes_a_rate_and_scales_its_own_with_the_device() -> None:
     assert rate_per_s(paced) == pytest.approx(2 * rate_per_s(slower), rel=0.02)
     assert rate_per_s(more) == pytest.approx(2 * rate_per_s(paced), rel=0.02)
     assert rate_per_s(replace(paced, rate_per_s=5.0)) == pytest.approx(5.0, rel=0.02)
-    targets = find_scenario("coserve").online_targets
-    assert targets is not None
-    assert targets(slower).tpot_s == pytest.approx(2 * targets(paced).tpot_s)
+    beside = find_scenario("coserve").co_serving
+    assert beside is not None
+    tpot_s = [beside.load(one).targets.tpot_s for one in (paced, slower)]
+    assert tpot_s[1] == pytest.approx(2 * tpot_s[0])
 
 
 def test_a_quick_coserve_of_four_systems_takes_25_minutes_at_most() -> None:
@@ -208,3 +217,93 @@ def test_a_quick_coserve_of_four_systems_takes_25_minutes_at_most() -> None:
     (case,) = scenario.cases(LoadChoice(quick=True, paced=True, slowdown=4))
     start_s = 25
     assert 4 * scenario.rounds(True) * (case.limit_s + start_s) <= 25 * 60
+
+
+QUICK = LoadChoice(quick=True, paced=True, slowdown=4)
+
+
+def test_real_time_requests_have_the_lengths_of_sharegpt_and_128_others_beside_them() -> None:
+    scenario = find_scenario("realtime")
+    (case,) = scenario.cases(QUICK)
+    assert case.name == scenario.name
+    online = case.workload(0).requests
+    longest = max(len(one.prompt_ids) + one.output_tokens for one in online)
+    assert longest <= CONFIG["max_position_embeddings"]
+    # BROS Table 2, less what the cut takes.
+    for lengths, mean, deviation in (
+        ([len(one.prompt_ids) for one in online], 215, 230),
+        ([one.output_tokens for one in online], 227, 240),
+    ):
+        assert fmean(lengths) == pytest.approx(mean, rel=0.1)
+        assert pstdev(lengths) == pytest.approx(deviation, rel=0.15)
+    assert len({one.prompt_ids[:8] for one in online}) == len(online)
+    assert {(one.ttft_s, one.tpot_s) for one in online} == {(1.6, 0.8)}
+    assert case.backlog is not None
+    backlog = case.backlog(0)
+    assert backlog.clients == 128 * QUICK.workers
+    batch = [backlog.request(number) for number in range(400)]
+    assert batch[0] == backlog.request(0)
+    for lengths, low, high in (
+        ([len(one.prompt_ids) for one in batch], 512, 1024),
+        ([one.output_tokens for one in batch], 32, 128),
+    ):
+        assert low <= min(lengths) < low + 20 and high - 20 < max(lengths) <= high
+        assert fmean(lengths) == pytest.approx((low + high) / 2, rel=0.05)
+    assert case.backlog(1).request(0).prompt_ids[:8] != batch[0].prompt_ids[:8]
+
+
+def test_the_real_time_load_is_that_of_the_device_and_of_the_workers() -> None:
+    beside = find_scenario("realtime").co_serving
+    assert beside is not None
+    load = beside.load(QUICK)
+    slower = beside.load(replace(QUICK, slowdown=8))
+    assert slower.rate_per_s == load.rate_per_s / 2
+    assert (slower.window_from_s, slower.window_s) == (2 * load.window_from_s, 2 * load.window_s)
+    assert slower.targets.ttft_s == 2 * load.targets.ttft_s
+    assert beside.load(replace(QUICK, workers=1)).rate_per_s == load.rate_per_s / 2
+    assert beside.load(replace(QUICK, rate_per_s=3.0)).rate_per_s == 3.0
+    assert load.window_s * load.rate_per_s > 300
+
+
+def test_a_full_real_time_run_has_three_rates_and_the_middle_one_without_batch_work() -> None:
+    cases = find_scenario("realtime").cases
+    full = replace(QUICK, quick=False)
+    found = {case.name: case for case in cases(full)}
+    counts = {name: len(case.workload(0).requests) for name, case in found.items()}
+    assert list(counts) == ["realtime", "realtime-lower", "realtime-higher", "realtime-alone"]
+    assert counts["realtime-lower"] < counts["realtime"] < counts["realtime-higher"]
+    assert counts["realtime-alone"] == counts["realtime"]
+    alone = found["realtime-alone"]
+    assert alone.backlog is None and "beside them" not in alone.workload(0).statement
+    chosen = [case.name for case in cases(replace(full, rate_per_s=2.0))]
+    assert chosen == ["realtime", "realtime-alone"]
+
+
+def test_a_quick_real_time_run_of_two_systems_takes_20_minutes_at_most() -> None:
+    scenario = find_scenario("realtime")
+    (case,) = scenario.cases(QUICK)
+    start_s = 30
+    assert 2 * scenario.rounds(True) * (case.limit_s + start_s) <= 20 * 60
+
+
+def test_real_time_workers_have_the_kv_of_a_7b_model_on_an_a100_of_40_gb(tmp_path: Path) -> None:
+    scenario = find_scenario("realtime")
+    profile = load_profile("A100-40G-7B")
+    assert profile.memory_bytes and profile.parameter_bytes and profile.kv_bytes_per_token
+    kv_bytes = 0.9 * profile.memory_bytes - profile.parameter_bytes
+    tokenizer = tmp_path / "tokenizer"
+    runner = ModelRunner.load(
+        RunnerConfig(
+            write_tiny_model(tmp_path / "model", tokenizer),
+            "cpu",
+            torch.float32,
+            parse_size_bytes(scenario.paced_memory),
+            chunk_bytes=parse_size_bytes(TINY_OPTIONS["chunk_size"]),
+            load_format="dummy",
+            max_batch_tokens=scenario.options["max_batch_tokens"],
+            max_running=scenario.options["max_running"],
+        )
+    )
+    tokens = runner.num_blocks * runner.block_size
+    assert tokens == pytest.approx(kv_bytes / profile.kv_bytes_per_token, rel=0.02)
+    assert f"{round(tokens, -2):,} tokens" in " ".join((realtime.__doc__ or "").split())

@@ -79,7 +79,8 @@ def deployment(tmp_path: Path) -> Deployment:
         (
             ["what"],
             "unknown system 'what'; there are tideserve, drop, recompute, eager, fcfs, online-only,"
-            " priority, reserved, slo, slo-full, slo-half, slo-quarter, vllm and name=URL",
+            " priority, reserved, round-robin, slo, slo-full, slo-half, slo-quarter, vllm and"
+            " name=URL",
         ),
         (["tideserve-tides"], "no mechanism 'tides' to switch off; there are ample, exchange"),
         (["mine=ftp://x"], "'mine=ftp://x' is not of the form name=http://host:port"),
@@ -139,6 +140,7 @@ def test_systems_that_differ_in_scheduling(deployment: Deployment) -> None:
         "slo-full-preempting": {"scheduling": "slo", "harvest": 1.0, "preempt": "always"},
         "slo-half": {"scheduling": "slo", "harvest": 0.5},
         "slo-quarter": {"scheduling": "slo", "harvest": 0.25},
+        "round-robin": {"scheduling": "round_robin"},
         "reserved": {"scheduling": "priority", "scheduler": {"batch_groups": 1}},
     }
     check_names(list(names))
@@ -155,6 +157,22 @@ def test_systems_that_differ_in_scheduling(deployment: Deployment) -> None:
         read_options(None, own)  # `tideserve up` takes them
     assert serves_batch("slo@A100-14B") and serves_batch("vllm-priority")
     assert not serves_batch("online-only@A100-14B")
+
+
+def test_a_suffix_changes_one_option_of_a_section_and_leaves_the_others(
+    deployment: Deployment,
+) -> None:
+    interactive = {"ttft_ms": 400, "token_group": 4}
+    chosen = {"gateway": {"classes": {"interactive": interactive}, "inflight_max": 9}}
+    chosen |= {"worker": {"max_running": 7}}
+    deployment = replace(deployment, options=chosen)
+    plain, groups = (make_system(name, deployment) for name in ("slo", "slo-groups"))
+    assert isinstance(plain, Tideserve) and isinstance(groups, Tideserve)
+    # What every system of a benchmark has stays, too.
+    assert plain.options()["worker"] == {"profile_when_idle": False, "max_running": 7}
+    assert plain.options()["gateway"] == chosen["gateway"]
+    expected = {"classes": {"interactive": interactive | {"token_group": 1}}, "inflight_max": 9}
+    assert groups.options() == plain.options() | {"gateway": expected}
 
 
 def test_reserved_needs_a_group_for_each_kind(deployment: Deployment) -> None:

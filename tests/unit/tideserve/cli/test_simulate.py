@@ -1,11 +1,14 @@
 """`tideserve simulate`: examples that load, figures as JSON, one sentence for each bad key."""
 
 import json
+from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from services.common.errors import ConfigError
+from services.core.cost.model import Coefficients, CostModel
 from services.core.line_order import Scheduling
 from services.core.scheduler.class_rules import ClassRules
 from services.core.service import Service, ServiceClass
@@ -181,3 +184,64 @@ def test_malformed_rows_of_a_trace_are_told(
     run_simulation(write(tmp_path, SMALL + "workload: {kind: trace, path: trace.csv}"), None, None)
     said = capsys.readouterr()
     assert "1 malformed rows skipped (line 3)" in " ".join((said.out + said.err).split())
+
+
+MODELS: dict[str, dict[str, Any]] = {
+    "opt-13b": {"gpus": 2, "layers": 40, "hidden": 5120, "mlp": 2 * 20480, "hbm": 1.555e12},
+    "opt-30b": {"gpus": 4, "layers": 48, "hidden": 7168, "mlp": 2 * 28672, "hbm": 1.555e12},
+    "llama-70b": {"gpus": 8, "layers": 80, "hidden": 8192, "mlp": 3 * 28672, "hbm": 2.039e12},
+}
+
+
+@pytest.mark.parametrize("name", list(MODELS))
+def test_the_devices_of_bros_follow_from_their_derivation(name: str) -> None:
+    """The formulas at the top of each file give its figures."""
+    model, llama = MODELS[name], name == "llama-70b"
+    gpus, layers, hidden = model["gpus"], model["layers"], model["hidden"]
+    kv_width = 8 * 128 if llama else hidden
+    layer_parameters = layers * hidden * (2 * hidden + 2 * kv_width + model["mlp"])
+    head_parameters = (128256 if llama else 50272) * hidden
+    peak, memory = gpus * 3.12e14 * 0.6, gpus * model["hbm"] * 0.8
+    reduce_s = 2 * layers * 2 * (gpus - 1) / gpus * 2 * hidden / 3e11
+    lam = 2 * (layer_parameters + head_parameters) / memory + 0.002 + 2 * layers * 1e-5
+    kv_bytes = 2 * layers * kv_width * 2
+    expected = CostModel(
+        alpha=4 * layers * hidden / peak,
+        beta=2 * layer_parameters / peak + reduce_s,
+        gamma=lam + 2e-5,
+        lam=lam,
+        decode=Coefficients(kv_bytes / memory, reduce_s, lam + 2e-5),
+        kappa=kv_bytes / memory,
+    )
+    prepared = read_simulation(EXAMPLES / f"hybrid-bros-{name}.yaml", None)
+    for batch in ([(0, 2048)], [(1000, 1)], [(4000, 100), *[(700, 1)] * 50]):
+        made = prepared.time_model.model.batch_s(batch)
+        assert made == pytest.approx(expected.batch_s(batch), rel=1e-3)
+    device_bytes = (80 if llama else 40) << 30
+    parameters = 2 * (layer_parameters + (2 if llama else 1) * head_parameters)
+    free_bytes = 0.9 * gpus * device_bytes - parameters
+    spec, _ = prepared.systems["slo"]
+    assert spec.iteration.num_blocks == free_bytes // (16 * kv_bytes)
+
+
+def test_lengths_of_a_backlog_may_be_uniform(tmp_path: Path) -> None:
+    lengths = "prompt: {least: 5, most: 9}, output: {least: 2, most: 2}"
+    text = CO_SERVED.replace("prompt: 300, output: 20", lengths)
+    batches = []
+    for seed in (1, 1, 2):
+        _, workload = read_simulation(write(tmp_path, text), seed).systems["slo"]
+        assert isinstance(workload, CoServed)
+        batches.append(list(islice(workload.batch.requests, 200)))
+    one, same, other = batches
+    assert one == same != other
+    assert {request.prompt_tokens for request in one} == {5, 6, 7, 8, 9}
+    assert {request.output_tokens for request in one} == {2}
+    assert {request.service.service_class for request in one} == {ServiceClass.BATCH}
+    for wrong, reason in (
+        ("{least: 9, most: 5}", "has 'least' above 'most'"),
+        ("{least: 9}", "'most' is missing"),
+        ("0", "'least'"),
+    ):
+        path = write(tmp_path, CO_SERVED.replace("prompt: 300", f"prompt: {wrong}"))
+        with pytest.raises(ConfigError, match=reason):
+            read_simulation(path, None)

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from tideserve.bench.co_serving.bars import Judgement, OnlineTargets, failures, judge
+from tideserve.bench.co_serving.bars import judge
+from tideserve.bench.co_serving.judging import Judgement, OnlineTargets, failures
 from tideserve.bench.co_serving.tables import show_co_serving
 
 TARGETS = OnlineTargets(ttft_s=1.0, tpot_s=0.4)
@@ -169,7 +170,7 @@ def test_tables_show_ratios_and_verdicts(systems: Systems) -> None:
     del systems["slo-full@A100-14B:4"]
     systems["slo@A100-14B:4"]["processed_tokens_per_s"] = 1000.0
     verdict = judge(systems, TARGETS, paced=True)
-    show_co_serving(systems, verdict, Console(file=output, width=160))
+    show_co_serving("coserve", systems, verdict, Console(file=output, width=160))
     text = output.getvalue()
     for part in (
         *("1,900 (2.11×)", "420 (1.05×)", "harvested share", "not measured"),

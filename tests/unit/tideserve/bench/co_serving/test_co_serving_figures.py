@@ -1,20 +1,24 @@
 """Figures of co-serving from made-up records and samples of counters."""
 
 import pytest
+from msgspec.structs import replace
 
 from tideserve.bench.client import UNFINISHED
 from tideserve.bench.co_serving.figures import (
     WINDOW_FROM_S,
     co_serving_figures,
     counted_at,
+    kept_of,
     ttft_s,
     window,
 )
+from tideserve.bench.co_serving.judging import OnlineTargets
 from tideserve.bench.record import RequestOutcome, Round, SentRequest, TokenSample
 from tideserve.bench.workload import BATCH_CLASS
 
 FROM_S = 100.0
 """When the rounds of these tests begin, on the clock."""
+PROMISED = OnlineTargets(ttft_s=2.0, tpot_s=0.5, token_group=2)
 
 
 def record(
@@ -68,7 +72,7 @@ def test_only_online_requests_of_the_window_count_and_batch_ones_beside_them() -
     early = record(0.0, first_s=9.0)
     inside = [record(20.0, first_s=1.0), record(35.0, first_s=3.0)]
     batch = record(1.0, first_s=30.0, slo_class=BATCH_CLASS)
-    found = co_serving_figures([Round((early, *inside, batch))], (), {})
+    found = co_serving_figures([Round((early, *inside, batch))], (), {}, PROMISED)
     online = found["classes"]["online"]
     assert set(found["classes"]) == {"online", "batch"}
     assert (found["sent"], online["sent"], found["classes"]["batch"]["sent"]) == (2, 2, 1)
@@ -88,7 +92,7 @@ def test_a_request_without_a_token_counts_with_the_time_it_waited() -> None:
     assert ttft_s(refused, FROM_S + 70.0) == pytest.approx(40.0)
     assert ttft_s(broken, FROM_S + 70.0) == pytest.approx(30.0)
     rounds = [Round((record(0.0), cut_off, refused, broken, record(50.0)))]
-    online = co_serving_figures(rounds, (), {})["classes"]["online"]
+    online = co_serving_figures(rounds, (), {}, PROMISED)["classes"]["online"]
     assert online["ttft_s"]["max"] == pytest.approx(40.0)
     assert online["ttft_s"]["p50"] > 1.0
     counts = [online[key] for key in ("sent", "completed", "cut_off", "rejected", "failed")]
@@ -109,7 +113,7 @@ def test_gaps_of_requests_that_were_cut_off_count() -> None:
         slo_class="interactive",
         error=UNFINISHED,
     )
-    found = co_serving_figures([Round((record(0.0), cut_off, record(35.0)))], (), {})
+    found = co_serving_figures([Round((record(0.0), cut_off, record(35.0)))], (), {}, PROMISED)
     assert found["inter_token_s"]["max"] == pytest.approx(9.0)
     assert found["normalized_latency_s"]["mean"] == pytest.approx(1.2 / 3)
 
@@ -136,7 +140,7 @@ def test_processed_tokens_are_those_that_workers_count_in_the_windows() -> None:
         for time_s, processed in ((0.0, 0.0), (15.0, 100.0), (25.0, 1_100.0))
     )
     first, second = Round(online, token_samples=samples), Round(online, token_samples=slower)
-    found = co_serving_figures([first, second], (), {})
+    found = co_serving_figures([first, second], (), {}, PROMISED)
     assert found["window_s"] == pytest.approx(20.0)
     assert found["processed_tokens_per_s"] == pytest.approx((2_000 + 1_000) / 20)
     assert found["output_tokens_per_s"] == pytest.approx(300 / 20)
@@ -150,7 +154,8 @@ def test_processed_tokens_are_those_that_workers_count_in_the_windows() -> None:
 
 def test_servers_that_count_no_classes_tell_the_sum() -> None:
     samples = tuple(TokenSample(FROM_S + time_s, 10.0 * time_s) for time_s in (0.0, 30.0))
-    found = co_serving_figures([Round((record(0.0), record(25.0)), token_samples=samples)], (), {})
+    rounds = [Round((record(0.0), record(25.0)), token_samples=samples)]
+    found = co_serving_figures(rounds, (), {}, PROMISED)
     assert found["processed_tokens_per_s"] == pytest.approx(10.0)
     assert found["recomputed_share"] is None
     assert found["classes"]["batch"]["processed_tokens_per_s"] is None
@@ -159,9 +164,52 @@ def test_servers_that_count_no_classes_tell_the_sum() -> None:
 def test_counters_that_began_anew_and_rounds_without_a_window_tell_nothing() -> None:
     restarted = (sample(0.0, 500.0, 0.0), sample(20.0, 10.0, 0.0), sample(30.0, 20.0, 0.0))
     found = co_serving_figures(
-        [Round((record(0.0), record(25.0)), token_samples=restarted)], (), {}
+        [Round((record(0.0), record(25.0)), token_samples=restarted)], (), {}, PROMISED
     )
     assert found["processed_tokens_per_s"] is None
-    empty = co_serving_figures([Round(())], (), {})
+    empty = co_serving_figures([Round(())], (), {}, PROMISED)
     assert empty["processed_tokens_per_s"] is None
     assert empty["classes"]["online"]["ttft_s"]["p99"] is None
+
+
+def test_what_was_promised_is_counted_over_all_online_requests_of_the_windows() -> None:
+    refused = without_token(30.0, 30.01, RequestOutcome.REJECTED, "no place")
+    slow_first, slow_tokens = record(20.0, first_s=2.1), record(21.0, gap_s=0.6)
+    records = (record(0.0, first_s=9.0), slow_first, slow_tokens, record(22.0), refused)
+    found = co_serving_figures([Round((*records, record(55.0)))], (), {}, PROMISED)
+    online = found["classes"]["online"]
+    # Of five, one got nothing and one each missed a target.
+    assert online["slo_attainment"] == pytest.approx({"ttft": 0.6, "tpot": 0.6, "token_group": 0.6})
+    assert online["goodput_requests_per_s"] == pytest.approx(2 / 40)
+
+
+def test_a_longer_lead_makes_a_shorter_window() -> None:
+    records = (record(0.0), record(20.0), record(45.0), record(50.0))
+    found = co_serving_figures([Round(records)], (), {}, PROMISED, window_from_s=40.0)
+    assert (found["sent"], found["window_s"]) == (2, pytest.approx(10.0))
+
+
+def test_batch_requests_count_where_they_end() -> None:
+    due_s = (2.0, 14.0, 20.0, 30.0, 54.0)
+    ended = [record(one, 1.0, 3, slo_class=BATCH_CLASS) for one in due_s]
+    broken = without_token(20.0, 41.0, RequestOutcome.FAILED, "the stream ended early")
+    rounds = [Round((record(0.0), *ended, replace(broken, slo_class=BATCH_CLASS), record(55.0)))]
+    batch = co_serving_figures(rounds, (), {}, PROMISED)["classes"]["batch"]
+    # The window is from 15 s to 55 s; the first one ended before it, the last one after it.
+    assert batch["throughput_requests_per_s"] == pytest.approx(3 / 40)
+    assert batch["throughput_tokens_per_s"] == pytest.approx(9 / 40)
+
+
+def test_a_request_that_was_cut_off_counts_by_what_it_had_got() -> None:
+    def cut_off(end_s: float, *tokens_s: float) -> SentRequest:
+        one = without_token(20.0, end_s, RequestOutcome.FAILED, UNFINISHED)
+        return replace(one, token_times_s=tuple(FROM_S + time_s for time_s in tokens_s))
+
+    assert kept_of(cut_off(21.6, 21.0, 21.4), PROMISED) == (True, True, 1.0)
+    # Nothing for a second after a group that was in time.
+    assert kept_of(cut_off(22.9, 21.0, 21.4, 21.8), PROMISED) == (True, False, 0.5)
+    assert kept_of(cut_off(24.1, 24.0), PROMISED) == (False, True, 1.0)
+    assert kept_of(cut_off(60.0), PROMISED) == (False, False, 0.0)
+    broken = replace(cut_off(21.6, 21.0, 21.4), error="the stream ended early")
+    assert kept_of(broken, PROMISED) == (False, False, 0.0)
+    assert kept_of(record(20.0, tokens=1), PROMISED) == (True, True, 1.0)

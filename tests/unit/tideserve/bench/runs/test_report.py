@@ -175,3 +175,30 @@ def test_a_co_serving_result_has_classes_and_bars(plan: BenchPlan) -> None:
     show(result, Console(file=output, width=120))
     text = output.getvalue()
     assert text.index("TTFT P99.9") < text.index("online requests beside batch work")
+
+
+def test_a_real_time_result_is_judged_by_the_load_of_its_name(plan: BenchPlan) -> None:
+    """The other loads of a full run are shown without bars."""
+    plan = replace(plan, scenario=find_scenario("realtime"), choice=LoadChoice(paced=True))
+    plan = replace(plan, deployment=replace(plan.deployment, paced="A100-40G-7B"))
+    found = RunOutcomes()
+    fast, slow = measured(0.1), measured(20.0)
+    found.rounds = {
+        "realtime": {"fcfs@A100-40G-7B": [slow], "slo@A100-40G-7B": [fast]},
+        "realtime-lower": {"fcfs@A100-40G-7B": [fast], "slo@A100-40G-7B": [fast]},
+    }
+    result = result_of(plan, found)
+    attained = {
+        name: one["systems"]["fcfs@A100-40G-7B"]["classes"]["online"]["slo_attainment"]
+        for name, one in result["scenarios"].items()
+    }
+    assert set(attained["realtime"]) == {"ttft", "tpot", "token_group", *map(str, plan.targets)}
+    first, *_ = result["co_serving"]["bars"]
+    assert (first["system"], first["what"]) == ("fcfs", "attainment of first tokens")
+    assert first["value"] == attained["realtime"]["ttft"]
+    output = io.StringIO()
+    show(result, Console(file=output, width=160))
+    text = output.getvalue()
+    assert "realtime-lower: online requests beside batch work (× fcfs)" in text
+    assert text.count("attainment of first tokens / that of fcfs") == 1
+    assert "first tokens in time" in text and "harvested share" not in text

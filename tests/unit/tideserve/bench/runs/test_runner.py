@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 
 from tideserve.bench.client import Job
-from tideserve.bench.co_serving.bars import OnlineTargets
+from tideserve.bench.co_serving.bars import judge
+from tideserve.bench.co_serving.judging import OnlineTargets
+from tideserve.bench.co_serving.online_load import OnlineLoad
 from tideserve.bench.record import RequestOutcome, SentRequest
 from tideserve.bench.runs import runner, sampler
 from tideserve.bench.runs.runner import BenchPlan, Runner
-from tideserve.bench.scenarios.scenario import Case, LoadChoice, Scenario
+from tideserve.bench.scenarios.scenario import Case, CoServing, LoadChoice, Scenario
 from tideserve.bench.systems.system import Counters, Deployment, Say
 from tideserve.bench.workload import Backlog, fixed
 
@@ -158,7 +160,7 @@ def test_co_serving_systems_get_the_backlog_and_a_paced_run_has_no_unpaced_ones(
 
     monkeypatch.setattr(runner, "run_job", run_job)
     monkeypatch.setattr(runner, "make_system", make)
-    backlog = Backlog(3, 8, 2, seed=7)
+    backlog = Backlog(3, (8, 8), (2, 2), seed=7)
     case = Case("one", lambda turn: LOAD, None, 1, 1, backlog=lambda turn: backlog)
     scenario = Scenario(
         "one",
@@ -167,7 +169,9 @@ def test_co_serving_systems_get_the_backlog_and_a_paced_run_has_no_unpaced_ones(
         "1GiB",
         lambda choice: [case],
         rounds=lambda quick: 1,
-        online_targets=lambda choice: OnlineTargets(1.0, 1.0),
+        co_serving=CoServing(
+            lambda choice: OnlineLoad(1.0, OnlineTargets(1.0, 1.0), 1.0, 1.0), judge
+        ),
     )
     deployment = Deployment(tmp_path, "m", tmp_path, workers=1, memory_bytes=1, paced="A100-14B")
     plan = BenchPlan(scenario, LoadChoice(), ("online-only", "slo"), deployment, ())
