@@ -143,6 +143,22 @@ async def test_a_backlog_runs_beside_the_open_loop_and_ends_with_it() -> None:
         assert sum(r.sent_s <= moment < r.end_s for r in batch) <= backlog.clients
 
 
+async def test_a_backlog_in_batches_sends_the_next_one_when_the_last_has_ended() -> None:
+    backlog = Backlog(3, (4, 4), (2, 2), seed=1, in_batches=True)
+    with fake_openai({1: "silent"}) as server:
+        client = LoadClient(job([server.url], [request(1)], backlog=backlog))
+        running = asyncio.create_task(client.run())
+        while len(client.records) < 9 and not running.done():
+            await asyncio.wait((running,), timeout=0.01)
+        server.ending.set()
+        await running
+    batch = [record for record in client.records if record.slo_class == "batch"]
+    batch.sort(key=lambda record: record.due_s)
+    for number in range(3, 9):
+        begin = number // 3 * 3
+        assert batch[number].due_s >= max(one.end_s for one in batch[begin - 3 : begin])
+
+
 async def test_what_runs_of_a_backlog_at_the_end_is_no_failure() -> None:
     backlog = Backlog(clients=2, prompt_tokens=(4, 4), output_tokens=(2, 2), seed=1)
     silent: dict[int, int | str] = {

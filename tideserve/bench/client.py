@@ -113,6 +113,8 @@ class LoadClient:
     ) -> None:
         await asyncio.sleep(max(0.0, start_s - monotonic_s()))
         numbers = itertools.count(len(first))
+        if backlog.in_batches:
+            await self._send_batches(backlog, first, numbers)
         async with asyncio.TaskGroup() as tasks:
             for request in first:
                 tasks.create_task(self._send_without_end(backlog, request, numbers))
@@ -121,14 +123,32 @@ class LoadClient:
         self, backlog: Backlog, request: PlannedRequest, numbers: Iterator[int]
     ) -> None:
         target = next(self._turn)
-        # The job ends before that: what then runs is no failure.
-        end_s = monotonic_s() + 2 * self._job.timeout_s
         while True:
-            outcome = await self._send(request, target, monotonic_s(), end_s)
-            self._of_backlog += 1
-            if outcome is not RequestOutcome.COMPLETED:
+            if await self._send_beside(request, target) is not RequestOutcome.COMPLETED:
                 await asyncio.sleep(FAILURE_PAUSE_S)
             request = backlog.request(next(numbers))
+
+    async def _send_batches(
+        self, backlog: Backlog, batch: Sequence[PlannedRequest], numbers: Iterator[int]
+    ) -> None:
+        while True:
+            sent = [self._send_beside(request, next(self._turn)) for request in batch]
+            outcomes = asyncio.gather(*sent)
+            coming = []
+            for number in itertools.islice(numbers, backlog.clients):
+                coming.append(backlog.request(number))
+                await asyncio.sleep(0)  # tokens that come meanwhile are not stamped late
+            if any(one is not RequestOutcome.COMPLETED for one in await outcomes):
+                await asyncio.sleep(FAILURE_PAUSE_S)
+            batch = coming
+
+    async def _send_beside(self, request: PlannedRequest, target: int) -> RequestOutcome:
+        """Send a request of the backlog."""
+        # The job ends before that: what then runs is no failure.
+        end_s = monotonic_s() + 2 * self._job.timeout_s
+        outcome = await self._send(request, target, monotonic_s(), end_s)
+        self._of_backlog += 1
+        return outcome
 
     async def _send_one_by_one(
         self, waiting: Iterator[tuple[int, PlannedRequest]], target: int, end_s: float

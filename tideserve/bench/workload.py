@@ -40,13 +40,15 @@ class Backlog:
     """Batch requests without end, from `clients` clients with one at a time each.
 
     No prompt begins as another one of any `seed`. Lengths are uniform, from the first number to the
-    second one: of two equal ones all requests have that length.
+    second one: of two equal ones all requests have that length. `in_batches`: all clients send
+    their next request when the last of them has ended, not each when its own has.
     """
 
     clients: int
     prompt_tokens: tuple[int, int]
     output_tokens: tuple[int, int]
     seed: int
+    in_batches: bool = False
 
     def request(self, number: int) -> PlannedRequest:
         """The request of that number, always the same."""
@@ -59,6 +61,7 @@ class Backlog:
         return (
             f"{self.clients} clients with batch requests of {_span(self.prompt_tokens)} prompt and"
             f" {_span(self.output_tokens)} output tokens, without end"
+            + (", the next ones when all have ended" if self.in_batches else "")
         )
 
 

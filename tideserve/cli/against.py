@@ -392,7 +392,8 @@ def _workload(measured: Measured, made: Requests, turn: int) -> Workload:
         backlog = case.backlog(turn)
         requests = (_arrival(backlog.request(number)) for number in count())
         clients = backlog.clients if serves_batch(measured.system) else 0
-        return CoServed(OpenLoop(arrivals), ClosedLoop(requests, clients), measured.window_from_s)
+        batch = ClosedLoop(requests, clients, in_batches=backlog.in_batches)
+        return CoServed(OpenLoop(arrivals), batch, measured.window_from_s)
     if case.concurrency is None:
         return OpenLoop(arrivals)
     return ClosedLoop(iter(arrivals), case.concurrency)

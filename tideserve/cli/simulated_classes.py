@@ -5,8 +5,9 @@ and `token_group`. With `targets_of`, a system of the file, the targets of those
 P99 time to first token and the P99 gap between tokens that its requests had (ConServe §6.2).
 
 `batch` is a backlog of batch requests beside `workload`, which never runs empty: so many `clients`
-send one after another. Their `prompt` and `output` are tokens, or `least` and `most` of a uniform
-distribution. Tokens that workers process count from `window_from_s` on.
+send one after another; with `in_batches`, each sends its next request when those of all have ended.
+Their `prompt` and `output` are tokens, or `least` and `most` of a uniform distribution. Tokens that
+workers process count from `window_from_s` on.
 
 `systems` compares what differs in some keys, or in keys of sections, under the same load. `loads`
 has them serve one load after the other, each with some keys of `workload` of its own.
@@ -57,6 +58,7 @@ class _Backlog:
     prompt: dict[str, Any] | int
     output: dict[str, Any] | int
     window_from_s: float = number(15.0, minimum=0, maximum=SECONDS_MAX)
+    in_batches: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +104,8 @@ def with_classes(
     section = from_mapping(_Backlog, batch, source)
     prompt, output = _span(section.prompt, source), _span(section.output, source)
     backlog = _backlog(prompt, output, Random(f"batch {seed}"))
-    return CoServed(load, ClosedLoop(backlog, section.clients), section.window_from_s)
+    clients = ClosedLoop(backlog, section.clients, in_batches=section.in_batches)
+    return CoServed(load, clients, section.window_from_s)
 
 
 def _backlog(prompt: UniformLength, output: UniformLength, rng: Random) -> Iterator[Arrival]:

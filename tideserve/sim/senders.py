@@ -23,6 +23,7 @@ class Senders:
         self._over = over
         self._open: OpenLoop | None = None
         self._closed: ClosedLoop | None = None
+        self._running = 0
         match workload:
             case OpenLoop():
                 self._open = workload
@@ -36,12 +37,24 @@ class Senders:
         if self._open is not None:
             self._plan_arrival(iter(self._open.arrivals))
         if self._closed is not None:
-            for _ in range(self._closed.concurrency):
-                self._simulation.at(0.0, self._send_next)
+            self._send_all(self._closed, 0.0)
 
     def note_end(self, end_s: float) -> None:
         """A client of the closed loop learns at `end_s` that its request has ended."""
-        self._simulation.at(end_s, self._send_next)
+        loop = self._closed
+        assert loop is not None
+        if not loop.in_batches:
+            self._simulation.at(end_s, self._send_next)
+            return
+        self._running -= 1
+        if not self._running:
+            self._send_all(loop, end_s)
+
+    def _send_all(self, loop: ClosedLoop, time_s: float) -> None:
+        """Have every client of the loop send its next request."""
+        self._running = loop.concurrency
+        for _ in range(loop.concurrency):
+            self._simulation.at(time_s, self._send_next)
 
     def _plan_arrival(self, arrivals: Iterator[Arrival]) -> None:
         arrival = next(arrivals, None)

@@ -85,11 +85,13 @@ class ClosedLoop:
     """`concurrency` clients, each of which sends its next request when the last has ended.
 
     They take one after another from `requests`; no client starts one after `duration_s`.
+    `in_batches`: each sends its next request when those of all have ended.
     """
 
     requests: Iterator[Arrival]
     concurrency: int
     duration_s: float = math.inf
+    in_batches: bool = False
 
     @property
     def shares_prefixes(self) -> bool:

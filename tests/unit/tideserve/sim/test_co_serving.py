@@ -190,8 +190,11 @@ def test_what_was_promised_is_told_of_requests_of_the_window() -> None:
     kept = {name: one["online"]["slo_attainment"] for name, one in found.items()}
     assert kept["fcfs"]["ttft"] < 0.2 < 0.95 < kept["slo"]["ttft"]
     # 0.07 s a token hold over four of them more often than for each.
-    alone = run("slo", load(11, 60))["classes"]["online"]["slo_attainment"]
-    assert alone["token_group"] < kept["slo"]["token_group"]
+    by_four, by_one = (
+        run("priority", one)["classes"]["online"]["slo_attainment"]["token_group"]
+        for one in (workload, load(11, 60))
+    )
+    assert by_one != by_four
     good = found["slo"]["online"]["goodput_requests_per_s"]
     window_s = workload.window_s[1] - workload.window_s[0]
     assert good <= found["slo"]["online"]["sent"] / window_s
@@ -206,3 +209,14 @@ def test_batch_requests_a_second_are_those_that_end_in_the_window() -> None:
     batch = figures(outcomes)["classes"]["batch"]
     assert 0 < len(ended) < batch["completed"]
     assert batch["throughput_requests_per_s"] == pytest.approx(len(ended) / (end_s - begin_s))
+
+
+def test_batches_are_sent_when_the_last_one_has_ended() -> None:
+    workload = load(13, 6)
+    together = replace(workload, batch=replace(workload.batch, in_batches=True))
+    records = Cluster(spec("slo"), DEVICE, together).run().records
+    batch = [one for one in records if not one.service.online]
+    assert len(batch) > 24
+    for begin in range(6, len(batch) - 5, 6):
+        times_s = {one.sent_s for one in batch[begin : begin + 6]}
+        assert times_s == {max(one.end_s for one in batch[begin - 6 : begin])}

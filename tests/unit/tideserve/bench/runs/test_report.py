@@ -179,10 +179,12 @@ def test_a_co_serving_result_has_classes_and_bars(plan: BenchPlan) -> None:
 
 def test_a_real_time_result_is_judged_by_the_load_of_its_name(plan: BenchPlan) -> None:
     """The other loads of a full run are shown without bars."""
-    plan = replace(plan, scenario=find_scenario("realtime"), choice=LoadChoice(paced=True))
+    plan = replace(
+        plan, scenario=find_scenario("realtime"), choice=LoadChoice(paced=True, slowdown=0.1)
+    )
     plan = replace(plan, deployment=replace(plan.deployment, paced="A100-40G-7B"))
     found = RunOutcomes()
-    fast, slow = measured(0.1), measured(20.0)
+    fast, slow = measured(0.03), measured(20.0)
     found.rounds = {
         "realtime": {"fcfs@A100-40G-7B": [slow], "slo@A100-40G-7B": [fast]},
         "realtime-lower": {"fcfs@A100-40G-7B": [fast], "slo@A100-40G-7B": [fast]},
@@ -192,7 +194,8 @@ def test_a_real_time_result_is_judged_by_the_load_of_its_name(plan: BenchPlan) -
         name: one["systems"]["fcfs@A100-40G-7B"]["classes"]["online"]["slo_attainment"]
         for name, one in result["scenarios"].items()
     }
-    assert set(attained["realtime"]) == {"ttft", "tpot", "token_group", *map(str, plan.targets)}
+    assert {"ttft", "tpot", "token_group"} <= attained["realtime"].keys()
+    assert (attained["realtime"]["ttft"], attained["realtime-lower"]["ttft"]) == (0.0, 1.0)
     first, *_ = result["co_serving"]["bars"]
     assert (first["system"], first["what"]) == ("fcfs", "attainment of first tokens")
     assert first["value"] == attained["realtime"]["ttft"]
