@@ -189,12 +189,7 @@ def test_what_was_promised_is_told_of_requests_of_the_window() -> None:
     found = {name: run(name, workload)["classes"] for name in ("fcfs", "slo")}
     kept = {name: one["online"]["slo_attainment"] for name, one in found.items()}
     assert kept["fcfs"]["ttft"] < 0.2 < 0.95 < kept["slo"]["ttft"]
-    # 0.07 s a token hold over four of them more often than for each.
-    by_four, by_one = (
-        run("priority", one)["classes"]["online"]["slo_attainment"]["token_group"]
-        for one in (workload, load(11, 60))
-    )
-    assert by_one != by_four
+    assert kept["slo"]["token_group"] > 0.95
     good = found["slo"]["online"]["goodput_requests_per_s"]
     window_s = workload.window_s[1] - workload.window_s[0]
     assert good <= found["slo"]["online"]["sent"] / window_s
