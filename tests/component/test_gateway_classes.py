@@ -9,6 +9,8 @@ import grpc.aio
 import pytest
 
 from services.common.etcd import Store
+from services.common.membership import WORKERS
+from tests.support.control_plane import registered, worker_record
 from tests.support.exposition import samples, value
 from tests.support.gateway import Case, gateway_case
 from tests.support.waiting import eventually
@@ -99,3 +101,21 @@ async def test_batch_requests_have_a_time_of_their_own(
         assert not other.done()
         worker.go.set()
         assert (await other).status_code == 200
+
+
+async def test_the_status_says_that_workers_have_another_scheduling(
+    store: Store, tmp_path: Path
+) -> None:
+    """The fake scheduler has slo, and the fake workers do not tell theirs."""
+    other = worker_record("other", scheduling="priority")
+    async with gateway_case(store, tmp_path / "model") as case:
+
+        async def errors() -> list[str]:
+            status = (await case.admin.get("/tideserve/v1/status")).json()
+            return list(status.get("errors", []))
+
+        assert await errors() == []
+        async with registered(store, f"{WORKERS}other", other):
+            await eventually(errors)
+            (error,) = await errors()
+            assert "scheduling slo, but workers with priority (other)" in error

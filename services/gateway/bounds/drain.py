@@ -33,7 +33,9 @@ class Drain:
     """Admits requests to the gateway until it drains.
 
     At most `batch_inflight_max` of the `inflight_max` places are for requests of class `batch`,
-    which may wait for hours, so that they never keep online ones out. The gateway stops in two steps. First it says that it leaves, so that load balancers send
+    which may wait for hours, so that they never keep online ones out.
+
+    The gateway stops in two steps. First it says that it leaves, so that load balancers send
     requests elsewhere, and still takes requests; then it drains.
     """
 

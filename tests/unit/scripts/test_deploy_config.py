@@ -59,6 +59,18 @@ def test_a_worker_tells_its_zone_and_node(objects):
         assert names.index(name) < names.index("TIDESERVE__LOCATION"), "or it is not expanded"
 
 
+def test_scheduler_and_workers_are_told_one_scheduling(objects):
+    known = {identity(one): one for one in objects}
+    known["ConfigMap/tideserve-scheduling"]["data"]["SCHEDULING"] = "slo"
+    for service in ("scheduler", "worker"):
+        config = read_config(service, environment_of(container(objects, service), known))
+        assert config.scheduling == "slo"
+    text = yaml.safe_load((ROOT / "compose.yaml").read_text())["services"]
+    told = {name: text[name]["environment"].get("TIDESERVE__SCHEDULING") for name in CONFIGS}
+    assert told["scheduler"] == told["worker"] == "${SCHEDULING:-fcfs}"
+    assert told["gateway"] is told["memmgr"] is None
+
+
 def test_a_variable_that_is_none_is_found(objects):
     container(objects, "worker")["env"].append({"name": "TIDESERVE__MEMROY_BYTES", "value": "1"})
     assert "did you mean TIDESERVE__MEMORY_BYTES" in check_objects(objects, VERSION)[0]

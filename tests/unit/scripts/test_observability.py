@@ -149,6 +149,23 @@ def test_boards_ask_for_metrics_that_there_are(board: boards.Board) -> None:
             assert asked and asked <= known, (panel.title, asked - known)
 
 
+def test_what_has_a_class_is_summed_over_no_classes_but_those_that_are_named() -> None:
+    """A sum over all would show the times of batch work, for which nobody waits."""
+    classed = re.compile(
+        r"vllm:(time_to_first_token|inter_token_latency|admission_rejections)"
+        r"|tideserve_(gateway_slo|scheduler_class|scheduler_oldest)_"
+    )
+    found = 0
+    queries = [
+        query for board in boards.BOARDS for one in board.panels for query in one.queries.values()
+    ]
+    for query in [*queries, *(rule["expr"] for rule in ALERTS.values())]:
+        if classed.search(query):
+            found += 1
+            assert re.search(r"by \([^)]*\bclass\b[^)]*\)", query) or 'class!="batch"' in query
+    assert found > 10
+
+
 @pytest.mark.parametrize("board", boards.BOARDS, ids=lambda board: board.name)
 def test_panels_do_not_overlap(board: boards.Board) -> None:
     panels = json.loads(boards.board_json(board))["panels"]

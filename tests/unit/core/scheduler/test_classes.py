@@ -22,7 +22,7 @@ from services.core.scheduler.vocabulary import (
     ShortfallsTold,
     Ticked,
 )
-from services.core.service import Service, ServiceClass
+from services.core.service import NO_PROMISE, Service, ServiceClass
 from tests.unit.core.scheduler.test_state import Scheduler, assigned, refusal
 
 BATCH = Service(ServiceClass.BATCH)
@@ -240,7 +240,7 @@ def test_a_full_queue_refuses_batch_then_standard_and_the_newest_first() -> None
     assert scheduler.state.snapshot(9.0).queued == 3
 
 
-def of(tenant: str, service: Service = Service()) -> Service:
+def of(tenant: str, service: Service = NO_PROMISE) -> Service:
     return replace(service, tenant=tenant)
 
 
