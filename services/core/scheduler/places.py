@@ -1,4 +1,4 @@
-"""Whose request leaves a full queue so that another one gets its place.
+"""The places of a full queue: which request leaves it, so that another one gets its place.
 
 Owners of keys (tenants) have fair shares of the places, by count: a newcomer takes the place of
 another tenant's request only while that tenant has at least two more than its own. So a flood of

@@ -11,7 +11,7 @@ from services.gateway.bounds.turnover import Turnover
 from services.gateway.vocabulary.errors import QueueFull, ShuttingDown
 
 
-class Place:
+class RequestPlace:
     """One request in the gateway, of which the class is known only once its body is read."""
 
     def __init__(self, drain: "Drain") -> None:
@@ -61,7 +61,7 @@ class Drain:
         return self.began.is_set()
 
     @contextlib.contextmanager
-    def enter(self) -> Iterator[Place]:
+    def enter(self) -> Iterator[RequestPlace]:
         """Count one request in, and out at the end; its place is to be told its class.
 
         Raises:
@@ -77,7 +77,7 @@ class Drain:
             )
         self.inflight += 1
         self._empty.clear()
-        place = Place(self)
+        place = RequestPlace(self)
         try:
             yield place
         finally:

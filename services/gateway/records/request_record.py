@@ -11,7 +11,7 @@ from typing import Any
 
 from services.common.tracing import SpanLink, TraceContext
 from services.core.service import ServiceClass
-from services.gateway.bounds.drain import Place
+from services.gateway.bounds.drain import RequestPlace
 from services.gateway.keys.principal import ANYONE, Principal
 from services.gateway.keys.quotas import Headers, QuotaLease, Quotas
 from services.gateway.vocabulary.errors import GatewayError
@@ -135,7 +135,7 @@ class RequestRecord:
     quotas: Quotas | None = None
     quota: QuotaLease | None = None
     promise: Mapping[str, str] = field(default_factory=dict)
-    place: Place | None = None
+    place: RequestPlace | None = None
     service_class: ServiceClass | None = None
     warnings: tuple[str, ...] = ()
     grpc_code: str | None = None
