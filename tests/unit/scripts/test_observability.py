@@ -126,6 +126,15 @@ def test_alerts_ask_for_metrics_that_there_are() -> None:
         assert {one for one in asked - known if not FOREIGN.fullmatch(one)} == set(), name
 
 
+def test_the_autoscaler_adds_no_workers_for_batch_work() -> None:
+    path = ROOT / "deploy" / "components" / "keda" / "scaled_object.yaml"
+    triggers = yaml.safe_load(path.read_text())["spec"]["triggers"]
+    queries = {one["name"]: one["metadata"]["query"] for one in triggers}
+    assert all(names_in(one) <= sample_names() for one in queries.values())
+    assert 'class!="batch"' in queries["queue"]
+    assert "tideserve_worker_kv_blocks_batch" in queries["cache"]
+
+
 def test_every_alert_has_a_case_in_which_it_fires_and_one_in_which_it_does_not(
     tmp_path: Path,
 ) -> None:
