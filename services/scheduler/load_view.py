@@ -27,7 +27,7 @@ class LoadView:
         """`scheduling`: what this scheduler was told; workers that were told another are logged."""
         self._apply = apply
         self._scheduling = scheduling
-        self._fault: str | None = None
+        self._differs = False
         self._groups = Directory(store, GROUPS, record_pb2.GroupRecord, self._refresh)
         self._workers = Directory(store, WORKERS, record_pb2.WorkerRecord, self._refresh)
         self._serving: dict[str, ServingGroup] = {}
@@ -64,8 +64,8 @@ class LoadView:
         self._serving = serving
 
     def _compare(self) -> None:
-        """Say once what is wrong with the workers' `scheduling`, and again when that changes."""
+        """Say what is wrong with the workers' `scheduling`, once until all agree again."""
         fault = scheduling_fault(self._scheduling, self._workers.records.values())
-        if fault is not None and fault != self._fault:
+        if fault is not None and not self._differs:
             log.warning("%s", fault)
-        self._fault = fault
+        self._differs = fault is not None

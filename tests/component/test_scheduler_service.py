@@ -82,7 +82,7 @@ async def test_workers_with_another_scheduling_are_told_once(
         ]
 
     alike, other = worker_record("w0", scheduling="slo"), worker_record("w1", scheduling="fcfs")
-    third = worker_record("w2", scheduling="slo")
+    third = worker_record("w2", scheduling="priority")
     async with scheduler(store, scheduling="slo") as address:
         entries = await store.list_prefix(f"{SERVICES}scheduler/")
         (record,) = (

@@ -162,8 +162,9 @@ def _differing(workers: Sequence[record_pb2.WorkerRecord]) -> Iterator[Finding]:
 
 def _scheduling(records: RegisteredRecords) -> list[Finding]:
     """Workers that were told another `scheduling` than a scheduler."""
-    told = sorted({one.scheduling for one in records.services if one.name == "scheduler"})
-    if len(set(filter(None, told))) > 1:
+    schedulers = (one for one in records.services if one.name == "scheduler")
+    told = sorted({one.scheduling for one in schedulers if one.scheduling})
+    if len(told) > 1:
         return [
             CHECK.failure(
                 f"schedulers run with scheduling {' and '.join(told)}; set the same for all"
