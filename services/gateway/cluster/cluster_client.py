@@ -66,9 +66,9 @@ class ClusterClient:
         """Workers, groups and decisions; None is a memory manager that does not answer."""
         records = {worker.worker_id: worker for worker in self._view.workers()}
         rows = cluster_rows(cluster or ClusterStatus((), ()), records)
-        silent = SILENT if cluster is None else None
-        errors = [one for one in (silent, self._view.scheduling_fault()) if one is not None]
-        return rows | {"errors": errors} if errors else rows
+        if (fault := self._view.scheduling_fault()) is not None:
+            rows |= {"warnings": [fault]}
+        return rows if cluster is not None else rows | {"errors": [SILENT]}
 
     async def services(self) -> list[dict[str, Any]]:
         """A row for each service instance and worker."""
