@@ -226,7 +226,7 @@ def test_a_tenant_with_many_requests_leaves_the_others_their_share(seed: int) ->
 
 @pytest.mark.parametrize("seed", range(6))
 def test_owners_share_the_places_of_a_full_queue(seed: int) -> None:
-    """Who is refused had its share, or is a batch request that made way for an online one."""
+    """An owner that is refused has its share, or its batch request made way for an online one."""
     rng = Random(seed)
     rules = ClassRules(Scheduling.SLO, batch_queue_limit=rng.choice([4, 12, 40]))
     state = SchedulerState(20, 1e6, rules=rules)
