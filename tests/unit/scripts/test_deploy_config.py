@@ -15,6 +15,7 @@ from deploy_config import (
 from deploy_objects import CPU_OVERLAY, ROOT, ToolMissing, Variant, build, build_variant, identity
 
 from services.common.errors import ConfigError
+from services.core.line_order import Scheduling
 
 VERSION = "0.1.0"
 
@@ -69,6 +70,9 @@ def test_scheduler_and_workers_are_told_one_scheduling(objects):
     told = {name: text[name]["environment"].get("TIDESERVE__SCHEDULING") for name in CONFIGS}
     assert told["scheduler"] == told["worker"] == "${SCHEDULING:-fcfs}"
     assert told["gateway"] is told["memmgr"] is None
+    parameters = yaml.safe_load((ROOT / "deploy" / "helm" / "parameters.yaml").read_text())
+    (chart,) = (one for one in parameters if one["value"] == "scheduling")
+    assert chart["schema"]["enum"] == list(Scheduling)
 
 
 def test_a_variable_that_is_none_is_found(objects):
