@@ -1,4 +1,6 @@
-"""The planner of `scheduling: bros`: packing as BROS prints it (§4.2, Algorithm 1).
+"""The planner of `scheduling: bros`: BROS's packing as printed (BROS §4.2).
+
+The comments name lines of its Algorithm 1.
 
 Online requests, those that run and those that wait together, go by their residual time, as long as
 the iteration ends within the least one. Batch requests follow, oldest first: swapped KV, by which
