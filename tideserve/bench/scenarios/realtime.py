@@ -119,7 +119,7 @@ SCENARIO = Scenario(
     summary="real-time requests with targets beside best-effort ones: targets met, and their cost",
     systems=("fcfs", "priority", "round-robin", "slo", "vllm-priority"),
     memory="1GiB",
-    paced_systems=("fcfs", "priority", "round-robin", "slo"),
+    paced_systems=("fcfs", "priority", "round-robin", "bros", "waiting-time", "slo"),
     paced_memory="42MiB",
     cases=cases,
     # One that is long enough for the load to be the same from its window's begin to its end.

@@ -63,15 +63,26 @@ SCHEDULINGS: Mapping[str, Scheduled] = {
         "iterations of online and of batch requests in turn",
         lambda workers: {"scheduling": "round_robin"},
     ),
+    "bros": Scheduled(
+        "deadlines and batch work as BROS prints them", lambda workers: {"scheduling": "bros"}
+    ),
+    "waiting-time": Scheduled(
+        "whoever has waited longest since its last token",
+        lambda workers: {"scheduling": "waiting_time"},
+    ),
     "reserved": Scheduled("half of the groups take batch requests only", _divided),
 }
 """By name. `priority-256` is a system with iterations of up to 256 tokens."""
 SUFFIXES: Mapping[str, Options] = {
     "preempting": {"preempt": "always"},
+    "packing": {"worker": {"packing": True}},
+    "slots": {"worker": {"adaptive_slots": True}},
+    "victims": {"worker": {"victims": "slack"}},
     "groups": {"gateway": {"classes": {"interactive": {"token_group": 1}}}},
 }
 """Options that a suffix changes. `-preempting` lets online requests interrupt iterations of batch
-work alone; `-groups` has a deadline for each token instead of each group of tokens."""
+work alone; `-packing`, `-slots` and `-victims` are parts of BROS that are off by default; `-groups`
+has a deadline for each token instead of each group of tokens."""
 
 
 def scheduling_of(name: str) -> tuple[str, Sequence[str]] | None:

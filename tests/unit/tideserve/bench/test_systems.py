@@ -78,9 +78,10 @@ def deployment(tmp_path: Path) -> Deployment:
     [
         (
             ["what"],
-            "unknown system 'what'; there are tideserve, drop, recompute, eager, fcfs, online-only,"
-            " priority, reserved, round-robin, slo, slo-full, slo-half, slo-quarter, vllm and"
-            " name=URL",
+            "unknown system 'what'; there are tideserve, drop, recompute, bros, eager, fcfs,"
+            " online-only,"
+            " priority, reserved, round-robin, slo, slo-full, slo-half, slo-quarter,"
+            " waiting-time, vllm and name=URL",
         ),
         (["tideserve-tides"], "no mechanism 'tides' to switch off; there are ample, exchange"),
         (["mine=ftp://x"], "'mine=ftp://x' is not of the form name=http://host:port"),
@@ -141,6 +142,8 @@ def test_systems_that_differ_in_scheduling(deployment: Deployment) -> None:
         "slo-half": {"scheduling": "slo", "harvest": 0.5},
         "slo-quarter": {"scheduling": "slo", "harvest": 0.25},
         "round-robin": {"scheduling": "round_robin"},
+        "bros": {"scheduling": "bros"},
+        "waiting-time": {"scheduling": "waiting_time"},
         "reserved": {"scheduling": "priority", "scheduler": {"batch_groups": 1}},
     }
     check_names(list(names))
@@ -173,6 +176,16 @@ def test_a_suffix_changes_one_option_of_a_section_and_leaves_the_others(
     assert plain.options()["gateway"] == chosen["gateway"]
     expected = {"classes": {"interactive": interactive | {"token_group": 1}}, "inflight_max": 9}
     assert groups.options() == plain.options() | {"gateway": expected}
+    for suffix, own in (
+        ("packing", {"packing": True}),
+        ("slots", {"adaptive_slots": True}),
+        ("victims", {"victims": "slack"}),
+    ):
+        switched = make_system(f"slo-{suffix}", deployment)
+        assert isinstance(switched, Tideserve)
+        worker = plain.options()["worker"] | own
+        assert switched.options() == plain.options() | {"worker": worker}
+        read_options(None, {"worker": own})  # `tideserve up` takes it
 
 
 def test_reserved_needs_a_group_for_each_kind(deployment: Deployment) -> None:
