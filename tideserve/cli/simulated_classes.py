@@ -54,9 +54,9 @@ class ServiceSection:
 
 @dataclass(frozen=True, slots=True)
 class _Backlog:
-    clients: int = number(minimum=0, maximum=100_000)
     prompt: dict[str, Any] | int
     output: dict[str, Any] | int
+    clients: int = number(minimum=0, maximum=100_000)
     window_from_s: float = number(15.0, minimum=0, maximum=SECONDS_MAX)
     in_batches: bool = False
 

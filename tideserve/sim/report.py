@@ -202,11 +202,12 @@ def kept_of(record: Record, now_s: float) -> Kept:
     since.
     """
     service = record.service
-    promised = service.ttft_s is not None, service.tpot_s is not None
     if math.isnan(record.first_s) or record.outcome is Outcome.REJECTED:
-        broken = zip(promised, NOTHING_KEPT, strict=False)
-        ttft, tpot = (kept if told else None for told, kept in broken)
-        return Kept(ttft, tpot, NOTHING_KEPT.token_group if promised[1] else None)
+        return Kept(
+            None if service.ttft_s is None else NOTHING_KEPT.ttft,
+            None if service.tpot_s is None else NOTHING_KEPT.tpot,
+            None if service.tpot_s is None else NOTHING_KEPT.token_group,
+        )
     first = None if service.ttft_s is None else record.ttft_s <= service.ttft_s
     groups, tpot_s = record.groups, record.tpot_s or 0.0
     if service.tpot_s is None or groups is None:

@@ -55,8 +55,9 @@ def show(result: Mapping[str, Any], console: Console) -> None:
 
 def _show_co_serving(result: Mapping[str, Any], console: Console) -> None:
     """The tables of each load; the bars are those of the load that is called as the scenario."""
-    verdict = result.get("co_serving")
-    for section in sections(result) if verdict else ():
+    if (verdict := result.get("co_serving")) is None:
+        return
+    for section in sections(result):
         judged = section["scenario"] == result["scenario"]
         shown = verdict if judged else verdict | {"bars": [], "notes": []}
         show_co_serving(section["scenario"], section["systems"], shown, console)
