@@ -22,7 +22,7 @@ class Kept(NamedTuple):
 
 
 NOTHING_KEPT = Kept(False, False, 0.0)
-"""Of a request without a token, whatever the reason."""
+"""A request without a token has this, whatever the reason."""
 
 
 @dataclass(slots=True)

@@ -39,7 +39,7 @@ ATTAINED: tuple[tuple[str, Value], ...] = (
     ("times per token in time", _of("classes", "online", "slo_attainment", "tpot")),
     ("token groups in time", _of("classes", "online", "slo_attainment", "token_group")),
 )
-"""Of the online requests that were sent in the windows; the last one is a mean over requests."""
+"""Shares of the online requests that were sent in the windows; the last is a mean over them."""
 RATES: tuple[tuple[str, Value, float], ...] = (
     ("goodput [requests/s]", _of("classes", "online", "goodput_requests_per_s"), 1),
     ("batch [requests/s]", _of("classes", "batch", "throughput_requests_per_s"), 1),

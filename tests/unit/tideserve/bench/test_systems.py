@@ -171,7 +171,7 @@ def test_a_suffix_changes_one_option_of_a_section_and_leaves_the_others(
     deployment = replace(deployment, options=chosen)
     plain, groups = (make_system(name, deployment) for name in ("slo", "slo-groups"))
     assert isinstance(plain, Tideserve) and isinstance(groups, Tideserve)
-    # What every system of a benchmark has stays, too.
+    # The options that every system of a benchmark has stay, too.
     assert plain.options()["worker"] == {"profile_when_idle": False, "max_running": 7}
     assert plain.options()["gateway"] == chosen["gateway"]
     expected = {"classes": {"interactive": interactive | {"token_group": 1}}, "inflight_max": 9}

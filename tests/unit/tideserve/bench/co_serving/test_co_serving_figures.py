@@ -178,7 +178,7 @@ def test_what_was_promised_is_counted_over_all_online_requests_of_the_windows() 
     records = (record(0.0, first_s=9.0), slow_first, slow_tokens, record(22.0), refused)
     found = co_serving_figures([Round((*records, record(55.0)))], (), {}, PROMISED)
     online = found["classes"]["online"]
-    # Of five, one got nothing and one each missed a target.
+    # One of five got nothing and one each missed a target.
     assert online["slo_attainment"] == pytest.approx({"ttft": 0.6, "tpot": 0.6, "token_group": 0.6})
     assert online["goodput_requests_per_s"] == pytest.approx(2 / 40)
 
