@@ -36,7 +36,11 @@ class Budget:
         """Model seconds that an iteration may cost; `inf` if nothing is due."""
         if least_slack_s == inf:
             return inf
-        return self.margin * least_slack_s / (self.mixed_scale if mixed else self.decode_scale)
+        return self.margin * least_slack_s / self.scale(mixed)
+
+    def scale(self, mixed: bool) -> float:
+        """By how much an iteration takes longer than the model says."""
+        return self.mixed_scale if mixed else self.decode_scale
 
     def observe(self, predicted_s: float, measured_s: float, allowed_s: float, mixed: bool) -> None:
         """An iteration of `predicted_s` model seconds is over.
