@@ -8,7 +8,6 @@ import pytest
 from services.core.changeover.preparation import BUSY, FAILURES_MAX
 from services.core.line_order import Scheduling
 from services.core.planner.batch import Microbatch
-from services.core.planner.preemption import Preempt
 from services.core.service import Service, ServiceClass
 from services.worker.engine.pipeline import restoring
 from services.worker.engine.pipeline.restoring import CONNECT_TIMEOUT_S
@@ -64,16 +63,14 @@ def test_an_attempt_that_is_asked_for_again_is_answered_once(
     check_tokens(group)
 
 
-@pytest.mark.parametrize("preempt", [Preempt.OFF, Preempt.ALWAYS])
-def test_batch_work_alone_waits_for_a_merge(make_group: MakeGroup, preempt: Preempt) -> None:
+def test_batch_work_alone_waits_for_a_merge(make_group: MakeGroup) -> None:
     """Each of its iterations would keep frames and turns of the change waiting."""
     launched: list[Microbatch] = []
 
     def interrupts(microbatch: Microbatch) -> None:
         launched.append(microbatch)
 
-    planner = {"scheduling": Scheduling.SLO, "preempt": preempt}
-    group = make_group(planner=planner, interrupts=interrupts)
+    group = make_group(planner={"scheduling": Scheduling.SLO}, interrupts=interrupts)
     batch_work = Service(ServiceClass.BATCH)
     start(group, *(replace(request(number, output=40), service=batch_work) for number in range(4)))
     group.run_until(lambda: all(stream.tokens for stream in group.streams.values()))
