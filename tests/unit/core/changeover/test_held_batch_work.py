@@ -1,4 +1,4 @@
-"""While a group of one changes, batch work alone begins no iteration that the change would await."""
+"""While a group of one changes, batch work alone begins no iteration: the change would await it."""
 
 import pytest
 
