@@ -278,6 +278,8 @@ class Changeover:
         elif isinstance(event, RequestArrived) and self.may_plan:  # a leader stays in its phase
             context.now_s = event.now_s
             self._arrive(event)
+        elif isinstance(event, WaitLooked):
+            context.change(replace(event, may_start=self.leads))  # else also what rests here
         else:
             before = self.phase
             context.now_s = getattr(event, "now_s", context.now_s)
@@ -328,10 +330,6 @@ class Changeover:
         if self._next is None and not context.leads and name in context.planner.sequences:
             # It came after this worker had stopped leading.
             self._handover.send(name, context.leader)
-
-    def _return_waiting(self, event: WaitLooked) -> None:
-        """Give requests back; at a worker that leads no longer, those that rest, too."""
-        self._context.change(replace(event, may_start=self.leads))
 
     def _abort_request(self, event: RequestAborted) -> None:
         self._abort(self._context.names.name_of(event.request_id))
@@ -492,7 +490,6 @@ _OF_PLANNER = (IterationFinished, IterationDropped, IterationSuspended)
 _EVENTS: dict[type[Any], Callable[[Changeover, Any], None]] = {
     RequestArrived: Changeover._arrive,
     RequestAborted: Changeover._abort_request,
-    WaitLooked: Changeover._return_waiting,
     words.ConfigurationCommitted: Changeover._commit,
     words.TurnTaken: Changeover._take_turn,
     words.FrameReceived: lambda self, event: self._frames.receive(event.peer, event.frame),
@@ -513,4 +510,4 @@ _EVENTS: dict[type[Any], Callable[[Changeover, Any], None]] = {
     words.RestoreUndone: lambda self, event: self._preparation.note_undone(event),
 }
 _known = {get_origin(kind) or kind for kind in get_args(words.Event)}
-assert _EVENTS.keys() | set(_OF_PLANNER) == _known, "each event has one handler"
+assert _EVENTS.keys() | {*_OF_PLANNER, WaitLooked} == _known, "each event has one handler"
