@@ -33,7 +33,7 @@ class Patience:
         return self.online_s == self.batch_s
 
     def of(self, sequence: Sequence) -> float:
-        """That of a sequence."""
+        """How long a sequence may wait."""
         return self.online_s if sequence.online else self.batch_s
 
 

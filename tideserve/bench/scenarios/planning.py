@@ -42,7 +42,7 @@ MAX_BATCH_TOKENS = 512
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class PlannedLoad:
     """What is planned: online requests are promised `tpot_s` for each token.
 
     With `fills`, batch requests have prompts of `LONG_PROMPT_TOKENS`, and what counts are the
@@ -56,11 +56,11 @@ class Case:
 
 LONG_PROMPT_TOKENS = 600
 SYSTEMS = {
-    "fcfs": Case(Scheduling.FCFS),
-    "priority": Case(Scheduling.PRIORITY),
-    "slo": Case(Scheduling.SLO),
-    "slo, targets that bind": Case(Scheduling.SLO, tpot_s=0.02),
-    "slo, filled with batch prompts": Case(Scheduling.SLO, tpot_s=0.06, fills=True),
+    "fcfs": PlannedLoad(Scheduling.FCFS),
+    "priority": PlannedLoad(Scheduling.PRIORITY),
+    "slo": PlannedLoad(Scheduling.SLO),
+    "slo, targets that bind": PlannedLoad(Scheduling.SLO, tpot_s=0.02),
+    "slo, filled with batch prompts": PlannedLoad(Scheduling.SLO, tpot_s=0.06, fills=True),
 }
 FULL_ROUNDS, QUICK_ROUNDS = 20, 5
 ADDED_MAX, SHARE_MAX = 0.01, 0.04
@@ -71,7 +71,7 @@ class _Planned:
     """A planner under load: what each iteration cost to plan, and how long it takes."""
 
     state: PlannerState
-    case: Case
+    case: PlannedLoad
     now_s: float = 0.0
     arrived: int = 0
     batch_work: set[str] = field(default_factory=set)
@@ -182,7 +182,7 @@ def rows(figures: Mapping[str, Mapping[str, float]]) -> list[tuple[str, str]]:
     return [*told, ("bars", bars)]
 
 
-def _planner(case: Case) -> _Planned:
+def _planner(case: PlannedLoad) -> _Planned:
     block_size = 16
     config = IterationConfig(
         block_size=block_size,
