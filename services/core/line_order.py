@@ -18,8 +18,10 @@ class Scheduling(StrEnum):
 
     `slo`: by deadline, and batch work fills the time that deadlines leave.
 
-    Two are there to be compared with. `round_robin`: iterations of online and of batch work
+    Four are there to be compared with. `round_robin`: iterations of online and of batch work
     alternate (a baseline of BROS). `conserve`: deadlines as ConServe prints them, see `slo.py`.
+    `bros`: packing as BROS prints it, see `bros.py`. `waiting_time`: whoever has waited longest
+    since its last iteration runs (another baseline of BROS).
     """
 
     FCFS = "fcfs"
@@ -27,11 +29,13 @@ class Scheduling(StrEnum):
     SLO = "slo"
     ROUND_ROBIN = "round_robin"
     CONSERVE = "conserve"
+    BROS = "bros"
+    WAITING_TIME = "waiting_time"
 
     @property
     def keeps_deadlines(self) -> bool:
         """Whether deadlines bound iterations."""
-        return self in (Scheduling.SLO, Scheduling.CONSERVE)
+        return self in (Scheduling.SLO, Scheduling.CONSERVE, Scheduling.BROS)
 
 
 def by_arrival(_service: Service, arrival_s: float) -> LineKey:
@@ -65,4 +69,6 @@ LINES: Mapping[Scheduling, LineOrder] = {
     Scheduling.SLO: by_deadline,
     Scheduling.ROUND_ROBIN: by_class,
     Scheduling.CONSERVE: by_deadline,
+    Scheduling.BROS: by_deadline,
+    Scheduling.WAITING_TIME: by_arrival,
 }

@@ -10,6 +10,7 @@ from services.core.engine_kind import EngineKind
 from services.core.overtaking import OVERTAKEN_MAX
 from services.core.planner.config import BatchFormation
 from services.core.planner.preemption import Preempt, PreemptedWork
+from services.core.planner.victims import VictimRule
 
 # Kinds of device that a worker has a memory backend for.
 DEVICES = ("cpu",)
@@ -139,6 +140,23 @@ class WorkerConfig(SchedulingConfig):
         minimum=1,
         maximum=2**20,
         default_text="max_batch_tokens",
+    )
+    packing: bool = option(
+        False,
+        "With scheduling slo: whether a batch request that finds no time beside online ones takes"
+        " the turn of one whose deadline holds without it.",
+    )
+    adaptive_slots: bool = option(
+        False,
+        "With scheduling slo: whether the sequences of an iteration with both kinds are bounded,"
+        " by half of max_running after an iteration that a deadline has bound, and by twice as many"
+        " after each other one.",
+    )
+    victims: str = choice(
+        "newest",
+        VictimRule,
+        "With scheduling slo: which online request loses its KV when all of batch requests is"
+        " taken: the newest one, or the one whose next token is due last.",
     )
     preempt: str = choice(
         "off",

@@ -26,6 +26,7 @@ from services.core.line_order import Scheduling
 from services.core.overload.events import OverloadConfig, OverloadPolicy
 from services.core.planner.config import BatchFormation, IterationConfig
 from services.core.planner.preemption import Preempt, PreemptedWork
+from services.core.planner.victims import VictimRule
 from services.core.service import Service, ServiceClass
 from services.scheduler.config import SchedulerConfig
 from services.worker.config import WorkerConfig
@@ -335,6 +336,9 @@ def _spec(measured: Measured, profile: DeviceProfile) -> ClusterSpec:
         fill_max=fill_max,
         offline_iteration_s=limits["offline_iteration_s"],
         online_chunk_tokens=limits["online_chunk_tokens"],
+        packing=limits["packing"],
+        adaptive_slots=limits["adaptive_slots"],
+        victims=VictimRule(limits["victims"]),
         preempt=Preempt(limits["preempt"]),
         preempted_work=PreemptedWork(limits["preempted_work"]),
     )

@@ -11,6 +11,7 @@ from services.core.line_order import Scheduling
 from services.core.overload.events import OverloadPolicy
 from services.core.planner.config import BatchFormation, IterationConfig
 from services.core.planner.preemption import Preempt, PreemptedWork
+from services.core.planner.victims import VictimRule
 from services.core.scheduler.dispatch import PREFIX, score_of
 from services.scheduler.config import SchedulerConfig
 from services.worker.config import WorkerConfig
@@ -82,6 +83,9 @@ class SimulationOptions:
     fill_max: float = like(WorkerConfig, "fill_max")
     offline_iteration_s: float = like(WorkerConfig, "offline_iteration_s")
     online_chunk_tokens: int | None = like(WorkerConfig, "online_chunk_tokens")
+    packing: bool = like(WorkerConfig, "packing")
+    adaptive_slots: bool = like(WorkerConfig, "adaptive_slots")
+    victims: str = like(WorkerConfig, "victims")
     preempt: str = like(WorkerConfig, "preempt")
     preempted_work: str = like(WorkerConfig, "preempted_work")
     order: str = like(SchedulerConfig, "order")
@@ -217,6 +221,9 @@ def _iteration(
             fill_max=options.fill_max,
             offline_iteration_s=options.offline_iteration_s,
             online_chunk_tokens=options.online_chunk_tokens,
+            packing=options.packing,
+            adaptive_slots=options.adaptive_slots,
+            victims=VictimRule(options.victims),
             preempt=Preempt(options.preempt),
             preempted_work=PreemptedWork(options.preempted_work),
         )

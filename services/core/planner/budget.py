@@ -42,6 +42,12 @@ class Budget:
         """By how much an iteration takes longer than the model says."""
         return self.mixed_scale if mixed else self.decode_scale
 
+    def note_time(self, measured_s: float) -> None:
+        """An iteration took so long; a time that is not above 0 says nothing."""
+        if measured_s > 0:
+            weight = WEIGHT if self.iteration_s else 1.0
+            self.iteration_s += weight * (measured_s - self.iteration_s)
+
     def observe(self, predicted_s: float, measured_s: float, allowed_s: float, mixed: bool) -> None:
         """An iteration of `predicted_s` model seconds is over.
 
@@ -50,8 +56,7 @@ class Budget:
         """
         if measured_s <= 0 or predicted_s <= 0:
             return
-        first = not self.iteration_s
-        self.iteration_s += (1.0 if first else WEIGHT) * (measured_s - self.iteration_s)
+        self.note_time(measured_s)
         ratio = min(max(measured_s / predicted_s, RATIO_MIN), RATIO_MAX)
         if mixed:
             self.mixed_scale += WEIGHT * (ratio - self.mixed_scale)
@@ -104,6 +109,11 @@ class Spent:
         """Take a chunk in."""
         self.tokens += tokens
         self._chunks_s += self._model.chunk_s(prefix, tokens) - self._model.lam
+
+    def drop(self, prefix: int, tokens: int) -> None:
+        """Leave a chunk out that was taken in."""
+        self.tokens -= tokens
+        self._chunks_s -= self._model.chunk_s(prefix, tokens) - self._model.lam
 
     def with_chunk_s(self, prefix: int, tokens: int) -> float:
         """Cost of the iteration if this chunk joins it."""

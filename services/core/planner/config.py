@@ -7,6 +7,7 @@ from services.core.cost.model import CostModel
 from services.core.line_order import Scheduling
 from services.core.overtaking import OVERTAKEN_MAX
 from services.core.planner.preemption import Preempt, PreemptedWork
+from services.core.planner.victims import VictimRule
 
 
 class BatchFormation(StrEnum):
@@ -30,6 +31,7 @@ class IterationConfig:
     With `slo`, batch work gets at most the part `fill_max` of the time that deadlines leave, and
     its iterations take `offline_iteration_s` at most when it is alone. Prefills of online requests
     get `online_chunk_tokens` (None: all) of an iteration whatever is due. See `slo`.
+    `packing` and `adaptive_slots`: see `packing`. `victims`: see `victims`, with `slo` alone.
     `scheduling`: see `precedence`. `preempt` and `preempted_work`: see `preemption`.
     `shelf_max_s`: how long batch work rests at a worker that leads no longer, see `shelf`.
     """
@@ -48,6 +50,9 @@ class IterationConfig:
     fill_max: float = 0.4
     offline_iteration_s: float = 2.0
     online_chunk_tokens: int | None = None
+    packing: bool = False
+    adaptive_slots: bool = False
+    victims: VictimRule = VictimRule.NEWEST
     preempt: Preempt = Preempt.OFF
     preempted_work: PreemptedWork = PreemptedWork.RESUME
     shelf_max_s: float = 60.0

@@ -19,7 +19,7 @@ class Feedback:
     """Corrections of the cost model, the fill level and what is known of arrivals.
 
     Unless it `corrects`, the model is believed and the fill level stays, and all decodes of online
-    requests are in each iteration: that is ConServe as it is printed.
+    requests are in each iteration: so it is with ConServe as printed, the former two with BROS.
     """
 
     fill: FillLevel
@@ -55,10 +55,11 @@ class Feedback:
         for sequence in sampled:
             if sequence.online and sequence.phase is not Phase.ENDED:
                 missed = deadline.note_token(sequence, now_s) or missed
+        measured_s = now_s - plan.planned_s
         if not self.corrects:
+            self.budget.note_time(measured_s)
             return
         if plan.resumes is None:  # else it is not known how much of it was left
-            measured_s = now_s - plan.planned_s
             self.budget.observe(plan.predicted_s, measured_s, plan.allowed_s, plan.mixed)
         if plan.filled:
             self.fill.observe(missed or plan.pressed)
@@ -69,7 +70,7 @@ def feedback_of(scheduling: Scheduling, fill_max: float) -> Feedback | None:
     match scheduling:
         case Scheduling.SLO:
             return Feedback(FillLevel(fill_max))
-        case Scheduling.CONSERVE:
+        case Scheduling.CONSERVE | Scheduling.BROS:
             return Feedback(FillLevel(1.0), corrects=False)
         case _:
             return None

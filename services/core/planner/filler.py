@@ -13,6 +13,7 @@ from services.core.planner.budget import Spent
 from services.core.planner.config import IterationConfig
 from services.core.planner.feedback import Feedback
 from services.core.planner.fill import CROWDED, offline_limit_s
+from services.core.planner.packing import UNBOUNDED, Slots, Spare
 from services.core.planner.plan import Plan
 from services.core.planner.preemption import Preempt, PreemptedWork
 from services.core.planner.sequence import Phase, Sequence
@@ -51,6 +52,11 @@ class Filler:
     config: IterationConfig
     sequence_table: SequenceTable
     feedback: Feedback
+    slots: Slots = field(init=False)
+
+    def __post_init__(self) -> None:
+        adaptive = self.config.adaptive_slots
+        self.slots = Slots(self._running_max if adaptive else UNBOUNDED)
 
     @property
     def _running_max(self) -> int:
@@ -93,13 +99,14 @@ class Filler:
     ) -> list[Sequence]:
         """The decodes that fit, most urgent first, and those that cannot wait; oldest first."""
         soon_s = now_s + self.feedback.budget.iteration_s
+        slots = self.slots.now
         chosen: list[Sequence] = []
         prefix_tokens = 0
         for sequence in sorted(decodes, key=deadline.order_s):
             if len(chosen) == spent.tokens_left:
                 break
             more = prefix_tokens + sequence.computed
-            fits = spent.decodes_s(len(chosen) + 1, more) <= limit_s
+            fits = len(chosen) < slots and spent.decodes_s(len(chosen) + 1, more) <= limit_s
             if fits or not chosen or deadline.order_s(sequence) < soon_s:
                 chosen.append(sequence)
                 prefix_tokens = more
@@ -194,6 +201,8 @@ class Filler:
             return  # a start would only lose its blocks again
         enough = 1 if alone and not spent.tokens else FILLER_TOKENS_MIN
         while spent.tokens_within(0, target_s, enough) == enough or (alone and not plan):
+            if not self._places(plan, spent, alone):
+                return
             first = table.next_to_admit(self._running_max, config.overtaken_max)
             if first is None or first.online:
                 return
@@ -211,13 +220,16 @@ class Filler:
         decodes = ready.batch_decodes
         prefix_tokens = sum([one.computed for one in decodes])
         all_fit = spent.with_decodes_s(len(decodes), prefix_tokens) <= target_s
-        all_fit = all_fit and len(decodes) <= spent.tokens_left
+        all_fit = all_fit and len(decodes) <= self._places(plan, spent, alone)
+        spare = None if all_fit or alone else self._spare(plan, spent)
         for sequence in decodes:
             if sequence.phase is not Phase.RUNNING:
                 continue
-            if not all_fit:
-                over = spent.with_chunk_s(sequence.computed, 1) > target_s
-                if (plan or not alone) and (over or not spent.tokens_left):
+            if not all_fit and (plan or not alone):
+                fits = self._decode_fits(plan, sequence, spent, target_s, alone)
+                if not fits and spare is not None:
+                    fits = self._takes_turn(plan, sequence, spent, target_s, spare)
+                if not fits:
                     return
             if len(sequence.token_ids) > sequence.blocks * block_size:
                 if not alone and table.ledger.least_room <= 0:
@@ -228,6 +240,35 @@ class Filler:
             spent.add_decodes(1, sequence.computed)
             plan.decodes.append(sequence)
 
+    def _places(self, plan: Plan, spent: Spent, alone: bool) -> int:
+        """How many more sequences may join; the slots count beside online work."""
+        return spent.tokens_left if alone else min(spent.tokens_left, self.slots.left(plan))
+
+    def _decode_fits(
+        self, plan: Plan, decode: Sequence, spent: Spent, target_s: float, alone: bool
+    ) -> bool:
+        if not self._places(plan, spent, alone):
+            return False
+        return spent.with_chunk_s(decode.computed, 1) <= target_s
+
+    def _spare(self, plan: Plan, spent: Spent) -> Spare | None:
+        budget = self.feedback.budget
+        if not self.config.packing:
+            return None
+        return Spare.of(plan, spent, budget.iteration_s, budget.mixed_scale)
+
+    def _takes_turn(
+        self, plan: Plan, decode: Sequence, spent: Spent, target_s: float, spare: Spare
+    ) -> bool:
+        """Whether a batch decode joins in the turn of an online one that can spare it."""
+        replaced = spare.give(spent)
+        if replaced is None:
+            return False
+        if self._decode_fits(plan, decode, spent, target_s, alone=False):
+            return True
+        spare.put_back(replaced, spent)
+        return False
+
     def _add_chunk(
         self, plan: Plan, sequence: Sequence, spent: Spent, target_s: float, alone: bool
     ) -> bool:
@@ -236,6 +277,8 @@ class Filler:
         An iteration that has nothing else runs a small chunk in any case, if batch work is `alone`.
         """
         most = min(sequence.remaining, spent.tokens_left)
+        if not self._places(plan, spent, alone):
+            return False
         least = min(FILLER_TOKENS_MIN, most)
         tokens = spent.tokens_within(sequence.computed, target_s, most)
         if tokens < max(1, least):

@@ -26,7 +26,7 @@ class Plan:
     ones, and `batch_decode_cost` of the others. Then it also has a time: it was planned at
     `planned_s`, costs `cost_s` by the model, and its result comes `predicted_s` later. `allowed_s`
     is the residual time that it keeps. `filled`: batch work could join online work; `pressed`: that
-    lacked memory or places.
+    lacked memory or places; `bound`: its decodes alone exceeded what deadlines leave.
 
     `made`: its batch since the launch, if it may be suspended. One that was suspended at
     `suspended_s` has run for `ran_s` seconds. When it goes on it has a new number, `resumes` is its
@@ -46,6 +46,7 @@ class Plan:
     allowed_s: float = inf
     filled: bool = False
     pressed: bool = False
+    bound: bool = False
     ran_s: float = 0.0
     suspended_s: float = 0.0
 

@@ -1,9 +1,9 @@
 """Which requests go first at a worker, and which give way, for each setting of `scheduling`."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from services.core.line_order import LINES, LineOrder, Scheduling
-from services.core.planner.victims import Victims, batch_first, newest
+from services.core.planner.victims import VictimRule, Victims, batch_first, most_slack, newest
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,4 +27,14 @@ PRECEDENCES = {
     Scheduling.SLO: Precedence(LINES[Scheduling.SLO], batch_first, True, True),
     Scheduling.ROUND_ROBIN: Precedence(LINES[Scheduling.ROUND_ROBIN], newest, batch_yields=False),
     Scheduling.CONSERVE: Precedence(LINES[Scheduling.CONSERVE], batch_first, True, True),
+    Scheduling.BROS: Precedence(LINES[Scheduling.BROS], most_slack, True, True),
+    Scheduling.WAITING_TIME: Precedence(LINES[Scheduling.WAITING_TIME], newest, batch_yields=False),
 }
+
+
+def precedence_of(scheduling: Scheduling, victims: VictimRule) -> Precedence:
+    """The precedence of a planner; with `slo`, `victims` says who gives blocks up after batch."""
+    found = PRECEDENCES[scheduling]
+    if scheduling is Scheduling.SLO and victims is VictimRule.SLACK:
+        return replace(found, victims=most_slack)
+    return found

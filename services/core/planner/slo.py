@@ -60,6 +60,7 @@ class SloPlanner:
             self._fill_up(plan, ready, spent, self._limit_s(ready, mixed=joins))
         else:
             self.filler.run_alone(plan, ready, spent)
+        self.filler.slots.observe(plan.bound)
         if config.cost_model is not None:
             plan.cost_s = plan.predicted_s = spent.seconds
             if spent.seconds <= self._limit_s(ready, plan.mixed):
@@ -77,7 +78,9 @@ class SloPlanner:
         """Add online decodes; returns whether no online sequence lost its blocks for others."""
         decodes = ready.decodes
         late = spent.decodes_s(len(decodes), ready.prefix_tokens) > limit_s
-        if (late and self.feedback.corrects) or len(decodes) > spent.tokens_left:
+        places = min(spent.tokens_left, self.filler.slots.now)
+        plan.bound = late
+        if (late and self.feedback.corrects) or len(decodes) > places:
             decodes = self.filler.most_urgent(decodes, spent, limit_s, plan.planned_s)
         table, block_size = self.sequence_table, self.config.block_size
         preempted = False

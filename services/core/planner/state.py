@@ -23,6 +23,7 @@ from services.core.planner import configuration_events as changes
 from services.core.planner.batch import Batch, Microbatch, SampleNotes
 from services.core.planner.block_pool import BlockPool
 from services.core.planner.block_table import StageTable
+from services.core.planner.bros import BrosPlanner
 from services.core.planner.config import IterationConfig
 from services.core.planner.configuration_handlers import ConfigurationHandlers
 from services.core.planner.events import (
@@ -41,7 +42,7 @@ from services.core.planner.feedback import Feedback, feedback_of
 from services.core.planner.flight import Flight
 from services.core.planner.pipeline import PipelinePlanner
 from services.core.planner.plan import Plan
-from services.core.planner.precedence import PRECEDENCES
+from services.core.planner.precedence import precedence_of
 from services.core.planner.preemption import (
     OnlineRequest,
     Preempt,
@@ -57,7 +58,14 @@ from services.core.planner.sequence_table import SequenceTable
 from services.core.planner.single import SinglePlanner
 from services.core.planner.slo import SloPlanner
 from services.core.planner.slo_pipeline import SloPipelinePlanner
+from services.core.planner.waiting_time import WaitingTimePlanner
 from services.core.report import Load
+
+_PLANNERS: Mapping[Scheduling, type[SinglePlanner] | type[WaitingTimePlanner]] = {
+    Scheduling.ROUND_ROBIN: RoundRobinPlanner,
+    Scheduling.WAITING_TIME: WaitingTimePlanner,
+}
+Planner = SinglePlanner | SloPlanner | BrosPlanner | WaitingTimePlanner | PipelinePlanner
 
 
 @dataclass(slots=True)
@@ -70,7 +78,7 @@ class PlannerState:
     config: IterationConfig
     table: StageTable = field(init=False)
     sequence_table: SequenceTable = field(init=False)
-    _planner: SinglePlanner | SloPlanner | PipelinePlanner = field(init=False)
+    _planner: Planner = field(init=False)
     _feedback: Feedback | None = field(init=False)  # with `slo` alone
     _flight: Flight = field(default_factory=Flight)
     _changes: ConfigurationHandlers = field(init=False)
@@ -84,7 +92,10 @@ class PlannerState:
         self.table = StageTable(BlockPool(self.config.num_blocks))
         config = self.config
         self.sequence_table = SequenceTable(
-            config.block_size, self.table, config.prefix_caching, PRECEDENCES[config.scheduling]
+            config.block_size,
+            self.table,
+            config.prefix_caching,
+            precedence_of(config.scheduling, config.victims),
         )
         self._feedback = feedback_of(config.scheduling, config.fill_max)
         self._planner = self._new_planner()
@@ -302,17 +313,16 @@ class PlannerState:
         self._planner = self._new_planner()
         return commands
 
-    def _new_planner(self) -> SinglePlanner | SloPlanner | PipelinePlanner:
+    def _new_planner(self) -> Planner:
         config, table, feedback = self.config, self.sequence_table, self._feedback
         if self.stages > 1:
             if feedback is not None:
                 return SloPipelinePlanner(config, table, self.stages, feedback=feedback)
             return PipelinePlanner(config, table, self.stages)
         if feedback is not None:
-            return SloPlanner(config, table, feedback)
-        if config.scheduling is Scheduling.ROUND_ROBIN:
-            return RoundRobinPlanner(config, table)
-        return SinglePlanner(config, table)
+            bros = config.scheduling is Scheduling.BROS
+            return (BrosPlanner if bros else SloPlanner)(config, table, feedback)
+        return _PLANNERS.get(config.scheduling, SinglePlanner)(config, table)
 
     # --- requests
 

@@ -24,6 +24,7 @@ from services.core.planner.block_pool import BlockPool
 from services.core.planner.config import BatchFormation, IterationConfig
 from services.core.planner.impossible import ImpossibleTargets
 from services.core.planner.preemption import Preempt, PreemptedWork
+from services.core.planner.victims import VictimRule
 from services.worker.config import WorkerConfig
 from services.worker.engine.compute.pacer import Pacer
 from services.worker.engine.compute.runner import ModelRunner
@@ -168,6 +169,9 @@ def planner_config(
         fill_max=config.fill_max,
         offline_iteration_s=config.offline_iteration_s,
         online_chunk_tokens=config.online_chunk_tokens,
+        packing=config.packing,
+        adaptive_slots=config.adaptive_slots,
+        victims=VictimRule(config.victims),
         preempt=Preempt(config.preempt),
         preempted_work=PreemptedWork(config.preempted_work),
         shelf_max_s=config.shelf_max_s,

@@ -14,6 +14,7 @@ from services.core.planner.events import EmitToken, IterationFinished, RequestAr
 from services.core.planner.plan import Plan
 from services.core.planner.sequence import Phase
 from services.core.planner.state import PlannerState
+from services.core.planner.victims import VictimRule
 from services.core.request import Limits, Request, Sampling
 from services.core.service import NO_PROMISE, Service, ServiceClass
 
@@ -240,7 +241,7 @@ def test_without_a_cost_model_batch_work_fills_the_token_budget() -> None:
     assert clock.run().keys() == {"online", "another", "batch"}, "nothing says which decodes fit"
 
 
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", range(48))
 def test_any_load_ends_and_online_work_goes_first(seed: int) -> None:
     rng = random.Random(seed)
     state = planner(
@@ -250,8 +251,16 @@ def test_any_load_ends_and_online_work_goes_first(seed: int) -> None:
         fill_max=rng.choice((0.0, 0.5, 1.0)),
         prefix_caching=rng.random() < 0.5,
         cost_model=None if rng.random() < 0.2 else MODEL,
+        packing=seed % 2 > 0,
+        adaptive_slots=seed % 4 > 1,
+        victims=rng.choice((VictimRule.NEWEST, VictimRule.SLACK)),
     )
-    clock = Clock(state, slow=rng.choice((0.7, 1.0, 2.0)))
+    run_to_the_end(Clock(state, slow=rng.choice((0.7, 1.0, 2.0))), rng)
+
+
+def run_to_the_end(clock: Clock, rng: random.Random) -> None:
+    """A random load of both kinds: every token of every request comes."""
+    state = clock.state
     wanted: dict[str, int] = {}
     quiet = 0
     for step in range(4000):
@@ -274,7 +283,9 @@ def test_any_load_ends_and_online_work_goes_first(seed: int) -> None:
 
 
 def _check(state: PlannerState, plan: Plan, ran: dict[str, int]) -> None:
-    """No batch work runs beside an online request that lacks blocks or a place."""
+    """With `slo` no batch work runs beside an online request that lacks blocks or a place."""
+    if state.config.scheduling is not Scheduling.SLO:
+        return
     everybody = plan.sequences()
     filler = [one for one in everybody if not one.request.service.online]
     if len(filler) in (0, len(everybody)):

@@ -1,0 +1,41 @@
+"""`scheduling: waiting_time`: whoever has waited longest runs."""
+
+import random
+
+import pytest
+
+from services.core.line_order import Scheduling
+from services.core.service import NO_PROMISE
+from tests.unit.core.planner.test_slo import BATCH, Clock, planner, run_to_the_end
+
+
+def _clock(**changes: object) -> Clock:
+    return Clock(planner(scheduling=Scheduling.WAITING_TIME, **changes))
+
+
+def test_requests_take_turns_and_keep_their_kv() -> None:
+    clock = _clock(max_running=2)
+    for name in ("a", "b", "c"):
+        clock.arrive(name, NO_PROMISE, output=9)
+    ran = [set(clock.run()) for _ in range(7)]
+    assert ran[0] == {"a", "b"}
+    assert all(len(one) == 2 for one in ran)
+    runs = {name: sum(name in one for one in ran) for name in ("a", "b", "c")}
+    assert min(runs.values()) >= 4, runs
+    assert clock.state.preemptions_total == 0
+
+
+def test_one_that_arrives_goes_before_those_that_ran_just_now() -> None:
+    clock = _clock(max_running=1)
+    clock.arrive("old", NO_PROMISE, output=9)
+    clock.run()
+    clock.arrive("new", BATCH, output=9)
+    clock.now_s += 1e-3
+    assert [*clock.run(), *clock.run(), *clock.run()] == ["new", "old", "new"]
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_any_load_ends(seed: int) -> None:
+    rng = random.Random(seed)
+    clock = _clock(num_blocks=rng.choice((24, 60)), max_running=rng.choice((2, 6, 32)))
+    run_to_the_end(clock, rng)
