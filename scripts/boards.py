@@ -54,10 +54,21 @@ def percentile(part: float, histogram: str, by: str = "le", window: str = EACH) 
     return f"histogram_quantile({part}, {rate(f'{histogram}_bucket{labels}', by, window)})"
 
 
+ONLINE = 'class!="batch"'
+SHARES = (0.5, 0.95, 0.99)
+
+
+def quantiles_by_class(title: str, metric: str) -> Panel:
+    """The same for each class of requests: one sum would hide what people notice."""
+    queries = {
+        f"{{{{class}}}} p{round(one * 100)}": percentile(one, metric, "le, class") for one in SHARES
+    }
+    return Panel(title, queries, "s")
+
+
 def quantiles(title: str, metric: str) -> Panel:
     """The median, 95 % and 99 % of a histogram of seconds."""
-    shares = (0.5, 0.95, 0.99)
-    return Panel(title, {f"p{round(one * 100)}": percentile(one, metric) for one in shares}, "s")
+    return Panel(title, {f"p{round(one * 100)}": percentile(one, metric) for one in SHARES}, "s")
 
 
 OVERVIEW = Board(
@@ -89,8 +100,8 @@ OVERVIEW = Board(
                 },
                 "tokens/s",
             ),
-            quantiles("Time to first token", "vllm:time_to_first_token_seconds"),
-            quantiles("Time between tokens", "vllm:inter_token_latency_seconds"),
+            quantiles_by_class("Time to first token", "vllm:time_to_first_token_seconds"),
+            quantiles_by_class("Time between tokens", "vllm:inter_token_latency_seconds"),
             quantiles("Time of a request", "vllm:e2e_request_latency_seconds"),
             Panel(
                 "HTTP answers",
@@ -100,8 +111,13 @@ OVERVIEW = Board(
             ),
             Panel(
                 "Refused for want of room",
-                {"{{reason}}": rate(f"vllm:admission_rejections_total{M}", "reason")},
+                {
+                    "{{class}}: {{reason}}": rate(
+                        f"vllm:admission_rejections_total{M}", "class, reason"
+                    )
+                },
                 "reqps",
+                "Refused batch requests are normal; of class unknown before their body was read.",
             ),
             Panel(
                 "Tokens of an iteration",
@@ -310,13 +326,29 @@ def _good(window: str) -> str:
 
 
 def _within(title: str, metric: str, bounds: Sequence[str]) -> Panel:
-    """The share of a histogram that is below each of some bounds, in seconds."""
+    """The share of a histogram that is below each of some bounds, in seconds; not of batch."""
     shares = {
-        f"{bound} s": rate(f'{metric}_bucket{{{MODEL},le="{bound}"}}')
-        + f" / {rate(f'{metric}_count{M}')}"
+        f"{{{{class}}}}: {bound} s": rate(
+            f'{metric}_bucket{{{MODEL},{ONLINE},le="{bound}"}}', "class"
+        )
+        + f" / {rate(f'{metric}_count{{{MODEL},{ONLINE}}}', 'class')}"
         for bound in bounds
     }
     return Panel(title, shares, "percentunit")
+
+
+def _kept() -> Panel:
+    """The share of targets that were kept."""
+    kept, missed = (
+        rate(f"tideserve_gateway_slo_{which}_total", "class, metric")
+        for which in ("attained", "missed")
+    )
+    return Panel(
+        "Targets that were kept",
+        {"{{class}}: {{metric}}": f"{kept} / ({kept} + {missed})"},
+        "percentunit",
+        "ttft counts once a choice, tpot once a group of tokens, as they were promised.",
+    )
 
 
 _ENDED = rate(f"vllm:request_success_total{M}")
@@ -338,6 +370,7 @@ SLO = Board(
             _within(
                 "Next token within", "vllm:inter_token_latency_seconds", ("0.05", "0.1", "0.5")
             ),
+            _kept(),
             quantiles("Wait", "vllm:request_queue_time_seconds"),
             quantiles("Prefill", "vllm:request_prefill_time_seconds"),
             quantiles("Decode", "vllm:request_decode_time_seconds"),
@@ -346,10 +379,12 @@ SLO = Board(
             Panel(
                 "Oldest wait, of the queue's deadline",
                 {
-                    "share": "max(tideserve_scheduler_oldest_wait_seconds"
+                    "share": "max(max without (class)"
+                    f" (tideserve_scheduler_class_oldest_wait_seconds{{{ONLINE}}})"
                     " / tideserve_scheduler_queue_deadline_seconds)"
                 },
                 "percentunit",
+                "Not of batch requests, which have a deadline of their own.",
             ),
             Panel(
                 "Streams that break",
@@ -363,8 +398,12 @@ SLO = Board(
             ),
             Panel(
                 "Refused, of what arrives",
-                {"share": f"{rate(f'vllm:admission_rejections_total{M}')} / {_ENDED}"},
+                {
+                    "share": rate(f"vllm:admission_rejections_total{{{MODEL},{ONLINE}}}")
+                    + f" / {_ENDED}"
+                },
                 "percentunit",
+                "Not of batch requests, of which refusals are normal.",
             ),
             Panel(
                 "Tokens of a request",

@@ -153,6 +153,8 @@ async def flood(url: str, key: str) -> dict[int, int]:
                 "max_tokens": OUTPUT_TOKENS,
                 "ignore_eos": True,
                 "stream": number % 2 == 0,
+                # Some with targets.
+                "service_tier": "priority" if number % 8 == 0 else "default",
             }
             return (await client.post("/v1/completions", json=body)).status_code
 

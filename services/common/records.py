@@ -8,6 +8,7 @@ that etcdctl shows them; unknown fields, those of a later release, are ignored.
 
 import logging
 import math
+from collections.abc import Iterable
 from typing import TypeVar
 
 from google.protobuf import json_format
@@ -217,6 +218,25 @@ def settings_of(record: record_pb2.WorkerRecord) -> str:
     return (
         f"block_size {record.block_size}, max_batch_tokens {record.max_batch_tokens},"
         f" max_model_len {record.context_tokens}"
+    )
+
+
+def scheduling_fault(scheduling: str, workers: Iterable[record_pb2.WorkerRecord]) -> str | None:
+    """What is wrong if workers were told another `scheduling` than the scheduler, and the remedy.
+
+    Those that leave or do not tell are left out; so is a scheduler that does not tell.
+    """
+    others: dict[str, list[str]] = {}
+    for worker in workers:
+        if scheduling and worker.scheduling not in ("", scheduling) and not worker.draining:
+            others.setdefault(worker.scheduling, []).append(worker.worker_id)
+    if not others:
+        return None
+    told = ", ".join(f"{one} ({', '.join(sorted(ids))})" for one, ids in sorted(others.items()))
+    return (
+        f"the scheduler runs with scheduling {scheduling}, but workers with {told}, so classes of"
+        " requests are not served as either says; set the same 'scheduling'"
+        " (TIDESERVE__SCHEDULING) for both, and restart what differs"
     )
 
 

@@ -119,7 +119,7 @@ class _Gateway:
         self._transport = transport_of(config)
         self._pool = TextPool(config.tokenizer_threads)
         self._checker = GrammarChecker(model.vocab_size, model.tokenizer.added_tokens)
-        self._drain = Drain(config.inflight_max)
+        self._drain = Drain(config.inflight_max, config.batch_inflight_max)
         self._bodies = BodyBudget(config.body_bytes_max)
         self._running = RunningRequests()
         self._view = ClusterView(store, config.model_name, self._members_changed)
@@ -240,6 +240,7 @@ class _Gateway:
             answers=answers,
             metrics=self._metrics,
             request_timeout_s=config.request_timeout_s,
+            batch_timeout_s=config.batch_timeout_s,
             client_stall_s=config.client_stall_s,
             refuse_unknown=config.unknown_fields == "refuse",
         )

@@ -128,6 +128,13 @@ class GatewayConfig(ServiceConfig):
         minimum=1,
         maximum=1_000_000,
     )
+    batch_inflight_part: float = number(
+        0.75,
+        "Part of 'inflight_max' that requests of class batch may take, at least one; more of them"
+        " get 503, and online ones always find the rest.",
+        minimum=0,
+        maximum=1,
+    )
     # There is room for at least one of the largest.
     body_bytes_max: int = size(
         32 * 2**20,
@@ -148,7 +155,19 @@ class GatewayConfig(ServiceConfig):
         maximum=86_400,
     )
     request_timeout_s: float = number(
-        3600.0, "Seconds that a request may take; then 504.", minimum=1, maximum=86_400
+        3600.0,
+        "Seconds that a request may take; then 504. See also 'batch_timeout_s'.",
+        minimum=1,
+        maximum=86_400,
+    )
+    # Twice the time that the scheduler lets it wait by default.
+    batch_timeout_s: float = number(
+        7200.0,
+        "Seconds that a request of class batch may take, waiting and running together; then 504."
+        " Leave it time to run after the scheduler's 'batch_queue_deadline_s', which bounds its"
+        " wait alone.",
+        minimum=1,
+        maximum=172_800,
     )
     client_stall_s: float = number(
         30.0, "Seconds after which a client that takes nothing is cut.", minimum=0.1, maximum=3600
@@ -204,6 +223,11 @@ class GatewayConfig(ServiceConfig):
     tokenizer_threads: int = number(
         2, "Threads that tokenise and apply templates.", minimum=1, maximum=64
     )
+
+    @property
+    def batch_inflight_max(self) -> int:
+        """Requests of class batch that may be in the gateway at once."""
+        return max(1, int(self.inflight_max * self.batch_inflight_part))
 
     def __post_init__(self) -> None:
         # Without `super`: a dataclass with slots is another class than the one in its body.

@@ -52,7 +52,7 @@ async def _serve(config: SchedulerConfig, store: Store, stop: asyncio.Event) -> 
     outbox_limit = 2 * config.queue_limit + 1024
     event_log = open_event_log(config, made_with)
     driver = SchedulerDriver(state, outbox_limit, config.gateway_grace_s, event_log)
-    view = LoadView(store, driver.apply)
+    view = LoadView(store, driver.apply, config.scheduling)
     transport = transport_of(config)
     server = Server(
         config.host,
@@ -117,7 +117,11 @@ async def _run(
     incarnation, services = leadership.incarnation, leadership.services
     address = await advertised(config, config.host, server.port)
     record = record_pb2.ServiceRecord(
-        name=NAME, incarnation=incarnation, address=address, pid=os.getpid()
+        name=NAME,
+        incarnation=incarnation,
+        address=address,
+        pid=os.getpid(),
+        scheduling=config.scheduling,
     )
     registration = Registration(
         store, f"{SERVICES}{NAME}/{incarnation}", record, config.lease_ttl_s

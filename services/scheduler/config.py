@@ -33,13 +33,14 @@ class SchedulerConfig(SchedulingConfig):
     batch_queue_limit: int = number(
         BATCH_QUEUE_LIMIT,
         "Places of queue_limit that batch requests may take, unless scheduling is fcfs. An online"
-        " request takes the place of the newest of them if all are taken.",
+        " request takes the place of one of them if all are taken.",
         minimum=0,
         maximum=1_000_000,
     )
     batch_queue_deadline_s: float = number(
         BATCH_QUEUE_DEADLINE_S,
-        "Seconds that a batch request may wait, unless scheduling is fcfs; then 504.",
+        "Seconds that a batch request may wait, unless scheduling is fcfs; then 504. The gateway's"
+        " 'batch_timeout_s' bounds its waiting and running together.",
         minimum=0.1,
         maximum=86_400,
     )

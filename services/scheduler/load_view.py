@@ -7,6 +7,7 @@ from collections.abc import Callable
 from services.common.clock import monotonic_s
 from services.common.etcd import Store
 from services.common.membership import GROUPS, WORKERS, Directory
+from services.common.records import scheduling_fault
 from services.core.scheduler.vocabulary import GroupJoined, GroupLeft, ServingGroup
 from services.scheduler.translate import to_group
 from tideserve.common.v1 import record_pb2
@@ -17,8 +18,16 @@ log = logging.getLogger(__name__)
 class LoadView:
     """Tells `apply` which groups join, change and leave. While etcd is away nothing changes."""
 
-    def __init__(self, store: Store, apply: Callable[[GroupJoined | GroupLeft], None]) -> None:
+    def __init__(
+        self,
+        store: Store,
+        apply: Callable[[GroupJoined | GroupLeft], None],
+        scheduling: str = "",
+    ) -> None:
+        """`scheduling`: what this scheduler was told; workers that were told another are logged."""
         self._apply = apply
+        self._scheduling = scheduling
+        self._differs = False
         self._groups = Directory(store, GROUPS, record_pb2.GroupRecord, self._refresh)
         self._workers = Directory(store, WORKERS, record_pb2.WorkerRecord, self._refresh)
         self._serving: dict[str, ServingGroup] = {}
@@ -37,6 +46,7 @@ class LoadView:
     def _refresh(self) -> None:
         if not self.loaded:
             return
+        self._compare()
         workers = {record.worker_id: record for record in self._workers.records.values()}
         serving: dict[str, ServingGroup] = {}
         for record in self._groups.records.values():
@@ -52,3 +62,10 @@ class LoadView:
                 log.info("%s serves %s at epoch %d", group_id, group.model, group.epoch)
                 self._apply(GroupJoined(now_s, group))
         self._serving = serving
+
+    def _compare(self) -> None:
+        """Say what is wrong with the workers' `scheduling`, once until all agree again."""
+        fault = scheduling_fault(self._scheduling, self._workers.records.values())
+        if fault is not None and not self._differs:
+            log.warning("%s", fault)
+        self._differs = fault is not None

@@ -100,4 +100,5 @@ def worker_record(
         model_digest=facts.model_digest,
         protocol_version=PROTOCOL_VERSION,
         code_digest=code_digest,
+        scheduling=config.scheduling,
     )

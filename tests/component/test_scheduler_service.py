@@ -10,6 +10,7 @@ import pytest
 from services.common.etcd import Store
 from services.common.grpc_client import open_channel
 from services.common.membership import GROUPS, SERVICES, WORKERS
+from services.common.records import decode_record
 from services.scheduler.app import serve
 from services.scheduler.config import SchedulerConfig
 from tests.support.control_plane import (
@@ -27,7 +28,7 @@ from tests.support.control_plane import (
 )
 from tests.support.etcd_server import EtcdServer
 from tests.support.waiting import eventually
-from tideserve.common.v1 import load_pb2, process_pb2, process_pb2_grpc
+from tideserve.common.v1 import load_pb2, process_pb2, process_pb2_grpc, record_pb2
 from tideserve.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 
 
@@ -68,6 +69,42 @@ async def test_ask_ticket_assignment(store: Store) -> None:
         kinds = [frame.WhichOneof("body") for frame in gateway.frames["r1"]]
         assert kinds == ["ticket", "assignment"]
         await groups_serving(gateway, 1)
+
+
+async def test_workers_with_another_scheduling_are_told_once(
+    store: Store, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Once the last worker serves, the scheduler has looked at all of them, and more than once."""
+
+    def told() -> list[str]:
+        return [
+            one.getMessage() for one in caplog.records if "TIDESERVE__SCHEDULING" in one.message
+        ]
+
+    alike, other = worker_record("w0", scheduling="slo"), worker_record("w1", scheduling="fcfs")
+    third = worker_record("w2", scheduling="priority")
+    async with scheduler(store, scheduling="slo") as address:
+        entries = await store.list_prefix(f"{SERVICES}scheduler/")
+        (record,) = (
+            decode_record(record_pb2.ServiceRecord, entry.value) for entry in entries.values()
+        )
+        assert record is not None and record.scheduling == "slo"
+        async with (
+            worker_in_group(store, alike),
+            FakeGateway.connected(address) as gateway,
+            FakeWorker(alike).reporting(address),
+        ):
+            await groups_serving(gateway, 1)
+            assert told() == []
+            async with (
+                worker_in_group(store, other),
+                worker_in_group(store, third),
+                FakeWorker(other).reporting(address),
+                FakeWorker(third).reporting(address),
+            ):
+                await groups_serving(gateway, 3)
+                (warning,) = told()
+    assert "runs with scheduling slo, but workers with fcfs (w1)" in warning
 
 
 async def test_a_merged_group_is_reached_at_its_leader(store: Store) -> None:

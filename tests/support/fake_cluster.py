@@ -394,7 +394,11 @@ async def running_service(
     add(server.services)
     await server.start()
     record = record_pb2.ServiceRecord(
-        name=name, incarnation=incarnation, address=server.address, pid=7
+        name=name,
+        incarnation=incarnation,
+        address=server.address,
+        pid=7,
+        scheduling="slo" if name == "scheduler" else "",
     )
     try:
         async with registered(store, f"{SERVICES}{name}/{incarnation}", record):

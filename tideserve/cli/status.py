@@ -48,10 +48,8 @@ def show_status(url: str, key: str | None, as_json: bool, why: bool) -> None:
             " layers",
             soft_wrap=True,
         )
-    for line in shortfall_lines(status):
+    for line in trouble_lines(status):
         console.print(f"[yellow]! {escape(line)}[/]", soft_wrap=True)
-    for error in status.get("errors") or []:
-        console.print(f"[yellow]! {escape(str(error))}[/]", soft_wrap=True)
 
 
 def read_status(url: str, key: str | None, timeout_s: float = 10.0) -> dict[str, Any]:
@@ -75,6 +73,12 @@ def _print_losses(console: Console, status: Mapping[str, Any]) -> None:
     console.print("[bold]Losses[/] [dim](the last one of each group, newest last)[/]")
     for line in loss_lines(status) or ["none since this memory manager leads"]:
         console.print(f"  {escape(line)}", soft_wrap=True)
+
+
+def trouble_lines(status: Mapping[str, Any]) -> list[str]:
+    """A sentence for all that is wrong: models that need workers, settings, silent services."""
+    told = [*(status.get("warnings") or []), *(status.get("errors") or [])]
+    return [*shortfall_lines(status), *map(str, told)]
 
 
 def shortfall_lines(status: Mapping[str, Any]) -> list[str]:

@@ -1,9 +1,11 @@
-"""The planner of `scheduling: bros`: packing as BROS prints it (§4.2, Algorithm 1).
+"""The planner of `scheduling: bros`: BROS's packing as printed (BROS §4.2).
+
+The comments name lines of its Algorithm 1.
 
 Online requests, those that run and those that wait together, go by their residual time, as long as
 the iteration ends within the least one. Batch requests follow, oldest first: swapped KV, by which
 BROS sorts them, does not exist here. One that does not fit takes the turn of the online request
-with most time left. Prompts are not cut unless one exceeds an iteration.
+with most time left. Prompts are not cut to fit in time, only where `max_batch_tokens` ends.
 
 Some things are added where the printed algorithm leaves requests without service: residual times
 that cannot be kept bound nothing, the most urgent request runs even if its cost exceeds the bound,
@@ -48,21 +50,20 @@ class _Packed:
         return len(self.online) + len(self.batch) >= self.slots
 
     def tokens_of(self, sequence: Sequence) -> int:
-        """Its whole prompt, or as much of it as an iteration takes if it has nothing else."""
-        remaining = sequence.remaining
-        return min(remaining, self.spent.tokens_left) if self.empty else remaining
+        """Its whole prompt, or as much of it as the iteration has tokens left for."""
+        return min(sequence.remaining, self.spent.tokens_left)
 
     def fits(self, sequence: Sequence) -> bool:
         """Whether it can join within the bound."""
         tokens = self.tokens_of(sequence)
-        if self.full or tokens > self.spent.tokens_left:
+        if self.full or not tokens:
             return False
         return self.spent.with_chunk_s(sequence.computed, tokens) <= self.limit_s
 
     def is_late_with(self, sequence: Sequence) -> bool:
         """Whether the iteration would exceed the bound with it."""
-        cost_s = self.spent.with_chunk_s(sequence.computed, sequence.remaining)
-        return cost_s > self.limit_s
+        tokens = self.tokens_of(sequence)
+        return self.spent.with_chunk_s(sequence.computed, tokens) > self.limit_s
 
     def add(self, sequence: Sequence) -> None:
         """It joins."""

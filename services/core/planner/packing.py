@@ -1,4 +1,4 @@
-"""Which requests share an iteration when not all of them can: BROS's packing (§4.2).
+"""Which requests share an iteration when not all of them can (BROS §4.2).
 
 An iteration has a number of places, the *slots*. It adapts: it doubles while no deadline bounds
 iterations, and falls back to its base when one does, like the window of a TCP sender. And a batch

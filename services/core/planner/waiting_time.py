@@ -1,6 +1,6 @@
 """The planner of `scheduling: waiting_time`: the request that has waited longest runs first.
 
-A baseline of BROS (§2.2, Figure 3), which preempts by the time since a request's last iteration,
+A baseline (BROS §2.2), which preempts by the time since a request's last iteration,
 whatever its class. An iteration has at most `max_running` sequences. More than these may hold KV,
 as far as it lasts, and take turns; when it does not, the newest one is recomputed later. Merged
 groups run as with `fcfs`.

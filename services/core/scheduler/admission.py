@@ -78,14 +78,15 @@ class Admission:
 
     def displaced(self, ask: Asked, placed: bool) -> tuple[Waiting, NotAdmitted] | None:
         """The request that leaves a full queue so that `ask`, which may wait, gets its place."""
-        if ask.resumed or placed or not self._full:
+        taken = None if ask.resumed or placed else self._taken(ask.service)
+        if taken is None:
             return None
-        waiting = self._gives_way(ask.service)
+        waiting = self.queue.giving_way(ask.service)
         assert waiting is not None, "a full queue refuses those for which no place is found"
+        alike = waiting.ask.service.service_class is ask.service.service_class
+        come = "one of an owner that has fewer" if alike else "a more urgent request"
         return waiting, NotAdmitted(
-            RefusalReason.QUEUE_FULL,
-            f"all {self.queue_limit} places in the queue are taken, and a more urgent request has"
-            " come; retry later",
+            RefusalReason.QUEUE_FULL, f"{taken} are taken, and {come} has come; retry later"
         )
 
     def refusal_in_line(self, name: str, now_s: float) -> tuple[Waiting, NotAdmitted] | None:
@@ -143,28 +144,22 @@ class Admission:
         queued = self.queue.wanted(ask.model, self.rules.not_after(ask.service))[0]
         return check_wait(queued, rate_per_s, left_s)
 
-    @property
-    def _full(self) -> bool:
-        return len(self.queue) >= self.queue_limit
-
     def _no_place(self, service: Service) -> NotAdmitted | None:
         """Refuses a newcomer if no place in the queue is left to it, even by displacing another."""
-        batch_limit = self.rules.batch_queue_limit
-        if self._full and self._gives_way(service) is None:
-            taken = f"all {self.queue_limit} places in the queue"
-        elif (
-            self.rules.is_batch(service)
-            and self.queue.count((service.service_class,)) >= batch_limit
-        ):
-            taken = f"all {batch_limit} places for batch requests in the queue"
-        else:
+        taken = self._taken(service)
+        if taken is None or self.queue.giving_way(service) is not None:
             return None
         return NotAdmitted(RefusalReason.QUEUE_FULL, f"{taken} are taken; retry later")
 
-    def _gives_way(self, service: Service) -> Waiting | None:
-        """The newest request of the lowest class below this one, or None."""
-        newest = map(self.queue.newest, self.rules.below(service))
-        return next((waiting for waiting in newest if waiting is not None), None)
+    def _taken(self, service: Service) -> str | None:
+        """Which places a newcomer would need and others have, None if there is one for it."""
+        batch_limit = self.rules.batch_queue_limit
+        if len(self.queue) >= self.queue_limit:
+            return f"all {self.queue_limit} places in the queue"
+        batch = self.rules.is_batch(service)
+        if batch and self.queue.count((service.service_class,)) >= batch_limit:
+            return f"all {batch_limit} places for batch requests in the queue"
+        return None
 
     def _deadline_s(self, service: Service) -> float:
         """How long a request may wait."""

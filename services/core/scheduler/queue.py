@@ -8,15 +8,15 @@ band of the order, such as a class, tenants take turns. See `tenant_turns`.
 from bisect import bisect_left, insort
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
-from itertools import islice
 from math import inf
 
 from services.core.line_order import LineKey
 from services.core.scheduler.class_rules import ALL, NO_CLASSES, ClassRules
 from services.core.scheduler.dispatch import NOBODY
+from services.core.scheduler.places import Place, Places
 from services.core.scheduler.tenant_turns import TenantTurns
 from services.core.scheduler.vocabulary import Asked
-from services.core.service import ServiceClass
+from services.core.service import Service, ServiceClass
 
 
 @dataclass(slots=True)
@@ -46,17 +46,13 @@ class Waiting:
         return frozenset(self.ask.avoided)
 
 
-_Expiring = tuple[float, int, str]
-"""Arrival, number and id of a request that can expire."""
-
-
 @dataclass(slots=True)
 class _OfClass:
     """The requests of one class in a line; `expiring` are those that have not run."""
 
     requests: int = 0
     start_tokens: int = 0
-    expiring: list[_Expiring] = field(default_factory=list)
+    expiring: list[Place] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -77,6 +73,7 @@ class WaitQueue:
     _live: dict[str, tuple[int, Waiting]] = field(default_factory=dict)
     _lines: dict[str, _Line] = field(default_factory=dict)
     _by_stream: dict[int, set[str]] = field(default_factory=dict)
+    _places: Places = field(default_factory=Places)
     _next_number: int = 0
 
     def __len__(self) -> int:
@@ -129,13 +126,15 @@ class WaitQueue:
         of = (line.by_class[one].expiring for line in self._lines.values() for one in classes)
         return min((expiring[0][0] for expiring in of if expiring), default=None)
 
-    def newest(self, service_class: ServiceClass) -> Waiting | None:
-        """The newest request of a class, for whatever model, that was never assigned, or None."""
-        found: list[_Expiring] = []
-        for line in self._lines.values():
-            of_class = reversed(line.by_class[service_class].expiring)
-            found += islice((one for one in of_class if not self._live[one[-1]][1].placed), 1)
-        return self._live[max(found)[-1]][1] if found else None
+    def giving_way(self, service: Service) -> Waiting | None:
+        """The request, for whatever model, whose place in a full queue a newcomer takes, or None.
+
+        See Places.
+        """
+        if not self.rules.on:
+            return None
+        found = self._places.giving_way(service, self.rules.below(service))
+        return None if found is None else self._live[found][1]
 
     def push(self, waiting: Waiting) -> None:
         """Add a request whose id is not in the queue."""
@@ -147,8 +146,11 @@ class WaitQueue:
         entry = self._key(waiting), number, ask.request_id
         line.turns.add(*self._place(waiting), entry, waiting.start_tokens)
         of_class = line.by_class[ask.service.service_class]
+        place = waiting.arrival_s, number, ask.request_id
         if not ask.resumed:
-            insort(of_class.expiring, (waiting.arrival_s, number, ask.request_id))
+            insort(of_class.expiring, place)
+        if not waiting.placed:
+            self._places.add(ask.service, place)
         of_class.requests += 1
         of_class.start_tokens += waiting.start_tokens
         self._by_stream.setdefault(waiting.stream_id, set()).add(ask.request_id)
@@ -174,9 +176,11 @@ class WaitQueue:
         line = self._lines[ask.model]
         line.turns.remove(*self._place(waiting), (self._key(waiting), number, request_id))
         of_class = line.by_class[ask.service.service_class]
+        place = waiting.arrival_s, number, request_id
         if not ask.resumed:
-            expiry = waiting.arrival_s, number, request_id
-            del of_class.expiring[bisect_left(of_class.expiring, expiry)]
+            del of_class.expiring[bisect_left(of_class.expiring, place)]
+        if not waiting.placed:
+            self._places.remove(ask.service, place)
         of_class.requests -= 1
         of_class.start_tokens -= waiting.start_tokens
         if not any(one.requests for one in line.by_class.values()):
@@ -189,6 +193,11 @@ class WaitQueue:
         for request_id, (_, waiting) in self._live.items():
             assert request_id == waiting.ask.request_id
             assert request_id in self._by_stream[waiting.stream_id]
+        self._places.check_invariants(
+            (one.ask.service, (one.arrival_s, number, one.ask.request_id))
+            for number, one in self._live.values()
+            if not one.placed
+        )
         everyone = [one for _, one in self._live.values()]
         for model, line in self._lines.items():
             line.turns.check_invariants()

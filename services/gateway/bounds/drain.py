@@ -5,24 +5,48 @@ import contextlib
 from collections.abc import Iterator
 
 from services.common.timeouts import timeout
+from services.core.service import ServiceClass
 from services.gateway.bounds.interruption import Interruption
 from services.gateway.bounds.turnover import Turnover
 from services.gateway.vocabulary.errors import QueueFull, ShuttingDown
 
 
+class RequestPlace:
+    """One request in the gateway, of which the class is known only once its body is read."""
+
+    def __init__(self, drain: "Drain") -> None:
+        self._drain = drain
+        self.batch = False
+
+    def hold(self, service_class: ServiceClass) -> None:
+        """Hold the place on as a request of this class.
+
+        Raises:
+            QueueFull: if requests of class `batch` have as many places as they may have.
+        """
+        if service_class is ServiceClass.BATCH and not self.batch:
+            self._drain.take_batch()
+            self.batch = True
+
+
 class Drain:
     """Admits requests to the gateway until it drains.
+
+    At most `batch_inflight_max` of the `inflight_max` places are for requests of class `batch`,
+    which may wait for hours, so that they never keep online ones out.
 
     The gateway stops in two steps. First it says that it leaves, so that load balancers send
     requests elsewhere, and still takes requests; then it drains.
     """
 
-    def __init__(self, inflight_max: int) -> None:
+    def __init__(self, inflight_max: int, batch_inflight_max: int | None = None) -> None:
+        """Without `batch_inflight_max` there is no bound for `batch` alone."""
         self._inflight_max = inflight_max
+        self._batch_max = inflight_max if batch_inflight_max is None else batch_inflight_max
         self._empty = asyncio.Event()
         self._empty.set()
-        self._turnover = Turnover()
-        self.inflight = 0
+        self._turnover, self._batch_turnover = Turnover(), Turnover()
+        self.inflight = self.batch_inflight = 0
         # Load balancers are told to send nothing here any more.
         self.leaving = False
         # Set once no requests are taken any more.
@@ -37,8 +61,8 @@ class Drain:
         return self.began.is_set()
 
     @contextlib.contextmanager
-    def enter(self) -> Iterator[None]:
-        """Count one request in, and out at the end.
+    def enter(self) -> Iterator[RequestPlace]:
+        """Count one request in, and out at the end; its place is to be told its class.
 
         Raises:
             ShuttingDown: if the gateway is shutting down.
@@ -53,13 +77,27 @@ class Drain:
             )
         self.inflight += 1
         self._empty.clear()
+        place = RequestPlace(self)
         try:
-            yield
+            yield place
         finally:
             self.inflight -= 1
             self._turnover.leave()
+            if place.batch:
+                self.batch_inflight -= 1
+                self._batch_turnover.leave()
             if self.inflight == 0:
                 self._empty.set()
+
+    def take_batch(self) -> None:
+        """Count a request of class `batch`; its place counts it out. Raises QueueFull."""
+        if self.batch_inflight >= self._batch_max:
+            raise QueueFull(
+                f"the gateway has {self.batch_inflight} requests of class 'batch' already; try"
+                " again later",
+                retry_after_s=self._batch_turnover.refuse(),
+            )
+        self.batch_inflight += 1
 
     @contextlib.contextmanager
     def cuts(self, interruption: Interruption) -> Iterator[None]:

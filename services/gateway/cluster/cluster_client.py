@@ -66,6 +66,8 @@ class ClusterClient:
         """Workers, groups and decisions; None is a memory manager that does not answer."""
         records = {worker.worker_id: worker for worker in self._view.workers()}
         rows = cluster_rows(cluster or ClusterStatus((), ()), records)
+        if (fault := self._view.scheduling_fault()) is not None:
+            rows |= {"warnings": [fault]}
         return rows if cluster is not None else rows | {"errors": [SILENT]}
 
     async def services(self) -> list[dict[str, Any]]:

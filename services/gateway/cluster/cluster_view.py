@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from services.common.etcd import Store
 from services.common.membership import GROUPS, SERVICES, WORKERS, Directory
-from services.common.records import to_group
+from services.common.records import scheduling_fault, to_group
 from services.core.groups.vocabulary import Group, GroupPhase
 from tideserve.common.v1 import record_pb2
 
@@ -44,6 +44,12 @@ class ClusterView:
     def workers(self) -> list[record_pb2.WorkerRecord]:
         """The registered workers, by id."""
         return sorted(self._workers.records.values(), key=lambda record: record.worker_id)
+
+    def scheduling_fault(self) -> str | None:
+        """What is wrong if workers were told another `scheduling` than the scheduler."""
+        scheduler = self._services.newest(f"{SERVICES}scheduler/")
+        told = scheduler.scheduling if scheduler is not None else ""
+        return scheduling_fault(told, self.workers())
 
     def worker_addresses(self) -> frozenset[str]:
         """Where registered workers listen."""

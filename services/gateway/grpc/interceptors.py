@@ -158,7 +158,7 @@ class GrpcFrontDoor(grpc.aio.ServerInterceptor):
         if begun:
             self._metrics.stream_failed(error.code or "error")
         else:
-            self._metrics.refused(error)
+            self._metrics.refused(error, record.service_class)
         return status
 
     async def _fail(

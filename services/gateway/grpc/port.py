@@ -59,7 +59,7 @@ class GrpcPort:
             host,
             port,
             GrpcFrontDoor(methods, keys, reception, serving.metrics, serving.client_stall_s),
-            longest_call_s=serving.request_timeout_s,
+            longest_call_s=serving.longest_s,
             tls=tls,
         )
         self._stopping: asyncio.Task[None] | None = None

@@ -66,6 +66,7 @@ class GenerationResponse(Response):
                 else:
                     answer, new = serving.answers.claim(name, digest, record.response_id)
                     if not new:
+                        serving.classify(body.value, record)
                         lease.keep(0)
                         lease.release()
                         record.replays(answer.response_id)
@@ -80,7 +81,7 @@ class GenerationResponse(Response):
             record.hang_up()
             serving.metrics.stream_failed("client_gone")
         except GatewayError as error:
-            serving.metrics.refused(error)
+            serving.metrics.refused(error, record.service_class)
             await error_response(error, scope)(scope, receive, send)
             record.fail(error)
 
@@ -167,7 +168,7 @@ class GenerationResponse(Response):
             ClientGone: if this client went away, or took nothing any more.
         """
         # By then the answer has ended, and has told its readers why.
-        limit_s = self._serving.request_timeout_s + FAREWELL_S
+        limit_s = self._serving.longest_s + FAREWELL_S
         gone = False
         async with asyncio.TaskGroup() as tasks:
             with answer.reading() as reader:

@@ -7,14 +7,14 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from services.common import vllm_names
-from services.core.service import ServiceClass
+from services.core.service import Service, ServiceClass
 
 SLO_METRICS = ("ttft", "tpot")
 
 
 @dataclass(frozen=True, slots=True)
 class SloCount:
-    """Choices that kept a target of their promise, and that did not."""
+    """How often a target of promises was kept, and how often it was not."""
 
     attained: Counter
     missed: Counter
@@ -22,6 +22,37 @@ class SloCount:
     def note(self, seconds: float, target_s: float) -> None:
         """Count a time that was promised to be at most `target_s`."""
         (self.attained if seconds <= target_s else self.missed).inc()
+
+
+@dataclass(slots=True)
+class TokenGroup:
+    """The tokens after the first of one choice, in groups as its promise has them.
+
+    `tpot_s` holds on average over each group of `token_group` tokens, so each counts once.
+    """
+
+    service: Service
+    count: SloCount
+    _tokens: int = 0
+    _seconds: float = 0.0
+
+    def tokens(self, count: int, per_token_s: float) -> None:
+        """`count` tokens have come, each after `per_token_s`."""
+        if self.service.tpot_s is None:
+            return
+        while count:
+            more = min(count, self.service.token_group - self._tokens)
+            self._tokens += more
+            self._seconds += more * per_token_s
+            count -= more
+            if self._tokens == self.service.token_group:
+                self.end()
+
+    def end(self) -> None:
+        """Count the group that has begun, however few its tokens are."""
+        if self._tokens and self.service.tpot_s is not None:
+            self.count.note(self._seconds / self._tokens, self.service.tpot_s)
+        self._tokens, self._seconds = 0, 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,14 +122,15 @@ def _slo_counts(registry: CollectorRegistry) -> dict[ServiceClass, Mapping[str, 
     """A count for each class and metric of `SLO_METRICS`."""
     attained = Counter(
         "tideserve_gateway_slo_attained",
-        "Choices that kept a target: ttft, from the request's arrival; tpot, the mean time"
-        " between the tokens of one that finished.",
+        "Targets that were kept: ttft, once a choice, from the request's arrival; tpot, once a"
+        " group of tokens, the mean time between them.",
         ["class", "metric"],
         registry=registry,
     )
     missed = Counter(
         "tideserve_gateway_slo_missed",
-        "Choices that did not keep a target; one that fails before a token misses ttft.",
+        "Targets that were not kept, counted alike; a choice that fails before a token misses"
+        " ttft.",
         ["class", "metric"],
         registry=registry,
     )

@@ -7,6 +7,7 @@ from functools import partial
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from services.common import vllm_names
+from services.core.service import ServiceClass
 from services.gateway.bounds.line import Line
 from services.gateway.keys.quota_metrics import QuotaMetrics
 from services.gateway.records.class_metrics import MetricsByClass
@@ -22,6 +23,8 @@ _DURATION_BUCKETS = (0.01, 0.05, 0.1, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 FINISHED_REASONS = ("stop", "length", "abort", "error")
 # Errors of requests that could have been served at another time.
 REFUSALS: tuple[type[GatewayError], ...] = (QueueFull, ServiceUnavailable, Expired, ShuttingDown)
+# The class of requests that are refused before their body is read.
+UNREAD = "unknown"
 # The last bucket of token counts.
 TOKENS_MAX = 1_000_000
 
@@ -61,11 +64,13 @@ class Metrics:
         )
         self._rejections = counter(
             "vllm:admission_rejections",
-            "Requests refused for want of room: queue_full, expired, unavailable, shutting_down.",
-            ["model_name", "reason"],
+            "Requests refused for want of room: queue_full, expired, unavailable, shutting_down; of"
+            " class unknown before their body was read.",
+            ["model_name", "reason", "class"],
         )
         for refusal in REFUSALS:
-            self._rejections.labels(model_name, refusal.code)
+            for service_class in (*ServiceClass, UNREAD):
+                self._rejections.labels(model_name, refusal.code, str(service_class))
         self._prompt_tokens = counter("tideserve_gateway_prompt_tokens", "Prompt tokens sent on.")
         self._stream_errors = counter(
             "tideserve_gateway_stream_errors",
@@ -149,10 +154,14 @@ class Metrics:
         self._http_requests.labels(endpoint, str(status)).inc()
         self._duration.labels(endpoint).observe(duration_s)
 
-    def refused(self, error: GatewayError) -> None:
-        """Count a request that was refused for want of room, before its response began."""
+    def refused(self, error: GatewayError, service_class: ServiceClass | None) -> None:
+        """Count a request that was refused for want of room, before its response began.
+
+        Its class is None if its body was not read.
+        """
         if type(error) in REFUSALS:
-            self._rejections.labels(self._model_name, error.code).inc()
+            told = UNREAD if service_class is None else service_class.value
+            self._rejections.labels(self._model_name, error.code, told).inc()
 
     def prompt_in(self, tokens: int) -> None:
         """Count a prompt."""

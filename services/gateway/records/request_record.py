@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from services.common.tracing import SpanLink, TraceContext
+from services.core.service import ServiceClass
+from services.gateway.bounds.drain import RequestPlace
 from services.gateway.keys.principal import ANYONE, Principal
 from services.gateway.keys.quotas import Headers, QuotaLease, Quotas
 from services.gateway.vocabulary.errors import GatewayError
@@ -114,7 +116,8 @@ class RequestRecord:
     `trace_id` is "" where nobody traces; `context` is set while this gateway does. `settings` are
     what the client asked for, by the names of attributes. `address` is where it comes from, without
     a port; `principal` is its sender, which `quotas` hold to limits, and `quota` what it has taken
-    of those; `promise` what headers (or metadata) of `service_policy` say, by their names.
+    of those; `promise` what headers (or metadata) of `service_policy` say, by their names. `place`
+    is its place in the gateway, and `service_class` None until its body is read.
     `warnings` are ASCII sentences for the client, without quotes. `grpc_code` is set at gRPC's
     door, where `status` is what it would have been over HTTP. `replayed`: its answer is that of an
     earlier request, which was made once.
@@ -132,6 +135,8 @@ class RequestRecord:
     quotas: Quotas | None = None
     quota: QuotaLease | None = None
     promise: Mapping[str, str] = field(default_factory=dict)
+    place: RequestPlace | None = None
+    service_class: ServiceClass | None = None
     warnings: tuple[str, ...] = ()
     grpc_code: str | None = None
     code: str | None = None

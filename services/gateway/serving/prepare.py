@@ -72,7 +72,7 @@ class Preparer:
         """
         _note(record, body, self._model.name)
         self._check(body, record)
-        service = self._policy.service_of(body, record.promise, record.principal.owner)
+        service = self.service_of(body, record)
         record.warnings += body.warnings
         prompts = await self._prompts(body)
         where = self._thinking(prompts[0])
@@ -106,6 +106,10 @@ class Preparer:
             prompt_tokens=record.prompt_tokens,
             service_class=service.service_class,
         )
+
+    def service_of(self, body: GenerationRequest, record: RequestRecord) -> Service:
+        """What the request is promised. Raises BadRequest, as in ServicePolicy."""
+        return self._policy.service_of(body, record.promise, record.principal.owner)
 
     async def token_ids(self, body: GenerationRequest, record: RequestRecord) -> tuple[int, ...]:
         """The tokens of the body's first prompt; nothing is generated.

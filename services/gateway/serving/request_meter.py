@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from services.core.request import FinishReason
+from services.gateway.records.class_metrics import TokenGroup
 from services.gateway.records.metrics import RequestHistograms
 from services.gateway.records.request_record import ChoiceRecord
 from services.gateway.serving.prepared import PreparedChoice
@@ -29,6 +30,7 @@ class RequestMeter:
         self._first_s: float | None = None
         self._last_s = arrived_s
         self._tokens = 0
+        self._group = TokenGroup(choice.request.service, self._of_class.slo["tpot"])
         self.reason: FinishReason | None = None
 
     def tokens(self, count: int, now_s: float) -> bool:
@@ -36,11 +38,13 @@ class RequestMeter:
         histograms, begun = self._histograms, self._first_s is not None
         histograms.output_tokens.inc(count)
         if begun:
-            self._of_class.inter_token.observe((now_s - self._last_s) / count)
+            per_token_s = (now_s - self._last_s) / count
+            self._of_class.inter_token.observe(per_token_s)
+            self._group.tokens(count, per_token_s)
         else:
             self._first_s = now_s
             self._of_class.ttft.observe(now_s - self._arrived_s)
-            self._note_slo("ttft", now_s - self._choice.request.arrival_s)
+            self._note_ttft(now_s - self._choice.request.arrival_s)
         self._last_s = now_s
         self._tokens += count
         return begun
@@ -52,7 +56,7 @@ class RequestMeter:
         if self._first_s is not None and self._tokens > 1:
             per_token_s = (self._last_s - self._first_s) / (self._tokens - 1)
             self._of_class.per_token.observe(per_token_s)
-            self._note_slo("tpot", per_token_s)
+            self._group.end()
         histograms.generation_tokens.observe(self._tokens)
         histograms.max_generation_tokens.observe(self._tokens)
         histograms.prompt_tokens.observe(len(request.prompt_ids))
@@ -64,7 +68,7 @@ class RequestMeter:
     def fail(self) -> None:
         """The request has failed; without a token it has missed its first one's target."""
         if self._first_s is None:
-            self._note_slo("ttft", math.inf)
+            self._note_ttft(math.inf)
 
     @contextmanager
     def counted(self) -> Iterator[None]:
@@ -72,11 +76,10 @@ class RequestMeter:
         with self._of_class.inflight.track_inprogress():
             yield
 
-    def _note_slo(self, metric: str, seconds: float) -> None:
-        service = self._choice.request.service
-        target_s = service.ttft_s if metric == "ttft" else service.tpot_s
+    def _note_ttft(self, seconds: float) -> None:
+        target_s = self._choice.request.service.ttft_s
         if target_s is not None:
-            self._of_class.slo[metric].note(seconds, target_s)
+            self._of_class.slo["ttft"].note(seconds, target_s)
 
     def _observe_phases(self) -> None:
         """Where the time went, as far as the workers told it with their last events."""

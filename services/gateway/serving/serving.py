@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from services.common.clock import monotonic_s
+from services.core.service import ServiceClass
 from services.gateway.api.generation import GenerationRequest
 from services.gateway.bounds.body_budget import BodyBudget, BodyLease, TakenOnce
 from services.gateway.bounds.client import ClientGone, WatchedClient
@@ -54,7 +55,8 @@ class RequestServing:
     """What every door uses to serve requests; times in seconds.
 
     `answers`: those that requests with a key may get once more. `refuse_unknown`: whether unknown
-    fields of a body are errors.
+    fields of a body are errors. Requests of class `batch` may take `batch_timeout_s`, for waiting
+    and running together, all others `request_timeout_s`.
     """
 
     preparer: Preparer
@@ -65,8 +67,14 @@ class RequestServing:
     answers: KeptAnswers[Any]
     metrics: Metrics
     request_timeout_s: float
+    batch_timeout_s: float
     client_stall_s: float
     refuse_unknown: bool = False
+
+    @property
+    def longest_s(self) -> float:
+        """Seconds that a request of any class may take."""
+        return max(self.request_timeout_s, self.batch_timeout_s)
 
     @contextlib.contextmanager
     def entered(self, record: RequestRecord, answered: bool = False) -> Iterator[BodyLease]:
@@ -78,8 +86,19 @@ class RequestServing:
             GatewayError: if the gateway is full, or the owner's quota is used up.
         """
         quota = contextlib.nullcontext() if answered else self.charged(record)
-        with quota, self.drain.enter(), self.bodies.lease() as lease:
+        with quota, self.drain.enter() as record.place, self.bodies.lease() as lease:
             yield lease
+
+    def classify(self, body: GenerationRequest, record: RequestRecord) -> ServiceClass:
+        """Note the class of a request whose body has been read, and count its place for it.
+
+        Raises:
+            GatewayError: if the class cannot be, or the gateway takes no more requests of it now.
+        """
+        record.service_class = self.preparer.service_of(body, record).service_class
+        if record.place is not None:
+            record.place.hold(record.service_class)
+        return record.service_class
 
     @contextlib.contextmanager
     def charged(self, record: RequestRecord) -> Iterator[None]:
@@ -125,7 +144,8 @@ class RequestServing:
                     self.drain.cuts(interruption),
                     _watched(client, interruption),
                 ):
-                    self._limit(interruption, timeout_s)
+                    service_class = self.classify(body.value, record)
+                    self._limit(interruption, service_class, timeout_s)
                     await self._answer(body, record, lease, writer)
                 if guard is not None:
                     guard.cancel()
@@ -137,13 +157,17 @@ class RequestServing:
                 raise error from None
             raise
 
-    def _limit(self, interruption: Interruption, timeout_s: float) -> None:
+    def _limit(
+        self, interruption: Interruption, service_class: ServiceClass, timeout_s: float
+    ) -> None:
         """Interrupt when time is up."""
+        batch = service_class is ServiceClass.BATCH
+        own_s = self.batch_timeout_s if batch else self.request_timeout_s
         message = "the request took too long; ask for fewer tokens"
         late: GatewayError = Expired(message)
-        if timeout_s < self.request_timeout_s:
+        if timeout_s < own_s:
             late = ClientDeadline(message)
-        interruption.interrupt_after(min(self.request_timeout_s, timeout_s), late)
+        interruption.interrupt_after(min(own_s, timeout_s), late)
 
     async def _answer(
         self,

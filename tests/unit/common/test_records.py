@@ -20,6 +20,7 @@ from services.common.records import (
     is_valid,
     paced_of,
     read_record,
+    scheduling_fault,
     to_assignment,
     to_assignment_record,
     to_facts,
@@ -185,3 +186,19 @@ def test_what_a_gateway_is_asked_is_finite_and_not_negative(
     value = encode_record(record)
     assert (read_record(record_pb2.QuotaRecord, "quotas/a", value) is not None) is valid
     assert read_record(record_pb2.QuotaRecord, "quotas/b", value) is None
+
+
+def test_workers_that_were_told_another_scheduling_are_named() -> None:
+    workers = [
+        worker_record("w3", scheduling="fcfs"),
+        worker_record("w1", scheduling="fcfs"),
+        worker_record("w2", scheduling="slo"),
+        worker_record("w4", scheduling="priority"),
+        worker_record("old"),
+        worker_record("leaves", scheduling="fcfs", draining=True),
+    ]
+    fault = scheduling_fault("slo", workers)
+    assert fault is not None and "workers with fcfs (w1, w3), priority (w4)," in fault
+    assert "TIDESERVE__SCHEDULING" in fault, "the remedy"
+    assert scheduling_fault("slo", workers[2:3] + workers[4:]) is None
+    assert scheduling_fault("", workers) is None, "a scheduler that does not tell"

@@ -15,6 +15,7 @@ from deploy_config import (
 from deploy_objects import CPU_OVERLAY, ROOT, ToolMissing, Variant, build, build_variant, identity
 
 from services.common.errors import ConfigError
+from services.core.line_order import Scheduling
 
 VERSION = "0.1.0"
 
@@ -57,6 +58,21 @@ def test_a_worker_tells_its_zone_and_node(objects):
     for name in used:
         assert "fieldRef" in variable(objects, "worker", name)["valueFrom"]
         assert names.index(name) < names.index("TIDESERVE__LOCATION"), "or it is not expanded"
+
+
+def test_scheduler_and_workers_are_told_one_scheduling(objects):
+    known = {identity(one): one for one in objects}
+    known["ConfigMap/tideserve-scheduling"]["data"]["SCHEDULING"] = "slo"
+    for service in ("scheduler", "worker"):
+        config = read_config(service, environment_of(container(objects, service), known))
+        assert config.scheduling == "slo"
+    text = yaml.safe_load((ROOT / "compose.yaml").read_text())["services"]
+    told = {name: text[name]["environment"].get("TIDESERVE__SCHEDULING") for name in CONFIGS}
+    assert told["scheduler"] == told["worker"] == "${SCHEDULING:-fcfs}"
+    assert told["gateway"] is told["memmgr"] is None
+    parameters = yaml.safe_load((ROOT / "deploy" / "helm" / "parameters.yaml").read_text())
+    (chart,) = (one for one in parameters if one["value"] == "scheduling")
+    assert chart["schema"]["enum"] == list(Scheduling)
 
 
 def test_a_variable_that_is_none_is_found(objects):

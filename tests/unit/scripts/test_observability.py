@@ -126,6 +126,15 @@ def test_alerts_ask_for_metrics_that_there_are() -> None:
         assert {one for one in asked - known if not FOREIGN.fullmatch(one)} == set(), name
 
 
+def test_the_autoscaler_adds_no_workers_for_batch_work() -> None:
+    path = ROOT / "deploy" / "components" / "keda" / "scaled_object.yaml"
+    triggers = yaml.safe_load(path.read_text())["spec"]["triggers"]
+    queries = {one["name"]: one["metadata"]["query"] for one in triggers}
+    assert all(names_in(one) <= sample_names() for one in queries.values())
+    assert 'class!="batch"' in queries["queue"]
+    assert "tideserve_worker_kv_blocks_batch" in queries["cache"]
+
+
 def test_every_alert_has_a_case_in_which_it_fires_and_one_in_which_it_does_not(
     tmp_path: Path,
 ) -> None:
@@ -147,6 +156,23 @@ def test_boards_ask_for_metrics_that_there_are(board: boards.Board) -> None:
         for query in panel.queries.values():
             asked = names_in(query)
             assert asked and asked <= known, (panel.title, asked - known)
+
+
+def test_what_has_a_class_is_summed_over_no_classes_but_those_that_are_named() -> None:
+    """A sum over all would show the times of batch work, for which nobody waits."""
+    classed = re.compile(
+        r"vllm:(time_to_first_token|inter_token_latency|admission_rejections)"
+        r"|tideserve_(gateway_slo|scheduler_class|scheduler_oldest)_"
+    )
+    found = 0
+    queries = [
+        query for board in boards.BOARDS for one in board.panels for query in one.queries.values()
+    ]
+    for query in [*queries, *(rule["expr"] for rule in ALERTS.values())]:
+        if classed.search(query):
+            found += 1
+            assert re.search(r"by \([^)]*\bclass\b[^)]*\)", query) or 'class!="batch"' in query
+    assert found > 10
 
 
 @pytest.mark.parametrize("board", boards.BOARDS, ids=lambda board: board.name)

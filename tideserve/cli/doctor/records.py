@@ -10,7 +10,7 @@ from google.protobuf.message import Message
 from services.common.address import host_of, is_loopback, is_wildcard
 from services.common.etcd import Store
 from services.common.membership import GROUPS, LEADERS, SERVICES, WORKERS
-from services.common.records import CAN_DROP, engine_of, read_record
+from services.common.records import CAN_DROP, engine_of, read_record, scheduling_fault
 from services.core.engine_kind import EngineKind
 from tideserve.cli.doctor.finding import Check, Finding
 from tideserve.common.v1 import record_pb2
@@ -61,6 +61,7 @@ def check_records(records: RegisteredRecords, prefix: str, etcd_is_local: bool) 
     found = [
         *(*_missing(records, prefix), *_invalid(records, prefix)),
         *(*_addresses(records, etcd_is_local), *_differing(records.workers), *_idle(records)),
+        *_scheduling(records),
     ]
     count = len(records.workers)
     summary = f"{count} worker{'s' * (count != 1)} and {len(records.services)} services"
@@ -157,6 +158,20 @@ def _differing(workers: Sequence[record_pb2.WorkerRecord]) -> Iterator[Finding]:
                 sentence = text.format(model=model, values=values)
                 yield CHECK.failure(f"the workers {sentence}")
                 break
+
+
+def _scheduling(records: RegisteredRecords) -> list[Finding]:
+    """Workers that were told another `scheduling` than a scheduler."""
+    schedulers = (one for one in records.services if one.name == "scheduler")
+    told = sorted({one.scheduling for one in schedulers if one.scheduling})
+    if len(told) > 1:
+        return [
+            CHECK.failure(
+                f"schedulers run with scheduling {' and '.join(told)}; set the same for all"
+            )
+        ]
+    faults = (scheduling_fault(one, records.workers) for one in told)
+    return [CHECK.failure(fault) for fault in faults if fault is not None]
 
 
 def _idle(records: RegisteredRecords) -> Iterator[Finding]:

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n tideserve/common/v1/record.proto\x12\x13tideserve.common.v1\"P\n\rServiceRecord\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\x0b\n\x03pid\x18\x04 \x01(\x05\"\xc2\x03\n\x0cWorkerRecord\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\r\n\x05model\x18\x04 \x01(\t\x12\x15\n\rmax_model_len\x18\x05 \x01(\x05\x12\x12\n\nblock_size\x18\x06 \x01(\x05\x12\x17\n\x0fkv_blocks_total\x18\x07 \x01(\x05\x12\x14\n\x0c\x63\x61pabilities\x18\x08 \x03(\t\x12.\n\x05shape\x18\t \x01(\x0b\x32\x1f.tideserve.common.v1.ModelShape\x12\x13\n\x0b\x61rena_bytes\x18\n \x01(\x03\x12\x1a\n\x12\x61\x63tivation_address\x18\x0b \x01(\t\x12\x14\n\x0c\x62ulk_address\x18\x0c \x01(\t\x12\x10\n\x08\x64raining\x18\r \x01(\x08\x12\x14\n\x0cmodel_digest\x18\x0e \x01(\t\x12\x18\n\x10protocol_version\x18\x0f \x01(\x05\x12\x13\n\x0b\x63ode_digest\x18\x10 \x01(\t\x12\x18\n\x10max_batch_tokens\x18\x11 \x01(\x05\x12\x10\n\x08location\x18\x12 \x03(\t\x12\x16\n\x0e\x63ontext_tokens\x18\x13 \x01(\x05\"\xcc\x01\n\nModelShape\x12\x12\n\nnum_layers\x18\x01 \x01(\x05\x12\x13\n\x0blayer_bytes\x18\x02 \x01(\x03\x12\x17\n\x0f\x65mbedding_bytes\x18\x03 \x01(\x03\x12\x12\n\nhead_bytes\x18\x04 \x01(\x03\x12\x17\n\x0ftied_embeddings\x18\x05 \x01(\x08\x12\x10\n\x08kv_bytes\x18\x06 \x01(\x03\x12\x12\n\nlayer_cost\x18\x07 \x01(\x01\x12\x16\n\x0e\x65mbedding_cost\x18\x08 \x01(\x01\x12\x11\n\thead_cost\x18\t \x01(\x01\"]\n\x0bGroupMember\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x13\n\x0b\x66irst_layer\x18\x03 \x01(\x05\x12\x11\n\tend_layer\x18\x04 \x01(\x05\"\xc6\x01\n\x0bGroupRecord\x12\x10\n\x08group_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x03\x12.\n\x05phase\x18\x03 \x01(\x0e\x32\x1f.tideserve.common.v1.GroupPhase\x12\x31\n\x07members\x18\x04 \x03(\x0b\x32 .tideserve.common.v1.GroupMember\x12\r\n\x05model\x18\x05 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x06 \x01(\t\x12\x13\n\x0btraceparent\x18\x07 \x01(\t\"\x83\x01\n\x10\x41ssignmentRecord\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x10\n\x08group_id\x18\x03 \x01(\t\x12\r\n\x05\x65poch\x18\x04 \x01(\x03\x12\x13\n\x0b\x66irst_layer\x18\x05 \x01(\x05\x12\x11\n\tend_layer\x18\x06 \x01(\x05\"!\n\x10\x45pochFloorRecord\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\"\xaf\x01\n\x0bQuotaRecord\x12\x13\n\x0bincarnation\x18\x01 \x01(\t\x12<\n\x06owners\x18\x02 \x03(\x0b\x32,.tideserve.common.v1.QuotaRecord.OwnersEntry\x1aM\n\x0bOwnersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12-\n\x05value\x18\x02 \x01(\x0b\x32\x1e.tideserve.common.v1.QuotaWish:\x02\x38\x01\"x\n\tQuotaWish\x12\x16\n\x0erequests_per_s\x18\x01 \x01(\x01\x12\x14\n\x0ctokens_per_s\x18\x02 \x01(\x01\x12\x0f\n\x07running\x18\x03 \x01(\x05\x12\x16\n\x0erequests_spilt\x18\x04 \x01(\x01\x12\x14\n\x0ctokens_spilt\x18\x05 \x01(\x01*v\n\nGroupPhase\x12\x1b\n\x17GROUP_PHASE_UNSPECIFIED\x10\x00\x12\x16\n\x12GROUP_PHASE_STABLE\x10\x01\x12\x19\n\x15GROUP_PHASE_DISSOLVED\x10\x02\x12\x18\n\x14GROUP_PHASE_DEGRADED\x10\x03\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n tideserve/common/v1/record.proto\x12\x13tideserve.common.v1\"d\n\rServiceRecord\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\x0b\n\x03pid\x18\x04 \x01(\x05\x12\x12\n\nscheduling\x18\x05 \x01(\t\"\xd6\x03\n\x0cWorkerRecord\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\r\n\x05model\x18\x04 \x01(\t\x12\x15\n\rmax_model_len\x18\x05 \x01(\x05\x12\x12\n\nblock_size\x18\x06 \x01(\x05\x12\x17\n\x0fkv_blocks_total\x18\x07 \x01(\x05\x12\x14\n\x0c\x63\x61pabilities\x18\x08 \x03(\t\x12.\n\x05shape\x18\t \x01(\x0b\x32\x1f.tideserve.common.v1.ModelShape\x12\x13\n\x0b\x61rena_bytes\x18\n \x01(\x03\x12\x1a\n\x12\x61\x63tivation_address\x18\x0b \x01(\t\x12\x14\n\x0c\x62ulk_address\x18\x0c \x01(\t\x12\x10\n\x08\x64raining\x18\r \x01(\x08\x12\x14\n\x0cmodel_digest\x18\x0e \x01(\t\x12\x18\n\x10protocol_version\x18\x0f \x01(\x05\x12\x13\n\x0b\x63ode_digest\x18\x10 \x01(\t\x12\x18\n\x10max_batch_tokens\x18\x11 \x01(\x05\x12\x10\n\x08location\x18\x12 \x03(\t\x12\x16\n\x0e\x63ontext_tokens\x18\x13 \x01(\x05\x12\x12\n\nscheduling\x18\x14 \x01(\t\"\xcc\x01\n\nModelShape\x12\x12\n\nnum_layers\x18\x01 \x01(\x05\x12\x13\n\x0blayer_bytes\x18\x02 \x01(\x03\x12\x17\n\x0f\x65mbedding_bytes\x18\x03 \x01(\x03\x12\x12\n\nhead_bytes\x18\x04 \x01(\x03\x12\x17\n\x0ftied_embeddings\x18\x05 \x01(\x08\x12\x10\n\x08kv_bytes\x18\x06 \x01(\x03\x12\x12\n\nlayer_cost\x18\x07 \x01(\x01\x12\x16\n\x0e\x65mbedding_cost\x18\x08 \x01(\x01\x12\x11\n\thead_cost\x18\t \x01(\x01\"]\n\x0bGroupMember\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x13\n\x0b\x66irst_layer\x18\x03 \x01(\x05\x12\x11\n\tend_layer\x18\x04 \x01(\x05\"\xc6\x01\n\x0bGroupRecord\x12\x10\n\x08group_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x03\x12.\n\x05phase\x18\x03 \x01(\x0e\x32\x1f.tideserve.common.v1.GroupPhase\x12\x31\n\x07members\x18\x04 \x03(\x0b\x32 .tideserve.common.v1.GroupMember\x12\r\n\x05model\x18\x05 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x06 \x01(\t\x12\x13\n\x0btraceparent\x18\x07 \x01(\t\"\x83\x01\n\x10\x41ssignmentRecord\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x10\n\x08group_id\x18\x03 \x01(\t\x12\r\n\x05\x65poch\x18\x04 \x01(\x03\x12\x13\n\x0b\x66irst_layer\x18\x05 \x01(\x05\x12\x11\n\tend_layer\x18\x06 \x01(\x05\"!\n\x10\x45pochFloorRecord\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\"\xaf\x01\n\x0bQuotaRecord\x12\x13\n\x0bincarnation\x18\x01 \x01(\t\x12<\n\x06owners\x18\x02 \x03(\x0b\x32,.tideserve.common.v1.QuotaRecord.OwnersEntry\x1aM\n\x0bOwnersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12-\n\x05value\x18\x02 \x01(\x0b\x32\x1e.tideserve.common.v1.QuotaWish:\x02\x38\x01\"x\n\tQuotaWish\x12\x16\n\x0erequests_per_s\x18\x01 \x01(\x01\x12\x14\n\x0ctokens_per_s\x18\x02 \x01(\x01\x12\x0f\n\x07running\x18\x03 \x01(\x05\x12\x16\n\x0erequests_spilt\x18\x04 \x01(\x01\x12\x14\n\x0ctokens_spilt\x18\x05 \x01(\x01*v\n\nGroupPhase\x12\x1b\n\x17GROUP_PHASE_UNSPECIFIED\x10\x00\x12\x16\n\x12GROUP_PHASE_STABLE\x10\x01\x12\x19\n\x15GROUP_PHASE_DISSOLVED\x10\x02\x12\x18\n\x14GROUP_PHASE_DEGRADED\x10\x03\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,26 +33,26 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_QUOTARECORD_OWNERSENTRY']._loaded_options = None
   _globals['_QUOTARECORD_OWNERSENTRY']._serialized_options = b'8\001'
-  _globals['_GROUPPHASE']._serialized_start=1564
-  _globals['_GROUPPHASE']._serialized_end=1682
+  _globals['_GROUPPHASE']._serialized_start=1604
+  _globals['_GROUPPHASE']._serialized_end=1722
   _globals['_SERVICERECORD']._serialized_start=57
-  _globals['_SERVICERECORD']._serialized_end=137
-  _globals['_WORKERRECORD']._serialized_start=140
-  _globals['_WORKERRECORD']._serialized_end=590
-  _globals['_MODELSHAPE']._serialized_start=593
-  _globals['_MODELSHAPE']._serialized_end=797
-  _globals['_GROUPMEMBER']._serialized_start=799
-  _globals['_GROUPMEMBER']._serialized_end=892
-  _globals['_GROUPRECORD']._serialized_start=895
-  _globals['_GROUPRECORD']._serialized_end=1093
-  _globals['_ASSIGNMENTRECORD']._serialized_start=1096
-  _globals['_ASSIGNMENTRECORD']._serialized_end=1227
-  _globals['_EPOCHFLOORRECORD']._serialized_start=1229
-  _globals['_EPOCHFLOORRECORD']._serialized_end=1262
-  _globals['_QUOTARECORD']._serialized_start=1265
-  _globals['_QUOTARECORD']._serialized_end=1440
-  _globals['_QUOTARECORD_OWNERSENTRY']._serialized_start=1363
-  _globals['_QUOTARECORD_OWNERSENTRY']._serialized_end=1440
-  _globals['_QUOTAWISH']._serialized_start=1442
-  _globals['_QUOTAWISH']._serialized_end=1562
+  _globals['_SERVICERECORD']._serialized_end=157
+  _globals['_WORKERRECORD']._serialized_start=160
+  _globals['_WORKERRECORD']._serialized_end=630
+  _globals['_MODELSHAPE']._serialized_start=633
+  _globals['_MODELSHAPE']._serialized_end=837
+  _globals['_GROUPMEMBER']._serialized_start=839
+  _globals['_GROUPMEMBER']._serialized_end=932
+  _globals['_GROUPRECORD']._serialized_start=935
+  _globals['_GROUPRECORD']._serialized_end=1133
+  _globals['_ASSIGNMENTRECORD']._serialized_start=1136
+  _globals['_ASSIGNMENTRECORD']._serialized_end=1267
+  _globals['_EPOCHFLOORRECORD']._serialized_start=1269
+  _globals['_EPOCHFLOORRECORD']._serialized_end=1302
+  _globals['_QUOTARECORD']._serialized_start=1305
+  _globals['_QUOTARECORD']._serialized_end=1480
+  _globals['_QUOTARECORD_OWNERSENTRY']._serialized_start=1403
+  _globals['_QUOTARECORD_OWNERSENTRY']._serialized_end=1480
+  _globals['_QUOTAWISH']._serialized_start=1482
+  _globals['_QUOTAWISH']._serialized_end=1602
 # @@protoc_insertion_point(module_scope)

@@ -64,6 +64,7 @@ class ServiceRecord(_message.Message):
     INCARNATION_FIELD_NUMBER: _builtins.int
     ADDRESS_FIELD_NUMBER: _builtins.int
     PID_FIELD_NUMBER: _builtins.int
+    SCHEDULING_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Service name: "gateway", "scheduler" or "memmgr"."""
     incarnation: _builtins.str
@@ -72,6 +73,8 @@ class ServiceRecord(_message.Message):
     """host:port of the instance's gRPC server."""
     pid: _builtins.int
     """Process id on its host."""
+    scheduling: _builtins.str
+    """Which requests go first, as the scheduler was told; empty of all others."""
     def __init__(
         self,
         *,
@@ -79,10 +82,11 @@ class ServiceRecord(_message.Message):
         incarnation: _builtins.str = ...,
         address: _builtins.str = ...,
         pid: _builtins.int = ...,
+        scheduling: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "incarnation", b"incarnation", "name", b"name", "pid", b"pid"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "incarnation", b"incarnation", "name", b"name", "pid", b"pid", "scheduling", b"scheduling"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -113,6 +117,7 @@ class WorkerRecord(_message.Message):
     MAX_BATCH_TOKENS_FIELD_NUMBER: _builtins.int
     LOCATION_FIELD_NUMBER: _builtins.int
     CONTEXT_TOKENS_FIELD_NUMBER: _builtins.int
+    SCHEDULING_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Stable name of the worker, for example "worker-0"."""
     incarnation: _builtins.str
@@ -155,6 +160,10 @@ class WorkerRecord(_message.Message):
     """Longest sequence in tokens that the worker computes with, whatever KV it has. Only workers that
     agree in it can be in a group.
     """
+    scheduling: _builtins.str
+    """Which requests go first, as the worker was told; it should be what the scheduler was told. Empty
+    of those that do not tell.
+    """
     @_builtins.property
     def capabilities(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """What planners may ask of this worker, for example "generate"."""
@@ -191,10 +200,11 @@ class WorkerRecord(_message.Message):
         max_batch_tokens: _builtins.int = ...,
         location: _abc.Iterable[_builtins.str] | None = ...,
         context_tokens: _builtins.int = ...,
+        scheduling: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["shape", b"shape"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["activation_address", b"activation_address", "address", b"address", "arena_bytes", b"arena_bytes", "block_size", b"block_size", "bulk_address", b"bulk_address", "capabilities", b"capabilities", "code_digest", b"code_digest", "context_tokens", b"context_tokens", "draining", b"draining", "incarnation", b"incarnation", "kv_blocks_total", b"kv_blocks_total", "location", b"location", "max_batch_tokens", b"max_batch_tokens", "max_model_len", b"max_model_len", "model", b"model", "model_digest", b"model_digest", "protocol_version", b"protocol_version", "shape", b"shape", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["activation_address", b"activation_address", "address", b"address", "arena_bytes", b"arena_bytes", "block_size", b"block_size", "bulk_address", b"bulk_address", "capabilities", b"capabilities", "code_digest", b"code_digest", "context_tokens", b"context_tokens", "draining", b"draining", "incarnation", b"incarnation", "kv_blocks_total", b"kv_blocks_total", "location", b"location", "max_batch_tokens", b"max_batch_tokens", "max_model_len", b"max_model_len", "model", b"model", "model_digest", b"model_digest", "protocol_version", b"protocol_version", "scheduling", b"scheduling", "shape", b"shape", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -32,6 +32,8 @@ function show(state) {
   if (state.errors && newest?.workers.length) {
     state = { ...state, workers: newest.workers, groups: newest.groups, decisions: newest.decisions };
     warn(`${capital(state.errors[0])}. What you see of them is old.`);
+  } else if (state.warnings) {
+    warn(`${capital(state.warnings[0])}.`);
   }
   newest = state;
   groups.update(state);

@@ -18,7 +18,7 @@ def test_the_least_residual_time_bounds_an_iteration() -> None:
     clock.run()
     clock.arrive("small", BATCH, prompt=100, output=40)
     clock.arrive("large", BATCH, prompt=200, output=40)
-    assert clock.run() == {"online": 1, "small": 100}, "a prompt is not cut"
+    assert clock.run() == {"online": 1, "small": 100}, "a prompt is not cut to fit"
     assert clock.plan is not None and clock.plan.predicted_s <= 0.03
     for _ in range(10):
         assert "large" not in clock.run()

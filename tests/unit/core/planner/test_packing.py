@@ -100,7 +100,7 @@ def _until_blocks_are_lost(clock: Clock) -> list[str]:
 
 
 @pytest.mark.parametrize(("rule", "victim"), [("newest", "urgent"), ("slack", "patient")])
-def test_who_loses_its_blocks_to_an_online_one(rule: str, victim: str) -> None:
+def test_the_victim_when_an_online_one_needs_a_block(rule: str, victim: str) -> None:
     clock = Clock(planner(num_blocks=10, victims=VictimRule(rule)))
     clock.arrive("oldest", promised(tpot_s=9.0), prompt=11, output=12)
     clock.arrive("patient", promised(tpot_s=1.0), prompt=11, output=12)

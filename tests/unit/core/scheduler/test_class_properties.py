@@ -222,3 +222,48 @@ def test_a_tenant_with_many_requests_leaves_the_others_their_share(seed: int) ->
         tokens[world.asks[name].service.tenant] += 16 * (world.blocks(name) - 1)
     # Equal but for what overtaking and one request of each may shift.
     assert abs(tokens["greedy"] - tokens["modest"]) < 0.15 * tokens.total()
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_owners_share_the_places_of_a_full_queue(seed: int) -> None:
+    """An owner that is refused has its share, or its batch request made way for an online one."""
+    rng = Random(seed)
+    rules = ClassRules(Scheduling.SLO, batch_queue_limit=rng.choice([4, 12, 40]))
+    state = SchedulerState(20, 1e6, rules=rules)
+    waiting: dict[str, Service] = {}
+    ends: Counter[str] = Counter()
+    order = list(ServiceClass)
+
+    def places(service: Service) -> int:
+        """How many the owner has, online ones or those of batch requests."""
+        return sum(
+            (one.tenant, one.online) == (service.tenant, service.online) for one in waiting.values()
+        )
+
+    for number in range(400):
+        # One owner floods.
+        service = replace(random_service(rng), tenant=rng.choice("aaaaabcd"))
+        name = f"r{number}"
+        waiting[name] = service
+        commands = state.handle(ask(name, now_s=100.0 + number, service=service))
+        state.check_invariants()
+        refused = [one.request_id for one in commands if isinstance(one, SendRefusal)]
+        assert len(refused) <= 1
+        for gone in refused:
+            service_gone = waiting.pop(gone)
+            if gone == name:
+                rank = order.index(service.service_class)
+                lower = [
+                    one
+                    for one in waiting.values()
+                    if one.online == service.online and order.index(one.service_class) >= rank
+                ]
+                assert all(places(one) <= places(service) + 1 for one in lower)
+                ends["newcomer"] += 1
+            elif service_gone.online or not service.online:
+                own = service_gone.tenant == service.tenant
+                assert own or places(service_gone) >= places(service)
+                ends["own" if own else "other"] += 1
+            else:
+                ends["batch"] += 1
+    assert ends["newcomer"] and ends["own"] and ends["other"] and ends["batch"]

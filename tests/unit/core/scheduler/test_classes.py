@@ -1,5 +1,6 @@
 """What classes decide at the scheduler, one rule at a time."""
 
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -21,7 +22,7 @@ from services.core.scheduler.vocabulary import (
     ShortfallsTold,
     Ticked,
 )
-from services.core.service import Service, ServiceClass
+from services.core.service import NO_PROMISE, Service, ServiceClass
 from tests.unit.core.scheduler.test_state import Scheduler, assigned, refusal
 
 BATCH = Service(ServiceClass.BATCH)
@@ -237,6 +238,56 @@ def test_a_full_queue_refuses_batch_then_standard_and_the_newest_first() -> None
         refused = refusal(scheduler.ask(name, service=URGENT, now_s=8.0))
         assert (refused.request_id, refused.reason) == (gone, RefusalReason.QUEUE_FULL)
     assert scheduler.state.snapshot(9.0).queued == 3
+
+
+def of(tenant: str, service: Service = NO_PROMISE) -> Service:
+    return replace(service, tenant=tenant)
+
+
+def test_an_owner_displaces_others_requests_only_down_to_its_own_number() -> None:
+    scheduler = make(6)
+    for number in range(3):
+        scheduler.ask(f"a{number}", service=of("a"), now_s=1.0 + number)
+        scheduler.ask(f"b{number}", service=of("b"), now_s=1.5 + number)
+    gone = [
+        refusal(scheduler.ask(f"i{number}", service=of("c", URGENT), now_s=9.0)).request_id
+        for number in range(6)
+    ]
+    assert gone == ["b2", "a2", "i2", "i3", "i4", "i5"], "two places for each of the three"
+    # Its own lower class makes way for its higher one.
+    assert refusal(scheduler.ask("j", service=of("a", URGENT))).request_id == "a1"
+
+
+def test_an_owner_that_floods_the_queue_leaves_others_their_places() -> None:
+    scheduler = make(4)
+    for number in range(4):
+        scheduler.ask(f"a{number}", service=of("a"), now_s=1.0 + number)
+    for name, gone in [("b0", "a3"), ("b1", "a2"), ("b2", "b2")]:
+        refused = refusal(scheduler.ask(name, service=of("b"), now_s=9.0))
+        assert refused.request_id == gone
+        assert ("owner that has fewer" in refused.message) == (gone != name)
+    assert refusal(scheduler.ask("a4", service=of("a"), now_s=9.0)).request_id == "a4"
+
+
+def test_batch_places_are_shared_by_owners_and_given_to_whoever_is_online() -> None:
+    scheduler = make(4, rules={"batch_queue_limit": 3})
+    for number in range(3):
+        scheduler.ask(f"a{number}", service=of("a", BATCH), now_s=1.0 + number)
+    assert refusal(scheduler.ask("b0", service=of("b", BATCH), now_s=5.0)).request_id == "a2"
+    assert refusal(scheduler.ask("b1", service=of("b", BATCH), now_s=5.0)).request_id == "b1"
+    scheduler.ask("s0", service=of("c"), now_s=6.0)
+    gone = [
+        refusal(scheduler.ask(f"s{number}", service=of("c"), now_s=7.0)).request_id
+        for number in range(1, 5)
+    ]
+    assert gone == ["a1", "b0", "a0", "s4"]
+
+
+def test_under_fcfs_owners_have_no_places() -> None:
+    scheduler = Scheduler(2)
+    scheduler.ask("a0", service=of("a"))
+    scheduler.ask("a1", service=of("a"))
+    assert refusal(scheduler.ask("b", service=of("b", URGENT))).request_id == "b"
 
 
 def test_one_that_was_assigned_before_keeps_its_place() -> None:

@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 
+from services.core.service import ServiceClass
 from services.gateway.bounds.drain import Drain
 from services.gateway.bounds.interruption import Interruption
 from services.gateway.vocabulary.errors import QueueFull, ShuttingDown
@@ -22,6 +23,22 @@ async def test_it_leaves_before_it_drains() -> None:
         pass
     with pytest.raises(ShuttingDown), Interruption() as interruption, drain.cuts(interruption):
         pass
+
+
+def test_batch_requests_hold_no_more_than_their_part() -> None:
+    drain = Drain(inflight_max=3, batch_inflight_max=1)
+    with drain.enter() as place:
+        for _ in range(2):
+            place.hold(ServiceClass.BATCH)
+        assert drain.batch_inflight == 1, "a place counts once"
+        with drain.enter() as other:
+            with pytest.raises(QueueFull, match="of class 'batch'"):
+                other.hold(ServiceClass.BATCH)
+            other.hold(ServiceClass.STANDARD)
+            with drain.enter() as third:
+                third.hold(ServiceClass.INTERACTIVE)
+                assert (drain.inflight, drain.batch_inflight) == (3, 1)
+    assert drain.inflight == drain.batch_inflight == 0
 
 
 async def test_without_a_delay_it_leaves_with_the_drain() -> None:

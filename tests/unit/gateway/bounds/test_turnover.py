@@ -2,6 +2,7 @@
 
 import pytest
 
+from services.core.service import ServiceClass
 from services.gateway.bounds.body_budget import BodyBudget
 from services.gateway.bounds.drain import Drain
 from services.gateway.bounds.turnover import Turnover
@@ -44,3 +45,23 @@ def test_the_gateways_own_limits_say_when_there_is_room() -> None:
     with bodies.lease() as lease, pytest.raises(QueueFull) as full:
         lease.take(2**20)
     assert full.value.retry_after_s == 60
+
+
+def test_a_batch_request_may_come_again_when_batch_requests_have_left() -> None:
+    drain = Drain(inflight_max=3, batch_inflight_max=1)
+    for _ in range(100):
+        with drain.enter() as place:
+            place.hold(ServiceClass.STANDARD)
+    with drain.enter() as first, drain.enter() as second:
+        first.hold(ServiceClass.BATCH)
+        with pytest.raises(QueueFull) as full:
+            second.hold(ServiceClass.BATCH)
+        assert full.value.retry_after_s == 60, "only online requests have left"
+    for _ in range(100):
+        with drain.enter() as place:
+            place.hold(ServiceClass.BATCH)
+    with drain.enter() as first, drain.enter() as second:
+        first.hold(ServiceClass.BATCH)
+        with pytest.raises(QueueFull) as full:
+            second.hold(ServiceClass.BATCH)
+        assert full.value.retry_after_s is not None and full.value.retry_after_s < 2

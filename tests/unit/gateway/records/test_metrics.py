@@ -113,23 +113,36 @@ def slo(found: Samples, which: str, service_class: str, metric: str) -> float | 
 
 
 @pytest.mark.parametrize(
-    ("service", "kept", "missed"),
+    ("service", "ttft", "tpot"),
     [
-        (Service(ServiceClass.INTERACTIVE, ttft_s=5.0, tpot_s=0.6), ["ttft"], ["tpot"]),
-        (Service(ttft_s=4.9, tpot_s=0.7), ["tpot"], ["ttft"]),
-        (Service(ServiceClass.BATCH), [], []),
+        # Tokens after the first: two after half a second each, one after a second, two after 0.5.
+        (Service(ServiceClass.INTERACTIVE, ttft_s=5.0, tpot_s=0.6), (1, 0), (4, 1)),
+        (Service(ttft_s=4.9, tpot_s=0.7, token_group=2), (0, 1), (2, 1)),
+        (Service(ttft_s=4.9, tpot_s=0.7, token_group=3), (0, 1), (2, 0)),
+        (Service(tpot_s=0.59, token_group=9), (0, 0), (0, 1)),
+        (Service(ServiceClass.BATCH), (0, 0), (0, 0)),
     ],
 )
 def test_promises_that_were_kept_and_missed(
-    world: World, service: Service, kept: list[str], missed: list[str]
+    world: World, service: Service, ttft: tuple[int, int], tpot: tuple[int, int]
 ) -> None:
-    world.run(None, 1, 2, 1, service=service)
+    """First tokens count once a choice, the others once a group of the promise's size."""
+    world.run(None, 1, 2, 1, 2, service=service)
     found = world.told()
     name = service.service_class.value
-    for metric in ("ttft", "tpot"):
-        assert slo(found, "attained", name, metric) == (metric in kept)
-        assert slo(found, "missed", name, metric) == (metric in missed)
+    for metric, counts in (("ttft", ttft), ("tpot", tpot)):
+        assert tuple(slo(found, which, name, metric) for which in ("attained", "missed")) == counts
     assert of_class(found, "time_to_first_token_seconds_count", name) == 1
+
+
+def test_a_group_that_did_not_end_counts_only_if_its_request_finished(world: World) -> None:
+    service = Service(tpot_s=0.5, token_group=4)
+    with pytest.raises(WorkerLost):
+        world.run(WorkerLost("gone"), 1, 2, service=service)
+    assert slo(world.told(), "attained", "standard", "tpot") == 0
+    world.run(None, 1, 2, service=service)
+    assert slo(world.told(), "attained", "standard", "tpot") == 1
+    assert slo(world.told(), "missed", "standard", "tpot") == 0
 
 
 def test_a_request_that_fails_before_a_token_misses_its_target(world: World) -> None:
@@ -184,11 +197,15 @@ def test_a_request_that_does_not_finish(world: World, ending: BaseException, rea
         (ContextExceeded("long"), None),
     ],
 )
-def test_refusals_for_want_of_room(world: World, error: GatewayError, reason: str | None) -> None:
-    world.metrics.refused(error)
+@pytest.mark.parametrize("service_class", [None, *ServiceClass])
+def test_refusals_for_want_of_room(
+    world: World, error: GatewayError, reason: str | None, service_class: ServiceClass | None
+) -> None:
+    world.metrics.refused(error, service_class)
     name = "vllm:admission_rejections_total"
-    found = {
-        dict(labels)["reason"]: n for (which, labels), n in world.told().items() if which == name
-    }
-    assert set(found) == {"queue_full", "unavailable", "shutting_down", "expired"}
-    assert {which for which, count in found.items() if count} == ({reason} if reason else set())
+    rows = {labels: count for (which, labels), count in world.told().items() if which == name}
+    found = {(dict(one)["reason"], dict(one)["class"]): count for one, count in rows.items()}
+    reasons = {"queue_full", "unavailable", "shutting_down", "expired"}
+    assert set(found) == {(one, kind) for one in reasons for kind in (*ServiceClass, "unknown")}
+    counted = {(reason, service_class or "unknown")} if reason else set()
+    assert {which for which, count in found.items() if count} == counted

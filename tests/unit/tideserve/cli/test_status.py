@@ -15,6 +15,7 @@ from tideserve.cli.status import (
     services_table,
     shortfall_lines,
     size_text,
+    trouble_lines,
     usage_bar,
     workers_table,
 )
@@ -71,6 +72,12 @@ def test_a_model_that_needs_workers_is_told() -> None:
     assert shortfall_lines(STATUS) == []
     (line,) = shortfall_lines(STATUS | {"shortfalls": [{"model": "m", "tokens": 12345}]})
     assert "m lacks room for 12,345 tokens" in line and "add workers" in line
+
+
+def test_what_is_wrong_is_told_in_sentences() -> None:
+    status = STATUS | {"warnings": ["they differ"], "errors": ["it is silent"]}
+    assert trouble_lines(status) == ["they differ", "it is silent"]
+    assert trouble_lines(STATUS) == []
 
 
 def test_a_large_cluster_reads_well_on_a_narrow_terminal() -> None:
