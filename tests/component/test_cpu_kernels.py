@@ -176,3 +176,19 @@ def test_a_watched_interrupt_is_asked_when_something_comes(joined: ModelRunner) 
     assert len(asked) == 1 + 3 + 2
     os.close(reading)
     os.close(writing)
+
+
+def test_a_watched_interrupt_asks_again_while_its_answer_may_change(joined: ModelRunner) -> None:
+    """Nothing comes: it is asked before each layer from the first one on that says so."""
+    asked: list[int] = []
+    reading, writing = os.pipe()
+    expected = run_layers(joined, BATCH)
+    patient = WatchedInterrupt(lambda: bool(asked.append(0)), reading, lambda: True)
+    assert torch.equal(run_layers(joined, BATCH, patient), expected)
+    assert len(asked) == 3
+    ended = WatchedInterrupt(lambda: len(asked) == 3 + 2 or patient(), reading, lambda: True)
+    with pytest.raises(Interrupted):
+        run_layers(joined, BATCH, ended)
+    assert len(asked) == 3 + 2
+    os.close(reading)
+    os.close(writing)

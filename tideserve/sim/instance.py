@@ -22,7 +22,7 @@ from services.core.planner.fast_forward import (
     finish_filled,
     plan_shape,
 )
-from services.core.planner.preemption import OnlineRequest, Preempt, PreemptedWork, gives_way
+from services.core.planner.preemption import OnlineRequest, Preempt, PreemptedWork
 from services.core.planner.state import PlannerState
 from services.core.report import LoadReport
 from services.core.request import Request
@@ -143,6 +143,12 @@ class Instance:
         """Whether this worker plans now."""
         return self.member is None or self.member.changeover.may_plan
 
+    @property
+    def _holds_batch_work(self) -> bool:
+        """Whether batch work alone waits for a change of the group."""
+        now_s, member = self._simulation.now_s, self.member
+        return member is not None and member.changeover.holds_batch_work(now_s)
+
     def receive(self, request: Request) -> None:
         """A request reaches the inbox; the planner sees it before its next iteration."""
         self._inbox.append(request)
@@ -153,6 +159,8 @@ class Instance:
     def post(self, handler: Handler, *arguments: Any) -> None:
         """Have `handler` called between iterations, in order; it may keep the device busy."""
         self._mail.append((handler, arguments))
+        if self._watched is not None:
+            self._plan_safepoint(self._watched)
         self.wake()
 
     def post_first(self, handler: Handler, *arguments: Any) -> None:
@@ -181,7 +189,7 @@ class Instance:
         if busy is not None:
             self._simulation.after(busy.seconds, self._end_busy, busy)
             return
-        if not self.launches:
+        if not self.launches or self._holds_batch_work:
             self._rest()
         elif self.state.stages > 1:
             self._launch()
@@ -208,7 +216,8 @@ class Instance:
 
     def _return_waiting(self) -> None:
         """Give back what has waited too long; before a plan, as the engine does."""
-        now_s, due_s = self._simulation.now_s, self.state.return_due_s
+        now_s, member = self._simulation.now_s, self.member
+        due_s = (self.state if member is None else member.changeover).return_due_s
         if due_s is None or now_s < due_s:
             return
         self._apply(WaitLooked(now_s))
@@ -287,7 +296,7 @@ class Instance:
             self._finish()
 
     def _plan_safepoint(self, watched: "_Watched") -> None:
-        """Look at the next safepoint whether the iteration gives way to what is in the inbox."""
+        """Look at the next safepoint whether the iteration gives way to what has come."""
         if not watched.microbatch.preemptible:
             return
         passed = int((self._simulation.now_s - watched.start_s) / watched.interval_s)
@@ -298,14 +307,14 @@ class Instance:
             self._simulation.at(time_s, self._look, watched)
 
     def _look(self, watched: "_Watched") -> None:
-        """A safepoint with online requests in the inbox."""
+        """A safepoint with online requests in the inbox, or mail about a change of groups."""
         if self._watched is not watched:
             return
         config, now_s = self.state.config, self._simulation.now_s
         elapsed_s = now_s - watched.start_s
         online = [OnlineRequest.of(one, now_s) for one in self._inbox if one.service.online]
         batch = watched.microbatch.batch
-        if not gives_way(config.preempt, batch, elapsed_s, online, config.cost_model):
+        if not (self._mail or self.state.gives_way(batch, elapsed_s, online)):
             self._plan_safepoint(watched)
             return
         self._watched = None

@@ -82,6 +82,11 @@ class Preparation:
         self._next: _Attempt | None = None
 
     @property
+    def expected(self) -> bool:
+        """Whether a change is being prepared, or is ready and may be committed."""
+        return self._next is not None or self._now is not None
+
+    @property
     def running(self) -> bool:
         """Whether it needs turns."""
         waits = self._now is not None and self._now.step is not PreparationStep.COMMIT

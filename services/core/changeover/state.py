@@ -18,7 +18,7 @@ Every change (merge, re-merge, split) has the same steps at every member:
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any, get_args, get_origin
 
@@ -64,6 +64,10 @@ DRAIN_TIMEOUT_S = 5.0
 DRAINED_TIMEOUT_S = 20.0
 """After it, a stage gives its leader up. A leader that hears of the change in time takes less; what
 a later one says of freed requests comes too late, and `Unclaimed` frees their blocks."""
+
+HOLD_MAX_S = 2.0
+"""So long batch work alone does not begin an iteration while a group changes: frames and turns of
+the change would wait for its end. What takes longer waits for others, or for the network."""
 
 
 class MemberPhase(StrEnum):
@@ -140,6 +144,7 @@ class Changeover:
         self._next: Configuration | None = None
         self._leads_whole = True  # a group that has all layers
         self._drain_until_s = 0.0
+        self._changes_since_s: float | None = None
         self._aborted: list[str] = []  # sequences, while a new leader waits for its stages
 
     @classmethod
@@ -226,6 +231,22 @@ class Changeover:
             return False
         return self._leads_whole and self._next is None and not self._takeover.waiting
 
+    def holds_batch_work(self, now_s: float) -> bool:
+        """Whether no iteration begins now, since it would have batch work alone.
+
+        That is while a group of one changes, for `HOLD_MAX_S` at most, where batch work yields.
+        """
+        since_s, planner = self._changes_since_s, self._context.planner
+        if since_s is None or now_s - since_s >= HOLD_MAX_S or planner.stages > 1:
+            return False
+        yields = planner.sequence_table.precedence.batch_yields
+        return yields and not planner.online_can_run
+
+    @property
+    def return_due_s(self) -> float | None:
+        """From when `WaitLooked` gives requests back; None if it gives none back."""
+        return self._context.planner.return_due(may_start=self.leads)
+
     def name_of(self, request_id: str) -> str:
         """The sequence that answers a request here; "" if none does."""
         return self._context.names.name_of(request_id)
@@ -257,14 +278,24 @@ class Changeover:
         elif isinstance(event, RequestArrived) and self.may_plan:  # a leader stays in its phase
             context.now_s = event.now_s
             self._arrive(event)
+        elif isinstance(event, WaitLooked):
+            context.change(replace(event, may_start=self.leads))  # else also what rests here
         else:
             before = self.phase
             context.now_s = getattr(event, "now_s", context.now_s)
             _EVENTS[type(event)](self, event)
+            self._note_changing(getattr(event, "now_s", None))
             after = self.phase
             assert before is after or (before, after) in TRANSITIONS, f"{before} to {after}"
         commands, context.commands = context.commands, []
         return commands
+
+    def _note_changing(self, now_s: float | None) -> None:
+        """Note since when its group has been changing, by the first event since that has a time."""
+        if not (self.busy or self._preparation.expected):
+            self._changes_since_s = None
+        elif self._changes_since_s is None:
+            self._changes_since_s = now_s
 
     def plan(self, now_s: float) -> Microbatch | None:
         """Start the next microbatch as leader; None when there is nothing to run, or no slot."""
@@ -455,7 +486,7 @@ class Changeover:
         return serves(configuration.stages, self._context.num_layers)
 
 
-_OF_PLANNER = (IterationFinished, IterationDropped, IterationSuspended, WaitLooked)
+_OF_PLANNER = (IterationFinished, IterationDropped, IterationSuspended)
 _EVENTS: dict[type[Any], Callable[[Changeover, Any], None]] = {
     RequestArrived: Changeover._arrive,
     RequestAborted: Changeover._abort_request,
@@ -479,4 +510,4 @@ _EVENTS: dict[type[Any], Callable[[Changeover, Any], None]] = {
     words.RestoreUndone: lambda self, event: self._preparation.note_undone(event),
 }
 _known = {get_origin(kind) or kind for kind in get_args(words.Event)}
-assert _EVENTS.keys() | set(_OF_PLANNER) == _known, "each event has one handler"
+assert _EVENTS.keys() | {*_OF_PLANNER, WaitLooked} == _known, "each event has one handler"

@@ -36,7 +36,11 @@ class Budget:
         """Model seconds that an iteration may cost; `inf` if nothing is due."""
         if least_slack_s == inf:
             return inf
-        return self.margin * least_slack_s / (self.mixed_scale if mixed else self.decode_scale)
+        return self.margin * least_slack_s / self.scale(mixed)
+
+    def scale(self, mixed: bool) -> float:
+        """By how much an iteration takes longer than the model says."""
+        return self.mixed_scale if mixed else self.decode_scale
 
     def note_time(self, measured_s: float) -> None:
         """An iteration took so long; a time that is not above 0 says nothing."""

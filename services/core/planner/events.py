@@ -61,9 +61,13 @@ class IterationSuspended:
 
 @dataclass(frozen=True, slots=True)
 class WaitLooked:
-    """The worker looks which requests have waited here too long to start; see `returns.py`."""
+    """The worker looks which requests have waited here too long to start; see `returns.py`.
+
+    Unless they `may_start`, this worker plans nothing.
+    """
 
     now_s: float
+    may_start: bool = True
 
 
 IterationEvent = IterationFinished | IterationDropped | IterationSuspended

@@ -20,9 +20,13 @@ cost the same without leaving much of the token budget of each unused."""
 
 @dataclass(frozen=True, slots=True)
 class RoundLimits:
-    """What a microbatch of a round may cost, and whether only online requests start in it."""
+    """What a microbatch of a round may cost, and whether only online requests start in it.
+
+    Its prompts may add `prompts_cost` to its decodes in any case.
+    """
 
     cost_max: float = inf
+    prompts_cost: float = 0.0
     online_alone: bool = False
 
 
@@ -129,7 +133,7 @@ class PipelinePlanner:
                 tokens_min=max(1, config.min_microbatch_tokens - share),
                 tokens_max=max(1, config.max_batch_tokens - share),
                 base=base,
-                cost_max=limits.cost_max,
+                cost_max=max(limits.cost_max, (base or model.lam) + limits.prompts_cost),
             )
         )
 

@@ -11,6 +11,7 @@ from math import inf
 
 from services.core.cost.model import CostModel
 from services.core.planner.batch import Batch
+from services.core.planner.budget import Budget
 from services.core.request import Request
 
 
@@ -71,8 +72,13 @@ def gives_way(
     elapsed_s: float,
     waiting: Iterable[OnlineRequest],
     cost_model: CostModel | None,
+    budget: Budget | None = None,
 ) -> bool:
-    """Whether `batch`, a preemptible iteration that began `elapsed_s` ago, ends here.
+    """Whether `batch`, a preemptible iteration that has run for `elapsed_s`, ends here.
+
+    Predictions of the model are corrected as those of `budget`. While they hold, the answer stays
+    the same: what is left of the iteration shrinks as the slack does. One that takes longer has
+    `LEFT_MIN` left until it ends, so that it gives way in time if it is asked again.
 
     Without a cost model nobody knows how long it lasts, so that a deadline is kept by giving way.
     """
@@ -82,6 +88,9 @@ def gives_way(
     least_s = min(one.slack_s for one in requests)
     if policy is Preempt.ALWAYS or cost_model is None:
         return policy is Preempt.ALWAYS or least_s < inf
+    scales = budget or Budget()
+    mixed = any(len(chunk.token_ids) > 1 for chunk in batch.chunks)
     whole_s = cost_model.batch_s((chunk.start, len(chunk.token_ids)) for chunk in batch.chunks)
     theirs_s = cost_model.batch_s((0, one.prompt_tokens) for one in requests)
-    return max(0.0, whole_s - elapsed_s) + theirs_s > least_s
+    left = left_s(scales.scale(mixed) * whole_s, elapsed_s)
+    return left + scales.mixed_scale * theirs_s > least_s

@@ -168,6 +168,5 @@ class SloPlanner:
         spent = Spent(model, self.config.max_batch_tokens)
         spent_s = spent.decodes_s(len(ready.decodes), ready.prefix_tokens)
         limit_s = budget.limit_s(ready.least_slack_s, suspended.mixed)
-        scale = budget.mixed_scale if suspended.mixed else budget.decode_scale
-        rest_s = left_s(suspended.predicted_s, suspended.ran_s / scale)
+        rest_s = left_s(suspended.predicted_s, suspended.ran_s / budget.scale(suspended.mixed))
         return spent_s + rest_s <= self.filler.target_s(spent_s, limit_s)

@@ -20,6 +20,7 @@ from services.core.planner import deadline
 from services.core.planner.budget import Spent
 from services.core.planner.feedback import Feedback
 from services.core.planner.filler import Filler, Ready
+from services.core.planner.lookahead import marginal
 from services.core.planner.pipeline import PipelinePlanner, RoundLimits
 from services.core.planner.plan import Plan
 
@@ -75,19 +76,18 @@ class SloPipelinePlanner(PipelinePlanner):
         if not self.formed:
             begun = sorted(ready.prefills, key=deadline.order_s)
             decodes = [one for one in table.running if one.online and one.remaining <= 1]
-            limits = RoundLimits(self._cost_max(limit_s), online_alone=True)
-            self._form(plan, begun, decodes, not lost, limits)
+            self._form(plan, begun, decodes, not lost, self._round_limits(limit_s))
             ready.drop_preempted()  # batch sequences, for those that start
         self._add_prefills(plan, self.config.max_batch_tokens - len(plan.decodes))
         for one in plan.prefills:
             spent.add(one.start, one.tokens)
 
-    def _cost_max(self, limit_s: float) -> float:
+    def _round_limits(self, limit_s: float) -> RoundLimits:
         """What online prompts may cost a microbatch: what they are promised in any case."""
         model, chunk = self.config.cost_model, self.config.online_chunk_tokens
         if model is None or chunk is None:
-            return inf
-        return max(limit_s, model.chunk_s(0, chunk))
+            return RoundLimits(online_alone=True)
+        return RoundLimits(limit_s, marginal(model, 0, chunk), online_alone=True)
 
     def _level_s(self, limit_s: float, ahead_s: float) -> float:
         """What a microbatch with batch work may cost behind one that costs `ahead_s`.

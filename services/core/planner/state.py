@@ -13,7 +13,7 @@ short-cuts of a simulator.
 """
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
@@ -43,9 +43,15 @@ from services.core.planner.flight import Flight
 from services.core.planner.pipeline import PipelinePlanner
 from services.core.planner.plan import Plan
 from services.core.planner.precedence import precedence_of
-from services.core.planner.preemption import Preempt, PreemptedWork, is_given_up
+from services.core.planner.preemption import (
+    OnlineRequest,
+    Preempt,
+    PreemptedWork,
+    gives_way,
+    is_given_up,
+)
 from services.core.planner.refusal import known_already, queue_full, returned, too_large
-from services.core.planner.returns import Returns
+from services.core.planner.returns import NO_ROOM, RETURN_AFTER_S, ROOM, Patience, Returns
 from services.core.planner.round_robin import RoundRobinPlanner
 from services.core.planner.sequence import Phase, Sequence, SequenceState
 from services.core.planner.sequence_table import SequenceTable
@@ -253,7 +259,7 @@ class PlannerState:
         plan = table.suspended
         if plan is None:
             return None
-        if self._online_can_run() and not self._has_time_for(plan, now_s):
+        if self.online_can_run and not self._has_time_for(plan, now_s):
             joins_others = self._feedback is None or self._feedback.fill.most > 0
             if joins_others and is_given_up(plan.ran_s, now_s - plan.suspended_s):
                 table.discard_suspended()
@@ -268,13 +274,25 @@ class PlannerState:
         planner = self._planner
         return isinstance(planner, SloPlanner) and planner.has_time_for(plan, now_s)
 
-    def _online_can_run(self) -> bool:
+    @property
+    def online_can_run(self) -> bool:
+        """Whether an online sequence runs, or can start."""
         table, config = self.sequence_table, self.config
         if any(sequence.online for sequence in table.running):
             return True
         if not any(sequence.online for sequence in table.waiting):
             return False
         return table.next_to_admit(config.max_running, config.overtaken_max) is not None
+
+    def gives_way(self, batch: Batch, ran_s: float, waiting: Iterable[OnlineRequest]) -> bool:
+        """Whether `batch`, which is in flight and preemptible, ends here for those that wait.
+
+        It has run for `ran_s` since it was launched, or since it went on.
+        """
+        config, feedback = self.config, self._feedback
+        elapsed_s = sum((plan.ran_s for plan in self.in_flight), ran_s)
+        budget = None if feedback is None else feedback.budget
+        return gives_way(config.preempt, batch, elapsed_s, waiting, config.cost_model, budget)
 
     def export(self, request_id: str) -> SequenceState:
         """What another leader needs to go on with a sequence, none of which is in flight.
@@ -310,17 +328,32 @@ class PlannerState:
 
     @property
     def return_due_s(self) -> float | None:
-        """From when `WaitLooked` gives requests back; None if there is none, or one can start."""
-        due_s, config = self._returns.due_s(self.sequences), self.config
-        if due_s is None:
+        """As `return_due`, of a worker that plans."""
+        return self.return_due()
+
+    def return_due(self, *, may_start: bool = True) -> float | None:
+        """From when `WaitLooked` gives requests back; None if it gives none back.
+
+        Unless they `may_start`, this worker plans nothing.
+        """
+        if not self._returns.any_wait(self.sequences):
             return None
+        return self._returns.due_s(self.sequences, self._patience(may_start))
+
+    def _patience(self, may_start: bool) -> Patience:
+        """How long requests wait here now, by whether the first of them could start."""
+        table, config = self.sequence_table, self.config
         running_max = config.max_running * self.stages
-        can_start = self.sequence_table.next_to_admit(running_max, config.overtaken_max) is not None
-        return None if can_start else due_s
+        if not may_start or table.next_to_admit(running_max, config.overtaken_max) is None:
+            return NO_ROOM
+        if not table.precedence.batch_yields:
+            return ROOM
+        return Patience(batch_s=max(RETURN_AFTER_S, config.shelf_max_s))
 
     def _return_waiting(self, event: WaitLooked) -> list[Command]:
         """Give back the requests that have waited here for long without having begun."""
-        found = self._returns.take(self.sequences, event.now_s)
+        patience = self._patience(event.may_start)
+        found = self._returns.take(self.sequences, event.now_s, patience)
         for sequence in found:
             self.sequence_table.end(sequence)
         return [returned(sequence.request_id) for sequence in found]

@@ -5,6 +5,7 @@ tokens would wait for the time of a stage.
 """
 
 import logging
+import select
 from collections import deque
 from collections.abc import Callable, Sequence
 
@@ -14,7 +15,7 @@ from services.common.clock import monotonic_s
 from services.core.planner.batch import Microbatch
 from services.core.planner.events import RequestAborted, RequestArrived, WaitLooked
 from services.core.planner.impossible import ImpossibleTargets
-from services.core.planner.preemption import OnlineRequest, gives_way
+from services.core.planner.preemption import OnlineRequest, Preempt
 from services.core.planner.sequence_names import request_of
 from services.core.report import EngineReport
 from services.core.request import Request
@@ -88,6 +89,12 @@ class EngineLoop:
         self._waiting.register(socket, zmq.POLLIN)
         for descriptor in (*descriptors, grammars.fileno()):
             self._waiting.register(descriptor, zmq.POLLIN)
+        self._members = select.epoll()
+        self._anybody = select.epoll()  # also the servicer
+        self._anybody.register(socket.fileno(), select.EPOLLIN)
+        for descriptor in descriptors:
+            self._members.register(descriptor, select.EPOLLIN)
+            self._anybody.register(descriptor, select.EPOLLIN)
 
     def run(self) -> None:
         """Serve until the process is ended."""
@@ -112,7 +119,8 @@ class EngineLoop:
 
         So blocks are free within a layer's time, however long the iteration. Requests interrupt
         never two in a row, or a storm of them would stop all others. A preemptible one is also
-        interrupted for an online request, and for each change of groups.
+        interrupted for an online request, for each order of the memory manager, and, while groups
+        change, for all that comes from other members.
         """
         if self._profiler is not None:
             self._profiler.note_work()
@@ -122,11 +130,14 @@ class EngineLoop:
             return None
         names = (chunk.request_id for chunk in microbatch.batch.chunks)
         request_ids = frozenset(map(request_of, names))
+        changing = preemptible and self._member.busy_changing
         started_s = monotonic_s()
 
         def interrupted() -> bool:
             self._fill_inbox()
             if preemptible and self._changes_groups():
+                return True
+            if changing and self._members.poll(0):
                 return True
             found = for_requests and (
                 self._aborts_one_of(request_ids)
@@ -135,23 +146,33 @@ class EngineLoop:
             self._may_interrupt = not found
             return found
 
-        return WatchedInterrupt(interrupted, self._socket.fileno())
+        def asks_again() -> bool:
+            return for_requests and preemptible and self._keeps_deadlines
+
+        watched = self._anybody if changing else self._socket
+        return WatchedInterrupt(interrupted, watched.fileno(), asks_again)
 
     def _changes_groups(self) -> bool:
         """Whether the inbox holds an order of the memory manager."""
         return any(isinstance(frame, ApplyConfiguration | Prepare) for frame in self._inbox)
 
+    @property
+    def _keeps_deadlines(self) -> bool:
+        """Whether the inbox holds an online request whose deadline an iteration must keep."""
+        return self._member.state.config.preempt is Preempt.DEADLINE and any(
+            isinstance(frame, StartRequest) and frame.request.service.ttft_s is not None
+            for frame in self._inbox
+        )
+
     def _preempts(self, microbatch: Microbatch, started_s: float) -> bool:
         """Whether the inbox holds online requests for which a preemptible iteration ends."""
-        state, now_s = self._member.state, monotonic_s()
-        config = state.config
+        now_s = monotonic_s()
         online = (
             OnlineRequest.of(frame.request, now_s)
             for frame in self._inbox
             if isinstance(frame, StartRequest) and frame.request.service.online
         )
-        elapsed_s = sum((plan.ran_s for plan in state.in_flight), now_s - started_s)
-        return gives_way(config.preempt, microbatch.batch, elapsed_s, online, config.cost_model)
+        return self._member.state.gives_way(microbatch.batch, now_s - started_s, online)
 
     def _aborts_one_of(self, request_ids: frozenset[str]) -> bool:
         """Whether the inbox holds an abort of one of them."""
@@ -204,8 +225,8 @@ class EngineLoop:
         self._member.handle(RequestArrived(monotonic_s(), request))
 
     def _return_waiting(self) -> None:
-        """Give back the requests that have waited too long and have no room now."""
-        due_s, now_s = self._member.state.return_due_s, monotonic_s()
+        """Give back the requests that have waited too long and cannot start now."""
+        due_s, now_s = self._member.changeover.return_due_s, monotonic_s()
         if due_s is not None and due_s <= now_s:
             self._member.handle(WaitLooked(now_s))
 

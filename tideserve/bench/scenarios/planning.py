@@ -4,6 +4,10 @@ Nothing is served: the planner of a worker decides as in an engine, and a cost m
 its iterations take. Systems take turns, so that a busy machine disturbs all alike, and the time is
 that of the processor. All sequences decode; a quarter is of the class batch, more batch requests
 wait. `first come` is what a worker does without classes; the others pay for what they know.
+
+The last case looks at other iterations: online requests decode, and long batch prompts fill the
+time that deadlines leave, so that chunks are searched which fit. Those in which prompts of batch
+requests run beside most of the online requests count.
 """
 
 import time
@@ -35,13 +39,29 @@ KV_TOKENS = 45_000
 SEQUENCES, BATCH_EVERY, WAITING = 256, 4, 32
 PROMPT_TOKENS, OUTPUT_TOKENS = 100, 80
 MAX_BATCH_TOKENS = 512
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedLoad:
+    """What is planned: online requests are promised `tpot_s` for each token.
+
+    With `fills`, batch requests have prompts of `LONG_PROMPT_TOKENS`, and what counts are the
+    iterations in which some of these run.
+    """
+
+    scheduling: Scheduling
+    tpot_s: float = 0.2
+    fills: bool = False
+
+
+LONG_PROMPT_TOKENS = 600
 SYSTEMS = {
-    "fcfs": (Scheduling.FCFS, 0.2),
-    "priority": (Scheduling.PRIORITY, 0.2),
-    "slo": (Scheduling.SLO, 0.2),
-    "slo, targets that bind": (Scheduling.SLO, 0.02),
+    "fcfs": PlannedLoad(Scheduling.FCFS),
+    "priority": PlannedLoad(Scheduling.PRIORITY),
+    "slo": PlannedLoad(Scheduling.SLO),
+    "slo, targets that bind": PlannedLoad(Scheduling.SLO, tpot_s=0.02),
+    "slo, filled with batch prompts": PlannedLoad(Scheduling.SLO, tpot_s=0.06, fills=True),
 }
-"""`scheduling`, and the seconds for each token that online requests are promised."""
 FULL_ROUNDS, QUICK_ROUNDS = 20, 5
 ADDED_MAX, SHARE_MAX = 0.01, 0.04
 
@@ -51,20 +71,23 @@ class _Planned:
     """A planner under load: what each iteration cost to plan, and how long it takes."""
 
     state: PlannerState
-    tpot_s: float
+    case: PlannedLoad
     now_s: float = 0.0
     arrived: int = 0
+    batch_work: set[str] = field(default_factory=set)
     planning_s: list[float] = field(default_factory=list)
     iteration_s: list[float] = field(default_factory=list)
     sequences: list[int] = field(default_factory=list)
+    prompt_tokens: list[int] = field(default_factory=list)
 
     def arrive(self) -> None:
         """The next request comes."""
         batch = self.arrived % BATCH_EVERY == 0
         service = Service(ServiceClass.BATCH)
         if not batch:
-            service = Service(ServiceClass.INTERACTIVE, ttft_s=1.0, tpot_s=self.tpot_s)
-        prompt = tuple(range(self.arrived, self.arrived + PROMPT_TOKENS))
+            service = Service(ServiceClass.INTERACTIVE, ttft_s=1.0, tpot_s=self.case.tpot_s)
+        tokens = LONG_PROMPT_TOKENS if batch and self.case.fills else PROMPT_TOKENS
+        prompt = tuple(range(self.arrived, self.arrived + tokens))
         request = Request(
             f"r{self.arrived}",
             prompt,
@@ -74,6 +97,8 @@ class _Planned:
             service=service,
         )
         self.arrived += 1
+        if batch:
+            self.batch_work.add(request.request_id)
         self.state.handle(RequestArrived(self.now_s, request))
 
     def step(self) -> int:
@@ -90,10 +115,13 @@ class _Planned:
         began_s = time.thread_time()
         commands = self.state.handle(event)
         planned_s += time.thread_time() - began_s
-        if all(len(chunk.token_ids) == 1 for chunk in chunks):
+        prompts = [chunk for chunk in chunks if len(chunk.token_ids) > 1]
+        batch_prompts = [one for one in prompts if one.request_id in self.batch_work]
+        if len(prompts) == len(batch_prompts) and bool(prompts) == self.case.fills:
             self.planning_s.append(planned_s)
             self.iteration_s.append(took_s)
             self.sequences.append(len(chunks))
+            self.prompt_tokens.append(sum(len(one.token_ids) for one in prompts))
         return sum(isinstance(one, EmitToken) and one.finish_reason is not None for one in commands)
 
 
@@ -105,7 +133,7 @@ def run(_deployment: Deployment, choice: LoadChoice, _line: Say, doing: Say) -> 
 
 def measure(rounds: int) -> dict[str, dict[str, float]]:
     """In each round all sequences of every system arrive and end."""
-    planned = {name: _planner(*choice) for name, choice in SYSTEMS.items()}
+    planned = {name: _planner(case) for name, case in SYSTEMS.items()}
     for _ in range(rounds):
         left = {}
         for name, one in planned.items():
@@ -140,18 +168,21 @@ def rows(figures: Mapping[str, Mapping[str, float]]) -> list[tuple[str, str]]:
     told = []
     for name, found in figures.items():
         added = "" if name == "fcfs" else f"; {100 * (found['share'] - base):+.2f} points"
+        beside = ""
+        if found["prompt_tokens"]:
+            beside = f" and {found['prompt_tokens']:.0f} tokens of prompts"
         told.append(
             (
                 name,
                 f"{1e3 * found['planning_s']:.2f} ms of {1e3 * found['iteration_s']:.1f} ms with"
-                f" {found['sequences']:.0f} sequences: {found['share']:.2%}{added}",
+                f" {found['sequences']:.0f} sequences{beside}: {found['share']:.2%}{added}",
             )
         )
     bars = f"{100 * ADDED_MAX:g} point more than fcfs, {SHARE_MAX:.0%} in all"
     return [*told, ("bars", bars)]
 
 
-def _planner(scheduling: Scheduling, tpot_s: float) -> _Planned:
+def _planner(case: PlannedLoad) -> _Planned:
     block_size = 16
     config = IterationConfig(
         block_size=block_size,
@@ -161,13 +192,13 @@ def _planner(scheduling: Scheduling, tpot_s: float) -> _Planned:
         max_waiting=2 * (SEQUENCES + WAITING),
         cost_model=MODEL_7B,
         prefix_caching=True,
-        scheduling=scheduling,
+        scheduling=case.scheduling,
     )
-    return _Planned(PlannerState(config), tpot_s)
+    return _Planned(PlannerState(config), case)
 
 
 def _figures(planned: _Planned) -> dict[str, float]:
-    """Medians over the iterations of decodes that have most sequences."""
+    """Medians over the iterations that count and have most sequences."""
     most = max(planned.sequences)
     large = [number for number, count in enumerate(planned.sequences) if count >= 0.9 * most]
 
@@ -180,6 +211,7 @@ def _figures(planned: _Planned) -> dict[str, float]:
         "iteration_s": iteration_s,
         "share": planning_s / iteration_s,
         "sequences": middle(planned.sequences),
+        "prompt_tokens": middle(planned.prompt_tokens),
         "iterations": float(len(large)),
     }
 

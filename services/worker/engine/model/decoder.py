@@ -69,12 +69,13 @@ class Interrupted(Exception):
 class WatchedInterrupt:
     """Tells whether an iteration shall be given up; `descriptor` is readable when that may change.
 
-    So a loop over layers calls `answer` only when `descriptor` is readable. Any other callable is
-    called before each layer.
+    So a loop over layers calls `answer` only when `descriptor` is readable, or once `asks_again`
+    tells that it may also change by time. Any other callable is called before each layer.
     """
 
     answer: Callable[[], bool]
     descriptor: int
+    asks_again: Callable[[], bool] = lambda: False
 
     def __call__(self) -> bool:
         return self.answer()
@@ -208,13 +209,17 @@ class Decoder:
             metadata.spans,
             metadata.tables,
         )
-        watched = interrupted.descriptor if isinstance(interrupted, WatchedInterrupt) else -1
-        always_asked = interrupted is not None and watched < 0
+        watched = interrupted if isinstance(interrupted, WatchedInterrupt) else None
+        descriptor = -1 if watched is None else watched.descriptor
         reached = layers.start
         while reached < layers.stop:
-            if interrupted is not None and interrupted():
-                raise Interrupted(hidden, reached)
-            reached = run(reached, reached + 1 if always_asked else layers.stop, watched)
+            until = layers.stop
+            if interrupted is not None:
+                if interrupted():
+                    raise Interrupted(hidden, reached)
+                if watched is None or watched.asks_again():
+                    until = reached + 1
+            reached = run(reached, until, descriptor)
         return hidden
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

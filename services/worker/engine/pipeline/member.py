@@ -259,6 +259,8 @@ class Member:
         if not self.changeover.may_plan or not self.state.has_slot:
             return None
         now_s = self._now_s()
+        if self.changeover.holds_batch_work(now_s):
+            return None
         with self.stage.lock:
             microbatch = self.changeover.plan(now_s)
         self._facts.record(BATCH, Planned(now_s, microbatch))

@@ -8,8 +8,15 @@ from services.core.changeover.frames import Adopt
 from services.core.changeover.state import MemberPhase
 from services.core.groups.layer_map import Stage
 from services.core.line_order import Scheduling
-from services.core.planner.events import RequestAborted
+from services.core.planner.events import (
+    RefuseRequest,
+    RequestAborted,
+    RequestArrived,
+    WaitLooked,
+)
+from services.core.planner.returns import RETURN_AFTER_S
 from services.core.planner.sequence import Phase
+from services.core.request import Limits, Request, Sampling
 from services.core.service import Service, ServiceClass
 from tests.support.changeover_script import LAYERS, Groups, Script, groups
 
@@ -138,6 +145,47 @@ def test_it_can_be_aborted_while_it_rests() -> None:
     for name in "nw":
         script.do("b", RequestAborted(1.0, name))
     assert script.members["b"].shelf_due_s is None
+
+
+def rest_returnable() -> Script:
+    """ "r" may go elsewhere and has not begun, when "b" stops leading; nor has "w"."""
+    script = Script("ab", scheduling=Scheduling.SLO, shelf_max_s=60.0)
+    script.hear(APART)
+    script.settle()
+    script.ask("b", "m", 8, service=BATCH)
+    script.launch("b")
+    script.ask("b", "w", 8, service=BATCH)
+    request = Request("r", (5,) * 8, Sampling(), Limits(4), 0.0, service=BATCH, returnable=True)
+    script.do("b", RequestArrived(script.now_s, request))
+    assert script.members["b"].return_due_s == 60.0, "it has room, and waits for its turn"
+    script.hear(MERGED)
+    script.settle()
+    return script
+
+
+def test_what_has_not_begun_goes_back_to_the_scheduler() -> None:
+    """There is room at its worker, which plans nothing; another group may have time for it."""
+    script = rest_returnable()
+    member = script.members["b"]
+    assert sorted(script.names_at("b")) == ["m", "r", "w"]
+    assert member.return_due_s == RETURN_AFTER_S
+    assert script.do("b", WaitLooked(RETURN_AFTER_S - 0.01)) == []
+    (told,) = script.do("b", WaitLooked(RETURN_AFTER_S))
+    assert isinstance(told, RefuseRequest) and (told.request_id, told.returned) == ("r", True)
+    assert sorted(script.names_at("b")) == ["m", "w"] and member.return_due_s is None
+    script.hear(SPLIT)
+    script.settle()
+    script.run("b")
+    assert script.names_at("b") == []
+
+
+def test_what_the_leader_has_got_does_not_go_back() -> None:
+    script = rest_returnable()
+    script.now_s = script.members["b"].shelf_due_s
+    script.settle()
+    assert script.names_at("b") == [] and sorted(script.names_at("a")) == ["m", "r", "w"]
+    for name in "ab":
+        assert script.members[name].return_due_s is None
 
 
 def test_it_goes_on_at_its_worker_when_the_leader_is_lost() -> None:

@@ -10,6 +10,7 @@ from services.core.cost.model import CostModel
 from services.core.line_order import Scheduling
 from services.core.planner.batch import Batch, Chunk, Microbatch
 from services.core.planner.block_ledger import Follower
+from services.core.planner.budget import Budget
 from services.core.planner.configuration_events import (
     BlocksRelocated,
     ConfigurationEnded,
@@ -75,6 +76,48 @@ def suspended(state: PlannerState) -> Microbatch:
 def test_the_verdict(policy: Preempt, slacks: list[float], elapsed_s: float, answer: bool) -> None:
     waiting = [OnlineRequest(10, slack_s) for slack_s in slacks]
     assert gives_way(policy, LONG, elapsed_s, waiting, COST) is answer
+
+
+def test_predictions_are_corrected() -> None:
+    """The iteration takes 2 s, the request 0.2 s."""
+    budget = Budget(mixed_scale=2.0)
+    for slack_s, uncorrected, corrected in ((1.05, True, True), (2.1, False, True)):
+        waiting = [OnlineRequest(10, slack_s)]
+        assert gives_way(Preempt.DEADLINE, LONG, 0.0, waiting, COST) is uncorrected
+        assert gives_way(Preempt.DEADLINE, LONG, 0.0, waiting, COST, budget) is corrected
+    assert not gives_way(Preempt.DEADLINE, LONG, 0.0, [OnlineRequest(10, 2.3)], COST, budget)
+
+
+@pytest.mark.parametrize(
+    ("scheduling", "answer"), [(Scheduling.SLO, True), (Scheduling.CONSERVE, False)]
+)
+def test_they_are_corrected_by_what_iterations_took(scheduling: Scheduling, answer: bool) -> None:
+    """Each takes three times as long as the model says; `conserve` believes the model."""
+    state = make(
+        preempt=Preempt.DEADLINE,
+        scheduling=scheduling,
+        cost_model=COST,
+        num_blocks=100,
+        max_batch_tokens=64,
+    )
+    rng, now_s = random.Random(0), 0.0
+    for number in range(41):
+        state.handle(RequestArrived(now_s, offline(f"b{number}", 60, 1, rng)))
+        microbatch = state.plan(now_s)
+        assert microbatch is not None and microbatch.preemptible
+        if number < 40:
+            now_s += 3 * COST.batch_s([(0, 60)])
+            state.handle(IterationFinished(now_s, {f"b{number}": 1}))
+    assert state.gives_way(microbatch.batch, 0.0, [OnlineRequest(10, 1.0)]) is answer
+
+
+def test_an_iteration_that_takes_longer_gives_way_in_time_once_it_is_asked_again() -> None:
+    """It should take 1 s; the request takes 0.1 s, and had 1.5 s when the iteration began."""
+    answers = {}
+    for elapsed_s in (0.0, 0.5, 1.0, 1.25, 1.35):
+        waiting = [OnlineRequest(10, 1.5 - elapsed_s)]
+        answers[elapsed_s] = gives_way(Preempt.DEADLINE, LONG, elapsed_s, waiting, COST)
+    assert answers == {0.0: False, 0.5: False, 1.0: False, 1.25: False, 1.35: True}
 
 
 def test_without_a_cost_model_a_deadline_is_kept() -> None:

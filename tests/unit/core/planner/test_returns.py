@@ -5,6 +5,8 @@ from dataclasses import replace
 
 import pytest
 
+from services.core.cost.model import CostModel
+from services.core.line_order import Scheduling
 from services.core.planner.configuration_events import (
     BlocksReleased,
     SequenceAdopted,
@@ -21,6 +23,7 @@ from services.core.planner.events import (
 )
 from services.core.planner.returns import RETURN_AFTER_S
 from services.core.planner.state import PlannerState
+from services.core.service import Service, ServiceClass
 from tests.unit.core.planner.test_state import (
     FakeModel,
     drive,
@@ -111,6 +114,33 @@ def test_a_request_with_tokens_stays_even_if_it_was_reset() -> None:
     state.handle(SequenceResumed("runs"))
     assert returned(state, 10.0) == []
     assert list(state.sequences) == ["runs"]
+
+
+BATCH_WORK = Service(ServiceClass.BATCH)
+
+
+def test_batch_work_that_deadlines_leave_no_time_goes_back_as_from_a_shelf() -> None:
+    """There is room for it, but the fill level admits none."""
+    model = CostModel(alpha=0.0, beta=1e-3, gamma=0.0, lam=1e-3)
+    state = make_state(
+        scheduling=Scheduling.SLO, cost_model=model, fill_max=0.0, shelf_max_s=5.0, num_blocks=64
+    )
+    service = Service(ServiceClass.INTERACTIVE, ttft_s=1.0, tpot_s=0.05)
+    arrive(state, "runs", 8, 0.0, service=service)
+    arrive(state, "b0", 8, 1.0, service=BATCH_WORK, returnable=True)
+    arrive(state, "stays", 8, 1.0, service=BATCH_WORK)
+    arrive(state, "b1", 8, 2.0, service=BATCH_WORK, returnable=True)
+    microbatch = state.plan(2.0)
+    assert microbatch is not None and len(microbatch.batch.chunks) == 1, "nothing else joins"
+    assert state.return_due_s == 1.0 + 5.0
+    assert returned(state, 1.0 + 5.0) == ["b0"]
+    assert state.return_due_s == 2.0 + 5.0
+
+
+def test_where_batch_work_does_not_yield_none_goes_back_with_room() -> None:
+    state = make_state(scheduling=Scheduling.FCFS, shelf_max_s=5.0, num_blocks=64)
+    arrive(state, "b", 8, 1.0, service=BATCH_WORK, returnable=True)
+    assert state.return_due_s is None and returned(state, 100.0) == []
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -16,7 +16,7 @@ from services.core.planner.events import IterationFinished, RequestAborted, Requ
 from services.core.planner.state import PlannerState
 from services.core.request import Limits, Request, Sampling
 from services.core.service import Service, ServiceClass
-from tests.support.modelled_pipeline import A100, ModelledPipeline, arrive
+from tests.support.modelled_pipeline import A100, ModelledPipeline, arrive, finish
 
 BATCH = Service(ServiceClass.BATCH)
 MODEL = CostModel(alpha=1e-7, beta=1e-4, gamma=0.011, lam=0.01)
@@ -212,6 +212,28 @@ def test_online_prompts_are_cut_to_the_bound_where_they_are_promised_less() -> N
     arrive(whole, "long", 2000, 4, service=online(ttft_s=2.0))
     microbatch = whole.plan(0.0)
     assert microbatch is not None and microbatch.batch.tokens > 400
+
+
+@pytest.mark.parametrize("tpot_s", [0.03, 0.2])
+def test_beside_many_decodes_they_get_what_they_are_promised(tpot_s: float) -> None:
+    """Forty decodes cost more than a chunk: the promise comes on top of them."""
+    state = make(online_chunk_tokens=64)
+    for number in range(40):
+        arrive(state, f"o{number}", 20, 200, service=online(tpot_s=tpot_s))
+    now_s, flying = 0.0, list[Microbatch]()
+    for turn in range(40):
+        if turn == 20:
+            arrive(state, "long", 2000, 4, at_s=now_s, service=online(ttft_s=2.0))
+        while state.has_slot and (microbatch := state.plan(now_s)) is not None:
+            flying.append(microbatch)
+            prompt = [one for one in microbatch.batch.chunks if one.request_id == "long"]
+            decodes = microbatch.batch.tokens - sum(len(one.token_ids) for one in prompt)
+            if prompt:
+                assert decodes >= 15 and 60 <= len(prompt[0].token_ids) < 512
+                return
+        now_s += 0.02
+        finish(state, flying.pop(0), now_s)
+    pytest.fail("the prompt never ran")
 
 
 def test_predictions_follow_what_microbatches_take() -> None:

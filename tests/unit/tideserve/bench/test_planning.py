@@ -2,9 +2,24 @@
 
 import pytest
 
-from tideserve.bench.scenarios.planning import MODEL_7B, SEQUENCES, SYSTEMS, judge, measure
+from services.core.planner.filler import FILLER_TOKENS_MIN
+from tideserve.bench.scenarios.planning import (
+    MAX_BATCH_TOKENS,
+    MODEL_7B,
+    SEQUENCES,
+    SYSTEMS,
+    judge,
+    measure,
+    rows,
+)
 
-FIGURES = {"planning_s": 1e-3, "iteration_s": 0.05, "sequences": 256.0, "iterations": 20.0}
+FIGURES = {
+    "planning_s": 1e-3,
+    "iteration_s": 0.05,
+    "sequences": 256.0,
+    "prompt_tokens": 0.0,
+    "iterations": 20.0,
+}
 
 
 def figures(**shares: float) -> dict[str, dict[str, float]]:
@@ -18,8 +33,19 @@ def test_all_systems_plan_many_sequences() -> None:
         assert one["iterations"] > 0 and one["planning_s"] > 0, name
         assert one["share"] == pytest.approx(one["planning_s"] / one["iteration_s"], rel=0.2)
     for name in ("fcfs", "priority", "slo"):
-        assert found[name]["sequences"] == SEQUENCES
+        assert found[name]["sequences"] == SEQUENCES and not found[name]["prompt_tokens"]
     assert found["slo, targets that bind"]["sequences"] < SEQUENCES
+    filled = found["slo, filled with batch prompts"]
+    assert FILLER_TOKENS_MIN <= filled["prompt_tokens"] < MAX_BATCH_TOKENS - filled["sequences"]
+    assert filled["sequences"] > SEQUENCES / 2
+
+
+def test_the_tokens_of_prompts_are_told_where_there_are_some() -> None:
+    found = figures(fcfs=0.01, filled=0.01)
+    found["filled"]["prompt_tokens"] = 120.0
+    told = dict(rows(found))
+    assert "256 sequences and 120 tokens of prompts: 1.00%" in told["filled"]
+    assert "prompts" not in told["fcfs"]
 
 
 def test_the_model_is_as_large_as_it_says() -> None:

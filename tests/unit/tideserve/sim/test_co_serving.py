@@ -160,6 +160,29 @@ def test_an_online_request_interrupts_batch_work_at_the_next_safepoint(work: Pre
     assert kept > 0.9 if work is PreemptedWork.RESUME else kept > 0.6
 
 
+def test_what_changes_groups_interrupts_batch_work_at_the_next_safepoint() -> None:
+    longest_s = {}
+    for preempt in (Preempt.OFF, Preempt.ALWAYS):
+        online = OpenLoop([Arrival(8.0, 300, 1, service=INTERACTIVE)])
+        workload = CoServed(online, ClosedLoop(repeat(Arrival(0.0, 4000, 2, service=BATCH)), 8))
+        large = spec("slo", max_batch_tokens=8192, preempt=preempt)
+        cluster = Cluster(large, DEVICE, workload)
+        simulation, instance = cluster._simulation, next(iter(cluster.instances.values()))
+        waited_s: list[float] = []
+
+        def hear(sent_s: float, now: Any = simulation, waits: list[float] = waited_s) -> None:
+            waits.append(now.now_s - sent_s)
+
+        for number in range(12):
+            sent_s = 1.0 + 0.47 * number
+            simulation.at(sent_s, instance.post, hear, sent_s)
+        cluster.run(check=cluster.check_invariants)
+        assert len(waited_s) == 12
+        longest_s[preempt] = max(waited_s)
+    assert longest_s[Preempt.OFF] > 0.3
+    assert longest_s[Preempt.ALWAYS] < 0.1
+
+
 def test_a_request_that_can_wait_interrupts_nothing() -> None:
     patient = Service(ServiceClass.INTERACTIVE, ttft_s=60.0)
     online = OpenLoop([Arrival(0.7 * one, 300, 1, service=patient) for one in range(40)])

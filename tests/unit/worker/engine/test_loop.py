@@ -1,5 +1,6 @@
 """The engine's turn: in which order it takes, tells and computes."""
 
+import os
 from dataclasses import replace
 from pathlib import Path
 from select import select
@@ -19,8 +20,6 @@ from services.core.planner.events import EmitToken
 from services.core.planner.impossible import ImpossibleTargets
 from services.core.planner.plan import Plan
 from services.core.planner.preemption import Preempt
-from services.core.prefix.dropped_prefixes import DroppedPrefixes
-from services.core.report import Load
 from services.core.request import Grammar, GrammarKind, Limits, Request, Sampling
 from services.core.service import Service, ServiceClass
 from services.worker.engine.grammar_check import GrammarCheck
@@ -35,6 +34,7 @@ from services.worker.ipc import (
     encode,
     from_engine_decoder,
 )
+from tests.unit.core.planner.test_state import make_state
 
 WAIT_MS = 10_000
 
@@ -47,12 +47,9 @@ def member_that(**does: Any) -> SimpleNamespace:
         "configuration": None,
         "settled": True,
         "trouble": "",
-        "changeover": SimpleNamespace(left=False),
-        "state": SimpleNamespace(
-            load=lambda: Load(0, 0, 0, 0),
-            return_due_s=None,
-            pool=SimpleNamespace(cache=SimpleNamespace(dropped=DroppedPrefixes())),
-        ),
+        "changeover": SimpleNamespace(left=False, return_due_s=None),
+        "busy_changing": False,
+        "state": make_state(),
         "stage": SimpleNamespace(runner=SimpleNamespace(parameter_bytes=0)),
         "pipeline_time": StageTime(),
         "iteration_time": IterationTime(),
@@ -194,9 +191,7 @@ def test_batch_work_gives_way(
             answers.append(watched is not None and watched())
         return True
 
-    member = member_that(launch=launch)
-    member.state.config = SimpleNamespace(preempt=policy, cost_model=None)
-    member.state.in_flight = [Plan(1)]
+    member = member_that(launch=launch, state=make_state(preempt=policy))
     grammars = GrammarCheck(Grammars(Path("none"), 1), lambda: 0.0)
     try:
         servicer.bind("inproc://engine-preempts")
@@ -228,8 +223,8 @@ def test_what_a_resumed_iteration_has_run_before_counts(ran_s: float, interrupts
 
     member = member_that(launch=launch)
     model = CostModel(alpha=0.0, beta=125.0, gamma=0.0, lam=0.0)
-    member.state.config = SimpleNamespace(preempt=Preempt.DEADLINE, cost_model=model)
-    member.state.in_flight = [Plan(2, resumes=1, ran_s=ran_s)]
+    member.state = make_state(preempt=Preempt.DEADLINE, cost_model=model)
+    member.state.in_flight.append(Plan(2, resumes=1, ran_s=ran_s))
     grammars = GrammarCheck(Grammars(Path("none"), 1), lambda: 0.0)
     try:
         servicer.bind("inproc://engine-resumed")
@@ -237,6 +232,83 @@ def test_what_a_resumed_iteration_has_run_before_counts(ran_s: float, interrupts
         EngineLoop(cast(Any, member), engine, grammars).step(0)
         assert answers == [interrupts_it]
     finally:
+        servicer.close(linger=0)
+        engine.close(linger=0)
+        grammars.close()
+
+
+@pytest.mark.parametrize(
+    ("policy", "ttft_s", "again"),
+    [
+        (Preempt.DEADLINE, 600.0, True),
+        (Preempt.DEADLINE, None, False),
+        (Preempt.OFF, 600.0, False),
+    ],
+)
+def test_layers_ask_again_while_a_deadline_waits(
+    policy: Preempt, ttft_s: float | None, again: bool
+) -> None:
+    """Time passes without a frame: what was answered first may be wrong then."""
+    context = zmq.Context.instance()
+    servicer, engine = context.socket(zmq.PAIR), context.socket(zmq.PAIR)
+    answers: list[tuple[bool, bool]] = []
+
+    def launch(interrupts: Any) -> bool:
+        watched = interrupts(microbatch_of("b", preemptible=True))
+        answers.append((watched(), watched.asks_again()))
+        service = Service(ServiceClass.INTERACTIVE, ttft_s=ttft_s)
+        request = replace(ONLINE.request, service=service, arrival_s=monotonic_s())
+        servicer.send(encode(StartRequest(request)))
+        select([watched.descriptor], [], [], WAIT_MS / 1e3)
+        answers.append((watched(), watched.asks_again()))
+        return True
+
+    model = CostModel(alpha=0.0, beta=0.001, gamma=0.0, lam=0.0)
+    member = member_that(launch=launch, state=make_state(preempt=policy, cost_model=model))
+    grammars = GrammarCheck(Grammars(Path("none"), 1), lambda: 0.0)
+    try:
+        servicer.bind("inproc://engine-again")
+        engine.connect("inproc://engine-again")
+        EngineLoop(cast(Any, member), engine, grammars).step(0)
+        assert answers == [(False, False), (False, again)]
+    finally:
+        servicer.close(linger=0)
+        engine.close(linger=0)
+        grammars.close()
+
+
+@pytest.mark.parametrize("changing", [True, False])
+@pytest.mark.parametrize("preemptible", [True, False])
+def test_all_that_comes_from_members_interrupts_batch_work_while_groups_change(
+    changing: bool, preemptible: bool
+) -> None:
+    """The descriptor that layers look at tells of them, and so does the answer."""
+    context = zmq.Context.instance()
+    servicer, engine = context.socket(zmq.PAIR), context.socket(zmq.PAIR)
+    reading, writing = os.pipe()
+    answers: list[tuple[bool, bool]] = []
+
+    def launch(interrupts: Any) -> bool:
+        watched = interrupts(microbatch_of("b", preemptible=preemptible))
+        for _ in range(2):
+            readable = bool(select([watched.descriptor], [], [], 0)[0])
+            answers.append((readable, watched()))
+            os.write(writing, b"!")
+        return True
+
+    member = member_that(launch=launch, busy_changing=changing)
+    grammars = GrammarCheck(Grammars(Path("none"), 1), lambda: 0.0)
+    try:
+        servicer.bind("inproc://engine-members")
+        engine.connect("inproc://engine-members")
+        loop = EngineLoop(cast(Any, member), engine, grammars, (reading,))
+        loop._fill_inbox()  # the connection itself makes the socket readable
+        loop.step(0)
+        noticed = changing and preemptible
+        assert answers == [(False, False), (noticed, noticed)]
+    finally:
+        for descriptor in (reading, writing):
+            os.close(descriptor)
         servicer.close(linger=0)
         engine.close(linger=0)
         grammars.close()

@@ -1,10 +1,14 @@
 """What a member makes ready, and what it does when something is not to be had."""
 
 import logging
+from dataclasses import replace
 
 import pytest
 
 from services.core.changeover.preparation import BUSY, FAILURES_MAX
+from services.core.line_order import Scheduling
+from services.core.planner.batch import Microbatch
+from services.core.service import Service, ServiceClass
 from services.worker.engine.pipeline import restoring
 from services.worker.engine.pipeline.restoring import CONNECT_TIMEOUT_S
 from services.worker.engine.transfer import handshake
@@ -56,6 +60,27 @@ def test_an_attempt_that_is_asked_for_again_is_answered_once(
     assert sorted(answers) == ["w0", "w1"]
     group.commit(MERGED)
     started(group)
+    check_tokens(group)
+
+
+def test_batch_work_alone_waits_for_a_merge(make_group: MakeGroup) -> None:
+    """Each of its iterations would keep frames and turns of the change waiting."""
+    launched: list[Microbatch] = []
+
+    def interrupts(microbatch: Microbatch) -> None:
+        launched.append(microbatch)
+
+    group = make_group(planner={"scheduling": Scheduling.SLO}, interrupts=interrupts)
+    batch_work = Service(ServiceClass.BATCH)
+    start(group, *(replace(request(number, output=40), service=batch_work) for number in range(4)))
+    group.run_until(lambda: all(stream.tokens for stream in group.streams.values()))
+    assert launched and not any(stream.over for stream in group.streams.values())
+    attempt = group.prepare(MERGED)
+    launched.clear()
+    assert group.await_answers(attempt, MERGED)
+    group.commit(MERGED)
+    group.settle()
+    assert not launched
     check_tokens(group)
 
 

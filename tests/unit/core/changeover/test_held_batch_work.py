@@ -1,0 +1,111 @@
+"""While a group of one changes, batch work alone begins no iteration: the change would await it."""
+
+import pytest
+
+from services.core.changeover import vocabulary as words
+from services.core.changeover.state import HOLD_MAX_S
+from services.core.line_order import Scheduling
+from services.core.service import Service, ServiceClass
+from tests.support.changeover_script import Script, groups
+
+BATCH = Service(ServiceClass.BATCH)
+APART, MERGED, SPLIT = groups(1, "a", "b"), groups(2, "ab"), groups(3, "a", "b")
+ASKED = words.PreparationAsked("t", MERGED)
+
+
+def serving(scheduling: Scheduling = Scheduling.SLO) -> Script:
+    """ "a" has batch work."""
+    script = Script("ab", scheduling=scheduling)
+    script.hear(APART)
+    script.settle()
+    script.ask("a", "m", 8, most=20, service=BATCH)
+    assert script.launch("a")
+    return script
+
+
+def held(script: Script, name: str = "a") -> bool:
+    return script.members[name].holds_batch_work(script.now_s)
+
+
+def prepare(script: Script) -> None:
+    """ "a" gets ready."""
+    script.do("a", ASKED)
+    script.turn("a")
+    assert held(script)
+    script.go_on("a")
+
+
+def test_it_is_held_from_the_order_to_the_commit() -> None:
+    script = serving()
+    assert not held(script)
+    prepare(script)
+    member = script.members["a"]
+    assert not member.busy and held(script), "it is ready, and a commit is expected"
+    script.hear(MERGED)
+    script.settle()
+    assert not held(script) and member.planner.stages == 2, "it joins microbatches there"
+
+
+def test_it_is_held_until_what_a_split_moves_has_arrived() -> None:
+    script = serving()
+    script.ask("a", "o", 12, most=20)
+    script.hear(MERGED)
+    script.settle()
+    script.run("a", 4)
+    script.transfers_run = False
+    script.ask("b", "n", 4, service=BATCH)
+    script.hear(SPLIT)
+    script.settle()
+    moving = [name for name in "ab" if not script.members[name].settled]
+    assert moving and all(held(script, name) == (name in moving) for name in "ab")
+    script.transfers_run = True
+    script.settle()
+    assert not held(script) and not held(script, "b")
+
+
+def test_it_goes_on_when_the_attempt_ends() -> None:
+    script = serving()
+    prepare(script)
+    script.do("a", words.PreparationAborted("t"))
+    assert not held(script)
+
+
+def test_online_work_goes_on() -> None:
+    script = serving()
+    prepare(script)
+    script.ask("a", "o", 8)
+    assert not held(script)
+    script.launch("a")
+    assert not held(script), "it runs"
+
+
+@pytest.mark.parametrize("ready", [True, False])
+def test_it_is_held_for_a_bounded_time(ready: bool) -> None:
+    """Another member may take long, or be gone, and so may the memory manager."""
+    script = serving()
+    script.now_s = 7.0
+    script.do("a", ASKED)
+    script.turn("a")
+    if ready:
+        script.go_on("a")
+    for passed_s, answer in ((0.9 * HOLD_MAX_S, True), (HOLD_MAX_S, False), (60.0, False)):
+        script.now_s = 7.0 + passed_s
+        script.turn("a")
+        assert held(script) is answer
+
+
+def test_the_time_begins_with_the_first_turn_since_the_order() -> None:
+    """The order tells no time, and the last event that did may be long ago."""
+    script = serving()
+    script.now_s = 100.0
+    script.do("a", ASKED)
+    script.turn("a")
+    script.now_s += 0.9 * HOLD_MAX_S
+    assert held(script)
+
+
+def test_first_come_first_served_holds_nothing() -> None:
+    script = serving(Scheduling.FCFS)
+    script.do("a", ASKED)
+    script.turn("a")
+    assert not held(script)
