@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from tideserve.bench.faults.streams import StreamOutcome
-from tideserve.bench.faults.survival import Loss, Outage
+from tideserve.bench.faults.survival import Crowd, Loss, Outage
 from tideserve.bench.steady_load import Tally
 
 TOKENS = 10
@@ -33,6 +33,12 @@ def loss(outcomes: Sequence[StreamOutcome] = (), **changes: Any) -> Loss:
     every = [*before, *after, *outcomes]
     one = Loss(4, 4, 12.0, 12.5, 26.0, every, [WANTED] * len(every))
     return replace(one, **changes)
+
+
+def crowd(**changes: Any) -> Crowd:
+    """`loss`, with prompts of 90 tokens; at the death four requests hold 130 of 300 tokens."""
+    one = loss()
+    return replace(Crowd(one, [90] * len(one.outcomes), 2400, 300), **changes)
 
 
 def outage(layouts: Sequence[Sequence[dict[str, Any]]] = ([GROUP],), **changes: Any) -> Outage:

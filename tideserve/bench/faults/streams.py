@@ -22,14 +22,18 @@ BATCH = "batch"
 
 
 def stream_requests(
-    count: int, seed: int, output_tokens: tuple[int, int] = OUTPUT_TOKENS, batch: int = 0
+    count: int,
+    seed: int,
+    output_tokens: tuple[int, int] = OUTPUT_TOKENS,
+    batch: int = 0,
+    prompt_tokens: tuple[int, int] = PROMPT_TOKENS,
 ) -> list[PlannedRequest]:
     """Sampled requests of different lengths; the same for the same seed. The first are `batch`."""
     requests = []
     for number in range(count):
         rng = Random(f"{seed}/{number}")
         prompt = tuple(
-            rng.randint(TOKEN_ID_MIN, TOKEN_ID_MAX - 1) for _ in range(rng.randint(*PROMPT_TOKENS))
+            rng.randint(TOKEN_ID_MIN, TOKEN_ID_MAX - 1) for _ in range(rng.randint(*prompt_tokens))
         )
         requests.append(
             PlannedRequest(

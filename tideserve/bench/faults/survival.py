@@ -86,6 +86,41 @@ class Loss:
         return None if not before or after is None else after / (before * self.share_alive)
 
 
+@dataclass(frozen=True, slots=True)
+class Crowd:
+    """A loss under more requests than the survivors have KV for.
+
+    `demand_tokens` is the KV of all requests at their ends, `survivors_tokens` what the survivors
+    hold together, each by itself. `prompts`: the lengths of the prompts.
+    """
+
+    loss: Loss
+    prompts: Sequence[int]
+    demand_tokens: int
+    survivors_tokens: int
+
+    @property
+    def ideal_wait_s(self) -> float:
+        """How long some request waits in any case, given when the others ended.
+
+        At the death they hold more KV than the survivors have. The rest of it waits until requests
+        that had as much have ended, even if all else took no time.
+        """
+        loss, held = self.loss, 0
+        ends = []
+        for prompt, one in zip(self.prompts, loss.outcomes, strict=True):
+            if one.times_s and one.times_s[0] <= loss.hit_s < one.ended_s:
+                held += prompt + bisect_left(one.times_s, loss.hit_s)
+                ends.append((one.ended_s, prompt + len(one.token_ids)))
+        wait_s, left = 0.0, held - self.survivors_tokens
+        for ended_s, tokens in sorted(ends):
+            if left <= 0:
+                break
+            left -= tokens
+            wait_s = ended_s - loss.hit_s
+        return wait_s
+
+
 @dataclass(slots=True)
 class Outage:
     """etcd stood still under load for `stopped_s` seconds.
@@ -133,8 +168,29 @@ def loss_figures(loss: Loss) -> dict[str, Any]:
     }
 
 
+def crowd_figures(crowd: Crowd) -> dict[str, Any]:
+    """The figures of a death under too many requests, for a file."""
+    return loss_figures(crowd.loss) | {
+        "demand_tokens": crowd.demand_tokens,
+        "survivors_tokens": crowd.survivors_tokens,
+        "ideal_wait_s": crowd.ideal_wait_s,
+    }
+
+
+def crowd_problems(crowd: Crowd) -> list[str]:
+    """A sentence for all that it must not do; how long some wait is told and has no bound."""
+    problems = _end_problems(crowd.loss)
+    if crowd.demand_tokens < crowd.survivors_tokens:
+        problems.append("the survivors have KV for all requests")
+    return problems
+
+
 def loss_problems(loss: Loss) -> list[str]:
     """A sentence for all that a death must not do."""
+    return _end_problems(loss) + _throughput_problems(loss)
+
+
+def _end_problems(loss: Loss) -> list[str]:
     problems = [
         f"request {number} is {kind} after {len(one.token_ids)} tokens: {one.failure or 'it ended'}"
         for number, (one, kind) in enumerate(zip(loss.outcomes, _kinds(loss), strict=True))
@@ -149,7 +205,7 @@ def loss_problems(loss: Loss) -> list[str]:
         problems.append(f"the survivors served without the killed worker after {alone_s:.0f} s")
     if loss.whole_s is None:
         problems.append("not all workers serve again")
-    return problems + _throughput_problems(loss)
+    return problems
 
 
 def outage_figures(outage: Outage) -> dict[str, Any]:

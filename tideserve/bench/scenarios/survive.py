@@ -2,10 +2,13 @@
 
 The shape is that of published figures of other systems: 800 requests, 64 at a time, and one of four
 workers dies after a quarter of them. No request may fail, and the survivors have to serve what
-their share is. Then etcd is suspended for a minute under a flood in a merged group, which must
-change no group. Every answer is compared with an undisturbed one, and the event logs are audited.
+their share is. It dies once more in a merged group that serves 1.5 times as many tokens as the
+others have KV for: no request may fail, and the longest wait is told beside the ideal. Then etcd is
+suspended for a minute under a flood in a merged group, which must change no group. Every answer is
+compared with an undisturbed one, and the event logs are audited.
 """
 
+import math
 import tempfile
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -36,8 +39,11 @@ from tideserve.bench.faults.streams import (
     undisturbed_tokens,
 )
 from tideserve.bench.faults.survival import (
+    Crowd,
     Loss,
     Outage,
+    crowd_figures,
+    crowd_problems,
     loss_figures,
     loss_problems,
     outage_figures,
@@ -58,6 +64,9 @@ KILL_AFTER = 0.25
 """The part of the requests that has ended when the worker dies."""
 DISTINCT = 64
 """Requests of the flood, which come again and again."""
+CROWD_FACTOR = 1.5
+"""KV of all requests at their ends, over what the survivors of a death hold."""
+CROWD_PROMPT_TOKENS, CROWD_OUTPUT_TOKENS = (500, 700), (280, 360)
 WHOLE_TIMEOUT_S = 120.0
 """A worker that is started anew loads torch, on a machine that serves."""
 CHANGE_TIMEOUT_S = 60.0
@@ -82,7 +91,19 @@ class Survived:
 
     apart: Loss
     merged: Loss
+    crowd: Crowd
     outage: Outage
+
+
+@dataclass(frozen=True, slots=True)
+class _Flood:
+    """Requests under which a worker dies, as soon as `dies` says so of their streams."""
+
+    name: str
+    requests: Sequence[PlannedRequest]
+    wanted: Sequence[tuple[int, ...]]
+    at_once: int
+    dies: Callable[[Streams], bool]
 
 
 def run(deployment: Deployment, choice: LoadChoice, say: Say, progress: Say) -> TrialVerdict:
@@ -94,7 +115,7 @@ def run(deployment: Deployment, choice: LoadChoice, say: Say, progress: Say) -> 
         system = changed_by_hand(deployment, workers, {"event_log": str(logs)})
         try:
             system.start(say)
-            survived = _trouble(system, workers, extent, choice.seed, progress)
+            survived = _trouble(system, deployment, workers, extent, choice.seed, progress)
             progress("replaying and auditing the event logs")
             verdict = judge(survived, audit_logs(logs))
             keep_if_failed(
@@ -109,11 +130,13 @@ def judge(survived: Survived, audited: Audited) -> TrialVerdict:
     """Figures, and a problem for every property that did not hold."""
     problems = [f"apart: {text}" for text in loss_problems(survived.apart)]
     problems += [f"merged: {text}" for text in loss_problems(survived.merged)]
+    problems += [f"crowded: {text}" for text in crowd_problems(survived.crowd)]
     problems += [f"etcd: {text}" for text in outage_problems(survived.outage)]
     problems += audited.problems
     figures = {
         "apart": loss_figures(survived.apart),
         "merged": loss_figures(survived.merged),
+        "crowded": crowd_figures(survived.crowd),
         "etcd": outage_figures(survived.outage),
         "invariants_checked": audited.checks,
         "violations": audited.findings.broken,
@@ -125,34 +148,63 @@ def judge(survived: Survived, audited: Audited) -> TrialVerdict:
 # --- trouble
 
 
-def _trouble(system: Tideserve, workers: int, extent: Extent, seed: int, say: Say) -> Survived:
+def _trouble(
+    system: Tideserve,
+    deployment: Deployment,
+    workers: int,
+    extent: Extent,
+    seed: int,
+    say: Say,
+) -> Survived:
     """One fault after the other, each on a cluster that is whole. Raises SystemUnavailable."""
     requests = stream_requests(extent.requests, seed, OUTPUT_TOKENS)
     say("an undisturbed run")
     wanted = undisturbed_tokens(system.urls[0], system.model, requests, AT_ONCE)
     rng = Random(seed)
-    apart = _kill_one(system, workers, requests, wanted, "apart", rng, say)
+
+    def late(streams: Streams) -> bool:
+        return streams.ended >= KILL_AFTER * len(requests)
+
+    apart = _kill_one(system, workers, _Flood("apart", requests, wanted, AT_ONCE, late), rng, say)
     _merge(system, say)
-    merged = _kill_one(system, workers, requests, wanted, "merged", rng, say)
+    merged = _kill_one(system, workers, _Flood("merged", requests, wanted, AT_ONCE, late), rng, say)
+    alone_tokens = system.kv_bytes_per_worker() // deployment.kv_bytes_per_token
+    crowd = _crowd(system, workers, alone_tokens, seed, rng, say)
     _merge(system, say)
     outage = _stop_etcd(system, extent.outage_s, seed, rng, say)
     _await(system, "blocks are in use at rest", blocks_free)
-    return Survived(apart, merged, outage)
+    return Survived(apart, merged, crowd, outage)
 
 
-def _kill_one(
-    system: Tideserve,
-    workers: int,
-    requests: Sequence[PlannedRequest],
-    wanted: Sequence[tuple[int, ...]],
-    name: str,
-    rng: Random,
-    say: Say,
-) -> Loss:
-    say(f"{name}: {len(requests)} requests, {AT_ONCE} at a time")
-    streams = Streams(system.urls[0], system.model, requests, name, STALL_S, AT_ONCE)
+def _crowd(
+    system: Tideserve, workers: int, alone_tokens: int, seed: int, rng: Random, say: Say
+) -> Crowd:
+    """Kill one when all requests have begun, which need more KV than the others have."""
+    survivors_tokens = (workers - 1) * alone_tokens
+    mean = sum(CROWD_PROMPT_TOKENS + CROWD_OUTPUT_TOKENS) / 2
+    count = math.ceil(CROWD_FACTOR * survivors_tokens / mean)
+    requests = stream_requests(count, seed, CROWD_OUTPUT_TOKENS, prompt_tokens=CROWD_PROMPT_TOKENS)
+    say("crowded: an undisturbed run")
+    wanted = undisturbed_tokens(system.urls[0], system.model, requests, AT_ONCE)
+    _merge(system, say)
+
+    def all_begun(streams: Streams) -> bool:
+        return streams.begun == count
+
+    loss = _kill_one(
+        system, workers, _Flood("crowded", requests, wanted, count, all_begun), rng, say
+    )
+    prompts = [len(one.prompt_ids) for one in requests]
+    demand_tokens = sum(prompts) + sum(one.output_tokens for one in requests)
+    return Crowd(loss, prompts, demand_tokens, survivors_tokens)
+
+
+def _kill_one(system: Tideserve, workers: int, flood: _Flood, rng: Random, say: Say) -> Loss:
+    name, requests, at_once = flood.name, flood.requests, flood.at_once
+    say(f"{name}: {len(requests)} requests, {at_once} at a time")
+    streams = Streams(system.urls[0], system.model, requests, name, STALL_S, at_once)
     streams.start()
-    while streams.running and streams.ended < KILL_AFTER * len(requests):
+    while streams.running and not flood.dies(streams):
         time.sleep(POLL_S)
     status = read_status(system.admin_url)
     struck = strike(RandomFault("worker"), status, {}, rng)
@@ -172,7 +224,7 @@ def _kill_one(
         _await(system, "", lambda now: is_stable(now, names, alive))
     finally:
         alone_s, whole_s = alone.end(), whole.end()
-    return Loss(workers, AT_ONCE, hit_s, alone_s, whole_s, outcomes, wanted)
+    return Loss(workers, at_once, hit_s, alone_s, whole_s, outcomes, flood.wanted)
 
 
 def _stop_etcd(system: Tideserve, stopped_s: float, seed: int, rng: Random, say: Say) -> Outage:
@@ -254,6 +306,7 @@ def _rows(figures: Mapping[str, Any]) -> list[tuple[str, str]]:
     rows = []
     for part in ("apart", "merged"):
         rows += [(f"{part}: {what}", text) for what, text in _loss_rows(figures[part])]
+    rows += [(f"crowded: {what}", text) for what, text in _crowd_rows(figures["crowded"])]
     outage = figures["etcd"]
     requests = outage["requests"]
     checked = ", ".join(f"{one} {count:,}×" for one, count in figures["invariants_checked"].items())
@@ -282,6 +335,18 @@ def _loss_rows(part: Mapping[str, Any]) -> list[tuple[str, str]]:
             f"of {part['share_alive']:.0%} of that before",
             "–" if ratio is None else f"{ratio:.0%}",
         ),
+    ]
+
+
+def _crowd_rows(part: Mapping[str, Any]) -> list[tuple[str, str]]:
+    requests = part["requests"]
+    demand, held = part["demand_tokens"], part["survivors_tokens"]
+    return [
+        ("KV of all requests / of the survivors", f"{demand:,} / {held:,} tokens"),
+        ("requests sent / completed", f"{requests['sent']:,} / {requests['completed']:,}"),
+        ("otherwise", _otherwise(requests)),
+        ("longest silence of a stream", _seconds(part["longest_silence_s"])),
+        ("wait that no order avoids", _seconds(part["ideal_wait_s"])),
     ]
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from services.core.audit.findings import Findings
-from tests.support.survived import CUT, loss, outage
+from tests.support.survived import CUT, crowd, loss, outage
 from tideserve.bench.audit_logs import INVARIANTS, Audited
 from tideserve.bench.errors import SystemUnavailable
 from tideserve.bench.faults import kept_logs
@@ -24,7 +24,7 @@ DEPLOYMENT = Deployment(Path("model"), "tiny", Path("cache"), 2, 1 << 28)
 
 
 def survived() -> Survived:
-    return Survived(loss(), loss(), outage())
+    return Survived(loss(), loss(), crowd(), outage())
 
 
 def audited() -> Audited:
@@ -43,19 +43,21 @@ def test_a_run_in_which_all_holds_has_no_problem() -> None:
     assert rows["apart: requests sent / completed"] == "24 / 24"
     assert rows["merged: survivors serve without it after"] == "0.5 s"
     assert rows["merged: of 75% of that before"].endswith("%")
+    assert rows["crowded: KV of all requests / of the survivors"] == "2,400 / 300 tokens"
     assert rows["etcd: otherwise"] == "lost 0, duplicated 0, stuck 0, different 0, refused 0"
 
 
 def test_a_problem_says_in_which_part_it_was() -> None:
-    bad = Survived(loss([CUT]), loss(whole_s=None), outage(settled_s=None))
+    bad = Survived(loss([CUT]), loss(whole_s=None), crowd(demand_tokens=9), outage(settled_s=None))
     broken = replace(audited(), findings=Findings())
     problems = list(judge(bad, broken).problems)
-    assert problems[:3] == [
+    assert problems[:4] == [
         "apart: request 24 is lost after 3 tokens: the server hung up",
         "merged: not all workers serve again",
+        "crowded: the survivors have KV for all requests",
         "etcd: not all is well after the outage",
     ]
-    assert problems[3:] == [f"nothing in the logs tells of {one}" for one in INVARIANTS]
+    assert problems[4:] == [f"nothing in the logs tells of {one}" for one in INVARIANTS]
 
 
 @pytest.mark.parametrize(("result", "kept"), [(survived(), False), (None, True)])

@@ -4,11 +4,13 @@ from dataclasses import replace
 
 import pytest
 
-from tests.support.survived import CUT, GROUP, WANTED, loss, outage, stream
+from tests.support.survived import CUT, GROUP, WANTED, crowd, loss, outage, stream
 from tideserve.bench.faults.judge import PROBLEMS_MAX
 from tideserve.bench.faults.survival import (
     Loss,
     Outage,
+    crowd_figures,
+    crowd_problems,
     loss_figures,
     loss_problems,
     outage_figures,
@@ -28,6 +30,26 @@ def test_throughput_is_compared_with_the_share_that_lives() -> None:
     assert figures["longest_silence_s"] == pytest.approx(0.5)
     assert figures["requests"]["sent"] == figures["requests"]["completed"] == 24
     assert loss_problems(loss()) == []
+
+
+def test_a_crowd_waits_for_the_ends_of_those_that_fit() -> None:
+    """Four requests hold 90 + 7 tokens each at the death, and end 1, 2, 3 and 4 s after it."""
+    streams = [stream(5.0, 8.0 + number) for number in range(4)]
+    seen = Loss(4, 4, 12.0, 12.5, 26.0, streams, [WANTED] * 4)
+    held = sum(90 + sum(at_s < 12.0 for at_s in one.times_s) for one in streams)
+    assert held == 90 * 4 + 8 + 7 + 6 + 6
+    for room, wait_s in ((held, 0.0), (held - 1, 1.0), (held - 100, 1.0), (held - 101, 2.0)):
+        found = crowd(loss=seen, prompts=[90] * 4, survivors_tokens=room)
+        assert found.ideal_wait_s == pytest.approx(wait_s)
+    assert crowd_figures(crowd(loss=seen, prompts=[90] * 4))["ideal_wait_s"] == pytest.approx(1.0)
+
+
+def test_a_crowd_may_wait_and_must_not_fail() -> None:
+    assert crowd_problems(crowd()) == []
+    assert crowd_problems(crowd(loss=loss([CUT]), prompts=[90] * 25)) == [
+        "request 24 is lost after 3 tokens: the server hung up"
+    ]
+    assert crowd_problems(crowd(demand_tokens=299)) == ["the survivors have KV for all requests"]
 
 
 def test_throughput_after_it_ends_when_the_last_request_is_sent_or_the_worker_is_back() -> None:
