@@ -205,17 +205,20 @@ class WorkerConfig(SchedulingConfig):
         "UCX_TCP_PORT_RANGE between engines, such as 50063-50066: two ports per network device, for"
         " networks that let only some through; empty: any free ones.",
     )
-    # Iterations are bounded by max_batch_tokens, so a slow device with a large model needs more
-    # time or smaller ones.
     engine_unready_s: float = number(
         10.0,
-        "Seconds after which a silent engine gets no new requests. After half of them, or ten times"
-        " what it was silent for lately if that is longer, its requests go on at another worker.",
+        "Seconds without a sign of life after which an engine gets no new requests. After half of"
+        " them its requests go on at another worker. One of tideserve gives signs also while an"
+        " iteration runs; vLLM may be silent for ten times as long as it was lately.",
         minimum=1,
         maximum=3600,
     )
     engine_dead_s: float = number(
-        60.0, "Seconds after which a silent engine ends the worker.", minimum=1, maximum=86400
+        60.0,
+        "Seconds after which an engine that says nothing ends the worker: longer than any iteration"
+        " takes, which is bounded by max_batch_tokens.",
+        minimum=1,
+        maximum=86400,
     )
     drain_timeout_s: float = number(
         30.0, "Seconds that running requests may go on after SIGTERM.", minimum=0, maximum=86400

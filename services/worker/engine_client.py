@@ -18,6 +18,7 @@ from services.core.report import EngineReport, Load
 from services.core.request import Request
 from services.core.stall import StallLimit
 from services.worker.config import WorkerConfig
+from services.worker.engine.pulse import pulse_address
 from services.worker.engine_command import engine_command, engine_environment
 from services.worker.ipc import (
     FRAMES_MAX,
@@ -37,6 +38,8 @@ from services.worker.ipc import (
 
 SEND_TIMEOUT_S = 5.0
 WATCH_INTERVAL_S = 0.5
+OVERSLEPT_S = 2.0
+"""The servicer stood still itself if it looks so much later than it meant to."""
 
 
 class EngineStopped(ServiceError):
@@ -61,8 +64,10 @@ class EngineClient:
         self._socket.setsockopt(zmq.SNDHWM, FRAMES_MAX)
         self._socket.setsockopt(zmq.RCVHWM, FRAMES_MAX)
         self._socket.setsockopt(zmq.LINGER, 0)
+        self._pulses: zmq.asyncio.Socket = zmq.asyncio.Context.instance().socket(zmq.PULL)
         self._process: Child | None = None
         self._heard_s = 0.0
+        self._pulse_s = 0.0  # 0 for an engine without one
         self._stall = StallLimit(config.engine_unready_s / 2)
         self._preparing: dict[str, asyncio.Future[Prepared]] = {}
         self.report = EngineReport(Load(0, 0, 0, 0))
@@ -75,21 +80,28 @@ class EngineClient:
 
     @property
     def responsive(self) -> bool:
-        """Whether the engine spoke within `engine_unready_s`."""
-        return self.silent_s < self._config.engine_unready_s
+        """Whether the engine gave a sign of life within `engine_unready_s`."""
+        return self.lifeless_s < self._config.engine_unready_s
 
     @property
     def hung(self) -> bool:
-        """Whether the engine is silent for longer than an iteration can explain.
+        """Whether the engine stands still: it has had no pulse for half of `engine_unready_s`.
 
-        That is half of `engine_unready_s`, or more where it was silent for long lately.
+        One that never had any has been silent for so long, or longer if it was so lately.
         """
+        if self._pulse_s:
+            return self.lifeless_s > self._config.engine_unready_s / 2
         return self.silent_s > self._stall.limit_s
 
     @property
     def silent_s(self) -> float:
         """Seconds since the engine spoke last; an idle one speaks several times a second."""
         return monotonic_s() - self._heard_s
+
+    @property
+    def lifeless_s(self) -> float:
+        """Seconds since the last sign of life; an engine with a pulse gives some as it computes."""
+        return monotonic_s() - max(self._heard_s, self._pulse_s)
 
     async def start(self, advertise: str = "127.0.0.1") -> EngineReady:
         """Start the process and wait until it has loaded the model.
@@ -101,9 +113,11 @@ class EngineClient:
         """
         config = self._config
         self._path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        self._socket.bind(f"ipc://{self._path}")
+        address = f"ipc://{self._path}"
+        self._socket.bind(address)
+        self._pulses.bind(pulse_address(address))
         command = engine_command(config)
-        command += ["--socket", f"ipc://{self._path}", "--parent", str(os.getpid())]
+        command += ["--socket", address, "--parent", str(os.getpid())]
         command += ["--incarnation", self._incarnation]
         self._process = Child(command, env=engine_environment(config))
         # An engine that ends at once is told of below. Pipes hold more than this.
@@ -146,6 +160,7 @@ class EngineClient:
         assert self._process is not None
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._receive(on_progress))
+            tasks.create_task(self._feel())
             tasks.create_task(self._watch(on_hung))
             code = await self._process.wait()
             raise EngineStopped(f"the engine process ended with code {code}")
@@ -187,7 +202,9 @@ class EngineClient:
             self._process.kill()
             await self._process.wait()
         self._socket.close()
-        self._path.unlink(missing_ok=True)
+        self._pulses.close()
+        for path in (self._path, self._path.with_name(pulse_address(self._path.name))):
+            path.unlink(missing_ok=True)
 
     async def _send(self, frame: ToEngine) -> None:
         if self._process is None or self._process.returncode is not None:
@@ -210,10 +227,19 @@ class EngineClient:
             self.generated_tokens += len(frame.tokens)
             on_progress(frame)
 
+    async def _feel(self) -> None:
+        while True:
+            await self._pulses.recv()
+            self._pulse_s = monotonic_s()
+
     async def _watch(self, on_hung: Callable[[], None]) -> None:
         was_hung = False
         while True:
+            looked_s = monotonic_s()
             await asyncio.sleep(WATCH_INTERVAL_S)
+            if monotonic_s() - looked_s > WATCH_INTERVAL_S + OVERSLEPT_S:
+                # It was this process that stood still, perhaps with its engine.
+                self._heard_s = monotonic_s()
             if self.hung and not was_hung:
                 on_hung()
             was_hung = self.hung

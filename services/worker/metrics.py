@@ -155,7 +155,9 @@ class WorkerCollector(Collector):
             engine.responsive,
         )
         yield self._gauge(
-            "engine_silence_seconds", "Since the engine process spoke last.", engine.silent_s
+            "engine_silence_seconds",
+            "Since the engine process spoke last; it does not while an iteration runs.",
+            engine.silent_s,
         )
         yield self._gauge("epoch", "Epoch of the configuration that the engine runs.", told.epoch)
         yield self._gauge(

@@ -101,9 +101,12 @@ class EngineServing:
             died = True
             raise
         finally:
-            # Also when the engine has died: the others need not wait for the lease to end.
+            # Also when the engine has died: the others need not wait for the lease to end. etcd may
+            # not answer, so the requests go on elsewhere before, and those that come meanwhile.
+            ended = "the engine of the worker stopped; retry"
+            self._requests.fail_all(ended, engine_died=died)
             await self._registration.withdraw()
-            self._requests.fail_all("the engine of the worker stopped; retry", engine_died=died)
+            self._requests.fail_all(ended, engine_died=died)
 
     async def _serve(self, stop: asyncio.Event) -> None:
         async with asyncio.TaskGroup() as tasks:
@@ -151,9 +154,9 @@ class EngineServing:
     def _note_hung(self) -> None:
         """Requests that are given up go on at another worker, if there is one."""
         log.warning(
-            "the engine has said nothing for %.0f s: its requests are given up, and it gets no new"
-            " ones until it speaks",
-            self._engine.silent_s,
+            "the engine gave no sign of life for %.0f s: its requests are given up, and it gets no"
+            " new ones until it does",
+            self._engine.lifeless_s,
         )
         self._requests.give_up_all("the engine of the worker does not answer; try again")
 

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from services.core import stall
 from services.core.request import Limits, Request, Sampling
 from services.worker.config import WorkerConfig
 from services.worker.engine_client import EngineClient
@@ -36,18 +35,14 @@ def config_in(folder: Path) -> WorkerConfig:
     )
 
 
-async def test_an_engine_that_stands_still_is_noticed_each_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # An idle engine speaks twice a second.
+async def test_an_engine_that_stands_still_is_noticed_each_time(tmp_path: Path) -> None:
     config = replace(config_in(tmp_path), engine_unready_s=4.0)
-    monkeypatch.setattr(stall, "STALLED_FACTOR", 0.0)
     hung: list[float] = []
     engine = EngineClient(config, "incarnation")
     try:
         await engine.start()
         running = asyncio.create_task(
-            engine.run(lambda _: None, lambda: hung.append(engine.silent_s))
+            engine.run(lambda _: None, lambda: hung.append(engine.lifeless_s))
         )
         for _ in range(2):
             hung.clear()
@@ -56,6 +51,34 @@ async def test_an_engine_that_stands_still_is_noticed_each_time(
             assert engine.hung and hung[0] > 2.0
             os.kill(engine.pid, signal.SIGCONT)
             await eventually(lambda: not engine.hung)
+        running.cancel()
+        await asyncio.wait([running])
+    finally:
+        await engine.stop()
+
+
+async def test_an_engine_that_computes_for_long_does_not_stand_still(tmp_path: Path) -> None:
+    config = replace(config_in(tmp_path), engine_unready_s=2.0, paced="A100-14B:400")
+    told: list[Progress] = []
+    hung: list[float] = []
+    engine = EngineClient(config, "incarnation")
+    try:
+        await engine.start()
+        running = asyncio.create_task(
+            engine.run(told.append, lambda: hung.append(engine.lifeless_s))
+        )
+        request = Request("r", (1, 2, 3), Sampling(temperature=0), Limits(max_tokens=1), 0.0)
+        await engine.start_request(request)
+        silent_s = 0.0
+
+        def answered() -> bool:
+            nonlocal silent_s
+            silent_s = max(silent_s, engine.silent_s)
+            return any(progress.tokens for progress in told)
+
+        await eventually(answered)
+        assert silent_s > config.engine_unready_s, "the iteration took so long"
+        assert not hung and engine.responsive
         running.cancel()
         await asyncio.wait([running])
     finally:

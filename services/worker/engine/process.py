@@ -43,6 +43,7 @@ from services.worker.engine.profile.point import IDLE
 from services.worker.engine.profile.session import ProfileSession
 from services.worker.engine.profile.sketch import sketch
 from services.worker.engine.profile.store import profile_path
+from services.worker.engine.pulse import start_pulse
 from services.worker.engine.transfer.gate import ActivationGate
 from services.worker.engine.transfer.lane import Identity
 from services.worker.engine.transfer.lanes import Lanes, LanesConfig, open_lanes
@@ -99,6 +100,7 @@ def started() -> EngineLoop:
     profiler = idle_profiler(runner, changeover.planner.pool, config)
     member = join(identity, lanes, runner, changeover, config, pacer, facts)
     send(socket, describe(runner, config, lanes))
+    start_pulse(arguments.socket)
     grammars = GrammarCheck(runner.grammars, monotonic_s)
     member.mover.start()
     descriptors = (lanes.activations.fileno(), member.mover.fileno())

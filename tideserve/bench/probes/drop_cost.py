@@ -16,7 +16,7 @@ from tideserve.bench.systems.system import Deployment, Say
 NAME = "drop"
 MEMORY = "1GiB"
 GIB = 1 << 30
-MEMORY_PART, LAYOUT_PART, LANES_PART = "memory", "layout", "lanes"
+MEMORY_PART, LAYOUT_PART, LANES_PART, TCP_PART = "memory", "layout", "lanes", "lanes_tcp"
 LAYOUT_GIB_MAX = 30
 """A 14B model in 16 bits, and a little KV cache."""
 LAYOUT_SHARE = 0.6
@@ -56,6 +56,12 @@ def probes(deployment: Deployment, quick: bool) -> tuple[Probe, ...]:
             "tideserve.bench.probes.lanes",
             lanes,
         ),
+        Probe(
+            TCP_PART,
+            "activations beside bulk, over TCP",
+            "tideserve.bench.probes.lanes",
+            (*lanes, "--transports", "tcp"),
+        ),
     )
 
 
@@ -78,12 +84,17 @@ def rows(result: Mapping[str, Any]) -> list[tuple[str, str]]:
         found += _memory_rows(memory["rounds"])
     if (layout := result.get(LAYOUT_PART)) is not None:
         found += [(f"48 layers: {name}", text) for name, text in _memory_rows(layout["rounds"])]
-    if (lanes := result.get(LANES_PART)) is not None:
-        found += [(f"activation and back, {KINDS[kind]}", _trips(lanes[kind])) for kind in KINDS]
-        bulk, plain = lanes["bulk_bytes_per_s"], lanes["plain_bytes_per_s"]
-        text = f"{bulk / 2**20:,.0f} MiB/s, {bulk / plain:.0%} of what UCX alone carries"
-        found.append(("bulk with nothing beside it", text))
+    for part, prefix in ((LANES_PART, ""), (TCP_PART, "TCP: ")):
+        if (lanes := result.get(part)) is not None:
+            found += [(prefix + name, text) for name, text in _lane_rows(lanes)]
     return found
+
+
+def _lane_rows(lanes: Mapping[str, Any]) -> list[tuple[str, str]]:
+    found = [(f"activation and back, {KINDS[kind]}", _trips(lanes[kind])) for kind in KINDS]
+    bulk, plain = lanes["bulk_bytes_per_s"], lanes["plain_bytes_per_s"]
+    text = f"{bulk / 2**20:,.0f} MiB/s, {bulk / plain:.0%} of what UCX alone carries"
+    return [*found, ("bulk with nothing beside it", text)]
 
 
 def _memory_rows(rounds: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:

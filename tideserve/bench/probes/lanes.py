@@ -12,7 +12,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import count
 from statistics import median
 from time import sleep
@@ -30,7 +30,7 @@ from services.worker.engine.transfer.lane import Identity, PeerLost
 from services.worker.engine.transfer.mover import Mover, MoverConfig
 from services.worker.engine.transfer.pieces import BULK_KINDS, BulkPiece, SlabCut, parameter_pieces
 from services.worker.engine.transfer.transfer_event import TransferSent
-from services.worker.engine.transfer.ucx_config import UcxLaneConfig
+from services.worker.engine.transfer.ucx_config import UcxConfig, UcxLaneConfig
 from services.worker.engine.transfer.ucx_lane import UcxLane
 from tideserve.bench.probes.plain_stream import plain_stream
 
@@ -151,8 +151,8 @@ class _BulkStream:
 def measure_in(config: UcxLaneConfig, load: TripLoad) -> LaneReport:
     """Start the other process and measure. Raises UcxUnavailable, OSError."""
     gate = ActivationGate()
-    with _echoing_peer() as (addresses, nonces), plain_stream(config.ucx) as plain:
-        activations, bulk_lane = (UcxLane(US, CODEC, config) for _ in range(2))
+    with _echoing_peer(config) as (addresses, nonces), plain_stream(config.ucx) as plain:
+        activations, bulk_lane = _lanes(US, config)
         for lane, address, nonce in zip((activations, bulk_lane), addresses, nonces, strict=True):
             lane.connect(PEER.worker_id, address, nonce)
         bulk = _BulkStream(bulk_lane, gate, load)
@@ -215,11 +215,18 @@ def _await_echo(lane: UcxLane, until_s: float) -> None:
         select.select([lane], [], [], left_s)
 
 
+def _lanes(identity: Identity, config: UcxLaneConfig) -> tuple[UcxLane, UcxLane]:
+    """The lanes of an engine; its mover verifies bulk by itself."""
+    bulk = replace(config, verify=False)
+    return UcxLane(identity, CODEC, config), UcxLane(identity, CODEC, bulk)
+
+
 @contextmanager
-def _echoing_peer() -> Iterator[tuple[Sequence[str], Sequence[bytes]]]:
+def _echoing_peer(config: UcxLaneConfig) -> Iterator[tuple[Sequence[str], Sequence[bytes]]]:
     """Start the other process; gives the addresses and nonces of its lanes."""
     nonces = [secrets.token_bytes(16) for _ in range(2)]
     command = [sys.executable, "-m", __spec__.name, "--echo"]
+    command += ["--transports", config.ucx.transports]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         try:
             if process.stdin is None or process.stdout is None:
@@ -234,7 +241,7 @@ def _echoing_peer() -> Iterator[tuple[Sequence[str], Sequence[bytes]]]:
 def echo(config: UcxLaneConfig) -> None:
     """Send activations back and throw bulk away, until this process is killed."""
     die_with_parent()
-    activations, bulk = (UcxLane(PEER, CODEC, config) for _ in range(2))
+    activations, bulk = _lanes(PEER, config)
     gate = ActivationGate()
     mover = Mover(bulk, gate, MoverConfig(), _always, _discard)
     mover.start()
@@ -262,8 +269,9 @@ def main() -> None:
     parser.add_argument("--echo", action="store_true", help="be the other process")
     parser.add_argument("--trips", type=int, default=TripLoad().trips)
     parser.add_argument("--chunk-bytes", type=int, default=TripLoad().chunk_bytes)
+    parser.add_argument("--transports", default=UcxConfig().transports)
     arguments = parser.parse_args()
-    config = UcxLaneConfig()
+    config = UcxLaneConfig(ucx=UcxConfig(arguments.transports))
     if arguments.echo:
         echo(config)
     load = TripLoad(trips=arguments.trips, chunk_bytes=arguments.chunk_bytes)

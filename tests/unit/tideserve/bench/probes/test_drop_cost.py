@@ -89,10 +89,11 @@ def test_figures_become_rows() -> None:
 
 def test_the_programs_get_what_a_person_chose(tmp_path: Path) -> None:
     deployment = Deployment(tmp_path, "m", tmp_path, 2, 512 << 20, dtype="float32")
-    memory, layout, lanes = probes(deployment, quick=True)
+    memory, layout, lanes, tcp = probes(deployment, quick=True)
     assert memory.arguments[:6] == (
         *("--model-dir", str(tmp_path), "--dtype", "float32"),
         *("--memory-gib", "0.5"),
     )
     assert layout.arguments[0] == "--layout" and 1 <= int(layout.arguments[1]) <= LAYOUT_GIB_MAX
     assert lanes.arguments == ("--trips", "300")
+    assert tcp.arguments == ("--trips", "300", "--transports", "tcp")
