@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import itertools
 from collections.abc import AsyncIterator
+from contextvars import ContextVar
 from dataclasses import dataclass
 from random import Random
 
@@ -22,7 +23,10 @@ from services.worker.arrivals import ATTACH_TIMEOUT_S
 from tests.support.owner import Owner
 from tests.support.refusing_address import refusing_address
 from tests.support.waiting import eventually
+from tideserve.common.v1 import load_pb2
 
+ASKED_FOR: ContextVar[str] = ContextVar("asked for", default="nobody")
+"""For whom a task works, as its lines in the log would tell."""
 TOKENS = [11, 12, 13, 14, 15]
 N = len(TOKENS)
 
@@ -35,6 +39,7 @@ class Bench:
     owners: list[Owner]
     moves: list[None]
     loads: list[str]
+    asked_for: list[str]
     running: asyncio.Task[None]
 
     def place(self, request_id: str) -> Assignment:
@@ -63,6 +68,12 @@ class Bench:
 async def bench() -> AsyncIterator[Bench]:
     moves: list[None] = []
     loads: list[str] = []
+    asked_for: list[str] = []
+
+    def note_load(load: load_pb2.WorkerLoad) -> None:
+        loads.append(load.worker_id)
+        asked_for.append(ASKED_FOR.get())
+
     async with contextlib.AsyncExitStack() as stack:
         owners = [
             await stack.enter_async_context(Owner(f"w{number}", 7 + number).serving())
@@ -73,12 +84,12 @@ async def bench() -> AsyncIterator[Bench]:
             lambda: known,
             30.0,
             lambda: moves.append(None),
-            lambda load: loads.append(load.worker_id),
+            note_load,
             Transport().dial,
         )
         running = asyncio.create_task(client.run())
         await asyncio.sleep(0)
-        yield Bench(client, owners, moves, loads, running)
+        yield Bench(client, owners, moves, loads, asked_for, running)
         running.cancel()
         await asyncio.wait([running])
 
@@ -111,6 +122,15 @@ async def hand_over(request_id: str, old: Owner, new: Owner, index: int, order: 
     new.emit(request_id, TOKENS, index, end)
     old.tell(moved)
     return end
+
+
+async def test_a_link_works_for_no_request_in_particular(bench: Bench) -> None:
+    ASKED_FOR.set("the first one")
+    async with bench.open("r") as stream:
+        await bench.owners[0].has_started("r")
+        bench.owners[0].emit("r", TOKENS, 0, N)
+        assert await read(stream) == TOKENS
+    assert set(bench.asked_for) == {"nobody"}
 
 
 async def test_a_load_is_passed_on_before_the_end_that_it_came_with(

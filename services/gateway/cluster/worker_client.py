@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Callable
+from contextvars import Context
 from dataclasses import dataclass
 
 from services.common import failpoint, genai
@@ -234,7 +235,8 @@ class WorkerClient:
             link = self._links[address] = WorkerLink(
                 address, self._note_moved, self._on_load, self._reach, self._dial
             )
-            task = self._tasks.create_task(link.run(), name=f"worker {address}")
+            # In a context of its own: it carries other requests than that which needs it first.
+            task = self._tasks.create_task(link.run(), name=f"worker {address}", context=Context())
             task.add_done_callback(lambda _: self._forget(link))
         return link
 
