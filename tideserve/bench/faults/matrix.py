@@ -168,7 +168,11 @@ def fault_cells(quick: bool, pattern: str | None = None) -> list[FaultCell]:
     except re.error as error:
         raise BenchError(f"'{pattern}' is no regular expression: {error}") from error
     if not found:
-        raise BenchError(f"no cell is called '{pattern}'; one is {cells[0].name}")
+        only_full = quick and any(
+            re.search(pattern, one.name) for one in _all(SIZES, tuple(FAULTS))
+        )
+        more = "; there is one without --quick" if only_full else ""
+        raise BenchError(f"no cell is called '{pattern}'; one is {cells[0].name}{more}")
     return found
 
 
