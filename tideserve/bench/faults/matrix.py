@@ -168,10 +168,9 @@ def fault_cells(quick: bool, pattern: str | None = None) -> list[FaultCell]:
     except re.error as error:
         raise BenchError(f"'{pattern}' is no regular expression: {error}") from error
     if not found:
-        only_full = quick and any(
-            re.search(pattern, one.name) for one in _all(SIZES, tuple(FAULTS))
-        )
-        more = "; there is one without --quick" if only_full else ""
+        all_names = [cell.name for cell in _all(SIZES, tuple(FAULTS))]
+        exists = any(re.search(pattern, name) for name in all_names)
+        more = "; there is such a one without --quick" if exists else ""
         raise BenchError(f"no cell is called '{pattern}'; one is {cells[0].name}{more}")
     return found
 
