@@ -80,9 +80,10 @@ class EngineReport:
     `epoch` is that of the configuration that it runs, 0 before the first one. `unsettled`: the
     change that led to it is not over, so that other members may wait for this engine.
     `parameter_bytes` is the device memory behind parameters. `stage` is the time spent as a stage
-    of pipelines, `iterations` that of all iterations, `iteration_tokens` their tokens. `trouble`:
-    why its group cannot go on as it is, for people; "" if it can. `left`: its group goes on without
-    it, so that its requests are over here.
+    of pipelines, `iterations` that of all iterations, `iteration_tokens` their tokens;
+    `slowest_iteration_s` is the time of the slowest one lately, in which an engine answers nothing.
+    `trouble`: why its group cannot go on as it is, for people; "" if it can. `left`: its group goes
+    on without it, so that its requests are over here.
     """
 
     load: Load
@@ -94,6 +95,7 @@ class EngineReport:
     iteration_tokens: IterationTokens = field(default_factory=IterationTokens)
     trouble: str = ""
     left: bool = False
+    slowest_iteration_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -158,6 +158,7 @@ class Driver:
                     report.incarnation,
                     engine.epoch,
                     engine.trouble,
+                    engine.slowest_iteration_s,
                 )
             )
 

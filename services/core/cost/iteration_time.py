@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from services.core.cost.model import CostModel
+from services.core.stall import SLOWEST_KEPT
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,13 +26,18 @@ class IterationTime:
 
 @dataclass(slots=True)
 class IterationMeter:
-    """Adds up iterations of one worker; none of them without a cost model."""
+    """Adds up iterations of one worker; none of them without a cost model.
+
+    `slowest_s` is the time of the slowest one lately, in any case.
+    """
 
     cost_model: CostModel | None
     total: IterationTime = IterationTime()
+    slowest_s: float = 0.0
 
     def ran(self, chunks: Iterable[tuple[int, int]], measured_s: float, share: float) -> None:
         """An iteration of (prefix, new) chunks; `share`: the worker's layers of all layers."""
+        self.slowest_s = max(SLOWEST_KEPT * self.slowest_s, measured_s)
         if self.cost_model is None:
             return
         chunks = tuple(chunks)

@@ -59,7 +59,8 @@ class ProtocolConfig:
     """How long members may prepare, and how long they are left alone after an abort.
 
     Records of workers that have not been registered for `gone_after_s` are removed. Members of a
-    stuck group have `renew_timeout_s` to connect again. A group whose members lose their leases
+    stuck group have `renew_timeout_s` to connect again, beyond the longest iteration of one that
+    has reported lately. A group whose members lose their leases
     stays as it is for `absent_wait_s`, unless one of them reports it: after an outage of etcd all
     leases have ended, and all are back in a moment.
     """
@@ -302,8 +303,12 @@ class GroupState:
         return commands
 
     def _timeout_s(self, attempt: Attempt) -> float:
-        renewal = self._stuck.is_renewal(attempt)
-        return self.config.renew_timeout_s if renewal else self.config.prepare_timeout_s
+        config = self.config
+        if not self._stuck.is_renewal(attempt):
+            return config.prepare_timeout_s
+        return min(
+            config.prepare_timeout_s, config.renew_timeout_s + self._stuck.iteration_s(attempt)
+        )
 
     # --- groups as they should be
 

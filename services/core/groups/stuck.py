@@ -34,6 +34,7 @@ class Stuck:
     """
 
     _reasons: dict[str, tuple[int, str]] = field(default_factory=dict)
+    _iterations_s: dict[str, float] = field(default_factory=dict)  # the longest of a member
     # Making it anew has failed, or has not helped.
     _hopeless: dict[str, int] = field(default_factory=dict)
     _renewed: dict[str, _Renewed] = field(default_factory=dict)
@@ -51,12 +52,16 @@ class Stuck:
         group = records.groups.get(stored.assignment.group_id)
         if group is None or len(group.group.members) < 2 or group.group.epoch != event.epoch:
             return
+        iteration_s = event.iteration_s
+        if self.is_stuck(group.group):  # another member has reported
+            iteration_s = max(iteration_s, self._iterations_s[group.group.group_id])
+        self._iterations_s[group.group.group_id] = iteration_s
         self._reasons[group.group.group_id] = (event.epoch, event.reason)
         before = self._renewed.get(group.group.group_id)
         again = before.count if before and before.holds(event.epoch, event.now_s) else 0
         if again >= RENEWALS_MAX:
             self._hopeless[group.group.group_id] = event.epoch
-        for entries in (self._reasons, self._hopeless, self._renewed):
+        for entries in (self._reasons, self._iterations_s, self._hopeless, self._renewed):
             for group_id in entries.keys() - records.groups.keys():
                 del entries[group_id]
 
@@ -85,6 +90,11 @@ class Stuck:
             name: one for name, one in self._renewals.items() if one.group_id != group.group_id
         }
         self._renewals[attempt.attempt_id] = group
+
+    def iteration_s(self, attempt: Attempt) -> float:
+        """How long a member of a group that is made anew may answer nothing."""
+        group = self._renewals.get(attempt.attempt_id)
+        return 0.0 if group is None else self._iterations_s.get(group.group_id, 0.0)
 
     def is_renewal(self, attempt: Attempt) -> bool:
         """Whether the attempt makes a stuck group anew."""

@@ -173,13 +173,17 @@ class TransactionFinished:
 
 @dataclass(frozen=True, slots=True)
 class GroupStuck:
-    """A worker reports that its group, at `epoch`, cannot go on as it is: `reason`, for people."""
+    """A worker reports that its group, at `epoch`, cannot go on as it is: `reason`, for people.
+
+    Its engine answers nothing for `iteration_s` at most, while an iteration runs.
+    """
 
     now_s: float
     worker_id: str
     incarnation: str
     epoch: int
     reason: str
+    iteration_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

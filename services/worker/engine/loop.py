@@ -264,6 +264,7 @@ class EngineLoop:
             member.iteration_time,
             member.iteration_tokens,
             *standing[2:],
+            member.slowest_iteration_s,
         )
         send(
             self._socket,

@@ -203,6 +203,11 @@ class Member:
         return self._serving.iterations.total
 
     @property
+    def slowest_iteration_s(self) -> float:
+        """Time of its slowest iteration lately."""
+        return self._serving.iterations.slowest_s
+
+    @property
     def iteration_tokens(self) -> IterationTokens:
         """The tokens of all iterations that it has planned."""
         return self._serving.iteration_tokens.total

@@ -20,3 +20,6 @@ def test_without_a_cost_model_there_is_nothing_to_compare_with() -> None:
     meter = IterationMeter(None)
     meter.ran([(0, 4)], 1.0, share=1.0)
     assert meter.total == IterationTime()
+    assert meter.slowest_s == 1.0, "that is known without one"
+    meter.ran([(4, 1)], 0.5, share=1.0)
+    assert 0.5 < meter.slowest_s < 1.0

@@ -35,6 +35,21 @@ def report(
     return store.feed(GroupStuck(store.now_s, worker_id, incarnation, epoch, "the lane is cut"))
 
 
+def test_members_have_the_time_of_an_iteration_to_connect_again() -> None:
+    store = merged()
+    epoch = group_of(store, "w0").epoch
+    (mark,) = store.feed(_slow(store, "w0", epoch, 4.0))
+    assert store.feed(_slow(store, "w1", epoch, 2.5)) == []
+    (asked,) = store.commit(transaction(mark))
+    assert isinstance(asked, PrepareMembers)
+    assert asked.timeout_s == store.state.config.renew_timeout_s + 4.0
+
+
+def _slow(store: Store, worker_id: str, epoch: int, iteration_s: float) -> GroupStuck:
+    incarnation = store.workers[worker_id].incarnation
+    return GroupStuck(store.now_s, worker_id, incarnation, epoch, "a lane is cut", iteration_s)
+
+
 def renewal(store: Store) -> PrepareMembers:
     """A member reports, and the coordinator asks the members."""
     (mark,) = report(store, "w0")

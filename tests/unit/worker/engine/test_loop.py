@@ -53,6 +53,7 @@ def member_that(**does: Any) -> SimpleNamespace:
         "stage": SimpleNamespace(runner=SimpleNamespace(parameter_bytes=0)),
         "pipeline_time": StageTime(),
         "iteration_time": IterationTime(),
+        "slowest_iteration_s": 0.5,
         "iteration_tokens": IterationTokens(),
     }
     return SimpleNamespace(**defaults | does)
