@@ -81,10 +81,12 @@ class StreamedAnswer:
         if "error" in event:
             self.error = str(event["error"])[:500]
         for choice in event.get("choices") or ():
-            # A token may have no text of its own, such as one of several tokens of one character.
-            if "text" in choice:
+            # A token may have no text of its own, such as one of several tokens of one character. An
+            # event whose ids are told and are none has no token.
+            token_ids = choice.get("token_ids")
+            if "text" in choice and token_ids != []:
                 self.token_times_s.append(now_s)
-            self.output_ids += choice.get("token_ids") or ()
+            self.output_ids += token_ids or ()
         if usage := event.get("usage"):
             self.output_tokens = usage["completion_tokens"]
             details = usage.get("prompt_tokens_details") or {}
