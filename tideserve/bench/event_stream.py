@@ -81,8 +81,8 @@ class StreamedAnswer:
         if "error" in event:
             self.error = str(event["error"])[:500]
         for choice in event.get("choices") or ():
-            # A token may have no text of its own, such as one of several tokens of one character. An
-            # event whose ids are told and are none has no token.
+            # A token may have no text of its own, such as one of several tokens of one character.
+            # An event whose ids are told and are none has no token.
             token_ids = choice.get("token_ids")
             if "text" in choice and token_ids != []:
                 self.token_times_s.append(now_s)

@@ -18,8 +18,12 @@ from services.gateway.vocabulary.errors import (
 EMPTY_MAX = 10
 # Workers that a request may lose in a row without a new token.
 LOST_MAX = 3
-# Engines that may die with a request in them; before the last of them it runs alone.
+# Engines that may die with a request in them; before the last of them it runs alone. A worker that
+# is lost counts as a part of one: its engine may have died, or its network.
 DIED_MAX = 3
+LOST_SHARE = 0.25
+# After so many more tokens, deaths before them were none of the request's doing.
+DIED_LAPSE = 1000
 
 Failure = StaleEpoch | Returned | WorkerLost | QueueFull
 
@@ -32,7 +36,8 @@ class Attempts:
     _output: int = 0
     _empty: int = 0  # starts in a row without a new token
     _lost: int = 0  # of these, workers that were lost, or were full for a request that had run
-    _died: int = 0  # engines that have died with it, in all
+    _died: float = 0.0  # engines that have died with it lately
+    _died_at: int = 0  # its output then
 
     @property
     def alone(self) -> bool:
@@ -52,11 +57,12 @@ class Attempts:
         else:
             self._empty += 1
             self._lost += isinstance(failure, (WorkerLost, QueueFull))
-        self._died += isinstance(failure, WorkerLost) and failure.engine_died
+        if isinstance(failure, WorkerLost):
+            self._note_loss(failure.engine_died, output)
         if self._died >= DIED_MAX:
             raise EngineKilled(
-                f"{DIED_MAX} engines died while they ran this request, which may be the cause; do"
-                " not send it again, and tell the operator its id"
+                "engines died again and again while they ran this request, which may be the cause;"
+                " do not send it again, and tell the operator its id"
             )
         if not output:
             self._check_unbegun(failure)
@@ -66,6 +72,12 @@ class Attempts:
             raise ServiceUnavailable(
                 "the workers' groups keep changing; send the request again shortly"
             )
+
+    def _note_loss(self, engine_died: bool, output: int) -> None:
+        if output - self._died_at >= DIED_LAPSE:
+            self._died = 0.0
+        self._died_at = output
+        self._died += 1.0 if engine_died else LOST_SHARE
 
     def _check_unbegun(self, failure: Failure) -> None:
         if isinstance(failure, QueueFull):

@@ -6,6 +6,7 @@ from services.core.ask import Ask, Assignment
 from services.core.request import Limits, LogprobOptions, Request, Sampling
 from services.gateway.cluster.token_stream import Returned, StaleEpoch
 from services.gateway.serving.attempts import (
+    DIED_LAPSE,
     EMPTY_MAX,
     LOST_MAX,
     Attempts,
@@ -67,6 +68,23 @@ def test_engines_that_die_count_in_all() -> None:
     assert attempts.alone
     with pytest.raises(EngineKilled):
         attempts.fail(DIED, 8, 9)
+
+
+def test_deaths_lapse_with_the_tokens_after_them() -> None:
+    attempts = Attempts(resumes=True)
+    for number in range(9):
+        attempts.fail(DIED, 1 + number * DIED_LAPSE, 99 * DIED_LAPSE)
+        assert not attempts.alone
+    attempts.fail(DIED, 8 * DIED_LAPSE + 2, 99 * DIED_LAPSE)
+    assert attempts.alone
+
+
+def test_whole_workers_that_die_of_a_request_are_bounded() -> None:
+    """One that dies with its servicer does not tell of its engine."""
+    attempts = Attempts(resumes=True)
+    with pytest.raises(EngineKilled):
+        for output in range(1, 20):
+            attempts.fail(LOST, output, 99)
 
 
 @pytest.mark.parametrize(("failure", "error"), [(LOST, WorkerLost), (StaleEpoch(), EngineFailed)])
