@@ -2,12 +2,11 @@
 
 from dataclasses import dataclass
 
+from services.core.cost.iteration_time import SLOWEST_KEPT
+
 STALLED_S = 5.0
 STALLED_FACTOR = 10.0
 """How much longer it may take than the slowest one lately."""
-SLOWEST_KEPT = 0.99
-"""What is left of the slowest time with each one that comes: a fault that held one up, and passed
-by itself, counts for some hundreds of them."""
 _ALARMS_MAX = 10
 
 

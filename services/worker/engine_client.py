@@ -18,7 +18,6 @@ from services.core.report import EngineReport, Load
 from services.core.request import Request
 from services.core.stall import StallLimit
 from services.worker.config import WorkerConfig
-from services.worker.engine.pulse import pulse_address
 from services.worker.engine_command import engine_command, engine_environment
 from services.worker.ipc import (
     FRAMES_MAX,
@@ -34,6 +33,7 @@ from services.worker.ipc import (
     ToEngine,
     encode,
     from_engine_decoder,
+    pulse_address,
 )
 
 SEND_TIMEOUT_S = 5.0

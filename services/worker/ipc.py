@@ -194,6 +194,11 @@ to_engine_decoder: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(T
 from_engine_decoder: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
 
 
+def pulse_address(address: str) -> str:
+    """Where an engine's signs of life go, for the address of its socket."""
+    return f"{address}.pulse"
+
+
 def encode(frame: ToEngine | FromEngine) -> bytes:
     """The frame as bytes."""
     return _encoder.encode(frame)

@@ -62,11 +62,7 @@ def started() -> EngineLoop:
     parser.add_argument("--parent", type=int, required=True)
     parser.add_argument("--incarnation", required=True)
     arguments = parser.parse_args()
-    die_with_parent()
-    if os.getppid() != arguments.parent:
-        sys.exit(EXIT_UNUSABLE)
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
+    _live_with(arguments.parent)
     set_up_logging()
     data = config_module.parse_yaml(sys.stdin.read(), "the servicer's configuration")
     config = config_module.from_mapping(WorkerConfig, data, "the servicer's configuration")
@@ -97,15 +93,27 @@ def started() -> EngineLoop:
     changeover = Changeover.of(member_config)
     facts = FactLog(event_log, changeover.planner, runner.stage_memory, monotonic_s)
     facts.start(identity, config.memory_bytes, exact=config.dtype != "bfloat16")
-    profiler = idle_profiler(runner, changeover.planner.pool, config)
     member = join(identity, lanes, runner, changeover, config, pacer, facts)
     send(socket, describe(runner, config, lanes))
     start_pulse(arguments.socket)
-    grammars = GrammarCheck(runner.grammars, monotonic_s)
     member.mover.start()
-    descriptors = (lanes.activations.fileno(), member.mover.fileno())
-    impossible = ImpossibleTargets(changeover.planner.config.cost_model)
-    return EngineLoop(member, socket, grammars, descriptors, profiler, impossible)
+    return EngineLoop(
+        member,
+        socket,
+        GrammarCheck(runner.grammars, monotonic_s),
+        (lanes.activations.fileno(), member.mover.fileno()),
+        idle_profiler(runner, changeover.planner.pool, config),
+        ImpossibleTargets(made_with.cost_model),
+    )
+
+
+def _live_with(parent: int) -> None:
+    """End with the servicer, and not before it."""
+    die_with_parent()
+    if os.getppid() != parent:
+        sys.exit(EXIT_UNUSABLE)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
 
 
 def runner_config(config: WorkerConfig) -> RunnerConfig:

@@ -9,14 +9,11 @@ from time import sleep
 
 import zmq
 
+from services.worker.ipc import pulse_address
+
 PULSE_S = 0.5
 KEPT_MAX = 4
 """Signs that wait for a servicer that stands still; more say nothing new."""
-
-
-def pulse_address(address: str) -> str:
-    """Where the signs go, for the address of the engine's socket."""
-    return f"{address}.pulse"
 
 
 def start_pulse(address: str) -> None:

@@ -78,16 +78,14 @@ class Member:
         facts: FactLog | None = None,
     ) -> None:
         """`bulk` is the lane of the mover that `mover_of` makes."""
-        mover = mover_of(self._standing_of, self._unpack)
-        state, memory = changeover.planner, stage.runner.stage_memory
         self.changeover = changeover
-        self.state = state
+        self.state = state = changeover.planner
         self.stage = stage
         self.links = links
-        self.mover = mover
+        self.mover = mover = mover_of(self._standing_of, self._unpack)
         self._now_s = now_s
         self._names = NameSource(identity.incarnation)
-        self._facts = facts or FactLog(None, state, memory, now_s)
+        self._facts = facts or FactLog(None, state, stage.runner.stage_memory, now_s)
         self._health = GroupHealth()
         self._points = ChangePoints(identity.worker_id)
         self._serving = Serving(state, stage, links, now_s)
