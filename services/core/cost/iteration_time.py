@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from services.core.cost.model import CostModel
 
 SLOWEST_KEPT = 0.99
-"""What is left of the slowest time with each one that comes: what held one up, and passed by itself,
-counts for some hundreds of them."""
+"""What is left of the slowest time with each one that comes: what held one up, and passed by
+itself, counts for some hundreds of them."""
 
 
 @dataclass(frozen=True, slots=True)
