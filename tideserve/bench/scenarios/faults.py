@@ -4,6 +4,7 @@ Every cell has a cluster of its own with one failpoint armed. The cells that are
 one file, so that a matrix can be run in parts.
 """
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -38,10 +39,11 @@ def run(deployment: Deployment, choice: LoadChoice, say: Say, progress: Say) -> 
             continue
         if choice.minutes is not None and monotonic_s() - began_s > 60 * choice.minutes:
             break
+        load = os.getloadavg()[0]
         verdict = run_cell(
             deployment, cell, choice.seed + number % SEEDS, undisturbed, kept, progress
         )
-        lines.append(line := verdict.line())
+        lines.append(line := verdict.line() | {"load_average_before": round(load, 1)})
         _append(choice.append, line)
         say(_told(cell, line, verdict.logs))
     figures = matrix_figures(lines, cells, LEASE_S)
@@ -81,7 +83,8 @@ def _told(cell: FaultCell, line: Mapping[str, Any], logs: Path | None) -> str:
     return (
         f"{'holds' if good else 'FAILS'}  {cell.name}: {line['streams']} streams,"
         f" silence {line['longest_silence_s']:.1f} s,"
-        f" stable after {'never' if stable is None else f'{stable:.1f} s'}"
+        f" stable after {'never' if stable is None else f'{stable:.1f} s'},"
+        f" load before {line['load_average_before']}"
         + "".join(f"\n       {problem}" for problem in line["problems"][:3])
         + ("" if logs is None else f"\n       logs: {logs}")
     )
@@ -92,6 +95,7 @@ def _rows(figures: Mapping[str, Any]) -> Sequence[tuple[str, str]]:
     ended = (f"{name} {requests[name]}" for name in ("lost", "duplicated", "stuck", "different"))
     return [
         ("cells that count / wanted", f"{figures['cells']} / {figures['cells_wanted']}"),
+        ("cells with a problem", str(sum(bool(one["problems"]) for one in figures["by_cell"]))),
         ("cells not run yet", str(figures["cells_not_run"])),
         ("requests sent / completed", f"{requests['sent']:,} / {requests['completed']:,}"),
         ("requests otherwise", ", ".join(ended)),

@@ -45,7 +45,7 @@ def test_a_cell_that_fails_says_where_its_logs_are(
     monkeypatch.setattr(faults, "run_cell", run_cell)
     cell = LoadChoice(quick=True, cells="2/steady/leader")
     (told,) = figures(replace(cell, append=tmp_path / "cells.jsonl"))["said"]
-    assert told.startswith("FAILS")
+    assert told.startswith("FAILS") and "load before" in told
     assert told.endswith(f"logs: {tmp_path / 'cells.logs' / 'of the cell'}")
     assert "logs" not in orjson.loads((tmp_path / "cells.jsonl").read_bytes())
     (told,) = figures(cell)["said"]
@@ -55,7 +55,7 @@ def test_a_cell_that_fails_says_where_its_logs_are(
 def figures(choice: LoadChoice) -> Any:
     said: list[str] = []
     verdict = faults.run(DEPLOYMENT, choice, said.append, said.append)
-    assert len(verdict.rows) == 8
+    assert len(verdict.rows) == 9
     return verdict.figures | {"problems": list(verdict.problems), "said": said}
 
 
