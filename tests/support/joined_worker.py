@@ -77,7 +77,7 @@ class Pause:
 class EnginePipe:
     """The servicer's end of the engine; frames are encoded as on the socket."""
 
-    silent_s = 0.0
+    lifeless_s = 0.0
 
     def __init__(self) -> None:
         self.inbox: deque[bytes] = deque()
