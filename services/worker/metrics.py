@@ -151,7 +151,7 @@ class WorkerCollector(Collector):
         engine, told, place = self._engine, self._engine.report, self._place()
         yield self._gauge(
             "engine_responsive",
-            "1 while the engine process speaks within `engine_unready_s`.",
+            "1 while the engine process gives signs of life within `engine_unready_s`.",
             engine.responsive,
         )
         yield self._gauge(

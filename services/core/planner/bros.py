@@ -18,6 +18,7 @@ work taking turns as in `packing`.
 from collections import deque
 from dataclasses import dataclass, field
 from math import inf
+from typing import NamedTuple
 
 from services.core.cost.model import TOKENS
 from services.core.planner import deadline
@@ -31,6 +32,14 @@ from services.core.planner.sequence import Phase, Sequence
 from services.core.planner.sequence_table import SequenceTable
 
 
+class _Chosen(NamedTuple):
+    """`tokens` tokens of `sequence`, after `prefix` others."""
+
+    sequence: Sequence
+    prefix: int
+    tokens: int
+
+
 @dataclass(slots=True)
 class _Packed:
     """What an iteration holds so far: sequences and their tokens, online ones before batch ones."""
@@ -38,8 +47,8 @@ class _Packed:
     spent: Spent
     limit_s: float
     slots: int
-    online: list[tuple[Sequence, int]] = field(default_factory=list)
-    batch: list[tuple[Sequence, int]] = field(default_factory=list)
+    online: list[_Chosen] = field(default_factory=list)
+    batch: list[_Chosen] = field(default_factory=list)
 
     @property
     def empty(self) -> bool:
@@ -67,16 +76,16 @@ class _Packed:
 
     def add(self, sequence: Sequence) -> None:
         """It joins."""
-        tokens = self.tokens_of(sequence)
-        self.spent.add(sequence.computed, tokens)
-        (self.online if sequence.online else self.batch).append((sequence, tokens))
+        chosen = _Chosen(sequence, sequence.computed, self.tokens_of(sequence))
+        self.spent.add(chosen.prefix, chosen.tokens)
+        (self.online if sequence.online else self.batch).append(chosen)
 
     def drop_preempted(self) -> None:
         """Leave out sequences that have lost their blocks."""
         for row in (self.online, self.batch):
-            for entry in [one for one in row if one[0].phase is not Phase.RUNNING]:
-                row.remove(entry)
-                self.spent.drop(0, entry[1])
+            for lost in [one for one in row if one.sequence.phase is not Phase.RUNNING]:
+                row.remove(lost)
+                self.spent.drop(lost.prefix, lost.tokens)
 
     def make_room(self, sequence: Sequence) -> bool:
         """Whether a batch sequence can join, alone or for an online one (lines 22 to 32)."""
@@ -92,9 +101,9 @@ class _Packed:
         """Take the online sequence with most time left out; None without any."""
         if not self.online:
             return None
-        sequence, tokens = self.online.pop()
-        self.spent.drop(sequence.computed, tokens)
-        return sequence
+        chosen = self.online.pop()
+        self.spent.drop(chosen.prefix, chosen.tokens)
+        return chosen.sequence
 
 
 @dataclass(slots=True)
@@ -120,7 +129,7 @@ class BrosPlanner:
         packed = _Packed(spent, limit_s if config.cost_model else inf, self.slots.now)
         self.slots.observe(self._add_online(packed, ready, plan.planned_s))
         self._add_batch(packed, ready)
-        for sequence, tokens in packed.online + packed.batch:
+        for sequence, _, tokens in packed.online + packed.batch:
             if sequence.remaining == 1:
                 plan.decodes.append(sequence)
             else:  # a prefix may have been found in the cache
