@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from itertools import count
 from statistics import median
 from time import sleep
@@ -130,7 +131,8 @@ class _BulkStream:
         while self._under_way < 2:
             name = f"part {next(self._numbers)}"
             cut = SlabCut(name, name, TRANSFER_BYTES)
-            pieces = parameter_pieces(cut, lambda: self.mover.chunk_bytes, self._pack)
+            piece_bytes = partial(self.mover.piece_bytes, PEER.worker_id)
+            pieces = parameter_pieces(cut, piece_bytes, self._pack)
             self.mover.send(name, PEER.worker_id, "", 0, pieces)
             self._under_way += 1
 
@@ -149,8 +151,8 @@ class _BulkStream:
             select.select([self.mover], [], [], 1.0)
             self._under_way -= len([e for e in self.mover.events() if isinstance(e, TransferSent)])
 
-    def _pack(self, offset_bytes: int, size_bytes: int) -> Bytes:
-        return self._slab.next(size_bytes).copy()
+    def _pack(self, offset_bytes: int, target: Bytes) -> None:
+        target[:] = self._slab.next(target.size)
 
 
 def measure_in(config: UcxLaneConfig, load: TripLoad) -> LaneReport:
