@@ -118,7 +118,7 @@ class LaneEnd:
             self.identity, CODEC, self.config, transport, self.poll, self.note
         )
         self.traffic = Traffic(
-            transport, self.connections, self.config, FrameMemory(1 << 20), self.note
+            transport, self.connections, self.config, FrameMemory(), self.note
         )
         self.heartbeats = Heartbeats(
             self.connections,

@@ -6,13 +6,14 @@ import numpy as np
 
 from services.worker.engine.transfer.frame import Bytes
 
+KEPT_BYTES_MAX = 16 << 20
 LARGE_BYTES = 256 << 10  # smaller memory is not worth keeping
 
 
 class FrameMemory:
-    """Keeps up to `bytes_max` for later frames; any thread may use it."""
+    """Keeps up to `bytes_max` for later frames, the latest; any thread may use it."""
 
-    def __init__(self, bytes_max: int) -> None:
+    def __init__(self, bytes_max: int = KEPT_BYTES_MAX) -> None:
         self._bytes_max = bytes_max
         self._lock = Lock()  # guards the next two
         self._free: list[Bytes] = []
@@ -21,10 +22,11 @@ class FrameMemory:
     def take(self, size_bytes: int) -> Bytes:
         """Memory of that size, with anything in it. Less than twice as much is kept busy by it."""
         with self._lock:
-            for number, one in enumerate(self._free):
-                if size_bytes <= one.size < 2 * size_bytes:
-                    self._free_bytes -= one.size
-                    return self._free.pop(number)[:size_bytes]
+            for number in reversed(range(len(self._free))):
+                if size_bytes <= self._free[number].size < 2 * size_bytes:
+                    found = self._free.pop(number)
+                    self._free_bytes -= found.size
+                    return found[:size_bytes]
         return np.empty(size_bytes, np.uint8)
 
     def give_back(self, memory: Bytes) -> None:
@@ -33,6 +35,7 @@ class FrameMemory:
         if whole.size < LARGE_BYTES:
             return
         with self._lock:
-            if self._free_bytes + whole.size <= self._bytes_max:
-                self._free.append(whole)
-                self._free_bytes += whole.size
+            self._free.append(whole)
+            self._free_bytes += whole.size
+            while self._free_bytes > self._bytes_max:
+                self._free_bytes -= self._free.pop(0).size

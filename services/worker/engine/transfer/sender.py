@@ -28,7 +28,6 @@ from services.worker.engine.transfer.transfer_event import (
 from services.worker.errors import WorkerError
 
 RETRY_S = 0.01  # pause after the lane was full
-KEPT_BYTES_MAX = 32 << 20  # memory of sent pieces that is used again
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +51,7 @@ class Sender:
         self._answer_timeout_s = bounds.answer_timeout_s
         self._report = report
         self._outbox = OutgoingTransfers(bounds.active_max, bounds.window)
-        self._memory = FrameMemory(KEPT_BYTES_MAX)
+        self._memory = FrameMemory()
         self._ended: OrderedDict[str, None] = OrderedDict()
         self._retry_s: float | None = None
 

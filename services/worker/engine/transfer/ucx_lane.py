@@ -34,7 +34,6 @@ from services.worker.engine.transfer.traffic import Traffic
 from services.worker.engine.transfer.ucx_config import UcxLaneConfig
 from services.worker.engine.transfer.ucx_transport import UcxTransport
 
-KEPT_BYTES_MAX = 32 << 20  # memory of received frames that is used again
 CLOSE_TIMEOUT_S = 10.0
 CLOSE_TURNS = 100  # calls of `progress` in which UCX completes what it was told to abort
 
@@ -64,7 +63,7 @@ class UcxLane(Lane):
         self._connections = ConnectionTable(
             identity, codec, config, self._transport, self._poll, self._out_bell.ring
         )
-        self._memory = FrameMemory(KEPT_BYTES_MAX)
+        self._memory = FrameMemory()
         self._traffic = Traffic(
             self._transport, self._connections, config, self._memory, self._out_bell.ring
         )
