@@ -43,15 +43,10 @@ _NO_BYTES.flags.writeable = False
 class PayloadRoom:
     """Memory for a payload that is sent as it is: the codec writes the rest of the frame before it.
 
-    It belongs to one frame. `payload` is writable, and so is what lies before it.
+    `memory` is of one frame. It has `ROOM_BYTES` more than the payload.
     """
 
     memory: Bytes
-
-    @classmethod
-    def of(cls, size_bytes: int) -> "PayloadRoom":
-        """Room for a payload of that size."""
-        return cls(np.empty(ROOM_BYTES + size_bytes, np.uint8))
 
     @property
     def payload(self) -> Bytes:
