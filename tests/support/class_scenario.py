@@ -5,9 +5,11 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 
+from services.core.cost.model import Coefficients, CostModel
 from services.core.line_order import Scheduling
 from services.core.planner.batch import Microbatch
 from services.core.planner.preemption import Preempt, PreemptedWork
+from services.core.planner.victims import VictimRule
 from services.core.request import Request
 from services.core.service import NO_PROMISE, Service, ServiceClass
 from services.worker.engine.compute.runner_config import RunnerConfig
@@ -17,8 +19,20 @@ from tests.support.group_scenario import LAYERS, Scenario
 SERVICES = (
     NO_PROMISE,
     Service(ServiceClass.INTERACTIVE, ttft_s=0.5, tpot_s=0.1),
-    *(Service(ServiceClass.BATCH),) * 2,
+    Service(ServiceClass.INTERACTIVE, ttft_s=2.0, tpot_s=2.0),
+    *(Service(ServiceClass.BATCH),) * 3,
 )
+SCHEDULINGS = (
+    Scheduling.PRIORITY,
+    *(Scheduling.SLO,) * 4,
+    Scheduling.ROUND_ROBIN,
+    Scheduling.BROS,
+    Scheduling.WAITING_TIME,
+)
+MODEL = CostModel(
+    alpha=1e-5, beta=1e-3, gamma=1e-2, lam=9e-3, decode=Coefficients(alpha=1e-5, beta=0, gamma=3e-2)
+)
+"""Five decodes take longer than a token may after another."""
 ENGINES_MIN = 2
 """A worker dies only while there are more."""
 
@@ -26,8 +40,8 @@ ENGINES_MIN = 2
 class ClassScenario(Scenario):
     """Requests that lose their worker are asked for again, after their tokens.
 
-    `seen` counts what has happened: "suspended", "resumed", "discarded", "yielded", "rested" and
-    "killed".
+    `seen` counts what has happened: "suspended", "resumed", "discarded", "yielded", "rested",
+    "killed", and the `scheduling` that was chosen.
     """
 
     WORKERS = (3,)
@@ -36,8 +50,14 @@ class ClassScenario(Scenario):
         self.seen: Counter[str] = Counter()
         self._chances = chances = random.Random(seed)
         self._work = chances.choice(list(PreemptedWork))
+        scheduling = chances.choice(SCHEDULINGS)
+        self.seen[scheduling] += 1
         planner = {
-            "scheduling": chances.choice([Scheduling.PRIORITY, Scheduling.SLO]),
+            "scheduling": scheduling,
+            "cost_model": chances.choice([None, MODEL]),
+            "packing": chances.random() < 0.5,
+            "adaptive_slots": chances.random() < 0.5,
+            "victims": chances.choice(list(VictimRule)),
             "preempt": Preempt.ALWAYS,
             "preempted_work": self._work,
             "shelf_max_s": chances.choice([0.5, 3.0, 60.0]),
