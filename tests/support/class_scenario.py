@@ -4,6 +4,7 @@ import random
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 from services.core.cost.model import Coefficients, CostModel
 from services.core.line_order import Scheduling
@@ -40,18 +41,26 @@ ENGINES_MIN = 2
 class ClassScenario(Scenario):
     """Requests that lose their worker are asked for again, after their tokens.
 
-    `seen` counts what has happened: "suspended", "resumed", "discarded", "yielded", "rested",
-    "killed", and the `scheduling` that was chosen.
+    `seen` counts what has happened: "suspended", "resumed", "discarded", "yielded", "rested" and
+    "killed".
     """
 
     WORKERS = (3,)
 
-    def __init__(self, config: RunnerConfig, requests: list[Request], seed: int) -> None:
+    def __init__(
+        self,
+        config: RunnerConfig,
+        requests: list[Request],
+        seed: int,
+        scheduling: Scheduling | None = None,
+        event_logs: Path | None = None,
+    ) -> None:
+        """Chance chooses a `scheduling` if none is given; in `event_logs` each engine keeps one."""
         self.seen: Counter[str] = Counter()
         self._chances = chances = random.Random(seed)
         self._work = chances.choice(list(PreemptedWork))
-        scheduling = chances.choice(SCHEDULINGS)
-        self.seen[scheduling] += 1
+        chosen = chances.choice(SCHEDULINGS)
+        scheduling = scheduling or chosen
         planner = {
             "scheduling": scheduling,
             "cost_model": chances.choice([None, MODEL]),
@@ -63,7 +72,11 @@ class ClassScenario(Scenario):
             "shelf_max_s": chances.choice([0.5, 3.0, 60.0]),
         }
         network = QueueNetwork()
-        options = {"planner": planner, "interrupts": self._interrupts}
+        options = {
+            "planner": planner,
+            "interrupts": self._interrupts,
+            "event_logs": event_logs,
+        }
         super().__init__(config, requests, seed, network, **options)
         self.group.gateway.asks_again = self.group.gateway.resumes = True
 
