@@ -4,11 +4,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-
-from services.worker.engine.transfer.frame import Bytes
+import numpy.typing as npt
 
 SLAB_BYTES_MIN = 256 << 20
 CACHE_TIMES = 4
+Bytes = npt.NDArray[np.uint8]
 _LAST_CACHE = Path("/sys/devices/system/cpu/cpu0/cache/index3/size")
 
 
