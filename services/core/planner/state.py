@@ -193,7 +193,7 @@ class PlannerState:
             prompt_tokens_total=self.sequence_table.prompt_tokens_total,
             batch_running=len(batch) - batch_waiting,
             batch_waiting=batch_waiting,
-            kv_blocks_batch=sum(sequence.blocks for sequence in batch),
+            kv_blocks_batch=self.table.count_only(self.sequence_table.batch),
             batch_yields=yields,
             prefill_tokens=self.sequence_table.prefill_tokens,
             prefix_queries_total=prefixes.queries_total,
