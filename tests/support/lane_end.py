@@ -117,9 +117,7 @@ class LaneEnd:
         self.connections = ConnectionTable(
             self.identity, CODEC, self.config, transport, self.poll, self.note
         )
-        self.traffic = Traffic(
-            transport, self.connections, self.config, FrameMemory(), self.note
-        )
+        self.traffic = Traffic(transport, self.connections, self.config, FrameMemory(), self.note)
         self.heartbeats = Heartbeats(
             self.connections,
             self.config.heartbeat_s,
