@@ -18,7 +18,7 @@ from services.core.planner.sequence import Phase, Sequence
 from services.core.planner.sequence_table import SequenceTable
 
 _ONLINE, _BATCH = frozenset({True}), frozenset({False})
-_EVERYBODY = _ONLINE | _BATCH
+EVERYBODY = _ONLINE | _BATCH
 
 
 @dataclass(slots=True)
@@ -35,7 +35,7 @@ class SinglePlanner:
         if self.sequence_table.precedence.batch_yields:
             kinds: tuple[frozenset[bool], ...] = (_ONLINE, _BATCH)
         else:
-            kinds = (_EVERYBODY,)
+            kinds = (EVERYBODY,)
         for kind in kinds:
             if kind is _BATCH and plan.prefills and self.sequence_table.suspended:
                 break
