@@ -49,6 +49,7 @@ def service_configs(options: ClusterOptions, placement: Placement) -> dict[str, 
         "gateway": model
         | {
             "expected_workers": options.workers,
+            "expected_wait_s": options.ready_timeout_s,
             "metrics_port": ports.get("gateway"),
             "admin_port": placement.admin_port,
             "public_grpc_host": options.host,
