@@ -32,6 +32,11 @@ class ClusterProcesses:
         """Process ids by name, of those that run."""
         return {name: child.pid for name, child in self._children.items() if child.pid is not None}
 
+    @property
+    def programs(self) -> list[str]:
+        """Names of all that are kept alive, whether they run or not."""
+        return list(self._children)
+
     def start(self, program: Program) -> None:
         """Start a program for the first time and keep it alive from now on."""
         self._children[program.name] = ServiceProcess(program)

@@ -36,6 +36,11 @@ def worker_names(count: int) -> list[str]:
     return [f"worker-{index}" for index in range(count)]
 
 
+def is_worker(name: str) -> bool:
+    """Whether the process called so is a worker."""
+    return name.startswith("worker-")
+
+
 def service_configs(options: ClusterOptions, placement: Placement) -> dict[str, dict[str, Any]]:
     """Configuration of every process by its name, in the order in which they are started.
 

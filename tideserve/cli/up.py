@@ -378,6 +378,7 @@ class Up:
                 "etcd_url": self.etcd_url,
                 "etcd": self.etcd,
                 "pid": os.getpid(),
+                "programs": self.cluster.programs,
                 "pids": self.cluster.pids,
                 "logs": str(self.folder.logs),
                 "run_dir": str(self.run_dir) if self.run_dir else None,

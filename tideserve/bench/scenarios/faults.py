@@ -15,7 +15,7 @@ from services.common.clock import monotonic_s
 from services.common.config import field_of
 from services.common.service_config import ServiceConfig
 from tideserve.bench.errors import BenchError
-from tideserve.bench.faults.cell_run import Undisturbed, run_cell
+from tideserve.bench.faults.cell_run import UndisturbedRuns, run_cell
 from tideserve.bench.faults.judge import key_of, matrix_figures, matrix_problems
 from tideserve.bench.faults.kept_logs import logs_folder
 from tideserve.bench.faults.matrix import FaultCell, fault_cells
@@ -32,7 +32,7 @@ def run(deployment: Deployment, choice: LoadChoice, say: Say, progress: Say) -> 
     cells = fault_cells(choice.quick, choice.cells)
     lines = read_lines(choice.append)
     done = {key_of(line) for line in lines}
-    undisturbed: Undisturbed = {}
+    undisturbed: UndisturbedRuns = {}
     kept, began_s = logs_folder("faults", choice.append), monotonic_s()
     for number, cell in enumerate(cells):
         if (cell.size, cell.phase, cell.role, cell.fault) in done:
