@@ -62,8 +62,8 @@ class GatewayConfig(ServiceConfig):
     expected_workers: int | None = number(
         None,
         "Workers without which /ready does not say yes for the first time, as long as"
-        " `expected_wait_s` allows; later, and if none are given, it says yes while a request can be"
-        " placed.",
+        " `expected_wait_s` allows; later, and if none are given, it says yes while a request can"
+        " be placed.",
         minimum=1,
         maximum=100_000,
     )

@@ -18,7 +18,7 @@ from tideserve.bench.errors import BenchError
 from tideserve.bench.faults.cell_run import UndisturbedRuns, run_cell
 from tideserve.bench.faults.judge import key_of, matrix_figures, matrix_problems
 from tideserve.bench.faults.kept_logs import logs_folder
-from tideserve.bench.faults.matrix import FaultCell, fault_cells
+from tideserve.bench.faults.matrix import FaultCell, fault_cells, told_cells
 from tideserve.bench.scenarios.scenario import LoadChoice, Trial, TrialVerdict
 from tideserve.bench.systems.system import Deployment, Say
 
@@ -117,4 +117,5 @@ TRIAL = Trial(
     run=run,
     dtype="float64",
     resumable=True,
+    details=told_cells,
 )

@@ -188,7 +188,7 @@ def logs(
     show_logs(folder.logs, service, lines, follow, raw)
 
 
-app.command(cls=option_command(bench.FLAGS), epilog=bench.EPILOG)(bench.bench)
+app.command(cls=option_command(bench.FLAGS, bench.of_scenario), epilog=bench.EPILOG)(bench.bench)
 
 
 @app.command(
