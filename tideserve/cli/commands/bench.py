@@ -150,7 +150,7 @@ def of_scenario(command: TyperCommand, arguments: Sequence[str]) -> TyperCommand
         help=text,
         epilog="\n\n".join(details),
         rich_markup_mode=command.rich_markup_mode,
-        context_settings=command.context_settings,
+        context_settings=dict(command.context_settings),
     )
 
 

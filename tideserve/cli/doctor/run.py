@@ -53,7 +53,7 @@ class DoctorTarget:
     admin_url: str | None = None
     admin_key: str | None = None
     here: bool = False
-    # What `tideserve up` wrote of it, if it runs on this machine.
+    # As `tideserve up` wrote it, of a cluster on this machine.
     state: Mapping[str, Any] = field(default_factory=dict)
     # The file of keys.
     api_keys: Path | None = None
