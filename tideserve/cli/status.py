@@ -11,24 +11,58 @@ from rich.table import Table
 
 from services.core.engine_kind import EngineKind
 from tideserve.cli.client import AdminClient
+from tideserve.cli.cluster_folder import ClusterFolder
 from tideserve.cli.decision import decision_lines, loss_lines
-from tideserve.cli.errors import CommandError
+from tideserve.cli.errors import CommandError, Unreachable
+from tideserve.cli.processes import process_faults
 
+GATEWAY_AWAY = (
+    "the gateway is away, and the other services were asked; see `tideserve logs gateway`"
+)
 STATUS_PATH = "/tideserve/v1/status"
 BAR_CELLS = 10
 LISTS = ("pids", "members")
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
-def show_status(url: str, key: str | None, as_json: bool, why: bool) -> None:
+def show_status(
+    url: str, key: str | None, as_json: bool, why: bool, folder: ClusterFolder | None = None
+) -> None:
     """Print the state of the cluster whose admin port is `url`.
 
-    With `why`, its decisions and losses, too. Raises CommandError.
+    With `why`, its decisions and losses, too. `folder`: where it runs from, on this machine; then
+    its processes are looked at, and where the gateway does not answer, the others are asked.
+
+    Raises:
+        CommandError: as `read_status`; after the rest was printed, if only the gateway is away.
     """
-    status = read_status(url, key)
+    away = None
+    try:
+        status = read_status(url, key)
+    except Unreachable as error:
+        if folder is None:
+            raise
+        from tideserve.cli.direct_status import direct_status  # heavy
+
+        away = error
+        status = direct_status(folder)
+    if folder is not None and (faults := _faults(folder, status)):
+        status["warnings"] = [*(status.get("warnings") or []), *faults]
     if as_json:
         print(json.dumps(status, indent=2))
-        return
+    else:
+        _print(status, why)
+    if away is not None:
+        raise CommandError(f"{url} does not answer: {GATEWAY_AWAY}") from away
+
+
+def _faults(folder: ClusterFolder, status: Mapping[str, Any]) -> list[str]:
+    """What is wrong with the processes; without any row, nobody knows what is registered."""
+    state, rows = folder.read_state(), status["services"]
+    return process_faults(state or {}, {row["name"] for row in rows} if rows else None)
+
+
+def _print(status: Mapping[str, Any], why: bool) -> None:
     console = Console(highlight=False)
     for table in (services_table(status), workers_table(status), groups_table(status)):
         console.print(table)

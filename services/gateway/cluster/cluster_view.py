@@ -27,6 +27,11 @@ class ClusterView:
             for directory in (self._services, self._workers, self._groups):
                 tasks.create_task(directory.run())
 
+    async def loaded(self) -> None:
+        """Return once all records have been read."""
+        for directory in (self._services, self._workers, self._groups):
+            await directory.loaded.wait()
+
     def address_of(self, service: str) -> str | None:
         """host:port of the newest instance of a service."""
         record = self._services.newest(f"{SERVICES}{service}/")
