@@ -50,6 +50,7 @@ from services.core.planner.preemption import (
     gives_way,
     is_given_up,
 )
+from services.core.planner.prefill_first import PrefillFirstPlanner
 from services.core.planner.refusal import known_already, queue_full, returned, too_large
 from services.core.planner.returns import NO_ROOM, RETURN_AFTER_S, ROOM, Patience, Returns
 from services.core.planner.round_robin import RoundRobinPlanner
@@ -64,6 +65,7 @@ from services.core.report import Load
 _PLANNERS: Mapping[Scheduling, type[SinglePlanner] | type[WaitingTimePlanner]] = {
     Scheduling.ROUND_ROBIN: RoundRobinPlanner,
     Scheduling.WAITING_TIME: WaitingTimePlanner,
+    Scheduling.PREFILL_FIRST: PrefillFirstPlanner,
 }
 Planner = SinglePlanner | SloPlanner | BrosPlanner | WaitingTimePlanner | PipelinePlanner
 
