@@ -60,7 +60,7 @@ def test_the_worlds_try_what_they_are_for(config: RunnerConfig, oracle: Oracle) 
 @pytest.mark.parametrize(
     ("removed", "seed"),
     [
-        ("start over", 2),
+        ("start over", 8),
         ("reports of trouble", 22),
         ("renewal", 12),
         ("farewell", 10),
