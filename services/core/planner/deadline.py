@@ -41,9 +41,13 @@ def note_token(sequence: Sequence, now_s: float) -> bool:
 def slack_s(sequence: Sequence, now_s: float, iteration_s: float) -> float:
     """The residual time (BROS §4.2): how long the next iteration may take, negative if too late.
 
-    The tokens of its group after the next one take `iteration_s` seconds each.
+    The tokens of its group after the next one take `iteration_s` seconds each, or what the target
+    allows if that is less: else long iterations would leave a group no time, bound nothing any
+    more, and stay long.
     """
-    return sequence.due_s - now_s - (sequence.group_left - 1) * iteration_s
+    tpot_s = sequence.request.service.tpot_s
+    later_s = iteration_s if tpot_s is None else min(iteration_s, tpot_s)
+    return sequence.due_s - now_s - (sequence.group_left - 1) * later_s
 
 
 def slack_in_flight_s(sequence: Sequence, now_s: float, iteration_s: float) -> float:

@@ -29,6 +29,9 @@ PRECEDENCES = {
     Scheduling.CONSERVE: Precedence(LINES[Scheduling.CONSERVE], batch_first, True, True),
     Scheduling.BROS: Precedence(LINES[Scheduling.BROS], most_slack, True, True),
     Scheduling.WAITING_TIME: Precedence(LINES[Scheduling.WAITING_TIME], newest, batch_yields=False),
+    Scheduling.PREFILL_FIRST: Precedence(
+        LINES[Scheduling.PREFILL_FIRST], newest, batch_yields=False
+    ),
 }
 
 

@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -106,6 +107,21 @@ def test_a_deadline_bounds_what_batch_work_adds() -> None:
         clock.run()
     gaps = [b - a for a, b in zip(clock.tokens["online"], clock.tokens["online"][1:], strict=False)]
     assert max(gaps) <= 0.03
+
+
+def test_a_target_that_iterations_exceed_still_bounds_them() -> None:
+    clock = Clock(planner(fill_max=1.0, num_blocks=4000))
+    clock.arrive("online", promised(tpot_s=0.02, group=4), output=200)
+    clock.arrive("prompt", NO_PROMISE, prompt=1400, output=1)
+    while "prompt" not in clock.tokens:
+        clock.run()
+    mean_s = clock.state._feedback.budget.iteration_s  # type: ignore[union-attr]
+    assert 3 * mean_s > 4 * 0.02, "three such iterations leave the first of a group no time"
+    clock.arrive("filler", BATCH, prompt=9000)
+    for _ in range(20):
+        clock.run()
+    gaps = [b - a for a, b in pairwise(clock.tokens["online"][-17:])]
+    assert sum(gaps) <= len(gaps) * 0.02
 
 
 @pytest.mark.parametrize(("fill_max", "tokens"), [(0.0, 0), (0.5, 60), (1.0, 140)])

@@ -80,7 +80,7 @@ def deployment(tmp_path: Path) -> Deployment:
             ["what"],
             "unknown system 'what'; there are tideserve, drop, recompute, bros, eager, fcfs,"
             " online-only,"
-            " priority, reserved, round-robin, slo, slo-full, slo-half, slo-quarter,"
+            " prefill-first, priority, reserved, round-robin, slo, slo-full, slo-half, slo-quarter,"
             " waiting-time, vllm and name=URL",
         ),
         (["tideserve-tides"], "no mechanism 'tides' to switch off; there are ample, exchange"),
@@ -141,6 +141,11 @@ def test_systems_that_differ_in_scheduling(deployment: Deployment) -> None:
         "slo-full-preempting": {"scheduling": "slo", "harvest": 1.0, "preempt": "always"},
         "slo-half": {"scheduling": "slo", "harvest": 0.5},
         "slo-quarter": {"scheduling": "slo", "harvest": 0.25},
+        "prefill-first": {
+            "scheduling": "prefill_first",
+            "scheduler": {"overtaken_max": 0, "growth_blocks": 0.0},
+            "worker": {"profile_when_idle": False, "overtaken_max": 0},
+        },
         "round-robin": {"scheduling": "round_robin"},
         "bros": {"scheduling": "bros"},
         "waiting-time": {"scheduling": "waiting_time"},
