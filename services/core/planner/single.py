@@ -33,18 +33,9 @@ class SinglePlanner:
         """Choose what `plan` runs, and take the blocks for it; nothing runs beside it."""
         preempted = self._add_decodes(plan.decodes, self.sequence_table.running)
         budget = self.config.max_batch_tokens - len(plan.decodes)
-<<<<<<< HEAD
         table = self.sequence_table
         for kind in _BY_KIND if table.precedence.batch_yields else _AT_ONCE:
             if kind is _BATCH and plan.prefills and table.suspended:
-=======
-        if self.sequence_table.precedence.batch_yields:
-            kinds: tuple[frozenset[bool], ...] = (_ONLINE, _BATCH)
-        else:
-            kinds = (EVERYBODY,)
-        for kind in kinds:
-            if kind is _BATCH and plan.prefills and self.sequence_table.suspended:
->>>>>>> h_e35
                 break
             if len(plan.decodes) < len(table.running):
                 budget = self._add_prefills(plan, budget, kind)
