@@ -33,9 +33,14 @@ def validated(kind: type[M], fields: Mapping[str, Any]) -> M:
 
 def _complaint(error: ErrorDetails, where: str | None, known: Sequence[str]) -> str:
     """What is wrong with the field, behind its name; `known`: those where it stands."""
+    if error["type"] == "extra_forbidden" and known:
+        return f" is not a field; there are {', '.join(known)}"
+    return _remedy(error, where) or f": {error['msg'][0].lower()}{error['msg'][1:]}"
+
+
+def _remedy(error: ErrorDetails, where: str | None) -> str | None:
+    """In our words; None where those of the check do."""
     match error["type"]:
-        case "extra_forbidden" if known:
-            return f" is not a field; there are {', '.join(known)}"
         case "model_type":
             return " is not an object; send one in braces"
         case "missing" if where == "model":
@@ -46,7 +51,7 @@ def _complaint(error: ErrorDetails, where: str | None, known: Sequence[str]) -> 
             return f" is too short; send a list of at least {error['ctx']['min_length']}"
         case "too_long":
             return f" is too long; send a list of at most {error['ctx']['max_length']}"
-    return f": {error['msg'][0].lower()}{error['msg'][1:]}"
+    return None
 
 
 def _fields(kind: type[BaseModel], path: Sequence[int | str]) -> Sequence[str]:
