@@ -167,6 +167,29 @@ async def test_an_engine_that_fails_and_a_group_that_changes_are_losses(
     assert answer.json()["choices"][0]["text"] == TEXT[:TOKENS]
 
 
+async def test_a_request_that_a_worker_gives_back_after_tokens_goes_on_at_another_one(
+    case: Case,
+) -> None:
+    """However often without a new token; that is no loss of a worker."""
+    alive, returning = case.cluster.workers
+    for worker in case.cluster.workers:
+        worker.failure = worker_pb2.FINISH_REASON_RETURNED
+    returning.fails_after, alive.fails_after = 3, 0
+    asking = asyncio.create_task(chunks_of(case, stream_options={"include_usage": True}))
+    await eventually(lambda: len(alive.starts) == 1)
+    returning.fails_after = 0
+    await eventually(lambda: len(alive.starts) + len(returning.starts) == 6)
+    alive.fails_after = returning.fails_after = None
+    *chunks, last = await asking
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == TEXT[:TOKENS]
+    assert last["usage"]["completion_tokens"] == TOKENS
+    first, *others = case.cluster.scheduler.asks
+    assert all(ask.resumed and ask.returned and not ask.alone for ask in others)
+    assert not first.resumed
+    starts = [*alive.starts, *returning.starts]
+    assert all(start.resumable for start in starts)
+
+
 async def test_three_resumptions_without_a_new_token_end_a_request(case: Case) -> None:
     for worker in case.cluster.workers:
         worker.script, worker.finish = (

@@ -53,6 +53,7 @@ def test_the_worlds_try_what_they_are_for(config: RunnerConfig, oracle: Oracle) 
     worlds = [live(config, oracle, seed) for seed in range(BATCHES)]
     assert sum(world.control.committed for world in worlds) >= BATCHES, "hardly anything changed"
     assert sum(world.gateway.resumed for world in worlds) > 0, "no request lost its worker"
+    assert sum(world.gateway.returned for world in worlds) > 0, "no leader gave requests back"
     ends = {client.stream.aborted for world in worlds for client in world.gateway.clients.values()}
     assert ends == {True, False}
 
