@@ -240,7 +240,10 @@ def test_members_of_a_group_that_a_loss_has_divided_share_its_requests(
         group.run_until(lambda: sum(bool(one.tokens) for one in group.streams.values()) >= 6)
         open_ones = [name for name, stream in group.streams.items() if not stream.over]
         group.lose(lost)
-        group.restore()
+        whole = [[Stage(name, 0, LAYERS)] for name in group.engines]
+        attempt = group.prepare(whole)
+        assert group.await_answers(attempt, whole)
+        group.commit(whole)
         serves_on(group, oracle)
         for stream in group.streams.values():
             assert not stream.refused, stream.refused
