@@ -18,10 +18,11 @@ class Scheduling(StrEnum):
 
     `slo`: by deadline, and batch work fills the time that deadlines leave.
 
-    Four are there to be compared with. `round_robin`: iterations of online and of batch work
-    alternate (a baseline of BROS). `conserve`: deadlines as ConServe prints them, see `slo.py`.
+    Five are there to be compared with. `prefill_first`: as `fcfs`, but prompts run whole, and
+    without decodes beside them (the baseline of BROS). `round_robin`: iterations of online and of
+    batch work alternate (another one). `conserve`: deadlines as ConServe prints them, see `slo.py`.
     `bros`: packing as BROS prints it, see `bros.py`. `waiting_time`: whoever has waited longest
-    since its last iteration runs (another baseline of BROS).
+    since its last iteration runs (a third baseline of BROS).
     """
 
     FCFS = "fcfs"
@@ -31,6 +32,12 @@ class Scheduling(StrEnum):
     CONSERVE = "conserve"
     BROS = "bros"
     WAITING_TIME = "waiting_time"
+    PREFILL_FIRST = "prefill_first"
+
+    @property
+    def knows_classes(self) -> bool:
+        """Whether the class of a request decides anything."""
+        return self not in (Scheduling.FCFS, Scheduling.PREFILL_FIRST)
 
     @property
     def keeps_deadlines(self) -> bool:
@@ -71,4 +78,5 @@ LINES: Mapping[Scheduling, LineOrder] = {
     Scheduling.CONSERVE: by_deadline,
     Scheduling.BROS: by_deadline,
     Scheduling.WAITING_TIME: by_arrival,
+    Scheduling.PREFILL_FIRST: by_arrival,
 }

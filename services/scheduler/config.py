@@ -8,6 +8,7 @@ from services.core.overtaking import OVERTAKEN_MAX
 from services.core.scheduler.class_rules import BATCH_QUEUE_DEADLINE_S, BATCH_QUEUE_LIMIT, Order
 from services.core.scheduler.dispatch import DISPATCHES
 from services.core.scheduler.group_load import GROWTH_BLOCKS
+from services.core.scheduler.state import SPREAD_S
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,28 +29,29 @@ class SchedulerConfig(SchedulingConfig):
         "Which online request of a tenant is next, with scheduling priority or round_robin. class:"
         " interactive before standard, by arrival; deadline: that whose first token is due first,"
         " ten seconds after its arrival if it has no target. Both after rank; batch comes last."
-        " With slo and conserve it is always the deadline, with fcfs the arrival.",
+        " With slo and conserve it is always the deadline, with fcfs and prefill_first the"
+        " arrival.",
     )
     batch_queue_limit: int = number(
         BATCH_QUEUE_LIMIT,
-        "Places of queue_limit that batch requests may take, unless scheduling is fcfs. An online"
-        " request takes the place of one of them if all are taken.",
+        "Places of queue_limit that batch requests may take, unless scheduling is fcfs or"
+        " prefill_first. An online request takes the place of one of them if all are taken.",
         minimum=0,
         maximum=1_000_000,
     )
     batch_queue_deadline_s: float = number(
         BATCH_QUEUE_DEADLINE_S,
-        "Seconds that a batch request may wait, unless scheduling is fcfs; then 504. The gateway's"
-        " 'batch_timeout_s' bounds its waiting and running together.",
+        "Seconds that a batch request may wait, unless scheduling is fcfs or prefill_first; then"
+        " 504. The gateway's 'batch_timeout_s' bounds its waiting and running together.",
         minimum=0.1,
         maximum=86_400,
     )
     batch_groups: int = number(
         0,
         "Groups of each model that take batch requests only, the others taking none, unless"
-        " scheduling is fcfs; 0: every group takes all. One group at least takes online requests,"
-        " and all if it is the only one. For comparisons: idle time of one kind is lost to the"
-        " other.",
+        " scheduling is fcfs or prefill_first; 0: every group takes all. One group at least takes"
+        " online requests, and all if it is the only one. For comparisons: idle time of one kind"
+        " is lost to the other.",
         minimum=0,
         maximum=1024,
     )
@@ -67,14 +69,22 @@ class SchedulerConfig(SchedulingConfig):
         minimum=0,
         maximum=1024,
     )
+    spread_s: float = number(
+        SPREAD_S,
+        "Seconds that requests which have lost their worker, or were given back after tokens, wait"
+        " for a group with few prompts before it, so that the first group with room does not get"
+        " all of them; 0: it does.",
+        minimum=0,
+        maximum=3600,
+    )
     dispatch: str = choice(
         "kv_share",
         DISPATCHES,
         "How a group is chosen. kv_share: the one with the smallest share of its KV cache in use,"
-        " waited for or reserved, unless scheduling is fcfs first of all waited for or reserved for"
-        " online requests; least_loaded: the one with the fewest sequences; prefix: the"
-        " group with the lowest predicted TTFT, counting expected prefix cache hits; kv_share"
-        " breaks ties.",
+        " waited for or reserved, unless scheduling is fcfs or prefill_first first of all waited"
+        " for or reserved for online requests; least_loaded: the one with the fewest sequences;"
+        " prefix: the group with the lowest predicted TTFT, counting expected prefix cache hits;"
+        " kv_share breaks ties.",
     )
     cost_profile: str | None = option(
         None,

@@ -7,6 +7,7 @@ from services.common.config import PAGE_BYTES, choice, device_name, number, opti
 from services.common.errors import ConfigError
 from services.common.scheduling_config import SchedulingConfig
 from services.core.engine_kind import EngineKind
+from services.core.line_order import Scheduling
 from services.core.overtaking import OVERTAKEN_MAX
 from services.core.planner.config import BatchFormation
 from services.core.planner.preemption import Preempt, PreemptedWork
@@ -178,6 +179,12 @@ class WorkerConfig(SchedulingConfig):
         minimum=0,
         maximum=86400,
     )
+    spread_after_loss: bool = option(
+        True,
+        "Whether the leader of a merged group that has lost a member gives the younger part of its"
+        " requests back, so that its former members compute them again, too. Their gateways go on"
+        " with them after the tokens that have come, unless they have `resume_streams: false`.",
+    )
     prefix_caching: bool = option(
         True,
         "Automatic prefix caching: requests with a common prefix share its KV blocks, which stay"
@@ -244,11 +251,23 @@ class WorkerConfig(SchedulingConfig):
                 f"'max_running' is {self.max_running}, but must not exceed 'max_batch_tokens' "
                 f"({self.max_batch_tokens}): every running request decodes one token an iteration"
             )
+        if self.scheduling != Scheduling.SLO:
+            self._check_parts()
         if self.engine == EngineKind.VLLM:
             self._check_vllm()
         elif self.engine_python is not None:
             raise ConfigError(
                 "'engine_python' is for `engine: vllm`; take it out, or set 'engine' to 'vllm'"
+            )
+
+    def _check_parts(self) -> None:
+        """Nothing that only `slo` heeds is set: it would do nothing, and nobody would notice."""
+        parts = {"packing": self.packing, "adaptive_slots": self.adaptive_slots}
+        parts["victims"] = self.victims != VictimRule.NEWEST
+        for name in (name for name, is_set in parts.items() if is_set):
+            raise ConfigError(
+                f"'{name}' does nothing with `scheduling: {self.scheduling}`; take it out, or set"
+                " 'scheduling' to 'slo'"
             )
 
     def _check_vllm(self) -> None:

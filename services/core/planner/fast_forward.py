@@ -12,6 +12,9 @@ from services.core.planner.events import EmitToken
 from services.core.planner.sequence import Phase, Sequence
 from services.core.planner.state import PlannerState
 
+_ALL_DECODE = (Scheduling.FCFS, Scheduling.PRIORITY, Scheduling.PREFILL_FIRST)
+"""With these every sequence that can decode does so in each iteration without a prompt."""
+
 
 def plan_shape(state: PlannerState, now_s: float) -> IterationShape | None:
     """As `plan` of a group of one, but only the sizes; end it with `finish_filled`."""
@@ -61,8 +64,7 @@ def decodes_ahead(state: PlannerState) -> int:
     where it is decided anew for each which decodes run.
     """
     table, config = state.sequence_table, state.config
-    decided_anew = config.scheduling.keeps_deadlines or config.scheduling is Scheduling.ROUND_ROBIN
-    if state.in_flight or state.stages > 1 or decided_anew:
+    if state.in_flight or state.stages > 1 or config.scheduling not in _ALL_DECODE:
         return 0
     if table.next_to_admit(config.max_running, config.overtaken_max) is not None:
         return 0

@@ -18,7 +18,8 @@ from services.core.planner.sequence import Phase, Sequence
 from services.core.planner.sequence_table import SequenceTable
 
 _ONLINE, _BATCH = frozenset({True}), frozenset({False})
-_BY_KIND, _AT_ONCE = (_ONLINE, _BATCH), (_ONLINE | _BATCH,)
+EVERYBODY = _ONLINE | _BATCH
+_BY_KIND, _AT_ONCE = (_ONLINE, _BATCH), (EVERYBODY,)
 
 
 @dataclass(slots=True)

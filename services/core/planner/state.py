@@ -50,6 +50,7 @@ from services.core.planner.preemption import (
     gives_way,
     is_given_up,
 )
+from services.core.planner.prefill_first import PrefillFirstPlanner
 from services.core.planner.refusal import known_already, queue_full, returned, too_large
 from services.core.planner.returns import NO_ROOM, RETURN_AFTER_S, ROOM, Patience, Returns
 from services.core.planner.round_robin import RoundRobinPlanner
@@ -64,6 +65,7 @@ from services.core.report import Load
 _PLANNERS: Mapping[Scheduling, type[SinglePlanner] | type[WaitingTimePlanner]] = {
     Scheduling.ROUND_ROBIN: RoundRobinPlanner,
     Scheduling.WAITING_TIME: WaitingTimePlanner,
+    Scheduling.PREFILL_FIRST: PrefillFirstPlanner,
 }
 Planner = SinglePlanner | SloPlanner | BrosPlanner | WaitingTimePlanner | PipelinePlanner
 
@@ -193,7 +195,7 @@ class PlannerState:
             prompt_tokens_total=self.sequence_table.prompt_tokens_total,
             batch_running=len(batch) - batch_waiting,
             batch_waiting=batch_waiting,
-            kv_blocks_batch=sum(sequence.blocks for sequence in batch),
+            kv_blocks_batch=self.table.count_only(self.sequence_table.batch),
             batch_yields=yields,
             prefill_tokens=self.sequence_table.prefill_tokens,
             prefix_queries_total=prefixes.queries_total,

@@ -1,4 +1,7 @@
-"""What the class of a request decides at the scheduler; under `fcfs` that is nothing."""
+"""What the class of a request decides at the scheduler; under `fcfs` that is nothing.
+
+Nor is it under `prefill_first`, which is `fcfs` here.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -39,7 +42,7 @@ class ClassRules:
     @property
     def on(self) -> bool:
         """Whether classes decide anything."""
-        return self.scheduling is not Scheduling.FCFS
+        return self.scheduling.knows_classes
 
     @property
     def line(self) -> LineOrder:

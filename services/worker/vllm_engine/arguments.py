@@ -26,7 +26,7 @@ def arguments_of(config: WorkerConfig, room_bytes: int) -> dict[str, Any]:
         "max_num_seqs": config.max_running,
         "max_num_batched_tokens": config.max_batch_tokens,
         "enable_prefix_caching": None if config.prefix_caching else False,
-        "scheduling_policy": "fcfs" if config.scheduling == Scheduling.FCFS else "priority",
+        "scheduling_policy": "priority" if Scheduling(config.scheduling).knows_classes else "fcfs",
     }
 
 

@@ -59,6 +59,14 @@ SCHEDULINGS: Mapping[str, Scheduled] = {
     "fcfs": Scheduled(
         "first come, first served, whatever the class", lambda workers: {"scheduling": "fcfs"}
     ),
+    "prefill-first": Scheduled(
+        "first come, first served; prompts run whole, and answers wait for them",
+        lambda workers: {
+            "scheduling": "prefill_first",
+            "scheduler": {"overtaken_max": 0, "growth_blocks": 0.0},
+            "worker": {"overtaken_max": 0},
+        },
+    ),
     "round-robin": Scheduled(
         "iterations of online and of batch requests in turn",
         lambda workers: {"scheduling": "round_robin"},

@@ -56,8 +56,8 @@ Systems = Annotated[
     str | None,
     typer.Option(
         help="Separated by commas: tideserve (with the default overload policy), an overload policy"
-        " (drop, recompute), what goes first (fcfs, priority, eager, round-robin, bros,"
-        " waiting-time, slo, slo-quarter, slo-half, slo-full, reserved, online-only), vllm,"
+        " (drop, recompute), what goes first (fcfs, priority, eager, prefill-first, round-robin,"
+        " bros, waiting-time, slo, slo-quarter, slo-half, slo-full, reserved, online-only), vllm,"
         " vllm-priority, name=URL. A suffix switches a mechanism off: -exchange, -lookahead,"
         " -restore, -chunking, -ample (the memory limit, also of vllm). After what goes first, a"
         " number such as -256 is the tokens of an iteration, and -preempting lets online requests"

@@ -4,6 +4,7 @@ import random
 
 import pytest
 
+from services.core.line_order import Scheduling
 from services.core.planner.config import IterationConfig
 from services.core.planner.events import EmitToken, IterationFinished, RequestArrived
 from services.core.planner.fast_forward import (
@@ -16,9 +17,10 @@ from services.core.planner.state import PlannerState
 from services.core.request import Limits, Request, Sampling
 
 FILLER = -1
+JUMPING = (Scheduling.FCFS, Scheduling.PREFILL_FIRST, Scheduling.PRIORITY)
 
 
-def random_config(rng: random.Random) -> IterationConfig:
+def random_config(rng: random.Random, scheduling: Scheduling = Scheduling.FCFS) -> IterationConfig:
     max_running = rng.choice([1, 3, 8, 20])
     return IterationConfig(
         block_size=rng.choice([1, 4, 16]),
@@ -26,6 +28,7 @@ def random_config(rng: random.Random) -> IterationConfig:
         max_batch_tokens=max_running + rng.choice([0, 10, 60]),
         max_running=max_running,
         max_waiting=1000,
+        scheduling=scheduling,
     )
 
 
@@ -74,10 +77,11 @@ def picture(state: PlannerState) -> object:
     )
 
 
-@pytest.mark.parametrize("seed", range(60))
-def test_a_jump_equals_its_steps(seed: int) -> None:
+@pytest.mark.parametrize("scheduling", JUMPING)
+@pytest.mark.parametrize("seed", range(40))
+def test_a_jump_equals_its_steps(seed: int, scheduling: Scheduling) -> None:
     rng = random.Random(seed)
-    config = random_config(rng)
+    config = random_config(rng, scheduling)
     stepping, jumping = PlannerState(config), PlannerState(config)
     number = jumps = 0
     for _ in range(150):
@@ -104,6 +108,14 @@ def test_a_jump_equals_its_steps(seed: int) -> None:
         assert picture(jumping) == picture(stepping)
     assert jumps > 3 or is_tight(config)
     assert jumping.preemptions_total == stepping.preemptions_total
+
+
+@pytest.mark.parametrize("scheduling", [one for one in Scheduling if one not in JUMPING])
+def test_no_jump_where_it_is_decided_anew_which_decodes_run(scheduling: Scheduling) -> None:
+    state = PlannerState(IterationConfig(4, 100, 8, 8, 10, scheduling=scheduling))
+    state.handle(RequestArrived(0.0, Request("a", (0,) * 4, Sampling(), Limits(10), 0.0)))
+    step(state)
+    assert state.running and decodes_ahead(state) == 0
 
 
 @pytest.mark.parametrize("seed", range(30))

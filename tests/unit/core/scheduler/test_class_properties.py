@@ -75,10 +75,13 @@ def decide(rules: ClassRules, events: list[Event], **settings: object) -> list[l
 
 
 @pytest.mark.parametrize("settings", [{}, {"ttft": TOKENS}, {"overtaken_max": 0}])
+@pytest.mark.parametrize("scheduling", [Scheduling.FCFS, Scheduling.PREFILL_FIRST])
 @pytest.mark.parametrize("seed", range(8))
-def test_under_fcfs_a_class_decides_nothing(seed: int, settings: dict[str, object]) -> None:
+def test_under_fcfs_a_class_decides_nothing(
+    seed: int, scheduling: Scheduling, settings: dict[str, object]
+) -> None:
     alike, mixed = (random_events(seed, services) for services in (False, True))
-    settings_by_class = ClassRules(Scheduling.FCFS, Order.DEADLINE, 1, 1.0, 2)
+    settings_by_class = ClassRules(scheduling, Order.DEADLINE, 1, 1.0, 2)
     found = decide(settings_by_class, mixed, **settings)
     assert found == decide(NO_CLASSES, alike, **settings)
     assert sum(isinstance(one, SendAssignment) for commands in found for one in commands) > 20

@@ -80,9 +80,10 @@ def deployment(tmp_path: Path) -> Deployment:
             ["what"],
             "unknown system 'what'; there are tideserve, drop, recompute, bros, eager, fcfs,"
             " online-only,"
-            " priority, reserved, round-robin, slo, slo-full, slo-half, slo-quarter,"
-            " waiting-time, vllm and name=URL",
+            " prefill-first, priority, reserved, round-robin, slo, slo-full, slo-half, slo-quarter,"
+            " waiting-time, vllm, vllm-priority and name=URL, with the suffixes that",
         ),
+        (["waiting_time-ample"], "did you mean 'waiting-time-ample'?"),
         (["tideserve-tides"], "no mechanism 'tides' to switch off; there are ample, exchange"),
         (["mine=ftp://x"], "'mine=ftp://x' is not of the form name=http://host:port"),
         (["vllm-chunking"], "no mechanism 'chunking' to switch off; there are ample"),
@@ -141,6 +142,11 @@ def test_systems_that_differ_in_scheduling(deployment: Deployment) -> None:
         "slo-full-preempting": {"scheduling": "slo", "harvest": 1.0, "preempt": "always"},
         "slo-half": {"scheduling": "slo", "harvest": 0.5},
         "slo-quarter": {"scheduling": "slo", "harvest": 0.25},
+        "prefill-first": {
+            "scheduling": "prefill_first",
+            "scheduler": {"overtaken_max": 0, "growth_blocks": 0.0},
+            "worker": {"profile_when_idle": False, "overtaken_max": 0},
+        },
         "round-robin": {"scheduling": "round_robin"},
         "bros": {"scheduling": "bros"},
         "waiting-time": {"scheduling": "waiting_time"},
@@ -252,8 +258,8 @@ def test_vllm_gets_all_cores(
 
 
 def test_results_hold_no_path_of_the_machine(deployment: Deployment) -> None:
-    for name in ("drop", "vllm"):
-        system = make_system(name, replace(deployment, event_log=True), None)
+    for name, logging in (("drop", "worker"), ("drop", "services"), ("vllm", "worker")):
+        system = make_system(name, replace(deployment, event_log=logging), None)
         system._folder = deployment.model_dir  # as if it were started
         with refusing_address() as address:
             system.urls = (f"http://{address}",)

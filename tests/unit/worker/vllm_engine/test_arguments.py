@@ -36,7 +36,9 @@ def test_options_have_vllms_names() -> None:
         "enable_prefix_caching": None,
         "scheduling_policy": "fcfs",
     }
-    assert arguments_of(config(scheduling="priority"), 1)["scheduling_policy"] == "priority"
+    for scheduling, policy in (("priority", "priority"), ("prefill_first", "fcfs")):
+        found = arguments_of(config(scheduling=scheduling), 1)
+        assert found["scheduling_policy"] == policy
     assert arguments_of(config(max_model_len=99), 1)["max_model_len"] == 99
 
 
