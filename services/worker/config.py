@@ -7,6 +7,7 @@ from services.common.config import PAGE_BYTES, choice, device_name, number, opti
 from services.common.errors import ConfigError
 from services.common.scheduling_config import SchedulingConfig
 from services.core.engine_kind import EngineKind
+from services.core.line_order import Scheduling
 from services.core.overtaking import OVERTAKEN_MAX
 from services.core.planner.config import BatchFormation
 from services.core.planner.preemption import Preempt, PreemptedWork
@@ -244,11 +245,23 @@ class WorkerConfig(SchedulingConfig):
                 f"'max_running' is {self.max_running}, but must not exceed 'max_batch_tokens' "
                 f"({self.max_batch_tokens}): every running request decodes one token an iteration"
             )
+        if self.scheduling != Scheduling.SLO:
+            self._check_parts()
         if self.engine == EngineKind.VLLM:
             self._check_vllm()
         elif self.engine_python is not None:
             raise ConfigError(
                 "'engine_python' is for `engine: vllm`; take it out, or set 'engine' to 'vllm'"
+            )
+
+    def _check_parts(self) -> None:
+        """Nothing that only `slo` heeds is set: it would do nothing, and nobody would notice."""
+        parts = {"packing": self.packing, "adaptive_slots": self.adaptive_slots}
+        parts["victims"] = self.victims != VictimRule.NEWEST
+        for name in (name for name, is_set in parts.items() if is_set):
+            raise ConfigError(
+                f"'{name}' does nothing with `scheduling: {self.scheduling}`; take it out, or set"
+                " 'scheduling' to 'slo'"
             )
 
     def _check_vllm(self) -> None:

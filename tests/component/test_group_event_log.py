@@ -17,6 +17,7 @@ from services.core.changeover.vocabulary import (
     RunStage,
 )
 from services.core.groups.layer_map import Stage
+from services.core.line_order import Scheduling
 from services.core.planner.events import EmitToken
 from services.core.request import (
     NO_LOGPROBS,
@@ -28,8 +29,10 @@ from services.core.request import (
     Sampling,
 )
 from services.worker.engine.compute.runner_config import RunnerConfig
+from tests.support.class_scenario import ClassScenario
 from tests.support.engine_group import EngineGroup
 from tests.support.tiny_models import make_tiny_model
+from tests.support.undisturbed import random_request, tight_config
 from tideserve.sim.replay import WORKER_TYPES, replay
 
 LAYERS = 3
@@ -152,6 +155,32 @@ def test_engines_that_merge_and_split_decide_the_same_again(
     emitted = [one.value for entries in logs for one in entries if type(one.value) is EmitToken]
     assert any(token.logprobs is not None for token in emitted)
     assert any(token.prompt_logprobs is not None for token in emitted)
+
+
+@pytest.mark.parametrize("scheduling", [one for one in Scheduling if one is not Scheduling.FCFS])
+def test_engines_decide_the_same_again_whatever_goes_first(
+    tmp_path: Path, scheduling: Scheduling
+) -> None:
+    """Also what is due, what is predicted, which turns are taken, and what is interrupted."""
+    config = tight_config(tmp_path / "llama", LAYERS)
+    folder = tmp_path / "logs"
+    rng = random.Random(scheduling)
+    requests = [random_request(rng, number) for number in range(REQUESTS)]
+    for seed in range(2):
+        (folder / str(seed)).mkdir(parents=True)
+        scenario = ClassScenario(config, requests, seed, scheduling, folder / str(seed))
+        try:
+            scenario.run(events=12)
+        finally:
+            scenario.group.close()
+    decisions = 0
+    for path in folder.glob("*/*"):
+        state = Changeover.of(read_config(path, MemberConfig))
+        assert state.planner.config.scheduling is scheduling
+        again = replay(state, read_entries(path, WORKER_TYPES))
+        assert again.difference == ""
+        decisions += again.decisions
+    assert decisions > 300
 
 
 def test_a_request_too_large_for_its_new_leader_is_refused_and_leaves_nothing(

@@ -14,7 +14,10 @@ from tokenizers import Tokenizer
 
 from services.core.changeover.kv_exchange import Move
 from services.core.groups.layer_map import Stage
+from services.core.planner import sequence
+from services.core.planner.budget import Spent
 from services.core.planner.events import RequestAborted, RequestArrived
+from services.core.planner.packing import Spare
 from services.core.planner.sequence_names import request_of
 from services.core.request import (
     Limits,
@@ -64,8 +67,8 @@ def ucx_network() -> EngineNetwork:
 
 SCENARIOS = range(int(os.environ.get("TIDESERVE_SCENARIOS", "1000")))
 """Members cache prefixes in each second one."""
-CLASS_SCENARIOS = int(os.environ.get("TIDESERVE_CLASS_SCENARIOS", "12"))
-CLASS_AT_ONCE = 12
+CLASS_SCENARIOS = int(os.environ.get("TIDESERVE_CLASS_SCENARIOS", "14"))
+CLASS_AT_ONCE = 14
 CLASS_EVENTS = 18
 QUICK = 120
 """Scenarios that are not left to `make test-slow`."""
@@ -93,10 +96,21 @@ def test_every_interleaving_gives_the_tokens_of_an_undisturbed_run(
 
 @pytest.mark.parametrize("first", range(0, CLASS_SCENARIOS, CLASS_AT_ONCE))
 def test_batch_work_that_makes_way_gives_the_tokens_of_an_undisturbed_run(
-    config: RunnerConfig, oracle: Oracle, first: int
+    config: RunnerConfig, oracle: Oracle, first: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is interrupted before any layer, yields its KV, rests on shelves, and loses its worker."""
+    """It is interrupted before any layer, yields its KV, rests on shelves, and loses its worker.
+
+    It also takes the turns of online requests, with `packing`.
+    """
     seen: Counter[str] = Counter()
+    give = Spare.give
+
+    def counted(self: Spare, spent: Spent) -> sequence.Sequence | None:
+        given = give(self, spent)
+        seen["turns"] += given is not None
+        return given
+
+    monkeypatch.setattr(Spare, "give", counted)
     for seed in range(first, min(first + CLASS_AT_ONCE, CLASS_SCENARIOS)):
         scenario = ClassScenario(config, oracle.requests, seed)
         try:
@@ -109,7 +123,15 @@ def test_batch_work_that_makes_way_gives_the_tokens_of_an_undisturbed_run(
             scenario.group.close()
         seen += scenario.seen
     if first == 0 and CLASS_SCENARIOS >= CLASS_AT_ONCE:
-        wanted = ("suspended", "resumed", "discarded", "yielded", "rested", "killed, special")
+        wanted = (
+            "suspended",
+            "resumed",
+            "discarded",
+            "yielded",
+            "rested",
+            "killed, special",
+            "turns",
+        )
         assert all(seen[one] for one in wanted), seen
 
 

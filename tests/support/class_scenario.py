@@ -4,10 +4,13 @@ import random
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
+from services.core.cost.model import Coefficients, CostModel
 from services.core.line_order import Scheduling
 from services.core.planner.batch import Microbatch
 from services.core.planner.preemption import Preempt, PreemptedWork
+from services.core.planner.victims import VictimRule
 from services.core.request import Request
 from services.core.service import NO_PROMISE, Service, ServiceClass
 from services.worker.engine.compute.runner_config import RunnerConfig
@@ -17,8 +20,20 @@ from tests.support.group_scenario import LAYERS, Scenario
 SERVICES = (
     NO_PROMISE,
     Service(ServiceClass.INTERACTIVE, ttft_s=0.5, tpot_s=0.1),
-    *(Service(ServiceClass.BATCH),) * 2,
+    Service(ServiceClass.INTERACTIVE, ttft_s=2.0, tpot_s=2.0),
+    *(Service(ServiceClass.BATCH),) * 3,
 )
+SCHEDULINGS = (
+    Scheduling.PRIORITY,
+    *(Scheduling.SLO,) * 4,
+    Scheduling.ROUND_ROBIN,
+    Scheduling.BROS,
+    Scheduling.WAITING_TIME,
+)
+MODEL = CostModel(
+    alpha=1e-5, beta=1e-3, gamma=1e-2, lam=9e-3, decode=Coefficients(alpha=1e-5, beta=0, gamma=3e-2)
+)
+"""Five decodes take longer than a token may after another."""
 ENGINES_MIN = 2
 """A worker dies only while there are more."""
 
@@ -32,18 +47,36 @@ class ClassScenario(Scenario):
 
     WORKERS = (3,)
 
-    def __init__(self, config: RunnerConfig, requests: list[Request], seed: int) -> None:
+    def __init__(
+        self,
+        config: RunnerConfig,
+        requests: list[Request],
+        seed: int,
+        scheduling: Scheduling | None = None,
+        event_logs: Path | None = None,
+    ) -> None:
+        """Chance chooses a `scheduling` if none is given; in `event_logs` each engine keeps one."""
         self.seen: Counter[str] = Counter()
         self._chances = chances = random.Random(seed)
         self._work = chances.choice(list(PreemptedWork))
+        chosen = chances.choice(SCHEDULINGS)
+        scheduling = scheduling or chosen
         planner = {
-            "scheduling": chances.choice([Scheduling.PRIORITY, Scheduling.SLO]),
+            "scheduling": scheduling,
+            "cost_model": chances.choice([None, MODEL]),
+            "packing": chances.random() < 0.5,
+            "adaptive_slots": chances.random() < 0.5,
+            "victims": chances.choice(list(VictimRule)),
             "preempt": Preempt.ALWAYS,
             "preempted_work": self._work,
             "shelf_max_s": chances.choice([0.5, 3.0, 60.0]),
         }
         network = QueueNetwork()
-        options = {"planner": planner, "interrupts": self._interrupts}
+        options = {
+            "planner": planner,
+            "interrupts": self._interrupts,
+            "event_logs": event_logs,
+        }
         super().__init__(config, requests, seed, network, **options)
         self.group.gateway.asks_again = self.group.gateway.resumes = True
 

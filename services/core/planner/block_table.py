@@ -10,6 +10,7 @@ stage once for each request that has it.
 
 from collections import Counter
 from collections.abc import Iterable
+from itertools import chain
 from typing import NamedTuple
 
 from services.core.planner.block_pool import BlockPool
@@ -45,6 +46,15 @@ class StageTable:
     def block_count(self) -> int:
         """Blocks of all requests, as leaders count them: a shared one as often as it is shared."""
         return sum(map(len, self.tables.values()))
+
+    def count_only(self, request_ids: Iterable[str]) -> int:
+        """Blocks of these requests that no other request shares."""
+        tables, users = self.tables, self.pool.users
+        rows = [tables.get(one, ()) for one in request_ids]
+        if self.block_count == len(users):  # nothing is shared
+            return sum(map(len, rows))
+        used = Counter(chain.from_iterable(rows))
+        return sum(users[block] == count for block, count in used.items())
 
     @property
     def request_ids(self) -> tuple[str, ...]:

@@ -28,8 +28,7 @@ class Flight:
 
     def carries(self, plan: Plan, released: tuple[str, ...]) -> None:
         """The launched microbatch tells the stages of these."""
-        if released:
-            self._unheard[plan.number] = released
+        self._unheard[plan.number] = released
 
     def next_result(self, number: int | None) -> Plan | None:
         """The oldest plan in flight, whose result is here; None if that plan was discarded."""

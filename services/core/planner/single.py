@@ -19,6 +19,7 @@ from services.core.planner.sequence_table import SequenceTable
 
 _ONLINE, _BATCH = frozenset({True}), frozenset({False})
 EVERYBODY = _ONLINE | _BATCH
+_BY_KIND, _AT_ONCE = (_ONLINE, _BATCH), (EVERYBODY,)
 
 
 @dataclass(slots=True)
@@ -32,16 +33,13 @@ class SinglePlanner:
         """Choose what `plan` runs, and take the blocks for it; nothing runs beside it."""
         preempted = self._add_decodes(plan.decodes, self.sequence_table.running)
         budget = self.config.max_batch_tokens - len(plan.decodes)
-        if self.sequence_table.precedence.batch_yields:
-            kinds: tuple[frozenset[bool], ...] = (_ONLINE, _BATCH)
-        else:
-            kinds = (EVERYBODY,)
-        for kind in kinds:
-            if kind is _BATCH and plan.prefills and self.sequence_table.suspended:
+        table = self.sequence_table
+        for kind in _BY_KIND if table.precedence.batch_yields else _AT_ONCE:
+            if kind is _BATCH and plan.prefills and table.suspended:
                 break
-            if len(plan.decodes) < len(self.sequence_table.running):
+            if len(plan.decodes) < len(table.running):
                 budget = self._add_prefills(plan, budget, kind)
-            if not preempted:
+            if table.waiting and not preempted:
                 budget = self._admit(plan, budget, kind)
 
     def _add_decodes(self, decodes: list[Sequence], running: list[Sequence]) -> bool:

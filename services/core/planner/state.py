@@ -195,7 +195,7 @@ class PlannerState:
             prompt_tokens_total=self.sequence_table.prompt_tokens_total,
             batch_running=len(batch) - batch_waiting,
             batch_waiting=batch_waiting,
-            kv_blocks_batch=sum(sequence.blocks for sequence in batch),
+            kv_blocks_batch=self.table.count_only(self.sequence_table.batch),
             batch_yields=yields,
             prefill_tokens=self.sequence_table.prefill_tokens,
             prefix_queries_total=prefixes.queries_total,
@@ -221,10 +221,13 @@ class PlannerState:
         In a pipeline, an empty one is planned when there is nothing to run, but blocks to release
         at the stages.
         """
-        table, alone = self.sequence_table, self.stages == 1
+        table = self.sequence_table
+        alone = table.ledger.stages == 1
         if alone and not (table.running or table.waiting or table.suspended):
             return None
-        plan = self._resume(now_s) or self._decide(now_s)
+        plan = None if table.suspended is None else self._resume(table.suspended, now_s)
+        if plan is None:
+            plan = self._decide(now_s)
         if plan.made is not None:
             batch = plan.made
         elif plan:
@@ -238,7 +241,8 @@ class PlannerState:
             plan.made = batch
         self._flight.launch(plan)
         released = table.take_released()
-        self._flight.carries(plan, released)
+        if released:
+            self._flight.carries(plan, released)
         if alone:
             return Microbatch(
                 plan.number, batch, released, preemptible=preemptible, resumes=plan.resumes
@@ -252,15 +256,12 @@ class PlannerState:
             return False
         return not any(sequence.online for sequence in plan.sequences())
 
-    def _resume(self, now_s: float) -> Plan | None:
-        """The suspended microbatch, unless something online can run now and has no time for it.
+    def _resume(self, plan: Plan, now_s: float) -> Plan | None:
+        """`plan`, which is suspended, unless something online can run now and has no time for it.
 
         It is discarded here if it has waited for too long.
         """
         table = self.sequence_table
-        plan = table.suspended
-        if plan is None:
-            return None
         if self.online_can_run and not self._has_time_for(plan, now_s):
             joins_others = self._feedback is None or self._feedback.fill.most > 0
             if joins_others and is_given_up(plan.ran_s, now_s - plan.suspended_s):
@@ -471,9 +472,10 @@ class PlannerState:
 
     def _decide(self, now_s: float) -> Plan:
         """Choose what runs next, and take the blocks for it."""
-        assert self.has_slot, "no microbatch has finished"
-        plan = Plan(self._flight.number + 1, planned_s=now_s)
-        self._planner.fill(plan, self.in_flight)
+        flight = self._flight
+        assert len(flight.plans) < self.sequence_table.ledger.stages, "no microbatch has finished"
+        plan = Plan(flight.number + 1, planned_s=now_s)
+        self._planner.fill(plan, flight.plans)
         return plan
 
 

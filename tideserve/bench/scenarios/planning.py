@@ -5,9 +5,12 @@ its iterations take. Systems take turns, so that a busy machine disturbs all ali
 that of the processor. All sequences decode; a quarter is of the class batch, more batch requests
 wait. `first come` is what a worker does without classes; the others pay for what they know.
 
-The last case looks at other iterations: online requests decode, and long batch prompts fill the
+One case looks at other iterations: online requests decode, and long batch prompts fill the
 time that deadlines leave, so that chunks are searched which fit. Those in which prompts of batch
 requests run beside most of the online requests count.
+
+Another one has all parts of BROS on (`packing`, `adaptive_slots`, `victims: slack`), and every
+second online request has ten times its target, so that batch requests take its turns.
 """
 
 import time
@@ -20,6 +23,7 @@ from services.core.line_order import Scheduling
 from services.core.planner.config import IterationConfig
 from services.core.planner.events import EmitToken, IterationFinished, RequestArrived
 from services.core.planner.state import PlannerState
+from services.core.planner.victims import VictimRule
 from services.core.request import Limits, Request, Sampling
 from services.core.service import Service, ServiceClass
 from tideserve.bench.scenarios.scenario import LoadChoice, Trial, TrialVerdict
@@ -46,12 +50,13 @@ class PlannedLoad:
     """What is planned: online requests are promised `tpot_s` for each token.
 
     With `fills`, batch requests have prompts of `LONG_PROMPT_TOKENS`, and what counts are the
-    iterations in which some of these run.
+    iterations in which some of these run. `parts`: those of BROS.
     """
 
     scheduling: Scheduling
     tpot_s: float = 0.2
     fills: bool = False
+    parts: bool = False
 
 
 LONG_PROMPT_TOKENS = 600
@@ -61,8 +66,11 @@ SYSTEMS = {
     "slo": PlannedLoad(Scheduling.SLO),
     "slo, targets that bind": PlannedLoad(Scheduling.SLO, tpot_s=0.02),
     "slo, filled with batch prompts": PlannedLoad(Scheduling.SLO, tpot_s=0.06, fills=True),
+    "slo, parts of BROS": PlannedLoad(Scheduling.SLO, tpot_s=0.045, parts=True),
 }
 FULL_ROUNDS, QUICK_ROUNDS = 20, 5
+PATIENCE = 10
+"""The targets of every second online request over those of the others, with the parts of BROS."""
 ADDED_MAX, SHARE_MAX = 0.01, 0.04
 
 
@@ -85,7 +93,9 @@ class _Planned:
         batch = self.arrived % BATCH_EVERY == 0
         service = Service(ServiceClass.BATCH)
         if not batch:
-            service = Service(ServiceClass.INTERACTIVE, ttft_s=1.0, tpot_s=self.case.tpot_s)
+            patient = self.case.parts and self.arrived % 2 == 1
+            tpot_s = self.case.tpot_s * (PATIENCE if patient else 1)
+            service = Service(ServiceClass.INTERACTIVE, ttft_s=1.0, tpot_s=tpot_s)
         tokens = LONG_PROMPT_TOKENS if batch and self.case.fills else PROMPT_TOKENS
         prompt = tuple(range(self.arrived, self.arrived + tokens))
         request = Request(
@@ -193,6 +203,9 @@ def _planner(case: PlannedLoad) -> _Planned:
         cost_model=MODEL_7B,
         prefix_caching=True,
         scheduling=case.scheduling,
+        packing=case.parts,
+        adaptive_slots=case.parts,
+        victims=VictimRule.SLACK if case.parts else VictimRule.NEWEST,
     )
     return _Planned(PlannerState(config), case)
 

@@ -57,3 +57,18 @@ def test_what_is_still_to_be_prefilled_is_told() -> None:
     state.handle(IterationFinished(0.0, {"first": 1}))
     state.plan(0.0)
     assert state.load().prefill_tokens == 0
+
+
+def test_blocks_that_requests_share_are_counted_once_and_only_if_batch_work_alone_has_them() -> None:
+    state = make_state(max_batch_tokens=64, prefix_caching=True)
+    prompt = tuple(range(1, 10))  # two full blocks and one token
+    arrive(state, "one", 8, service=BATCH, prompt_ids=prompt)
+    state.plan(0.0)
+    state.handle(IterationFinished(0.0, {"one": 1}))
+    arrive(state, "two", 8, service=BATCH, prompt_ids=prompt)
+    state.plan(0.0)
+    assert state.load().kv_blocks_batch == state.pool.taken_count == 4
+    arrive(state, "three", 8, prompt_ids=prompt)
+    state.handle(IterationFinished(0.0, {"one": 1, "two": 1}))
+    state.plan(0.0)
+    assert state.load().kv_blocks_batch == 2 and state.pool.taken_count == 5

@@ -2,7 +2,10 @@
 
 import pytest
 
+from services.core.planner.budget import Spent
 from services.core.planner.filler import FILLER_TOKENS_MIN
+from services.core.planner.packing import Spare
+from services.core.planner.sequence import Sequence
 from tideserve.bench.scenarios.planning import (
     MAX_BATCH_TOKENS,
     MODEL_7B,
@@ -26,8 +29,17 @@ def figures(**shares: float) -> dict[str, dict[str, float]]:
     return {name: FIGURES | {"share": share} for name, share in shares.items()}
 
 
-def test_all_systems_plan_many_sequences() -> None:
+def test_all_systems_plan_many_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
+    turns: list[Sequence | None] = []
+    give = Spare.give
+
+    def counted(self: Spare, spent: Spent) -> Sequence | None:
+        turns.append(give(self, spent))
+        return turns[-1]
+
+    monkeypatch.setattr(Spare, "give", counted)
     found = measure(1)
+    assert any(turns), "the parts of BROS are at work"
     assert list(found) == list(SYSTEMS)
     for name, one in found.items():
         assert one["iterations"] > 0 and one["planning_s"] > 0, name
@@ -38,6 +50,7 @@ def test_all_systems_plan_many_sequences() -> None:
     filled = found["slo, filled with batch prompts"]
     assert FILLER_TOKENS_MIN <= filled["prompt_tokens"] < MAX_BATCH_TOKENS - filled["sequences"]
     assert filled["sequences"] > SEQUENCES / 2
+    assert found["slo, parts of BROS"]["sequences"] > SEQUENCES / 2
 
 
 def test_the_tokens_of_prompts_are_told_where_there_are_some() -> None:
