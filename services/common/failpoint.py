@@ -25,15 +25,17 @@ _SPEC = re.compile(
     r"(?P<name>[a-z0-9_]+(?:\.[a-z0-9_]+)+)=(?P<action>[a-z-]+)(?::(?P<seconds>\d+(?:\.\d+)?))?"
     r"(?:@(?P<nth>[1-9]\d{0,8}))?"
 )
-NOTE = "note"
+NOTE, HOLD = "note", "hold"
 KILL, KILL_PARENT, KILL_WORKER = "kill", "kill-parent", "kill-worker"
 STOP, STOP_WORKER = "stop", "stop-worker"
 CUT, CUT_ACTIVATIONS, CUT_BULK = "cut", "cut-activations", "cut-bulk"
 CUTS = {CUT: (True, True), CUT_ACTIVATIONS: (True, False), CUT_BULK: (False, True)}
-ACTIONS = (NOTE, KILL, KILL_PARENT, KILL_WORKER, STOP, STOP_WORKER, *CUTS)
+ACTIONS = (NOTE, HOLD, KILL, KILL_PARENT, KILL_WORKER, STOP, STOP_WORKER, *CUTS)
 """What may happen; `stop` and `stop-worker` take seconds.
 
 note         nothing: whoever reads the file of hits acts
+hold         SIGSTOP to this process until whoever reads the file has acted and sends SIGCONT, and
+             for `HOLD_MAX_S` at most: what they do happens at this place, and not a little later
 kill         SIGKILL to this process
 kill-parent  SIGKILL to the servicer of this engine, with which the engine ends
 kill-worker  SIGKILL to both; in a servicer to it alone, which takes its engine with it
@@ -42,6 +44,7 @@ stop-worker  SIGSTOP to the servicer of this engine and to the engine
 cut          this engine closes its connections to the other members, which alone notice it
 cut-activations, cut-bulk   those of one lane
 """
+HOLD_MAX_S = 2.0
 
 
 @dataclass(slots=True)
@@ -174,6 +177,8 @@ def _act(one: _Armed) -> None:
             os.kill(parent or own, signal.SIGKILL)
         case "kill-worker":
             _signal(worker, signal.SIGKILL)
+        case "hold":
+            _stop((own,), HOLD_MAX_S)
         case "stop":
             _stop((own,), one.seconds)
         case "stop-worker":

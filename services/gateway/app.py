@@ -141,7 +141,11 @@ class _Gateway:
             self._transport.dial,
         )
         self._probe = ReadinessProbe(
-            self._view, self._admission, self._drain, config.expected_workers
+            self._view,
+            self._admission,
+            self._drain,
+            config.expected_workers,
+            config.expected_wait_s,
         )
         serving = self._request_serving(model, record)
         canceller = Canceller(self._running, self._view, self._transport.dial, incarnation)
@@ -176,6 +180,7 @@ class _Gateway:
                 parts = (self._view, self._admission, self._workers, self._keys, registration)
                 background = [tasks.create_task(part.run()) for part in parts]
                 background.append(tasks.create_task(self._checker.run()))
+                background.append(tasks.create_task(self._probe.run()))
                 if self._keys.has_file:
                     background.append(tasks.create_task(self._exchange.run()))
                 http = tasks.create_task(self._http.serve([listener]))

@@ -61,10 +61,18 @@ class GatewayConfig(ServiceConfig):
     )
     expected_workers: int | None = number(
         None,
-        "Workers without which /ready does not say yes for the first time; later, and if none are"
-        " given, it says yes while a request can be placed.",
+        "Workers without which /ready does not say yes for the first time, as long as"
+        " `expected_wait_s` allows; later, and if none are given, it says yes while a request can"
+        " be placed.",
         minimum=1,
         maximum=100_000,
+    )
+    expected_wait_s: float = number(
+        60.0,
+        "Seconds that /ready waits for `expected_workers` at most, from when a request could be"
+        " placed first.",
+        minimum=0,
+        maximum=86400,
     )
     api_key: str | None = option(
         None, "A key of clients, without owner and limits; see also 'api_keys_file'.", secret=True

@@ -81,6 +81,11 @@ class MemmgrCollector(Collector):
         merged = GaugeMetricFamily(
             "tideserve_memmgr_merged_groups", "Stable groups of more than one worker."
         )
+        serving = GaugeMetricFamily(
+            "tideserve_memmgr_serving_workers",
+            "Workers that are members of stable groups.",
+            labels=["model_name"],
+        )
         usable = GaugeMetricFamily(
             "tideserve_memmgr_usable_kv_blocks",
             "KV blocks that requests can fill: a group has those of its smallest member.",
@@ -102,12 +107,15 @@ class MemmgrCollector(Collector):
                 by_phase.add_metric([phase], phases[phase])
             stable = [group for group in groups if group.phase is GroupPhase.STABLE]
             merged.add_metric([], sum(len(group.members) > 1 for group in stable))
+            for model in sorted({group.model for group in groups}):
+                members = sum(len(group.members) for group in stable if group.model == model)
+                serving.add_metric([model], members)
             for model, blocks in usable_blocks(stable, self._memory.workers()).items():
                 usable.add_metric([model], blocks)
             for model, tokens in self._watch.shortfalls.items():
                 exhausted.add_metric([model], tokens > 0)
                 shortfall.add_metric([model], tokens)
-        yield from (by_phase, merged, usable, exhausted, shortfall)
+        yield from (by_phase, merged, serving, usable, exhausted, shortfall)
 
 
 def usable_blocks(groups: Sequence[Group], workers: Iterable[MemoryReport]) -> dict[str, int]:

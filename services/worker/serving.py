@@ -20,6 +20,7 @@ from services.worker.ipc import EngineReady, Progress
 from services.worker.member.servicer import MemberServicer
 from services.worker.reporter import ReportSender
 from services.worker.servicer import WorkerServicer
+from services.worker.stranding import Stranding
 from tideserve.common.v1 import record_pb2
 from tideserve.worker.v1 import worker_pb2_grpc
 
@@ -48,6 +49,7 @@ class EngineServing:
         self._engine = engine
         self._parted = False
         self._left_out = False  # the engine's group goes on without it
+        self._stranding = Stranding(store, self._note_stranded)
         self._groups = GroupView(store, name, incarnation, self._note_groups)
         self._services = Directory(store, SERVICES, record_pb2.ServiceRecord)
         self._reporter = ReportSender(
@@ -85,7 +87,8 @@ class EngineServing:
     def place(self) -> Place | None:
         """The configuration that this worker serves; its engine was told of it before."""
         recorded, told = self._groups.place, self._participant.place
-        if self._parted or self._left_out or recorded is None or told is None:
+        deserted = self._left_out or self._stranding.stranded
+        if self._parted or deserted or recorded is None or told is None:
             return None
         return told if recorded.epoch > told.epoch else recorded
 
@@ -117,6 +120,7 @@ class EngineServing:
                     self._member.run(),
                     self._groups.run(),
                     self._services.run(),
+                    self._stranding.run(),
                     self._reporter.run(),
                     self._requests.run(),
                 )
@@ -144,6 +148,7 @@ class EngineServing:
         # The load first: a client that asks again at once must not be sent past this worker, which
         # it has left idle; also if it asks another gateway.
         self._reporter.note_dropped(progress.dropped_prefixes)
+        self._stranding.note(progress.report)
         self._reporter.note_change()
         self._requests.deliver(progress)
         left_out, self._left_out = self._left_out, progress.report.left
@@ -159,6 +164,16 @@ class EngineServing:
             self._engine.lifeless_s,
         )
         self._requests.give_up_all("the engine of the worker does not answer; try again")
+
+    def _note_stranded(self) -> None:
+        """Requests that are given up go on in another group, if there is one."""
+        log.warning(
+            "the group cannot go on (%s), and etcd does not answer: its requests are given up, and"
+            " it gets no new ones until the group goes on",
+            self._engine.report.trouble,
+        )
+        self._requests.give_up_all("the worker's group has lost a member; try again")
+        self._reporter.note_change()
 
     def _note_groups(self) -> None:
         self._member.note_records()

@@ -1,6 +1,7 @@
 """The store, registrations and directories against a real etcd that is killed and compacted."""
 
 import asyncio
+import threading
 
 import grpc.aio
 import pytest
@@ -9,7 +10,7 @@ from google.protobuf.message import Message
 
 from services.common import etcd as etcd_module
 from services.common.errors import StoreError
-from services.common.etcd import SameCreation, Store, Unchanged
+from services.common.etcd import SameCreation, Store, StoreSnapshot, Unchanged
 from services.common.etcd_connection import EtcdMember
 from services.common.membership import WORKERS, Directory, Registration
 from services.common.records import encode_record
@@ -23,6 +24,7 @@ from tests.support.control_plane import (
 )
 from tests.support.etcd_server import EtcdServer
 from tests.support.waiting import DEADLINE_S, eventually
+from tideserve.bench.faults.cluster import forget_history
 from tideserve.common.v1 import record_pb2
 
 KEY = f"{WORKERS}w0"
@@ -317,6 +319,39 @@ class TestDirectory:
             await followed.shows(w0=worker_record(incarnation="i2"))
             await put(store, KEY, worker_record(incarnation="after"))
             await followed.shows(w0=worker_record(incarnation="after"))
+
+    async def test_sees_all_while_history_is_forgotten_again_and_again(
+        self, store: Store, etcd: EtcdServer, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Each watch may be refused before it has begun; without that the fault would be none."""
+        monkeypatch.setattr(etcd_module, "RELIST_S", 1e6)
+        monkeypatch.setattr(etcd_module, "RETRY_S", 0.0)
+        listings = 0
+        snapshot = store.snapshot
+
+        async def counted(prefix: str) -> StoreSnapshot:
+            nonlocal listings
+            listings += 1
+            return await snapshot(prefix)
+
+        monkeypatch.setattr(store, "snapshot", counted)
+        over = threading.Event()
+
+        def forget() -> None:
+            while not over.is_set():
+                forget_history(f"http://{etcd.endpoint}")
+
+        forgetting = asyncio.create_task(asyncio.to_thread(forget))
+        writes = 0
+        try:
+            async with FollowedDirectory(store) as followed, open_store(etcd.url) as writer:
+                while listings <= writes + 1:  # one for each change, if no watch was refused
+                    writes += 1
+                    await put(writer, KEY, worker_record(incarnation=f"i{writes}"))
+                    await followed.shows(w0=worker_record(incarnation=f"i{writes}"))
+        finally:
+            over.set()
+            await forgetting
 
     async def test_heals_from_a_silent_watch(
         self, store: Store, monkeypatch: pytest.MonkeyPatch

@@ -323,7 +323,9 @@ async def test_status_metrics_and_probes(case: Case) -> None:
         "decisions",
         "losses",
         "shortfalls",
+        "scheduling",
     }
+    assert status["scheduling"] == "slo"
     services = {row["name"]: row for row in status["services"]}
     assert set(services) == {"gateway", "scheduler", "memmgr", "w0"}
     assert all(set(row) == {"name", "pid", "rss_bytes", "ready"} for row in status["services"])

@@ -4,9 +4,11 @@ What the survivors lead is computed again there; what a dead leader led goes on 
 """
 
 import asyncio
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from threading import Timer
+from threading import Thread, Timer
+from urllib.error import HTTPError
 
 import psutil
 import pytest
@@ -89,6 +91,45 @@ def test_no_answer_shows_that_a_member_was_lost(
     lived = {one for one, pid in cluster.pids().items() if before[one] == pid}
     died = {name} if fault != "stop" else set()
     assert lived == before.keys() - died, "no process ends because of another one"
+
+
+def ready(cluster: Cluster) -> bool:
+    try:
+        cluster.get("/ready")
+    except HTTPError as error:
+        assert error.code == 503
+        return False
+    return True
+
+
+def test_while_etcd_is_away_nobody_is_sent_to_a_group_that_lost_a_member(
+    cluster: Cluster, undisturbed: list[Answer]
+) -> None:
+    leader, follower = merge(cluster)
+    said = "etcd does not answer: its requests are given up"
+    before = cluster.log(leader).count(said)
+    seen: list[bool] = []
+
+    def await_the_gateway() -> None:
+        """etcd comes back once the gateway tells that no group serves."""
+        try:
+            cluster.eventually(lambda: not ready(cluster), deadline_s=120)
+            seen.append(cluster.log(leader).count(said) > before)
+        finally:
+            cluster.kill("etcd", signal.SIGCONT)
+
+    waiting = Thread(target=await_the_gateway)
+
+    def note(tokens: int) -> None:
+        if tokens >= 60 and waiting.ident is None:
+            cluster.kill("etcd", signal.SIGSTOP)
+            kill(cluster, follower, engine=False)
+            waiting.start()
+
+    check_answers(run_all(cluster, note), undisturbed)
+    waiting.join()
+    assert seen == [True]
+    cluster.eventually(lambda: apart(cluster), deadline_s=120)
 
 
 def test_the_event_logs_hold_the_invariants(cluster: Cluster, logs: Path) -> None:

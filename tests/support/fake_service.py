@@ -21,7 +21,10 @@ import yaml
 from services.common.lifecycle import die_with_parent
 
 STATUS = {
-    "services": [{"name": "gateway", "pid": os.getpid(), "rss_bytes": 50 << 20, "ready": True}],
+    "services": [
+        {"name": name, "pid": os.getpid(), "rss_bytes": 50 << 20, "ready": True}
+        for name in ("gateway", "worker-0")
+    ],
     "workers": [],
     "groups": [],
 }

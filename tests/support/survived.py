@@ -7,19 +7,22 @@ from typing import Any
 from tideserve.bench.faults.streams import StreamOutcome
 from tideserve.bench.faults.survival import Crowd, Loss, Outage
 from tideserve.bench.steady_load import Tally
+from tideserve.bench.undisturbed import Undisturbed
 
 TOKENS = 10
-WANTED = tuple(range(TOKENS))
+WANTED = Undisturbed(tuple(range(TOKENS)))
 GROUP = {"id": "g0", "epoch": 4, "members": ["worker-0", "worker-1"]}
 
 
 def stream(begins_s: float, lasts_s: float) -> StreamOutcome:
     """One that gets its tokens at even distances, the last one at its end."""
     times_s = tuple(begins_s + lasts_s * (one + 1) / TOKENS for one in range(TOKENS))
-    return StreamOutcome(WANTED, times_s, times_s[-1], finished=True, told_tokens=TOKENS)
+    return StreamOutcome(WANTED.token_ids, times_s, times_s[-1], True, TOKENS, sent_s=begins_s)
 
 
-CUT = StreamOutcome(WANTED[:3], (20.0, 20.5, 21.0), 21.5, False, 0, "the server hung up")
+CUT = StreamOutcome(
+    WANTED.token_ids[:3], (20.0, 20.5, 21.0), 21.5, False, 0, "the server hung up", sent_s=19.5
+)
 """A stream without its end."""
 
 

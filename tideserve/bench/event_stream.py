@@ -38,14 +38,16 @@ class StreamFailed(Exception):
 class StreamedAnswer:
     """The response to one request so far.
 
-    `output_ids` are told if the request asks for them; `cached_tokens` of its prompt were in a
-    prefix cache.
+    `output_ids` are told if the request asks for them; `prompt_tokens` and `output_tokens` are what
+    its usage says; `cached_tokens` of its prompt were in a prefix cache.
     """
 
     def __init__(self) -> None:
         self.status = 0
         self.output_ids: list[int] = []
+        self.prompt_tokens = 0
         self.cached_tokens = 0
+        self.finish_reason = ""
         self.request_id = ""
         self.token_times_s: list[float] = []
         self.output_tokens = 0
@@ -53,6 +55,7 @@ class StreamedAnswer:
         self.finished = False
         self._rest = b""
         self._body = b""
+        self._pieces: list[str] = []
 
     def feed(self, data: bytes, now_s: float) -> None:
         """Take a piece of the body that arrived at `now_s`."""
@@ -68,6 +71,11 @@ class StreamedAnswer:
     def body(self) -> str:
         """The beginning of a response that is no stream."""
         return self._body.decode("utf-8", "replace")
+
+    @property
+    def text(self) -> str:
+        """All text so far."""
+        return "".join(self._pieces)
 
     def _take(self, payload: bytes, now_s: float) -> None:
         if payload == DONE:
@@ -87,8 +95,11 @@ class StreamedAnswer:
             if "text" in choice and token_ids != []:
                 self.token_times_s.append(now_s)
             self.output_ids += token_ids or ()
+            self._pieces.append(choice.get("text") or "")
+            self.finish_reason = choice.get("finish_reason") or self.finish_reason
         if usage := event.get("usage"):
             self.output_tokens = usage["completion_tokens"]
+            self.prompt_tokens = usage.get("prompt_tokens") or 0
             details = usage.get("prompt_tokens_details") or {}
             self.cached_tokens = details.get("cached_tokens") or 0
 

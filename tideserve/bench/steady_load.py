@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, fields
 from random import Random
 
 from tideserve.bench.event_stream import OpenAIServer, StreamedAnswer, StreamFailed
+from tideserve.bench.undisturbed import Undisturbed
 from tideserve.bench.workload import PlannedRequest
 
 STALL_S = 60.0
@@ -56,7 +57,7 @@ class Tally:
     """How requests have ended; `errors` are the first of those that were lost or stuck.
 
     Lost: the stream failed, or ended with fewer tokens than it should. Duplicated: with more.
-    Different: with others than those of an undisturbed run, where these are known.
+    Different: with another answer than an undisturbed run's, where that is known.
     """
 
     sent: int = 0
@@ -110,9 +111,9 @@ class SteadyLoad:
         url: str,
         model: str,
         shape: Shape,
-        wanted: Sequence[tuple[int, ...]] = (),
+        wanted: Sequence[Undisturbed] = (),
     ) -> None:
-        """`wanted`: the output of each of the `distinct` requests, undisturbed."""
+        """`wanted`: the answer to each of the `distinct` requests, undisturbed."""
         self.tally = Tally()
         self._wanted = wanted
         self._url = url
@@ -193,7 +194,7 @@ class SteadyLoad:
             got = min(got, len(answer.output_ids))  # what has come, not what is said to have come
         tally.tokens += got
         error = answer.error if failure is None else str(failure) or type(failure).__name__
-        differs = self._differs(number, answer)
+        differs = self._difference(number, answer)
         if answer.finished and not error and got == wanted and not differs:
             tally.completed += 1
             return
@@ -201,18 +202,22 @@ class SteadyLoad:
             tally.duplicated += 1
         elif differs:
             tally.different += 1
-            error = f"other tokens than undisturbed; {error}"
+            error = f"beside an undisturbed run, {differs}{f'; {error}' if error else ''}"
         else:
             tally.lost += 1
         cause = error or (answer.body if answer.status != 200 else f"{got} of {wanted} tokens came")
         tally.note_error(f"request {number} ({answer.request_id}): {cause}")
 
-    def _differs(self, number: int, answer: StreamedAnswer) -> bool:
-        """Whether it has a token that an undisturbed run has not."""
+    def _difference(self, number: int, answer: StreamedAnswer) -> str:
+        """What it has otherwise than an undisturbed run; "" if nothing, or it has not come."""
         if not self._wanted:
-            return False
+            return ""
         wanted = self._wanted[number % len(self._wanted)]
-        return tuple(answer.output_ids) != wanted[: len(answer.output_ids)]
+        found = wanted.contradiction(answer.output_ids, answer.text)
+        if found or not answer.finished or len(answer.output_ids) != len(wanted.token_ids):
+            return found
+        ended = (answer.finish_reason, answer.prompt_tokens, answer.output_tokens)
+        return wanted.wrong_end(answer.text, *ended)
 
 
 async def _while_it_advances(sending: "asyncio.Task[None]", answer: StreamedAnswer) -> None:

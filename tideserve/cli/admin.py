@@ -19,18 +19,12 @@ def find_admin_url(given: str | None, url: str, cluster_dir: Path | None) -> str
     Raises:
         CommandError: if no such cluster runs here, or it has no admin port.
     """
-    if given:
-        return given
-    if cluster_dir is None and _port_of(url) is None:
-        raise CommandError(f"'{url}' names no port of a cluster here; {REMEDY}", EXIT_UNUSABLE)
-    folder = local_folder(url) if cluster_dir is None else ClusterFolder(cluster_dir)
-    state = folder.read_state() if folder is not None else None
-    if folder is None or state is None:
-        place = f"on this machine at {url} by the cache folder {cache_root()} (TIDESERVE_CACHE)"
-        if cluster_dir is not None:
-            place = f"from {cluster_dir}"
-        raise CommandError(f"no cluster runs {place}; {_others()}, or {REMEDY}", EXIT_UNUSABLE)
-    admin_url = state.get("admin_url")
+    return given or admin_url_of(find_folder(url, cluster_dir))
+
+
+def admin_url_of(folder: ClusterFolder) -> str:
+    """The admin port of the cluster that runs from a folder. Raises CommandError if it has none."""
+    admin_url = (folder.read_state() or {}).get("admin_url")
     if not admin_url:
         raise CommandError(
             f"the cluster in {folder.root} has no admin port; start it again with another"
@@ -38,6 +32,23 @@ def find_admin_url(given: str | None, url: str, cluster_dir: Path | None) -> str
             EXIT_UNUSABLE,
         )
     return str(admin_url)
+
+
+def find_folder(url: str, cluster_dir: Path | None) -> ClusterFolder:
+    """The folder of the cluster on this machine whose gateway is at `url`, or `cluster_dir`.
+
+    Raises:
+        CommandError: if no such cluster runs here.
+    """
+    if cluster_dir is None and _port_of(url) is None:
+        raise CommandError(f"'{url}' names no port of a cluster here; {REMEDY}", EXIT_UNUSABLE)
+    folder = local_folder(url) if cluster_dir is None else ClusterFolder(cluster_dir)
+    if folder is None or folder.read_state() is None:
+        place = f"on this machine at {url} by the cache folder {cache_root()} (TIDESERVE_CACHE)"
+        if cluster_dir is not None:
+            place = f"from {cluster_dir}"
+        raise CommandError(f"no cluster runs {place}; {_others()}, or {REMEDY}", EXIT_UNUSABLE)
+    return folder
 
 
 def local_folder(url: str) -> ClusterFolder | None:

@@ -98,6 +98,7 @@ def _run_drop_cost(arguments: BenchArguments, report: Report) -> None:
         _check_options(arguments)
         _refuse_load(arguments, "serves no requests")
         _refuse_cells(arguments)
+        _refuse_cycles(arguments)
         check_writable(arguments.json)
         deployment = _deployment(
             arguments, parse_size_bytes(arguments.memory or drop_cost.MEMORY), report, "bfloat16"
@@ -120,6 +121,8 @@ def _run_trial(arguments: BenchArguments, trial: Trial, report: Report) -> None:
         _refuse_load(arguments, "compares nothing", trial.traced)
         if not trial.resumable:
             _refuse_cells(arguments, trial.timed)
+        if not trial.cycled:
+            _refuse_cycles(arguments)
         check_writable(arguments.json)
         with _trial_deployment(arguments, trial, report) as deployment:
             machine = describe_machine(deployment)
@@ -216,6 +219,10 @@ def _refuse_cells(arguments: BenchArguments, timed: bool = False) -> None:
     _refuse(arguments, given, "has no cells")
 
 
+def _refuse_cycles(arguments: BenchArguments) -> None:
+    _refuse(arguments, {"--cycles": arguments.choice.cycles}, "has no cycles")
+
+
 def _refuse(arguments: BenchArguments, given: Mapping[str, Any], why: str) -> None:
     for option, value in given.items():
         if value is not None:
@@ -231,8 +238,7 @@ def _check_options(arguments: BenchArguments) -> None:
 def _plan(arguments: BenchArguments, report: Report, folder: Path) -> BenchPlan:
     """The plan of a run; `folder` gets a made-up model and must outlive the run."""
     scenario = find_scenario(arguments.scenario)
-    if arguments.choice.cycles is not None:
-        raise BenchError(f"'{scenario.name}' has no cycles; leave --cycles out")
+    _refuse_cycles(arguments)
     _refuse_cells(arguments)
     tiny = arguments.choice.paced
     memory = scenario.paced_memory if tiny else scenario.memory

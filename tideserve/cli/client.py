@@ -8,7 +8,7 @@ from typing import Any, Self
 
 import httpx
 
-from tideserve.cli.errors import EXIT_UNUSABLE, CommandError
+from tideserve.cli.errors import EXIT_UNUSABLE, CommandError, Unreachable
 
 CONNECT_TIMEOUT_S = 5.0
 # A first token may wait in the scheduler's queue; its deadline is two minutes by default.
@@ -150,7 +150,7 @@ class HttpClient:
             cause = "cannot be reached"
         else:
             cause = f"broke off ({error or type(error).__name__})"
-        return CommandError(f"{self.url} {cause}; {self.url_hint}")
+        return Unreachable(f"{self.url} {cause}; {self.url_hint}")
 
 
 class AdminClient(HttpClient):

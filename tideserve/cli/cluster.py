@@ -32,6 +32,11 @@ class ClusterProcesses:
         """Process ids by name, of those that run."""
         return {name: child.pid for name, child in self._children.items() if child.pid is not None}
 
+    @property
+    def programs(self) -> list[str]:
+        """Names of all that are kept alive, whether they run or not."""
+        return list(self._children)
+
     def start(self, program: Program) -> None:
         """Start a program for the first time and keep it alive from now on."""
         self._children[program.name] = ServiceProcess(program)
@@ -78,7 +83,7 @@ class ClusterProcesses:
             while any(child.pid is not None for child in children):
                 for child in children:
                     if child.press(self._signals.hurry) and not self._signals.hurry:
-                        self._report.warn(f"{child.name} did not end in time and was killed")
+                        self._tell(child, f"{child.name} did not end in time and was killed")
                     child.poll()
                 time.sleep(TICK_S / 5)
             if children:
@@ -104,9 +109,17 @@ class ClusterProcesses:
         decision = self._supervision.died(child.name, return_code, now_s)
         if isinstance(decision, GiveUp):
             sentence = self._last_sentence(child, return_code, decision)
+            child.note(f"{what}; the cluster is given up")
             raise CommandError(sentence, decision.exit_code)
+        self._tell(child, what)
+        again = f"{child.name} will be started again in {decision.delay_s:.1f} s"
+        child.note(again)
+        self._report.line(again)
+
+    def _tell(self, child: ServiceProcess, what: str) -> None:
+        """Warn here and in the log of the process."""
         self._report.warn(what)
-        self._report.line(f"{child.name} will be started again in {decision.delay_s:.1f} s")
+        child.note(what)
 
     def _last_sentence(self, child: ServiceProcess, return_code: int, decision: GiveUp) -> str:
         """The last sentence of the process about its end."""

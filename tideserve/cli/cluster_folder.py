@@ -118,6 +118,11 @@ class ClusterFolder:
         _write_private(path, yaml.safe_dump(dict(config), sort_keys=False))
         return path
 
+    @property
+    def gateway_config(self) -> Path:
+        """The configuration of the gateway: what a client of the other services needs, too."""
+        return self.configs / "gateway.yaml"
+
     def log_path(self, name: str) -> Path:
         """Log of the process called `name`."""
         return self.logs / f"{name}.log"

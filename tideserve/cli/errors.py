@@ -15,6 +15,10 @@ class CommandError(Exception):
         self.exit_code = exit_code
 
 
+class Unreachable(CommandError):
+    """Nobody answers there, or not to the end."""
+
+
 @contextmanager
 def unusable(*kinds: type[Exception]) -> Iterator[None]:
     """Errors of these kinds, which say what cannot be used and why, end the command."""

@@ -7,7 +7,7 @@ import dataclasses
 import inspect
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
@@ -37,13 +37,26 @@ class Flags:
     panels: bool = False
 
 
-def option_command(flags: Flags) -> type[TyperCommand]:
+Narrowed = Callable[[TyperCommand, Sequence[str]], TyperCommand | None]
+"""Makes of a command and its arguments one with the help for just these; None: its own will do."""
+
+
+def option_command(flags: Flags, narrowed: Narrowed | None = None) -> type[TyperCommand]:
     """A class of commands that have these flags before their own.
 
     The command finds the values in `context.obj`, by the name of the field, None where not given.
+    With `narrowed`, its help may depend on its arguments.
     """
 
     class OptionCommand(TyperCommand):
+        def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+            if narrowed is not None and not set(ctx.help_option_names).isdisjoint(args):
+                _complete(self, flags)
+                if (one := narrowed(self, args)) is not None:
+                    typer.echo(one.get_help(ctx))
+                    ctx.exit()
+            return super().parse_args(ctx, args)
+
         def get_params(self, ctx: Any) -> list[Any]:
             _complete(self, flags)
             return super().get_params(ctx)

@@ -3,6 +3,8 @@
 The main thread, because children ask the kernel to die with the thread that started them.
 """
 
+import contextlib
+import logging
 import os
 import signal
 import subprocess
@@ -13,6 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from services.common.clock import monotonic_s
+from services.common.logging import JsonFormatter
 from services.common.settings import PREFIX
 
 TAIL_BYTES = 64 * 2**10
@@ -28,6 +31,7 @@ NOT_INHERITED = frozenset(
     }
 )
 KILLED = float("inf")
+SUPERVISOR = "tideserve.up"
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +117,12 @@ class ServiceProcess:
         _kill_group(self._popen.pid, signal.SIGKILL)
         self._kill_at_s = KILLED
         return True
+
+    def note(self, message: str) -> None:
+        """Add a warning to its log: what it could not say itself. A disk may be full."""
+        line = logging.LogRecord(SUPERVISOR, logging.WARNING, "", 0, message, None, None)
+        with contextlib.suppress(OSError), self.program.log_path.open("a") as log:
+            log.write(JsonFormatter().format(line) + "\n")
 
     def last_lines(self, count: int) -> list[str]:
         """The last lines that the process wrote since it was started last."""

@@ -36,6 +36,11 @@ def worker_names(count: int) -> list[str]:
     return [f"worker-{index}" for index in range(count)]
 
 
+def is_worker(name: str) -> bool:
+    """Whether the process called so is a worker."""
+    return name.startswith("worker-")
+
+
 def service_configs(options: ClusterOptions, placement: Placement) -> dict[str, dict[str, Any]]:
     """Configuration of every process by its name, in the order in which they are started.
 
@@ -49,6 +54,7 @@ def service_configs(options: ClusterOptions, placement: Placement) -> dict[str, 
         "gateway": model
         | {
             "expected_workers": options.workers,
+            "expected_wait_s": options.ready_timeout_s,
             "metrics_port": ports.get("gateway"),
             "admin_port": placement.admin_port,
             "public_grpc_host": options.host,

@@ -11,27 +11,66 @@ from rich.table import Table
 
 from services.core.engine_kind import EngineKind
 from tideserve.cli.client import AdminClient
+from tideserve.cli.cluster_folder import ClusterFolder
 from tideserve.cli.decision import decision_lines, loss_lines
-from tideserve.cli.errors import CommandError
+from tideserve.cli.errors import CommandError, Unreachable
+from tideserve.cli.processes import process_faults
 
+GATEWAY_AWAY = (
+    "the gateway is away, and the other services were asked; see `tideserve logs gateway`"
+)
 STATUS_PATH = "/tideserve/v1/status"
 BAR_CELLS = 10
 LISTS = ("pids", "members")
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
-def show_status(url: str, key: str | None, as_json: bool, why: bool) -> None:
+def show_status(
+    url: str, key: str | None, as_json: bool, why: bool, folder: ClusterFolder | None = None
+) -> None:
     """Print the state of the cluster whose admin port is `url`.
 
-    With `why`, its decisions and losses, too. Raises CommandError.
+    With `why`, its decisions and losses, too. `folder`: where it runs from, on this machine; then
+    its processes are looked at, and where the gateway does not answer, the others are asked.
+
+    Raises:
+        CommandError: as `read_status`; after the rest was printed, if only the gateway is away.
     """
-    status = read_status(url, key)
+    away = None
+    try:
+        status = read_status(url, key)
+    except Unreachable as error:
+        if folder is None:
+            raise
+        from tideserve.cli.direct_status import direct_status  # heavy
+
+        away = error
+        status = direct_status(folder)
+    if folder is not None and (faults := _faults(folder, status)):
+        status["warnings"] = [*(status.get("warnings") or []), *faults]
     if as_json:
         print(json.dumps(status, indent=2))
-        return
+    else:
+        _print(status, why)
+    if away is not None:
+        raise CommandError(f"{url} does not answer: {GATEWAY_AWAY}") from away
+
+
+def _faults(folder: ClusterFolder, status: Mapping[str, Any]) -> list[str]:
+    """What is wrong with the processes; without any row, nobody knows what is registered."""
+    state, rows = folder.read_state(), status["services"]
+    return process_faults(state or {}, {row["name"] for row in rows} if rows else None)
+
+
+def _print(status: Mapping[str, Any], why: bool) -> None:
     console = Console(highlight=False)
-    for table in (services_table(status), workers_table(status), groups_table(status)):
-        console.print(table)
+    console.print(services_table(status))
+    console.print(workers_table(status))
+    if (batch := batch_table(status)) is not None:
+        console.print(batch)
+    console.print(groups_table(status))
+    if scheduling := status.get("scheduling"):
+        console.print(f"scheduling {escape(scheduling)}")
     console.print(etcd_line(status))
     if why:
         _print_decisions(console, status)
@@ -106,7 +145,7 @@ def etcd_line(status: Mapping[str, Any]) -> str:
 
 
 def workers_table(status: Mapping[str, Any]) -> Table:
-    """Memory and requests of every worker; those of the class `batch` apart, if there are any."""
+    """Memory and requests of every worker; `batch_table` tells those of the class `batch` apart."""
     rows = status.get("workers", [])
     columns = ["id", "pids", "params>", "KV blocks", "run>", "wait>", "preempted>"]
     pipelined = any(row.get("pipeline_busy_s") for row in rows)
@@ -115,12 +154,6 @@ def workers_table(status: Mapping[str, Any]) -> Table:
     cached = any(row.get("prefix_queries_total") for row in rows)
     if cached:
         columns.append("hits>")
-    classed = any(row.get("batch_processed_tokens_total") for row in rows)
-    if classed:
-        columns.append("batch work>")
-    interrupted = any(row.get("preempted_iterations_total") for row in rows)
-    if interrupted:
-        columns.append("interrupted>")
     table = _table("Workers", *columns)
     for row in rows:
         total = row["kv_blocks_total"]
@@ -128,23 +161,40 @@ def workers_table(status: Mapping[str, Any]) -> Table:
             escape(row["id"]),
             " ".join(map(str, row["pids"])),
             size_text(row["parameter_bytes"]),
-            usage_bar(total - row["kv_blocks_free"], total)
-            + (f" ({blocks} batch)" if (blocks := row.get("kv_blocks_batch")) else ""),
-            _by_class(row, "running"),
-            _by_class(row, "waiting"),
+            usage_bar(total - row["kv_blocks_free"], total),
+            str(row["running"]),
+            str(row["waiting"]),
             str(row["preemptions_total"]),
             *([bubble_text(row)] if pipelined else []),
             *([hits_text(row)] if cached else []),
-            *([batch_text(row)] if classed else []),
-            *([interrupted_text(row)] if interrupted else []),
         )
     return table
 
 
-def _by_class(row: Mapping[str, Any], what: str) -> str:
-    """A number of requests, as online + batch where there are any of the latter."""
-    batch = row.get(f"batch_{what}") or 0
-    return f"{row[what] - batch} + {batch}" if batch else str(row[what])
+def batch_table(status: Mapping[str, Any]) -> Table | None:
+    """What of every worker's requests and KV is batch work, and its share of all tokens so far.
+
+    None while there was none.
+    """
+    rows = status.get("workers", [])
+    told = ("batch_running", "batch_waiting", "batch_processed_tokens_total")
+    if not any(row.get(one) for row in rows for one in told):
+        return None
+    columns = ["id", "run>", "wait>", "KV blocks>", "of all tokens so far>"]
+    interrupted = any(row.get("preempted_iterations_total") for row in rows)
+    if interrupted:
+        columns.append("interrupted>")
+    table = _table("Of these, batch work", *columns)
+    for row in rows:
+        table.add_row(
+            escape(row["id"]),
+            str(row.get("batch_running", 0)),
+            str(row.get("batch_waiting", 0)),
+            str(row.get("kv_blocks_batch", 0)),
+            batch_text(row),
+            *([interrupted_text(row)] if interrupted else []),
+        )
+    return table
 
 
 def bubble_text(row: Mapping[str, Any]) -> str:
@@ -162,8 +212,8 @@ def hits_text(row: Mapping[str, Any]) -> str:
 
 def batch_text(row: Mapping[str, Any]) -> str:
     """Share of the class batch in the tokens that a worker has processed."""
-    batch = row["batch_processed_tokens_total"]
-    processed = batch + row["online_processed_tokens_total"]
+    batch = row.get("batch_processed_tokens_total", 0)
+    processed = batch + row.get("online_processed_tokens_total", 0)
     return f"{batch / processed:.0%}" if processed else "–"
 
 

@@ -59,6 +59,7 @@ GRPC_PORT_OFFSET = 20_000
 LOGS_CHECK_S = 10.0
 READY_POLL_S = 0.3
 READY_PROBE_TIMEOUT_S = 1.0
+WAITS_NO_MORE = {"expected_wait_s": 0}
 
 
 @dataclass
@@ -82,6 +83,7 @@ class Up:
         self.grpc_port: int | None = None
         self.engine_python: Path | None = None
         self._held_ports: list[socket.socket] = []
+        self._gateway_config: dict[str, Any] = {}
         self.cluster = ClusterProcesses(self.signals, self.report, self._write_state)
 
     def run(self) -> None:
@@ -204,6 +206,7 @@ class Up:
         self.model_name = placement.model_name
         configs = service_configs(self.options, placement)
         self.folder.write_targets(targets_json(configs))
+        self._gateway_config = configs["gateway"]
         for name, config in configs.items():
             if self.signals.stopping:
                 return
@@ -286,6 +289,8 @@ class Up:
                 missing = what_is_missing(client)
                 if missing is None:
                     self.cluster.mark_ready()
+                    # One that is started anew finds a cluster that was complete.
+                    self.folder.write_config("gateway", self._gateway_config | WAITS_NO_MORE)
                     return True
                 if monotonic_s() > deadline_s:
                     raise CommandError(
@@ -373,6 +378,7 @@ class Up:
                 "etcd_url": self.etcd_url,
                 "etcd": self.etcd,
                 "pid": os.getpid(),
+                "programs": self.cluster.programs,
                 "pids": self.cluster.pids,
                 "logs": str(self.folder.logs),
                 "run_dir": str(self.run_dir) if self.run_dir else None,

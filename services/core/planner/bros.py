@@ -12,7 +12,7 @@ that cannot be kept bound nothing, the most urgent request runs even if its cost
 one that finds no KV does not end the search, an iteration in which nothing else runs takes what it
 can, and the later tokens of a group count with their target where iterations take longer. KV
 blocks are not shared by two requests; batch requests lose theirs to online ones. Merged groups run
-as with `conserve`, batch work taking turns as in `packing`.
+as with `conserve`.
 """
 
 from collections import deque
@@ -200,9 +200,7 @@ class BrosPlanner:
         return first if self._residual_s(first, now_s) <= self._residual_s(waits, now_s) else waits
 
     def _residual_s(self, sequence: Sequence, now_s: float) -> float:
-        if sequence.due_s == inf:
-            return deadline.order_s(sequence) - now_s
-        return deadline.slack_s(sequence, now_s, self.feedback.budget.iteration_s)
+        return deadline.residual_s(sequence, now_s, self.feedback.budget.iteration_s)
 
     def _add_batch(self, packed: _Packed, ready: Ready) -> None:
         """Add batch sequences, or let them take the turns of online ones; oldest first."""

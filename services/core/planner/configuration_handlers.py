@@ -123,9 +123,13 @@ class ConfigurationHandlers:
 
     def _reset(self, event: changes.SequenceReset) -> list[Command]:
         state = self.export(event.request_id)
-        self.sequence_table.forget(self._sequences[event.request_id])
+        before = self._sequences[event.request_id]
+        self.sequence_table.forget(before)
         self._adopt(changes.SequenceAdopted(replace(state, computed=0, blocks=0)))
-        self.sequence_table.hold(self._sequences[event.request_id])
+        after = self._sequences[event.request_id]
+        after.due_s, after.group_left = before.due_s, before.group_left
+        after.unpromised_s, after.token_s = before.unpromised_s, before.token_s
+        self.sequence_table.hold(after)
         return []
 
     def _change_sequence(self, event: changes.SequenceEvent) -> list[Command]:

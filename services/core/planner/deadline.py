@@ -3,6 +3,10 @@
 The first token is due `ttft_s` after the request began. Later ones are due in groups (BROS):
 the last of `token_group` tokens is due `token_group` times `tpot_s` after the group before it
 ended.
+
+Where nothing is promised, a prompt sorts as if its token were due `UNTARGETED_S` after the request
+began, and a decode as if it were due so long after the token before it. So no stream of deadlines
+leaves it out for ever, and an answer that is long takes nobody's turn.
 """
 
 from math import inf
@@ -15,16 +19,23 @@ def begin(sequence: Sequence, began_s: float) -> None:
     """The request came to the gateway at `began_s`, by the clock of this worker.
 
     Of a sequence that has output already, the next token is promised nothing: when the one before
-    it came is not known here.
+    it came is not known here. With a target between tokens it is late, most likely, and goes before
+    those that begin.
     """
-    ttft_s = sequence.request.service.ttft_s
-    first = ttft_s is not None and not sequence.output_count
-    sequence.due_s = began_s + ttft_s if first and ttft_s is not None else inf
-    sequence.group_left = 1
+    service, sequence.due_s, sequence.group_left = sequence.request.service, inf, 1
+    sequence.unpromised_s = sequence.arrival_s + UNTARGETED_S
+    sequence.token_s = sequence.arrival_s
+    if not sequence.output_count:
+        sequence.unpromised_s = began_s + UNTARGETED_S
+        if service.ttft_s is not None:
+            sequence.due_s = began_s + service.ttft_s
+    elif service.tpot_s is not None:
+        sequence.unpromised_s = began_s
 
 
 def note_token(sequence: Sequence, now_s: float) -> bool:
     """Its next token is here at `now_s`; returns whether it ended a group too late."""
+    sequence.token_s = now_s
     if sequence.group_left > 1:
         sequence.group_left -= 1
         return False
@@ -59,8 +70,12 @@ def slack_in_flight_s(sequence: Sequence, now_s: float, iteration_s: float) -> f
 
 
 def order_s(sequence: Sequence) -> float:
-    """The time by which sequences are ordered; without a target, `UNTARGETED_S` after arrival.
+    """When its group is due, for the order of prompts: these have groups of one token."""
+    return sequence.due_s if sequence.due_s < inf else sequence.unpromised_s
 
-    So a sequence without a target goes before all others in the end, and is not left out for ever.
-    """
-    return sequence.due_s if sequence.due_s < inf else sequence.arrival_s + UNTARGETED_S
+
+def residual_s(sequence: Sequence, now_s: float, iteration_s: float) -> float:
+    """As `slack_s`, for the order of decodes: also where nothing is promised."""
+    if sequence.due_s < inf:
+        return slack_s(sequence, now_s, iteration_s)
+    return sequence.token_s + UNTARGETED_S - now_s

@@ -6,6 +6,7 @@ token budget.
 
 from dataclasses import dataclass, field
 from math import inf
+from operator import itemgetter
 
 from services.core.cost.model import TOKENS
 from services.core.planner import deadline
@@ -56,7 +57,7 @@ class Filler:
 
     def __post_init__(self) -> None:
         adaptive = self.config.adaptive_slots
-        self.slots = Slots(self._running_max if adaptive else UNBOUNDED)
+        self.slots = Slots(self.config.max_running if adaptive else UNBOUNDED)
 
     @property
     def _running_max(self) -> int:
@@ -98,16 +99,17 @@ class Filler:
         self, decodes: list[Sequence], spent: Spent, limit_s: float, now_s: float
     ) -> list[Sequence]:
         """The decodes that fit, most urgent first, and those that cannot wait; oldest first."""
-        soon_s = now_s + self.feedback.budget.iteration_s
+        iteration_s = self.feedback.budget.iteration_s
         slots = self.slots.now
         chosen: list[Sequence] = []
         prefix_tokens = 0
-        for sequence in sorted(decodes, key=deadline.order_s):
+        pairs = [(deadline.residual_s(one, now_s, iteration_s), one) for one in decodes]
+        for residual_s, sequence in sorted(pairs, key=itemgetter(0)):
             if len(chosen) == spent.tokens_left:
                 break
             more = prefix_tokens + sequence.computed
             fits = len(chosen) < slots and spent.decodes_s(len(chosen) + 1, more) <= limit_s
-            if fits or not chosen or deadline.order_s(sequence) < soon_s:
+            if fits or not chosen or residual_s < iteration_s:
                 chosen.append(sequence)
                 prefix_tokens = more
         chosen.sort(key=lambda one: one.age)
@@ -221,7 +223,7 @@ class Filler:
         prefix_tokens = sum([one.computed for one in decodes])
         all_fit = spent.with_decodes_s(len(decodes), prefix_tokens) <= target_s
         all_fit = all_fit and len(decodes) <= self._places(plan, spent, alone)
-        spare = None if all_fit or alone else self._spare(plan, spent)
+        spare = None if all_fit or alone else self._spare(plan, target_s)
         for sequence in decodes:
             if sequence.phase is not Phase.RUNNING:
                 continue
@@ -251,11 +253,11 @@ class Filler:
             return False
         return spent.with_chunk_s(decode.computed, 1) <= target_s
 
-    def _spare(self, plan: Plan, spent: Spent) -> Spare | None:
+    def _spare(self, plan: Plan, target_s: float) -> Spare | None:
         budget = self.feedback.budget
-        if not self.config.packing:
+        if not self.config.packing or self.config.cost_model is None:
             return None
-        return Spare.of(plan, spent, budget.iteration_s, budget.mixed_scale)
+        return Spare.of(plan, budget.mixed_scale * target_s, budget.iteration_s)
 
     def _takes_turn(
         self, plan: Plan, decode: Sequence, spent: Spent, target_s: float, spare: Spare

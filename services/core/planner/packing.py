@@ -4,7 +4,7 @@ An iteration has a number of places, the *slots*. It adapts: it doubles while no
 iterations, and falls back to its base when one does, like the window of a TCP sender. And a batch
 request that finds no time or slot left may have the turn of an online decode that can spare one
 (Algorithm 1, lines 24 to 33). BROS takes the turn of whoever has most time left. Here its deadline
-has to hold without this iteration.
+has to hold without this iteration, if the next one is no longer than most are.
 """
 
 from dataclasses import dataclass, field
@@ -47,22 +47,19 @@ class Slots:
 
 @dataclass(slots=True)
 class Spare:
-    """Online decodes of one iteration that can do without it, the one with most time last.
-
-    `iteration_s` is the mean time of an iteration, and `scale` measured seconds per model second.
-    """
+    """Online decodes of one iteration that can do without it, the one with most time last."""
 
     _plan: Plan
     _found: list[tuple[float, Sequence]]
 
     @classmethod
-    def of(cls, plan: Plan, spent: Spent, iteration_s: float, scale: float) -> "Spare":
-        """Look at the decodes of `plan`, which costs `spent`.
+    def of(cls, plan: Plan, most_s: float, iteration_s: float) -> "Spare":
+        """Look at the decodes of `plan`, which may take `most_s` seconds in the end.
 
-        Their deadlines hold if this iteration and one more end before them. A sequence to which
-        nothing is promised is none of them: it would wait for ever.
+        Their deadlines hold if this iteration and one of `iteration_s` seconds, the mean, end
+        before them. A sequence that is promised nothing is none of them: it would wait for ever.
         """
-        needed_s = scale * spent.seconds + iteration_s
+        needed_s = most_s + iteration_s
         found = [
             (slack_s, one)
             for one in plan.decodes

@@ -12,22 +12,24 @@ class Precedence:
 
     With `batch_yields`, sequences of the class `batch` give their blocks and places to online
     requests, which wait for nothing else: in a larger group to those that start only if
-    `yields_in_pipelines`, since a planner's rounds may hold them.
+    `yields_in_pipelines`, since a planner's rounds may hold them. `since_begin`: the line counts
+    from when a request came to its gateway, not to this worker.
     """
 
     line: LineOrder
     victims: Victims
     batch_yields: bool
     yields_in_pipelines: bool = False
+    since_begin: bool = False
 
 
 PRECEDENCES = {
     Scheduling.FCFS: Precedence(LINES[Scheduling.FCFS], newest, batch_yields=False),
     Scheduling.PRIORITY: Precedence(LINES[Scheduling.PRIORITY], batch_first, batch_yields=True),
-    Scheduling.SLO: Precedence(LINES[Scheduling.SLO], batch_first, True, True),
+    Scheduling.SLO: Precedence(LINES[Scheduling.SLO], batch_first, True, True, True),
     Scheduling.ROUND_ROBIN: Precedence(LINES[Scheduling.ROUND_ROBIN], newest, batch_yields=False),
-    Scheduling.CONSERVE: Precedence(LINES[Scheduling.CONSERVE], batch_first, True, True),
-    Scheduling.BROS: Precedence(LINES[Scheduling.BROS], most_slack, True, True),
+    Scheduling.CONSERVE: Precedence(LINES[Scheduling.CONSERVE], batch_first, True, True, True),
+    Scheduling.BROS: Precedence(LINES[Scheduling.BROS], most_slack, True, True, True),
     Scheduling.WAITING_TIME: Precedence(LINES[Scheduling.WAITING_TIME], newest, batch_yields=False),
     Scheduling.PREFILL_FIRST: Precedence(
         LINES[Scheduling.PREFILL_FIRST], newest, batch_yields=False

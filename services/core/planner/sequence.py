@@ -87,7 +87,9 @@ class Sequence:
     In a larger group the other stages have to be told of its first `hit_blocks` before it runs.
     Nobody used the block `unshared` of its prefix when that was looked for last.
 
-    The last of its next `group_left` tokens is due at `due_s`, which `deadline` keeps.
+    The last of its next `group_left` tokens is due at `due_s`, which `deadline` keeps. `token_s` is
+    when its last token came. While nothing is promised for the next one, its prompt is ordered as
+    if that were due at `unpromised_s`.
     Chunks that ended at position `reached`, or before it, have run, wherever; it never falls.
     """
 
@@ -113,6 +115,8 @@ class Sequence:
     hits_told: bool = False
     unshared: int = 0
     due_s: float = inf
+    unpromised_s: float = inf
+    token_s: float = inf
     group_left: int = 1
     reached: int = 0
     online: bool = field(init=False)  # as its service is, which is asked for in each iteration

@@ -442,8 +442,10 @@ class SequenceTable:
 
     def _key(self, sequence: Sequence) -> tuple[LineKey, Age]:
         """Its place in the line; among equals the older one is first."""
-        line = self.precedence.line
-        return line(sequence.request.service, sequence.arrival_s), sequence.age
+        request, came_s = sequence.request, sequence.arrival_s
+        if self.precedence.since_begin:
+            came_s -= request.waited_s
+        return self.precedence.line(request.service, came_s), sequence.age
 
 
 def _insert(line: list[Sequence], sequence: Sequence) -> None:

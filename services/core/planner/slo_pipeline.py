@@ -65,7 +65,8 @@ class SloPipelinePlanner(PipelinePlanner):
         table, online = self.sequence_table, ready.online
         chosen = self._deal_decodes(ready.decodes, [other.decode_cost for other in in_flight])
         late = spent.decodes_s(len(chosen), sum([one.computed for one in chosen])) > limit_s
-        if late and self.feedback.corrects:
+        self.filler.slots.observe(late)
+        if (late and self.feedback.corrects) or len(chosen) > self.filler.slots.now:
             chosen = self.filler.most_urgent(chosen, spent, limit_s, plan.planned_s)
         if self._add_decodes(plan, chosen):
             ready.drop_preempted()

@@ -61,11 +61,12 @@ class Admission:
         """Why a request for `model` may not wait; None if it may. `placed`: as in Waiting.
 
         For want of room only newcomers are refused. One that has run waits also for workers that
-        are away, since they may come back; its gateway knows for how long.
+        are away, or for one as large as its own was, since they may come back; its gateway knows
+        for how long.
         """
         refused = None
         if model is not None:
-            refused = check_size(ask.prompt_tokens, ask.max_tokens, model.index.tokens_max)
+            refused = self._too_large(ask, model)
         elif not ask.resumed:
             refused = check_model(ask.model, self.groups.models, self.groups.served_before)
         if refused is not None or ask.resumed:
@@ -93,17 +94,21 @@ class Admission:
         """A request that waits for the model `name` and must not any longer, and why.
 
         That is the longest-waiting one if its deadline is over, else the first of the line if no
-        group can hold it: it may have been asked before any group of its model was known.
+        group can hold it: it may have been asked before any group of its model was known. Those
+        that wait for a larger group are passed over.
         """
         for oldest in self.queue.oldest(name):
             if now_s - oldest.arrival_s >= self._deadline_s(oldest.ask.service):
                 return oldest, self._expired(oldest.ask.service)
-        model, head = self.groups.of_model(name), self.queue.head(name)
-        if model is None or head is None:
+        model = self.groups.of_model(name)
+        if model is None:
             return None
-        ask, longest = head.ask, model.index.tokens_max
-        refused = check_size(ask.prompt_tokens, ask.max_tokens, longest)
-        return (head, refused) if refused is not None else None
+        for waiting in self.queue.line(name):
+            if model.can_hold(waiting.ask):
+                break
+            if (refused := self._too_large(waiting.ask, model)) is not None:
+                return waiting, refused
+        return None
 
     def retry_after_s(self, ask: Asked, now_s: float) -> float:
         """When the line of its model, or the full queue of all models, will have moved on.
@@ -122,6 +127,13 @@ class Admission:
             queued = queue.wanted(ask.model, classes)[0] if of_model else queue.count(classes)
             waits.append(retry_after_s(ask.request_id, queued, rates.per_s(classes, now_s)))
         return max(waits)
+
+    def _too_large(self, ask: Asked, model: ModelGroups) -> NotAdmitted | None:
+        """Refuses what no group can hold, and what has run if no group ever could."""
+        longest = model.index.tokens_max
+        if ask.resumed and longest is not None:
+            longest = max(longest, self.groups.longest_held(ask.model))
+        return check_size(ask.prompt_tokens, ask.max_tokens, longest)
 
     def _too_late(
         self, ask: Asked, model: ModelGroups | None, arrival_s: float

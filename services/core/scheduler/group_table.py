@@ -34,6 +34,11 @@ class ModelGroups:
     harvest: GroupIndex | None = None
     divided: bool = False
 
+    def can_hold(self, ask: Ask) -> bool:
+        """Whether some group can ever run a request."""
+        longest = self.index.tokens_max
+        return longest is None or ask.prompt_tokens + ask.max_tokens <= longest
+
     def index_for(self, ask: Ask) -> GroupIndex:
         """The groups as they are ranked for a request of this class."""
         return self.index if self.harvest is None or ask.service.online else self.harvest
@@ -132,7 +137,8 @@ class GroupTable:
     _loads: dict[str, GroupLoad] = field(default_factory=dict)
     _models: dict[str, ModelGroups] = field(default_factory=dict)
     _group_of_worker: dict[str, str] = field(default_factory=dict)
-    _served_before: set[str] = field(default_factory=set)
+    # Models that groups have served, and the longest sequence that one of them held.
+    _held: dict[str, int] = field(default_factory=dict)
     _steadiness: Steadiness = field(default_factory=Steadiness)
     _self_watch: SelfWatch = field(default_factory=SelfWatch)
 
@@ -144,7 +150,11 @@ class GroupTable:
     @property
     def served_before(self) -> Collection[str]:
         """Models that groups have served; some still do."""
-        return self._served_before
+        return self._held.keys()
+
+    def longest_held(self, model: str) -> int:
+        """The longest sequence that a group of the model has held; 0 if none is known."""
+        return self._held.get(model, 0)
 
     @property
     def loads(self) -> Iterable[GroupLoad]:
@@ -182,6 +192,7 @@ class GroupTable:
             index = GroupIndex(self.score)
             self._models[group.model] = ModelGroups(index, meter, prefixes, harvest)
         self._models[group.model].add(load)
+        self._note_held(load)
         self._divide(group.model)
         self._group_of_worker[group.worker_id] = group.group_id
 
@@ -194,8 +205,6 @@ class GroupTable:
         self._models[model].remove(group_id)
         if not self._models[model].index.loads:
             del self._models[model]
-            if len(self._served_before) < MODELS_REMEMBERED_MAX:
-                self._served_before.add(model)
         self._divide(model)
         if self._group_of_worker.get(worker_id) == group_id:
             del self._group_of_worker[worker_id]
@@ -214,6 +223,7 @@ class GroupTable:
                 prefixes.note_load(load, report.load)
         if not reported.passed_on:
             self._steadiness.came(report.worker_id)
+        self._note_held(load)
         self.touch(load)
         return load
 
@@ -268,6 +278,14 @@ class GroupTable:
         for model in self._models.values():
             model.check_invariants()
         assert set(self._group_of_worker.values()) <= set(self._loads)
+
+    def _note_held(self, load: GroupLoad) -> None:
+        model, tokens = load.group.model, load.tokens_max
+        known = self._held.get(model)
+        if known is None and len(self._held) >= MODELS_REMEMBERED_MAX:
+            return
+        if known is None or tokens > known:
+            self._held[model] = tokens
 
     def _divide(self, name: str) -> None:
         """Reserve groups of a model anew, if some are to be, since there are other groups now."""

@@ -109,10 +109,6 @@ class WaitQueue:
         line = self._lines.get(model)
         return (self._live[one][1] for one in (line.turns if line is not None else ()))
 
-    def head(self, model: str) -> Waiting | None:
-        """The first request in the line of `model`, or None."""
-        return next(self.line(model), None)
-
     def oldest(self, model: str) -> list[Waiting]:
         """The longest-waiting request for `model` of each class that can expire, oldest first."""
         line = self._lines.get(model)

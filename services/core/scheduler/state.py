@@ -315,7 +315,7 @@ class SchedulerState:
         while True:
             commands += self._refuse_waiting(name, now_s)
             held_tokens, kept_tokens = inf, self._kept_from_batch(name, model)
-            line = self._queue.line(name)
+            line = (one for one in self._queue.line(name) if model.can_hold(one.ask))
             first = next_to_start(line, fits, self.overtaken_max, holds_all)
             if first is None or picked is None:
                 return commands

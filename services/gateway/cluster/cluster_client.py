@@ -52,6 +52,7 @@ class ClusterClient:
             services = tasks.create_task(self.services())
             etcd = tasks.create_task(self._etcd())
         told = {"services": services.result(), "etcd": etcd.result()}
+        told |= {"scheduling": self._view.scheduling}
         return told | self.rows(asked.result())
 
     async def _etcd(self) -> dict[str, str | None]:

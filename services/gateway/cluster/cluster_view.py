@@ -27,6 +27,11 @@ class ClusterView:
             for directory in (self._services, self._workers, self._groups):
                 tasks.create_task(directory.run())
 
+    async def loaded(self) -> None:
+        """Return once all records have been read."""
+        for directory in (self._services, self._workers, self._groups):
+            await directory.loaded.wait()
+
     def address_of(self, service: str) -> str | None:
         """host:port of the newest instance of a service."""
         record = self._services.newest(f"{SERVICES}{service}/")
@@ -45,11 +50,15 @@ class ClusterView:
         """The registered workers, by id."""
         return sorted(self._workers.records.values(), key=lambda record: record.worker_id)
 
+    @property
+    def scheduling(self) -> str:
+        """Which requests go first, as the scheduler was told; "" while none is known."""
+        scheduler = self._services.newest(f"{SERVICES}scheduler/")
+        return scheduler.scheduling if scheduler is not None else ""
+
     def scheduling_fault(self) -> str | None:
         """What is wrong if workers were told another `scheduling` than the scheduler."""
-        scheduler = self._services.newest(f"{SERVICES}scheduler/")
-        told = scheduler.scheduling if scheduler is not None else ""
-        return scheduling_fault(told, self.workers())
+        return scheduling_fault(self.scheduling, self.workers())
 
     def worker_addresses(self) -> frozenset[str]:
         """Where registered workers listen."""

@@ -1,10 +1,15 @@
 """Whether this gateway, and the cluster behind it, can take requests."""
 
+import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass
 
+from services.common.clock import monotonic_s
 from services.gateway.bounds.drain import Drain
 from services.gateway.cluster.admission_client import AdmissionClient
 from services.gateway.cluster.cluster_view import ClusterView
+
+LOOK_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,12 +23,16 @@ class Readiness:
 
     @property
     def ready(self) -> bool:
-        """A request can be placed now, and the workers that are expected were all there once."""
+        """A request can be placed now, and the expected workers are not waited for any more."""
         return not self.missing
 
 
 class ReadinessProbe:
-    """Decides from what is known now, without calls to other services."""
+    """Decides from what is known now, without calls to other services.
+
+    The workers that are expected are waited for until they are all there, and for `wait_s` seconds
+    at most from when a request could be placed first: one of them may be lost for good.
+    """
 
     def __init__(
         self,
@@ -31,12 +40,23 @@ class ReadinessProbe:
         admission: AdmissionClient,
         drain: Drain,
         workers_expected: int | None,
+        wait_s: float,
+        clock: Callable[[], float] = monotonic_s,
     ) -> None:
         self._view = view
         self._admission = admission
         self._drain = drain
         self._expected = workers_expected
-        self._complete = workers_expected is None  # from the first time that all are there
+        self._wait_s = wait_s
+        self._clock = clock
+        self._waits = workers_expected is not None
+        self._serving_since_s: float | None = None
+
+    async def run(self) -> None:
+        """Notice what there is whether or not anybody asks, until no worker is waited for."""
+        while self._waits:
+            self.look()
+            await asyncio.sleep(LOOK_S)
 
     def look(self) -> Readiness:
         """The state of this moment."""
@@ -48,9 +68,10 @@ class ReadinessProbe:
         missing = []
         if self._drain.leaving:
             missing.append("this gateway is shutting down")
-        if not self._complete:
+        self._note_serving(serving)
+        if self._waits:
             missing += self._awaited(registered, in_groups)
-        groups = 1 if self._complete else max(1, stable)
+        groups = max(1, stable) if self._waits else 1
         if heartbeat is None:
             missing.append("the scheduler does not answer")
         elif not stable:
@@ -58,8 +79,18 @@ class ReadinessProbe:
         elif serving < groups:
             missing.append(f"the scheduler sees {serving} of {groups} groups serving")
         # A worker that is lost later takes no gateway away from its clients.
-        self._complete = self._complete or not missing
+        self._waits = self._waits and bool(missing)
         return Readiness(self._expected, registered, serving, tuple(missing))
+
+    def _note_serving(self, serving: int) -> None:
+        """Wait for no worker any more if requests could be placed for long enough."""
+        if not serving:
+            return
+        now_s = self._clock()
+        if self._serving_since_s is None:
+            self._serving_since_s = now_s
+        if now_s - self._serving_since_s >= self._wait_s:
+            self._waits = False
 
     def _awaited(self, registered: int, in_groups: int) -> list[str]:
         """What a cluster that starts still waits for."""

@@ -112,7 +112,8 @@ class Metrics:
         )
         self.ready = gauge(
             "tideserve_gateway_ready",
-            "1 while /ready says yes: a request can be placed, `expected_workers` were there once.",
+            "1 while /ready says yes: a request can be placed, and `expected_workers` were there"
+            " once, or have been waited for.",
         )
         self.groups_serving = gauge(
             "tideserve_gateway_groups_serving",

@@ -49,16 +49,14 @@ class ServicePolicy:
         ttft_ms = _target(headers, TTFT_HEADER) or (slo.ttft_ms if slo is not None else None)
         tpot_ms = _target(headers, TPOT_HEADER) or (slo.tpot_ms if slo is not None else None)
         own = ttft_ms is not None or tpot_ms is not None
-        service_class = _class(body, headers)
+        named = _classes(body, headers)
+        service_class = next(iter(named.values()), None)
         if service_class is None:
             # Somebody waits for a request with targets, whatever the default is.
             batch = self.default_class is ServiceClass.BATCH
             service_class = ServiceClass.STANDARD if own and batch else self.default_class
         if service_class is ServiceClass.BATCH and own:
-            raise BadRequest(
-                "requests of class 'batch' have no targets; leave 'slo' or the class out",
-                param="slo",
-            )
+            raise _targets_of_batch(next(iter(named)), headers)
         of_class = self.targets.get(service_class, NO_TARGETS)
         return Service(
             service_class=service_class,
@@ -74,8 +72,19 @@ def _seconds(target_ms: float | None) -> float | None:
     return None if target_ms is None else target_ms / 1000
 
 
-def _class(body: GenerationRequest, headers: Mapping[str, str]) -> ServiceClass | None:
-    """The class that the request names, if it does; BadRequest if two places name others."""
+def _targets_of_batch(class_place: str, headers: Mapping[str, str]) -> BadRequest:
+    """Says which place names the class and which a target."""
+    places = [name for name in (TTFT_HEADER, TPOT_HEADER) if name in headers]
+    target = places[0] if places else "slo"
+    return BadRequest(
+        f"'{class_place}' makes the request one of class 'batch', which has no targets; leave"
+        f" '{target}' out, or '{class_place}'",
+        param=target,
+    )
+
+
+def _classes(body: GenerationRequest, headers: Mapping[str, str]) -> dict[str, ServiceClass]:
+    """The class that the request names, by where it does; BadRequest if two places differ."""
     named: dict[str, ServiceClass] = {}
     if (tier := _TIERS.get(body.service_tier or "")) is not None:
         named["service_tier"] = tier
@@ -94,7 +103,7 @@ def _class(body: GenerationRequest, headers: Mapping[str, str]) -> ServiceClass 
     if len(set(named.values())) > 1:
         said = " and ".join(f"'{name}' class '{value}'" for name, value in named.items())
         raise BadRequest(f"{said} differ; name one class", param=next(iter(named)))
-    return next(iter(named.values()), None)
+    return named
 
 
 def _target(headers: Mapping[str, str], name: str) -> float | None:

@@ -4,9 +4,11 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from services.common import failpoint
@@ -21,6 +23,13 @@ for _ in range(3):
     failpoint.hit("a.b")
     print("passed", flush=True)
 """
+HELD = """
+import atexit, os
+from services.common import failpoint
+failpoint.HOLD_MAX_S = 600
+atexit.register(lambda: [os.killpg(one.pid, 9) for one in failpoint._process.helpers])
+"""
+"""So that nobody else lets it go on."""
 
 
 @pytest.fixture(autouse=True)
@@ -106,6 +115,22 @@ def test_an_engine_can_take_its_servicer_along(
 def test_a_suspended_process_goes_on_later(tmp_path: Path, action: str) -> None:
     assert passes(f"a.b={action}:0.2", tmp_path / "hits") == (0, 3)
     assert names(tmp_path / "hits") == ["a.b"]
+
+
+def test_a_held_process_waits_until_whoever_reads_the_file_has_acted(tmp_path: Path) -> None:
+    file = tmp_path / "hits"
+    command = [sys.executable, "-c", HELD + CHILD, "a.b=hold@2", str(file), "0"]
+    held = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        while psutil.Process(held.pid).status() != psutil.STATUS_STOPPED:
+            time.sleep(0.01)
+        assert [one["pid"] for one in failpoint.read_hits(file)] == [held.pid]
+        held.send_signal(signal.SIGCONT)
+        told, _ = held.communicate()
+        assert (held.returncode, told.count("passed")) == (0, 3)
+    finally:
+        held.kill()
+        held.wait()
 
 
 @pytest.mark.parametrize(

@@ -41,6 +41,7 @@ def test_the_leader_tells_of_the_cluster() -> None:
     assert value(found, "tideserve_memmgr_groups", phase="stable") == 2
     assert value(found, "tideserve_memmgr_groups", phase="degraded") == 1
     assert value(found, "tideserve_memmgr_merged_groups") == 1
+    assert value(found, "tideserve_memmgr_serving_workers", model_name="m") == 3
     assert value(found, "tideserve_memmgr_usable_kv_blocks", model_name="m") == 7 + 5
     assert value(found, "tideserve_memmgr_relief_exhausted", model_name="m") == 1
     assert value(found, "tideserve_memmgr_kv_shortfall_tokens", model_name="m") == 70
@@ -51,7 +52,13 @@ def test_the_leader_tells_of_the_cluster() -> None:
 def test_a_standby_tells_of_itself_only() -> None:
     found = told(leads=False)
     assert value(found, "tideserve_memmgr_leader") == 0
-    cluster = ("_groups", "_usable_kv_blocks", "_relief_exhausted", "_shortfall_tokens")
+    cluster = (
+        "_groups",
+        "_serving_workers",
+        "_usable_kv_blocks",
+        "_relief_exhausted",
+        "_shortfall_tokens",
+    )
     assert [name for name, _ in found if name.endswith(cluster)] == []
 
 

@@ -16,9 +16,10 @@ from tideserve.bench.faults.streams import (
     Streams,
     sent,
     stream_requests,
-    undisturbed_tokens,
+    undisturbed_answers,
 )
 from tideserve.bench.systems.system import Deployment, Say
+from tideserve.bench.undisturbed import Undisturbed
 from tideserve.bench.workload import PlannedRequest
 
 STREAMS = 40
@@ -30,15 +31,15 @@ WHOLE_TIMEOUT_S = 180.0
 REST_TIMEOUT_S = 30.0
 
 
-Undisturbed = MutableMapping[int, list[tuple[int, ...]]]
-"""By seed, the tokens of its streams in a run without a fault."""
+UndisturbedRuns = MutableMapping[int, list[Undisturbed]]
+"""By seed, the answers of its streams in a run without a fault."""
 
 
 def run_cell(
     deployment: Deployment,
     cell: FaultCell,
     seed: int,
-    undisturbed: Undisturbed,
+    undisturbed: UndisturbedRuns,
     kept: Path,
     say: Say,
 ) -> CellVerdict:
@@ -64,14 +65,14 @@ def run_cell(
     return verdict
 
 
-def _run(cluster: FaultCluster, seed: int, undisturbed: Undisturbed, say: Say) -> CellSeen:
+def _run(cluster: FaultCluster, seed: int, undisturbed: UndisturbedRuns, say: Say) -> CellSeen:
     cell, phase = cluster.cell, PHASES[cluster.cell.phase]
     requests = stream_requests(STREAMS, seed, batch=phase.batch)
     cluster.note_workers()
     if seed not in undisturbed:
         say("an undisturbed run")
         online = stream_requests(STREAMS, seed)  # so that nothing is interrupted, nor rests
-        undisturbed[seed] = undisturbed_tokens(cluster.url, cluster.model, online)
+        undisturbed[seed] = undisturbed_answers(cluster.url, cluster.model, online)
     if phase.merged:
         cluster.change("merge")
         _await(cluster.whole, WHOLE_TIMEOUT_S)

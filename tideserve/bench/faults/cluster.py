@@ -104,22 +104,35 @@ class FaultCluster:
             time.sleep(WATCH_S)
 
     def act(self) -> float:
-        """The bench's own part in the fault, if it has one; returns when the fault ends."""
+        """The bench's own part in the fault, if it has one; returns when the fault ends.
+
+        The process that has hit the failpoint stands still until the fault has begun.
+        """
         fault = FAULTS[self.cell.fault]
-        began_s = monotonic_s()
+        ends_s = monotonic_s() + fault.lasts_s
         match fault.by_hand:
             case "etcd-stop":
                 pid = self._pid("etcd")
                 os.kill(pid, signal.SIGSTOP)
+                self._let_go()
                 time.sleep(fault.lasts_s)
                 os.kill(pid, signal.SIGCONT)
             case "etcd-compact":
-                compact(self._system.state["etcd_url"])
+                url = self._system.state["etcd_url"]
+                forget_history(url)
+                self._let_go()
+                while monotonic_s() < ends_s:
+                    forget_history(url)
             case "etcd-kill" | "gateway-kill" | "memmgr-kill" as kill:
                 pid = self._pid(kill.removesuffix("-kill"))
                 self.killed.append(pid)
                 os.kill(pid, signal.SIGKILL)
-        return max(monotonic_s(), began_s + fault.lasts_s)
+                self._let_go()
+        return max(monotonic_s(), ends_s)
+
+    def _let_go(self) -> None:
+        for one in read_hits(self._hits):
+            os.kill(int(one["pid"]), signal.SIGCONT)
 
     def note_workers(self) -> None:
         """Remember the processes, of which the fault may end some. Raises SystemUnavailable."""
@@ -257,11 +270,15 @@ def blocks_free(status: Mapping[str, Any]) -> bool:
     )
 
 
-def compact(etcd_url: str) -> None:
-    """Have etcd forget all revisions but the present one. Raises SystemUnavailable."""
-    found = _etcd(etcd_url, "kv/range", {"key": b64encode(b"/").decode()})
-    revision = found["header"]["revision"]
-    _etcd(etcd_url, "kv/compaction", {"revision": revision, "physical": True})
+def forget_history(etcd_url: str) -> None:
+    """Have etcd write something and forget all revisions before it. Raises SystemUnavailable.
+
+    A watch that is open misses nothing. One that is about to begin where a listing stood, as after
+    each change, is refused. So this shows something only if it is done again and again.
+    """
+    key, value = (b64encode(text).decode() for text in (b"/tideserve-bench", b""))
+    found = _etcd(etcd_url, "kv/put", {"key": key, "value": value})
+    _etcd(etcd_url, "kv/compaction", {"revision": found["header"]["revision"]})
 
 
 def _etcd(url: str, path: str, body: Mapping[str, Any]) -> dict[str, Any]:

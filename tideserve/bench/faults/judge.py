@@ -8,6 +8,7 @@ from typing import Any
 
 from tideserve.bench.faults.matrix import FAULTS, PHASES, FaultCell
 from tideserve.bench.faults.streams import STALL_S, StreamOutcome
+from tideserve.bench.undisturbed import Undisturbed
 
 STREAMS_MIN = 32
 """Streams with tokens left when the fault begins, or the cell does not count."""
@@ -28,7 +29,7 @@ class CellSeen:
     """What was seen in a run of a cell.
 
     `hit_s`: when the failpoint was hit, on the monotonic clock; None if it never was. `wanted` are
-    the tokens of an undisturbed run, by request. `stable_s`: seconds from the end of the fault
+    the answers of an undisturbed run, by request. `stable_s`: seconds from the end of the fault
     until every survivor served and all records were settled for good, None if that never came;
     `whole_s`: until those that were started anew served, too.
     `blocks_free_s`: seconds until no request had a block, once none should. `broken` are sentences
@@ -37,7 +38,7 @@ class CellSeen:
 
     cell: FaultCell
     hit_s: float | None
-    wanted: Sequence[tuple[int, ...]]
+    wanted: Sequence[Undisturbed]
     outcomes: Sequence[StreamOutcome]
     probed: Sequence[StreamOutcome] = ()
     stable_s: float | None = None
@@ -81,21 +82,24 @@ class CellVerdict:
         }
 
 
-def kind_of(outcome: StreamOutcome, wanted: Sequence[int]) -> str:
-    """How a request ended, if an undisturbed run has the tokens `wanted`.
+def ending_of(outcome: StreamOutcome, wanted: Undisturbed) -> tuple[str, str]:
+    """How a request ended beside its undisturbed run, and why that is not `completed`.
 
-    Tokens that should not be there weigh more than tokens that are missing.
+    What should not be there weighs more than what is missing.
     """
-    got = outcome.token_ids
-    if len(got) > len(wanted):
-        return DUPLICATED
-    if got != tuple(wanted[: len(got)]):
-        return DIFFERENT
+    got = len(outcome.token_ids)
+    if got > len(wanted.token_ids):
+        return DUPLICATED, outcome.failure
+    if contradiction := wanted.contradiction(outcome.token_ids, outcome.text):
+        return DIFFERENT, contradiction
     if outcome.stuck:
-        return STUCK
-    if outcome.failure or not outcome.finished or len(got) < len(wanted):
-        return LOST
-    return COMPLETED if outcome.told_tokens == len(wanted) else DIFFERENT
+        return STUCK, outcome.failure
+    if outcome.failure or not outcome.finished or got < len(wanted.token_ids):
+        return LOST, outcome.failure or "it ended"
+    wrong = wanted.wrong_end(
+        outcome.text, outcome.finish_reason, outcome.prompt_tokens, outcome.told_tokens
+    )
+    return (DIFFERENT, wrong) if wrong else (COMPLETED, "")
 
 
 def judge_cell(seen: CellSeen) -> CellVerdict:
@@ -106,16 +110,21 @@ def judge_cell(seen: CellSeen) -> CellVerdict:
     counted: Counter[str] = Counter(sent=0, **dict.fromkeys(KINDS, 0))
     problems: list[str] = []
     for number, (outcome, wanted) in enumerate(zip(seen.outcomes, seen.wanted, strict=True)):
-        kind = kind_of(outcome, wanted)
+        kind, why = ending_of(outcome, wanted)
         if gateway_lost and kind == LOST and not outcome.finished:
             counted[CUT_OFF] += 1
             continue
-        _count(counted, problems, f"request {number}", kind, outcome, wanted)
-    for number, outcome in enumerate(seen.probed):
-        kind = kind_of(outcome, seen.wanted[number])
-        _count(counted, problems, f"request {number} after the fault", kind, outcome, ())
-    online = [one for one in seen.outcomes[PHASES[seen.cell.phase].batch :] if one in left]
-    silence_s = max((one.silence_s(hit_s) for one in online if hit_s is not None), default=0.0)
+        counted.update(("sent", kind))
+        problems += _end_problem(f"request {number}", kind, why, outcome, wanted)
+    for number, (outcome, wanted) in enumerate(zip(seen.probed, seen.wanted, strict=False)):
+        kind, why = ending_of(outcome, wanted)
+        counted.update(("sent", kind))
+        problems += _end_problem(f"request {number} after the fault", kind, why, outcome, wanted)
+    online = seen.outcomes[PHASES[seen.cell.phase].batch :]
+    silence_s = max(
+        (one.silence_s(hit_s) for one in online if hit_s is not None and one.runs(hit_s)),
+        default=0.0,
+    )
     if silence_s > (silence_max_s := FAULTS[seen.cell.fault].silence_max_s):
         problems.append(f"a stream was silent for {silence_s:.1f} s, over {silence_max_s:g} s")
     problems += _cluster_problems(seen, gateway_lost) if hit_s is not None else []
@@ -176,20 +185,13 @@ def key_of(line: Mapping[str, Any]) -> tuple[int, str, str, str]:
     return int(line["size"]), str(line["phase"]), str(line["role"]), str(line["fault"])
 
 
-def _count(
-    counted: Counter[str],
-    problems: list[str],
-    name: str,
-    kind: str,
-    outcome: StreamOutcome,
-    wanted: Sequence[int],
-) -> None:
-    counted["sent"] += 1
-    counted[kind] += 1
-    if kind != COMPLETED:
-        of = f" of {len(wanted)}" if wanted else ""
-        cause = f": {outcome.failure}" if outcome.failure else ""
-        problems.append(f"{name} is {kind} after {len(outcome.token_ids)}{of} tokens{cause}")
+def _end_problem(
+    name: str, kind: str, why: str, outcome: StreamOutcome, wanted: Undisturbed
+) -> list[str]:
+    if kind == COMPLETED:
+        return []
+    got, all_of_it = len(outcome.token_ids), len(wanted.token_ids)
+    return [f"{name} is {kind} after {got} of {all_of_it} tokens{f': {why}' if why else ''}"]
 
 
 def _cluster_problems(seen: CellSeen, gateway_lost: bool) -> list[str]:

@@ -12,10 +12,10 @@ from services.common.failpoint import (
     CUT,
     CUT_ACTIVATIONS,
     CUT_BULK,
+    HOLD,
     KILL,
     KILL_PARENT,
     KILL_WORKER,
-    NOTE,
     STOP,
     STOP_WORKER,
 )
@@ -33,9 +33,10 @@ class FaultPhase:
     merged: whether the groups merge before the load begins. change: what is asked for under load,
     "merge", "split", or "" for nothing. batch: so many streams are batch work, which yields to the
     others and is interrupted for them; it begins first. roles, sizes, faults: what makes cells of
-    it; None: all.
+    it; None: all. told: for people.
     """
 
+    told: str
     point: str
     nth: int = 1
     merged: bool = False
@@ -52,20 +53,47 @@ class FaultPhase:
 
 
 PHASES: Mapping[str, FaultPhase] = {
-    # Ready for the change, and nobody knows yet.
-    "prepare": FaultPhase("engine.merge.ready.{}", change="merge"),
-    # The change is committed, and the layers have not been switched.
-    "committed": FaultPhase("engine.merge.switch.{}", change="merge"),
-    # A piece of KV is about to be sent: its move is unfinished.
-    "exchange": FaultPhase("engine.merge.kv_piece.{}", nth=2, change="merge"),
-    # The group is settled; so many microbatches in all requests have begun.
-    "steady": FaultPhase("engine.steady.microbatch.{}", nth=100, merged=True),
-    # The first layer that comes back is about to be fetched.
-    "restoring": FaultPhase("engine.split.fetch.{}", merged=True, change="split"),
-    "splitting": FaultPhase("engine.split.switch.{}", merged=True, change="split"),
-    "split_kv": FaultPhase("engine.split.kv_piece.{}", nth=2, merged=True, change="split"),
-    # Batch requests rest at a worker that follows.
+    "prepare": FaultPhase(
+        "ready for a merge, and nobody knows yet", "engine.merge.ready.{}", change="merge"
+    ),
+    "committed": FaultPhase(
+        "the merge is in the records, the layers are the old ones",
+        "engine.merge.switch.{}",
+        change="merge",
+    ),
+    "exchange": FaultPhase(
+        "a piece of KV is about to be sent after a merge",
+        "engine.merge.kv_piece.{}",
+        nth=2,
+        change="merge",
+    ),
+    "steady": FaultPhase(
+        "a merged group serves, and all requests have begun",
+        "engine.steady.microbatch.{}",
+        nth=100,
+        merged=True,
+    ),
+    "restoring": FaultPhase(
+        "the first layer is about to come back for a split",
+        "engine.split.fetch.{}",
+        merged=True,
+        change="split",
+    ),
+    "splitting": FaultPhase(
+        "the split is in the records, the layers are the old ones",
+        "engine.split.switch.{}",
+        merged=True,
+        change="split",
+    ),
+    "split_kv": FaultPhase(
+        "a piece of KV is about to be sent after a split",
+        "engine.split.kv_piece.{}",
+        nth=2,
+        merged=True,
+        change="split",
+    ),
     "shelf": FaultPhase(
+        "batch requests rest at a follower",
         "engine.shelf.microbatch.{}",
         nth=20,
         change="merge",
@@ -73,8 +101,8 @@ PHASES: Mapping[str, FaultPhase] = {
         roles=ROLES[1:],
         faults=("kill-worker",),
     ),
-    # An iteration of batch work was interrupted, and waits to go on.
     "suspended": FaultPhase(
+        "an interrupted iteration of batch work is to go on",
         "engine.suspended.iteration.{}",
         batch=36,
         roles=ROLES[:1],
@@ -86,13 +114,14 @@ PHASES: Mapping[str, FaultPhase] = {
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """What happens: an action of the failpoint; `by_hand` is the bench's own, after a note.
+    """What happens: an action of the failpoint; `by_hand` is the bench's own, while it is held.
 
     lasts_s: how long the fault itself goes on. seen: whether a connection closes, so that others
     learn of it at once. silence_max_s: how long a stream may then be without a token. roles: to
-    whom it makes a difference.
+    whom it makes a difference. told: for people.
     """
 
+    told: str
     action: str
     lasts_s: float = 0.0
     seen: bool = True
@@ -101,28 +130,38 @@ class Fault:
     by_hand: str = ""
 
 
-def _by_hand(kind: str, lasts_s: float = 0.0) -> Fault:
-    return Fault(NOTE, lasts_s, roles=ROLES[:1], by_hand=kind)
+def _by_hand(told: str, kind: str, lasts_s: float = 0.0) -> Fault:
+    return Fault(told, HOLD, lasts_s, roles=ROLES[:1], by_hand=kind)
+
+
+def _stopped(seconds: float) -> Fault:
+    """Longer than any silence that is tolerated on a lane (5 s), and than a lease (10 s), is 12 s.
+
+    A stream may be silent for the lease and 3 s.
+    """
+    told = f"servicer and engine stand still for {seconds:g} s"
+    return Fault(told, STOP_WORKER, seconds, seen=False, silence_max_s=13)
 
 
 FAULTS: Mapping[str, Fault] = {
-    "kill-worker": Fault(KILL_WORKER),
-    "kill-engine": Fault(KILL),
-    "kill-servicer": Fault(KILL_PARENT),
-    # Longer than any silence that is tolerated on a lane (5 s), and than a lease (10 s), is 12 s. A
-    # stream may be silent for the lease and 3 s; for 5 + 3 s where the servicer lives.
-    "stop-3": Fault(STOP_WORKER, 3, seen=False, silence_max_s=13),
-    "stop-12": Fault(STOP_WORKER, 12, seen=False, silence_max_s=13),
-    "stop-70": Fault(STOP_WORKER, 70, seen=False, silence_max_s=13),
-    "stop-engine-12": Fault(STOP, 12, seen=False, silence_max_s=8),
-    "cut": Fault(CUT),
-    "cut-activations": Fault(CUT_ACTIVATIONS),
-    "cut-bulk": Fault(CUT_BULK),
-    "etcd-kill": _by_hand("etcd-kill"),
-    "etcd-stop-60": _by_hand("etcd-stop", 60),
-    "etcd-compact": _by_hand("etcd-compact"),
-    "memmgr-kill": _by_hand("memmgr-kill"),
-    "gateway-kill": _by_hand("gateway-kill"),
+    "kill-worker": Fault("kill -9 of servicer and engine", KILL_WORKER),
+    "kill-engine": Fault("kill -9 of the engine", KILL),
+    "kill-servicer": Fault("kill -9 of the servicer", KILL_PARENT),
+    "stop-3": _stopped(3),
+    "stop-12": _stopped(12),
+    "stop-70": _stopped(70),
+    # Since the servicer lives, a stream may be silent for 5 + 3 s.
+    "stop-engine-12": Fault(
+        "the engine alone stands still for 12 s", STOP, 12, seen=False, silence_max_s=8
+    ),
+    "cut": Fault("both lanes of a member end", CUT),
+    "cut-activations": Fault("its activation lanes end", CUT_ACTIVATIONS),
+    "cut-bulk": Fault("its bulk lanes end", CUT_BULK),
+    "etcd-kill": _by_hand("kill -9 of etcd", "etcd-kill"),
+    "etcd-stop-60": _by_hand("etcd stands still for 60 s", "etcd-stop", 60),
+    "etcd-compact": _by_hand("etcd forgets its history again and again", "etcd-compact", 3),
+    "memmgr-kill": _by_hand("kill -9 of the memory manager", "memmgr-kill"),
+    "gateway-kill": _by_hand("kill -9 of the gateway", "gateway-kill"),
 }
 QUICK_FAULTS = ("kill-worker",)
 
@@ -173,6 +212,25 @@ def fault_cells(quick: bool, pattern: str | None = None) -> list[FaultCell]:
         more = "; there is such a one without --quick" if exists else ""
         raise BenchError(f"no cell is called '{pattern}'; one is {cells[0].name}{more}")
     return found
+
+
+def told_cells() -> list[str]:
+    """Lines for people: what cells there are, and what their names mean."""
+    every, quick = fault_cells(quick=False), fault_cells(quick=True)
+    sizes, roles = (", ".join(map(str, names)) for names in (SIZES, ROLES))
+    return [
+        f"A cell is SIZE/PHASE/ROLE/FAULT, such as {every[0].name}. There are {len(every)};"
+        f" {len(quick)} with --quick, of about a minute each.",
+        f"SIZE: {sizes} workers in a group. ROLE: {roles}.",
+        "PHASE:",
+        *(f"  {name}: {phase.told}" for name, phase in PHASES.items()),
+        "FAULT:",
+        *(f"  {name}: {fault.told}" for name, fault in FAULTS.items()),
+        "Examples:",
+        "  tideserve bench faults --quick --json faults.json",
+        "  tideserve bench faults --append cells.jsonl --minutes 60",
+        "  tideserve bench faults --cells '2/exchange/.*/stop-12'",
+    ]
 
 
 def _all(sizes: Sequence[int], faults: Sequence[str]) -> Iterator[FaultCell]:

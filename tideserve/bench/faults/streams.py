@@ -10,6 +10,7 @@ from random import Random
 from services.common.clock import monotonic_s
 from tideserve.bench.errors import SystemUnavailable
 from tideserve.bench.event_stream import OpenAIServer, StreamedAnswer, StreamFailed
+from tideserve.bench.undisturbed import Undisturbed
 from tideserve.bench.workload import DEFAULT_CLASS, TOKEN_ID_MAX, TOKEN_ID_MIN, PlannedRequest
 
 STALL_S = 90.0
@@ -52,9 +53,9 @@ def stream_requests(
 class StreamOutcome:
     """How a stream went. `failure`: what its client heard or saw instead of the end, "" if none.
 
-    `times_s` are those of its tokens on the monotonic clock, on which it ended at `ended_s`.
-    `told_tokens`: what the server says that it has sent. `stuck`: it was given up, since nothing
-    came for `STALL_S`.
+    `times_s` are those of its tokens on the monotonic clock, on which it was sent at `sent_s` and
+    ended at `ended_s`. `told_tokens`, `prompt_tokens`: what its usage says. `stuck`: it was given
+    up, since nothing came for `STALL_S`.
     """
 
     token_ids: tuple[int, ...]
@@ -64,17 +65,31 @@ class StreamOutcome:
     told_tokens: int
     failure: str = ""
     stuck: bool = False
+    sent_s: float = 0.0
+    text: str = ""
+    finish_reason: str = ""
+    prompt_tokens: int = 0
+
+    def runs(self, at_s: float) -> bool:
+        """Whether it was sent by that time, and had neither ended nor its last token."""
+        last_s = self.times_s[-1] if self.finished and self.times_s else self.ended_s
+        return self.sent_s <= at_s < last_s
 
     def has_tokens_left(self, at_s: float) -> bool:
         """Whether it had a token at that time, and not the last one."""
-        if not self.times_s or self.times_s[0] > at_s:
-            return False
-        return at_s < (self.times_s[-1] if self.finished else self.ended_s)
+        return bool(self.times_s) and self.times_s[0] <= at_s and self.runs(at_s)
 
     def silence_s(self, since_s: float) -> float:
-        """The longest time from a token to the next one, or to the end, that is after `since_s`."""
-        pairs = itertools.pairwise((*self.times_s, self.ended_s))
-        return max((later - earlier for earlier, later in pairs if later > since_s), default=0.0)
+        """The longest time from a token to the next one, or to the end, that is after `since_s`.
+
+        The wait for the first token counts from when it was sent, or from `since_s` if that is
+        later.
+        """
+        first_s = self.times_s[0] if self.times_s else self.ended_s
+        waited_s = max(0.0, first_s - max(self.sent_s, since_s))
+        pairs = itertools.pairwise((*self.times_s, self.ended_s) if self.times_s else ())
+        gaps_s = (later - earlier for earlier, later in pairs if later > since_s)
+        return max(waited_s, max(gaps_s, default=0.0))
 
 
 class Streams:
@@ -101,6 +116,7 @@ class Streams:
         self._answers = [StreamedAnswer() for _ in requests]
         self._failures = [""] * len(requests)
         self._stuck = [False] * len(requests)
+        self._sent_s = [0.0] * len(requests)
         self._ended_s = [0.0] * len(requests)
         self._batch_begun = asyncio.Event()
         self._thread = threading.Thread(target=self._run, name=f"streams {salt}", daemon=True)
@@ -136,6 +152,10 @@ class Streams:
                 answer.output_tokens,
                 self._failures[number] or _failure_in(answer),
                 self._stuck[number],
+                self._sent_s[number],
+                answer.text,
+                answer.finish_reason,
+                answer.prompt_tokens,
             )
             for number, answer in enumerate(self._answers)
         ]
@@ -167,6 +187,7 @@ class Streams:
         if self._requests[number].slo_class != BATCH:
             await self._batch_begun.wait()
         answer = self._answers[number]
+        self._sent_s[number] = monotonic_s()
         sending = asyncio.create_task(
             server.complete(self._model, self._requests[number], answer, lambda: None)
         )
@@ -202,10 +223,10 @@ def sent(
     return streams.wait()
 
 
-def undisturbed_tokens(
+def undisturbed_answers(
     url: str, model: str, requests: Sequence[PlannedRequest], at_once: int | None = None
-) -> list[tuple[int, ...]]:
-    """The tokens of a run without a fault. Raises SystemUnavailable if a request fails."""
+) -> list[Undisturbed]:
+    """The answers of a run without a fault. Raises SystemUnavailable if a request fails."""
     outcomes = sent(url, model, requests, "undisturbed", at_once)
     for number, (outcome, request) in enumerate(zip(outcomes, requests, strict=True)):
         if outcome.failure or len(outcome.token_ids) != request.output_tokens:
@@ -213,7 +234,10 @@ def undisturbed_tokens(
                 f"request {number} failed without a fault after {len(outcome.token_ids)} tokens:"
                 f" {outcome.failure or 'it ended too early'}"
             )
-    return [outcome.token_ids for outcome in outcomes]
+    return [
+        Undisturbed(one.token_ids, one.text, one.finish_reason, one.prompt_tokens)
+        for one in outcomes
+    ]
 
 
 def _failure_in(answer: StreamedAnswer) -> str:

@@ -11,10 +11,11 @@ from tideserve.bench.faults.judge import (
     KINDS,
     PROBLEMS_MAX,
     STABLE_WITHIN_S,
-    kind_of,
+    ending_of,
 )
 from tideserve.bench.faults.streams import StreamOutcome
 from tideserve.bench.steady_load import Tally
+from tideserve.bench.undisturbed import Undisturbed
 
 THROUGHPUT_MIN = 0.9
 """After the death, of what was before it times the part of the workers that lives."""
@@ -30,7 +31,7 @@ Layout = tuple[tuple[str, int, tuple[str, ...]], ...]
 class Loss:
     """A worker died under load. Times are those of the monotonic clock.
 
-    at_once    so many requests of `outcomes` ran at a time; `wanted` are their tokens, undisturbed
+    at_once    so many requests of `outcomes` ran at a time; `wanted` are their undisturbed answers
     hit_s      when it was killed
     alone_s    since when the survivors served without it; None if they did not in the end
     whole_s    since when all workers served, with the one that was started in its place; or None
@@ -42,7 +43,7 @@ class Loss:
     alone_s: float | None
     whole_s: float | None
     outcomes: Sequence[StreamOutcome]
-    wanted: Sequence[tuple[int, ...]]
+    wanted: Sequence[Undisturbed]
 
     @property
     def share_alive(self) -> float:
@@ -152,7 +153,7 @@ class Outage:
 
 def loss_figures(loss: Loss) -> dict[str, Any]:
     """The figures of a death, for a file."""
-    counts = Counter(_kinds(loss))
+    counts = Counter(kind for kind, _ in _endings(loss))
     windows = {"before": loss.before, "after": loss.after}
     return {
         "workers": loss.workers,
@@ -192,8 +193,8 @@ def loss_problems(loss: Loss) -> list[str]:
 
 def _end_problems(loss: Loss) -> list[str]:
     problems = [
-        f"request {number} is {kind} after {len(one.token_ids)} tokens: {one.failure or 'it ended'}"
-        for number, (one, kind) in enumerate(zip(loss.outcomes, _kinds(loss), strict=True))
+        f"request {number} is {kind} after {len(one.token_ids)} tokens: {why}"
+        for number, (one, (kind, why)) in enumerate(zip(loss.outcomes, _endings(loss), strict=True))
         if kind != COMPLETED
     ]
     if more := len(problems) - PROBLEMS_MAX:
@@ -232,8 +233,8 @@ def outage_problems(outage: Outage) -> list[str]:
     return problems
 
 
-def _kinds(loss: Loss) -> list[str]:
-    return [kind_of(one, wanted) for one, wanted in zip(loss.outcomes, loss.wanted, strict=True)]
+def _endings(loss: Loss) -> list[tuple[str, str]]:
+    return [ending_of(one, wanted) for one, wanted in zip(loss.outcomes, loss.wanted, strict=True)]
 
 
 def _after(since_s: float, at_s: float | None) -> float | None:

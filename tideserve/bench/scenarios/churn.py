@@ -220,4 +220,5 @@ TRIAL = Trial(
     summary="merges and splits in a row under load: requests, memory, invariants I1-I11",
     memory="32MiB",
     run=run,
+    cycled=True,
 )

@@ -15,10 +15,10 @@ from services.common.clock import monotonic_s
 from services.common.config import field_of
 from services.common.service_config import ServiceConfig
 from tideserve.bench.errors import BenchError
-from tideserve.bench.faults.cell_run import Undisturbed, run_cell
+from tideserve.bench.faults.cell_run import UndisturbedRuns, run_cell
 from tideserve.bench.faults.judge import key_of, matrix_figures, matrix_problems
 from tideserve.bench.faults.kept_logs import logs_folder
-from tideserve.bench.faults.matrix import FaultCell, fault_cells
+from tideserve.bench.faults.matrix import FaultCell, fault_cells, told_cells
 from tideserve.bench.scenarios.scenario import LoadChoice, Trial, TrialVerdict
 from tideserve.bench.systems.system import Deployment, Say
 
@@ -32,7 +32,7 @@ def run(deployment: Deployment, choice: LoadChoice, say: Say, progress: Say) -> 
     cells = fault_cells(choice.quick, choice.cells)
     lines = read_lines(choice.append)
     done = {key_of(line) for line in lines}
-    undisturbed: Undisturbed = {}
+    undisturbed: UndisturbedRuns = {}
     kept, began_s = logs_folder("faults", choice.append), monotonic_s()
     for number, cell in enumerate(cells):
         if (cell.size, cell.phase, cell.role, cell.fault) in done:
@@ -117,4 +117,5 @@ TRIAL = Trial(
     run=run,
     dtype="float64",
     resumable=True,
+    details=told_cells,
 )

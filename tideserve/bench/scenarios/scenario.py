@@ -17,6 +17,11 @@ from tideserve.bench.stats import Figures, LatencyTarget
 from tideserve.bench.systems.system import Deployment, Say, System
 from tideserve.bench.workload import Backlog, Workload
 
+OF_ALL = frozenset({"model", "workers", "memory", "dtype", "quick", "json", "seed"})
+OF_COMPARISONS = frozenset({"systems", "paced", "slo", "plot", "api_key"})
+OF_TRACES = frozenset({"trace", "trace_start", "trace_duration", "trace_repeat", "time_scale"})
+OF_CELLS = frozenset({"cells", "append", "minutes"})
+"""Parameters of the command by what reads them."""
 QUICK_LIMIT_S = 240.0
 FASTEST = "fastest"
 """In place of a dtype: that in which this processor serves a model fastest."""
@@ -134,6 +139,12 @@ class Scenario:
     rated: bool = False
     co_serving: CoServing | None = None
 
+    @property
+    def reads(self) -> frozenset[str]:
+        """Parameters of `tideserve bench` that make a difference to it."""
+        traced = OF_TRACES | {"rate"} if self.traced else frozenset()
+        return OF_ALL | OF_COMPARISONS | traced | ({"rate"} if self.rated else frozenset())
+
 
 @dataclass(frozen=True, slots=True)
 class TrialVerdict:
@@ -152,7 +163,8 @@ class Trial:
     may raise SystemUnavailable. Unless a model is given, it gets a tiny one; with `real_model`, the
     default one, in the dtype that the processor is fastest with; `dtype` is that of the tiny one.
     `traced`: a trace may be chosen. `resumable`: it has cells, which may be chosen and resumed.
-    `timed`: it lasts as long as is chosen.
+    `timed`: it lasts as long as is chosen. `cycled`: so are its cycles. `details`: lines for its
+    help.
     """
 
     name: str
@@ -164,6 +176,16 @@ class Trial:
     dtype: str = "float32"
     resumable: bool = False
     timed: bool = False
+    cycled: bool = False
+    details: Callable[[], Sequence[str]] = lambda: ()
+
+    @property
+    def reads(self) -> frozenset[str]:
+        """Parameters of `tideserve bench` that make a difference to it."""
+        own = {"trace": self.traced, "minutes": self.timed, "cycles": self.cycled}
+        # Cells have numbers of workers of their own.
+        common = OF_ALL - {"workers"} | OF_CELLS if self.resumable else OF_ALL
+        return common | {name for name, read in own.items() if read}
 
 
 Kind = TypeVar("Kind", Scenario, Trial)
@@ -187,6 +209,18 @@ def _found(attribute: str, kind: type[Kind]) -> dict[str, Kind]:
         if isinstance(one, kind):
             found[one.name] = one
     return dict(sorted(found.items()))
+
+
+def describe(name: str) -> tuple[str, Sequence[str], frozenset[str]] | None:
+    """What there is to say of a scenario or trial, its details, and the parameters that it reads.
+
+    None for one that is measured without either.
+    """
+    one = find_scenarios().get(name) or find_trials().get(name)
+    if one is None:
+        return None
+    text = importlib.import_module(f"tideserve.bench.scenarios.{name}").__doc__ or one.summary
+    return text, one.details() if isinstance(one, Trial) else (), one.reads
 
 
 def find_scenario(name: str) -> Scenario:

@@ -24,12 +24,13 @@ from tideserve.bench.errors import SystemUnavailable
 from tideserve.bench.faults.cluster import blocks_free, is_stable
 from tideserve.bench.faults.kept_logs import keep_if_failed
 from tideserve.bench.faults.random_faults import drawn, strike
-from tideserve.bench.faults.streams import undisturbed_tokens
+from tideserve.bench.faults.streams import undisturbed_answers
 from tideserve.bench.scenarios.scenario import LoadChoice, Trial, TrialVerdict
 from tideserve.bench.steady_load import Shape, SteadyLoad, Tally
 from tideserve.bench.systems.cluster_status import read_status
 from tideserve.bench.systems.system import Deployment, Say
 from tideserve.bench.systems.tideserve import Tideserve
+from tideserve.bench.undisturbed import Undisturbed
 
 FULL_MINUTES, QUICK_MINUTES = 30.0, 3.0
 WORKERS_MIN = 3
@@ -97,7 +98,7 @@ def soak(
     shape = Shape(ALWAYS, output_tokens=(48, 160), seed=seed, temperature=0.8, distinct=DISTINCT)
     requests = [shape.request(number) for number in range(DISTINCT)]
     say("an undisturbed run")
-    wanted = undisturbed_tokens(system.urls[0], system.model, requests)
+    wanted = undisturbed_answers(system.urls[0], system.model, requests)
     done, began_s = Soaked(workers), monotonic_s()
     with Floods(system, replace(shape, concurrency=FLOOD), wanted) as floods:
         with SteadyLoad(system.urls[0], system.model, shape, wanted) as load:
@@ -113,7 +114,7 @@ def soak(
 class Floods:
     """Makes floods from a thread of this process, until it is left; use as a context manager."""
 
-    def __init__(self, system: Tideserve, shape: Shape, wanted: Sequence[tuple[int, ...]]) -> None:
+    def __init__(self, system: Tideserve, shape: Shape, wanted: Sequence[Undisturbed]) -> None:
         self.tally = Tally()
         self.count = 0
         self._system = system

@@ -36,7 +36,7 @@ from tideserve.bench.faults.streams import (
     STALL_S,
     Streams,
     stream_requests,
-    undisturbed_tokens,
+    undisturbed_answers,
 )
 from tideserve.bench.faults.survival import (
     Crowd,
@@ -55,6 +55,7 @@ from tideserve.bench.steady_load import Shape, SteadyLoad
 from tideserve.bench.systems.cluster_status import read_status
 from tideserve.bench.systems.system import Deployment, Say
 from tideserve.bench.systems.tideserve import Tideserve
+from tideserve.bench.undisturbed import Undisturbed
 from tideserve.bench.workload import PlannedRequest
 
 WORKERS_MIN = 4
@@ -101,7 +102,7 @@ class _Flood:
 
     name: str
     requests: Sequence[PlannedRequest]
-    wanted: Sequence[tuple[int, ...]]
+    wanted: Sequence[Undisturbed]
     at_once: int
     dies: Callable[[Streams], bool]
 
@@ -159,7 +160,7 @@ def _trouble(
     """One fault after the other, each on a cluster that is whole. Raises SystemUnavailable."""
     requests = stream_requests(extent.requests, seed, OUTPUT_TOKENS)
     say("an undisturbed run")
-    wanted = undisturbed_tokens(system.urls[0], system.model, requests, AT_ONCE)
+    wanted = undisturbed_answers(system.urls[0], system.model, requests, AT_ONCE)
     rng = Random(seed)
 
     def late(streams: Streams) -> bool:
@@ -185,7 +186,7 @@ def _crowd(
     count = math.ceil(CROWD_FACTOR * survivors_tokens / mean)
     requests = stream_requests(count, seed, CROWD_OUTPUT_TOKENS, prompt_tokens=CROWD_PROMPT_TOKENS)
     say("crowded: an undisturbed run")
-    wanted = undisturbed_tokens(system.urls[0], system.model, requests, AT_ONCE)
+    wanted = undisturbed_answers(system.urls[0], system.model, requests, AT_ONCE)
     _merge(system, say)
 
     def all_begun(streams: Streams) -> bool:
@@ -233,7 +234,7 @@ def _stop_etcd(system: Tideserve, stopped_s: float, seed: int, rng: Random, say:
     )
     requests = [shape.request(number) for number in range(DISTINCT)]
     say("etcd: an undisturbed run of the flood's requests")
-    wanted = undisturbed_tokens(system.urls[0], system.model, requests)
+    wanted = undisturbed_answers(system.urls[0], system.model, requests)
     outage = Outage(stopped_s)
     names = _names(system)
 

@@ -118,8 +118,14 @@ def _split(name: str) -> tuple[str, tuple[str, ...]]:
     off = [one for one in suffixes if one not in DTYPES]
     known = VLLM_SUFFIXES if base == VLLM else tuple(MECHANISMS)
     if base != VLLM and base not in {*POLICIES, *SCHEDULINGS}:
+        dashed = name.replace("_", "-")
+        if scheduling_of(dashed):
+            raise BenchError(f"unknown system '{name}'; did you mean '{dashed}'?")
         systems = ", ".join((*POLICIES, *sorted(SCHEDULINGS)))
-        raise BenchError(f"unknown system '{name}'; there are {systems}, vllm and name=URL")
+        raise BenchError(
+            f"unknown system '{name}'; there are {systems}, vllm, vllm-priority and name=URL, with"
+            " the suffixes that `tideserve bench --help` lists"
+        )
     for mechanism in off:
         if mechanism not in known and not (scheduled and is_suffix(mechanism)):
             raise BenchError(

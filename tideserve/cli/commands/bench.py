@@ -1,9 +1,11 @@
 """`tideserve bench`. Everything heavy is imported when it runs."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from tideserve.bench.scenarios import scenario_names, scenario_summaries
 from tideserve.cli.default import DEFAULT_WORKERS
@@ -38,7 +40,10 @@ EPILOG = (
 
 ScenarioName = Annotated[
     str,
-    typer.Argument(help=f"One of {', '.join(scenario_names())}; see below what each measures."),
+    typer.Argument(
+        help=f"One of {', '.join(scenario_names())}; see below what each measures. With --help,"
+        " that of this one alone."
+    ),
 ]
 Quick = Annotated[
     bool,
@@ -128,6 +133,25 @@ Minutes = Annotated[
 Seed = Annotated[
     int, typer.Option(min=0, help="Seed of the prompts, and of the arrivals of a pattern.")
 ]
+
+
+def of_scenario(command: TyperCommand, arguments: Sequence[str]) -> TyperCommand | None:
+    """The command with the options that the scenario among `arguments` reads, and its own words."""
+    name = next((one for one in arguments if one in scenario_names()), None)
+    if name is None:
+        return None
+    from tideserve.bench.scenarios.scenario import OF_ALL, describe
+
+    text, details, reads = describe(name) or (scenario_summaries()[name], (), OF_ALL)
+    return TyperCommand(
+        name=command.name,
+        callback=command.callback,
+        params=[one for one in command.params if one.name in reads | {"scenario"}],
+        help=text,
+        epilog="\n\n".join(details),
+        rich_markup_mode=command.rich_markup_mode,
+        context_settings=dict(command.context_settings),
+    )
 
 
 def bench(

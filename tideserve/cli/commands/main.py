@@ -45,10 +45,11 @@ def status(
     ] = False,
 ) -> None:
     """Show services, workers and groups of a running cluster."""
-    from tideserve.cli.admin import find_admin_url
+    from tideserve.cli.admin import find_admin_url, find_folder
     from tideserve.cli.status import show_status
 
-    show_status(find_admin_url(admin_url, url, cluster_dir), admin_key, json, why)
+    folder = find_folder(url, cluster_dir) if admin_url is None or cluster_dir else None
+    show_status(find_admin_url(admin_url, url, cluster_dir), admin_key, json, why, folder)
 
 
 @app.command(
@@ -187,7 +188,7 @@ def logs(
     show_logs(folder.logs, service, lines, follow, raw)
 
 
-app.command(cls=option_command(bench.FLAGS), epilog=bench.EPILOG)(bench.bench)
+app.command(cls=option_command(bench.FLAGS, bench.of_scenario), epilog=bench.EPILOG)(bench.bench)
 
 
 @app.command(

@@ -3,7 +3,7 @@
 import asyncio
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from tideserve.cli.doctor.keys import check_keys
 from tideserve.cli.doctor.machine import check_free_port, check_limits, read_limits
 from tideserve.cli.doctor.records import check_records, read_records
 from tideserve.cli.errors import EXIT_FAILED, CommandError, unusable
+from tideserve.cli.processes import process_faults
 
 PARTS = ("ca", "cert", "key")
 GATEWAY_ONLY = (
@@ -52,6 +53,8 @@ class DoctorTarget:
     admin_url: str | None = None
     admin_key: str | None = None
     here: bool = False
+    # As `tideserve up` wrote it, of a cluster on this machine.
+    state: Mapping[str, Any] = field(default_factory=dict)
     # The file of keys.
     api_keys: Path | None = None
     front: CertificateFiles = field(default_factory=lambda: CertificateFiles("http_tls"))
@@ -68,9 +71,8 @@ def target_of_folder(
     state = folder.read_state()
     if state is None:
         return None
-    path = folder.configs / "gateway.yaml"
     with unusable(ConfigError):
-        config = load_settings(GatewayConfig, path, {}).config
+        config = load_settings(GatewayConfig, folder.gateway_config, {}).config
     front = CertificateFiles(
         "http_tls", cert=config.http_tls_cert_file, key=config.http_tls_key_file
     )
@@ -81,6 +83,7 @@ def target_of_folder(
         admin_url=state.get("admin_url"),
         admin_key=admin_key or config.admin_key,
         here=True,
+        state=state,
         front=front,
         api_keys=config.api_keys_file,
     )
@@ -129,10 +132,14 @@ async def examine(target: DoctorTarget) -> list[Finding]:
     """The findings of all checks; those that depend on something broken are left out."""
     found: list[Finding] = check_limits(read_limits()) if target.here else []
     config = target.services
+    registered = None
     if config is not None:
         found += _certificates(config, target.front)
         if not any(one.level is Level.FAILURE for one in found):
-            found += await _cluster(config)
+            told, registered = await _cluster(config)
+            found += told
+    if target.state:
+        found += _processes(target.state, registered)
     if target.api_keys is not None:
         wants_admin = target.admin_url is not None and target.admin_key is None
         found += await asyncio.to_thread(check_keys, target.api_keys.expanduser(), wants_admin)
@@ -153,21 +160,30 @@ def _certificates(config: ServiceConfig, front: CertificateFiles) -> list[Findin
     return [one for files in (*pairs, front) for one in check_files(files, time.time())]
 
 
-async def _cluster(config: ServiceConfig) -> list[Finding]:
+def _processes(state: Mapping[str, Any], registered: Collection[str] | None) -> list[Finding]:
+    """What `tideserve up` started, beside what lives and the workers that are registered."""
+    check = Check("processes")
+    found = [check.failure(fault) for fault in process_faults(state, registered)]
+    return found or [check.fine(f"{len(state['pids'])} processes of `tideserve up` live")]
+
+
+async def _cluster(config: ServiceConfig) -> tuple[list[Finding], Collection[str] | None]:
+    """Findings, and the ids of the workers that are registered if that can be told."""
     store = await open_connected(config)
     if isinstance(store, Finding):
-        return [store]
+        return [store], None
     try:
         found = await check_members(config)
         records = await read_records(store)
     except StoreError as error:
-        return [Check("etcd").failure(str(error))]
+        return [Check("etcd").failure(str(error))], None
     finally:
         await store.close()
     urls = [part.strip().partition("://")[2] or part.strip() for part in config.etcd_url.split(",")]
     local = all(is_loopback(host_of(url)) for url in urls)
     found += check_records(records, config.etcd_prefix, local)
-    return found + await check_addresses(records, transport_of(config))
+    found += await check_addresses(records, transport_of(config))
+    return found, {worker.worker_id for worker in records.workers}
 
 
 def show(found: list[Finding]) -> None:

@@ -6,6 +6,7 @@ record or an HTTP server of its own.
 
 import asyncio
 import json
+import os
 import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -328,6 +329,16 @@ async def test_a_real_completion_is_asked_for() -> None:
     assert "fake answered within" in found[1].sentence
     (asked,) = server.received
     assert (asked["model"], asked["max_tokens"]) == ("fake", 4)
+
+
+async def test_a_worker_that_is_missing_is_named(world: World) -> None:
+    await world.all_but()
+    state = {"pid": os.getpid(), "programs": ["worker-0", "worker-1"], "pids": {"worker-0": 1}}
+    found = await examine(DoctorTarget(ServiceConfig(etcd_url=world.url), state=state))
+    waiting, dead = (one.sentence for one in found if one.check == "processes")
+    assert waiting.startswith("worker-0 (process 1) runs and is not registered")
+    assert dead.startswith("worker-1 is dead")
+    assert wrong(found) == [waiting, dead]
 
 
 @pytest.mark.parametrize(

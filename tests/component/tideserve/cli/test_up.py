@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from tests.support.cluster import REPOSITORY, Cluster
 from tests.support.refusing_address import refusing_address
@@ -70,6 +71,7 @@ def test_a_cluster_starts_tells_and_stops(make: Any) -> None:
         assert sessions == set(pids.values()), "a terminal's signal must not reach the services"
         config = cluster.folder / "cluster" / "config" / "gateway.yaml"
         assert config.stat().st_mode & 0o777 == 0o600
+        assert yaml.safe_load(config.read_text())["expected_wait_s"] == 0, "one that is restarted"
         sockets = run_folder(cluster)
         assert sockets.stat().st_mode & 0o777 == 0o700
         assert cluster.stop() == 0
@@ -93,6 +95,8 @@ def test_a_dead_process_is_started_again_and_its_children_go_with_it(make: Any) 
         old_pid = cluster.kill("worker-0")
         cluster.wait_for_restart("worker-0", old_pid)
         assert "worker-0 died (signal SIGKILL)" in cluster.output()
+        log = cluster.folder / "cluster" / "logs" / "worker-0.log"
+        assert "worker-0 died (signal SIGKILL)" in log.read_text()
         own = [line for line in cluster.processes().values() if "sleep(600)" in line]
         assert len(own) <= 1
         old_url, old_pid = cluster.etcd_url, cluster.kill("etcd")

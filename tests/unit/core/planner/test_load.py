@@ -59,7 +59,7 @@ def test_what_is_still_to_be_prefilled_is_told() -> None:
     assert state.load().prefill_tokens == 0
 
 
-def test_blocks_that_requests_share_are_counted_once_and_only_if_batch_work_alone_has_them() -> None:
+def test_shared_blocks_count_once_and_only_if_batch_work_alone_has_them() -> None:
     state = make_state(max_batch_tokens=64, prefix_caching=True)
     prompt = tuple(range(1, 10))  # two full blocks and one token
     arrive(state, "one", 8, service=BATCH, prompt_ids=prompt)

@@ -10,6 +10,7 @@ import pytest
 from services.core.cost.model import CostModel
 from services.core.line_order import Scheduling
 from services.core.planner import deadline
+from services.core.planner.batch import Microbatch
 from services.core.planner.config import IterationConfig
 from services.core.planner.events import EmitToken, IterationFinished, RequestArrived
 from services.core.planner.plan import Plan
@@ -71,14 +72,22 @@ class Clock:
         for chunk in chunks:
             if not self.state.config.prefix_caching:  # else it may start again from the cache
                 assert chunk.start in (before.get(chunk.request_id, 0), 0), "a gap between chunks"
+        self.finish(microbatch)
+        return {chunk.request_id: len(chunk.token_ids) for chunk in chunks}
+
+    def finish(self, microbatch: Microbatch) -> None:
+        """Its time passes, and its tokens come."""
+        chunks = microbatch.batch.chunks
         self.now_s += self.slow * MODEL.batch_s((c.start, len(c.token_ids)) for c in chunks)
         sampled = {chunk.request_id: 6 for chunk in chunks if chunk.sample is not None}
         for command in self.state.handle(IterationFinished(self.now_s, sampled)):
             assert isinstance(command, EmitToken)
-            assert command.index == len(self.tokens.setdefault(command.request_id, []))
-            self.tokens[command.request_id].append(self.now_s)
+            times = self.tokens.setdefault(command.request_id, [])
+            known = self.state.sequences.get(command.request_id)
+            begun = 0 if known is None else len(known.request.output_ids)
+            assert begun or command.index == len(times)
+            times.append(self.now_s)
         self.state.check_invariants()
-        return {chunk.request_id: len(chunk.token_ids) for chunk in chunks}
 
     def _check_bound(self, plan: Plan) -> None:
         """Batch work beside online work keeps every residual time that can be kept."""

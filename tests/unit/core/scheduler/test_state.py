@@ -1040,6 +1040,42 @@ def test_what_has_run_and_fits_nowhere_is_refused(scheduler: Scheduler) -> None:
     assert command.reason is RefusalReason.TOO_LARGE
 
 
+def test_what_has_run_in_a_larger_group_waits_for_one_and_holds_nobody_up() -> None:
+    scheduler = Scheduler(queue_limit=64)
+    scheduler.join()
+    scheduler.report()
+    scheduler.join("w1", max_model_len=4096, capacity_blocks=400)
+    scheduler.report("w1", free=400)
+    long = {f"long{number}": {"prompt_tokens": 2000, "max_tokens": 100} for number in range(20)}
+    first = next(iter(long))
+    assert assigned(scheduler.ask(first, **long[first])) == [first]
+    scheduler(GroupLeft(0.0, "group-w1"))
+    failed = FailedAssignment("group-w1", 1)
+    for name, fields in long.items():
+        assert kinds(scheduler.ask(name, resumed=True, failed=failed, **fields)) == [SendTicket]
+    assert refusal(scheduler.ask("new", prompt_tokens=2000)).reason is RefusalReason.TOO_LARGE
+    for number in range(12):  # more than may overtake
+        scheduler.report(free=100)
+        assert assigned(scheduler.ask(f"short{number}", prompt_tokens=16, max_tokens=4)) == [
+            f"short{number}"
+        ]
+    scheduler.join("w1", incarnation="w1-b", max_model_len=4096, capacity_blocks=400)
+    found = scheduler.report("w1", incarnation="w1-b", free=400)
+    assert assigned(found)[0] == first
+
+
+def test_a_size_that_no_group_ever_held_is_refused_behind_those_that_wait_for_one(
+    scheduler: Scheduler,
+) -> None:
+    scheduler.join(max_model_len=4096, capacity_blocks=400)
+    scheduler(GroupLeft(0.0, "group-w0"))
+    assert kinds(scheduler.ask("long", prompt_tokens=2000, resumed=True)) == [SendTicket]
+    assert kinds(scheduler.ask("longer", prompt_tokens=5000)) == [SendTicket]
+    scheduler.join("w1")
+    command = refusal(scheduler.report("w1"))
+    assert (command.request_id, command.reason) == ("longer", RefusalReason.TOO_LARGE)
+
+
 # --- requests that engines may die of
 
 

@@ -1,5 +1,7 @@
 """When a gateway says that it is ready: at first once all is there, later while it can serve."""
 
+import asyncio
+import contextlib
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, cast
@@ -33,8 +35,18 @@ class Cluster:
         return None if self.groups is None else SimpleNamespace(groups_serving=self.groups)
 
 
-def probe(cluster: Cluster, expected: int | None = 2) -> ReadinessProbe:
-    return ReadinessProbe(*(cast(Any, cluster) for _ in range(3)), expected)
+class Clock:
+    now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def probe(
+    cluster: Cluster, expected: int | None = 2, clock: Clock | None = None, wait_s: float = 60.0
+) -> ReadinessProbe:
+    parts = (cast(Any, cluster) for _ in range(3))
+    return ReadinessProbe(*parts, expected, wait_s, clock or Clock())
 
 
 @pytest.mark.parametrize(
@@ -73,3 +85,35 @@ def test_later_it_is_ready_while_a_group_serves(fields: dict[str, Any], ready: b
     for name, value in fields.items():
         setattr(cluster, name, value)
     assert one.ready() is ready
+
+
+def test_a_worker_that_does_not_come_is_waited_for_so_long_and_no_longer() -> None:
+    cluster, clock = Cluster(registered=1, in_groups=1, stable=0, groups=0), Clock()
+    one = probe(cluster, clock=clock)
+    assert not one.ready()
+    clock.now_s += 1000  # no group serves: the time has not begun
+    assert not one.ready()
+    cluster.stable = cluster.groups = 1
+    assert one.look().missing == ("1 of 2 workers have registered",)
+    clock.now_s += 59
+    assert not one.ready()
+    clock.now_s += 1
+    assert one.ready()
+    cluster.groups = 0
+    assert one.look().missing == ("the scheduler sees 0 of 1 groups serving",)
+
+
+def test_one_that_is_told_to_wait_for_none_is_ready_at_once() -> None:
+    assert probe(Cluster(registered=1, in_groups=1, stable=1, groups=1), wait_s=0.0).ready()
+
+
+async def test_that_all_were_there_is_noticed_though_nobody_asks() -> None:
+    cluster = Cluster()
+    one = probe(cluster)
+    running = asyncio.ensure_future(one.run())
+    await asyncio.sleep(0)
+    cluster.registered = cluster.in_groups = cluster.stable = cluster.groups = 1
+    assert one.ready()
+    with contextlib.suppress(asyncio.CancelledError):
+        running.cancel()
+        await running

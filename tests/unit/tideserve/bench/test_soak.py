@@ -16,6 +16,7 @@ from tideserve.bench.event_stream import StreamedAnswer
 from tideserve.bench.scenarios import soak
 from tideserve.bench.scenarios.soak import Soaked, judge
 from tideserve.bench.steady_load import Shape, SteadyLoad, Tally
+from tideserve.bench.undisturbed import Undisturbed
 from tideserve.sim.replay import Replayed
 
 MIB = 1 << 20
@@ -66,11 +67,20 @@ def test_whatever_does_not_hold_is_a_problem(done: Any, tally: Any, problem: str
 
 
 @pytest.mark.parametrize(
-    ("wanted", "kind"), [((0, 1, 2, 3), "completed"), ((0, 1, 2, 4), "different")]
+    ("changes", "kind"),
+    [
+        ({}, "completed"),
+        ({"token_ids": (0, 1, 2, 4)}, "different"),
+        ({"text": "0 1 2 4 "}, "different"),
+        ({"text": "0 1 2 3 4 "}, "different"),
+        ({"finish_reason": "stop"}, "different"),
+        ({"prompt_tokens": 2}, "different"),
+    ],
 )
-async def test_an_answer_with_other_tokens_than_undisturbed_is_different(
-    wanted: tuple[int, ...], kind: str
+async def test_another_answer_than_undisturbed_is_different(
+    changes: dict[str, Any], kind: str
 ) -> None:
+    wanted = replace(Undisturbed((0, 1, 2, 3), "0 1 2 3 ", "length", 1), **changes)
     shape = Shape(concurrency=1, output_tokens=(4, 4), distinct=2)
     with fake_openai() as server, SteadyLoad(server.url, "fake", shape, [wanted] * 2) as load:
         await eventually(lambda: load.tally.ended > 2)
@@ -80,7 +90,7 @@ async def test_an_answer_with_other_tokens_than_undisturbed_is_different(
 
 async def test_an_answer_whose_last_tokens_never_came_is_lost_whatever_its_usage_says() -> None:
     shape = Shape(concurrency=1, output_tokens=(4, 4), distinct=1)
-    load = SteadyLoad("", "fake", shape, [(0, 1, 2, 3)])
+    load = SteadyLoad("", "fake", shape, [Undisturbed((0, 1, 2, 3))])
     answer = StreamedAnswer()
     answer.status, answer.finished = 200, True
     answer.output_tokens, answer.output_ids = 4, [0, 1, 2]

@@ -29,3 +29,11 @@ def test_an_event_without_a_token_is_no_token() -> None:
 
 def test_without_ids_each_piece_of_text_counts() -> None:
     assert answer({"text": "a"}, {"text": ""}, {"delta": {}}).token_times_s == [0.0, 1.0]
+
+
+def test_all_that_a_client_may_compare_is_kept() -> None:
+    made = answer({"text": "a", "token_ids": [1]}, {"text": " b", "finish_reason": "length"})
+    usage = {"choices": [], "usage": {"prompt_tokens": 7, "completion_tokens": 2}}
+    made.feed(b"data: " + json.dumps(usage).encode() + b"\n\n", 3.0)
+    assert (made.text, made.finish_reason) == ("a b", "length")
+    assert (made.prompt_tokens, made.output_tokens) == (7, 2)

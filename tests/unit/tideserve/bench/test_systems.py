@@ -81,8 +81,9 @@ def deployment(tmp_path: Path) -> Deployment:
             "unknown system 'what'; there are tideserve, drop, recompute, bros, eager, fcfs,"
             " online-only,"
             " prefill-first, priority, reserved, round-robin, slo, slo-full, slo-half, slo-quarter,"
-            " waiting-time, vllm and name=URL",
+            " waiting-time, vllm, vllm-priority and name=URL, with the suffixes that",
         ),
+        (["waiting_time-ample"], "did you mean 'waiting-time-ample'?"),
         (["tideserve-tides"], "no mechanism 'tides' to switch off; there are ample, exchange"),
         (["mine=ftp://x"], "'mine=ftp://x' is not of the form name=http://host:port"),
         (["vllm-chunking"], "no mechanism 'chunking' to switch off; there are ample"),

@@ -12,6 +12,7 @@ import pytest
 from tideserve.cli import supervision
 from tideserve.cli.cluster import ClusterProcesses
 from tideserve.cli.errors import CommandError
+from tideserve.cli.logs import show_logs
 from tideserve.cli.process import Program, child_environment, tail_lines
 from tideserve.cli.report import Report
 from tideserve.cli.stop_signals import StopSignals
@@ -61,6 +62,20 @@ def test_the_last_line_of_a_killed_process_is_not_its_cause(tmp_path: Path) -> N
     one.processes.mark_ready()
     one.kill()
     assert one.death().endswith("worker-0 died (signal SIGKILL)")
+
+
+def test_its_log_tells_of_its_death_and_what_follows(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one = OneProcess(tmp_path, f"import time; print({ROW!r}, flush=True); time.sleep(600)")
+    one.processes.mark_ready()
+    one.kill()
+    one.death()
+    show_logs(tmp_path, "worker-0", 10, follow=False, raw=False)
+    row, died, again = capsys.readouterr().out.splitlines()
+    assert row.endswith("dropped 7 bytes in 3 us")
+    assert died.endswith(" warning worker-0 died (signal SIGKILL)")
+    assert again.endswith(" warning worker-0 will be started again in 0.5 s")
 
 
 def test_a_process_that_ends_by_itself_is_quoted(tmp_path: Path) -> None:

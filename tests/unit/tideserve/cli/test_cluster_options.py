@@ -85,6 +85,7 @@ def test_every_service_is_told_what_it_needs_and_no_more() -> None:
     assert configs["memmgr"] == {"etcd_url": PLACEMENT.etcd_url}
     assert configs["scheduler"] == {"etcd_url": PLACEMENT.etcd_url, "queue_limit": 7}
     assert configs["gateway"]["expected_workers"] == 2
+    assert configs["gateway"]["expected_wait_s"] == options.ready_timeout_s
     holders = [name for name, config in configs.items() if "secret" in config.values()]
     assert holders == ["gateway"]
     worker = configs["worker-1"]

@@ -1,6 +1,7 @@
 """Flags made from dataclass fields: complete, as well described as the fields, and late."""
 
 import dataclasses
+import inspect
 import re
 import subprocess
 import sys
@@ -14,12 +15,14 @@ from typer.testing import CliRunner
 
 from services.common.config import field_of, kinds_of
 from services.common.reference import values_text
+from tideserve.bench.faults.matrix import FAULTS, PHASES
 from tideserve.bench.probes import drop_cost
 from tideserve.bench.scenarios import scenario_names, scenario_summaries
 from tideserve.bench.scenarios.scenario import find_scenarios, find_trials
 from tideserve.bench.systems.tideserve import MECHANISMS
 from tideserve.bench.systems.vllm_install import CPU_BUILD, GPU_BUILD
 from tideserve.cli.cluster_options import SECTIONS, ClusterOptions
+from tideserve.cli.commands.bench import FLAGS, bench
 from tideserve.cli.commands.main import app
 from tideserve.cli.option_command import Flags, Wording, option_command
 
@@ -103,6 +106,36 @@ def test_bench_names_every_scenario_and_what_it_measures() -> None:
         assert summaries[name] == one.summary, "write it as one text in one line"
     for name, summary in summaries.items():
         assert f" {name}: {summary} " in text
+
+
+def test_a_scenario_has_a_help_of_its_own() -> None:
+    text = help_of("bench faults")
+    for name in (*PHASES, *FAULTS):
+        assert f" {name}: " in text
+    for option in ("--cells", "--append", "--minutes", "--quick"):
+        assert f" {option} " in text
+    for option in ("--systems", "--trace", "--cycles", "--slo", "--workers"):
+        assert f" {option} " not in text
+    assert "Comma" not in text and "Scenarios:" not in text
+    assert " --cycles " in help_of("bench churn") and " --cells " not in help_of("bench churn")
+    assert " --systems " in help_of("bench steady") and " --trace " in help_of("bench burst")
+    assert " --systems " not in help_of("bench drop")
+
+
+def test_the_command_has_all_options_after_the_help_of_a_scenario() -> None:
+    help_of("bench faults")
+    assert " --systems " in help_of("bench")
+
+
+def test_every_parameter_is_read_by_some_scenario() -> None:
+    (command,) = (
+        one for one in app.registered_commands if one.name is None and one.callback is bench
+    )
+    named = set(inspect.signature(bench).parameters) - {"context", "scenario"}
+    read = set().union(
+        *(one.reads for one in (*find_scenarios().values(), *find_trials().values()))
+    )
+    assert command.cls is not None and read == named | set(FLAGS.names)
 
 
 def test_to_install_an_engine_says_how_large_it_is() -> None:

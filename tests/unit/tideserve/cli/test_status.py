@@ -8,6 +8,7 @@ from rich.table import Table
 
 from tideserve.cli.decision import decision_lines, loss_lines
 from tideserve.cli.status import (
+    batch_table,
     etcd_line,
     foreign_engines,
     groups_table,
@@ -47,12 +48,18 @@ def shown(table: Table, width: int = 200) -> str:
     return output.getvalue()
 
 
+def batch_lines(*rows: dict[str, Any], width: int = 200) -> list[list[str]]:
+    table = batch_table({"workers": list(rows)})
+    assert table is not None
+    return [line.split() for line in shown(table, width).splitlines()]
+
+
 def test_batch_work_is_told_apart_where_there_is_some() -> None:
+    assert batch_table(STATUS) is None
     batch = {"batch_running": 2, "batch_waiting": 4, "kv_blocks_batch": 100}
-    text = shown(workers_table({"workers": [STATUS["workers"][0] | batch]}))
-    for part in ("1 + 2", "0 + 4", "250/1000 (100 batch)"):
-        assert part in text
-    assert " + " not in shown(workers_table(STATUS))
+    row = STATUS["workers"][0] | batch
+    assert ["worker-0", "2", "4", "100", "–"] in batch_lines(row, width=80)
+    assert shown(workers_table({"workers": [row]})) == shown(workers_table(STATUS))
 
 
 def test_tables_hold_what_the_gateway_told() -> None:
@@ -125,21 +132,20 @@ def test_the_share_of_batch_work_is_shown_once_there_was_some() -> None:
         "online_processed_tokens_total": 0,
         "batch_processed_tokens_total": 0,
     }
-    assert "batch" not in shown(workers_table({"workers": [row]}))
+    assert batch_table({"workers": [row]}) is None
     counts = {"online_processed_tokens_total": 300, "batch_processed_tokens_total": 900}
-    busy = row | counts | {"id": "w1"}
-    lines = [line.split() for line in shown(workers_table({"workers": [row, busy]})).splitlines()]
+    lines = batch_lines(row, row | counts | {"id": "w1"})
     assert next(line for line in lines if "worker-0" in line)[-1] == "–"
     assert next(line for line in lines if "w1" in line)[-1] == "75%"
 
 
 def test_interrupted_iterations_are_shown_once_there_were_some() -> None:
-    row = STATUS["workers"][0] | {"preempted_iterations_total": 0, "discarded_tokens_total": 0}
-    assert "interrupted" not in shown(workers_table({"workers": [row]}))
+    row = STATUS["workers"][0] | {"batch_running": 1, "discarded_tokens_total": 0}
+    row["preempted_iterations_total"] = 0
+    assert "interrupted" not in str(batch_lines(row))
     resumed = row | {"preempted_iterations_total": 7, "id": "w1"}
     lost = resumed | {"discarded_tokens_total": 4096, "id": "w2"}
-    text = shown(workers_table({"workers": [row, resumed, lost]}))
-    lines = [line.split() for line in text.splitlines()]
+    lines = batch_lines(row, resumed, lost, width=80)
     assert next(line for line in lines if "worker-0" in line)[-1] == "0"
     assert next(line for line in lines if "w1" in line)[-1] == "7"
     assert next(line for line in lines if "w2" in line)[-3:] == ["7", "(-4096", "tokens)"]

@@ -83,7 +83,7 @@ def test_ten_times_as_many_first_tokens_are_wanted(systems: Systems) -> None:
 
 
 @pytest.mark.parametrize(
-    ("attained", "rate"), [(0.029, "lower"), (0.03, None), (0.12, None), (0.121, "higher")]
+    ("attained", "rate"), [(0.039, "lower"), (0.04, None), (0.10, None), (0.101, "higher")]
 )
 def test_another_load_fails_first_and_says_which_rate_to_give(
     systems: Systems, attained: float, rate: str | None

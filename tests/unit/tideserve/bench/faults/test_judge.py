@@ -11,17 +11,27 @@ from tideserve.bench.faults.judge import (
     STABLE_WITHIN_S,
     STREAMS_MIN,
     CellSeen,
+    ending_of,
     judge_cell,
-    kind_of,
     matrix_figures,
     matrix_problems,
 )
 from tideserve.bench.faults.matrix import FaultCell, fault_cells
 from tideserve.bench.faults.streams import StreamOutcome
+from tideserve.bench.undisturbed import Undisturbed
 
 HIT_S = 10.0
-WANTED = (5, 6, 7, 8)
-GOOD = StreamOutcome(WANTED, (9.0, 9.5, 11.5, 12.0), 12.0, finished=True, told_tokens=4)
+IDS = (5, 6, 7, 8)
+WANTED = Undisturbed(IDS, "a bc", "length", 24)
+GOOD = StreamOutcome(
+    *(IDS, (9.0, 9.5, 11.5, 12.0), 12.0),
+    finished=True,
+    told_tokens=4,
+    sent_s=8.5,
+    text="a bc",
+    finish_reason="length",
+    prompt_tokens=24,
+)
 KILL = FaultCell(2, "exchange", "leader", "kill-worker")
 GATEWAY = replace(KILL, fault="gateway-kill")
 
@@ -34,7 +44,9 @@ def seen(outcomes: Sequence[StreamOutcome] = (), **changes: Any) -> CellSeen:
 
 
 def cut(count: int, failure: str = "the server closed the connection") -> StreamOutcome:
-    return StreamOutcome(WANTED[:count], GOOD.times_s[:count], 11.0, False, 0, failure)
+    return StreamOutcome(
+        IDS[:count], GOOD.times_s[:count], 11.0, False, 0, failure, sent_s=8.5, text="a bc"[:count]
+    )
 
 
 @pytest.mark.parametrize(
@@ -50,24 +62,56 @@ def cut(count: int, failure: str = "the server closed the connection") -> Stream
         (replace(cut(3), finished=True, failure="", told_tokens=3), "lost"),
         (replace(cut(2), stuck=True), "stuck"),
         (replace(cut(0), stuck=True), "stuck"),
-        (replace(GOOD, token_ids=(*WANTED, 9), told_tokens=5), "duplicated"),
+        (replace(GOOD, token_ids=(*IDS, 9), told_tokens=5), "duplicated"),
         (replace(GOOD, token_ids=(5, 6, 6, 7, 8)), "duplicated"),
-        (replace(cut(2), token_ids=(*WANTED, 8)), "duplicated"),
+        (replace(cut(2), token_ids=(*IDS, 8)), "duplicated"),
         (replace(GOOD, token_ids=(5, 6, 6, 7)), "different"),
         (replace(GOOD, token_ids=(5, 6, 8, 7)), "different"),
         (replace(cut(2), token_ids=(5, 9)), "different"),
         (replace(cut(2), token_ids=(5, 9), stuck=True), "different"),
         (replace(GOOD, told_tokens=3), "different"),
         (replace(GOOD, told_tokens=0), "different"),
+        (replace(GOOD, text="a b"), "different"),
+        (replace(GOOD, text="a bd"), "different"),
+        (replace(GOOD, text="a bcc"), "different"),
+        (replace(GOOD, finish_reason="stop"), "different"),
+        (replace(GOOD, prompt_tokens=26), "different"),
+        (replace(cut(2), text="ab"), "different"),
+        (replace(cut(2), text="ab", stuck=True), "different"),
     ],
 )
 def test_how_a_request_ended(outcome: StreamOutcome, kind: str) -> None:
-    assert kind_of(outcome, WANTED) == kind
+    assert ending_of(outcome, WANTED)[0] == kind
     verdict = judge_cell(seen([outcome]))
     assert verdict.requests["sent"] == STREAMS_MIN + 3
     assert sum(verdict.requests[name] for name in KINDS) == STREAMS_MIN + 3
     assert verdict.requests[kind] == 1 + (STREAMS_MIN + 2) * (kind == "completed")
     assert bool(verdict.problems) is (kind != "completed")
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"token_ids": (5, 6, 8, 7)}, "token 2 is 8 and not 7"),
+        ({"text": "a bd"}, "the text is another one"),
+        ({"finish_reason": "stop"}, "the finish reason is 'stop' and not 'length'"),
+        ({"prompt_tokens": 26}, "usage has 26 prompt tokens and not 24"),
+        ({"told_tokens": 3}, "usage has 3 completion tokens and not 4"),
+    ],
+)
+def test_what_is_different_is_told(changes: dict[str, Any], why: str) -> None:
+    (problem,) = judge_cell(seen([replace(GOOD, **changes)])).problems
+    assert problem == f"request {STREAMS_MIN} is different after 4 of 4 tokens: {why}"
+
+
+def test_a_request_without_a_token_at_the_fault_is_silent_from_then_on() -> None:
+    late = replace(GOOD, times_s=(12.6, 12.7, 12.8, 12.9), ended_s=12.9)
+    assert judge_cell(seen([late])).silence_s == pytest.approx(2.6)
+    assert late.silence_s(7.0) == pytest.approx(12.6 - 8.5), "it was sent after that"
+    (problem,) = judge_cell(seen([replace(cut(0), ended_s=13.5)])).problems[1:]
+    assert problem == "a stream was silent for 3.5 s, over 3 s"
+    ended = replace(cut(0), ended_s=9.9)
+    assert judge_cell(seen([ended])).silence_s == 2.0, "it had ended before the fault"
 
 
 def test_a_run_in_which_all_holds_has_no_problem() -> None:

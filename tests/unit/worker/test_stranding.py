@@ -1,0 +1,119 @@
+"""A group that has lost a member while etcd is away keeps no requests."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any, cast
+
+import pytest
+
+from services.common.errors import StoreError
+from services.core.report import EngineReport, Load
+from services.worker import stranding
+from services.worker.stranding import SILENCE_MAX_S, Stranding
+from tests.support.waiting import eventually
+
+LOST = "the connection to worker-1 is lost"
+
+
+class Records:
+    """etcd: answers or not."""
+
+    def __init__(self, answers: bool) -> None:
+        self.answers = answers
+        self.asked = 0
+
+    async def snapshot(self, prefix: str) -> None:
+        self.asked += 1
+        if not self.answers:
+            raise StoreError("etcd does not answer")
+
+
+class World:
+    def __init__(self, answers: bool) -> None:
+        self.now_s = 0.0
+        self.told = 0
+        self.records = Records(answers)
+        self.watch = Stranding(cast(Any, self.records), self._note)
+
+    def _note(self) -> None:
+        self.told += 1
+
+    def report(self, trouble: str, epoch: int = 1) -> None:
+        self.watch.note(EngineReport(Load(0, 0, 0, 0), epoch, trouble=trouble))
+
+    async def asked_again(self) -> None:
+        """Return once the records were asked, and the answer was considered."""
+        before = self.records.asked
+        await eventually(lambda: self.records.asked >= before + 2)
+
+
+@pytest.fixture(autouse=True)
+def _fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stranding, "RETRY_S", 0.0)
+
+
+@asynccontextmanager
+async def world(monkeypatch: pytest.MonkeyPatch, answers: bool) -> AsyncIterator[World]:
+    made = World(answers)
+    monkeypatch.setattr(stranding, "monotonic_s", lambda: made.now_s)
+    running = asyncio.ensure_future(made.watch.run())
+    try:
+        yield made
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+
+async def test_requests_are_given_up_once_when_the_records_stay_silent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with world(monkeypatch, answers=False) as one:
+        one.report(LOST)
+        await one.asked_again()
+        one.now_s = SILENCE_MAX_S - 0.1
+        await one.asked_again()
+        assert not one.watch.stranded
+        one.now_s = SILENCE_MAX_S
+        await eventually(lambda: one.watch.stranded)
+        one.report(LOST)  # it is repeated with each report
+        one.now_s = 100.0
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert one.watch.stranded
+        assert one.told == 1
+
+
+async def test_while_etcd_answers_the_group_is_mended(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with world(monkeypatch, answers=True) as one:
+        one.report(LOST)
+        for now_s in (1.0, 5.0, 20.0):
+            one.now_s = now_s
+            await one.asked_again()
+        assert not one.watch.stranded
+        one.records.answers = False  # it goes away before the group has changed
+        one.now_s = 24.0
+        await eventually(lambda: one.watch.stranded)
+
+
+@pytest.mark.parametrize(("trouble", "epoch"), [("", 1), (LOST, 2)])
+async def test_it_is_over_with_the_trouble_or_the_epoch(
+    monkeypatch: pytest.MonkeyPatch, trouble: str, epoch: int
+) -> None:
+    async with world(monkeypatch, answers=False) as one:
+        one.report(LOST)
+        await one.asked_again()
+        one.now_s = SILENCE_MAX_S
+        await eventually(lambda: one.watch.stranded)
+        one.report(trouble, epoch)
+        assert not one.watch.stranded
+        await asyncio.sleep(0)
+        assert not one.watch.stranded
+
+
+async def test_without_trouble_nobody_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with world(monkeypatch, answers=False) as one:
+        one.report("")
+        one.now_s = 100.0
+        await asyncio.sleep(0)
+        assert (one.records.asked, one.watch.stranded, one.told) == (0, False, 0)
