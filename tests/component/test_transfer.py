@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -28,8 +29,8 @@ from services.worker.engine.transfer.errors import (
 from services.worker.engine.transfer.frame import Bytes, Frame
 from services.worker.engine.transfer.gate import ActivationGate
 from services.worker.engine.transfer.lane import Identity, Lane, LaneEvent, PeerConnected, PeerLost
-from services.worker.engine.transfer.mover import Mover, MoverConfig, MoverEvent
-from services.worker.engine.transfer.pieces import parameter_pieces
+from services.worker.engine.transfer.mover import CHUNK_BYTES_MAX, Mover, MoverConfig, MoverEvent
+from services.worker.engine.transfer.pieces import PackBytes, parameter_pieces
 from services.worker.engine.transfer.transfer_event import (
     TransferFailed,
     TransferReceived,
@@ -307,10 +308,10 @@ class Bulk:
         self.told: list[MoverEvent] = []
         self.mover.start()
 
-    def send(self, transfer_id: str, pack: Callable[[int, int], Bytes] | None = None) -> None:
+    def send(self, transfer_id: str, pack: PackBytes | None = None) -> None:
         cut = self.memory.slab_cut(transfer_id)
         read = pack or self.memory.pack_slab
-        pieces = parameter_pieces(cut, lambda: self.mover.chunk_bytes, read)
+        pieces = parameter_pieces(cut, partial(self.mover.piece_bytes, "peer"), read)
         self.mover.send(transfer_id, "peer", "g", 1, pieces)
 
     def wait(self, kind: type[MoverEvent]) -> Any:
@@ -340,7 +341,11 @@ def test_transfers_cross(peer: PeerProcess, bulk: Bulk) -> None:
     source = bulk.memory.slab.copy()
     bulk.memory.slab, packed = empty_like(bulk.memory).slab, bulk.memory.slab
     peer.order("back")
-    bulk.send("out", lambda offset, size: packed[offset : offset + size])
+
+    def pack(offset_bytes: int, target: Bytes) -> None:
+        target[:] = packed[offset_bytes : offset_bytes + target.size]
+
+    bulk.send("out", pack)
     assert bulk.wait(TransferReceived).transfer_id == "back"
     bulk.wait(TransferSent)
     assert digest_of(bulk.memory.slab) == digest_of(theirs)
@@ -350,11 +355,11 @@ def test_transfers_cross(peer: PeerProcess, bulk: Bulk) -> None:
 def test_a_transfer_cancelled_midway_ends_on_both_sides(peer: PeerProcess, bulk: Bulk) -> None:
     reached, cancelled = threading.Event(), threading.Event()
 
-    def pack(offset_bytes: int, size_bytes: int) -> Bytes:
+    def pack(offset_bytes: int, target: Bytes) -> None:
         if offset_bytes >= SLAB_BYTES // 2:
             reached.set()
             assert cancelled.wait(DEADLINE_S)
-        return bulk.memory.pack_slab(offset_bytes, size_bytes)
+        bulk.memory.pack_slab(offset_bytes, target)
 
     bulk.send("out", pack)
     assert reached.wait(DEADLINE_S)
@@ -371,11 +376,11 @@ def test_a_transfer_cancelled_midway_ends_on_both_sides(peer: PeerProcess, bulk:
 def test_a_killed_peer_is_lost_and_its_transfer_fails(peer: PeerProcess, bulk: Bulk) -> None:
     reached, killed = threading.Event(), threading.Event()
 
-    def pack(offset_bytes: int, size_bytes: int) -> Bytes:
+    def pack(offset_bytes: int, target: Bytes) -> None:
         if offset_bytes >= SLAB_BYTES // 2:
             reached.set()
             assert killed.wait(DEADLINE_S)
-        return bulk.memory.pack_slab(offset_bytes, size_bytes)
+        bulk.memory.pack_slab(offset_bytes, target)
 
     bulk.send("out", pack)
     assert reached.wait(DEADLINE_S)
@@ -384,7 +389,7 @@ def test_a_killed_peer_is_lost_and_its_transfer_fails(peer: PeerProcess, bulk: B
     assert bulk.wait(PeerLost).peer == PEER
     failed = bulk.wait(TransferFailed)  # by the news, or by a send that comes before it
     assert "lost" in failed.reason or "no connection" in failed.reason
-    assert bulk.memory.reads <= SLAB_BYTES // bulk.mover.chunk_bytes
+    assert bulk.memory.reads <= SLAB_BYTES // CHUNK_BYTES_MAX
 
 
 def test_a_frozen_peer_is_lost_by_deadline(peer: PeerProcess, transports: str) -> None:

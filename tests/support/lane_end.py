@@ -15,6 +15,7 @@ from services.common.clock import monotonic_s
 from services.worker.engine.transfer.connection_table import ConnectionTable
 from services.worker.engine.transfer.control_link import ControlLink
 from services.worker.engine.transfer.frame import Bytes, Frame
+from services.worker.engine.transfer.frame_memory import FrameMemory
 from services.worker.engine.transfer.heartbeats import Heartbeats
 from services.worker.engine.transfer.lane import Identity, LaneEvent
 from services.worker.engine.transfer.traffic import Traffic
@@ -116,7 +117,7 @@ class LaneEnd:
         self.connections = ConnectionTable(
             self.identity, CODEC, self.config, transport, self.poll, self.note
         )
-        self.traffic = Traffic(transport, self.connections, self.config, self.note)
+        self.traffic = Traffic(transport, self.connections, self.config, FrameMemory(), self.note)
         self.heartbeats = Heartbeats(
             self.connections,
             self.config.heartbeat_s,

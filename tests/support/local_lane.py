@@ -80,6 +80,9 @@ class LocalLane(Lane):
         self.arrived = deque(one for one in self.arrived if one[0] in leave)
         return taken
 
+    def give_back(self, frame: Frame) -> None:
+        frame.payload[:] = 0xEE  # whoever still reads it will be seen
+
     def events(self) -> list[LaneEvent]:
         taken = list(self.news)
         self.news.clear()
@@ -129,10 +132,12 @@ class LocalNetwork:
     def deliver(self, sender: str, receiver: str) -> None:
         """Deliver the oldest frame of a link that `waiting` names."""
         encoded, sent = self._queues[sender, receiver].frames.popleft()
+        received = encoded.copy()
         sent.finish()
+        encoded[:] = 0xEE  # its sender may write there now
         self._lanes[sender].bell.ring()
         target = self._lanes[receiver]
-        target.arrived.append((sender, self._codec.decode(encoded)))
+        target.arrived.append((sender, self._codec.decode(received)))
         target.bell.ring()
 
     def pump(self) -> int:

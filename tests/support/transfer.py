@@ -52,15 +52,15 @@ class Memory:
         layers, num_blocks, block_bytes = self.kv.shape
         return KvCut(transfer_id, "request", range(layers), num_blocks, block_bytes)
 
-    def pack_slab(self, offset_bytes: int, size_bytes: int) -> Bytes:
-        """A view, so that a test sees reads of memory that was reused."""
+    def pack_slab(self, offset_bytes: int, target: Bytes) -> None:
+        """Write a part of the slab to `target`."""
         self.reads += 1
-        return self.slab[offset_bytes : offset_bytes + size_bytes]
+        target[:] = self.slab[offset_bytes : offset_bytes + target.size]
 
-    def pack_kv(self, layer: int, first_block: int, num_blocks: int) -> Bytes:
-        """A copy, as a gather from scattered blocks is one."""
+    def pack_kv(self, layer: int, first_block: int, num_blocks: int, target: Bytes) -> None:
+        """Write blocks to `target`."""
         self.reads += 1
-        return self.kv[layer, first_block : first_block + num_blocks].copy()
+        target[:] = self.kv[layer, first_block : first_block + num_blocks].reshape(-1)
 
     def standing(self, group_id: str, epoch: int) -> Standing:
         """By the epoch that the test has set."""

@@ -9,6 +9,7 @@ import hashlib
 import json
 import select
 import sys
+from functools import partial
 
 import numpy as np
 
@@ -66,7 +67,9 @@ def main() -> None:
                 break
             own = filled(SLAB_BYTES, seed=9)
             cut = own.slab_cut(transfer_id)
-            pieces = parameter_pieces(cut, lambda: mover.chunk_bytes, own.pack_slab)
+            pieces = parameter_pieces(
+                cut, partial(mover.piece_bytes, TESTER.worker_id), own.pack_slab
+            )
             mover.send(transfer_id, TESTER.worker_id, "g", 1, pieces)
         for peer, frame in activations.receive():
             activations.send(peer, frame)

@@ -93,8 +93,10 @@ def rows(result: Mapping[str, Any]) -> list[tuple[str, str]]:
 def _lane_rows(lanes: Mapping[str, Any]) -> list[tuple[str, str]]:
     found = [(f"activation and back, {KINDS[kind]}", _trips(lanes[kind])) for kind in KINDS]
     bulk, plain = lanes["bulk_bytes_per_s"], lanes["plain_bytes_per_s"]
+    cached = lanes["plain_cached_bytes_per_s"]
     text = f"{bulk / 2**20:,.0f} MiB/s, {bulk / plain:.0%} of what UCX alone carries"
-    return [*found, ("bulk with nothing beside it", text)]
+    alone = f"{plain / 2**20:,.0f} MiB/s from slab to slab, {cached / 2**20:,.0f} in the caches"
+    return [*found, ("bulk with nothing beside it", text), ("UCX alone", alone)]
 
 
 def _memory_rows(rounds: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from itertools import count
 from statistics import median
 from time import sleep
@@ -29,12 +30,14 @@ from services.worker.engine.transfer.gate import ActivationGate
 from services.worker.engine.transfer.lane import Identity, PeerLost
 from services.worker.engine.transfer.mover import Mover, MoverConfig
 from services.worker.engine.transfer.pieces import BULK_KINDS, BulkPiece, SlabCut, parameter_pieces
+from services.worker.engine.transfer.receiver import Unpack
 from services.worker.engine.transfer.transfer_event import TransferSent
 from services.worker.engine.transfer.ucx_config import UcxConfig, UcxLaneConfig
 from services.worker.engine.transfer.ucx_lane import UcxLane
 from tideserve.bench.probes.plain_stream import plain_stream
+from tideserve.bench.probes.slab_walk import SlabWalk
 
-SLAB_BYTES = 16 << 20
+TRANSFER_BYTES = 16 << 20
 WARM_UP_TRIPS = 50
 TRIP_TIMEOUT_S = 30.0
 ROUNDS = 10  # the kinds take turns, so that other work of the machine hits all of them
@@ -66,8 +69,9 @@ class Trips:
 class LaneReport:
     """Round trips alone, and beside bulk that stands aside, and beside bulk that does not.
 
-    `bulk_bytes_per_s` is bulk with nothing beside it, `plain_bytes_per_s` what UCX does without
-    lanes; medians of turns that they took.
+    `bulk_bytes_per_s` is bulk with nothing beside it, from slab to slab. `plain_bytes_per_s` is
+    what UCX carries so without lanes, `plain_cached_bytes_per_s` what it carries from cache to
+    cache; medians of turns that they took. `slab_bytes` is the size of the slabs.
     """
 
     payload_bytes: int
@@ -75,8 +79,10 @@ class LaneReport:
     idle: Trips
     coordinated: Trips
     uncoordinated: Trips
+    slab_bytes: int
     bulk_bytes_per_s: float
     plain_bytes_per_s: float
+    plain_cached_bytes_per_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,13 +111,13 @@ class _Tally:
 
 
 class _BulkStream:
-    """One slab after the other to the peer, until it is stopped."""
+    """Transfers of parts of a slab to the peer, until they are stopped."""
 
-    def __init__(self, lane: UcxLane, gate: ActivationGate, load: TripLoad) -> None:
+    def __init__(self, lane: UcxLane, gate: ActivationGate, load: TripLoad, slab: SlabWalk) -> None:
         config = MoverConfig(chunk_bytes=load.chunk_bytes)
-        self.mover = Mover(lane, gate, config, _always, _discard)
+        self.mover = Mover(lane, gate, config, _always, _store_in(slab))
         self.sent_bytes = 0
-        self._slab = np.ones(SLAB_BYTES, np.uint8)
+        self._slab = slab
         self._numbers = count()
         self._under_way = 0
         self.mover.start()
@@ -123,9 +129,10 @@ class _BulkStream:
                 self.sent_bytes += event.size_bytes
                 self._under_way -= 1
         while self._under_way < 2:
-            name = f"slab {next(self._numbers)}"
-            cut = SlabCut(name, name, SLAB_BYTES)
-            pieces = parameter_pieces(cut, lambda: self.mover.chunk_bytes, self._pack)
+            name = f"part {next(self._numbers)}"
+            cut = SlabCut(name, name, TRANSFER_BYTES)
+            piece_bytes = partial(self.mover.piece_bytes, PEER.worker_id)
+            pieces = parameter_pieces(cut, piece_bytes, self._pack)
             self.mover.send(name, PEER.worker_id, "", 0, pieces)
             self._under_way += 1
 
@@ -144,8 +151,8 @@ class _BulkStream:
             select.select([self.mover], [], [], 1.0)
             self._under_way -= len([e for e in self.mover.events() if isinstance(e, TransferSent)])
 
-    def _pack(self, offset_bytes: int, size_bytes: int) -> Bytes:
-        return self._slab[offset_bytes : offset_bytes + size_bytes]
+    def _pack(self, offset_bytes: int, target: Bytes) -> None:
+        target[:] = self._slab.next(target.size)
 
 
 def measure_in(config: UcxLaneConfig, load: TripLoad) -> LaneReport:
@@ -155,9 +162,10 @@ def measure_in(config: UcxLaneConfig, load: TripLoad) -> LaneReport:
         activations, bulk_lane = _lanes(US, config)
         for lane, address, nonce in zip((activations, bulk_lane), addresses, nonces, strict=True):
             lane.connect(PEER.worker_id, address, nonce)
-        bulk = _BulkStream(bulk_lane, gate, load)
+        slab = SlabWalk.of_a_slab()
+        bulk = _BulkStream(bulk_lane, gate, load, slab)
         idle, coordinated, uncoordinated = _Tally(), _Tally(), _Tally()
-        rates: list[tuple[float, float]] = []
+        rates: list[tuple[float, float, float]] = []
         try:
             _trips(activations, gate, load, WARM_UP_TRIPS, None, _Tally())
             for _ in range(ROUNDS):
@@ -169,7 +177,9 @@ def measure_in(config: UcxLaneConfig, load: TripLoad) -> LaneReport:
                 _trips(activations, gate, load, trips, bulk, uncoordinated)
                 bulk_bytes_per_s = bulk.bytes_per_s()
                 bulk.drain()
-                rates.append((bulk_bytes_per_s, plain.bytes_per_s(PLAIN_MESSAGES)))
+                plain_bytes_per_s = plain.bytes_per_s(PLAIN_MESSAGES, slab)
+                cached_bytes_per_s = plain.cached_bytes_per_s(PLAIN_MESSAGES)
+                rates.append((bulk_bytes_per_s, plain_bytes_per_s, cached_bytes_per_s))
         finally:
             bulk.mover.close()
             activations.close()
@@ -180,6 +190,7 @@ def measure_in(config: UcxLaneConfig, load: TripLoad) -> LaneReport:
         idle.result(),
         coordinated.result(),
         uncoordinated.result(),
+        slab.memory.size,
         *(median(kind) for kind in zip(*rates, strict=True)),
     )
 
@@ -239,11 +250,11 @@ def _echoing_peer(config: UcxLaneConfig) -> Iterator[tuple[Sequence[str], Sequen
 
 
 def echo(config: UcxLaneConfig) -> None:
-    """Send activations back and throw bulk away, until this process is killed."""
+    """Send activations back and store bulk, until this process is killed."""
     die_with_parent()
     activations, bulk = _lanes(PEER, config)
     gate = ActivationGate()
-    mover = Mover(bulk, gate, MoverConfig(), _always, _discard)
+    mover = Mover(bulk, gate, MoverConfig(), _always, _store_in(SlabWalk.of_a_slab()))
     mover.start()
     for lane in (activations, bulk):
         lane.expect(US, bytes.fromhex(sys.stdin.readline().strip()))
@@ -259,8 +270,13 @@ def _always(group_id: str, epoch: int) -> Standing:
     return Standing.CURRENT
 
 
-def _discard(piece: BulkPiece, payload: Bytes) -> None:
-    """Nothing is kept."""
+def _store_in(slab: SlabWalk) -> Unpack:
+    """Has pieces copied to a slab, as an engine does."""
+
+    def store(piece: BulkPiece, payload: Bytes) -> None:
+        slab.next(payload.size)[:] = payload
+
+    return store
 
 
 def main() -> None:

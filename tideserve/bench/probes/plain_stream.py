@@ -1,7 +1,8 @@
 """How fast UCX alone carries messages between two processes of this machine, without our lanes.
 
-The sender has a few messages of a piece's size under way, of memory that is used again and again;
-the receiver fetches them into such memory. Nothing is framed, copied or verified.
+The sender has a few messages of a piece's size under way; the receiver fetches them. Nothing is
+framed, copied or verified. Either end uses a few buffers again and again, which stay in its caches,
+or walks through a slab that no cache holds, as parameters and KV are moved.
 """
 
 import signal
@@ -18,12 +19,14 @@ from services.common.lifecycle import die_with_parent
 from services.worker.engine.transfer.errors import LaneClosed
 from services.worker.engine.transfer.ucx_config import UcxConfig
 from services.worker.engine.transfer.ucx_transport import Endpoint, UcxRequest, UcxTransport
+from tideserve.bench.probes.slab_walk import SlabWalk
 
 MESSAGE_BYTES = 1 << 20
 UNDER_WAY = 2
 BUFFERS = 8
 TIMEOUT_S = 30.0
-TAG = 1
+CACHED_TAG, SLAB_TAG = 1, 2
+"""Tell the receiver which memory a message is fetched into."""
 
 
 class PlainStream:
@@ -35,25 +38,29 @@ class PlainStream:
         self._receiver = receiver
         self._transport = transport
         self._endpoint = endpoint
-        self._buffers = [np.ones(MESSAGE_BYTES, np.uint8) for _ in range(UNDER_WAY)]
+        self._buffers = SlabWalk(np.ones(UNDER_WAY * MESSAGE_BYTES, np.uint8))
 
-    def bytes_per_s(self, messages: int) -> float:
-        """Send so many, and wait until all are taken. Raises LaneClosed, ConnectionError."""
+    def cached_bytes_per_s(self, messages: int) -> float:
+        """Send so many from cache to cache. Raises LaneClosed, ConnectionError."""
+        return self._measured(messages, self._buffers, CACHED_TAG)
+
+    def bytes_per_s(self, messages: int, slab: SlabWalk) -> float:
+        """Send so many from slab to slab. Raises LaneClosed, ConnectionError."""
+        return self._measured(messages, slab, SLAB_TAG)
+
+    def _measured(self, messages: int, memory: SlabWalk, tag: int) -> float:
+        """Send so many, and wait until all are taken."""
         self._receiver.send_signal(signal.SIGCONT)
         try:
-            return self._measured(messages)
+            under_way: deque[UcxRequest] = deque()
+            began_s = monotonic_s()
+            for _ in range(messages):
+                self._await(under_way, UNDER_WAY - 1)
+                under_way.append(self._endpoint.send(memory.next(MESSAGE_BYTES), tag))
+            self._await(under_way, 0)
+            return messages * MESSAGE_BYTES / (monotonic_s() - began_s)
         finally:
             self._receiver.send_signal(signal.SIGSTOP)
-
-    def _measured(self, messages: int) -> float:
-        under_way: deque[UcxRequest] = deque()
-        began_s = monotonic_s()
-        for number in range(messages):
-            self._await(under_way, UNDER_WAY - 1)
-            buffer = self._buffers[number % UNDER_WAY]
-            under_way.append(self._endpoint.send(buffer, TAG))
-        self._await(under_way, 0)
-        return messages * MESSAGE_BYTES / (monotonic_s() - began_s)
 
     def _await(self, under_way: deque[UcxRequest], most: int) -> None:
         until_s = monotonic_s() + TIMEOUT_S
@@ -89,19 +96,21 @@ def receive() -> None:
     die_with_parent()
     transports, devices, address = (sys.stdin.readline().strip() for _ in range(3))
     transport = UcxTransport(UcxConfig(transports, devices))
+    memory = {
+        CACHED_TAG: SlabWalk(np.ones(BUFFERS * MESSAGE_BYTES, np.uint8)),
+        SLAB_TAG: SlabWalk.of_a_slab(),
+    }
     print(transport.address.hex(), flush=True)
     endpoint = transport.open(bytes.fromhex(address))
-    buffers = [np.empty(MESSAGE_BYTES, np.uint8) for _ in range(BUFFERS)]
     under_way: deque[UcxRequest] = deque()
-    number = 0
     while endpoint.alive:
         transport.progress()
         while under_way and under_way[0].completed:
             under_way.popleft()
         arrival = transport.probe() if len(under_way) < BUFFERS else None
         if arrival is not None:
-            under_way.append(transport.fetch(arrival, buffers[number % BUFFERS]))
-            number += 1
+            place = memory[arrival.tag].next(arrival.size_bytes)
+            under_way.append(transport.fetch(arrival, place))
 
 
 if __name__ == "__main__":

@@ -49,6 +49,7 @@ class KvRange:
         reserved_blocks = self._range.size_bytes // self._block_bytes
         used_bytes = reserved_blocks * self._block_bytes
         self._bytes = arena.tensor(self._range, torch.uint8)[:used_bytes].view(reserved_blocks, -1)
+        self._rows = self._bytes.numpy()  # the same memory
         self._blocks = self._bytes.view(-1).view(shape.dtype).view(reserved_blocks, *shape.dims)
 
     @property
@@ -98,25 +99,37 @@ class KvRange:
             self._arena.retire(self._range, chunks, lost)
             self._mapped_chunks = chunks
 
-    def pack(self, block_ids: Sequence[int]) -> torch.Tensor:
-        """A copy of these blocks, uint8 [len(block_ids) × block bytes]. Raises InvalidBlocks."""
-        return self._bytes.index_select(0, self._index(block_ids)).view(-1)
+    def pack(self, block_ids: Sequence[int], target: torch.Tensor | None = None) -> torch.Tensor:
+        """A copy of these blocks, uint8 [len(block_ids) × block bytes], in `target` if given.
+
+        Raises InvalidBlocks.
+        """
+        index = self._index(block_ids)
+        if target is None:
+            target = torch.empty(len(index) * self._block_bytes, dtype=torch.uint8)
+        self._check_size(target, len(index))
+        torch.index_select(self._bytes, 0, index, out=target.view(len(index), self._block_bytes))
+        return target
 
     def unpack(self, block_ids: Sequence[int], payload: torch.Tensor) -> None:
         """Overwrite these blocks with a result of `pack`. Raises InvalidBlocks."""
         index = self._index(block_ids)
-        if payload.dtype != torch.uint8 or payload.numel() != len(index) * self._block_bytes:
-            raise InvalidBlocks(
-                f"{self.name}: {payload.numel()} values of {payload.dtype} are not the bytes of "
-                f"{len(index)} blocks; send what pack_kv returned"
-            )
-        self._bytes.index_copy_(0, index, payload.view(len(index), -1))
+        self._check_size(payload, len(index))
+        # torch's index_copy_ goes byte by byte: 0.55 ms per MiB instead of 0.04.
+        self._rows[index.numpy()] = payload.view(len(index), self._block_bytes).numpy()
 
     def relocate(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copy each source block to its target; no target is a source. Raises InvalidBlocks."""
         for first in range(0, len(sources), RELOCATION_SLICE_BLOCKS):
             part = slice(first, first + RELOCATION_SLICE_BLOCKS)
             self.unpack(targets[part], self.pack(sources[part]))
+
+    def _check_size(self, payload: torch.Tensor, blocks: int) -> None:
+        if payload.dtype != torch.uint8 or payload.numel() != blocks * self._block_bytes:
+            raise InvalidBlocks(
+                f"{self.name}: {payload.numel()} values of {payload.dtype} are not the bytes of "
+                f"{blocks} blocks; send what pack_kv returned"
+            )
 
     def _index(self, block_ids: Sequence[int]) -> torch.Tensor:
         index = torch.tensor(block_ids, dtype=torch.int64)
@@ -125,4 +138,4 @@ class KvRange:
                 f"{self.name} has blocks 0 to {self.num_blocks - 1}, but {min(block_ids)} to "
                 f"{max(block_ids)} were named; name blocks that are mapped"
             )
-        return index.to(self._bytes.device)
+        return index

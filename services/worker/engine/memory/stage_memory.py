@@ -298,13 +298,13 @@ class StageMemory:
         """A writable view, uint8 [size], of a slab being restored. Raises InvalidStage."""
         return self.slabs[name].bytes_to_fill()
 
-    def pack_slab(self, name: str, offset_bytes: int, size_bytes: int) -> torch.Tensor:
-        """A copy of a piece of a resident slab for a peer, uint8; shorter at the slab's end.
+    def pack_slab(self, name: str, offset_bytes: int, target: torch.Tensor) -> torch.Tensor:
+        """Copy a piece of a resident slab for a peer to `target`, uint8 [n]; returns `target`.
 
         Raises LayerNotResident.
         """
-        end_bytes = offset_bytes + size_bytes
-        return self.slabs[name].bytes_to_read()[offset_bytes:end_bytes].clone()
+        end_bytes = offset_bytes + target.numel()
+        return target.copy_(self.slabs[name].bytes_to_read()[offset_bytes:end_bytes])
 
     def unpack_slab(self, name: str, offset_bytes: int, payload: torch.Tensor) -> None:
         """Write a piece that came from a peer. Raises InvalidStage."""
@@ -378,9 +378,11 @@ class StageMemory:
 
     # --- pieces of KV
 
-    def pack_kv(self, layer: int, block_ids: Sequence[int]) -> torch.Tensor:
-        """A copy of blocks of one layer, flat uint8. Raises InvalidBlocks."""
-        return self.kv_ranges[layer].pack(block_ids)
+    def pack_kv(
+        self, layer: int, block_ids: Sequence[int], target: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """A copy of blocks of one layer, flat uint8, in `target` if given. Raises InvalidBlocks."""
+        return self.kv_ranges[layer].pack(block_ids, target)
 
     def unpack_kv(self, layer: int, block_ids: Sequence[int], payload: torch.Tensor) -> None:
         """Overwrite blocks of one layer with a result of `pack_kv`. Raises InvalidBlocks."""

@@ -4,8 +4,8 @@ Transfers run on the mover's thread; tables and mappings change under the stage'
 of a request that is gone is refused, and never written to blocks of another request.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -17,7 +17,7 @@ from services.worker.engine.pipeline.stage_runner import StageRunner
 from services.worker.engine.transfer.errors import MoverFull, TransferRefused
 from services.worker.engine.transfer.frame import Bytes
 from services.worker.engine.transfer.mover import Mover
-from services.worker.engine.transfer.pieces import KvCut, KvPiece, kv_pieces
+from services.worker.engine.transfer.pieces import KvCut, KvPiece, PackBlocks, kv_pieces
 
 
 @dataclass(slots=True)
@@ -40,7 +40,8 @@ class KvTransfers:
             command.blocks,
             memory.kv_ranges[0].shape.size_bytes,
         )
-        pieces = kv_pieces(cut, lambda: self.mover.chunk_bytes, self._packer(command.request_id))
+        piece_bytes = partial(self.mover.piece_bytes, command.transfer.destination)
+        pieces = kv_pieces(cut, piece_bytes, self._packer(command.request_id))
         try:
             self.mover.send(
                 command.transfer_id,
@@ -65,16 +66,17 @@ class KvTransfers:
             memory = self.stage.runner.stage_memory
             memory.unpack_kv(piece.layer, blocks, torch.from_numpy(payload))
 
-    def _packer(self, request_id: str) -> Callable[[int, int, int], object]:
+    def _packer(self, request_id: str) -> PackBlocks:
         """Reads the blocks that the request has now; refuses once it has others, or none."""
         had = self.stage.table.block_ids(request_id)
 
-        def pack(layer: int, first: int, count: int) -> object:
+        def pack(layer: int, first: int, count: int, target: Bytes) -> None:
             self.points.changing("kv_piece")
             with self.stage.lock:
                 ids = self.stage.table.block_ids(request_id)[first : first + count]
                 if len(ids) < count or ids != had[first : first + count]:
                     raise TransferRefused(f"{request_id} is gone")
-                return self.stage.runner.stage_memory.pack_kv(layer, ids)
+                memory = self.stage.runner.stage_memory
+                memory.pack_kv(layer, ids, torch.from_numpy(target))
 
         return pack

@@ -218,9 +218,8 @@ class ParameterSource:
             self.links.send(peer, SlabRefused(wanted.slab, wanted.transfer_id))
             return
         cut = SlabCut(wanted.transfer_id, wanted.slab, slab.layout.size_bytes)
-        pieces = parameter_pieces(
-            cut, lambda: self.mover.chunk_bytes, partial(self._pack, wanted.slab)
-        )
+        piece_bytes = partial(self.mover.piece_bytes, peer)
+        pieces = parameter_pieces(cut, piece_bytes, partial(self._pack, wanted.slab))
         try:
             self.mover.send(wanted.transfer_id, peer, "", 0, pieces)
         except MoverFull:
@@ -232,7 +231,8 @@ class ParameterSource:
             memory = self.stage.runner.stage_memory
             memory.unpack_slab(piece.slab, piece.offset_bytes, torch.from_numpy(payload))
 
-    def _pack(self, slab: str, offset_bytes: int, size_bytes: int) -> torch.Tensor:
+    def _pack(self, slab: str, offset_bytes: int, target: Bytes) -> None:
         self.points.preparing("slab_piece")
         with self.stage.lock:
-            return self.stage.runner.stage_memory.pack_slab(slab, offset_bytes, size_bytes)
+            memory = self.stage.runner.stage_memory
+            memory.pack_slab(slab, offset_bytes, torch.from_numpy(target))

@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from threading import Lock
 
-import numpy as np
-
 from services.worker.engine.transfer.control_link import Beat, ControlLink
 from services.worker.engine.transfer.errors import FrameError, LaneFull, PeerUnknown
 from services.worker.engine.transfer.frame import Bytes, Frame, FrameCodec
@@ -72,6 +70,11 @@ class Connection:
         return self._endpoint is not None and self.lost is None
 
     @property
+    def has_queued(self) -> bool:
+        """Whether frames wait to be handed to UCX."""
+        return bool(self._outbox)
+
+    @property
     def is_quiet(self) -> bool:
         """Whether UCX uses no memory of the connection any more."""
         return not self._sending and not self._fetching
@@ -132,9 +135,8 @@ class Connection:
             self._sending.append(_Sending(request, encoded.size, sent, until_s))
         return True
 
-    def fetch(self, transport: UcxTransport, arrival: IncomingMessage) -> None:
-        """Begin to receive a frame."""
-        memory = np.empty(arrival.size_bytes, np.uint8)
+    def fetch(self, transport: UcxTransport, arrival: IncomingMessage, memory: Bytes) -> None:
+        """Begin to receive a frame into `memory`, of its size."""
         self._fetching.append((transport.fetch(arrival, memory), memory))
 
     def reap_sends(self) -> bool:

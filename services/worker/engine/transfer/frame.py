@@ -26,6 +26,8 @@ Bytes: TypeAlias = npt.NDArray[np.uint8]
 
 ALIGNMENT_BYTES = 64
 HEADER_BYTES_MAX = 16 << 20
+ROOM_BYTES = 4096
+"""Before a payload in a `PayloadRoom`; few frames have more there."""
 KIND_MAX = 0xFFFF
 
 _MAGIC = b"TSF1"
@@ -38,11 +40,31 @@ _NO_BYTES.flags.writeable = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class PayloadRoom:
+    """Memory for a payload that is sent as it is: the codec writes the rest of the frame before it.
+
+    `memory` is of one frame. It has `ROOM_BYTES` more than the payload.
+    """
+
+    memory: Bytes
+
+    @property
+    def payload(self) -> Bytes:
+        """Where the payload is to be written, a view."""
+        return self.memory[ROOM_BYTES:]
+
+    def with_front(self, size_bytes: int) -> Bytes | None:
+        """The payload and so many bytes before it, a view; None if there is no room for them."""
+        return self.memory[ROOM_BYTES - size_bytes :] if size_bytes <= ROOM_BYTES else None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Frame:
     """One message. The sending lane fills in `sender`, `incarnation` and `sequence`.
 
-    `payload` is a contiguous buffer of bytes (uint8 tensor or array, bytes). The payload of a
-    received frame is a writable uint8 array that belongs to the receiver.
+    `payload` is a contiguous buffer of bytes (uint8 tensor or array, bytes), of which the codec
+    makes a copy, or a `PayloadRoom`. The payload of a received frame is a writable uint8 array that
+    belongs to the receiver.
     """
 
     group_id: str
@@ -91,7 +113,10 @@ class FrameCodec:
             self._decoders[number] = msgspec.msgpack.Decoder(kind)
 
     def encode(self, frame: Frame) -> Bytes:
-        """The frame as bytes, a copy. Raises ValueError on a value that does not fit."""
+        """The frame as bytes; of a payload in a `PayloadRoom` no copy is made.
+
+        Raises ValueError on a value that does not fit.
+        """
         number = self._numbers.get(type(frame.header))
         if number is None:
             raise ValueError(f"{type(frame.header).__name__} is not a kind of this lane")
@@ -99,10 +124,14 @@ class FrameCodec:
         if len(header) > HEADER_BYTES_MAX:
             raise ValueError(f"a header of {len(header)} bytes is too large")
         ids = [name.encode() for name in (frame.group_id, frame.sender, frame.incarnation)]
-        payload = as_bytes(frame.payload)
+        room = frame.payload if isinstance(frame.payload, PayloadRoom) else None
+        payload = as_bytes(frame.payload if room is None else room.payload)
         header_start = _IDS_START + sum(map(len, ids))
         payload_start = _aligned(header_start + len(header))
-        encoded = np.empty(payload_start + payload.size, np.uint8)
+        encoded = None if room is None else room.with_front(payload_start)
+        if encoded is None:
+            encoded = np.empty(payload_start + payload.size, np.uint8)
+            encoded[payload_start:] = payload
         try:
             _ENVELOPE.pack_into(
                 encoded.data, 0, _MAGIC, number, *map(len, ids),
@@ -112,7 +141,6 @@ class FrameCodec:
             raise ValueError(f"a value of the frame is out of range: {error}") from error
         front = b"".join((*ids, header)).ljust(payload_start - _IDS_START, b"\0")
         encoded[_IDS_START:payload_start] = np.frombuffer(front, np.uint8)
-        encoded[payload_start:] = payload
         _CHECKSUM.pack_into(encoded.data, _ENVELOPE.size, _checksum(encoded))
         return encoded
 

@@ -125,6 +125,13 @@ class Lane(ABC):
         """
 
     @abstractmethod
+    def give_back(self, frame: Frame) -> None:
+        """Let the memory of a received frame be used again: nobody reads its payload any more.
+
+        Memory that is not given back is freed with its frame.
+        """
+
+    @abstractmethod
     def events(self) -> list[LaneEvent]:
         """The events since the last call, in order."""
 

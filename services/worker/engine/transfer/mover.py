@@ -22,6 +22,7 @@ from services.worker.engine.transfer.frame import Frame
 from services.worker.engine.transfer.gate import ActivationGate
 from services.worker.engine.transfer.lane import Lane, PeerConnected, PeerLost
 from services.worker.engine.transfer.outgoing import OutgoingTransfer
+from services.worker.engine.transfer.piece_window import WindowBounds
 from services.worker.engine.transfer.pieces import (
     KvPiece,
     OutgoingPiece,
@@ -34,6 +35,7 @@ from services.worker.engine.transfer.sender import Sender, SenderBounds
 from services.worker.engine.transfer.transfer_event import TransferEvent
 
 CHUNK_BYTES_MAX = 1 << 20
+FAST_LINK_TIMES = 4  # how much larger pieces become where a link carries them in a millisecond
 PATIENCE = 4.0  # times what the link takes: it has other transfers, and yields to activations
 PATIENCE_MIN_S = 2.0
 REST_S = 1.0  # the longest sleep of the thread
@@ -48,8 +50,9 @@ log = logging.getLogger(__name__)
 class MoverConfig:
     """`yield_s`: how long at most a piece waits for activations.
 
-    `frames_in_flight_max` bounds, per peer, the pieces that the receiver has not answered; as many
-    as `PieceWindow` allows are under way.
+    `chunk_bytes` is the size of pieces; over a fast link they are up to `FAST_LINK_TIMES` as large.
+    `frames_in_flight_max` and `bytes_in_flight_max` bound, per peer, the pieces that the receiver
+    has not answered; as many as `PieceWindow` allows are under way.
     `link_bytes_per_s` is what a link carries at least.
     `answer_timeout_s` must be longer than `future_wait_s`, for which a receiver may hold a piece.
     """
@@ -58,6 +61,7 @@ class MoverConfig:
     link_bytes_per_s: float = 1e9
     coordinated: bool = True
     frames_in_flight_max: int = 48
+    bytes_in_flight_max: int = 48 << 20
     active_max: int = 8
     transfers_max: int = 4096
     yield_s: float = 0.005
@@ -87,8 +91,8 @@ class Mover:
         self._yield_s = config.yield_s
         self._transfers_max = config.transfers_max
         self._link_bytes_per_s = config.link_bytes_per_s
-        self._chunk_bytes = 0
-        self.chunk_bytes = config.chunk_bytes
+        if not 0 < config.chunk_bytes <= CHUNK_BYTES_MAX:
+            raise ValueError(f"chunks have 1 to {CHUNK_BYTES_MAX} bytes, not {config.chunk_bytes}")
         self._lock = Lock()  # guards the next three
         self._ids: set[str] = set()
         self._commands: deque[OutgoingTransfer | str] = deque()
@@ -96,9 +100,13 @@ class Mover:
         self._out_bell = Doorbell()  # rung for the engine
         self._in_bell = Doorbell()  # rung for the thread that steps; the rest belongs to it
         gate.on_clear(self._gate_cleared)
-        bounds = SenderBounds(
-            config.active_max, config.frames_in_flight_max, config.answer_timeout_s
+        window = WindowBounds(
+            config.chunk_bytes,
+            FAST_LINK_TIMES * config.chunk_bytes,
+            config.frames_in_flight_max,
+            config.bytes_in_flight_max,
         )
+        bounds = SenderBounds(config.active_max, window, config.answer_timeout_s)
         waits = ReceiverWaits(config.idle_timeout_s, config.future_wait_s)
         self._sender = Sender(lane, bounds, self._report)
         self._receiver = Receiver(lane, waits, is_current, unpack, self._report)
@@ -106,16 +114,9 @@ class Mover:
         self._stopping = False
         self._thread: Thread | None = None
 
-    @property
-    def chunk_bytes(self) -> int:
-        """The size of pieces; `kv_pieces` and `parameter_pieces` read it for each piece."""
-        return self._chunk_bytes
-
-    @chunk_bytes.setter
-    def chunk_bytes(self, size_bytes: int) -> None:
-        if not 0 < size_bytes <= CHUNK_BYTES_MAX:
-            raise ValueError(f"chunks have 1 to {CHUNK_BYTES_MAX} bytes, not {size_bytes}")
-        self._chunk_bytes = size_bytes
+    def piece_bytes(self, peer: str) -> int:
+        """The size of the next piece to a peer; `kv_pieces` and `parameter_pieces` read it."""
+        return self._sender.piece_bytes(peer)
 
     def patience_s(self, size_bytes: int) -> float:
         """How long to wait for a transfer of that size before it is had from elsewhere."""

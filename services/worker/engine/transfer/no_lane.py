@@ -40,6 +40,9 @@ class NoLane(Lane):
         self._bell.clear()
         return []
 
+    def give_back(self, frame: Frame) -> None:
+        """No effect: no frame is received."""
+
     def events(self) -> list[LaneEvent]:
         return [self._events.popleft() for _ in range(len(self._events))]
 

@@ -4,10 +4,20 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from services.worker.engine.transfer.frame import Frame
+from services.worker.engine.transfer.frame import Frame, PayloadRoom
+from services.worker.engine.transfer.frame_memory import FrameMemory
 from services.worker.engine.transfer.lane import Sent
-from services.worker.engine.transfer.piece_window import PieceSent, PieceWindow
+from services.worker.engine.transfer.piece_window import PieceSent, PieceWindow, WindowBounds
 from services.worker.engine.transfer.pieces import OutgoingPiece
+
+
+@dataclass(frozen=True, slots=True)
+class PackedPiece:
+    """The frame of a piece, its number, and the memory that has its payload."""
+
+    number: int
+    room: PayloadRoom
+    frame: Frame
 
 
 @dataclass(slots=True, eq=False)
@@ -22,12 +32,12 @@ class OutgoingTransfer:
     group_id: str
     epoch: int
     pieces: Iterator[OutgoingPiece]
-    packed: tuple[int, Frame] | None = None  # the number of a piece for which the lane had no room
+    packed: PackedPiece | None = None  # a piece for which the lane had no room
     complete: bool = False  # its last piece is packed
     ended: str | None = None
     size_bytes: int = 0
     unanswered: dict[int, PieceSent] = field(default_factory=dict)
-    sends: deque[Sent] = field(default_factory=deque)
+    sends: deque[tuple[Sent, PayloadRoom]] = field(default_factory=deque)
 
     @property
     def has_more(self) -> bool:
@@ -40,11 +50,13 @@ class OutgoingTransfer:
         through = self.complete and self.packed is None and not self.unanswered
         return not self.sends and (self.ended is not None or through)
 
-    def forget_done_sends(self) -> str | None:
-        """Drop sends whose memory is free again; returns why one failed, None if none did."""
+    def forget_done_sends(self, memory: FrameMemory) -> str | None:
+        """Give back what done sends have read; returns why one failed, None if none did."""
         problem = None
-        while self.sends and self.sends[0].done:
-            error = self.sends.popleft().error
+        while self.sends and self.sends[0][0].done:
+            sent, room = self.sends.popleft()
+            memory.give_back(room.memory)
+            error = sent.error
             problem = problem or (str(error) if error is not None else None)
         return problem
 
@@ -58,9 +70,9 @@ class OutgoingTransfer:
 class OutgoingTransfers:
     """Outgoing transfers by peer. A few of each peer are active and take turns; the others wait."""
 
-    def __init__(self, active_max: int, frames_in_flight_max: int) -> None:
+    def __init__(self, active_max: int, bounds: WindowBounds) -> None:
         self._active_max = active_max
-        self._frames_in_flight_max = frames_in_flight_max
+        self._bounds = bounds
         self._windows: dict[str, PieceWindow] = {}  # by peer
         self._active: dict[str, deque[OutgoingTransfer]] = {}
         self._waiting: dict[str, deque[OutgoingTransfer]] = {}
@@ -73,7 +85,7 @@ class OutgoingTransfers:
         if transfer.peer not in self._active:
             self._active[transfer.peer] = deque()
             self._waiting[transfer.peer] = deque()
-            self._windows[transfer.peer] = PieceWindow(self._frames_in_flight_max)
+            self._windows[transfer.peer] = PieceWindow(self._bounds)
             self._turns.append(transfer.peer)
         self._waiting[transfer.peer].append(transfer)
         self._promote(transfer.peer)
@@ -110,9 +122,16 @@ class OutgoingTransfers:
                     return transfer
         return None
 
-    def note_sent(self, transfer: OutgoingTransfer, piece: int, now_s: float) -> None:
+    def piece_bytes(self, peer: str) -> int:
+        """The size of the next piece to a peer."""
+        window = self._windows.get(peer)
+        return self._bounds.piece_bytes if window is None else window.piece_bytes
+
+    def note_sent(self, transfer: OutgoingTransfer, packed: PackedPiece, now_s: float) -> None:
         """A piece is handed to the lane."""
-        transfer.unanswered[piece] = self._windows[transfer.peer].depart(now_s)
+        size_bytes = packed.room.payload.size
+        transfer.unanswered[packed.number] = self._windows[transfer.peer].depart(size_bytes, now_s)
+        transfer.size_bytes += size_bytes
 
     def note_answered(self, transfer: OutgoingTransfer, piece: int, now_s: float) -> None:
         """A receiver has taken a piece; a second answer changes nothing."""
@@ -124,6 +143,8 @@ class OutgoingTransfers:
         """Forget a transfer; the next one of its peer becomes active."""
         peer = transfer.peer
         del self._by_id[transfer.transfer_id]
+        for sent in transfer.unanswered.values():
+            self._windows[peer].leave(sent)
         for queue in (self._active[peer], self._waiting[peer]):
             if transfer in queue:
                 queue.remove(transfer)
@@ -133,8 +154,7 @@ class OutgoingTransfers:
             self._turns.remove(peer)
 
     def _has_room(self, peer: str) -> bool:
-        in_flight = sum(len(transfer.unanswered) for transfer in self._active[peer])
-        return in_flight < self._windows[peer].limit
+        return self._windows[peer].has_room
 
     def _promote(self, peer: str) -> None:
         active, waiting = self._active[peer], self._waiting[peer]

@@ -7,12 +7,13 @@ is one frame. The receiver answers each piece, so that the sender knows when to 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import msgspec
 
-PackBlocks = Callable[[int, int, int], Any]  # layer, first logical block, block count
-PackBytes = Callable[[int, int], Any]  # offset_bytes, size_bytes
+from services.worker.engine.transfer.frame import Bytes
+
+PackBlocks = Callable[[int, int, int, Bytes], None]  # layer, first logical block, count, target
+PackBytes = Callable[[int, Bytes], None]  # offset_bytes, target
 
 
 class KvPiece(msgspec.Struct, frozen=True, array_like=True):
@@ -68,10 +69,11 @@ BULK_KINDS: dict[int, type[msgspec.Struct]] = {
 
 @dataclass(frozen=True, slots=True)
 class OutgoingPiece:
-    """A piece to send. `pack` returns its bytes (uint8); it is called when the piece is sent."""
+    """A piece to send. `pack` writes its `size_bytes`; it is called when the piece is sent."""
 
     header: BulkPiece
-    pack: Callable[[], Any]
+    size_bytes: int
+    pack: Callable[[Bytes], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +118,8 @@ def kv_pieces(
             count = min(cut.num_blocks - first, max(1, chunk_bytes() // cut.block_bytes))
             last = layer == cut.layers[-1] and first + count == cut.num_blocks
             header = KvPiece(cut.transfer_id, piece, last, cut.request_id, layer, first, count)
-            yield OutgoingPiece(header, partial(pack, layer, first, count))
+            size = count * cut.block_bytes
+            yield OutgoingPiece(header, size, partial(pack, layer, first, count))
             first += count
             piece += 1
 
@@ -130,6 +133,6 @@ def parameter_pieces(
         size = min(cut.total_bytes - offset, chunk_bytes())
         last = offset + size == cut.total_bytes
         header = ParameterPiece(cut.transfer_id, piece, last, cut.slab, offset, cut.total_bytes)
-        yield OutgoingPiece(header, partial(pack, offset, size))
+        yield OutgoingPiece(header, size, partial(pack, offset))
         offset += size
         piece += 1

@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from services.core.changeover.epoch_fence import Standing
 from services.worker.engine.transfer.frame import Bytes, Frame
@@ -18,8 +18,8 @@ from services.worker.engine.transfer.transfer_event import (
 )
 from services.worker.errors import WorkerError
 
-BACKLOG_MAX = 64  # pieces that wait to be unpacked; with as many, the lane is not read
-HELD_MAX = 256  # pieces of a future epoch
+BACKLOG_BYTES_MAX = 64 << 20  # of pieces that wait to be unpacked; beyond, the lane is not read
+HELD_BYTES_MAX = 256 << 20  # of pieces of a future epoch
 LOOK_AGAIN_S = 0.01  # interval of looking whether an epoch has begun, for which no bell rings
 
 IsCurrent = Callable[[str, int], Standing]  # group id, epoch
@@ -42,6 +42,29 @@ class _Arrived:
     until_s: float = 0.0  # deadline of the epoch, for a piece of a future one
 
 
+@dataclass(slots=True)
+class _Pieces:
+    """Pieces in the order in which they came, and how much memory they keep."""
+
+    pieces: deque[_Arrived] = field(default_factory=deque)
+    size_bytes: int = 0
+
+    def add(self, arrived: _Arrived) -> None:
+        self.pieces.append(arrived)
+        self.size_bytes += arrived.frame.size_bytes
+
+    def take(self) -> _Arrived:
+        arrived = self.pieces.popleft()
+        self.size_bytes -= arrived.frame.size_bytes
+        return arrived
+
+    def forget_peer(self, peer: str) -> None:
+        for _ in range(len(self.pieces)):
+            arrived = self.take()
+            if arrived.key[0] != peer:
+                self.add(arrived)
+
+
 class Receiver:
     """For the thread that steps the mover."""
 
@@ -59,22 +82,22 @@ class Receiver:
         self._unpack = unpack
         self._report = report
         self._inbox = IncomingTransfers()
-        self._arrived: deque[_Arrived] = deque()
-        self._held: deque[_Arrived] = deque()
+        self._arrived = _Pieces()
+        self._held = _Pieces()
 
     @property
     def has_piece(self) -> bool:
         """Whether `receive_piece` has a piece."""
-        return bool(self._arrived)
+        return bool(self._arrived.pieces)
 
     @property
     def has_room(self) -> bool:
         """Whether more pieces may be taken from the lane."""
-        return len(self._arrived) < BACKLOG_MAX
+        return self._arrived.size_bytes < BACKLOG_BYTES_MAX
 
     def add(self, peer: str, piece: BulkPiece, frame: Frame) -> None:
         """Queue a piece."""
-        self._arrived.append(_Arrived((peer, piece.transfer_id), piece, frame))
+        self._arrived.add(_Arrived((peer, piece.transfer_id), piece, frame))
 
     def cancel(self, transfer_id: str) -> None:
         """Give up all transfers of that id, and one that has not begun yet."""
@@ -93,38 +116,39 @@ class Receiver:
 
     def forget_peer(self, peer: str, reason: str) -> None:
         """Give up all transfers from a lost peer."""
-        self._arrived = deque(arrived for arrived in self._arrived if arrived.key[0] != peer)
-        self._held = deque(arrived for arrived in self._held if arrived.key[0] != peer)
+        self._arrived.forget_peer(peer)
+        self._held.forget_peer(peer)
         for key, _ in self._inbox.under_way():
             if key[0] == peer:
                 self._end(key, reason, tell=False)
 
     def receive_piece(self, now_s: float) -> None:
         """Verify, store and answer the oldest piece; a late or repeated piece has no effect."""
-        arrived = self._arrived.popleft()
+        arrived = self._arrived.take()
         key, piece, frame = arrived.key, arrived.piece, arrived.frame
         ending = self._inbox.ending(key)
+        standing = self._is_current(frame.group_id, frame.epoch)
         if ending is not None:
             self._answer_late(arrived, whole=ending)
-            return
-        standing = self._is_current(frame.group_id, frame.epoch)
-        if standing is Standing.CURRENT:
+        elif standing is Standing.CURRENT:
             self._store(arrived, now_s)
-        elif standing is Standing.FUTURE and len(self._held) < HELD_MAX:
+        elif standing is Standing.FUTURE and self._held.size_bytes < HELD_BYTES_MAX:
             until_s = now_s + self._waits.future_wait_s
-            self._held.append(_Arrived(key, piece, frame, until_s))
+            self._held.add(_Arrived(key, piece, frame, until_s))
+            return
         else:
             self._end(key, f"epoch {frame.epoch} of {frame.group_id} is not current")
+        self._lane.give_back(frame)
 
     def take_held(self, now_s: float) -> None:
         """Queue the held pieces whose epoch has begun; give up those whose epoch is late."""
-        for _ in range(len(self._held)):
-            held = self._held.popleft()
+        for _ in range(len(self._held.pieces)):
+            held = self._held.take()
             frame = held.frame
             if self._is_current(frame.group_id, frame.epoch) is not Standing.FUTURE:
-                self._arrived.append(held)
+                self._arrived.add(held)
             elif now_s < held.until_s:
-                self._held.append(held)
+                self._held.add(held)
             elif self._inbox.ending(held.key) is None:
                 self._end(held.key, f"epoch {frame.epoch} did not begin in time")
 
@@ -137,7 +161,7 @@ class Receiver:
     def dues_s(self, now_s: float) -> list[float]:
         """The times at which `expire` or `take_held` has work."""
         dues = [transfer.until_s for _, transfer in self._inbox.under_way()]
-        return [*dues, now_s + LOOK_AGAIN_S] if self._held else dues
+        return [*dues, now_s + LOOK_AGAIN_S] if self._held.pieces else dues
 
     def _store(self, arrived: _Arrived, now_s: float) -> None:
         key, piece, frame = arrived.key, arrived.piece, arrived.frame

@@ -8,9 +8,15 @@ from dataclasses import dataclass
 import msgspec
 
 from services.worker.engine.transfer.errors import LaneFull, PeerUnknown, TransferRefused
-from services.worker.engine.transfer.frame import Frame, as_bytes
+from services.worker.engine.transfer.frame import ROOM_BYTES, Frame, PayloadRoom
+from services.worker.engine.transfer.frame_memory import FrameMemory
 from services.worker.engine.transfer.lane import Lane
-from services.worker.engine.transfer.outgoing import OutgoingTransfer, OutgoingTransfers
+from services.worker.engine.transfer.outgoing import (
+    OutgoingTransfer,
+    OutgoingTransfers,
+    PackedPiece,
+)
+from services.worker.engine.transfer.piece_window import WindowBounds
 from services.worker.engine.transfer.pieces import PieceTaken, TransferEnded
 from services.worker.engine.transfer.transfer_event import (
     CANCELLED,
@@ -31,7 +37,7 @@ class SenderBounds:
     """The bounds per peer, and how long a receiver may take to answer a piece."""
 
     active_max: int
-    frames_in_flight_max: int
+    window: WindowBounds
     answer_timeout_s: float
 
 
@@ -44,7 +50,8 @@ class Sender:
         self._lane = lane
         self._answer_timeout_s = bounds.answer_timeout_s
         self._report = report
-        self._outbox = OutgoingTransfers(bounds.active_max, bounds.frames_in_flight_max)
+        self._outbox = OutgoingTransfers(bounds.active_max, bounds.window)
+        self._memory = FrameMemory()
         self._ended: OrderedDict[str, None] = OrderedDict()
         self._retry_s: float | None = None
 
@@ -75,6 +82,10 @@ class Sender:
             if transfer.peer == peer:
                 self._give_up(transfer, reason, tell=False)
 
+    def piece_bytes(self, peer: str) -> int:
+        """The size of the next piece to a peer, so that it does not occupy the link for long."""
+        return self._outbox.piece_bytes(peer)
+
     def has_piece(self, now_s: float) -> bool:
         """Whether `send_piece` would send something."""
         return (self._retry_s is None or now_s >= self._retry_s) and self._outbox.has_turn()
@@ -86,23 +97,22 @@ class Sender:
         if transfer is None:
             return
         try:
-            number, frame = transfer.packed = transfer.packed or self._pack(transfer)
-            sent = self._lane.send(transfer.peer, frame)
+            packed = transfer.packed = transfer.packed or self._pack(transfer)
+            sent = self._lane.send(transfer.peer, packed.frame)
         except LaneFull:
             self._retry_s = now_s + RETRY_S
         except (PeerUnknown, _CannotPack) as error:
             self._give_up(transfer, str(error))
         else:
             transfer.packed = None
-            transfer.sends.append(sent)
-            self._outbox.note_sent(transfer, number, now_s)
-            transfer.size_bytes += frame.payload.size
+            transfer.sends.append((sent, packed.room))
+            self._outbox.note_sent(transfer, packed, now_s)
 
     def finish(self, now_s: float) -> list[str]:
         """Report the transfers that have ended; returns their ids."""
         over = []
         for transfer in self._outbox.all():
-            problem = transfer.forget_done_sends()
+            problem = transfer.forget_done_sends(self._memory)
             oldest_s = transfer.oldest_s()
             if problem is not None:
                 self._give_up(transfer, problem)
@@ -121,17 +131,18 @@ class Sender:
         dues = [one_s + self._answer_timeout_s for one_s in sent if one_s is not None]
         return dues if self._retry_s is None else [*dues, self._retry_s]
 
-    def _pack(self, transfer: OutgoingTransfer) -> tuple[int, Frame]:
+    def _pack(self, transfer: OutgoingTransfer) -> PackedPiece:
         piece = next(transfer.pieces, None)
         if piece is None:
             raise _CannotPack("the transfer has no last piece")
+        room = PayloadRoom(self._memory.take(ROOM_BYTES + piece.size_bytes))
         try:
-            payload = as_bytes(piece.pack())
+            piece.pack(room.payload)
         except WorkerError as error:
             raise _CannotPack(str(error)) from error
         transfer.complete = piece.header.last
-        frame = Frame(transfer.group_id, transfer.epoch, piece.header, payload)
-        return piece.header.piece, frame
+        frame = Frame(transfer.group_id, transfer.epoch, piece.header, room)
+        return PackedPiece(piece.header.piece, room, frame)
 
     def _give_up(self, transfer: OutgoingTransfer, reason: str, tell: bool = True) -> None:
         """End a transfer; `finish` reports it when no send reads its memory any more."""

@@ -10,6 +10,7 @@ import numpy as np
 from services.worker.engine.transfer.connection import Connection
 from services.worker.engine.transfer.connection_table import ConnectionTable
 from services.worker.engine.transfer.frame import Frame
+from services.worker.engine.transfer.frame_memory import FrameMemory
 from services.worker.engine.transfer.ucx_config import UcxLaneConfig
 from services.worker.engine.transfer.ucx_transport import IncomingMessage, UcxRequest, UcxTransport
 
@@ -27,12 +28,14 @@ class Traffic:
         transport: UcxTransport,
         connections: ConnectionTable,
         config: UcxLaneConfig,
+        memory: FrameMemory,
         happened: Callable[[], None],
     ) -> None:
         """`happened` is called when frames have arrived or sends have ended."""
         self._transport = transport
         self._connections = connections
         self._config = config
+        self._memory = memory
         self._happened = happened
         self._lock = Lock()  # guards the next two
         self._arrived: deque[tuple[Connection, Frame]] = deque()
@@ -61,8 +64,9 @@ class Traffic:
         self._transport.progress()
         busy = False
         for connection in list(self._connections.by_tag.values()):
-            with self._connections.losing(connection):
-                busy |= connection.submit(until_s)
+            if connection.has_queued:
+                with self._connections.losing(connection):
+                    busy |= connection.submit(until_s)
         busy |= self._probe()
         busy |= self.reap()
         return busy
@@ -81,6 +85,8 @@ class Traffic:
         frames: list[tuple[Connection, Frame]] = []
         reaped = False
         for connection in [*self._connections.by_tag.values(), *self._connections.lingering]:
+            if connection.is_quiet:
+                continue
             with self._connections.losing(connection):
                 reaped |= connection.reap_sends()
             with self._connections.losing(connection):
@@ -114,7 +120,8 @@ class Traffic:
             else:
                 fetching += arrival.size_bytes
                 with self._connections.losing(connection):
-                    connection.fetch(self._transport, arrival)
+                    memory = self._memory.take(arrival.size_bytes)
+                    connection.fetch(self._transport, arrival, memory)
         return begun
 
     def _discard(self, arrival: IncomingMessage) -> None:

@@ -8,20 +8,26 @@ class UcxConfig:
     """The transports of UCX that a lane uses.
 
     `transports`: UCX_TLS; shared memory first, then TCP on `devices` (UCX_NET_DEVICES; empty: all)
-    and `ports` ("from-to", UCX_TCP_PORT_RANGE; empty: any), one port per device. Messages above
-    `rendezvous_bytes` are copied once, without UCX's own buffers.
+    and `ports` ("from-to", UCX_TCP_PORT_RANGE; empty: any), one port per device. Messages from
+    `rendezvous_bytes` on stay at their sender until they are fetched; no buffers of UCX keep them.
+
+    `segment_bytes`: through shared memory the sender copies in and the receiver copies out, by
+    segments, of which a lane has 256. Where the pieces under way do not fit, their sender has to
+    wait, awake, until the receiver's process runs.
     """
 
     transports: str = "sm,tcp"
     devices: str = "lo"
     ports: str = ""
     rendezvous_bytes: int = 65_536
+    segment_bytes: int = 32_768
 
     def options(self) -> dict[str, str]:
         """The options by UCX's names. Without the last two, UCX would not use shared memory."""
         options = {
             "TLS": self.transports,
             "RNDV_THRESH": str(self.rendezvous_bytes),
+            "SYSV_SEG_SIZE": str(self.segment_bytes),
             "POSIX_ERROR_HANDLING": "y",
             "SYSV_ERROR_HANDLING": "y",
         }

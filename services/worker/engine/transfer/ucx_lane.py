@@ -27,6 +27,7 @@ from services.worker.engine.transfer.control_link import ControlLink
 from services.worker.engine.transfer.doorbell import Doorbell
 from services.worker.engine.transfer.errors import LaneClosed, PeerUnknown
 from services.worker.engine.transfer.frame import Frame, FrameCodec
+from services.worker.engine.transfer.frame_memory import FrameMemory
 from services.worker.engine.transfer.heartbeats import Heartbeats
 from services.worker.engine.transfer.lane import Identity, Lane, LaneEvent, Sent
 from services.worker.engine.transfer.traffic import Traffic
@@ -62,7 +63,10 @@ class UcxLane(Lane):
         self._connections = ConnectionTable(
             identity, codec, config, self._transport, self._poll, self._out_bell.ring
         )
-        self._traffic = Traffic(self._transport, self._connections, config, self._out_bell.ring)
+        self._memory = FrameMemory()
+        self._traffic = Traffic(
+            self._transport, self._connections, config, self._memory, self._out_bell.ring
+        )
         self._heartbeats = Heartbeats(
             self._connections, config.heartbeat_s, config.silence_timeout_s, monotonic_s()
         )
@@ -106,6 +110,10 @@ class UcxLane(Lane):
         if was_full or any(connection.owes_acknowledgement for connection, _ in taken):
             self._in_bell.ring()
         return [(connection.peer.worker_id, frame) for connection, frame in taken]
+
+    def give_back(self, frame: Frame) -> None:
+        if frame.encoded is not None:
+            self._memory.give_back(frame.encoded)
 
     def events(self) -> list[LaneEvent]:
         return self._connections.events()
@@ -191,11 +199,16 @@ class UcxLane(Lane):
         return self._heartbeats.ticked_s + self._config.send_timeout_s
 
     def _went_out(self, connection: Connection, sent: Sent) -> bool:
-        """Send at once unless another thread drives; returns whether the frame is sent."""
+        """Send at once unless another thread drives; returns whether the lane's thread may sleep.
+
+        It may if the frame is sent, or if UCX will wake it: a large frame waits for its receiver.
+        """
         if not self._driving.acquire(blocking=False):
             return False
         try:
-            return not self._traffic.send_now(connection, self._send_until_s) and sent.done
+            if self._traffic.send_now(connection, self._send_until_s):
+                return False
+            return sent.done or self._transport.arm()
         finally:
             self._driving.release()
 

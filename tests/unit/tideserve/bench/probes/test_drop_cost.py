@@ -72,6 +72,7 @@ def test_figures_become_rows() -> None:
                     "uncoordinated": trips(0.004, 90 << 20),
                     "bulk_bytes_per_s": float(150 << 20),
                     "plain_bytes_per_s": float(200 << 20),
+                    "plain_cached_bytes_per_s": float(1600 << 20),
                 },
             }
         )
@@ -84,6 +85,7 @@ def test_figures_become_rows() -> None:
     assert shown["writing of 1 GiB of new KV, prepared"] == "200 ms, 100 ms the second time"
     assert shown["activation and back, alone"] == "p50 0.20 ms, p99 0.40 ms"
     assert shown["bulk with nothing beside it"] == "150 MiB/s, 75% of what UCX alone carries"
+    assert shown["UCX alone"] == "200 MiB/s from slab to slab, 1,600 in the caches"
     assert shown["activation and back, beside bulk that does not"].endswith("90 MiB/s beside it")
 
 

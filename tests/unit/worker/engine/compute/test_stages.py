@@ -155,8 +155,11 @@ def restore(runner: ModelRunner, peers: Sequence[ModelRunner], used_blocks: int)
             memory.load_layer(name)
         else:
             for offset in range(0, len(memory.slab_bytes(name)), 10_000):
-                piece = holder.stage_memory.pack_slab(name, offset, 10_000)
-                memory.unpack_slab(name, offset, piece)
+                size = min(10_000, len(memory.slab_bytes(name)) - offset)
+                target = torch.empty(size, dtype=torch.uint8)
+                memory.unpack_slab(
+                    name, offset, holder.stage_memory.pack_slab(name, offset, target)
+                )
         while not memory.finish_layer(name, max_bytes=100_000):
             runner.check_invariants()
     memory.map_kv_of(range(LAYERS))

@@ -330,6 +330,10 @@ def test_packed_blocks_arrive_elsewhere(arena: MemfdArena) -> None:
     there.relocate([7, 2], [0, 6])
     assert torch.equal(there.blocks()[[0, 6]], here.blocks()[[3, 0]])
     assert here.pack([]).shape == (0,)
+    target = torch.zeros_like(payload)
+    assert here.pack([5, 0, 3], target) is target and torch.equal(target, payload)
+    with pytest.raises(InvalidBlocks, match="bytes of 2 blocks"):
+        here.pack([5, 0], target)
     for block_ids in ([here.num_blocks], [-1]):
         with pytest.raises(InvalidBlocks, match="mapped"):
             here.pack(block_ids)

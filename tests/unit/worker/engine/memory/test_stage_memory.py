@@ -228,10 +228,11 @@ def test_a_slab_comes_from_a_peer_in_pieces(memory: StageMemory) -> None:
     with pytest.raises(LayerNotResident):
         memory.set_stage(0, 6)
     with pytest.raises(LayerNotResident):
-        memory.pack_slab(name, 0, 8)
+        memory.pack_slab(name, 0, torch.empty(8, dtype=torch.uint8))
     size_bytes = len(memory.slab_bytes(name))
     for offset in range(0, size_bytes, 50_000):
-        memory.unpack_slab(name, offset, peer.pack_slab(name, offset, 50_000))
+        target = torch.empty(min(50_000, size_bytes - offset), dtype=torch.uint8)
+        memory.unpack_slab(name, offset, peer.pack_slab(name, offset, target))
     with pytest.raises(InvalidStage, match="no bytes"):
         memory.unpack_slab(name, size_bytes - 1, torch.zeros(2, dtype=torch.uint8))
     memory.slab_bytes(name)[17] ^= 1

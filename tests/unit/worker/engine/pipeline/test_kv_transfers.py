@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 
@@ -15,6 +16,7 @@ from services.worker.engine.pipeline.failpoints import ChangePoints
 from services.worker.engine.pipeline.kv_transfers import KvTransfers
 from services.worker.engine.pipeline.stage_runner import StageRunner
 from services.worker.engine.transfer.errors import MoverFull, TransferRefused
+from services.worker.engine.transfer.frame import Bytes
 from services.worker.engine.transfer.pieces import KvPiece, OutgoingPiece
 from tests.support.fake_model import BLOCKS, FAKE, SHAPE, load_fake
 
@@ -34,7 +36,9 @@ class Place:
             cast(Any, SimpleNamespace(kv_blocks_for=lambda name, _: self.expected.get(name, ()))),
             cast(Any, SimpleNamespace(group_id="g", epoch=4)),
             StageRunner(self.runner, self.table),
-            cast(Any, SimpleNamespace(send=self._send, chunk_bytes=2 * SHAPE.size_bytes)),
+            cast(
+                Any, SimpleNamespace(send=self._send, piece_bytes=lambda peer: 2 * SHAPE.size_bytes)
+            ),
             ChangePoints("w0"),
         )
 
@@ -46,6 +50,12 @@ class Place:
 
     def blocks(self, layer: int) -> torch.Tensor:
         return self.runner.stage_memory.kv_ranges[layer].blocks()
+
+
+def packed(piece: OutgoingPiece) -> Bytes:
+    target = np.empty(piece.size_bytes, np.uint8)
+    piece.pack(target)
+    return target
 
 
 @pytest.fixture
@@ -67,7 +77,7 @@ def test_what_is_sent_is_stored_in_the_blocks_that_the_request_has_there(place: 
     for layer in range(3):
         other.blocks(layer)[:] = 0
     for piece in place.pieces:
-        other.transfers.take(cast(KvPiece, piece.header), piece.pack().numpy())
+        other.transfers.take(cast(KvPiece, piece.header), packed(piece))
     for layer in range(3):
         found = {i: int(block[0, 0, 0, 0]) for i, block in enumerate(other.blocks(layer))}
         stored = {7: 2, 5: 3, 6: 4} if layer else {}
@@ -88,14 +98,14 @@ def test_blocks_that_are_not_the_requests_any_more_are_not_read(place: Place, go
     place.table.adopt("r", 3)
     place.transfers.send(SENT)
     first, *rest = place.pieces
-    first.pack()
+    packed(first)
     place.table.release("r")
     if gone != "released":
         place.table.adopt("x", 1)
         place.table.adopt("r", 3 if gone == "released and begun anew" else 1)
     for piece in rest:
         with pytest.raises(TransferRefused, match="r is gone"):
-            piece.pack()
+            packed(piece)
 
 
 def test_blocks_that_are_not_the_requests_any_more_are_not_written(place: Place) -> None:

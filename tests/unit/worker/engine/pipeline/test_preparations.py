@@ -224,7 +224,7 @@ def test_parameters_that_their_holder_cannot_give_come_from_the_folder(
     monkeypatch.setattr(member(group, "w0").mover, "send", failing(MoverFull("try again later")))
     packed = memory(group, "w1").pack_slab
     monkeypatch.setattr(
-        memory(group, "w1"), "pack_slab", lambda *at: packed(*at) * (at[0] != names[1])
+        memory(group, "w1"), "pack_slab", lambda *at: packed(*at).mul_(at[0] != names[1])
     )
     with caplog.at_level(logging.INFO):
         attempt = group.prepare(APART)

@@ -1,4 +1,5 @@
 import random
+from dataclasses import replace
 
 import msgspec
 import numpy as np
@@ -8,7 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.worker.engine.transfer.errors import ChecksumMismatch, FrameError
-from services.worker.engine.transfer.frame import ALIGNMENT_BYTES, Frame, FrameCodec, as_bytes
+from services.worker.engine.transfer.frame import (
+    ALIGNMENT_BYTES,
+    ROOM_BYTES,
+    Frame,
+    FrameCodec,
+    PayloadRoom,
+    as_bytes,
+)
 from tests.support.transfer import CODEC, Note, bytes_of
 
 names = st.text(max_size=60)
@@ -33,6 +41,26 @@ def test_a_payload_may_be_a_tensor_and_is_copied() -> None:
     tensor.zero_()
     back = CODEC.decode(encoded)
     assert torch.equal(torch.from_numpy(back.payload).view(torch.float32), torch.arange(100.0))
+
+
+@given(names, names, st.text(max_size=6000), st.binary(max_size=200))
+def test_a_payload_in_a_room_makes_the_same_frame(
+    group: str, sender: str, text: str, payload: bytes
+) -> None:
+    room = PayloadRoom(np.empty(ROOM_BYTES + len(payload), np.uint8))
+    room.payload[:] = np.frombuffer(payload, np.uint8)
+    frame = Frame(group, 1, Note(text), payload).stamped(sender, "", 5)
+    encoded = CODEC.encode(frame)
+    for _ in range(2):  # the lane may have been full
+        assert np.array_equal(CODEC.encode(replace(frame, payload=room)), encoded)
+
+
+def test_a_payload_in_a_room_is_not_copied() -> None:
+    room = PayloadRoom(np.empty(ROOM_BYTES + 1000, np.uint8))
+    encoded = CODEC.encode(Frame("g", 1, Note("x" * 1000), room))
+    assert np.shares_memory(encoded, room.payload)
+    front_too_long = CODEC.encode(Frame("g", 1, Note("x" * ROOM_BYTES), room))
+    assert not np.shares_memory(front_too_long, room.payload)
 
 
 def test_a_payload_is_aligned_within_the_frame() -> None:

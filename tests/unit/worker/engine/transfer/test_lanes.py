@@ -16,8 +16,13 @@ from services.worker.engine.transfer.errors import PeerUnknown
 from services.worker.engine.transfer.frame import Frame, FrameCodec
 from services.worker.engine.transfer.lane import Identity, Lane, PeerLost
 from services.worker.engine.transfer.lanes import Lanes, LanesConfig, open_lanes
+from services.worker.engine.transfer.mover import CHUNK_BYTES_MAX, FAST_LINK_TIMES
 from services.worker.engine.transfer.no_lane import NoLane
+from services.worker.engine.transfer.piece_window import PIECES_MIN
 from services.worker.engine.transfer.ucx_config import UcxConfig, UcxLaneConfig
+
+UCX_SEGMENTS = 256
+"""UCX_SYSV_FIFO_SIZE."""
 
 
 @contextmanager
@@ -99,3 +104,9 @@ def test_ucx_is_told_its_ports_and_devices_only_if_there_are_any() -> None:
     options = UcxConfig("tcp", "eth0", "50063-50066").options()
     assert (options["NET_DEVICES"], options["TCP_PORT_RANGE"]) == ("eth0", "50063-50066")
     assert not {"NET_DEVICES", "TCP_PORT_RANGE"} & UcxConfig("tcp", "").options().keys()
+
+
+def test_the_largest_pieces_under_way_fit_into_the_segments_of_a_lane() -> None:
+    """Else their sender is awake, and does nothing, until the receiver's process has run."""
+    under_way_bytes = PIECES_MIN * FAST_LINK_TIMES * CHUNK_BYTES_MAX
+    assert UCX_SEGMENTS * int(UcxConfig().options()["SYSV_SEG_SIZE"]) >= under_way_bytes

@@ -1,15 +1,23 @@
 import random
 import select
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
 
+from services.worker.engine.transfer import receiver as receiving
 from services.worker.engine.transfer.errors import MoverFull
 from services.worker.engine.transfer.frame import Bytes, Frame
 from services.worker.engine.transfer.gate import ActivationGate
 from services.worker.engine.transfer.lane import Identity, PeerConnected, PeerLost
-from services.worker.engine.transfer.mover import Mover, MoverConfig, MoverEvent
+from services.worker.engine.transfer.mover import (
+    FAST_LINK_TIMES,
+    Mover,
+    MoverConfig,
+    MoverEvent,
+)
 from services.worker.engine.transfer.piece_window import PIECES_MIN
 from services.worker.engine.transfer.pieces import (
     KvPiece,
@@ -27,7 +35,7 @@ from services.worker.engine.transfer.transfer_event import (
 )
 from services.worker.errors import LayerNotResident
 from tests.support.local_lane import LocalLane, LocalNetwork
-from tests.support.transfer import CODEC, NONCE, Memory, empty_like, filled
+from tests.support.transfer import CODEC, NONCE, Memory, bytes_of, empty_like, filled
 
 SIZE_BYTES = 10_000
 CONFIG = MoverConfig(chunk_bytes=1000)
@@ -44,17 +52,17 @@ class Engine:
         self.told: list[MoverEvent] = []
 
     def send_slab(self, peer: str, transfer_id: str = "t", epoch: int = 1) -> None:
-        pieces = parameter_pieces(
-            self.memory.slab_cut(transfer_id), self.chunk_bytes, self.memory.pack_slab
-        )
+        cut = self.memory.slab_cut(transfer_id)
+        pieces = parameter_pieces(cut, self.piece_bytes(peer), self.memory.pack_slab)
         self.mover.send(transfer_id, peer, "g", epoch, pieces)
 
     def send_kv(self, peer: str, transfer_id: str = "t") -> None:
-        pieces = kv_pieces(self.memory.kv_cut(transfer_id), self.chunk_bytes, self.memory.pack_kv)
+        cut = self.memory.kv_cut(transfer_id)
+        pieces = kv_pieces(cut, self.piece_bytes(peer), self.memory.pack_kv)
         self.mover.send(transfer_id, peer, "g", 1, pieces)
 
-    def chunk_bytes(self) -> int:
-        return self.mover.chunk_bytes
+    def piece_bytes(self, peer: str) -> Callable[[], int]:
+        return partial(self.mover.piece_bytes, peer)
 
     def step(self, now_s: float) -> float:
         wake_s = self.mover.step(now_s)
@@ -132,20 +140,22 @@ def test_both_ways_at_once() -> None:
     assert np.all(pair.a.memory.kv == 7)
 
 
-def test_the_chunk_size_may_change_under_way() -> None:
+def test_pieces_become_larger_over_a_fast_link() -> None:
     pair = Pair()
+    pair.a.memory.slab = bytes_of(200 * CONFIG.chunk_bytes)
+    pair.b.memory.slab = np.zeros_like(pair.a.memory.slab)
     pair.a.send_slab("b")
-    pair.round()
-    pair.a.mover.chunk_bytes = 7000
-    pair.settle()
+    while pair.round():
+        pair.now_s += 1e-5  # a piece each: a hundred times what a slow link carries
     assert np.array_equal(pair.b.memory.slab, pair.a.memory.slab)
-    assert pair.b.memory.writes == 1 + 2
+    least = 200 // FAST_LINK_TIMES
+    assert least <= pair.b.memory.writes < 1.2 * least
 
 
 @pytest.mark.parametrize("size_bytes", [0, -1, (1 << 20) + 1])
 def test_a_chunk_has_a_sane_size(size_bytes: int) -> None:
     with pytest.raises(ValueError, match="chunks have"):
-        Pair().a.mover.chunk_bytes = size_bytes
+        Pair(MoverConfig(chunk_bytes=size_bytes))
 
 
 def test_few_pieces_are_under_way_and_packed_only_then() -> None:
@@ -173,6 +183,52 @@ def test_transfers_take_turns() -> None:
     pair.settle()
     assert order[:6] == ["x", "y"] * 3
     assert order[-1] == "z" and "z" not in order[:40]
+
+
+def test_a_transfer_that_is_given_up_leaves_its_room_to_others() -> None:
+    pair = Pair()
+    pair.network.hold("b", "a")
+    for name in ("x", "y"):
+        pair.a.send_slab("b", name)
+    pair.settle()
+    assert pair.a.memory.reads == PIECES_MIN
+    pair.a.mover.cancel("x")
+    pair.settle()
+    assert pair.a.memory.reads == PIECES_MIN + 1
+
+
+def test_a_receiver_with_much_to_store_leaves_the_rest_in_the_lane(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(receiving, "BACKLOG_BYTES_MAX", 1500)
+    pair = Pair()
+    pair.settle()
+    pair.b.gate.enter()  # it stores nothing
+    for number in range(4):
+        header = ParameterPiece("t", number, number == 3, "layer 0", 1000 * number, 4000)
+        pair.a.lane.send("b", Frame("g", 1, header, bytes(1000)))
+        pair.network.pump()
+        pair.b.step(0.0)
+    assert len(pair.b.lane.arrived) == 2
+    pair.b.gate.leave()
+    pair.settle()
+    assert pair.b.memory.writes == 4
+
+
+def test_more_pieces_of_a_future_epoch_than_memory_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(receiving, "HELD_BYTES_MAX", 1500)
+    pair = Pair()
+    pair.settle()
+    for number in range(3):
+        header = ParameterPiece(f"t{number}", 0, True, "layer 0", 0, 1000)
+        pair.a.lane.send("b", Frame("g", 2, header, bytes(1000)))
+    pair.settle()
+    assert "not current" in failed("t2", "a", False, pair.b.ends)
+    pair.b.memory.epochs["g"] = 2
+    pair.later(0.1)
+    assert pair.b.memory.writes == 2
 
 
 def test_bulk_stands_aside_for_activations_but_not_for_ever() -> None:
@@ -385,13 +441,13 @@ def test_a_receiver_without_a_place_refuses() -> None:
 
 
 def test_memory_that_cannot_be_read_ends_the_transfer() -> None:
-    def pack(offset_bytes: int, size_bytes: int) -> Bytes:
+    def pack(offset_bytes: int, target: Bytes) -> None:
         if offset_bytes:
             raise LayerNotResident("layer 0")
-        return np.zeros(size_bytes, np.uint8)
+        target[:] = 0
 
     pair = Pair()
-    pieces = parameter_pieces(pair.a.memory.slab_cut(), pair.a.chunk_bytes, pack)
+    pieces = parameter_pieces(pair.a.memory.slab_cut(), pair.a.piece_bytes("b"), pack)
     pair.a.mover.send("t", "b", "g", 1, pieces)
     pair.settle()
     assert "not in memory" in failed("t", "b", True, pair.a.ends)
@@ -401,9 +457,8 @@ def test_memory_that_cannot_be_read_ends_the_transfer() -> None:
 def test_a_series_without_a_last_piece_fails() -> None:
     pair = Pair()
     header = KvPiece("t", 0, False, "request", 0, 0, 1)
-    pair.a.mover.send(
-        "t", "b", "g", 1, [OutgoingPiece(header, lambda: pair.a.memory.pack_kv(0, 0, 1))]
-    )
+    piece = OutgoingPiece(header, 512, partial(pair.a.memory.pack_kv, 0, 0, 1))
+    pair.a.mover.send("t", "b", "g", 1, [piece])
     pair.settle()
     assert "no last piece" in failed("t", "b", True, pair.a.ends)
 

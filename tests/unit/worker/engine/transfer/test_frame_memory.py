@@ -1,0 +1,35 @@
+import numpy as np
+
+from services.worker.engine.transfer.frame_memory import LARGE_BYTES, FrameMemory
+
+
+def test_memory_that_came_back_is_used_again() -> None:
+    memory = FrameMemory(4 * LARGE_BYTES)
+    first = memory.take(2 * LARGE_BYTES)
+    second = memory.take(2 * LARGE_BYTES)
+    assert first.size == second.size == 2 * LARGE_BYTES and not np.shares_memory(first, second)
+    memory.give_back(first)
+    smaller = memory.take(2 * LARGE_BYTES - 1)
+    assert np.shares_memory(smaller, first) and smaller.size == 2 * LARGE_BYTES - 1
+    memory.give_back(smaller)
+    assert np.shares_memory(memory.take(2 * LARGE_BYTES), first)
+
+
+def test_memory_of_another_size_is_not_used() -> None:
+    memory = FrameMemory(4 * LARGE_BYTES)
+    kept = memory.take(2 * LARGE_BYTES)
+    memory.give_back(kept)
+    assert not np.shares_memory(memory.take(2 * LARGE_BYTES + 1), kept)
+    assert not np.shares_memory(memory.take(LARGE_BYTES), kept)
+
+
+def test_little_is_kept_and_nothing_small() -> None:
+    memory = FrameMemory(3 * LARGE_BYTES)
+    old, new = (memory.take(2 * LARGE_BYTES) for _ in range(2))
+    memory.give_back(old)
+    memory.give_back(new)
+    assert np.shares_memory(memory.take(2 * LARGE_BYTES), new)
+    assert not np.shares_memory(memory.take(2 * LARGE_BYTES), old)
+    small = memory.take(LARGE_BYTES - 1)
+    memory.give_back(small)
+    assert not np.shares_memory(memory.take(LARGE_BYTES - 1), small)
