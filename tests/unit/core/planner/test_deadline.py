@@ -1,4 +1,4 @@
-"""Who goes first by deadline where not all can: token groups, long answers, moved streams."""
+"""The order by deadline where not all can run: token groups, long answers, moved streams."""
 
 from dataclasses import replace
 from itertools import pairwise
