@@ -261,7 +261,7 @@ class WorkerConfig(SchedulingConfig):
             )
 
     def _check_parts(self) -> None:
-        """Nothing that is a part of `slo` alone is set: it would do nothing, and nobody would notice."""
+        """Nothing that only `slo` has is set: it would do nothing, and nobody would notice."""
         parts = {"packing": self.packing, "adaptive_slots": self.adaptive_slots}
         parts["victims"] = self.victims != VictimRule.NEWEST
         for name in (name for name, is_set in parts.items() if is_set):
