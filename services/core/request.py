@@ -140,9 +140,11 @@ class Request:
     """A generation request as the worker's planner sees it.
 
     `waited_s` is the time since it came to the gateway; `choice` which of several choices of one
-    client request it is. `returnable`: a worker that cannot start it soon gives it back. Requests
-    share cached prompts only with those of the same `cache_salt`. One that another worker has begun
-    has `output_ids` already: its next token has index `len(output_ids)`, and `limits` count them.
+    client request it is. `returnable`: a worker that cannot start it soon gives it back.
+    `resumable`: its gateway goes on with it elsewhere if a worker gives it back after tokens.
+    Requests share cached prompts only with those of the same `cache_salt`. One that another worker
+    has begun has `output_ids` already: its next token has index `len(output_ids)`, and `limits`
+    count them.
     """
 
     request_id: str
@@ -157,6 +159,7 @@ class Request:
     cache_salt: str = ""
     choice: int = 0
     returnable: bool = False
+    resumable: bool = False
     output_ids: tuple[int, ...] = ()
 
 

@@ -94,6 +94,7 @@ def state_config(config: SchedulerConfig) -> StateConfig:
             config.batch_queue_deadline_s,
             config.batch_groups,
         ),
+        config.spread_s,
     )
 
 

@@ -8,6 +8,7 @@ from services.core.overtaking import OVERTAKEN_MAX
 from services.core.scheduler.class_rules import BATCH_QUEUE_DEADLINE_S, BATCH_QUEUE_LIMIT, Order
 from services.core.scheduler.dispatch import DISPATCHES
 from services.core.scheduler.group_load import GROWTH_BLOCKS
+from services.core.scheduler.state import SPREAD_S
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +68,14 @@ class SchedulerConfig(SchedulingConfig):
         " another one is to start.",
         minimum=0,
         maximum=1024,
+    )
+    spread_s: float = number(
+        SPREAD_S,
+        "Seconds that requests which have lost their worker, or were given back after tokens, wait"
+        " for a group with few prompts before it, so that the first group with room does not get"
+        " all of them; 0: it does.",
+        minimum=0,
+        maximum=3600,
     )
     dispatch: str = choice(
         "kv_share",

@@ -179,6 +179,12 @@ class WorkerConfig(SchedulingConfig):
         minimum=0,
         maximum=86400,
     )
+    spread_after_loss: bool = option(
+        True,
+        "Whether the leader of a merged group that has lost a member gives the younger part of its"
+        " requests back, so that its former members compute them again, too. Their gateways go on"
+        " with them after the tokens that have come, unless they have `resume_streams: false`.",
+    )
     prefix_caching: bool = option(
         True,
         "Automatic prefix caching: requests with a common prefix share its KV blocks, which stay"
@@ -255,7 +261,7 @@ class WorkerConfig(SchedulingConfig):
             )
 
     def _check_parts(self) -> None:
-        """Nothing that only `slo` heeds is set: it would do nothing, and nobody would notice."""
+        """Nothing that only `slo` has is set: it would do nothing, and nobody would notice."""
         parts = {"packing": self.packing, "adaptive_slots": self.adaptive_slots}
         parts["victims"] = self.victims != VictimRule.NEWEST
         for name in (name for name, is_set in parts.items() if is_set):

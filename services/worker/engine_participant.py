@@ -96,7 +96,7 @@ class EngineParticipant:
         if group.phase is GroupPhase.DEGRADED:
             log.warning(
                 "%s at epoch %d has lost the members that ran its other layers: its requests wait"
-                " until this worker has all layers again",
+                " until this worker has all layers again, or are given back to go on elsewhere",
                 group.group_id,
                 group.epoch,
             )

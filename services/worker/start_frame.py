@@ -79,6 +79,7 @@ def to_request(start: pb.Start, vocab_size: int, max_model_len: int, now_s: floa
         cache_salt=start.cache_salt,
         choice=start.choice,
         returnable=start.returnable,
+        resumable=start.resumable,
         output_ids=output,
     )
 

@@ -272,6 +272,7 @@ async def test_without_resumption_a_worker_lost_after_a_token_ends_its_requests_
             async for _ in chunks:
                 pass
         assert len(case.cluster.scheduler.asks) == 2
+        assert not any(start.resumable for start in worker.starts)
         worker.pause_at = None
         assert (await case.chat(max_tokens=4)).status_code == 200
 

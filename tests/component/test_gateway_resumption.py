@@ -167,6 +167,23 @@ async def test_an_engine_that_fails_and_a_group_that_changes_are_losses(
     assert answer.json()["choices"][0]["text"] == TEXT[:TOKENS]
 
 
+async def test_a_request_that_a_worker_gives_back_after_tokens_goes_on_at_another_one(
+    case: Case,
+) -> None:
+    """Six times, with a token between them."""
+    for worker in case.cluster.workers:
+        worker.fails_after, worker.failure = 1, worker_pb2.FINISH_REASON_RETURNED
+    *chunks, last = await chunks_of(case, max_tokens=7, stream_options={"include_usage": True})
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == TEXT[:7]
+    assert last["usage"]["completion_tokens"] == 7
+    first, *others = case.cluster.scheduler.asks
+    assert not first.resumed and len(others) == 6
+    assert all(ask.resumed and ask.returned and not ask.alone for ask in others)
+    starts = [start for worker in case.cluster.workers for start in worker.starts]
+    assert sorted(len(start.output_ids) for start in starts) == [*range(7)]
+    assert all(start.resumable for start in starts)
+
+
 async def test_three_resumptions_without_a_new_token_end_a_request(case: Case) -> None:
     for worker in case.cluster.workers:
         worker.script, worker.finish = (

@@ -241,6 +241,46 @@ def test_the_rest_of_a_group_serves_again(
         group.close()
 
 
+@pytest.mark.parametrize("spread", [True, False])
+@pytest.mark.parametrize("lost", ["w1", "w2"])
+def test_members_of_a_group_that_a_loss_has_divided_share_its_requests(
+    config: RunnerConfig, oracle: Oracle, lost: str, spread: bool
+) -> None:
+    """A follower of three dies: its leader keeps half of what is to be computed again."""
+    group = EngineGroup(
+        replace(config, budget_bytes=config.budget_bytes + 64 * LAYERS * CHUNK_BYTES),
+        3,
+        seed=7,
+        planner={"spread_after_loss": spread},
+    )
+    group.gateway.asks_again = group.gateway.resumes = True
+    try:
+        group.reconfigure([split_in(["w0", "w1", "w2"], [1, 2])])
+        group.settle()
+        for number in range(9):
+            group.start(replace(oracle.requests[number], request_id=f"{number}-{number}"))
+        group.run_until(lambda: sum(bool(one.tokens) for one in group.streams.values()) >= 6)
+        open_ones = [name for name, stream in group.streams.items() if not stream.over]
+        group.lose(lost)
+        whole = [[Stage(name, 0, LAYERS)] for name in group.engines]
+        attempt = group.prepare(whole)
+        assert group.await_answers(attempt, whole)
+        group.commit(whole)
+        serves_on(group, oracle)
+        for stream in group.streams.values():
+            assert not stream.refused, stream.refused
+            assert stream.tokens == oracle.tokens(stream.request)
+        assert not group.violations
+        readers = Counter(group.owner[name] for name in open_ones)
+        if spread:
+            assert group.gateway.returned == group.gateway.asked > 0
+            assert readers.keys() == group.engines.keys()
+        else:
+            assert group.gateway.asked == 0 and readers.keys() == {"w0"}
+    finally:
+        group.close()
+
+
 @pytest.mark.parametrize("late", ["w0", "w1"])
 def test_a_member_that_has_missed_a_split_does_not_wait_for_kv_of_the_others(
     config: RunnerConfig, oracle: Oracle, late: str

@@ -18,6 +18,8 @@ LAYERS = 4
 SEEDS = range(int(os.environ.get("TIDESERVE_JOINED_SEEDS", "60")))
 """A world takes between half a second and a second of one core."""
 BATCHES = 10
+GIVEN_BACK = (16, 25, 30)
+"""Worlds in which a member of a group is lost whose leader has requests to share."""
 
 
 @pytest.fixture(scope="module")
@@ -55,6 +57,13 @@ def test_the_worlds_try_what_they_are_for(config: RunnerConfig, oracle: Oracle) 
     assert sum(world.gateway.resumed for world in worlds) > 0, "no request lost its worker"
     ends = {client.stream.aborted for world in worlds for client in world.gateway.clients.values()}
     assert ends == {True, False}
+
+
+def test_leaders_whose_group_a_loss_divides_give_requests_back(
+    config: RunnerConfig, oracle: Oracle
+) -> None:
+    returned = [live(config, oracle, seed).gateway.returned for seed in GIVEN_BACK]
+    assert sum(returned) > 0, "no leader gave a request back"
 
 
 @pytest.mark.parametrize(

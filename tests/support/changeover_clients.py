@@ -61,6 +61,7 @@ class Source:
     adopted: bool = False
     finished: bool = False
     refused: str = ""
+    returned: bool = False
     moved_to: str = ""
 
 
@@ -71,6 +72,7 @@ class Clients:
         self.streams: dict[str, Stream] = {}
         self.sources: dict[tuple[str, str], Source] = {}
         self.asked_again = 0
+        self.returned = 0
 
     def begin(self, worker_id: str, name: str) -> None:
         """A sequence begins at a worker."""
@@ -87,7 +89,16 @@ class Clients:
     ) -> Stream:
         """A client asks a worker for the first time."""
         greedy, limits = Sampling(temperature=0.0), Limits(max_tokens)
-        request = Request(request_id, prompt, greedy, limits, 0.0, cache_salt=salt, service=service)
+        request = Request(
+            request_id,
+            prompt,
+            greedy,
+            limits,
+            0.0,
+            cache_salt=salt,
+            service=service,
+            resumable=True,
+        )
         self.streams[request_id] = stream = Stream(request, owner)
         return stream
 
@@ -109,7 +120,8 @@ class Clients:
         source = self.sources[worker_id, request_id]
         require(source.name == command.request_id, f"{worker_id} tells of {command.request_id}")
         if isinstance(command, RefuseRequest):
-            source.refused = command.message
+            source.refused, source.returned = command.message, command.returned
+            self.returned += command.returned
         else:
             require(command.index == len(source.tokens), f"{command} after {source}")
             source.tokens.append(command.token_id)
@@ -150,6 +162,9 @@ class Clients:
         require(source.tokens[:have] == stream.tokens[: len(source.tokens)], "other tokens")
         stream.tokens += source.tokens[have:]
         require(stream.tokens == stream.output[: len(stream.tokens)], f"{request_id}: wrong tokens")
+        if source.returned:
+            self._lose(stream, ask_again=True)
+            return
         stream.finished, stream.refused = source.finished, source.refused
         if source.moved_to and not stream.over:
             stream.owner = source.moved_to

@@ -6,6 +6,7 @@ Real: `Changeover`, the planner, the fence. Memory is that of `FakeMemory` for t
 
 from collections import defaultdict, deque
 from collections.abc import Iterable
+from dataclasses import replace
 
 from services.core.changeover import vocabulary as words
 from services.core.changeover.configuration import GroupStages
@@ -97,11 +98,19 @@ class Script:
             self.do(name, words.ConfigurationCommitted(self.now_s, new))
 
     def ask(
-        self, leader: str, name: str, tokens: int, most: int = 4, service: Service = NO_PROMISE
+        self,
+        leader: str,
+        name: str,
+        tokens: int,
+        most: int = 4,
+        service: Service = NO_PROMISE,
+        *,
+        resumable: bool = False,
     ) -> list[words.Command]:
         """A client asks for a request of so many tokens, and at most so many more."""
         prompt, limits = (5,) * tokens, Limits(most)
         request = Request(name, prompt, Sampling(), limits, self.now_s, service=service)
+        request = replace(request, resumable=resumable)
         return self.do(leader, RequestArrived(self.now_s, request))
 
     def receive(self, peer: str, name: str, frame: MemberFrame) -> list[words.Command]:

@@ -6,11 +6,17 @@ a reader goes where its leader sends it, and what nobody reads is aborted after 
 """
 
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from services.core.planner.events import EmitToken, RequestAborted, RequestArrived
+from services.core.planner.events import (
+    EmitToken,
+    RefuseRequest,
+    RequestAborted,
+    RequestArrived,
+)
+from services.core.request import Request
 from services.gateway.serving.attempts import resumed
 from services.worker.ipc import AdoptedRequest, MovedRequest
 
@@ -37,7 +43,7 @@ class EngineGateway:
     """The gateway of an `EngineGroup`. Unless it `asks_again`, requests of a lost engine are over.
 
     Unless it `resumes`, those with tokens are. `asked` counts how often it has asked again,
-    `resumed` for how many of these there were tokens.
+    `resumed` for how many of these there were tokens, `returned` how many were given back.
     """
 
     def __init__(self, group: "EngineGroup") -> None:
@@ -45,6 +51,7 @@ class EngineGateway:
         self.resumes = False
         self.asked = 0
         self.resumed = 0
+        self.returned = 0
         self._group = group
         self._lost: set[str] = set()  # to be asked for again
         self._unread: dict[Place, Unread] = {}
@@ -68,6 +75,10 @@ class EngineGateway:
     def would_ask(self, stream: "Stream") -> bool:
         """Whether it would ask for a request again if that lost its leader."""
         return not stream.over and (self.resumes or not stream.tokens)
+
+    def told(self, request: Request) -> Request:
+        """A request as a worker gets it."""
+        return replace(request, resumable=self.resumes)
 
     def hang_up(self, request_id: str) -> None:
         """The connection to a request's leader breaks; that one hears of it later."""
@@ -109,12 +120,17 @@ class EngineGateway:
             return True
         return place in self._left
 
-    def refused(self, worker_id: str, request_id: str) -> bool:
-        """Whether the request that a worker refuses has no reader."""
+    def refused(self, worker_id: str, refusal: RefuseRequest) -> bool:
+        """Whether the request that a worker refuses has no reader, or is asked for again."""
+        request_id = refusal.request_id
         place = worker_id, request_id
         known = place in self._left or self._unread.pop(place, None) is not None
         self._left.discard(place)
-        return known
+        if known or not refusal.returned or self._group.owner[request_id] != worker_id:
+            return known
+        self.returned += 1
+        self._lose(request_id)
+        return True
 
     def moved(self, worker_id: str, moved: MovedRequest) -> None:
         """A leader sends the reader of a request on."""
@@ -166,7 +182,7 @@ class EngineGateway:
         self.asked += 1
         stream = group.streams[request_id]
         self.resumed += bool(stream.tokens)
-        request = resumed(stream.request, tuple(stream.tokens))
+        request = resumed(self.told(stream.request), tuple(stream.tokens))
         member.handle(RequestArrived(group.now_s, request))
         return True
 

@@ -141,7 +141,8 @@ class EngineGroup:
         leader = leader or self.rng.choice(self.groups)[0].worker_id
         self.streams[request.request_id] = Stream(request)
         self.owner[request.request_id] = leader
-        self.engines[leader].member.handle(RequestArrived(self.now_s, request))
+        told = self.gateway.told(request)
+        self.engines[leader].member.handle(RequestArrived(self.now_s, told))
 
     def abort(self, request_id: str) -> None:
         """The client of a request hangs up; a later owner is told, too."""
@@ -380,7 +381,7 @@ class EngineGroup:
             if not self.gateway.token(worker_id, token):
                 self.note_token(worker_id, token)
         for refusal in news.refusals:
-            if not self.gateway.refused(worker_id, refusal.request_id):
+            if not self.gateway.refused(worker_id, refusal):
                 self.streams[refusal.request_id].refused = refusal.message
         for moved in news.moved:
             self.gateway.moved(worker_id, moved)

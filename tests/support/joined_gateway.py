@@ -6,7 +6,7 @@ among leaders; links are queues that the world empties.
 
 from collections import deque
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -85,6 +85,7 @@ class JoinedGateway:
     def __init__(self, world: "JoinedWorld", resumes: bool = True) -> None:
         self.clients: dict[str, Client] = {}
         self.resumed = 0
+        self.returned = 0
         self._world = world
         self._resumes = resumes
         self._links: dict[str, GatewayLink] = {}  # by address
@@ -193,7 +194,8 @@ class JoinedGateway:
     def _place(self, client: Client, places: list[tuple[str, str, int]]) -> bool:
         name, group_id, epoch = self._world.rng.choice(places)
         journal, now_s = client.journal, self._world.now_s
-        request = resumed(client.stream.request, tuple(journal.token_ids))
+        request = replace(client.stream.request, resumable=self._resumes)
+        request = resumed(request, tuple(journal.token_ids))
         self.resumed += bool(request.output_ids)
         place = Assignment(request.request_id, group_id, epoch, name, name)
         client.record.stays.append(
@@ -310,6 +312,7 @@ class JoinedGateway:
         output, limit = len(client.journal.token_ids), client.stream.request.limits.max_tokens
         self._world.note(f"{client.request_id} failed at {client.address}: {failure!r}")
         client.lost += isinstance(failure, (WorkerLost, QueueFull))
+        self.returned += isinstance(failure, Returned)
         try:
             client.attempts.fail(failure, output, limit)
         except (GatewayError, QueueFull) as error:

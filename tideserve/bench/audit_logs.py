@@ -8,6 +8,7 @@ from services.common.event_log import EventLogError, read_config, read_entries
 from services.core.audit.audit import Audit
 from services.core.audit.concession_order import ConcessionOrder
 from services.core.audit.findings import Findings
+from services.core.audit.settled_changes import SettledChange, settled_changes
 from services.core.changeover.state import Changeover, MemberConfig
 from services.core.groups.coordinator import CoordinatorConfig, CoordinatorState
 from services.core.scheduler.state_config import StateConfig
@@ -26,10 +27,11 @@ INVARIANTS = tuple(f"I{number}" for number in range(1, 12))
 
 @dataclass(frozen=True, slots=True)
 class Audited:
-    """What the logs show: by log, how far its replay came; and the invariants."""
+    """What the logs show: by log, how far its replay came; the invariants; changes of groups."""
 
     replayed: dict[str, Replayed]
     findings: Findings
+    changes: Sequence[SettledChange] = ()
 
     @property
     def differing(self) -> list[str]:
@@ -81,7 +83,7 @@ def audit_logs(folder: Path, killed: Collection[int] = ()) -> Audited:
         )
     except EventLogError as error:
         raise SystemUnavailable(str(error)) from error
-    return Audited(replayed, findings)
+    return Audited(replayed, findings, settled_changes(audit))
 
 
 def _logs(folder: Path, pattern: str) -> Sequence[Path]:

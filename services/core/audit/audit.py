@@ -220,20 +220,25 @@ class Audit:
         """Each token of the client is one that the worker of its segment emitted."""
         self.findings.check(
             "I5",
-            bool(stream.segments) or not stream.token_ids,
+            bool(stream.segments) or not (stream.told and stream.token_ids),
             "{} got tokens of no worker",
             request_id,
         )
         for first, end, workers in stream.sources():
+            names = "the workers" if workers is None else " or ".join(sorted(workers))
             for index in range(first, end):
                 tokens = emitted.get((request_id, index), ())
-                own = [token.token_id for token in tokens if token.worker_id in workers]
+                own = [
+                    token.token_id
+                    for token in tokens
+                    if workers is None or token.worker_id in workers
+                ]
                 token_id = stream.token_ids[index]
                 self.findings.check(
                     "I5",
                     token_id in own,
                     "{} got {} as token {}, but {} emitted {}",
-                    *(request_id, token_id, index, " or ".join(sorted(workers))),
+                    *(request_id, token_id, index, names),
                     ", ".join(map(str, own)) or "none",
                 )
 

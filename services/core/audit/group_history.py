@@ -6,7 +6,7 @@ The store's revisions order the commits of several processes.
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from services.core.audit.facts import MemoryDecided
+from services.core.audit.facts import ChangePlanned, MemoryDecided
 from services.core.audit.findings import Findings
 from services.core.audit.record import Recorded
 from services.core.groups.vocabulary import (
@@ -47,6 +47,7 @@ class GroupHistory:
     configurations: dict[Place, tuple[Member, ...]] = field(default_factory=dict)
     committed_s: dict[Place, float] = field(default_factory=dict)
     attempts: dict[Place, str] = field(default_factory=dict)
+    planned: list[ChangePlanned] = field(default_factory=list)
     live: dict[str, Group] = field(default_factory=dict)
     unstable_since_s: dict[str, float] = field(default_factory=dict)
     last_s: float = 0.0
@@ -74,6 +75,8 @@ class GroupHistory:
                     self._asked[value.attempt] = value
                 case MemoryDecided():
                     self._check_demand(value.decision)
+                case ChangePlanned():
+                    self.planned.append(value)
                 case MemberAnswered() if value.ready:
                     self._ready.add((value.attempt, value.worker_id, value.incarnation))
 

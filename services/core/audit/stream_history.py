@@ -7,6 +7,9 @@ from services.core.audit.facts import SegmentRead, StreamEnded, StreamOpened, To
 from services.core.audit.findings import Findings
 from services.core.audit.record import Recorded
 
+KILLED = "killed"
+"""The outcome of a request whose gateway was killed before it could note the end."""
+
 
 @dataclass(slots=True)
 class AuditedStream:
@@ -17,11 +20,19 @@ class AuditedStream:
     segments: list[SegmentRead] = field(default_factory=list)
     outcome: str = ""
 
-    def sources(self) -> Iterator[tuple[int, int, frozenset[str]]]:
+    @property
+    def told(self) -> bool:
+        """Whether its gateway could say of which workers its tokens are: it does so at the end."""
+        return self.outcome != KILLED or bool(self.segments)
+
+    def sources(self) -> Iterator[tuple[int, int, frozenset[str] | None]]:
         """Each segment's first index, its end, and the workers whose tokens it may hold.
 
-        A worker that was handed a request also tells tokens that the one before had emitted.
+        A worker that was handed a request also tells tokens that the one before had emitted. None:
+        it is not `told`, and any worker's will do.
         """
+        if not self.told:
+            yield 0, len(self.token_ids), None
         workers: frozenset[str] = frozenset()
         ends = [*(segment.first_index for segment in self.segments[1:]), len(self.token_ids)]
         for segment, end in zip(self.segments, ends, strict=False):
@@ -50,7 +61,7 @@ class StreamHistory:
                 case StreamEnded() as ended:
                     self._end(ended)
         for stream in self.streams.values() if killed else ():
-            stream.outcome = stream.outcome or "killed"
+            stream.outcome = stream.outcome or KILLED
         for request_id, stream in self.streams.items():
             self.findings.check(
                 "I10", stream.outcome != "", "{} was admitted and never ended", request_id

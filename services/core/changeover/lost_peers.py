@@ -15,7 +15,11 @@ from services.core.planner.configuration_events import SequenceResumed
 
 
 class LostPeers:
-    """The state of one configuration. `left`: workers of this change that are in other groups."""
+    """The state of one configuration.
+
+    `told`: workers of this change that were lost, as far as is known. `left`: those of them that
+    are in other groups, or have passed the change over.
+    """
 
     def __init__(
         self,
@@ -36,11 +40,11 @@ class LostPeers:
         """Begin a configuration."""
         self.desertion = Desertion()
         self.left: frozenset[str] = frozenset()
-        self._told: frozenset[str] = frozenset()  # workers of this change
+        self.told: frozenset[str] = frozenset()
 
     def note_lost(self, event: PeersLost) -> None:
         """Give up work that only lost workers of other groups could do."""
-        self._told = event.workers
+        self.told = event.workers
         configuration = self._context.configuration
         if configuration is not None and event.workers & configuration.own.workers:
             self.desertion.note_lost(event.now_s)
@@ -51,7 +55,7 @@ class LostPeers:
         configuration = self._context.configuration
         if configuration is None or self._takeover.waiting:
             return
-        for worker_id in sorted(self._told - configuration.own.workers - self.left):
+        for worker_id in sorted(self.told - configuration.own.workers - self.left):
             self._leave(worker_id)
 
     def note_passed(self, peer: str) -> None:

@@ -42,6 +42,7 @@ from services.core.planner.config import IterationConfig
 from services.core.planner.configuration_events import (
     ConfigurationEnded,
     FlightDiscarded,
+    GroupDivided,
     PoolGrown,
     ReleasedTaken,
     SequencePreempted,
@@ -423,6 +424,7 @@ class Changeover:
         old = context.configuration
         if not self._serves(new) or (old is not None and old.own.workers - new.members):
             self._start_over()
+            self._share_out(old)
         if answer.blocks >= context.table.pool.num_blocks:
             context.change(PoolGrown(answer.blocks))
         self._handover.begin()
@@ -459,6 +461,15 @@ class Changeover:
             context.change(SequencePreempted(name))
         self._kv.release_everything()
         context.take_freed(ReleasedTaken())  # nobody is left to hear of them
+
+    def _share_out(self, old: Configuration | None) -> None:
+        """Former members may compute some requests of this leader again; their gateways see to it.
+
+        A member whose loss nobody has told counts as one that lives.
+        """
+        if old is not None and old.leads:
+            living = old.own.workers - self._lost.told
+            self._context.change(GroupDivided(len(living)))
 
     def _leave_group(self) -> None:
         """Its group goes on without this member: whoever wants its requests asks elsewhere."""

@@ -1,6 +1,6 @@
 """Turns workers' reports of KV blocks into the use of groups, in tokens, for the monitor."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from services.core.groups.vocabulary import Group
 from services.core.overload.events import GroupUse, MemberUse, Reports
@@ -24,8 +24,7 @@ def group_uses(
             )
             continue
         size = facts[ids[0]].block_size
-        yielding = reports[ids[0]].load.kv_blocks_yielding  # the leader knows classes
-        members = tuple(_member_use(reports[one], facts[one], yielding) for one in ids)
+        members = _member_uses(ids, reports, facts)
         waiting = sum(reports[one].load.waiting_demand for one in ids)
         wanted = sum(reports[one].load.kv_blocks_wanted for one in ids) * size
         draining = any(facts[one].draining for one in ids)
@@ -35,12 +34,11 @@ def group_uses(
 
 def used_tokens(report: EngineReport | None, facts: WorkerFacts) -> int:
     """Tokens of KV in use by requests that do not yield it; 0 without a report."""
-    return 0 if report is None else _used_tokens(report, facts, report.load.kv_blocks_yielding)
-
-
-def _used_tokens(report: EngineReport, facts: WorkerFacts, yielding: int) -> int:
+    if report is None:
+        return 0
     load = report.load
-    return max(0, load.kv_blocks_total - load.kv_blocks_free - yielding) * facts.block_size
+    used_blocks = load.kv_blocks_total - load.kv_blocks_free - load.kv_blocks_yielding
+    return max(0, used_blocks) * facts.block_size
 
 
 def _worth(
@@ -53,11 +51,22 @@ def _worth(
     return Reports.CURRENT if current else Reports.CHANGING
 
 
-def _member_use(report: EngineReport, facts: WorkerFacts, yielding: int) -> MemberUse:
-    size = facts.block_size
-    return MemberUse(
-        facts.worker_id,
-        report.load.kv_blocks_total * size,
-        _used_tokens(report, facts, yielding),
-        facts.kv_blocks_total * size,
+def _member_uses(
+    ids: Sequence[str], reports: Mapping[str, EngineReport], facts: Mapping[str, WorkerFacts]
+) -> tuple[MemberUse, ...]:
+    """What each member holds and uses; the first one leads.
+
+    Only the leader knows which blocks are of batch work, and it counts those of all stages. Where
+    batch work yields, its count is that of each: reports of members are of different moments, and
+    batch KV that has come or gone in between would look like that of online requests.
+    """
+    counts = [reports[ids[0] if reports[ids[0]].load.batch_yields else one] for one in ids]
+    return tuple(
+        MemberUse(
+            one,
+            reports[one].load.kv_blocks_total * facts[one].block_size,
+            used_tokens(counted, facts[one]),
+            facts[one].kv_blocks_total * facts[one].block_size,
+        )
+        for one, counted in zip(ids, counts, strict=True)
     )

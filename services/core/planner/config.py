@@ -34,6 +34,8 @@ class IterationConfig:
     `packing` and `adaptive_slots`: see `packing`. `victims`: see `victims`, with `slo` alone.
     `scheduling`: see `precedence`. `preempt` and `preempted_work`: see `preemption`.
     `shelf_max_s`: how long batch work rests at a worker that leads no longer, see `shelf`.
+    `spread_after_loss`: whether a leader whose group a loss has divided gives requests back, see
+    `lost_share`.
     """
 
     block_size: int
@@ -56,6 +58,7 @@ class IterationConfig:
     preempt: Preempt = Preempt.OFF
     preempted_work: PreemptedWork = PreemptedWork.RESUME
     shelf_max_s: float = 60.0
+    spread_after_loss: bool = True
 
     def __post_init__(self) -> None:
         if not 1 <= self.max_running <= self.max_batch_tokens:

@@ -33,6 +33,16 @@ class StagesConfigured:
 
 
 @dataclass(frozen=True, slots=True)
+class GroupDivided:
+    """A loss has ended the group that this worker led, of which `members` live, with this one.
+
+    Answered by a refusal for each sequence that is given back; see `lost_share`.
+    """
+
+    members: int
+
+
+@dataclass(frozen=True, slots=True)
 class CapacityReported:
     """Stage `stage` ≥ 1 has `blocks` blocks for what is planned from now on."""
 
@@ -200,6 +210,7 @@ SequenceEvent = (
 StageEvent = (
     ConfigurationEnded
     | StagesConfigured
+    | GroupDivided
     | CapacityReported
     | BlocksCredited
     | BatchYielded

@@ -10,7 +10,8 @@ from services.core.planner.config import IterationConfig
 from services.core.planner.events import BlocksFreed, Command, MoveBlocks
 from services.core.planner.feedback import Feedback
 from services.core.planner.flight import Flight
-from services.core.planner.refusal import too_large
+from services.core.planner.lost_share import beyond_share
+from services.core.planner.refusal import given_back, too_large
 from services.core.planner.sequence import Phase, Sequence, SequenceState
 from services.core.planner.sequence_table import SequenceTable
 from services.core.prefix.news import NO_NEWS
@@ -84,6 +85,17 @@ class ConfigurationHandlers:
         self.sequence_table.configure(event.followers)
         self._discarded = False
         return []
+
+    def _divide(self, event: changes.GroupDivided) -> list[Command]:
+        if not self.config.spread_after_loss:
+            return []
+        table = self.sequence_table
+        found = beyond_share(
+            table.sequences.values(), event.members, batch_yields=table.precedence.batch_yields
+        )
+        for sequence in found:
+            table.end(sequence)
+        return [given_back(sequence.request_id) for sequence in found]
 
     def _assert_nothing_flies(self) -> None:
         assert not self.flight.plans, "drain or discard the microbatches in flight first"
@@ -179,6 +191,7 @@ class ConfigurationHandlers:
 _HANDLERS: dict[type[Any], Callable[[ConfigurationHandlers, Any], list[Command]]] = {
     changes.ConfigurationEnded: ConfigurationHandlers._end,
     changes.StagesConfigured: ConfigurationHandlers._configure,
+    changes.GroupDivided: ConfigurationHandlers._divide,
     changes.SequenceAdopted: ConfigurationHandlers._adopt,
     changes.SequenceReset: ConfigurationHandlers._reset,
 }

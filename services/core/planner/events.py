@@ -97,7 +97,7 @@ class RefuseRequest:
     """Tell the client that the request cannot be served; cause and remedy in `message`.
 
     `retryable`: it could be served at another time. A running request ends with it. `returned`: the
-    request has not begun here, and shall get another place under the same id.
+    request has not begun here, or its KV is lost, and it shall get another place under the same id.
     """
 
     request_id: str

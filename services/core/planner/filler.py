@@ -124,7 +124,7 @@ class Filler:
             return
         target_s = self.target_s(spent.seconds, limit_s)
         self._add_stuck(plan, ready, spent, target_s, limit_s)
-        reserve = int(RESERVE * self.config.num_blocks)
+        reserve = int(RESERVE * self.sequence_table.ledger.least_capacity)
         self._add_batch(plan, ready, spent, target_s, reserve)
         plan.filled = True
         plan.pressed = plan.pressed or self._is_crowded(ready.online)
@@ -293,9 +293,9 @@ class Filler:
 
     def _is_crowded(self, online: int) -> bool:
         """Whether online sequences hold most of the places or of the blocks."""
-        table, config = self.sequence_table, self.config
+        table = self.sequence_table
         if online > CROWDED * self._running_max:
             return True
         batch_blocks = sum([one.blocks for one in table.batch.values()])
         taken = table.table.pool.taken_count - batch_blocks
-        return taken > CROWDED * config.num_blocks
+        return taken > CROWDED * table.ledger.least_capacity

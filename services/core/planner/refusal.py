@@ -21,6 +21,12 @@ def returned(request_id: str) -> RefuseRequest:
     return RefuseRequest(request_id, message, retryable=True, returned=True)
 
 
+def given_back(request_id: str) -> RefuseRequest:
+    """It has lost its KV here, and another worker shall go on with it."""
+    message = "the worker's group has lost a member; go on with it at another place"
+    return RefuseRequest(request_id, message, retryable=True, returned=True)
+
+
 def too_large(sequence: Sequence, config: IterationConfig) -> RefuseRequest | None:
     """It could never run to its end; None if it can."""
     capacity = config.num_blocks * config.block_size

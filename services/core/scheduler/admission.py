@@ -60,14 +60,14 @@ class Admission:
     ) -> NotAdmitted | None:
         """Why a request for `model` may not wait; None if it may. `placed`: as in Waiting.
 
-        For want of room only newcomers are refused. One that has run waits also for workers that
-        are away, or for one as large as its own was, since they may come back; its gateway knows
-        for how long.
+        For want of room only newcomers are refused. One that was assigned before waits also for
+        workers that are away, since they may come back: until its deadline, or if it has run, for
+        as long as its gateway wants, also for a worker as large as its own was.
         """
         refused = None
         if model is not None:
             refused = self._too_large(ask, model)
-        elif not ask.resumed:
+        elif not ask.resumed and ask.failed is None:
             refused = check_model(ask.model, self.groups.models, self.groups.served_before)
         if refused is not None or ask.resumed:
             return refused

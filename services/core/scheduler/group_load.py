@@ -10,6 +10,8 @@ from services.core.scheduler.vocabulary import LoadReported, ServingGroup
 REPORT_FRESH_S = 3.0
 RESERVATION_S = 5.0
 GROWTH_BLOCKS = 0.5
+AHEAD_ITERATIONS = 2
+"""Iterations of prompts that a group may have before it for a request that has run to join them."""
 KEPT_S = 10.0
 """Longest that a group takes nothing beside a request that is to be alone."""
 
@@ -198,6 +200,22 @@ class GroupLoad:
         """Tokens that are to be prefilled there, of requests on their way, too."""
         reported = self._report.load.prefill_tokens if self._report is not None else 0
         return reported + self._reserved_tokens
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether requests that wait to go on had better wait for another group.
+
+        It has several iterations of prompts before it, those of batch requests that yield aside:
+        beside some of these nobody knows how much there is, beyond what is on its way.
+        """
+        load = self._report.load if self._report is not None else None
+        beside_batch = load is not None and load.batch_yields
+        if beside_batch and load is not None and load.batch_running + load.batch_waiting:
+            tokens = self._reserved_tokens
+        else:
+            tokens = self.prefill_tokens
+        group = self.group
+        return tokens >= AHEAD_ITERATIONS * group.members * group.max_batch_tokens
 
     def reserve(
         self,

@@ -44,11 +44,18 @@ class ModelGroups:
         return self.index if self.harvest is None or ask.service.online else self.harvest
 
     def pick(
-        self, ask: Ask, now_s: float, below_tokens: float, avoided: frozenset[str] = NOBODY
+        self,
+        ask: Ask,
+        now_s: float,
+        below_tokens: float,
+        avoided: frozenset[str] = NOBODY,
+        *,
+        spread: bool = False,
     ) -> GroupLoad | None:
         """The group that is to take a request, or None; `below_tokens` as in `GroupIndex.pick`.
 
-        Workers at `avoided` addresses take it only if no other one serves.
+        Workers at `avoided` addresses take it only if no other one serves. `spread`: groups that
+        are behind do not take it, see `GroupLoad.is_behind`.
         """
         if below_tokens < inf and below_tokens <= self.index.tokens_min:
             return None  # as for most batch requests while an online one waits
@@ -57,6 +64,8 @@ class ModelGroups:
             load.is_fresh(now_s) and load.group.address not in avoided for load in loads
         ):
             avoided = NOBODY
+        if spread:
+            avoided |= {load.group.address for load in loads if load.is_behind}
         index = self.index_for(ask)
         if self.prefixes is not None:
             return self.prefixes.pick(index, ask, now_s, below_tokens, avoided)

@@ -27,7 +27,7 @@ class Waiting:
     before it can run. `overtaken` counts requests behind it in the line that were assigned before
     it; `returns` counts workers that have given it back. One that is `placed` was assigned before:
     by a return, a change of groups or the loss of a worker, it is here again. Until `alone_until_s`
-    it may start only where nothing else runs.
+    it may start only where nothing else runs, until `spread_until_s` only where few prompts wait.
     """
 
     ask: Asked
@@ -38,6 +38,7 @@ class Waiting:
     returns: int = 0
     placed: bool = False
     alone_until_s: float = -inf
+    spread_until_s: float = -inf
 
     def avoided(self, now_s: float) -> frozenset[str]:
         """Addresses of workers that its gateway does not want now."""

@@ -50,6 +50,8 @@ RETURNS_MAX = 3
 """Workers that may give a request back; the next one keeps it."""
 ALONE_S = 10.0
 """How long a request that is to be alone waits for a group without requests."""
+SPREAD_S = 5.0
+"""How long requests that have run wait by default for a group with few prompts before it."""
 
 
 @dataclass(slots=True)
@@ -60,6 +62,11 @@ class SchedulerState:
     soonest comes first, by what it has cached. `rules` say what classes decide; if anything, no
     batch request starts in a group that could hold an online one that waits here. For
     `overtaken_max` see `overtaking`, for `growth_blocks` `GroupLoad`.
+
+    Requests that have run come many at a time, when their worker is lost or gives them up, and
+    each has all of its tokens to compute again. So that the first group that serves does not get
+    all of them, they wait for `spread_s` at most while every group with room has prompts enough for
+    now; so do those behind them in the line.
     """
 
     queue_limit: int
@@ -69,6 +76,7 @@ class SchedulerState:
     growth_blocks: float = GROWTH_BLOCKS
     ttft: CostModel | None = None
     rules: ClassRules = NO_CLASSES
+    spread_s: float = SPREAD_S
     _groups: GroupTable = field(init=False)
     _queue: WaitQueue = field(init=False)
     _admission: Admission = field(init=False)
@@ -245,6 +253,8 @@ class SchedulerState:
         )
         if ask.alone:
             waiting.alone_until_s = ask.now_s + ALONE_S
+        if ask.resumed:
+            waiting.spread_until_s = ask.now_s + self.spread_s
         self._queue.push(waiting)
         ticket = SendTicket(ask.stream_id, ask.request_id)
         return [*refusals, ticket, *self._dispatch(ask.model, ask.now_s)]
@@ -289,16 +299,19 @@ class SchedulerState:
         picked: GroupLoad | None = None
         held_tokens = inf  # groups that can hold so many wait for a request that holds the line
         kept_tokens = inf  # groups that can hold so many start no batch request
+        spread = False  # groups that are behind start nothing
 
         def fits(waiting: Waiting) -> bool:
-            nonlocal picked
+            nonlocal picked, spread
             ask, below_tokens = waiting.ask, held_tokens
             if self.rules.is_batch(ask.service):
                 below_tokens = min(held_tokens, kept_tokens)
+            spread = spread or now_s < waiting.spread_until_s
             if now_s < waiting.alone_until_s:
                 picked = model.index_for(ask).idle(ask.prompt_tokens, ask.max_tokens, now_s)
             else:
-                picked = model.pick(ask, now_s, below_tokens, waiting.avoided(now_s))
+                avoided = waiting.avoided(now_s)
+                picked = model.pick(ask, now_s, below_tokens, avoided, spread=spread)
             return picked is not None
 
         def holds_all(waiting: Waiting) -> bool:
@@ -315,6 +328,7 @@ class SchedulerState:
         while True:
             commands += self._refuse_waiting(name, now_s)
             held_tokens, kept_tokens = inf, self._kept_from_batch(name, model)
+            spread = False
             line = (one for one in self._queue.line(name) if model.can_hold(one.ask))
             first = next_to_start(line, fits, self.overtaken_max, holds_all)
             if first is None or picked is None:

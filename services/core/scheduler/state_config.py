@@ -22,6 +22,7 @@ class StateConfig:
     growth_blocks: float = 0
     ttft: CostModel | None = None
     rules: ClassRules = NO_CLASSES
+    spread_s: float = 0.0
 
     def state(self) -> SchedulerState:
         """A new state with these settings."""
@@ -33,4 +34,5 @@ class StateConfig:
             self.growth_blocks,
             ttft=self.ttft,
             rules=self.rules,
+            spread_s=self.spread_s,
         )

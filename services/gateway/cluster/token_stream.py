@@ -6,7 +6,6 @@ from services.gateway.cluster.journal import Journal
 from services.gateway.records.request_record import ChoiceRecord
 from services.gateway.vocabulary.errors import (
     BadRequest,
-    EngineFailed,
     GatewayError,
     QueueFull,
     WorkerLost,
@@ -19,7 +18,7 @@ class StaleEpoch(Exception):
 
 
 class Returned(Exception):
-    """The worker has had no room to begin: ask the scheduler for another place."""
+    """The worker has had no room to begin, or has lost the KV: ask for another place."""
 
 
 class TokenStream:
@@ -38,7 +37,7 @@ class TokenStream:
         self._changed = asyncio.Event()
         journal.reopen()
         self._journal = journal
-        self._first = self._read = len(journal.token_ids)
+        self._read = len(journal.token_ids)
         self._news = asyncio.Event()
         self._error: GatewayError | None = None
 
@@ -103,7 +102,7 @@ class TokenStream:
 
         Raises:
             StaleEpoch: if the request must be admitted again.
-            Returned: likewise, as its worker has had no room.
+            Returned: likewise, as its worker has given it back.
             GatewayError: if the request failed; tokens that came before are returned first.
         """
         while True:
@@ -134,10 +133,8 @@ class TokenStream:
         match journal.finish:
             case Finish.STALE_EPOCH:
                 raise StaleEpoch
-            case Finish.RETURNED if len(journal.token_ids) == self._first:
-                raise Returned
             case Finish.RETURNED:
-                raise EngineFailed("the worker gave up a request that had begun; try again")
+                raise Returned
             case Finish.INVALID:
                 raise BadRequest(journal.message or "the worker refuses the request")
             case Finish.OVERLOADED:

@@ -51,6 +51,7 @@ def start_frame(
             logprobs=_logprob_options(request.logprobs),
             choice=request.choice,
             returnable=place.returnable,
+            resumable=request.resumable,
             output_ids=request.output_ids,
             delivery=_delivery(coalesced),
         )

@@ -74,7 +74,7 @@ class ChoiceRunner:
             GatewayError: if the request fails.
         """
         began_s = monotonic_s()
-        ask, request = ask_for(choice), choice.request
+        ask, request = ask_for(choice), replace(choice.request, resumable=self._resumes)
         journal = Journal(request.limits.max_tokens)
         reading = Reading(journal, self._output(choice), _chat(choice))
         attempts = Attempts(self._resumes)

@@ -185,6 +185,7 @@ def planner_config(
         preempt=Preempt(config.preempt),
         preempted_work=PreemptedWork(config.preempted_work),
         shelf_max_s=config.shelf_max_s,
+        spread_after_loss=config.spread_after_loss,
     )
 
 

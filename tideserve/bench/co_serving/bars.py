@@ -22,6 +22,7 @@ from tideserve.bench.co_serving.judging import (
     late_notes,
     ratio_of,
     too_few_requests,
+    ttft_bar,
 )
 
 SHARE_MIN, SHARE_MAX = 0.43, 0.47
@@ -79,7 +80,7 @@ def _paced_bars(named: Mapping[str, Figures], targets: OnlineTargets) -> Iterato
         yield at_least(
             "processed tokens", name, _ratio(named, name, "processed_tokens_per_s"), processed_min
         )
-        yield _ttft_bar(named, name, ttft_max, targets.tpot_s)
+        yield ttft_bar(named, name, ttft_max, targets.tpot_s, over=BASE)
         yield at_most(
             "P99 gap between tokens", name, _ratio(named, name, "inter_token_s", "p99"), 1.10
         )
@@ -94,19 +95,6 @@ def _unpaced_bars(named: Mapping[str, Figures]) -> Iterator[Bar]:
     """On this machine's own time only the tokens have a bar."""
     value = _ratio(named, DEFAULT, "processed_tokens_per_s")
     yield at_least("processed tokens", DEFAULT, value, 1.4)
-
-
-def _ttft_bar(named: Mapping[str, Figures], name: str, most: float, budget_s: float) -> Bar:
-    """A ratio, or one budget longer if that is more: an arrival meets an iteration that runs."""
-    base_s = figure_of(named, BASE, "ttft_s", "p99")
-    limit = most if not base_s else max(most, 1 + budget_s / base_s)
-    return judged(
-        "P99 TTFT",
-        name,
-        f"≤ {limit:.2f} × ({most:g} ×, or one budget of {budget_s * 1e3:.0f} ms longer)",
-        _ratio(named, name, "ttft_s", "p99"),
-        lambda value: value <= limit,
-    )
 
 
 def _priority_bar(named: Mapping[str, Figures]) -> Bar:

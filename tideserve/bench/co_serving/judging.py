@@ -77,14 +77,29 @@ def ratio_of(named: Mapping[str, Figures], name: str, *keys: str, over: str) -> 
     return one / other if one is not None and other else None
 
 
-def at_least(what: str, system: str, value: float | None, limit: float) -> Bar:
+def at_least(what: str, system: str, value: float | None, limit: float, load: bool = False) -> Bar:
     """A bar that a figure must reach."""
-    return judged(what, system, f"≥ {limit:g}", value, lambda value: value >= limit)
+    return judged(what, system, f"≥ {limit:g}", value, lambda value: value >= limit, load)
 
 
 def at_most(what: str, system: str, value: float | None, limit: float, load: bool = False) -> Bar:
     """A bar that a figure must not exceed."""
     return judged(what, system, f"≤ {limit:g}", value, lambda value: value <= limit, load)
+
+
+def ttft_bar(
+    named: Mapping[str, Figures], name: str, most: float, budget_s: float, over: str
+) -> Bar:
+    """A ratio, or one budget longer if that is more: an arrival meets an iteration that runs."""
+    base_s = figure_of(named, over, "ttft_s", "p99")
+    limit = most if not base_s else max(most, 1 + budget_s / base_s)
+    return judged(
+        "P99 TTFT",
+        name,
+        f"≤ {limit:.2f} × ({most:g} ×, or one budget of {budget_s * 1e3:.0f} ms longer)",
+        ratio_of(named, name, "ttft_s", "p99", over=over),
+        lambda value: value <= limit,
+    )
 
 
 def judged(

@@ -115,5 +115,5 @@ SCENARIO = Scenario(
     cases=cases,
     rounds=lambda quick: ROUNDS,
     inspect=inspect,
-    event_log=True,
+    event_log="worker",
 )

@@ -5,7 +5,7 @@ import pkgutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from tideserve.bench import scenarios
 from tideserve.bench.co_serving.judging import OnlineTargets
@@ -99,7 +99,7 @@ class Scenario:
     """A named set of cases, each measured for `rounds` rounds in which the systems take turns.
 
     inspect        called after the last round; returns more figures by the system's name
-    event_log      whether our workers log their events, for `inspect`
+    event_log      section of our options whose processes log their events, for `inspect`
     dtype          type that the models compute with, unless another is chosen; may be `FASTEST`
     second_dtype   in which the same systems are measured, too, if `FASTEST` is another
     paired         the report has a table of ratios of the first system to the others (`pairs.py`)
@@ -125,7 +125,7 @@ class Scenario:
         LatencyTarget("tpot_s", 5, relative=True),
     )
     inspect: Callable[[Mapping[str, System], RoundsByCase], Mapping[str, Any]] | None = None
-    event_log: bool = False
+    event_log: Literal["", "worker", "services"] = ""
     dtype: str = "bfloat16"
     second_dtype: str | None = None
     paired: bool = False

@@ -13,7 +13,7 @@ from http.client import HTTPException
 from math import prod
 from pathlib import Path
 from random import randrange
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from services.common.safetensors_header import DAMAGED, read_header
 from tideserve.bench.errors import SystemUnavailable
@@ -37,7 +37,8 @@ class Deployment:
 
     `memory_bytes` is each worker's for parameters, KV cache and staging together. `kv_bytes` is
     what of it is KV cache, once a tideserve worker has said so. `ample_memory_bytes` holds the
-    whole demand of a scenario. With `event_log`, our workers log their events. `options` are more
+    whole demand of a scenario. With `event_log`, our
+    processes of that section of options log their events. `options` are more
     options of `tideserve up`, which win.
     """
 
@@ -51,7 +52,7 @@ class Deployment:
     ample_memory_bytes: int = 2 << 30
     paced: str | None = None
     kv_bytes: int | None = None
-    event_log: bool = False
+    event_log: Literal["", "worker", "services"] = ""
     options: Mapping[str, Any] = field(default_factory=dict)
     cores: tuple[int, ...] = field(default_factory=lambda: tuple(sorted(os.sched_getaffinity(0))))
 

@@ -111,7 +111,8 @@ class Tideserve:
         # A worker that profiles itself while another system is measured would disturb that one.
         options["worker"] = {"profile_when_idle": False}
         if deployment.event_log and self._folder is not None:
-            options["worker"]["event_log"] = str(self.event_logs)
+            section = options.setdefault(deployment.event_log, {})
+            section["event_log"] = str(self.event_logs)
         if "chunking" in self._off:
             options["worker"]["max_batch_tokens"] = WHOLE_PROMPT_TOKENS
         if "exchange" in self._off:
@@ -194,7 +195,7 @@ class Tideserve:
 
     @property
     def event_logs(self) -> Path:
-        """Folder of the workers' event logs while it runs."""
+        """Folder of the event logs while it runs, if there are any."""
         assert self._folder is not None
         return self._folder / "events"
 
@@ -238,7 +239,7 @@ class Tideserve:
         paced, options = self._deployment.paced, self.options()
         # Results are published, so the paths of models and logs are left out.
         options["model"] = self._deployment.model_name
-        options["worker"].pop("event_log", None)
+        options.get(self._deployment.event_log, {}).pop("event_log", None)
         return {
             "kind": "tideserve",
             "policy": self._about,

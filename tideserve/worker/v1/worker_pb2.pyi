@@ -75,7 +75,9 @@ class _FinishReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FinishRe
     FINISH_REASON_OVERLOADED: _FinishReason.ValueType  # 6
     """The worker's queue is full; the request could be served at another time or elsewhere."""
     FINISH_REASON_RETURNED: _FinishReason.ValueType  # 7
-    """The request was `returnable` and has not begun: ask the scheduler for another place."""
+    """The request was `returnable` and has not begun, or was `resumable` and its KV is lost, maybe after
+    some tokens: ask the scheduler for another place.
+    """
     FINISH_REASON_ENGINE_DIED: _FinishReason.ValueType  # 8
     """The engine's process ended, or was ended because it was silent, with the request in it."""
 
@@ -101,7 +103,9 @@ FINISH_REASON_ERROR: FinishReason.ValueType  # 5
 FINISH_REASON_OVERLOADED: FinishReason.ValueType  # 6
 """The worker's queue is full; the request could be served at another time or elsewhere."""
 FINISH_REASON_RETURNED: FinishReason.ValueType  # 7
-"""The request was `returnable` and has not begun: ask the scheduler for another place."""
+"""The request was `returnable` and has not begun, or was `resumable` and its KV is lost, maybe after
+some tokens: ask the scheduler for another place.
+"""
 FINISH_REASON_ENGINE_DIED: FinishReason.ValueType  # 8
 """The engine's process ended, or was ended because it was silent, with the request in it."""
 Global___FinishReason: _TypeAlias = FinishReason  # noqa: Y015
@@ -368,6 +372,7 @@ class Start(_message.Message):
     RETURNABLE_FIELD_NUMBER: _builtins.int
     OUTPUT_IDS_FIELD_NUMBER: _builtins.int
     DELIVERY_FIELD_NUMBER: _builtins.int
+    RESUMABLE_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Unique id of the request. A second start under the same id is refused; on another stream it ends
     the first one without a word, since that stream is broken for the gateway.
@@ -390,6 +395,10 @@ class Start(_message.Message):
     """
     delivery: Global___Delivery.ValueType
     """How its output travels; unspecified: with each step."""
+    resumable: _builtins.bool
+    """The gateway goes on with the request at another worker, after the tokens that have come, if this
+    one ends it with RETURNED. A worker whose group has lost a member does so with a part of them.
+    """
     @_builtins.property
     def prompt_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Prompt tokens, at least one."""
@@ -434,10 +443,11 @@ class Start(_message.Message):
         returnable: _builtins.bool = ...,
         output_ids: _abc.Iterable[_builtins.int] | None = ...,
         delivery: Global___Delivery.ValueType = ...,
+        resumable: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["limits", b"limits", "logprobs", b"logprobs", "sampling", b"sampling", "service", b"service"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "choice", b"choice", "delivery", b"delivery", "epoch", b"epoch", "group_id", b"group_id", "limits", b"limits", "logprobs", b"logprobs", "output_ids", b"output_ids", "prompt_ids", b"prompt_ids", "request_id", b"request_id", "returnable", b"returnable", "sampling", b"sampling", "service", b"service", "traceparent", b"traceparent", "waited_s", b"waited_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "choice", b"choice", "delivery", b"delivery", "epoch", b"epoch", "group_id", b"group_id", "limits", b"limits", "logprobs", b"logprobs", "output_ids", b"output_ids", "prompt_ids", b"prompt_ids", "request_id", b"request_id", "resumable", b"resumable", "returnable", b"returnable", "sampling", b"sampling", "service", b"service", "traceparent", b"traceparent", "waited_s", b"waited_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -564,3 +564,18 @@ def test_requests_of_a_gateway_that_was_killed_need_not_end() -> None:
     change(run.gateway, TokensForwarded, 1, token_ids=(20, 99))
     killed = Audit().run([run.a, run.b], [run.memmgr], [], [run.gateway])
     assert killed.violations == ["I5: s got 99 as token 1, but a or b emitted 21"]
+
+
+def test_of_a_killed_gateways_requests_nobody_knows_the_workers_but_the_tokens_were_emitted() -> (
+    None
+):
+    """It notes the workers at the end of a request, which does not come."""
+    run = Run()
+    del run.gateway[find(run.gateway, SegmentRead, 1) :]
+    killed = Audit().run([run.a, run.b], [run.memmgr], [], [run.gateway])
+    assert not killed.violations
+    change(run.gateway, TokensForwarded, 1, token_ids=(20, 99))
+    killed = Audit().run([run.a, run.b], [run.memmgr], [], [run.gateway])
+    assert killed.violations == ["I5: s got 99 as token 1, but the workers emitted 21"]
+    ended = Audit().run([run.a, run.b], [run.memmgr], [run.gateway])
+    assert "I5: s got tokens of no worker" in ended.violations, "one that lives has told them"

@@ -35,6 +35,7 @@ def test_every_request_has_its_tokens_and_nothing_is_left() -> None:
     worlds = [explore(seed) for seed in (*range(RUNS), *ONCE_WRONG)]
     assert sum(world.committed for world in worlds) > RUNS
     assert sum(world.clients.asked_again for world in worlds) > 0
+    assert sum(world.clients.returned for world in worlds) > 0
     preemptions = [m.planner.preemptions_total for w in worlds for m in w.members.values()]
     assert sum(preemptions) > RUNS
 

@@ -62,3 +62,28 @@ def test_batch_work_never_prevents_a_split() -> None:
 
 def test_online_kv_decides_whether_a_group_can_split() -> None:
     assert Action.SPLIT not in decisions(TOGETHER, online=UNMERGED + 1, yields=True)
+
+
+def test_batch_kv_that_comes_and_goes_between_two_reports_is_no_demand() -> None:
+    """The leader has given the blocks of an ended batch request back, the other stage not yet."""
+    group = Group("g-w0", 1, GroupPhase.STABLE, (Member("w0", "i"), Member("w1", "i")), "m")
+    monitor = OverloadMonitor()
+    decided: list[Action] = []
+    for tick in range(100):
+        batch = 100 if tick % 10 else 20
+        load = Load(
+            running=8,
+            waiting=0,
+            kv_blocks_free=MERGED - 30 - batch,
+            kv_blocks_wanted=0,
+            kv_blocks_total=MERGED,
+            kv_blocks_batch=batch,
+            batch_yields=True,
+        )
+        lagging = Load(1, 0, MERGED - 130, 0, kv_blocks_total=MERGED)
+        reports = {"w0": EngineReport(load, 1), "w1": EngineReport(lagging, 1)}
+        (use,) = group_uses([group], reports, FACTS)
+        assert use.used_tokens == 30 * 16
+        found = monitor.handle(GroupsSeen(100.0 + tick / 10, (use,)))
+        decided += [one.action for one in found]
+    assert decided[:1] == [Action.SPLIT]

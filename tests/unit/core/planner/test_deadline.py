@@ -1,4 +1,4 @@
-"""Who goes first by deadline where not all can: token groups, long answers, moved streams."""
+"""Order by deadline where not all can: token groups, long answers, moved streams."""
 
 from dataclasses import replace
 from itertools import pairwise

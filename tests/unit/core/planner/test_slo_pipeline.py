@@ -258,3 +258,21 @@ def test_batch_work_makes_way_for_an_online_request(bounds: dict[str, int]) -> N
     assert all(len(lane.token_times_s[f"b{number}"]) == 25 for number in range(4))
     assert lane.state.preemptions_total > 0
     assert lane.state.load().kv_blocks_free == lane.state.config.num_blocks
+
+
+@pytest.mark.parametrize("scale", [1, 4])
+def test_batch_work_runs_in_what_a_merge_adds(scale: int) -> None:
+    """Online requests that would crowd one worker leave most of what the group holds."""
+    lane = pipeline(num_blocks=100)
+    lane.state.table.pool.grow(100 * scale)
+    lane.state.handle(StagesConfigured((Follower(100 * scale),)))
+    lane.services = {f"o{number}": online(tpot_s=0.1) for number in range(8)}
+    lane.services |= {f"b{number}": BATCH for number in range(8)}
+    arrivals = [(0.0, f"o{number}", 150, 300) for number in range(8)]
+    lane.run([*arrivals, *((1.0, f"b{number}", 200, 20) for number in range(8))], until_s=4.0)
+    assert all(len(lane.token_times_s[f"o{number}"]) < 300 for number in range(8))
+    done = [name for name in lane.token_times_s if name.startswith("b")]
+    assert len(done) == (8 if scale == 4 else 0)
+    feedback = lane.state._feedback
+    assert feedback is not None
+    assert (feedback.fill.level > 0.3) == (scale == 4)

@@ -1008,6 +1008,24 @@ def test_it_waits_for_the_workers_of_its_model_to_come_back(scheduler: Scheduler
     assert assigned(scheduler.report(epoch=2, incarnation="w0-b")) == ["resumed"]
 
 
+@pytest.mark.parametrize("returned", [True, False])
+def test_so_does_one_that_was_assigned_and_has_not_run(
+    scheduler: Scheduler, returned: bool
+) -> None:
+    """All survivors of a divided group load their layers: for a moment nobody serves."""
+    scheduler.join()
+    scheduler.report()
+    assert assigned(scheduler.ask("r")) == ["r"]
+    scheduler(GroupLeft(0.0, "group-w0"))
+    failed = FailedAssignment("group-w0", 1, returned)
+    assert kinds(scheduler.ask("r", failed=failed)) == [SendTicket]
+    scheduler.join(epoch=2)
+    assert assigned(scheduler.report(epoch=2)) == ["r"]
+    scheduler(GroupLeft(0.0, "group-w0"))
+    assert kinds(scheduler.ask("r", failed=FailedAssignment("group-w0", 2))) == [SendTicket]
+    assert refusal(scheduler(Ticked(120.0))).reason is RefusalReason.EXPIRED
+
+
 def test_the_worker_that_it_has_lost_gets_nothing_until_it_reports(scheduler: Scheduler) -> None:
     """Also if the request had moved there from the group that it was assigned to."""
     scheduler.join()

@@ -97,6 +97,17 @@ def test_harmless_and_neutral_fields_pass(fields: dict[str, Any]) -> None:
 NAMES = ["top_kk", "tokenize", "", "x" * 500, "\ud800", 'a"b\r\nc']
 
 
+@pytest.mark.parametrize(
+    ("slo", "said"),
+    [
+        ({"ttft": 400}, "'slo.ttft' is not a field; there are ttft_ms, tpot_ms"),
+        (400, "'slo' is not an object; send one in braces"),
+    ],
+)
+def test_wrong_targets_say_what_there_is(slo: Any, said: str) -> None:
+    assert chat_error(slo=slo).message == said
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_an_unknown_field_is_refused_by_name_where_it_is(name: str) -> None:
     for data, inside in (

@@ -87,9 +87,23 @@ def test_whole_workers_that_die_of_a_request_are_bounded() -> None:
             attempts.fail(LOST, output, 99)
 
 
-@pytest.mark.parametrize(("failure", "error"), [(LOST, WorkerLost), (StaleEpoch(), EngineFailed)])
+def test_a_worker_that_gives_a_request_back_is_not_lost() -> None:
+    attempts = Attempts(resumes=True)
+    for _ in range(LOST_MAX - 1):
+        attempts.fail(LOST, 3, 9)
+    for _ in range(LOST_MAX + 1):
+        attempts.fail(Returned(), 3, 9)
+    assert not attempts.alone
+    attempts.fail(DIED, 4, 9)
+    assert not attempts.alone, "one engine died, and two workers were lost"
+
+
+@pytest.mark.parametrize(
+    ("failure", "error"),
+    [(LOST, WorkerLost), (StaleEpoch(), EngineFailed), (Returned(), EngineFailed)],
+)
 def test_what_has_begun_ends_where_nothing_is_resumed(
-    failure: WorkerLost | StaleEpoch, error: type[Exception]
+    failure: WorkerLost | StaleEpoch | Returned, error: type[Exception]
 ) -> None:
     with pytest.raises(error):
         Attempts(resumes=False).fail(failure, 1, 9)

@@ -27,7 +27,7 @@ REQUESTS_MIN = 200
 
 
 def test_all_are_found() -> None:
-    names = ["ablation", "burst", "coserve", "overhead", "realtime", "steady"]
+    names = ["ablation", "burst", "coserve", "flood", "overhead", "realtime", "steady"]
     assert list(find_scenarios()) == names
 
 
@@ -307,3 +307,37 @@ def test_real_time_workers_have_the_kv_of_a_7b_model_on_an_a100_of_40_gb(tmp_pat
     tokens = runner.num_blocks * runner.block_size
     assert tokens == pytest.approx(kv_bytes / profile.kv_bytes_per_token, rel=0.02)
     assert f"{round(tokens, -2):,} tokens" in " ".join((realtime.__doc__ or "").split())
+
+
+FLOOD = LoadChoice(quick=True, paced=True, slowdown=2)
+
+
+def test_a_flood_is_that_of_burst_with_targets_once_batch_work_has_got_going() -> None:
+    scenario = find_scenario("flood")
+    (case,) = scenario.cases(FLOOD)
+    beside = scenario.co_serving
+    assert beside is not None and case.backlog is not None
+    load = beside.load(FLOOD)
+    online = case.workload(0).requests
+    burst = find_scenario("burst").cases(replace(FLOOD, quick=False, trace_repeat=1))[0]
+    flood = burst.workload(0).requests
+    of_flood = online[1 : len(flood) + 1]
+    assert [one.prompt_ids for one in of_flood] == [one.prompt_ids for one in flood]
+    assert [one.arrival_s for one in of_flood] == [15 + one.arrival_s for one in flood]
+    after_s = [one.arrival_s - of_flood[-1].arrival_s for one in online[len(flood) + 1 :]]
+    assert after_s == pytest.approx([8.0, 16.0, 24.0, 32.0])
+    assert online[0].arrival_s == 0 and online[-1].arrival_s == load.last_s < case.limit_s
+    assert {(one.ttft_s, one.tpot_s) for one in online} == {(1.0, 0.2)}
+    assert len({one.prompt_ids[:8] for one in online}) == len(online)
+    backlog = case.backlog(0)
+    lengths = [len(backlog.request(number).prompt_ids) for number in range(64)]
+    assert min(lengths) < 150 and 450 < max(lengths) <= 512
+    assert case.backlog(1).request(0).prompt_ids[:8] != backlog.request(0).prompt_ids[:8]
+
+
+def test_the_targets_of_a_flood_are_those_of_the_device() -> None:
+    beside = find_scenario("flood").co_serving
+    assert beside is not None
+    load, slower = (beside.load(replace(FLOOD, slowdown=slow)) for slow in (2.0, 4.0))
+    assert slower.targets.tpot_s == 2 * load.targets.tpot_s == 4 * 0.1
+    assert slower.window_s == pytest.approx(2 * load.window_s)

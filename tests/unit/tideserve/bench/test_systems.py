@@ -258,8 +258,8 @@ def test_vllm_gets_all_cores(
 
 
 def test_results_hold_no_path_of_the_machine(deployment: Deployment) -> None:
-    for name in ("drop", "vllm"):
-        system = make_system(name, replace(deployment, event_log=True), None)
+    for name, logging in (("drop", "worker"), ("drop", "services"), ("vllm", "worker")):
+        system = make_system(name, replace(deployment, event_log=logging), None)
         system._folder = deployment.model_dir  # as if it were started
         with refusing_address() as address:
             system.urls = (f"http://{address}",)

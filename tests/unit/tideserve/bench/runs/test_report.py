@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import msgspec
+import orjson
 import pytest
 from rich.console import Console
 
@@ -205,3 +206,21 @@ def test_a_real_time_result_is_judged_by_the_load_of_its_name(plan: BenchPlan) -
     assert "realtime-lower: online" in text and "(× fcfs)" in text
     assert text.count("attainment of first tokens / that of fcfs") == 1
     assert "first tokens in time" in text and "harvested share" not in text
+
+
+def test_a_flood_is_judged_by_what_the_logs_show(plan: BenchPlan) -> None:
+    """A change of groups that has never settled fails, and the result can be written."""
+    plan = replace(plan, scenario=find_scenario("flood"), choice=LoadChoice(paced=True))
+    found = RunOutcomes()
+    names = ("online-only@A100-14B", "slo@A100-14B")
+    found.rounds = {"flood": {name: [measured(20.0)] for name in names}}
+    shown = {"changes": [{"merge": True, "settled_s": None}], "problems": ["I11: dearer"]}
+    found.inspections = {names[1]: shown}
+    result = result_of(plan, found)
+    assert result["systems"][names[1]]["changes"] == shown["changes"]
+    failed = {one["what"] for one in result["co_serving"]["bars"] if one["verdict"] == "fails"}
+    assert {"longest change of groups [s]", "problems in the logs", "splits"} <= failed
+    assert orjson.dumps(result)
+    output = io.StringIO()
+    show(result, Console(file=output, width=160))
+    assert "problems in the logs" in output.getvalue()

@@ -1,0 +1,65 @@
+"""Logs that were recorded before requests had classes are decided again, identically, under fcfs.
+
+`recorded` has what scheduler, memory manager and workers of a cluster wrote at commit 524d41ce in
+`test_a_cluster_that_changes_groups_decides_the_same_again`: a flood of which some requests were
+preempted, prompts that begin alike, and three merges and splits under load. Their version is
+today's; what has come since is a field with a default.
+"""
+
+import lzma
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from services.common.event_log import read_config, read_entries
+from services.core.changeover.frames import Adopt
+from services.core.changeover.state import Changeover, MemberConfig
+from services.core.groups.coordinator import CoordinatorConfig, CoordinatorState
+from services.core.line_order import Scheduling
+from services.core.planner.sequence import SequenceState
+from services.core.scheduler.state_config import StateConfig
+from tideserve.sim.replay import MEMMGR_TYPES, SCHEDULER_TYPES, WORKER_TYPES, Replayed, replay
+
+RECORDED = Path(__file__).with_name("recorded")
+WORKERS = 2
+
+
+@pytest.fixture
+def logs(tmp_path: Path) -> Path:
+    """The folder of the logs as they were written."""
+    for packed in RECORDED.glob("*.jsonl.xz"):
+        (tmp_path / packed.stem).write_bytes(lzma.decompress(packed.read_bytes()))
+    return tmp_path
+
+
+def test_the_scheduler_and_the_memory_manager_decide_the_same_again(logs: Path) -> None:
+    (path,) = logs.glob("scheduler-*")
+    state = read_config(path, StateConfig).state()
+    assert replay(state, read_entries(path, SCHEDULER_TYPES)) == Replayed(2731, 164)
+    (path,) = logs.glob("memmgr-*")
+    groups = CoordinatorState(read_config(path, CoordinatorConfig))
+    assert replay(groups, read_entries(path, MEMMGR_TYPES)) == Replayed(103, 60)
+
+
+def test_the_workers_plan_the_same_again(logs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`reached` is newer: it counts for a metric which tokens ran for the first time."""
+    whole = SequenceState.__eq__
+    monkeypatch.setattr(
+        SequenceState,
+        "__eq__",
+        lambda one, other: whole(replace(one, reached=0), replace(other, reached=0)),
+    )
+    paths = sorted(logs.glob("worker-*"))
+    assert len(paths) == WORKERS
+    for path in paths:
+        config = read_config(path, MemberConfig)
+        assert config.planner.scheduling is Scheduling.FCFS
+        entries = list(read_entries(path, WORKER_TYPES))
+        assert any(isinstance(getattr(one.value, "frame", None), Adopt) for one in entries)
+        state = Changeover.of(config)
+        replayed = replay(state, entries)
+        assert replayed.difference == ""
+        assert replayed.decisions > 3000
+        assert state.planner.preemptions_total > 0
+        assert not state.planner.sequences

@@ -1,0 +1,78 @@
+"""A leader whose group a loss has divided gives back what its former members may compute again."""
+
+import pytest
+
+from services.core.changeover import vocabulary as words
+from services.core.changeover.configuration import GroupStages
+from services.core.groups.layer_map import Stage
+from services.core.planner.events import RefuseRequest, RequestAborted
+from tests.support.changeover_script import Groups, Script, groups
+
+
+def alone(epoch: int, name: str, first: int, end: int) -> Groups:
+    """A survivor has the layers that it holds."""
+    return (GroupStages(f"g-{name}", epoch, (Stage(name, first, end),)),)
+
+
+def merged(workers: str, requests: int, *, resumable: bool = True) -> Script:
+    """A group that has run requests for some tokens."""
+    script = Script(workers, blocks=64)
+    script.hear(groups(1, *workers))
+    script.hear(groups(2, workers))
+    script.settle()
+    for number in range(requests):
+        script.ask(workers[0], f"r{number}", 8, 40, resumable=resumable)
+    script.run(workers[0], 6)
+    return script
+
+
+def divided(script: Script, leader: str, end: int, epoch: int = 3) -> list[str]:
+    """The requests that a leader gives back when it is alone with its layers."""
+    script.do(leader, words.ConfigurationCommitted(script.now_s, alone(epoch, leader, 0, end)))
+    commands = script.turn(leader)
+    found = [one for one in commands if isinstance(one, RefuseRequest)]
+    assert all(one.returned for one in found)
+    return [one.request_id for one in found]
+
+
+@pytest.mark.parametrize(
+    ("workers", "end", "back"),
+    [("abcd", 1, ["r2", "r3"]), ("abc", 1, ["r2", "r3"]), ("ab", 2, [])],
+)
+def test_it_keeps_its_share_among_the_living(workers: str, end: int, back: list[str]) -> None:
+    script = merged(workers, 4)
+    script.lose(workers[-1])
+    assert divided(script, "a", end) == back
+    assert set(script.names_at("a")) == {"r0", "r1", "r2", "r3"} - set(back)
+    assert divided(script, "a", end, epoch=4) == [], "there is nobody left to share with"
+    script.hear(alone(5, "a", 0, 4))
+    script.settle()
+    script.run("a")
+    assert script.names_at("a") == [], "the others have ended here"
+    assert script.taken_at("a") == 0
+
+
+def test_it_counts_members_as_living_until_it_hears_of_their_loss() -> None:
+    script = merged("abcd", 4)
+    assert divided(script, "a", 1) == ["r1", "r2", "r3"]
+
+
+def test_it_keeps_what_no_gateway_would_go_on_with() -> None:
+    script = merged("abcd", 4, resumable=False)
+    script.lose("d")
+    assert divided(script, "a", 1) == []
+    assert len(script.names_at("a")) == 4
+
+
+def test_a_request_that_its_client_has_aborted_is_not_given_back() -> None:
+    script = merged("abcd", 4)
+    script.lose("d")
+    script.do("a", RequestAborted(script.now_s, "r3"))
+    assert divided(script, "a", 1) == ["r1", "r2"]
+
+
+def test_a_change_without_a_loss_gives_nothing_back() -> None:
+    script = merged("abcd", 4)
+    script.hear(groups(3, "ab", "cd"))
+    script.settle()
+    assert sorted(script.names_at("a") + script.names_at("c")) == ["r0", "r1", "r2", "r3"]

@@ -1,0 +1,108 @@
+"""What a leader keeps, and gives back, after a loss has divided its group."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.core.line_order import Scheduling
+from services.core.planner.config import IterationConfig
+from services.core.planner.configuration_events import GroupDivided
+from services.core.planner.events import RefuseRequest, RequestArrived
+from services.core.planner.lost_share import beyond_share
+from services.core.planner.sequence import Sequence
+from services.core.planner.state import PlannerState
+from services.core.request import Limits, Request, Sampling
+from services.core.service import Service, ServiceClass
+
+CONFIG = IterationConfig(4, 64, max_batch_tokens=64, max_running=8, max_waiting=50)
+
+
+def request(
+    number: int, tokens: int = 8, *, resumable: bool = True, batch: bool = False
+) -> Request:
+    service = Service(ServiceClass.BATCH if batch else ServiceClass.STANDARD)
+    prompt, limits = (5,) * tokens, Limits(4)
+    one = Request(f"r{number:02}", prompt, Sampling(), limits, float(number), service=service)
+    return replace(one, resumable=resumable)
+
+
+def planner_with(requests: list[Request], config: IterationConfig = CONFIG) -> PlannerState:
+    state = PlannerState(config)
+    for one in requests:
+        state.handle(RequestArrived(one.arrival_s, one))
+    return state
+
+
+def divided(state: PlannerState, members: int) -> list[str]:
+    """The names of the sequences that it gives back."""
+    names = []
+    for command in state.handle(GroupDivided(members)):
+        assert isinstance(command, RefuseRequest)
+        assert command.returned and command.retryable
+        names.append(command.request_id)
+    state.check_invariants()
+    assert not names or not state.sequences.keys() & set(names)
+    return names
+
+
+@pytest.mark.parametrize(("members", "kept"), [(1, 9), (2, 5), (3, 3), (4, 3), (9, 1), (100, 1)])
+def test_the_oldest_stay_for_a_share_of_the_tokens(members: int, kept: int) -> None:
+    state = planner_with([request(number) for number in range(9)])
+    assert divided(state, members) == [f"r{number:02}" for number in range(kept, 9)]
+
+
+def test_long_requests_count_for_more() -> None:
+    state = planner_with([request(0, 80), *(request(number) for number in range(1, 6))])
+    assert divided(state, 3) == [f"r{number:02}" for number in range(1, 6)]
+
+
+def test_requests_whose_gateway_does_not_go_on_stay_and_count() -> None:
+    state = planner_with([request(number, resumable=number < 4) for number in range(6)])
+    assert divided(state, 3) == ["r00", "r01", "r02", "r03"]
+    state = planner_with([request(number, resumable=number < 4) for number in range(6)])
+    assert divided(state, 2) == ["r01", "r02", "r03"]
+
+
+def test_requests_that_have_kv_stay() -> None:
+    state = planner_with([request(number) for number in range(2)])
+    assert state.plan(9.0) is not None
+    for one in [request(number) for number in range(2, 8)]:
+        state.handle(RequestArrived(one.arrival_s, one))
+    assert divided(state, 3) == ["r04", "r05", "r06", "r07"]
+
+
+@pytest.mark.parametrize(
+    ("scheduling", "found"),
+    [(Scheduling.FCFS, ["r02", "r03", "r04", "r05"]), (Scheduling.PRIORITY, ["r02", "r04"])],
+)
+def test_batch_work_that_makes_way_stays(scheduling: Scheduling, found: list[str]) -> None:
+    requests = [request(number, batch=number % 2 == 1) for number in range(6)]
+    assert divided(planner_with(requests, replace(CONFIG, scheduling=scheduling)), 3) == found
+
+
+def test_an_operator_can_have_all_of_them_stay() -> None:
+    requests = [request(number) for number in range(6)]
+    state = planner_with(requests, replace(CONFIG, spread_after_loss=False))
+    assert divided(state, 3) == []
+
+
+@given(
+    ones=st.lists(st.tuples(st.integers(1, 50), st.booleans()), max_size=20),
+    members=st.integers(1, 6),
+)
+def test_a_share_is_kept_by_age_and_no_more_than_one_beyond_it(
+    ones: list[tuple[int, bool]], members: int
+) -> None:
+    requests = [request(at, tokens, resumable=may) for at, (tokens, may) in enumerate(ones)]
+    sequences = [Sequence(one, at + 1, one.arrival_s) for at, one in enumerate(requests)]
+    found = beyond_share(reversed(sequences), members, batch_yields=False)
+    kept = [one for one in sequences if one not in found]
+    total, left = (sum(len(one.token_ids) for one in some) for some in (sequences, kept))
+    assert all(one.request.resumable for one in found)
+    movable = [one for one in kept if one.request.resumable]
+    assert [*movable, *found] == [one for one in sequences if one.request.resumable]
+    assert not found or left * members >= total
+    if movable:
+        assert (left - len(movable[-1].token_ids)) * members < total

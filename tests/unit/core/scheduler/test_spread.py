@@ -1,0 +1,72 @@
+"""Requests that have run come many at a time, and are spread over the groups that serve."""
+
+from services.core.scheduler.group_load import AHEAD_ITERATIONS
+from services.core.scheduler.state import SPREAD_S
+from services.core.scheduler.vocabulary import Command, SendAssignment, Ticked
+from tests.unit.core.scheduler.test_state import Scheduler, assigned
+
+BATCH_TOKENS = 64
+FEW = AHEAD_ITERATIONS * BATCH_TOKENS // 32
+"""Requests of 32 tokens that a group gets at once."""
+
+
+def waiting(requests: int, **settings: object) -> Scheduler:
+    """So many requests that have run, and then one that has not, wait for groups to come back."""
+    scheduler = Scheduler(queue_limit=64, **settings)
+    scheduler.join()
+    scheduler.report(free=0)
+    for number in range(requests):
+        scheduler.ask(f"r{number}", resumed=True)
+    scheduler.ask("new")
+    return scheduler
+
+
+def serves(scheduler: Scheduler, name: str, now_s: float = 0.0, **changes: object) -> list[Command]:
+    """A group serves again."""
+    scheduler.join(name, now_s=now_s, max_batch_tokens=BATCH_TOKENS)
+    return scheduler.report(name, now_s=now_s, **changes)
+
+
+def test_the_first_group_that_serves_does_not_get_all() -> None:
+    scheduler = waiting(12)
+    first = assigned(serves(scheduler, "w1"))
+    assert first == [f"r{number}" for number in range(FEW)]
+    assert assigned(serves(scheduler, "w2")) == [f"r{FEW + number}" for number in range(FEW)]
+    # w1 has computed half of what it got.
+    left = scheduler.report("w1", received=tuple(first), prefill=BATCH_TOKENS)
+    assert assigned(left) == [f"r{2 * FEW + number}" for number in range(FEW // 2)]
+
+
+def test_members_of_a_group_take_more() -> None:
+    scheduler = waiting(12)
+    scheduler.join("w1", max_batch_tokens=BATCH_TOKENS, members=2)
+    assert len(assigned(scheduler.report("w1"))) == 2 * FEW
+
+
+def test_a_group_that_is_behind_already_gets_none_while_another_has_few_prompts() -> None:
+    scheduler = waiting(2)
+    assert serves(scheduler, "w1", prefill=AHEAD_ITERATIONS * BATCH_TOKENS) == []
+    commands = serves(scheduler, "w2", free=90)
+    places = {one.request_id: one.worker_id for one in commands if isinstance(one, SendAssignment)}
+    assert places.keys() >= {"r0", "r1"}
+    assert {places["r0"], places["r1"]} == {"w2"}
+
+
+def test_none_waits_for_longer_than_it_is_told_to() -> None:
+    scheduler = waiting(FEW + 3)
+    serves(scheduler, "w1")
+    scheduler.report("w1", now_s=SPREAD_S - 0.1, prefill=10_000)
+    assert scheduler(Ticked(SPREAD_S - 0.1)) == []
+    assert len(assigned(scheduler(Ticked(SPREAD_S)))) == 4, "also that which has not run"
+
+
+def test_an_operator_can_have_the_first_group_take_all() -> None:
+    assert len(assigned(serves(waiting(12, spread_s=0.0), "w1"))) == 13
+
+
+def test_prompts_of_batch_work_that_makes_way_do_not_count() -> None:
+    scheduler = waiting(12)
+    behind = {"prefill": 10_000, "batch_yields": True}
+    assert assigned(serves(scheduler, "w1", **behind)) == []
+    commands = serves(scheduler, "w2", batch_waiting=1, waiting=1, **behind)
+    assert len(assigned(commands)) == FEW
