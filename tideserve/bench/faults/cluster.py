@@ -186,19 +186,26 @@ class StableWatch:
         self._thread.start()
 
     def end(self) -> float | None:
-        """Since when it has been stable without a break, on the monotonic clock."""
+        """Since when it has been stable without a break, on the monotonic clock.
+
+        It looks once more before: whoever has just seen that it is stable may have been first.
+        """
         self._stop.set()
         self._thread.join()
+        self._look()
         return self._since_s
 
     def _run(self) -> None:
         while not self._stop.is_set():
-            looked_s = monotonic_s()
-            if not self._stable():
-                self._since_s = None
-            elif self._since_s is None:
-                self._since_s = looked_s
+            self._look()
             self._stop.wait(POLL_S)
+
+    def _look(self) -> None:
+        looked_s = monotonic_s()
+        if not self._stable():
+            self._since_s = None
+        elif self._since_s is None:
+            self._since_s = looked_s
 
 
 def changed_by_hand(

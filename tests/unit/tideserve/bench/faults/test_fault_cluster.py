@@ -9,6 +9,7 @@ import pytest
 
 from services.common.clock import monotonic_s
 from tests.support.waiting import eventually
+from tideserve.bench.faults import cluster
 from tideserve.bench.faults.cluster import StableWatch, blocks_free, is_stable, serve_alone
 
 STATUS: dict[str, Any] = {
@@ -110,6 +111,20 @@ async def test_it_is_stable_only_since_it_was_unstable_last() -> None:
     assert since_s is not None
     last_bad_s, first_good_s = looked[4][0], looked[5][0]
     assert last_bad_s < since_s <= first_good_s
+
+
+async def test_the_last_look_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Somebody else may have seen first that it is stable, and ended the watch."""
+    monkeypatch.setattr(cluster, "POLL_S", 60.0)
+    looked: list[bool] = []
+
+    def look() -> bool:
+        looked.append(len(looked) > 0)
+        return looked[-1]
+
+    watch = StableWatch(look)
+    await eventually(lambda: looked)
+    assert watch.end() is not None and looked == [False, True]
 
 
 async def test_what_is_unstable_in_the_end_was_never_stable() -> None:
