@@ -178,6 +178,14 @@ async def test_sampling_is_that_of_the_chat(case: Case) -> None:
     assert EOS_ID not in start.limits.stop_token_ids
 
 
+@pytest.mark.parametrize(
+    ("asked", "told"), [("standard_only", "standard"), ("flex", "batch"), ("priority", "priority")]
+)
+async def test_the_tier_may_be_asked_for(case: Case, asked: str, told: str) -> None:
+    answer = await send(case, service_tier=asked)
+    assert answer.json()["usage"]["service_tier"] == told
+
+
 async def test_an_answer_that_has_begun_goes_on(case: Case) -> None:
     begun = {"role": "assistant", "content": "The"}
     assert (await send(case, messages=[*HI, begun])).status_code == 200

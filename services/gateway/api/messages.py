@@ -197,9 +197,18 @@ class MessagesRequest(CountTokensRequest):
 
     max_tokens: int = Field(description="Most output tokens, thoughts included.")
     stop_sequences: list[str] | None = Field(None, description="Ends the output before it.")
+    service_tier: (
+        Literal["auto", "standard_only", "default", "scale", "flex", "priority"] | None
+    ) = Field(
+        None,
+        description="standard_only: class standard; the others as in a chat. The answer's usage"
+        " tells the tier that was used.",
+    )
 
     def chat(self) -> Chat:
         fields = super().chat() | {"max_tokens": self.max_tokens}
+        if (tier := self.service_tier) is not None:
+            fields["service_tier"] = "default" if tier == "standard_only" else tier
         return fields if self.stop_sequences is None else fields | {"stop": self.stop_sequences}
 
 
