@@ -41,7 +41,8 @@ def test_a_merge_under_load_passes_the_failpoints_of_all_services(tmp_path: Path
     ) as cluster:
         model = cluster.get("/v1/models")["data"][0]["id"]
         requests = [
-            PlannedRequest(0.0, tuple(range(3 + number, 30 + number)), 300, number)
+            # Long enough for none to end before the merge, however busy the machine is.
+            PlannedRequest(0.0, tuple(range(3 + number, 30 + number)), 1200, number)
             for number in range(8)
         ]
         streams = Streams(cluster.url, model, requests, "salt", STALL_S)
