@@ -43,6 +43,7 @@ def setup_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Mo
         "ran": ran,
         "torch": {"version": "2.13.0+cpu", "requires_dist": ["filelock"]},
         "has_nvidia_gpu": lambda: False,
+        "PACKAGES_MIB": 0,  # whatever room this machine has
         "ensure_etcd": lambda: None,
     }.items():
         monkeypatch.setattr(setup, name, value, raising=False)
