@@ -50,8 +50,8 @@ class StageTable:
     def count_only(self, request_ids: Iterable[str]) -> int:
         """Blocks of these requests that no other request shares."""
         tables, users = self.tables, self.pool.users
-        rows = [tables.get(one, ()) for one in request_ids]
-        if self.block_count == len(users):  # nothing is shared
+        rows = [tables[one] for one in request_ids if one in tables]
+        if not rows or self.block_count == len(users):  # nothing is shared
             return sum(map(len, rows))
         used = Counter(chain.from_iterable(rows))
         return sum(users[block] == count for block, count in used.items())
