@@ -1,7 +1,8 @@
 """What is known about a device that runs a model: cost of an iteration, links, sizes.
 
-A profile is a YAML file: measured by `tideserve profile`, or an estimate that is shipped in
-`device_profiles/`, where each names the published figures that it is derived from.
+A profile is a YAML file: measured by `tideserve profile`, or one of those in `device_profiles/`.
+These were measured on a GPU by `scripts/gpu_profile.py`, or are estimates, each of which names the
+published figures that it is derived from.
 
 `A100-14B:2` is a device like A100-14B on which everything takes twice as long. So slow, two
 processors keep the pace of twice as many workers.
@@ -68,7 +69,7 @@ class DeviceProfile:
 
 
 def shipped_names() -> list[str]:
-    """Names of the estimates that come with tideserve."""
+    """Names of the profiles that come with tideserve."""
     return sorted(path.stem for path in SHIPPED_DIR.glob(f"*{SUFFIX}"))
 
 
@@ -79,7 +80,7 @@ def split_slowdown(text: str) -> tuple[str, float]:
 
 
 def load_profile(name_or_path: str | Path) -> DeviceProfile:
-    """The profile in a file, or the shipped estimate of that name; slower by `:FACTOR`.
+    """The profile in a file, or the shipped one of that name; slower by `:FACTOR`.
 
     Raises:
         ConfigError: if there is none, or it cannot be read.

@@ -134,7 +134,8 @@ class PrefixCache:
         Later chunks may be in flight. No stage runs a microbatch that is planned from now on before
         them, so their blocks get names, too.
         """
-        if not self.on:
+        # As `on`, without the calls: this runs in every iteration.
+        if not self.enabled or (self.ledger.capacity and self._blocks_move):
             return
         block_size = self.block_size
         for sequence in sequences:

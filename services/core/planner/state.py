@@ -158,17 +158,17 @@ class PlannerState:
         Raises ValueError if the event contradicts the state, such as a sequence that is to run
         where its blocks are missing.
         """
-        if self._disturbs(event):
+        suspended = self.sequence_table.suspended
+        if suspended is not None and self._disturbs(event, suspended):
             self.sequence_table.discard_suspended()
         return _HANDLERS[type(event)](self, event)
 
-    def _disturbs(self, event: Event) -> bool:
-        """Whether the suspended microbatch cannot go on after this.
+    def _disturbs(self, event: Event, plan: Plan) -> bool:
+        """Whether `plan`, which is suspended, cannot go on after this.
 
         Its blocks may be another's then, since it is overtaken by what runs meanwhile.
         """
-        plan = self.sequence_table.suspended
-        if plan is None or isinstance(event, _UNDISTURBING):
+        if isinstance(event, _UNDISTURBING):
             return False
         if isinstance(event, RequestAborted):
             sequence = self.sequences.get(event.request_id)
@@ -222,7 +222,7 @@ class PlannerState:
         at the stages.
         """
         table = self.sequence_table
-        alone = table.ledger.stages == 1
+        alone = not table.ledger.capacity
         if alone and not (table.running or table.waiting or table.suspended):
             return None
         plan = None if table.suspended is None else self._resume(table.suspended, now_s)
@@ -240,7 +240,7 @@ class PlannerState:
         if preemptible and self.config.preempted_work is PreemptedWork.RESUME:
             plan.made = batch
         self._flight.launch(plan)
-        released = table.take_released()
+        released = table.take_released() if table.released else ()
         if released:
             self._flight.carries(plan, released)
         if alone:

@@ -17,12 +17,27 @@ from services.common.errors import ConfigError
 from services.core.cost.model import Coefficients, CostModel
 from services.core.groups.layer_map import ModelShape
 
+MEASURED = [name for name in shipped_names() if load_profile(name).accuracy is not None]
+ESTIMATES = [name for name in shipped_names() if name not in MEASURED]
+
 
 def test_what_is_shipped() -> None:
-    assert shipped_names() == ["A100-14B", "A100-40G-7B", "A800-14B", "H100-14B", "H800-14B"]
+    assert set(ESTIMATES) == {"A100-14B", "A100-40G-7B", "A800-14B", "H100-14B", "H800-14B"}
+    assert set(MEASURED) == {"H200-14B", "H200-7B"}
 
 
-@pytest.mark.parametrize("name", shipped_names())
+@pytest.mark.parametrize("name", MEASURED)
+def test_measured_profiles_tell_how_well_they_predict(name: str) -> None:
+    profile = load_profile(name)
+    assert profile.name == name and profile.source.startswith("measured on NVIDIA H200")
+    assert profile.accuracy is not None and profile.accuracy.error < 0.1
+    assert profile.parameter_bytes is not None and profile.shape is not None
+    layers = profile.shape.num_layers * profile.shape.layer_bytes
+    whole = layers + profile.shape.embedding_bytes + profile.shape.head_bytes
+    assert whole == pytest.approx(profile.parameter_bytes, rel=1e-3)
+
+
+@pytest.mark.parametrize("name", ESTIMATES)
 def test_shipped_estimates_follow_from_their_derivation(name: str) -> None:
     """The formulas at the top of each file give its figures."""
     profile = load_profile(name)

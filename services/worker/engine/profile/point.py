@@ -7,8 +7,6 @@ from random import Random
 from services.core.cost.model import Chunks
 from services.core.request import blocks_for
 
-DECODE_CONTEXT_TOKENS_MAX = 16_384
-"""Largest context of all decodes of a measured batch together; more only takes longer."""
 HELD_OUT_KINDS = ("prefill", "prefill after prefix", "decode", "mixed")
 
 
@@ -35,7 +33,10 @@ class Room:
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """How much to measure: spacings of the fit, held-out batches per kind, and time."""
+    """How much to measure: spacings of the fit, held-out batches per kind, and time.
+
+    `decode_context_tokens` is the largest context of all decodes of a batch together.
+    """
 
     prefixes: tuple[int, ...]
     new_tokens: tuple[int, ...]
@@ -43,6 +44,7 @@ class Effort:
     contexts: tuple[int, ...]
     held_out_each: int
     target_s: float
+    decode_context_tokens: int = 16_384
 
 
 FULL = Effort(
@@ -72,7 +74,7 @@ def fit_points(effort: Effort, room: Room) -> list[Chunks]:
         _decodes(n, p)
         for n in effort.decodes
         for p in effort.contexts
-        if n * p <= DECODE_CONTEXT_TOKENS_MAX
+        if n * p <= effort.decode_context_tokens
     ]
     # Several prefills, and batches of both phases, separate γ, λ and β.
     several: list[Chunks] = [
@@ -109,7 +111,7 @@ def _draw(kind: str, effort: Effort, rng: Random) -> Chunks:
     chunks: list[tuple[int, int]] = []
     if kind in ("decode", "mixed"):
         count = _log_uniform(rng, 2, max(effort.decodes))
-        longest = min(max(effort.contexts), DECODE_CONTEXT_TOKENS_MAX // count)
+        longest = min(max(effort.contexts), effort.decode_context_tokens // count)
         chunks += [(_log_uniform(rng, 16, longest), 1) for _ in range(count)]
     if kind != "decode":
         longest = max(effort.prefixes)
