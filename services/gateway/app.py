@@ -273,7 +273,7 @@ class _Gateway:
             self._config.public_metrics,
             origins_of(self._config.cors_origins),
         )
-        return HttpServer(app, self._tls)
+        return HttpServer(app, self._tls, self._config.keep_alive_s)
 
     def _grpc_port(
         self,

@@ -43,6 +43,13 @@ class GatewayConfig(ServiceConfig):
         " too, unless its address is a loopback one.",
     )
     http_tls_key_file: Path | None = option(None, "Private key of that certificate.")
+    keep_alive_s: float = number(
+        75.0,
+        "Seconds that an HTTP connection stays open after an answer. It must be longer than proxies"
+        " and clients keep idle ones, or they send into one that is being closed.",
+        minimum=1,
+        maximum=3600,
+    )
     grpc_host: str = option("127.0.0.1", "Address to listen on for gRPC.")
     grpc_port: int = tcp_port(0, "Port of gRPC between services; 0: any free one.")
     public_grpc_host: str = option(

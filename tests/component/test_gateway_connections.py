@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 import pytest
 from starlette.types import Scope
 
+from services.common.clock import monotonic_s
 from services.common.etcd import Store
 from services.gateway.http import front_door, protocol
 from services.gateway.http.front_door import HEADER_BYTES_MAX, HEADERS_MAX
@@ -19,6 +20,7 @@ from services.gateway.http.protocol import (
     PIPELINED_MAX,
     BoundedProtocol,
 )
+from services.gateway.http.server import HttpServer
 from tests.support.gateway import TIMEOUT_S, Case, gateway_case
 from tests.support.waiting import eventually
 
@@ -242,3 +244,25 @@ async def test_few_more_headers_are_kept_than_the_front_door_lets_in(
     assert count == HEADERS_MAX + 1
     assert (next_count, last_count) == (1, 1), "those of the request before do not count"
     assert HEADER_BYTES_MAX < size <= HEADER_BYTES_MAX + 1001
+
+
+async def test_an_idle_connection_stays_open_for_as_long_as_it_was_configured(
+    store: Store, tmp_path: Path
+) -> None:
+    async with (
+        gateway_case(store, tmp_path / "model", keep_alive_s=1.5) as case,
+        connection(case, LIVE) as (reader, writer),
+    ):
+        assert await status(reader) == 200
+        await asyncio.sleep(0.5)
+        writer.write(LIVE)
+        assert await status(reader) == 200
+        answered_s = monotonic_s()
+        assert await until_end(reader) == b""
+    assert monotonic_s() - answered_s > 1.0
+
+
+def test_idle_connections_outlast_those_of_proxies_by_default() -> None:
+    async def app(*_: object) -> None: ...
+
+    assert HttpServer(app).config.timeout_keep_alive > 60

@@ -13,6 +13,8 @@ from services.gateway.http.tls import ServerTls
 
 BACKLOG = 2048
 SHUTDOWN_S = 2
+KEEP_ALIVE_S = 75.0
+"""Longer than proxies keep idle connections, which is a minute mostly."""
 
 
 def bind(host: str, port: int, stall_s: float) -> socket.socket:
@@ -30,8 +32,10 @@ def bind(host: str, port: int, stall_s: float) -> socket.socket:
 class HttpServer(uvicorn.Server):
     """uvicorn that leaves signals to the service."""
 
-    def __init__(self, app: ASGIApp, tls: ServerTls | None = None) -> None:
-        """`tls`: for HTTPS; None: in clear."""
+    def __init__(
+        self, app: ASGIApp, tls: ServerTls | None = None, keep_alive_s: float = KEEP_ALIVE_S
+    ) -> None:
+        """`tls`: for HTTPS; None: in clear. Idle connections are closed after `keep_alive_s`."""
         super().__init__(
             uvicorn.Config(
                 app,
@@ -43,6 +47,8 @@ class HttpServer(uvicorn.Server):
                 proxy_headers=False,
                 server_header=False,
                 backlog=BACKLOG,
+                # uvicorn says whole seconds, and hands this to the event loop, which takes parts.
+                timeout_keep_alive=keep_alive_s,  # type: ignore[arg-type]
                 timeout_graceful_shutdown=SHUTDOWN_S,
                 ssl_context_factory=None if tls is None else lambda *_: tls.context,
             )

@@ -1,13 +1,16 @@
 """`planning`: the time of planning 256 sequences, beside an iteration of a 7B model.
 
 Nothing is served: the planner of a worker decides as in an engine, and a cost model says how long
-its iterations take. Systems take turns, so that a busy machine disturbs all alike, and the time is
-that of the processor. All sequences decode; a quarter is of the class batch, more batch requests
-wait. `first come` is what a worker does without classes; the others pay for what they know.
+its iterations take. Systems take turns, so that a busy machine disturbs all alike, and the figures
+are medians, so moments in which something else ran hardly count. All sequences decode; a quarter is
+of the class batch, more batch requests wait. `fcfs` is what a worker does without classes; the
+others pay for what they know.
 
 One case looks at other iterations: online requests decode, and long batch prompts fill the
 time that deadlines leave, so that chunks are searched which fit. Those in which prompts of batch
 requests run beside most of the online requests count.
+
+Some look at few sequences, with no classes: what the decision costs at all.
 
 Another one has all parts of BROS on (`packing`, `adaptive_slots`, `victims: slack`), and every
 second online request has ten times its target, so that batch requests take its turns.
@@ -50,13 +53,21 @@ class PlannedLoad:
     """What is planned: online requests are promised `tpot_s` for each token.
 
     With `fills`, batch requests have prompts of `LONG_PROMPT_TOKENS`, and what counts are the
-    iterations in which some of these run. `parts`: those of BROS.
+    iterations in which some of these run. `parts`: those of BROS. `waiting` more requests come in
+    each round than run at once.
     """
 
     scheduling: Scheduling
     tpot_s: float = 0.2
     fills: bool = False
     parts: bool = False
+    sequences: int = SEQUENCES
+    waiting: int = WAITING
+
+    @property
+    def arrivals(self) -> int:
+        """Requests of a round."""
+        return self.sequences + self.waiting
 
 
 LONG_PROMPT_TOKENS = 600
@@ -67,6 +78,9 @@ SYSTEMS = {
     "slo, targets that bind": PlannedLoad(Scheduling.SLO, tpot_s=0.02),
     "slo, filled with batch prompts": PlannedLoad(Scheduling.SLO, tpot_s=0.06, fills=True),
     "slo, parts of BROS": PlannedLoad(Scheduling.SLO, tpot_s=0.045, parts=True),
+} | {
+    f"fcfs of {count}": PlannedLoad(Scheduling.FCFS, sequences=count, waiting=0)
+    for count in (1, 16, 64)
 }
 FULL_ROUNDS, QUICK_ROUNDS = 20, 5
 PATIENCE = 10
@@ -113,18 +127,18 @@ class _Planned:
 
     def step(self) -> int:
         """One iteration; returns how many sequences ended."""
-        began_s = time.thread_time()
+        began_s = time.perf_counter()
         microbatch = self.state.plan(self.now_s)
-        planned_s = time.thread_time() - began_s
+        planned_s = time.perf_counter() - began_s
         assert microbatch is not None, "there is always something to run"
         chunks = microbatch.batch.chunks
         took_s = MODEL_7B.batch_s((chunk.start, len(chunk.token_ids)) for chunk in chunks)
         sampled = {chunk.request_id: 7 for chunk in chunks if chunk.sample is not None}
         self.now_s += took_s
         event = IterationFinished(self.now_s, sampled, microbatch.number)
-        began_s = time.thread_time()
+        began_s = time.perf_counter()
         commands = self.state.handle(event)
-        planned_s += time.thread_time() - began_s
+        planned_s += time.perf_counter() - began_s
         prompts = [chunk for chunk in chunks if len(chunk.token_ids) > 1]
         batch_prompts = [one for one in prompts if one.request_id in self.batch_work]
         if len(prompts) == len(batch_prompts) and bool(prompts) == self.case.fills:
@@ -147,9 +161,9 @@ def measure(rounds: int) -> dict[str, dict[str, float]]:
     for _ in range(rounds):
         left = {}
         for name, one in planned.items():
-            for _ in range(SEQUENCES + WAITING):
+            for _ in range(one.case.arrivals):
                 one.arrive()
-            left[name] = SEQUENCES + WAITING
+            left[name] = one.case.arrivals
         while any(left.values()):
             for name, one in planned.items():
                 if left[name]:
@@ -184,7 +198,7 @@ def rows(figures: Mapping[str, Mapping[str, float]]) -> list[tuple[str, str]]:
         told.append(
             (
                 name,
-                f"{1e3 * found['planning_s']:.2f} ms of {1e3 * found['iteration_s']:.1f} ms with"
+                f"{1e3 * found['planning_s']:.4f} ms of {1e3 * found['iteration_s']:.1f} ms with"
                 f" {found['sequences']:.0f} sequences{beside}: {found['share']:.2%}{added}",
             )
         )
