@@ -276,3 +276,30 @@ def test_batch_work_runs_in_what_a_merge_adds(scale: int) -> None:
     feedback = lane.state._feedback
     assert feedback is not None
     assert (feedback.fill.level > 0.3) == (scale == 4)
+
+
+def test_slots_adapt_in_a_pipeline() -> None:
+    """They double while no deadline binds; as long as one does, only the base of them run."""
+    state = make(adaptive_slots=True, max_running=8)
+    names = [f"r{number}" for number in range(16)]
+    for name in names:
+        arrive(state, name, 8, 90, service=online())
+
+    def decodes(now_s: float) -> int:
+        """How many decodes the larger of two microbatches has."""
+        most = 0
+        for microbatch in [state.plan(now_s) for _ in range(2)]:
+            if microbatch is None:
+                continue
+            chunks = microbatch.batch.chunks
+            most = max(most, sum(len(one.token_ids) == 1 for one in chunks))
+            finish(state, microbatch, now_s)
+        state.check_invariants()
+        return most
+
+    for step in range(6):
+        grown = decodes(0.02 * step)
+    assert grown == 8, "all of them, an even half in each microbatch"
+    state.handle(RequestAborted(0.2, names.pop()))
+    arrive(state, "tight", 8, 90, at_s=0.2, service=online(tpot_s=0.016))
+    assert [decodes(0.2) for _ in range(4)][-2:] == [4, 4]
