@@ -236,7 +236,8 @@ class PlannerState:
             batch = Batch(())
         else:
             return None
-        preemptible = self._may_be_preempted(plan)
+        preempts = self.config.preempt is not Preempt.OFF
+        preemptible = preempts and self._may_be_preempted(plan)
         if preemptible and self.config.preempted_work is PreemptedWork.RESUME:
             plan.made = batch
         self._flight.launch(plan)
@@ -473,7 +474,7 @@ class PlannerState:
     def _decide(self, now_s: float) -> Plan:
         """Choose what runs next, and take the blocks for it."""
         flight = self._flight
-        assert len(flight.plans) < self.sequence_table.ledger.stages, "no microbatch has finished"
+        assert not flight.plans or self.has_slot, "no microbatch has finished"
         plan = Plan(flight.number + 1, planned_s=now_s)
         self._planner.fill(plan, flight.plans)
         return plan
