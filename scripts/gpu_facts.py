@@ -40,7 +40,7 @@ def ceilings() -> dict[str, float]:
 
 
 def attention_error(device: str = "cuda") -> float:
-    """Of decodes and prefills, against float32 on gathered K and V: the largest relative error."""
+    """The largest relative error of decodes and prefills, against float32 on gathered K and V."""
     decoder = Decoder(SIZES["tiny"], 16_384, device)
     size, cache = decoder.size, decoder.kv[0]
     chunks = [(0, 1), (17, 1), (700, 1), (3000, 1), (0, 40), (130, 70), (2000, 200)]

@@ -1,5 +1,7 @@
 """Kernels of `gpu_decoder.py` besides products, in Triton."""
 
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
 import triton
 import triton.language as tl
 

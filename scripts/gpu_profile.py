@@ -42,7 +42,7 @@ from services.worker.engine.profile.session import ProfileOutcome, ProfileSessio
 
 GIB = 1 << 30
 SPARE_BYTES = 14 * GIB
-"""Of the GPU's memory, for activations, and for the layers that are mapped twice."""
+"""Memory of the GPU that stays free for activations, and for layers that are mapped twice."""
 ATTENTION_ERROR_MAX = 0.01
 """Relative; in bfloat16 about 0.002 is right."""
 
