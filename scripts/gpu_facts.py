@@ -10,19 +10,21 @@ from typing import Any
 
 import torch
 from cuda.bindings import driver
-from gpu_decoder import SIZES, Decoder, Iteration
-from gpu_timing import capture, least_s, replay_s, typical_s
+from gpu_decoder import SIZES, Decoder, Iteration, Size
+from gpu_timing import capture, least_s, seconds_of, typical_s
+from torch.nn import functional
 
 MIB, GIB = 1 << 20, 1 << 30
-SEGMENT_LAYERS = 4
+SEGMENT_LAYERS = (1, 2, 4, 8)
 DELAYS = 40
+REMAPPINGS = 4
 
 
 def attempt(step: Callable[[], Any]) -> Any:
-    """What a step finds; what the driver or PyTorch says against it is a finding, too."""
+    """What a step finds; what speaks against it is a finding, too."""
     try:
         return step()
-    except (RuntimeError, ValueError) as error:
+    except (RuntimeError, ValueError, ImportError) as error:
         return {"failed": f"{type(error).__name__}: {error}"}
 
 
@@ -39,25 +41,79 @@ def ceilings() -> dict[str, float]:
     }
 
 
-def attention_error(device: str = "cuda") -> float:
-    """The largest relative error of decodes and prefills, against float32 on gathered K and V."""
-    decoder = Decoder(SIZES["tiny"], 16_384, device)
-    size, cache = decoder.size, decoder.kv[0]
-    chunks = [(0, 1), (17, 1), (700, 1), (3000, 1), (0, 40), (130, 70), (2000, 200)]
-    work = decoder.prepare(chunks)
+def attention_error() -> float:
+    """The largest relative error of decodes and prefills, against float32 on gathered K and V.
+
+    With the heads of the timed models, and with contexts that one program reads and that many do.
+    """
+    shapes = [(40, 8, 128), (32, 32, 128), (4, 2, 64)]
+    batches = [
+        [(0, 1), (17, 1), (700, 1), (3000, 1), (0, 40), (130, 70), (2000, 200)],
+        [(3, 1), (60, 1), (0, 16), (0, 5), (50, 100)],
+    ]
+    errors = []
+    for heads, kv_heads, head_dim in shapes:
+        decoder = Decoder(Size("", 1, 256, heads, kv_heads, head_dim, 512, 1000), 16_384)
+        errors += [_attention_error(decoder, chunks) for chunks in batches]
+    return max(errors)
+
+
+def _attention_error(decoder: Decoder, chunks: Sequence[tuple[int, int]]) -> float:
+    size, cache, work = decoder.size, decoder.kv[0], decoder.prepare(chunks)
     count = len(work.tokens)
-    query = torch.randn(count, size.heads, size.head_dim, device=device, dtype=torch.bfloat16)
+    query = torch.randn(
+        count, size.heads, size.head_dim, device=decoder.device, dtype=torch.bfloat16
+    )
     found, errors, token = decoder.attend(query, work, cache), [], 0
     for (prefix, new), table in zip(chunks, work.tables, strict=True):
         parts = cache[table.long()].transpose(0, 1).flatten(1, 2)[:, : prefix + new].float()
-        key, value = parts.repeat_interleave(size.heads // size.kv_heads, 2)
-        scores = torch.einsum("qhd,khd->hqk", query[token : token + new].float(), key)
-        hidden = torch.ones(new, prefix + new, device=device).tril(prefix) == 0
-        shares = (scores * size.head_dim**-0.5).masked_fill(hidden, -torch.inf).softmax(-1)
-        wanted = torch.einsum("hqk,khd->qhd", shares, value)
-        errors.append(float((found[token : token + new] - wanted).norm() / wanted.norm()))
+        wanted = attended(query[token : token + new].float(), *parts)
+        errors.append(error_of(found[token : token + new], wanted))
         token += new
     return max(errors)
+
+
+def attended(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Causal attention in float32 of the last rows of a sequence: all [token, head, head_dim]."""
+    repeats = query.shape[1] // key.shape[1]
+    key, value = (one.repeat_interleave(repeats, 1) for one in (key, value))
+    scores = torch.einsum("qhd,khd->hqk", query, key) * query.shape[2] ** -0.5
+    seen = torch.ones(scores.shape[1:], device=query.device).tril(len(key) - len(query))
+    shares = scores.masked_fill(seen == 0, -torch.inf).softmax(-1)
+    return torch.einsum("hqk,khd->qhd", shares, value)
+
+
+def error_of(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    """Relative."""
+    return float((found.float() - wanted).norm() / wanted.norm())
+
+
+def decoder_error() -> float:
+    """The relative error of the layers' output for a prompt, against float32."""
+    size = SIZES["tiny"]
+    decoder = Decoder(size, 1024)
+    work = decoder.prepare([(0, 70)])
+    hidden, rest = decoder.begin(work)
+    state = hidden.float()
+    found = decoder.run_layers(work, hidden, rest, 0, size.layers).float() + rest.float()
+    for qkv_weight, o_weight, up_weight, down_weight in decoder.layers:
+        both = (_normed(state) @ qkv_weight.float().T).unflatten(1, (-1, size.head_dim))
+        query, key, value = both.split([size.heads, size.kv_heads, size.kv_heads], 1)
+        query, key = (_turned(one, decoder.cos, decoder.sin) for one in (query, key))
+        state = state + attended(query, key, value).flatten(1) @ o_weight.float().T
+        gate, up = (_normed(state) @ up_weight.float().T).chunk(2, 1)
+        state = state + (functional.silu(gate) * up) @ down_weight.float().T
+    return error_of(found, state)
+
+
+def _normed(state: torch.Tensor) -> torch.Tensor:
+    return state * torch.rsqrt(state.square().mean(-1, keepdim=True) + 1e-6)
+
+
+def _turned(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    first, second = heads.chunk(2, 2)
+    c, s = (one[: len(heads), None] for one in (cos, sin))
+    return torch.cat([first * c - second * s, second * c + first * s], 2)
 
 
 def thousand_each(decoder: Decoder) -> Iteration:
@@ -66,15 +122,20 @@ def thousand_each(decoder: Decoder) -> Iteration:
 
 
 def segments(decoder: Decoder) -> dict[str, float]:
-    """64 decodes: one graph, a graph for each few layers, no graph."""
+    """64 decodes: one graph, a graph for each few layers, no graph.
+
+    `waited`: no more than one graph is launched ahead, so that the host can stop after it.
+    """
     work = thousand_each(decoder)
-    whole, parts = capture(partial(decoder.run, work)), in_segments(decoder, work, SEGMENT_LAYERS)
     ways: dict[str, Callable[[], object]] = {
-        "whole_s": whole.replay,
-        "segments_s": lambda: [one.replay() for one in parts],
+        "whole_s": capture(partial(decoder.run, work)).replay,
         "eager_s": partial(decoder.run, work),
     }
-    return {name: typical_s(way) for name, way in ways.items()} | {"segments": len(parts)}
+    for layers in SEGMENT_LAYERS:
+        graphs = in_segments(decoder, work, layers)
+        ways[f"by_{layers}_s"] = partial(launch, graphs, len(graphs), threading.Event())
+        ways[f"by_{layers}_waited_s"] = partial(launch, graphs, 1, threading.Event())
+    return {name: typical_s(way) for name, way in ways.items()}
 
 
 def in_segments(decoder: Decoder, work: Iteration, layers: int) -> list[torch.cuda.CUDAGraph]:
@@ -100,7 +161,7 @@ def safepoints(decoder: Decoder) -> list[dict[str, Any]]:
     work = decoder.prepare([(0, 2048)])
     whole_s = typical_s(capture(partial(decoder.run, work)).replay)
     found: list[dict[str, Any]] = [{"whole_s": whole_s}]
-    for layers in (1, 2, 4, 8):
+    for layers in SEGMENT_LAYERS:
         graphs = in_segments(decoder, work, layers)
         for ahead in (1, 2):
             stopped_s = sorted(stop_delay_s(graphs, ahead, whole_s) for _ in range(DELAYS))
@@ -151,7 +212,7 @@ def stop_delay_s(graphs: Sequence[torch.cuda.CUDAGraph], ahead: int, whole_s: fl
 def checkpointing(decoder: Decoder) -> dict[str, float]:
     """64 decodes, alone and while KV is copied to host memory at the link's speed."""
     graph = capture(partial(decoder.run, thousand_each(decoder)))
-    alone_s = typical_s(graph.replay)
+    alone_s = typical_s(graph.replay, DELAYS)
     kv = decoder.kv[0].flatten()
     host = torch.empty(kv.shape, dtype=kv.dtype, pin_memory=True)
     stream, copies, done = torch.cuda.Stream(), 0, threading.Event()
@@ -167,7 +228,7 @@ def checkpointing(decoder: Decoder) -> dict[str, float]:
 
     copier = threading.Thread(target=copy)
     copier.start()
-    beside_s = median(replay_s(graph) for _ in range(DELAYS))
+    beside_s = typical_s(graph.replay, DELAYS)
     done.set()
     copier.join()
     copied = copies * kv.nbytes / (time.perf_counter() - began_s)
@@ -193,12 +254,12 @@ def _remap(graph: torch.cuda.CUDAGraph, chunk: int, count: int) -> dict[str, Any
     access.flags = driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
     handles = [call(driver.cuMemCreate, chunk, properties, 0) for _ in range(count)]
     places = [call(driver.cuMemAddressReserve, chunk * count, 0, 0, 0) for _ in range(2)]
-    took: dict[str, float] = {}
+    took: dict[str, list[float]] = {"map_ms": [], "access_ms": [], "unmap_ms": []}
 
     def timed(name: str, act: Callable[[], object]) -> None:
         began_s = time.perf_counter()
         act()
-        took[name] = 1e3 * (time.perf_counter() - began_s)
+        took[name].append(1e3 * (time.perf_counter() - began_s))
 
     def map_all(place: Any) -> None:
         for index, handle in enumerate(handles):
@@ -207,32 +268,38 @@ def _remap(graph: torch.cuda.CUDAGraph, chunk: int, count: int) -> dict[str, Any
     def act() -> None:
         context = call(driver.cuDevicePrimaryCtxRetain, call(driver.cuDeviceGet, 0))
         call(driver.cuCtxSetCurrent, context)
-        timed("map_ms", lambda: map_all(places[1]))
-        timed("access_ms", lambda: call(driver.cuMemSetAccess, places[1], size, [access], 1))
-        timed("unmap_ms", lambda: call(driver.cuMemUnmap, places[0], size))
+        for _ in range(REMAPPINGS):
+            old, new = places
+            timed("map_ms", partial(map_all, new))
+            timed("access_ms", partial(call, driver.cuMemSetAccess, new, size, [access], 1))
+            timed("unmap_ms", partial(call, driver.cuMemUnmap, old, size))
+            places.reverse()
 
     size = chunk * count
     map_all(places[0])
     call(driver.cuMemSetAccess, places[0], size, [access], 1)
-    before_s = typical_s(graph.replay)
+    before_s = [seconds_of(graph.replay) for _ in range(DELAYS)]
     during_s: list[float] = []
     mapper = threading.Thread(target=act)
     mapper.start()
     while mapper.is_alive():
-        during_s.append(replay_s(graph))
+        during_s.append(seconds_of(graph.replay))
     mapper.join()
-    call(driver.cuMemsetD8, places[1], 7, size)
+    call(driver.cuMemsetD8, places[0], 7, size)
     torch.cuda.synchronize()
-    call(driver.cuMemUnmap, places[1], size)
+    call(driver.cuMemUnmap, places[0], size)
     for place in places:
         call(driver.cuMemAddressFree, place, size)
     for handle in handles:
         call(driver.cuMemRelease, handle)
-    return took | {
+    return {
         "chunk_mib": chunk // MIB,
         "chunks": count,
+        **{name: median(values) for name, values in took.items()},
+        "iterations": len(during_s),
         "iteration_ms": {
-            "before": 1e3 * before_s,
+            "before": 1e3 * median(before_s),
+            "longest_before": 1e3 * max(before_s),
             "during": 1e3 * median(during_s),
             "longest": 1e3 * max(during_s),
         },

@@ -25,11 +25,12 @@ from gpu_facts import (
     attention_error,
     ceilings,
     checkpointing,
+    decoder_error,
     remapping,
     safepoints,
     segments,
 )
-from gpu_timing import capture, seconds_of
+from gpu_timing import capture, device_state, seconds_of
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -43,8 +44,8 @@ from services.worker.engine.profile.session import ProfileOutcome, ProfileSessio
 GIB = 1 << 30
 SPARE_BYTES = 14 * GIB
 """Memory of the GPU that stays free for activations, and for layers that are mapped twice."""
-ATTENTION_ERROR_MAX = 0.01
-"""Relative; in bfloat16 about 0.002 is right."""
+ERROR_MAX = 0.05
+"""Relative; rounding to bfloat16 makes 0.003 in attention and 0.02 after two layers."""
 
 
 def effort(seconds: float) -> Effort:
@@ -73,10 +74,11 @@ def main() -> None:
         "date": time.strftime("%Y-%m-%d"),
         "pytorch": torch.__version__,
         "ceilings": attempt(ceilings),
-        "attention_error": attention_error(),
+        "errors": {"attention": attention_error(), "decoder": decoder_error()},
+        "idle": attempt(device_state),
     }
-    if not facts["attention_error"] < ATTENTION_ERROR_MAX:
-        sys.exit(f"the attention of this decoder is wrong here, by {facts['attention_error']}")
+    if not max(facts["errors"].values()) < ERROR_MAX:
+        sys.exit(f"this decoder computes something else here: {facts['errors']}")
     for index, name in enumerate(arguments.sizes.split(",")):
         facts |= measure_size(name, arguments.folder, arguments.seconds, facts, first=index == 0)
         (arguments.folder / "facts.json").write_text(json.dumps(facts, indent=1))
@@ -84,19 +86,21 @@ def main() -> None:
 
 
 def measure_size(
-    name: str, folder: Path, seconds: float, facts: Mapping[str, Any], first: bool
+    name: str, folder: Path, seconds: float, known: Mapping[str, Any], first: bool
 ) -> dict[str, Any]:
     """Write the profile of a model of that size; more facts, if it is the first."""
     decoder = Decoder(SIZES[name], kv_tokens(name))
     outcome, rows = measure(decoder, effort(seconds))
-    profile = profile_of(name, facts, outcome)
+    profile = profile_of(name, known, outcome)
     stem = folder / profile.name
     stem.with_suffix(".yaml").write_text(yaml.safe_dump(to_mapping(profile), sort_keys=False))
     stem.with_suffix(".json").write_text(json.dumps(rows))
-    print(profile.name, outcome.accuracy, flush=True)
+    verdict = "well enough" if outcome.passed else f"not within {outcome.error_max:.1%}"
+    print(f"{profile.name}: {outcome.accuracy}; batches are predicted {verdict}", flush=True)
+    facts = {f"after {name}": attempt(device_state)}
     torch.cuda.empty_cache()
     steps = (segments, safepoints, checkpointing, remapping) if first else ()
-    return {step.__name__: attempt(partial(step, decoder)) for step in steps}
+    return facts | {step.__name__: attempt(partial(step, decoder)) for step in steps}
 
 
 def kv_tokens(name: str) -> int:
@@ -108,7 +112,7 @@ def kv_tokens(name: str) -> int:
 
 
 def measure(decoder: Decoder, wanted: Effort) -> tuple[ProfileOutcome, list[dict[str, Any]]]:
-    """Each batch as a captured graph, so the times are the device's alone."""
+    """Each batch as a captured graph: what an engine that plans ahead would wait for."""
     room = Room(4096, 256, 16_384, decoder.num_blocks, BLOCK_TOKENS)
     session = ProfileSession(wanted, room)
     graphs: dict[Chunks, tuple[torch.cuda.CUDAGraph, Iteration]] = {}

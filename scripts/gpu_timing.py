@@ -7,6 +7,8 @@ from typing import Any
 import torch
 
 REPEATS = 20
+LEAD_CYCLES = 2_000_000
+"""About a millisecond."""
 
 
 def capture(work: Callable[[], object], pool: Any = None) -> torch.cuda.CUDAGraph:
@@ -24,19 +26,23 @@ def capture(work: Callable[[], object], pool: Any = None) -> torch.cuda.CUDAGrap
 
 
 def seconds_of(work: Callable[[], object]) -> float:
-    """Time on the device."""
+    """Time on the device of what `work` launches; other streams may be busy.
+
+    The device is kept busy until the host has launched it, so launches do not count unless they
+    take longer than the work.
+    """
     began, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    torch.cuda.synchronize()
+    torch.cuda._sleep(LEAD_CYCLES)
     began.record()
     work()
     ended.record()
-    torch.cuda.synchronize()
+    ended.synchronize()
     return began.elapsed_time(ended) / 1e3
 
 
-def typical_s(work: Callable[[], object]) -> float:
+def typical_s(work: Callable[[], object], repeats: int = REPEATS) -> float:
     """Median time on the device, after a run that does not count."""
-    return median([seconds_of(work) for _ in range(REPEATS + 1)][1:])
+    return median([seconds_of(work) for _ in range(repeats + 1)][1:])
 
 
 def least_s(work: Callable[[], object]) -> float:
@@ -44,11 +50,10 @@ def least_s(work: Callable[[], object]) -> float:
     return min([seconds_of(work) for _ in range(12)][2:])
 
 
-def replay_s(graph: torch.cuda.CUDAGraph) -> float:
-    """Time on the device, without waiting for other streams."""
-    began, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    began.record()
-    graph.replay()
-    ended.record()
-    ended.synchronize()
-    return began.elapsed_time(ended) / 1e3
+def device_state() -> dict[str, float]:
+    """How fast and how warm the device is now."""
+    return {
+        "sm_mhz": torch.cuda.clock_rate(),
+        "watts": torch.cuda.power_draw() / 1e3,
+        "celsius": torch.cuda.temperature(),
+    }

@@ -320,6 +320,7 @@ class _Gateway:
             model=self._config.model_name,
             host=self._config.admin_host,
             names=self._config.admin_names,
+            keep_alive_s=self._config.keep_alive_s,
         )
 
     def _registration(self, address: str) -> Registration:

@@ -46,7 +46,8 @@ class GatewayConfig(ServiceConfig):
     keep_alive_s: float = number(
         75.0,
         "Seconds that an HTTP connection stays open after an answer. It must be longer than proxies"
-        " and clients keep idle ones, or they send into one that is being closed.",
+        " and clients keep idle ones (nginx and AWS's load balancers 60 s, Go's clients 90 s), or"
+        " they send into one that is being closed. The admin port takes it, too.",
         minimum=1,
         maximum=3600,
     )

@@ -12,6 +12,7 @@ from starlette.types import Scope
 
 from services.common.clock import monotonic_s
 from services.common.etcd import Store
+from services.gateway.config import GatewayConfig
 from services.gateway.http import front_door, protocol
 from services.gateway.http.front_door import HEADER_BYTES_MAX, HEADERS_MAX
 from services.gateway.http.protocol import (
@@ -20,7 +21,6 @@ from services.gateway.http.protocol import (
     PIPELINED_MAX,
     BoundedProtocol,
 )
-from services.gateway.http.server import HttpServer
 from tests.support.gateway import TIMEOUT_S, Case, gateway_case
 from tests.support.waiting import eventually
 
@@ -262,7 +262,27 @@ async def test_an_idle_connection_stays_open_for_as_long_as_it_was_configured(
     assert monotonic_s() - answered_s > 1.0
 
 
-def test_idle_connections_outlast_those_of_proxies_by_default() -> None:
-    async def app(*_: object) -> None: ...
+async def test_a_connection_is_kept_when_the_rest_of_an_answered_request_is_there(
+    case: Case,
+) -> None:
+    """The answer came before the body; so the time of headers has begun, and must end."""
+    head = b"POST /nowhere HTTP/1.1\r\nhost: gateway\r\ncontent-length: 5\r\n\r\n"
+    async with connection(case, head) as (reader, writer):
+        assert await status(reader) == 404
+        writer.write(b"hello")
+        await asyncio.sleep(3 * HEADER_TIMEOUT_S)
+        writer.write(LIVE)
+        assert await status(reader) == 200
 
-    assert HttpServer(app).config.timeout_keep_alive > 60
+
+async def test_the_rest_of_an_answered_request_has_the_time_of_headers(case: Case) -> None:
+    head = b"POST /nowhere HTTP/1.1\r\nhost: gateway\r\ncontent-length: 5\r\n\r\n"
+    async with connection(case, head) as (reader, writer):
+        assert await status(reader) == 404
+        writer.write(b"he")
+        assert await until_end(reader) == b""
+
+
+def test_idle_connections_outlast_those_of_nginx_by_default(tmp_path: Path) -> None:
+    config = GatewayConfig(etcd_url="e:1", model_name="m", model_dir=tmp_path)
+    assert config.keep_alive_s > 60

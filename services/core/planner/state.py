@@ -236,8 +236,7 @@ class PlannerState:
             batch = Batch(())
         else:
             return None
-        preempts = self.config.preempt is not Preempt.OFF
-        preemptible = preempts and self._may_be_preempted(plan)
+        preemptible = self._may_be_preempted(plan)
         if preemptible and self.config.preempted_work is PreemptedWork.RESUME:
             plan.made = batch
         self._flight.launch(plan)

@@ -35,13 +35,14 @@ class AdminPort:
         model: str,
         host: str,
         names: str,
+        keep_alive_s: float,
     ) -> None:
         """`host` and `names`: see Guard. `tls` is that of the public port; a loopback `host`
         does without.
         """
         self._feed = Feed(LiveState(model, cluster, probe, metrics).look)
         app = build(host, names, keys, cluster, groups, self._feed, metrics)
-        self._http = HttpServer(app, None if is_loopback(host) else tls)
+        self._http = HttpServer(app, None if is_loopback(host) else tls, keep_alive_s)
 
     async def run(self, listener: socket.socket) -> None:
         """Serve until `close`, which ends the feeds of all viewers; never fails."""

@@ -40,6 +40,8 @@ class BoundedProtocol(HttpToolsProtocol):
     _header_bytes = 0
     _timer: asyncio.TimerHandle | None = None
     _refused = False
+    # Whether a part of a request is yet to come.
+    _in_message = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -67,10 +69,24 @@ class BoundedProtocol(HttpToolsProtocol):
             self.send_400_response("Invalid HTTP request received.")
         if self._refused:
             return
-        if self._timer is None and not self._answering:
-            self._timer = self.loop.call_later(HEADER_TIMEOUT_S, self._expire)
+        if not self._answering:
+            self._wait_for_more()
         if self._incomplete_bytes > INCOMPLETE_BYTES_MAX:
             self._refuse(_too_large(INCOMPLETE_BYTES_MAX))
+
+    def _wait_for_more(self) -> None:
+        """The rest of a request has the time of headers; between requests the connection is kept.
+
+        So it is, too, if a request was answered before all of it was here, and the rest is now.
+        """
+        if self._in_message or self._incomplete_bytes:
+            if self._timer is None:
+                self._timer = self.loop.call_later(HEADER_TIMEOUT_S, self._expire)
+        elif self.timeout_keep_alive_task is None:
+            self._stop_timer()
+            self.timeout_keep_alive_task = self.loop.call_later(
+                self.timeout_keep_alive, self.timeout_keep_alive_handler
+            )
 
     def _feed(self, data: bytes) -> None:
         """Parse it. An offer to change to another protocol is answered in this one.
@@ -102,6 +118,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         self._header_bytes = 0
+        self._in_message = True
         super().on_message_begin()
 
     def on_header(self, name: bytes, value: bytes) -> None:
@@ -135,6 +152,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         self._incomplete_bytes = 0
+        self._in_message = False
         if not self._offers_upgrade:
             super().on_message_complete()
 

@@ -13,8 +13,6 @@ from services.gateway.http.tls import ServerTls
 
 BACKLOG = 2048
 SHUTDOWN_S = 2
-KEEP_ALIVE_S = 75.0
-"""Longer than proxies keep idle connections, which is a minute mostly."""
 
 
 def bind(host: str, port: int, stall_s: float) -> socket.socket:
@@ -32,9 +30,7 @@ def bind(host: str, port: int, stall_s: float) -> socket.socket:
 class HttpServer(uvicorn.Server):
     """uvicorn that leaves signals to the service."""
 
-    def __init__(
-        self, app: ASGIApp, tls: ServerTls | None = None, keep_alive_s: float = KEEP_ALIVE_S
-    ) -> None:
+    def __init__(self, app: ASGIApp, tls: ServerTls | None, keep_alive_s: float) -> None:
         """`tls`: for HTTPS; None: in clear. Idle connections are closed after `keep_alive_s`."""
         super().__init__(
             uvicorn.Config(

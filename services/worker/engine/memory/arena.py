@@ -18,7 +18,7 @@ Requirements on a CUDA backend (through `cuda.bindings.driver`):
 
 - a chunk is a multiple of `cuMemGetAllocationGranularity`; one `cuMemCreate` per chunk at start,
   exportable handles when peers share a host. Time goes by the number of chunks: on an H200 to map
-  one, give access and unmap it takes about 80 µs in all, for 2 MiB as for 32
+  one, give access and unmap it takes about 80 µs in all while kernels run, for 2 MiB as for 32
   (bench/results/README.md);
 - `reserve` is `cuMemAddressReserve`; `map` is `cuMemMap` per handle (a handle may be mapped twice,
   but only whole) and one `cuMemSetAccess` over the mapped interval, and so is `prepare`; `sweep` is

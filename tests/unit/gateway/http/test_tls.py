@@ -48,7 +48,7 @@ async def app(scope: Any, receive: Any, send: Any) -> None:
 @asynccontextmanager
 async def serving(tls: ServerTls) -> AsyncIterator[int]:
     listener = bind("127.0.0.1", 0, 5.0)
-    server = HttpServer(app, tls)
+    server = HttpServer(app, tls, keep_alive_s=5.0)
     running = asyncio.create_task(server.serve([listener]))
 
     async def started() -> bool:

@@ -7,6 +7,7 @@ from services.core.planner.filler import FILLER_TOKENS_MIN
 from services.core.planner.packing import Spare
 from services.core.planner.sequence import Sequence
 from tideserve.bench.scenarios.planning import (
+    FEW,
     MAX_BATCH_TOKENS,
     MODEL_7B,
     SEQUENCES,
@@ -40,7 +41,8 @@ def test_all_systems_plan_many_sequences(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(Spare, "give", counted)
     found = measure(1)
     assert any(turns), "the parts of BROS are at work"
-    assert list(found) == list(SYSTEMS)
+    assert list(found) == [*SYSTEMS, *FEW]
+    assert [found[name]["sequences"] for name in FEW] == [1, 16, 64]
     for name, one in found.items():
         assert one["iterations"] > 0 and one["planning_s"] > 0, name
         assert one["share"] == pytest.approx(one["planning_s"] / one["iteration_s"], rel=0.2)

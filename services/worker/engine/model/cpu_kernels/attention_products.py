@@ -7,7 +7,6 @@ positions are interleaved in registers, as such pairs need it. Else all is multi
 """
 
 from collections.abc import Callable, Sequence
-from functools import cache
 from typing import Any
 
 from llvmlite import ir
@@ -15,7 +14,8 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from services.worker.engine.model.cpu_kernels.compiler import VECTOR_FLOATS, assembly
+from services.worker.engine.model.cpu_kernels.bfloat16 import BFloat16
+from services.worker.engine.model.cpu_kernels.compiler import VECTOR_FLOATS
 from services.worker.engine.model.cpu_kernels.exponential import vector_call
 
 LANES = VECTOR_FLOATS
@@ -27,39 +27,7 @@ _SHORTS = ir.VectorType(ir.IntType(16), LANES)
 _HALVES = ir.VectorType(ir.IntType(16), 2 * LANES)
 _WORD_BYTES = 4
 
-_ROUNDED = f"""
-define <{LANES} x bfloat> @rounded(<{LANES} x float> %sums) {{
-  %pairs = fptrunc <{LANES} x float> %sums to <{LANES} x bfloat>
-  ret <{LANES} x bfloat> %pairs
-}}
-"""
-
-
-@cache
-def has_pair_products() -> bool:
-    """Whether LLVM has the instruction for this processor, in vectors of 16 float32.
-
-    What the processor says of itself is not enough: LLVM takes an instruction away together with
-    any that it builds on, and it ends the process where it must compile one that it lacks. So the
-    rounding that belongs to the same extension is compiled, which it can always do.
-    """
-    return any("vcvtneps2bf16" in line and "zmm" in line for line in assembly(_ROUNDED))
-
-
-class _BFloat16(ir.Type):
-    """The type of LLVM that llvmlite does not name."""
-
-    def _to_string(self) -> str:
-        return "bfloat"
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _BFloat16)
-
-    def __hash__(self) -> int:
-        return hash(_BFloat16)
-
-
-_PAIRS = ir.VectorType(_BFloat16(), 2 * LANES)
+_PAIRS = ir.VectorType(BFloat16(), 2 * LANES)
 
 
 class _Pairs:

@@ -15,8 +15,9 @@ from services.worker.engine.model.cpu_kernels.decode_attention import (
     attend_rows,
     unpacked,
 )
-from services.worker.engine.model.cpu_kernels.panel_gemm import panel_calls
+from services.worker.engine.model.cpu_kernels.panel_gemm import panel_calls, product_instructions
 from services.worker.engine.model.cpu_kernels.prefill_attention import (
+    AMX_PAIRS,
     KEYS,
     ROWS,
     attend_chunk,
@@ -93,12 +94,13 @@ class AttentionRoom:
         self._storage_dtype = storage_dtype
         words = head_dim * storage_dtype.itemsize // WORD_BYTES
         value_words = KEYS * storage_dtype.itemsize // WORD_BYTES
+        pairs = AMX_PAIRS if "amx_bf16" in product_instructions(storage_dtype) else 1
         # torch's memory is aligned for vectors. Columns after the last value stay 0.
         self._tile = (
             torch.zeros(words, KEYS, dtype=torch.uint32).numpy(),
             torch.zeros(-(-head_dim // PANEL), value_words, PANEL, dtype=torch.uint32).numpy(),
-            torch.empty(ROWS, KEYS).numpy(),
-            stored_array(torch.empty(ROWS, KEYS, dtype=storage_dtype)),
+            torch.empty(pairs * ROWS, KEYS).numpy(),
+            stored_array(torch.empty(pairs * ROWS, KEYS, dtype=storage_dtype)),
         )
 
     def arrays(self, spans: np.ndarray, heads: int) -> tuple[np.ndarray, ...]:

@@ -6,6 +6,10 @@ product once for all rows of the chunk, and for all query heads that share its K
 
 Tiles begin at multiples of `KEYS` positions, and a row is computed alike in any company. So a row
 has the same bits however a prompt is cut into chunks.
+
+The two products of a tile differ, and a processor with AMX is set up anew whenever another product
+comes (1.5 to 2 microseconds, as long as both take). So several pairs of rows and head take turns
+there: all their scores first, then all weights, then all values.
 """
 
 import numpy as np
@@ -24,6 +28,8 @@ KEYS = 64
 """Positions of a tile, a multiple of the positions whose values a product takes together."""
 ROWS = 64
 """Rows that attend to a tile at once."""
+AMX_PAIRS = 8
+"""Pairs of rows and head that take turns where products use AMX; else each goes on at once."""
 _CACHE = "STORED[:, :, :, :, ::1]"
 _KEYS, _VALUES = "uint32[:, ::1]", "uint32[:, :, ::1]"
 
@@ -81,13 +87,13 @@ def _pack_values(blocks, table, kv_head, first, count, packed):  # type: ignore[
 
 
 @compiled(
-    "void(float32[:, ::1], int64, int64, int64, float32, float32[:, :, ::1], int64, int64,"
+    "void(float32[:, ::1], int64, int64, int64, int64, float32, float32[:, :, ::1], int64, int64,"
     " STORED[:, ::1], float32[:, :, ::1])"
 )
 def _weigh_tile(  # type: ignore[no-untyped-def]
-    scores, count, distance, window, scaling, states, head, first_row, weights, output
+    scores, begin_row, count, distance, window, scaling, states, head, first_row, weights, output
 ):
-    """Turn the first `count` rows of `scores` into `weights`, 0 for a position that a row misses.
+    """Turn `count` rows of `scores` into `weights`, 0 for a position that a row misses.
 
     `states` [head, row]: the highest score of a row, and the sum of its weights. What the row has
     attended to so far, in `output`, shrinks if a higher score comes.
@@ -98,11 +104,15 @@ def _weigh_tile(  # type: ignore[no-untyped-def]
         begin = max(0, end - window) if window else 0
         end = min(KEYS, end)
         if begin >= end:
-            weights[m] = 0
+            weights[begin_row + m] = 0
             continue
         row = first_row + m
         highest = states[head, row, 0]
-        peak, total = weigh_row(scores, m, KEYS, begin, end, highest, scaling, weights)
+        place = begin_row + m
+        if begin == 0 and end == KEYS:
+            peak, total = weigh_row(scores, place, KEYS, 1, 0, KEYS, highest, scaling, weights)
+        else:
+            peak, total = weigh_row(scores, place, KEYS, 0, begin, end, highest, scaling, weights)
         if peak > highest:
             shrink = exponential((highest - peak) * scaling)
             states[head, row, 0] = peak
@@ -114,29 +124,42 @@ def _weigh_tile(  # type: ignore[no-untyped-def]
 
 
 @compiled(
-    f"void(int64[::1], STORED[:, :, ::1], int64, int64, {_KEYS}, {_VALUES}, int64, int64,"
-    " int64, float32, float32[:, ::1], STORED[:, ::1], float32[:, :, ::1], float32[:, :, ::1])"
+    f"void(int64[::1], STORED[:, :, ::1], int64, int64, int64, int64, int64, {_KEYS}, {_VALUES},"
+    " int64, int64, float32, float32[:, ::1], STORED[:, ::1], float32[:, :, ::1],"
+    " float32[:, :, ::1])"
 )
 def _attend_tile(  # type: ignore[no-untyped-def]
-    calls, inputs, head, first_row, keys, values, distance, count, window, scaling, scores, weights,
-    states, output,
+    calls, inputs, first_head, sharing, first_row, first_pair, last_pair, keys, values, distance,
+    window, scaling, scores, weights, states, output,
 ):  # fmt: skip
-    """Attend with `count` rows of a head to a tile; row 0 is `distance` positions after its begin.
+    """Attend to a tile with some pairs of `ROWS` rows and a head.
 
-    `states` and `output` are of the same rows as `inputs`, all of the chunk.
+    Pair 0 has row `first_row`, which is `distance` positions after the begin of the tile, and
+    `first_head`; `sharing` heads follow each other. `states` and `output` are of the same rows as
+    `inputs`, all of the chunk, or fewer than that.
     """
-    _, heads, size = inputs.shape
-    at = (first_row * heads + head) * size
-    product(
-        calls[0], count, KEYS, size, heads * size, KEYS, KEYS, 0, inputs, at, keys, 0, scores, 0
-    )
-    _weigh_tile(scores, count, distance, window, scaling, states, head, first_row, weights, output)
-    for panel in range(len(values)):
-        column = panel * PANEL
+    rows, heads, size = output.shape
+    for pair in range(first_pair, last_pair):
+        row, head = first_row + pair // sharing * ROWS, first_head + pair % sharing
         product(
-            calls[0], count, min(PANEL, size - column), KEYS, KEYS, PANEL, heads * size, 1,
-            weights, 0, values, panel * values.shape[1] * PANEL, output, at + column,
+            calls[0], min(ROWS, rows - row), KEYS, size, heads * size, KEYS, KEYS, 0, inputs,
+            (row * heads + head) * size, keys, 0, scores, (pair - first_pair) * ROWS * KEYS,
         )  # fmt: skip
+    for pair in range(first_pair, last_pair):
+        row, head = first_row + pair // sharing * ROWS, first_head + pair % sharing
+        _weigh_tile(
+            scores, (pair - first_pair) * ROWS, min(ROWS, rows - row), distance + row - first_row,
+            window, scaling, states, head, row, weights, output,
+        )  # fmt: skip
+    for pair in range(first_pair, last_pair):
+        row, head = first_row + pair // sharing * ROWS, first_head + pair % sharing
+        for panel in range(len(values)):
+            column = panel * PANEL
+            product(
+                calls[0], min(ROWS, rows - row), min(PANEL, size - column), KEYS, KEYS, PANEL,
+                heads * size, 1, weights, (pair - first_pair) * ROWS * KEYS, values,
+                panel * values.shape[1] * PANEL, output, (row * heads + head) * size + column,
+            )  # fmt: skip
 
 
 @compiled(
@@ -152,13 +175,13 @@ def attend_chunk(  # type: ignore[no-untyped-def]
 
     `table` has the blocks of the sequence up to the last row. `window`: how many last positions a
     row sees; 0 for all. Room: `inputs` like `query` or longer, `states` [head, rows, 2] or longer,
-    `keys`, `values`, `scores` [ROWS, KEYS], `weights` likewise.
+    `keys`, `values`, `scores` [pairs of a turn times ROWS, KEYS], `weights` likewise.
     """
     rows, heads, size = query.shape
     kv_heads = blocks.shape[3]
     sharing, end = heads // kv_heads, start + rows
     lowest = max(0, start - window + 1) if window else 0
-    width = heads * size
+    width, turn = heads * size, len(scores) // ROWS
     narrow_rows(query.reshape((rows, width)), inputs[:rows].reshape((rows, width)))
     output[:] = 0
     states[:, :rows, 0] = -np.inf
@@ -171,12 +194,13 @@ def attend_chunk(  # type: ignore[no-untyped-def]
             # Rows before these are before the tile; those after them see no position of it.
             first_row = max(0, first - start) // ROWS * ROWS
             last_row = min(rows, first + KEYS - 1 + window - start) if window else rows
-            for row in range(first_row, last_row, ROWS):
-                for head in range(kv_head * sharing, (kv_head + 1) * sharing):
-                    _attend_tile(
-                        calls, inputs, head, row, keys, values, start + row - first,
-                        min(ROWS, rows - row), window, scaling, scores, weights, states, output,
-                    )  # fmt: skip
+            pairs = -(-(last_row - first_row) // ROWS) * sharing
+            for pair in range(0, pairs, turn):
+                _attend_tile(
+                    calls, inputs, kv_head * sharing, sharing, first_row, pair,
+                    min(pair + turn, pairs), keys, values, start + first_row - first, window,
+                    scaling, scores, weights, states, output,
+                )  # fmt: skip
     for m in range(rows):
         for head in range(heads):
             share = float32(1) / states[head, m, 1]

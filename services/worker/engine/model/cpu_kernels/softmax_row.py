@@ -13,6 +13,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from services.worker.engine.model.cpu_kernels.bfloat16 import BFloat16, has_pair_products
 from services.worker.engine.model.cpu_kernels.exponential import vector_call, vector_exponential
 
 LANES = 16
@@ -24,33 +25,37 @@ _LOWEST = ir.Constant(_VECTOR, [float("-inf")] * LANES)
 
 @intrinsic(prefer_literal=True)
 def weigh_row(
-    typing_context: Any, scores: Any, row: Any, keys: Any, begin: Any, end: Any, highest: Any,
-    scaling: Any, weights: Any,
+    typing_context: Any, scores: Any, row: Any, keys: Any, whole: Any, begin: Any, end: Any,
+    highest: Any, scaling: Any, weights: Any,
 ) -> tuple[Any, Callable[..., Any]]:  # fmt: skip
     """Turn `keys` scores of a row into weights, relative to the highest score.
 
     `scores` [rows, keys] are float32, `weights` float32 or the bits of bfloat16. Those before
-    `begin` or from `end` on become 0; one at least is between. `keys` is known at compile time, a
-    multiple of `LANES`. Returns the highest score, which may be `highest`, and the sum of the
-    weights.
+    `begin` or from `end` on become 0, unless the row is `whole`; one at least is between. `keys`, a
+    multiple of `LANES`, and `whole`, 0 or 1, are known at compile time. Returns the highest score,
+    which may be `highest`, and the sum of the weights.
     """
     result = types.UniTuple(types.float32, 2)
     integer, real = types.int64, types.float32
-    signature = result(scores, integer, keys, integer, integer, real, real, weights)
+    signature = result(scores, integer, keys, whole, integer, integer, real, real, weights)
     parts = range(keys.literal_value // LANES)
+    masked = not whole.literal_value
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Sequence[Any]) -> Any:
-        _, row, _, begin, end, highest, scaling, _ = arguments
+        _, row, _, _, begin, end, highest, scaling, _ = arguments
         size = _LONG(len(parts) * LANES)
         source = _row(context, builder, signature.args[0], arguments[0], row, size)
-        target = _row(context, builder, signature.args[7], arguments[7], row, size)
+        target = _row(context, builder, signature.args[8], arguments[8], row, size)
         begins, ends = (_each(builder, builder.trunc(one, _WORD), _WORDS) for one in (begin, end))
         loaded, seen = [], []
         for part in parts:
+            values = _load(builder, source, part)
+            if not masked:
+                loaded.append(values)
+                continue
             lanes = ir.Constant(_WORDS, [part * LANES + lane for lane in range(LANES)])
             after = builder.icmp_signed(">=", lanes, begins)
             seen.append(builder.and_(after, builder.icmp_signed("<", lanes, ends)))
-            values = _load(builder, source, part)
             loaded.append(builder.select(seen[-1], values, _LOWEST))
         largest = reduce(lambda a, b: vector_call(builder, "maxnum", a, b), loaded)
         peak = _fold(builder, "fmax", largest, (_VECTOR,), ())
@@ -62,10 +67,11 @@ def weigh_row(
             vector_exponential(builder, builder.fmul(builder.fsub(values, peaks), scalings))
             for values in loaded
         ]
-        made = [builder.select(sees, one, none) for sees, one in zip(seen, made, strict=True)]
+        if masked:
+            made = [builder.select(sees, one, none) for sees, one in zip(seen, made, strict=True)]
         total = reduce(builder.fadd, made)
         for part, values in enumerate(made):
-            _store(builder, target, part, values, signature.args[7].dtype)
+            _store(builder, target, part, values, signature.args[8].dtype)
         total = _fold(builder, "fadd", total, (_FLOAT, _VECTOR), (ir.Constant(_FLOAT, 0.0),))
         return context.make_tuple(builder, result, [peak, total])
 
@@ -94,6 +100,10 @@ def _store(builder: Any, address: Any, part: int, values: Any, stored: Any) -> N
     place = builder.gep(address, [_LONG(part * LANES)])
     if stored == types.float32:
         builder.store(values, builder.bitcast(place, _VECTOR.as_pointer()), align=4)
+        return
+    if has_pair_products():
+        halves = builder.fptrunc(values, ir.VectorType(BFloat16(), LANES))
+        builder.store(halves, builder.bitcast(place, halves.type.as_pointer()), align=2)
         return
     half, one, most = (ir.Constant(_WORDS, [number] * LANES) for number in (16, 1, 0x7FFF))
     bits = builder.bitcast(values, _WORDS)

@@ -14,9 +14,9 @@ from numba.extending import overload, register_jitable
 from services.worker.engine.model.cpu_kernels.attention_products import (
     LANES,
     collect_values,
-    has_pair_products,
     score_keys,
 )
+from services.worker.engine.model.cpu_kernels.bfloat16 import has_pair_products
 from services.worker.engine.model.cpu_kernels.compiler import (
     CACHE_LINE_BYTES,
     compiled,

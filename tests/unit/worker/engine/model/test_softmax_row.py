@@ -12,7 +12,32 @@ KEYS = 64
 
 @njit
 def weigh(scores, row, begin, end, highest, weights):  # type: ignore[no-untyped-def]
-    return weigh_row(scores, row, KEYS, begin, end, highest, np.float32(0.125), weights)
+    return weigh_row(scores, row, KEYS, 0, begin, end, highest, np.float32(0.125), weights)
+
+
+@njit
+def weigh_whole(scores, row, highest, weights):  # type: ignore[no-untyped-def]
+    return weigh_row(scores, row, KEYS, 1, 0, KEYS, highest, np.float32(0.125), weights)
+
+
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
+def test_a_whole_row_is_weighed_as_one_with_bounds(stored: torch.dtype) -> None:
+    """To the last bit: so a row is the same in whatever tile it is."""
+    scores = 8 * torch.randn(1, KEYS)
+    found = []
+    for way in (
+        lambda *a: weigh(a[0], 0, 0, KEYS, *a[1:]),
+        lambda *a: weigh_whole(a[0], 0, *a[1:]),
+    ):
+        weights = torch.zeros(1, KEYS, dtype=stored)
+        array = weights.numpy() if stored == torch.float32 else weights.view(torch.uint16).numpy()
+        highest = np.float32(9.0)
+        if whole:
+            result = weigh_whole(scores.numpy(), 0, highest, array)
+        else:
+            result = weigh(scores.numpy(), 0, 0, KEYS, highest, array)
+        found.append((result, array.tolist()))
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
