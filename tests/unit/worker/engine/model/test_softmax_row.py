@@ -25,10 +25,7 @@ def test_a_whole_row_is_weighed_as_one_with_bounds(stored: torch.dtype) -> None:
     """To the last bit: so a row is the same in whatever tile it is."""
     scores = 8 * torch.randn(1, KEYS)
     found = []
-    for way in (
-        lambda *a: weigh(a[0], 0, 0, KEYS, *a[1:]),
-        lambda *a: weigh_whole(a[0], 0, *a[1:]),
-    ):
+    for whole in (False, True):
         weights = torch.zeros(1, KEYS, dtype=stored)
         array = weights.numpy() if stored == torch.float32 else weights.view(torch.uint16).numpy()
         highest = np.float32(9.0)
