@@ -200,3 +200,20 @@ def test_what_does_not_fit_is_refused() -> None:
     cache.value = torch.zeros(3, 1, 64)
     with pytest.raises(ValueError, match="cannot be stored"):
         cache.attend(0, 4)
+
+
+@pytest.mark.parametrize("dtype", PANEL_DTYPES)
+@pytest.mark.parametrize("window", [None, 90])
+def test_rows_and_heads_that_take_turns_have_the_same_bits(
+    dtype: torch.dtype, window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a processor with AMX, with more pairs than a turn has, and some that are not full."""
+    found = []
+    for instructions in ([], ["amx_bf16"]):
+        monkeypatch.setattr(paged_attention, "product_instructions", lambda _, i=instructions: i)
+        cache = Cache(
+            heads=6, kv_heads=2, head_dim=64, length=300, window=window, dtype=dtype, seed=7
+        )
+        found.append(torch.cat([cache.attend(0, 37), cache.attend(37, 300)]))
+    assert torch.equal(*found)
+    torch.testing.assert_close(found[1], cache.expected(), rtol=2e-2, atol=2e-2)
