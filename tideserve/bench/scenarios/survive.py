@@ -352,8 +352,9 @@ def _crowd_rows(part: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _otherwise(requests: Mapping[str, int]) -> str:
-    others = ("lost", "duplicated", "stuck", "different", "refused")
-    return ", ".join(f"{name} {requests[name]}" for name in others if name in requests)
+    others = ("lost", "duplicated", "stuck", "different", "refused", "hung_up")
+    found = [(name.replace("_", " "), requests[name]) for name in others if name in requests]
+    return ", ".join(f"{name} {count}" for name, count in found)
 
 
 def _rate(value: float | None) -> str:
