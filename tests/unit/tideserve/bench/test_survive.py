@@ -44,7 +44,8 @@ def test_a_run_in_which_all_holds_has_no_problem() -> None:
     assert rows["merged: survivors serve without it after"] == "0.5 s"
     assert rows["merged: of 75% of that before"].endswith("%")
     assert rows["crowded: KV of all requests / of the survivors"] == "2,400 / 300 tokens"
-    assert rows["etcd: otherwise"] == "lost 0, duplicated 0, stuck 0, different 0, refused 0"
+    others = "lost 0, duplicated 0, stuck 0, different 0, refused 0, hung up 1"
+    assert rows["etcd: otherwise"] == others
 
 
 def test_a_problem_says_in_which_part_it_was() -> None:
