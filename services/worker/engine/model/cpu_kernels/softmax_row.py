@@ -47,16 +47,13 @@ def weigh_row(
         source = _row(context, builder, signature.args[0], arguments[0], row, size)
         target = _row(context, builder, signature.args[8], arguments[8], row, size)
         begins, ends = (_each(builder, builder.trunc(one, _WORD), _WORDS) for one in (begin, end))
-        loaded, seen = [], []
-        for part in parts:
-            values = _load(builder, source, part)
-            if not masked:
-                loaded.append(values)
-                continue
-            lanes = ir.Constant(_WORDS, [part * LANES + lane for lane in range(LANES)])
-            after = builder.icmp_signed(">=", lanes, begins)
-            seen.append(builder.and_(after, builder.icmp_signed("<", lanes, ends)))
-            loaded.append(builder.select(seen[-1], values, _LOWEST))
+        loaded, seen = [_load(builder, source, part) for part in parts], []
+        if masked:
+            seen = [_between(builder, part, begins, ends) for part in parts]
+            loaded = [
+                builder.select(sees, values, _LOWEST)
+                for sees, values in zip(seen, loaded, strict=True)
+            ]
         largest = reduce(lambda a, b: vector_call(builder, "maxnum", a, b), loaded)
         peak = _fold(builder, "fmax", largest, (_VECTOR,), ())
         is_higher = builder.fcmp_ordered(">", peak, highest)
@@ -88,6 +85,13 @@ def _each(builder: Any, value: Any, kind: Any) -> Any:
     """A vector whose lanes are all `value`."""
     first = builder.insert_element(ir.Constant(kind, ir.Undefined), value, _WORD(0))
     return builder.shuffle_vector(first, first, ir.Constant(_WORDS, [0] * LANES))
+
+
+def _between(builder: Any, part: int, begins: Any, ends: Any) -> Any:
+    """Which lanes of a part of the row are at `begins` or after, and before `ends`."""
+    lanes = ir.Constant(_WORDS, [part * LANES + lane for lane in range(LANES)])
+    after = builder.icmp_signed(">=", lanes, begins)
+    return builder.and_(after, builder.icmp_signed("<", lanes, ends))
 
 
 def _load(builder: Any, address: Any, part: int) -> Any:
