@@ -49,7 +49,7 @@ class PrefixCache:
     @property
     def on(self) -> bool:
         """Whether prefixes are looked for and named now."""
-        return self.enabled and (self._single or not self._blocks_move)
+        return self.enabled and not (self.ledger.capacity and self._blocks_move)
 
     @property
     def _blocks_move(self) -> bool:
@@ -134,8 +134,7 @@ class PrefixCache:
         Later chunks may be in flight. No stage runs a microbatch that is planned from now on before
         them, so their blocks get names, too.
         """
-        # As `on`, without the calls: this runs in every iteration.
-        if not self.enabled or (self.ledger.capacity and self._blocks_move):
+        if not self.on:
             return
         block_size = self.block_size
         for sequence in sequences:

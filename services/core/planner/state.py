@@ -222,7 +222,7 @@ class PlannerState:
         at the stages.
         """
         table = self.sequence_table
-        alone = not table.ledger.capacity
+        alone = table.ledger.stages == 1
         if alone and not (table.running or table.waiting or table.suspended):
             return None
         plan = None if table.suspended is None else self._resume(table.suspended, now_s)
@@ -240,7 +240,7 @@ class PlannerState:
         if preemptible and self.config.preempted_work is PreemptedWork.RESUME:
             plan.made = batch
         self._flight.launch(plan)
-        released = table.take_released() if table.released else ()
+        released = table.take_released()
         if released:
             self._flight.carries(plan, released)
         if alone:

@@ -1,10 +1,9 @@
 """`planning`: the time of planning up to 256 sequences, beside an iteration of a 7B model.
 
 Nothing is served: the planner of a worker decides as in an engine, and a cost model says how long
-its iterations take. Systems take turns, so that a busy machine disturbs all alike, and the figures
-are medians, so moments in which something else ran hardly count. All sequences decode; a quarter is
-of the class batch, more batch requests wait. `fcfs` is what a worker does without classes; the
-others pay for what they know.
+its iterations take. Systems take turns, so that a busy machine disturbs all alike, and the time is
+that of the processor. All sequences decode; a quarter is of the class batch, more batch requests
+wait. `fcfs` is what a worker does without classes; the others pay for what they know.
 
 One case looks at other iterations: online requests decode, and long batch prompts fill the
 time that deadlines leave, so that chunks are searched which fit. Those in which prompts of batch
@@ -128,18 +127,18 @@ class _Planned:
 
     def step(self) -> int:
         """One iteration; returns how many sequences ended."""
-        began_s = time.perf_counter()
+        began_s = time.thread_time()
         microbatch = self.state.plan(self.now_s)
-        planned_s = time.perf_counter() - began_s
+        planned_s = time.thread_time() - began_s
         assert microbatch is not None, "there is always something to run"
         chunks = microbatch.batch.chunks
         took_s = MODEL_7B.batch_s((chunk.start, len(chunk.token_ids)) for chunk in chunks)
         sampled = {chunk.request_id: 7 for chunk in chunks if chunk.sample is not None}
         self.now_s += took_s
         event = IterationFinished(self.now_s, sampled, microbatch.number)
-        began_s = time.perf_counter()
+        began_s = time.thread_time()
         commands = self.state.handle(event)
-        planned_s += time.perf_counter() - began_s
+        planned_s += time.thread_time() - began_s
         prompts = [chunk for chunk in chunks if len(chunk.token_ids) > 1]
         batch_prompts = [one for one in prompts if one.request_id in self.batch_work]
         if len(prompts) == len(batch_prompts) and bool(prompts) == self.case.fills:
@@ -194,11 +193,8 @@ def rows(figures: Mapping[str, Mapping[str, float]]) -> list[tuple[str, str]]:
     base = figures["fcfs"]["share"]
     told = []
     for name, found in figures.items():
-        added = (
-            ""
-            if name == "fcfs" or name in FEW
-            else f"; {100 * (found['share'] - base):+.2f} points"
-        )
+        compared = name != "fcfs" and name not in FEW
+        added = f"; {100 * (found['share'] - base):+.2f} points" if compared else ""
         beside = ""
         if found["prompt_tokens"]:
             beside = f" and {found['prompt_tokens']:.0f} tokens of prompts"
