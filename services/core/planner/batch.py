@@ -1,7 +1,7 @@
 """The unit of work that a planner hands to a model runner.
 
 Chunks are named tuples, since a planner makes hundreds in each iteration: they are made three
-times as fast as frozen dataclasses.
+times as fast as frozen dataclasses, and where it makes most of them by `new_tuple`.
 """
 
 from collections.abc import Mapping
@@ -11,6 +11,9 @@ from typing import NamedTuple
 from services.core.logprobs import LogprobRows
 from services.core.prefix.news import PrefixNews
 from services.core.request import Sampling
+
+new_tuple = tuple.__new__
+"""`new_tuple(Chunk, fields)`: all of them, in less than half the time of `Chunk(*fields)`."""
 
 
 @dataclass(frozen=True, slots=True)

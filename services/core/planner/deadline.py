@@ -56,6 +56,8 @@ def slack_s(sequence: Sequence, now_s: float, iteration_s: float) -> float:
     allows if that is less: else long iterations would leave a group no time, bound nothing any
     more, and stay long.
     """
+    if sequence.group_left == 1:
+        return sequence.due_s - now_s
     tpot_s = sequence.request.service.tpot_s
     later_s = iteration_s if tpot_s is None else min(iteration_s, tpot_s)
     return sequence.due_s - now_s - (sequence.group_left - 1) * later_s

@@ -4,9 +4,10 @@ Without a cost model nothing is bounded by time: batch work fills what online wo
 token budget.
 """
 
+from bisect import bisect_left, bisect_right
 from dataclasses import dataclass, field
+from itertools import accumulate
 from math import inf
-from operator import itemgetter
 
 from services.core.cost.model import TOKENS
 from services.core.planner import deadline
@@ -98,22 +99,28 @@ class Filler:
     def most_urgent(
         self, decodes: list[Sequence], spent: Spent, limit_s: float, now_s: float
     ) -> list[Sequence]:
-        """The decodes that fit, most urgent first, and those that cannot wait; oldest first."""
+        """Those that fit, most urgent first, and those that cannot wait; in the order given."""
         iteration_s = self.feedback.budget.iteration_s
-        slots = self.slots.now
-        chosen: list[Sequence] = []
-        prefix_tokens = 0
-        pairs = [(deadline.residual_s(one, now_s, iteration_s), one) for one in decodes]
-        for residual_s, sequence in sorted(pairs, key=itemgetter(0)):
-            if len(chosen) == spent.tokens_left:
+        residuals_s = [deadline.residual_s(one, now_s, iteration_s) for one in decodes]
+        order = sorted(range(len(decodes)), key=residuals_s.__getitem__)
+        prefixes = list(accumulate([decodes[place].computed for place in order]))
+        fitting = bisect_right(
+            range(len(order)), limit_s, key=lambda last: spent.decodes_s(last + 1, prefixes[last])
+        )
+        cannot_wait = bisect_left(order, iteration_s, key=residuals_s.__getitem__)
+        slots = min(self.slots.now, spent.tokens_left)
+        count = min(spent.tokens_left, max(1, cannot_wait, min(slots, fitting)))
+        taken = set(order[:count])
+        prefix_tokens = prefixes[count - 1]
+        # One that is too long for what is left does not keep shorter ones waiting.
+        for place in order[count:]:
+            if len(taken) >= slots or spent.decodes_s(len(taken) + 1, prefix_tokens) > limit_s:
                 break
-            more = prefix_tokens + sequence.computed
-            fits = len(chosen) < slots and spent.decodes_s(len(chosen) + 1, more) <= limit_s
-            if fits or not chosen or residual_s < iteration_s:
-                chosen.append(sequence)
+            more = prefix_tokens + decodes[place].computed
+            if spent.decodes_s(len(taken) + 1, more) <= limit_s:
+                taken.add(place)
                 prefix_tokens = more
-        chosen.sort(key=lambda one: one.age)
-        return chosen
+        return [one for place, one in enumerate(decodes) if place in taken]
 
     def fill_up(self, plan: Plan, ready: Ready, spent: Spent, limit_s: float) -> None:
         """Add batch work beside online work, up to the fill level.

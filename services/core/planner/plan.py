@@ -77,7 +77,7 @@ class Plan:
     def batch(self, table: StageTable) -> Batch:
         """The chunks for a model runner; to be made before `launch`."""
         tables = table.tables
-        chunks = [seq.next_chunk(1, tables[seq.request.request_id]) for seq in self.decodes]
+        chunks = [seq.next_decode(tables[seq.request.request_id]) for seq in self.decodes]
         chunks += [
             seq.next_chunk(tokens, tables[seq.request.request_id])
             for seq, _, tokens, _ in self.prefills

@@ -11,6 +11,7 @@ from services.core.planner.batch import (
     PromptScore,
     SampleSpec,
     SampleTerms,
+    new_tuple,
 )
 from services.core.request import FinishReason, Request, admission_blocks
 
@@ -225,6 +226,18 @@ class Sequence:
         score = None if self.prompt_logprobs is None else self._next_score(start, end)
         token_ids = tuple(self.token_ids[start:end])
         return Chunk(self.request.request_id, start, token_ids, block_ids, sample, score)
+
+    def next_decode(self, block_ids: tuple[int, ...]) -> Chunk:
+        """As `next_chunk` of the one token that remains, for which there are hundreds of calls."""
+        if self.prompt_logprobs is not None or self.told is None or self._reads_output:
+            return self.next_chunk(1, block_ids)
+        token_ids = self.token_ids
+        index = self.told = len(token_ids) - self.prompt_tokens
+        sample = new_tuple(SampleSpec, (None, index, ()))
+        last = (token_ids[-1],)
+        return new_tuple(
+            Chunk, (self.request.request_id, self.computed, last, block_ids, sample, None)
+        )
 
     def forget_told(self) -> None:
         """Tell the sampler everything anew with the next token that it chooses."""

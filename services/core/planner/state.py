@@ -20,7 +20,7 @@ from typing import Any, get_args
 from services.core.line_order import Scheduling
 from services.core.logprobs import LogprobRows
 from services.core.planner import configuration_events as changes
-from services.core.planner.batch import Batch, Microbatch, SampleNotes
+from services.core.planner.batch import Batch, Microbatch, SampleNotes, new_tuple
 from services.core.planner.block_pool import BlockPool
 from services.core.planner.block_table import StageTable
 from services.core.planner.bros import BrosPlanner
@@ -456,7 +456,7 @@ class PlannerState:
         self, sequence: Sequence, token_id: int, logprobs: LogprobRows | None = None
     ) -> EmitToken:
         """A token of a sequence, which may end with it."""
-        index = sequence.output_count
+        index = len(sequence.token_ids) - sequence.prompt_tokens
         if logprobs is not None:
             sequence.logprobs.append(logprobs)
         reason = sequence.append(token_id)
@@ -464,7 +464,7 @@ class PlannerState:
             self.sequence_table.end(sequence)
         name = sequence.request.request_id
         if index:
-            return EmitToken(name, index, token_id, reason, logprobs)
+            return new_tuple(EmitToken, (name, index, token_id, reason, logprobs, None, 0))
         self.sequence_table.prompt_tokens_total += sequence.prompt_tokens
         self.sequence_table.tokens.note_first_output(sequence)
         first, cached = sequence.prompt_logprobs, sequence.cached_tokens
