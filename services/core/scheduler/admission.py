@@ -60,14 +60,17 @@ class Admission:
     ) -> NotAdmitted | None:
         """Why a request for `model` may not wait; None if it may. `placed`: as in Waiting.
 
-        For want of room only newcomers are refused. One that was assigned before waits also for
-        workers that are away, since they may come back: until its deadline, or if it has run, for
-        as long as its gateway wants, also for a worker as large as its own was.
+        For want of room only newcomers are refused. They wait also for groups that have just left;
+        one that was assigned before, for workers that have been away for longer: until its
+        deadline, or if it has run, for as long as its gateway wants, also for a worker as large as
+        its own was.
         """
         refused = None
         if model is not None:
             refused = self._too_large(ask, model)
-        elif not ask.resumed and ask.failed is None:
+        elif not (
+            ask.resumed or ask.failed is not None or self.groups.has_just_left(ask.model, ask.now_s)
+        ):
             refused = check_model(ask.model, self.groups.models, self.groups.served_before)
         if refused is not None or ask.resumed:
             return refused

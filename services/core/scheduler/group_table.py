@@ -17,6 +17,8 @@ from services.core.scheduler.vocabulary import LoadLost, LoadReported, ServingGr
 from services.core.steadiness import SelfWatch, Steadiness
 
 MODELS_REMEMBERED_MAX = 1_000
+AWAY_WAIT_S = 10.0
+"""So long after a model's last group has left, another one is expected: a loss divides a group."""
 
 
 @dataclass(slots=True)
@@ -148,6 +150,7 @@ class GroupTable:
     _group_of_worker: dict[str, str] = field(default_factory=dict)
     # Models that groups have served, and the longest sequence that one of them held.
     _held: dict[str, int] = field(default_factory=dict)
+    _left_s: dict[str, float] = field(default_factory=dict)  # of those that none serves now
     _steadiness: Steadiness = field(default_factory=Steadiness)
     _self_watch: SelfWatch = field(default_factory=SelfWatch)
 
@@ -160,6 +163,11 @@ class GroupTable:
     def served_before(self) -> Collection[str]:
         """Models that groups have served; some still do."""
         return self._held.keys()
+
+    def has_just_left(self, model: str, now_s: float) -> bool:
+        """Whether the model's last group has left, and another one is likely to come soon."""
+        left_s = self._left_s.get(model)
+        return left_s is not None and now_s < left_s + AWAY_WAIT_S
 
     def longest_held(self, model: str) -> int:
         """The longest sequence that a group of the model has held; 0 if none is known."""
@@ -190,7 +198,8 @@ class GroupTable:
             return
         # Demand does not change with the groups: its measure survives the model's only group.
         before = self._models.get(group.model)
-        self.leave(group.group_id)
+        self.leave(group.group_id, now_s)
+        self._left_s.pop(group.model, None)
         load = GroupLoad(group, self.growth_blocks)
         load.flaps = self._steadiness.flaps(group.worker_id, now_s)
         self._loads[group.group_id] = load
@@ -205,7 +214,7 @@ class GroupTable:
         self._divide(group.model)
         self._group_of_worker[group.worker_id] = group.group_id
 
-    def leave(self, group_id: str) -> None:
+    def leave(self, group_id: str, now_s: float) -> None:
         """A group serves no more; no effect if it is not known."""
         load = self._loads.pop(group_id, None)
         if load is None:
@@ -214,6 +223,8 @@ class GroupTable:
         self._models[model].remove(group_id)
         if not self._models[model].index.loads:
             del self._models[model]
+            if model in self._held:
+                self._left_s[model] = now_s
         self._divide(model)
         if self._group_of_worker.get(worker_id) == group_id:
             del self._group_of_worker[worker_id]
@@ -287,6 +298,7 @@ class GroupTable:
         for model in self._models.values():
             model.check_invariants()
         assert set(self._group_of_worker.values()) <= set(self._loads)
+        assert self._left_s.keys() <= self._held.keys() - self._models.keys()
 
     def _note_held(self, load: GroupLoad) -> None:
         model, tokens = load.group.model, load.tokens_max

@@ -111,7 +111,7 @@ class SchedulerState:
             case GroupJoined():
                 self._groups.join(event.group, event.now_s)
             case GroupLeft():
-                self._groups.leave(event.group_id)
+                self._groups.leave(event.group_id, event.now_s)
             case LoadLost():
                 self._groups.lose(event)
             case ShortfallsTold():

@@ -16,7 +16,7 @@ from services.core.scheduler.bookkeeping import REMEMBERED_MAX
 from services.core.scheduler.class_rules import ClassRules
 from services.core.scheduler.dispatch import ScoreFunction, kv_share, least_loaded
 from services.core.scheduler.group_load import KEPT_S
-from services.core.scheduler.group_table import MODELS_REMEMBERED_MAX
+from services.core.scheduler.group_table import AWAY_WAIT_S, MODELS_REMEMBERED_MAX
 from services.core.scheduler.state import (
     ALONE_S,
     RETURNS_MAX,
@@ -415,7 +415,7 @@ class TestGroups:
     def test_a_change_of_model_moves_it(self, scheduler: Scheduler) -> None:
         scheduler.join(model="m")
         scheduler.join(model="n", epoch=2)
-        assert refusal(scheduler.ask("r1")).reason is RefusalReason.UNKNOWN_MODEL
+        assert refusal(scheduler.ask("r1", now_s=AWAY_WAIT_S)).reason is RefusalReason.UNKNOWN_MODEL
 
     @pytest.mark.parametrize(
         "score, workers",
@@ -747,7 +747,7 @@ class TestRefusals:
         scheduler.join("w0", model="m")
         scheduler.join("w1", model="n")
         scheduler(GroupLeft(0.0, "group-w0"))
-        refused = refusal(scheduler.ask("r1"))
+        refused = refusal(scheduler.ask("r1", now_s=AWAY_WAIT_S))
         assert refused.reason is RefusalReason.UNKNOWN_MODEL
         assert refused.retry_after_s > 0
         assert "away" in refused.message
@@ -755,13 +755,27 @@ class TestRefusals:
         scheduler.report("w0")
         assert assigned(scheduler.ask("r1")) == ["r1"]
 
+    def test_a_model_whose_last_group_has_just_left_is_waited_for(
+        self, scheduler: Scheduler
+    ) -> None:
+        scheduler.join("w0", model="m")
+        scheduler.join("w1", model="n")
+        scheduler(GroupLeft(1.0, "group-w0"))
+        assert kinds(scheduler.ask("r1", now_s=AWAY_WAIT_S)) == [SendTicket]
+        assert scheduler(Ticked(AWAY_WAIT_S + 2.0)) == []
+        scheduler.join("w0", epoch=2)
+        assert assigned(scheduler.report("w0", epoch=2)) == ["r1"]
+        scheduler(GroupLeft(20.0, "group-w0"))
+        assert kinds(scheduler.ask("r2", now_s=29.0)) == [SendTicket]
+
     def test_the_memory_of_models_is_bounded(self) -> None:
         state = SchedulerState(8, 120.0)
         state.handle(GroupJoined(0.0, group("w1", model="n")))
         for number in range(MODELS_REMEMBERED_MAX + 1):
             state.handle(GroupJoined(0.0, group(model=f"m{number}")))
         state.handle(GroupLeft(0.0, "group-w0"))
-        assert refusal(state.handle(ask("r1", model="m0"))).retry_after_s > 0
+        heard = ask("r1", model="m0", now_s=AWAY_WAIT_S)
+        assert refusal(state.handle(heard)).retry_after_s > 0
         unheard = ask("r2", model=f"m{MODELS_REMEMBERED_MAX}")
         assert refusal(state.handle(unheard)).retry_after_s is None
 
@@ -1002,7 +1016,7 @@ def test_it_waits_for_the_workers_of_its_model_to_come_back(scheduler: Scheduler
     scheduler.join()
     scheduler.join("other", model="other")
     scheduler(GroupLeft(0.0, "group-w0"))
-    assert refusal(scheduler.ask("new")).reason is RefusalReason.UNKNOWN_MODEL
+    assert refusal(scheduler.ask("new", now_s=10.0)).reason is RefusalReason.UNKNOWN_MODEL
     assert kinds(scheduler.ask("resumed", resumed=True)) == [SendTicket]
     scheduler.join(epoch=2, incarnation="w0-b")
     assert assigned(scheduler.report(epoch=2, incarnation="w0-b")) == ["resumed"]
