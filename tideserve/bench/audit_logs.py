@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from services.common.event_log import EventLogError, read_config, read_entries
-from services.core.audit.audit import Audit
+from services.core.audit.audit import STABLE_WITHIN_S, Audit
 from services.core.audit.concession_order import ConcessionOrder
 from services.core.audit.findings import Findings
 from services.core.audit.settled_changes import SettledChange, settled_changes
@@ -59,8 +59,10 @@ class Audited:
         return {one: self.findings.checks[one] for one in INVARIANTS}
 
 
-def audit_logs(folder: Path, killed: Collection[int] = ()) -> Audited:
+def audit_logs(folder: Path, killed: Collection[int] = (), fault_lasts_s: float = 0.0) -> Audited:
     """Read while the cluster is at rest, before it is stopped: a stop dissolves its groups.
+
+    `fault_lasts_s`: for so long a process stood still, or was cut off, and could settle nothing.
 
     Raises:
         SystemUnavailable: if a log is missing or cannot be read.
@@ -70,7 +72,7 @@ def audit_logs(folder: Path, killed: Collection[int] = ()) -> Audited:
     gateways: dict[bool, list[Path]] = {False: [], True: []}
     for path in _logs(folder, "gateway-*"):
         gateways[int(path.stem.rpartition("-")[2]) in killed].append(path)
-    audit = Audit()
+    audit = Audit(STABLE_WITHIN_S + fault_lasts_s)
     try:
         replayed = {path.name: _replay_engine(path, audit.findings) for path in engines}
         replayed |= {path.name: _replay_groups(path) for path in memory_managers}
