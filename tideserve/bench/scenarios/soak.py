@@ -253,7 +253,10 @@ def _rows(done: Soaked, tally: Tally, audited: Audited) -> list[tuple[str, str]]
         ("faults / floods", f"{sum(done.faults.values())} / {done.floods}"),
         ("of these", ", ".join(f"{name} {n}" for name, n in sorted(done.faults.items()))),
         ("longest until all workers served", f"{done.slowest_whole_s:.1f} s"),
-        ("requests sent / completed", f"{tally.sent:,} / {tally.completed:,}"),
+        (
+            "requests sent / completed / hung up by their clients",
+            f"{tally.sent:,} / {tally.completed:,} / {tally.hung_up:,}",
+        ),
         ("otherwise", ", ".join(f"{name} {getattr(tally, name)}" for name in ends)),
     ]
     for name, values in done.rss_bytes.items():
