@@ -22,11 +22,14 @@ from services.common.membership import GROUPS, WORKERS
 from services.gateway.app import serve
 from services.gateway.bounds.body_budget import SMALL_BYTES
 from services.gateway.bounds.drain import Drain
-from services.gateway.cluster import reach
+from services.gateway.cluster import reach, worker_client
 from services.gateway.cluster.admission_client import SWEEP_S
+from services.gateway.cluster.worker_client import WorkerClient
+from services.gateway.cluster.worker_link import WorkerLink
 from services.gateway.config import GatewayConfig
 from tests.support.byte_tokenizer import write_model_folder
 from tests.support.control_plane import delete, group_record, put, service_address, worker_record
+from tests.support.fake_cluster import FakeWorker
 from tests.support.gateway import TEXT, Case, gateway_case, text_ids
 from tests.support.refusing_address import refusing_address
 from tests.support.waiting import DEADLINE_S, eventually
@@ -322,6 +325,71 @@ async def test_an_idle_link_to_a_vanished_worker_is_closed(case: Case) -> None:
     assert len(worker.calls) == 1
     await delete(case.cluster.store, f"{WORKERS}w0")
     await eventually(lambda: not worker.calls)
+
+
+async def test_a_worker_that_is_not_registered_and_silent_loses_its_requests(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker_client, "GONE_SILENT_S", 0.3)
+    async with gateway_case(store, tmp_path / "model", workers=2) as case:
+        other, frozen = case.cluster.workers
+        frozen.pause_at = 2
+        answering = asyncio.create_task(case.complete(max_tokens=6))
+        await eventually(lambda: frozen.emitted == 2)
+        await delete(case.cluster.store, f"{WORKERS}w1")
+        answer = (await answering).json()
+        assert answer["choices"][0]["text"] == TEXT[:6]
+        assert [len(one.starts) for one in (frozen, other)] == [1, 1]
+        assert list(other.starts[0].output_ids) == text_ids(TEXT)[:2]
+
+
+async def test_a_move_to_a_worker_that_is_gone_before_it_answers_is_given_up(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attached = asyncio.Event()
+    take = FakeWorker._take
+
+    def silent(worker: FakeWorker, frame: worker_pb2.GenerateRequest, *others: Any) -> None:
+        if frame.HasField("attach"):
+            attached.set()
+        else:
+            take(worker, frame, *others)
+
+    monkeypatch.setattr(worker_client, "GONE_SILENT_S", 0.3)
+    monkeypatch.setattr(FakeWorker, "_take", silent)
+    async with gateway_case(store, tmp_path / "model", workers=2, attach_timeout_s=300) as case:
+        new, old = case.cluster.workers
+        old.moves_to, old.move_at = new, 3
+        answering = asyncio.create_task(case.complete(max_tokens=6))
+        await eventually(attached.is_set)
+        await delete(case.cluster.store, f"{WORKERS}w0")
+        assert (await answering).json()["choices"][0]["text"] == TEXT[:6]
+        assert list(new.starts[0].output_ids) == text_ids(TEXT)[:3]
+
+
+async def test_a_worker_that_is_not_registered_goes_on_while_it_speaks(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watched = asyncio.Event()
+    watch = WorkerClient._watch_vanished
+
+    async def noted(client: WorkerClient, link: WorkerLink) -> None:
+        watched.set()
+        await watch(client, link)
+
+    monkeypatch.setattr(worker_client, "GONE_SILENT_S", BUSY_S)
+    monkeypatch.setattr(WorkerClient, "_watch_vanished", noted)
+    async with gateway_case(store, tmp_path / "model") as case:
+        worker = case.cluster.workers[0]
+        worker.pause_at = 2
+        answering = asyncio.create_task(case.complete(max_tokens=6))
+        await eventually(lambda: worker.emitted == 2)
+        await delete(case.cluster.store, f"{WORKERS}w0")
+        await eventually(watched.is_set)
+        worker.go.set()
+        assert (await answering).json()["choices"][0]["text"] == TEXT[:6]
+        assert len(worker.starts) == 1
+        await eventually(lambda: not worker.calls)
 
 
 async def test_a_stale_assignment_is_asked_for_again_under_the_same_id(case: Case) -> None:

@@ -31,6 +31,8 @@ from tideserve.worker.v1 import worker_pb2
 REATTACH_S = 0.2
 UNREACHED_MAX = 5
 """Connections in a row without a word of a worker: then its process is taken to be gone."""
+GONE_SILENT_S = 5.0
+"""A worker whose registration has ended and that is silent for so long is taken to be gone."""
 LARGE_IDS = 4096
 """Token ids of a request that take longer to pack than a turn of the event loop should."""
 
@@ -78,6 +80,7 @@ class WorkerClient:
         self._reach = Reach()
         self._links: dict[str, WorkerLink] = {}
         self._carried: dict[str, _Carried] = {}
+        self._watched: set[WorkerLink] = set()  # with streams of workers that are not registered
         self._tasks: asyncio.TaskGroup | None = None
 
     @property
@@ -203,6 +206,9 @@ class WorkerClient:
         try:
             async with timeout(self._attach_timeout_s):
                 while not await carried.stream.settled():
+                    if moved.address not in self._known_addresses():
+                        self._give_up(carried, moved, "has gone")
+                        return
                     unreached = 0 if carried.link.answered else unreached + 1
                     if unreached == UNREACHED_MAX:
                         self._give_up(carried, moved, "cannot be reached")
@@ -225,8 +231,30 @@ class WorkerClient:
         self._carry(carried, moved.address, frame)
 
     def _close_if_vanished(self, link: WorkerLink) -> None:
-        if not link.streams and link.address not in self._known_addresses():
+        """Close the link of a worker that is not registered, now or as soon as it is silent.
+
+        A frozen process loses its registration long before its connections break. One that shuts
+        down, or is cut off from etcd alone, goes on with its requests.
+        """
+        if link.address in self._known_addresses():
+            return
+        if not link.streams:
             link.close()
+        elif link not in self._watched:
+            assert self._tasks is not None, "run() owns the links"
+            self._watched.add(link)
+            self._tasks.create_task(self._watch_vanished(link))
+
+    async def _watch_vanished(self, link: WorkerLink) -> None:
+        try:
+            while link.usable and link.streams and link.address not in self._known_addresses():
+                left_s = link.heard_s + GONE_SILENT_S - monotonic_s()
+                if left_s <= 0:
+                    link.close()
+                    return
+                await asyncio.sleep(left_s)
+        finally:
+            self._watched.discard(link)
 
     def _link(self, address: str) -> WorkerLink:
         link = self._links.get(address)

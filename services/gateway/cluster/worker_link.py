@@ -38,7 +38,8 @@ class WorkerLink:
         """`on_moved` learns of each request id that this worker has handed to another, `on_load` of
         its load whenever requests have ended, before these do; `reach` whether it answers.
 
-        `answered` is whether the worker has said anything on it.
+        `answered` is whether the worker has said anything on it, `heard_s` when it did last, or
+        when the link was made.
         """
         self.address = address
         self._on_moved = on_moved
@@ -49,6 +50,7 @@ class WorkerLink:
         self._outbox: Outbox[worker_pb2.GenerateRequest] = Outbox()
         self._stop = asyncio.Event()
         self.answered = False
+        self.heard_s = monotonic_s()
 
     @property
     def usable(self) -> bool:
@@ -98,6 +100,7 @@ class WorkerLink:
 
     async def _read(self, call: GenerateCall) -> None:
         async for frame in call:
+            self.heard_s = monotonic_s()
             if frame.HasField("load"):
                 self._on_load(frame.load)
             for event in translate_worker.token_events(frame):
