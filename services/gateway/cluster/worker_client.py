@@ -17,6 +17,7 @@ from services.common.timeouts import timeout
 from services.common.tracing import SpanLink, parse_traceparent
 from services.core.ask import Assignment
 from services.core.request import Request
+from services.core.stall import STALLED_S
 from services.gateway.cluster import translate_worker
 from services.gateway.cluster.journal import Journal
 from services.gateway.cluster.reach import Reach
@@ -31,7 +32,7 @@ from tideserve.worker.v1 import worker_pb2
 REATTACH_S = 0.2
 UNREACHED_MAX = 5
 """Connections in a row without a word of a worker: then its process is taken to be gone."""
-GONE_SILENT_S = 5.0
+GONE_SILENT_S = STALLED_S
 """A worker whose registration has ended and that is silent for so long is taken to be gone."""
 LARGE_IDS = 4096
 """Token ids of a request that take longer to pack than a turn of the event loop should."""
