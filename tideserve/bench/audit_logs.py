@@ -1,11 +1,11 @@
 """Replays and audits the event logs that the processes of a cluster wrote to one folder."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from services.common.event_log import EventLogError, read_config, read_entries
-from services.core.audit.audit import STABLE_WITHIN_S, Audit
+from services.core.audit.audit import Audit
 from services.core.audit.concession_order import ConcessionOrder
 from services.core.audit.findings import Findings
 from services.core.audit.settled_changes import SettledChange, settled_changes
@@ -59,10 +59,12 @@ class Audited:
         return {one: self.findings.checks[one] for one in INVARIANTS}
 
 
-def audit_logs(folder: Path, killed: Collection[int] = (), fault_lasts_s: float = 0.0) -> Audited:
+def audit_logs(
+    folder: Path, killed: Collection[int] = (), stopped_until_s: Mapping[str, float] | None = None
+) -> Audited:
     """Read while the cluster is at rest, before it is stopped: a stop dissolves its groups.
 
-    `fault_lasts_s`: for so long a process stood still, or was cut off, and could settle nothing.
+    `killed`: process ids of gateways; `stopped_until_s` as in `Audit`.
 
     Raises:
         SystemUnavailable: if a log is missing or cannot be read.
@@ -72,7 +74,7 @@ def audit_logs(folder: Path, killed: Collection[int] = (), fault_lasts_s: float 
     gateways: dict[bool, list[Path]] = {False: [], True: []}
     for path in _logs(folder, "gateway-*"):
         gateways[int(path.stem.rpartition("-")[2]) in killed].append(path)
-    audit = Audit(STABLE_WITHIN_S + fault_lasts_s)
+    audit = Audit(stopped_until_s=stopped_until_s or {})
     try:
         replayed = {path.name: _replay_engine(path, audit.findings) for path in engines}
         replayed |= {path.name: _replay_groups(path) for path in memory_managers}

@@ -27,6 +27,7 @@ A log cannot show what a process did not note: a write past a block's end, say.
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import inf
 
 from services.core.audit.engine_history import Emitted, EngineHistory, Key, begun
 from services.core.audit.facts import EngineSwitched
@@ -42,9 +43,14 @@ Logs = Sequence[Iterable[Recorded]]
 
 @dataclass(slots=True)
 class Audit:
-    """The histories of one run; `findings` has what was checked and what is broken."""
+    """The histories of one run; `findings` has what was checked and what is broken.
+
+    `stopped_until_s`: workers whose processes stood still, and until when, by the clock of the
+    logs; they settle what was committed meanwhile within `stable_within_s` from then.
+    """
 
     stable_within_s: float = STABLE_WITHIN_S
+    stopped_until_s: Mapping[str, float] = field(default_factory=dict)
     findings: Findings = field(default_factory=Findings)
     engines: list[EngineHistory] = field(default_factory=list)
     groups: GroupHistory = field(init=False)
@@ -121,21 +127,24 @@ class Audit:
 
     def _check_in_time(self, engine: EngineHistory) -> None:
         """Each configuration of the engine was reached, or a later one, and settled."""
-        within_s = self.stable_within_s
+        stopped_until_s = self.stopped_until_s.get(engine.worker_id, -inf)
         for place, members in self.groups.configurations.items():
             since_s = self.groups.committed_s.get(place)
             mine = any(engine.is_process_of(member) for member in members)
-            if since_s is None or not mine or self._end_s < since_s + within_s:
+            if since_s is None or not mine:
+                continue
+            due_s = max(since_s, stopped_until_s) + self.stable_within_s
+            if self._end_s < due_s:
                 continue
             settled = any(
-                fact.settled and fact.epoch >= place[1] and fact.now_s <= since_s + within_s
+                fact.settled and fact.epoch >= place[1] and fact.now_s <= due_s
                 for fact in engine.memory
             )
             self.findings.check(
                 "I9",
-                settled or _superseded(engine.switches, place[1], since_s + within_s),
+                settled or _superseded(engine.switches, place[1], due_s),
                 "{} had not settled in {} at epoch {} {:g} s after the commit",
-                *(engine.worker_id, *place, within_s),
+                *(engine.worker_id, *place, due_s - since_s),
             )
 
     def _check_groups_stable(self) -> None:

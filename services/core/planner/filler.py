@@ -99,7 +99,12 @@ class Filler:
     def most_urgent(
         self, decodes: list[Sequence], spent: Spent, limit_s: float, now_s: float
     ) -> list[Sequence]:
-        """Those that fit, most urgent first, and those that cannot wait; in the order given."""
+        """Those that fit, most urgent first, and those that cannot wait; in the order given.
+
+        Among equally urgent ones those go first that are given first. Each costs something.
+        """
+        if not decodes:
+            return []
         iteration_s = self.feedback.budget.iteration_s
         residuals_s = [deadline.residual_s(one, now_s, iteration_s) for one in decodes]
         order = sorted(range(len(decodes)), key=residuals_s.__getitem__)

@@ -229,12 +229,13 @@ class Sequence:
 
     def next_decode(self, block_ids: tuple[int, ...]) -> Chunk:
         """As `next_chunk` of the one token that remains, for which there are hundreds of calls."""
-        if self.prompt_logprobs is not None or self.told is None or self._reads_output:
+        start, count = self.computed, len(self.token_ids)
+        unusual = self.prompt_logprobs is not None or self.told is None or self._reads_output
+        if unusual or start + 1 != count:
             return self.next_chunk(1, block_ids)
-        token_ids = self.token_ids
-        index = self.told = len(token_ids) - self.prompt_tokens
+        index = self.told = count - self.prompt_tokens
         sample = new_tuple(SampleSpec, (None, index, ()))
-        last = (token_ids[-1],)
+        last = (self.token_ids[start],)
         return new_tuple(
             Chunk, (self.request.request_id, self.computed, last, block_ids, sample, None)
         )

@@ -67,8 +67,7 @@ class SloPipelinePlanner(PipelinePlanner):
         late = spent.decodes_s(len(chosen), sum([one.computed for one in chosen])) > limit_s
         self.filler.slots.observe(late)
         if (late and self.feedback.corrects) or len(chosen) > self.filler.slots.now:
-            oldest_first = sorted(chosen, key=lambda one: one.age)
-            chosen = self.filler.most_urgent(oldest_first, spent, limit_s, plan.planned_s)
+            chosen = self.filler.most_urgent(chosen, spent, limit_s, plan.planned_s)
         if self._add_decodes(plan, chosen):
             ready.drop_preempted()
             ready.online = sum(one.online for one in table.running)

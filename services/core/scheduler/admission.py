@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from services.core.ask import AVOIDED_MAX, RefusalReason
 from services.core.prefix.block_hash import THIN_MAX
 from services.core.scheduler.class_rules import NO_CLASSES, ClassRules
-from services.core.scheduler.group_table import GroupTable, ModelGroups
+from services.core.scheduler.group_table import REGROUP_S, GroupTable, ModelGroups
 from services.core.scheduler.queue import Waiting, WaitQueue
 from services.core.scheduler.rate import RATE_WINDOW_S, ClassRates, retry_after_s
 from services.core.scheduler.vocabulary import Asked
@@ -68,10 +68,8 @@ class Admission:
         refused = None
         if model is not None:
             refused = self._too_large(ask, model)
-        elif not (
-            ask.resumed or ask.failed is not None or self.groups.has_just_left(ask.model, ask.now_s)
-        ):
-            refused = check_model(ask.model, self.groups.models, self.groups.served_before)
+        elif _is_newcomer(ask):
+            refused = self._away(ask, ask.now_s)
         if refused is not None or ask.resumed:
             return refused
         if ask.now_s - arrival_s >= self._deadline_s(ask.service):
@@ -105,7 +103,7 @@ class Admission:
                 return oldest, self._expired(oldest.ask.service)
         model = self.groups.of_model(name)
         if model is None:
-            return None
+            return self._tired_of_waiting(name, now_s)
         for waiting in self.queue.line(name):
             if model.can_hold(waiting.ask):
                 break
@@ -130,6 +128,25 @@ class Admission:
             queued = queue.wanted(ask.model, classes)[0] if of_model else queue.count(classes)
             waits.append(retry_after_s(ask.request_id, queued, rates.per_s(classes, now_s)))
         return max(waits)
+
+    def _tired_of_waiting(self, name: str, now_s: float) -> tuple[Waiting, NotAdmitted] | None:
+        """The first newcomer of those that wait for groups that have not come back soon."""
+        left_s = self.groups.left_s(name)
+        if left_s is None or now_s < left_s + REGROUP_S:
+            return None
+        for waiting in self.queue.line(name):
+            if _is_newcomer(waiting.ask) and waiting.ask.now_s >= left_s and not waiting.placed:
+                refused = self._away(waiting.ask, now_s)
+                return None if refused is None else (waiting, refused)
+        return None
+
+    def _away(self, ask: Asked, now_s: float) -> NotAdmitted | None:
+        """Refuses a newcomer of a model that no group serves, unless its last one has just left."""
+        left_s = self.groups.left_s(ask.model)
+        if left_s is not None and now_s < left_s + REGROUP_S:
+            longest = self.groups.longest_held(ask.model)
+            return check_size(ask.prompt_tokens, ask.max_tokens, longest)
+        return check_model(ask.model, self.groups.models, self.groups.served_before)
 
     def _too_large(self, ask: Asked, model: ModelGroups) -> NotAdmitted | None:
         """Refuses what no group can hold, and what has run if no group ever could."""
@@ -187,6 +204,11 @@ class Admission:
             RefusalReason.EXPIRED,
             f"no worker had room within {self._deadline_s(service):g} s; retry later",
         )
+
+
+def _is_newcomer(ask: Asked) -> bool:
+    """Whether a request has not been at a worker, as far as its gateway tells."""
+    return not ask.resumed and ask.failed is None
 
 
 def check_fields(ask: Asked) -> NotAdmitted | None:

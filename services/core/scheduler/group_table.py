@@ -17,8 +17,8 @@ from services.core.scheduler.vocabulary import LoadLost, LoadReported, ServingGr
 from services.core.steadiness import SelfWatch, Steadiness
 
 MODELS_REMEMBERED_MAX = 1_000
-AWAY_WAIT_S = 10.0
-"""So long after a model's last group has left, another one is expected: a loss divides a group."""
+REGROUP_S = 10.0
+"""So long after a model's last group has left, new requests wait: a loss may have divided it."""
 
 
 @dataclass(slots=True)
@@ -164,10 +164,9 @@ class GroupTable:
         """Models that groups have served; some still do."""
         return self._held.keys()
 
-    def has_just_left(self, model: str, now_s: float) -> bool:
-        """Whether the model's last group has left, and another one is likely to come soon."""
-        left_s = self._left_s.get(model)
-        return left_s is not None and now_s < left_s + AWAY_WAIT_S
+    def left_s(self, model: str) -> float | None:
+        """When the model's last group left; None if one serves, or none ever has."""
+        return self._left_s.get(model)
 
     def longest_held(self, model: str) -> int:
         """The longest sequence that a group of the model has held; 0 if none is known."""

@@ -89,8 +89,7 @@ def _run(cluster: FaultCluster, seed: int, undisturbed: UndisturbedRuns, say: Sa
     else:
         _follow(cluster, seen, streams, requests, hit_s, say)
     say("auditing the event logs")
-    lasts_s = FAULTS[cell.fault].lasts_s
-    _note_audit(seen, audit_logs(cluster.events, cluster.killed, lasts_s))
+    _note_audit(seen, audit_logs(cluster.events, cluster.killed, cluster.stopped_until_s()))
     return seen
 
 

@@ -15,7 +15,14 @@ from typing import Any
 import psutil
 
 from services.common.clock import monotonic_s
-from services.common.failpoint import KILL, KILL_PARENT, KILL_WORKER, read_hits
+from services.common.failpoint import (
+    KILL,
+    KILL_PARENT,
+    KILL_WORKER,
+    STOP,
+    STOP_WORKER,
+    read_hits,
+)
 from tideserve.bench.errors import SystemUnavailable
 from tideserve.bench.faults.matrix import FAULTS, PHASES, FaultCell
 from tideserve.bench.group_changes import MERGE_PATH, SPLIT_PATH, ChangeFailed, change_groups
@@ -144,6 +151,18 @@ class FaultCluster:
         ends = FAULTS[self.cell.fault].action in (KILL, KILL_PARENT, KILL_WORKER)
         struck = {one["pid"] for one in read_hits(self._hits)} if ends else set()
         return frozenset(name for name, pids in self._workers.items() if not pids & struck)
+
+    def stopped_until_s(self) -> dict[str, float]:
+        """The workers that the fault has stopped, and until when."""
+        fault = FAULTS[self.cell.fault]
+        if fault.action not in (STOP, STOP_WORKER):
+            return {}
+        ends_s = {one["pid"]: one["monotonic_s"] + fault.lasts_s for one in read_hits(self._hits)}
+        return {
+            name: max(ends_s[pid] for pid in struck)
+            for name, pids in self._workers.items()
+            if (struck := pids & ends_s.keys())
+        }
 
     def stable(self) -> bool:
         """Whether all survivors serve, and all records are settled."""

@@ -16,7 +16,7 @@ from services.core.scheduler.bookkeeping import REMEMBERED_MAX
 from services.core.scheduler.class_rules import ClassRules
 from services.core.scheduler.dispatch import ScoreFunction, kv_share, least_loaded
 from services.core.scheduler.group_load import KEPT_S
-from services.core.scheduler.group_table import AWAY_WAIT_S, MODELS_REMEMBERED_MAX
+from services.core.scheduler.group_table import MODELS_REMEMBERED_MAX, REGROUP_S
 from services.core.scheduler.state import (
     ALONE_S,
     RETURNS_MAX,
@@ -415,7 +415,7 @@ class TestGroups:
     def test_a_change_of_model_moves_it(self, scheduler: Scheduler) -> None:
         scheduler.join(model="m")
         scheduler.join(model="n", epoch=2)
-        assert refusal(scheduler.ask("r1", now_s=AWAY_WAIT_S)).reason is RefusalReason.UNKNOWN_MODEL
+        assert refusal(scheduler.ask("r1", now_s=REGROUP_S)).reason is RefusalReason.UNKNOWN_MODEL
 
     @pytest.mark.parametrize(
         "score, workers",
@@ -747,7 +747,7 @@ class TestRefusals:
         scheduler.join("w0", model="m")
         scheduler.join("w1", model="n")
         scheduler(GroupLeft(0.0, "group-w0"))
-        refused = refusal(scheduler.ask("r1", now_s=AWAY_WAIT_S))
+        refused = refusal(scheduler.ask("r1", now_s=REGROUP_S))
         assert refused.reason is RefusalReason.UNKNOWN_MODEL
         assert refused.retry_after_s > 0
         assert "away" in refused.message
@@ -760,13 +760,23 @@ class TestRefusals:
     ) -> None:
         scheduler.join("w0", model="m")
         scheduler.join("w1", model="n")
+        scheduler.ask("before", now_s=0.5)
         scheduler(GroupLeft(1.0, "group-w0"))
-        assert kinds(scheduler.ask("r1", now_s=AWAY_WAIT_S)) == [SendTicket]
-        assert scheduler(Ticked(AWAY_WAIT_S + 2.0)) == []
+        assert kinds(scheduler.ask("r1", now_s=2.0)) == [SendTicket]
+        assert kinds(scheduler.ask("r2", now_s=REGROUP_S)) == [SendTicket]
+        large = refusal(scheduler.ask("r3", now_s=2.0, prompt_tokens=10_000))
+        assert large.reason is RefusalReason.TOO_LARGE
+        assert scheduler(Ticked(REGROUP_S + 0.9)) == []
+        tired = scheduler(Ticked(REGROUP_S + 1.0))
+        assert [one.request_id for one in tired] == ["r1", "r2"]
+        assert {one.reason for one in tired} == {RefusalReason.UNKNOWN_MODEL}
+        assert all(one.retry_after_s for one in tired)
         scheduler.join("w0", epoch=2)
-        assert assigned(scheduler.report("w0", epoch=2)) == ["r1"]
+        assert assigned(scheduler.report("w0", epoch=2, now_s=12.0)) == ["before"]
         scheduler(GroupLeft(20.0, "group-w0"))
-        assert kinds(scheduler.ask("r2", now_s=29.0)) == [SendTicket]
+        scheduler.ask("r4", now_s=21.0)
+        scheduler.join("w0", epoch=3)
+        assert assigned(scheduler.report("w0", epoch=3, now_s=22.0)) == ["r4"]
 
     def test_the_memory_of_models_is_bounded(self) -> None:
         state = SchedulerState(8, 120.0)
@@ -774,7 +784,7 @@ class TestRefusals:
         for number in range(MODELS_REMEMBERED_MAX + 1):
             state.handle(GroupJoined(0.0, group(model=f"m{number}")))
         state.handle(GroupLeft(0.0, "group-w0"))
-        heard = ask("r1", model="m0", now_s=AWAY_WAIT_S)
+        heard = ask("r1", model="m0", now_s=REGROUP_S)
         assert refusal(state.handle(heard)).retry_after_s > 0
         unheard = ask("r2", model=f"m{MODELS_REMEMBERED_MAX}")
         assert refusal(state.handle(unheard)).retry_after_s is None
@@ -1102,7 +1112,8 @@ def test_a_size_that_no_group_ever_held_is_refused_behind_those_that_wait_for_on
     scheduler.join(max_model_len=4096, capacity_blocks=400)
     scheduler(GroupLeft(0.0, "group-w0"))
     assert kinds(scheduler.ask("long", prompt_tokens=2000, resumed=True)) == [SendTicket]
-    assert kinds(scheduler.ask("longer", prompt_tokens=5000)) == [SendTicket]
+    longer = scheduler.ask("longer", prompt_tokens=5000, now_s=REGROUP_S)
+    assert kinds(longer) == [SendTicket]
     scheduler.join("w1")
     command = refusal(scheduler.report("w1"))
     assert (command.request_id, command.reason) == ("longer", RefusalReason.TOO_LARGE)
