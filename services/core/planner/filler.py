@@ -99,7 +99,7 @@ class Filler:
     def most_urgent(
         self, decodes: list[Sequence], spent: Spent, limit_s: float, now_s: float
     ) -> list[Sequence]:
-        """Those that fit, most urgent first, and those that cannot wait; in the order given.
+        """Decodes that fit, most urgent first, and decodes that cannot wait; in the order given.
 
         Among equally urgent ones those go first that are given first. Each costs something.
         """
