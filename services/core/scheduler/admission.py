@@ -103,7 +103,7 @@ class Admission:
                 return oldest, self._expired(oldest.ask.service)
         model = self.groups.of_model(name)
         if model is None:
-            return self._tired_of_waiting(name, now_s)
+            return self._waits_in_vain(name, now_s)
         for waiting in self.queue.line(name):
             if model.can_hold(waiting.ask):
                 break
@@ -129,7 +129,7 @@ class Admission:
             waits.append(retry_after_s(ask.request_id, queued, rates.per_s(classes, now_s)))
         return max(waits)
 
-    def _tired_of_waiting(self, name: str, now_s: float) -> tuple[Waiting, NotAdmitted] | None:
+    def _waits_in_vain(self, name: str, now_s: float) -> tuple[Waiting, NotAdmitted] | None:
         """The first newcomer of those that wait for groups that have not come back soon."""
         left_s = self.groups.left_s(name)
         if left_s is None or now_s < left_s + REGROUP_S:

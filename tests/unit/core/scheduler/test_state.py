@@ -767,10 +767,10 @@ class TestRefusals:
         large = refusal(scheduler.ask("r3", now_s=2.0, prompt_tokens=10_000))
         assert large.reason is RefusalReason.TOO_LARGE
         assert scheduler(Ticked(REGROUP_S + 0.9)) == []
-        tired = scheduler(Ticked(REGROUP_S + 1.0))
-        assert [one.request_id for one in tired] == ["r1", "r2"]
-        assert {one.reason for one in tired} == {RefusalReason.UNKNOWN_MODEL}
-        assert all(one.retry_after_s for one in tired)
+        in_vain = scheduler(Ticked(REGROUP_S + 1.0))
+        assert [one.request_id for one in in_vain] == ["r1", "r2"]
+        assert {one.reason for one in in_vain} == {RefusalReason.UNKNOWN_MODEL}
+        assert all(one.retry_after_s for one in in_vain)
         scheduler.join("w0", epoch=2)
         assert assigned(scheduler.report("w0", epoch=2, now_s=12.0)) == ["before"]
         scheduler(GroupLeft(20.0, "group-w0"))
