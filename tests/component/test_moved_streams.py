@@ -37,6 +37,7 @@ class Bench:
 
     client: WorkerClient
     owners: list[Owner]
+    registered: set[str]  # addresses
     moves: list[None]
     loads: list[str]
     asked_for: list[str]
@@ -79,9 +80,9 @@ async def bench() -> AsyncIterator[Bench]:
             await stack.enter_async_context(Owner(f"w{number}", 7 + number).serving())
             for number in range(3)
         ]
-        known = frozenset(owner.address for owner in owners)
+        registered = {owner.address for owner in owners}
         client = WorkerClient(
-            lambda: known,
+            lambda: frozenset(registered),
             30.0,
             lambda: moves.append(None),
             note_load,
@@ -89,7 +90,7 @@ async def bench() -> AsyncIterator[Bench]:
         )
         running = asyncio.create_task(client.run())
         await asyncio.sleep(0)
-        yield Bench(client, owners, moves, loads, asked_for, running)
+        yield Bench(client, owners, registered, moves, loads, asked_for, running)
         running.cancel()
         await asyncio.wait([running])
 
@@ -329,6 +330,7 @@ async def test_a_worker_that_cannot_be_reached_is_given_up_at_once(bench: Bench)
     gone = Owner("gone", 20)
     bench.client._attach_timeout_s = 3600.0
     with refusing_address() as gone.address:
+        bench.registered.add(gone.address)
         async with bench.open("r") as stream:
             await old.has_started("r")
             old.tell(old.moved("r", gone, 0))
@@ -351,6 +353,7 @@ async def test_a_worker_is_asked_until_it_answers(bench: Bench) -> None:
         async with await asyncio.start_server(hang_up, "127.0.0.1") as closing:
             host, port = closing.sockets[0].getsockname()
             late.address = f"{host}:{port}"
+            bench.registered.add(late.address)
             old.tell(old.moved("r", late, 0))
             await asked.wait()
         async with late.serving():
