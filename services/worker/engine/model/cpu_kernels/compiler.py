@@ -17,6 +17,8 @@ from services.worker.engine.model.cpu_kernels.cache import cache_folder
 from services.worker.engine.model.cpu_kernels.kernel import Kernel
 
 CACHE_LINE_BYTES = 64
+WIDE_FLOATS = 16
+"""How many float32 a vector of 512 bits holds."""
 
 
 def stored_array(stored: torch.Tensor) -> np.ndarray:
@@ -38,7 +40,7 @@ def wide_vectors(features: str) -> str:
 
 def vector_floats(features: str) -> int:
     """How many float32 the widest vector of a CPU with `features` holds; at least eight."""
-    return 16 if "+avx512f" in features.split(",") else 8
+    return WIDE_FLOATS if "+avx512f" in features.split(",") else WIDE_FLOATS // 2
 
 
 numba.config.CACHE_DIR = str(cache_folder(Path(__file__).parent))

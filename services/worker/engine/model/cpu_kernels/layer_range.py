@@ -24,8 +24,9 @@ from services.worker.engine.model.cpu_kernels.compiler import (
 from services.worker.engine.model.cpu_kernels.decode_attention import unpacked
 from services.worker.engine.model.cpu_kernels.layer_kernel import LayerWeights
 from services.worker.engine.model.cpu_kernels.paged_attention import AttentionRoom, attend
-from services.worker.engine.model.cpu_kernels.panel_gemm import STEP_ROWS, panel_calls
+from services.worker.engine.model.cpu_kernels.panel_gemm import panel_calls
 from services.worker.engine.model.cpu_kernels.panel_layer import after_attention, before_attention
+from services.worker.engine.model.cpu_kernels.small_product import STEP_ROWS
 
 _ROWS, _NARROWED = "float32[:, ::1]", "STORED[:, ::1]"
 _PARTS = (

@@ -4,7 +4,6 @@ import numpy as np
 import torch
 
 from services.worker.engine.memory.panels import PANEL, WORD_BYTES
-from services.worker.engine.model.cpu_kernels.brgemm import release
 from services.worker.engine.model.cpu_kernels.compiler import (
     compiled,
     narrow,
@@ -22,6 +21,7 @@ from services.worker.engine.model.cpu_kernels.prefill_attention import (
     ROWS,
     attend_chunk,
 )
+from services.worker.engine.model.cpu_kernels.small_product import release
 
 _HEADS, _CACHE = "float32[:, :, ::1]", "STORED[:, :, :, :, ::1]"
 _SPANS = "int64[:, ::1], int64[::1]"

@@ -1,7 +1,8 @@
 """Products with weights that lie in panels, at the speed of the processor's matrix instructions.
 
-torch's product (`brgemm.py`) takes weights as they lie in `memory/panels.py`, so it reads a weight
-once, in order, and no library copies it into a layout of its own first.
+The product of two small matrices (`small_product.py`) takes weights as they lie in
+`memory/panels.py`, so it reads a weight in order, and no library copies it into a layout of its own
+first.
 
 Measured on Zen 4, one thread, weights of 576 x 1536, as shares of the time of `functional.linear`
 in float32: 4 / 16 / 64 / 256 rows take 0.10 / 0.25 / 0.37 / 0.42 in bfloat16.
@@ -15,58 +16,74 @@ import numpy as np
 import torch
 
 from services.worker.engine.memory.panels import PANEL, panels_of
-from services.worker.engine.model.cpu_kernels.brgemm import product, release
+from services.worker.engine.model.cpu_kernels import STORED_TYPES
 from services.worker.engine.model.cpu_kernels.compiler import (
+    VECTOR_FLOATS,
+    WIDE_FLOATS,
     compiled,
     narrow,
     processor_features,
     stored_array,
 )
-from services.worker.engine.model.cpu_kernels.few_rows import multiply_few
+from services.worker.engine.model.cpu_kernels.small_product import (
+    STEP_ROWS,
+    product,
+    release,
+    rows_at_once,
+)
 
-STEP_ROWS = 64
-"""Rows of one call: what is read again for each panel stays in the first cache."""
-_PRODUCTS = {
-    torch.float32: "_ZN2at6native7cpublas6brgemmEllllllbPKfS3_Pfb",
-    torch.bfloat16: "_ZN2at6native7cpublas6brgemmEllllllbPKN3c108BFloat16ES5_Pfb",
-}
+_PRODUCT = "_ZN2at6native7cpublas6brgemmEllllllbPKN3c108BFloat16ES5_Pfb"
 _RELEASE = "_ZN2at6native7cpublas14brgemm_releaseEb"
 _VECTORS = {"+avx512f", "+avx512bw", "+avx512dq", "+avx512vl"}
-_FEATURES = {
-    torch.float32: (_VECTORS,),
-    torch.bfloat16: (_VECTORS | {"+avx512bf16"}, _VECTORS | {"+amx-bf16"}),
-}
-"""Instructions, all of one set, without which oneDNN has no such product, and ends the process."""
-_NAMES = {"+avx512f": "avx512f", "+avx512bf16": "avx512_bf16", "+amx-bf16": "amx_bf16"}
-"""Instructions that multiply, by the names that /proc/cpuinfo has for them."""
+_NAMES = {"+avx512bf16": "avx512_bf16", "+amx-bf16": "amx_bf16"}
+"""Instructions that multiply bfloat16, by the names that /proc/cpuinfo has for them.
+
+Without `_VECTORS` and one of them oneDNN has no such product, and ends the process.
+"""
+_FUSED_VECTORS = {"+avx2", "+fma"}
+"""Instructions without which products by vectors were not measured."""
 
 
 @cache
 def panel_calls(dtype: torch.dtype) -> np.ndarray | None:
-    """The addresses (int64 [2]) of the product of a dtype, and of the call that releases AMX tiles.
+    """What `product` calls for a dtype, and `release` after it: addresses (int64 [2]).
 
-    None if the processor lacks the instructions, if torch lacks the product, or if a trial product
-    is wrong.
+    They are 0 where vectors compute it: float32, and bfloat16 if the processor or torch lacks a
+    product, or if a trial of it is wrong. None if vectors do not fit either.
     """
+    if dtype not in STORED_TYPES:
+        return None
+    candidates = [_torch_calls()] if dtype == torch.bfloat16 else []
+    if processor_features() >= _FUSED_VECTORS:
+        candidates.append(np.zeros(2, np.int64))
+    return next((one for one in candidates if one is not None and _is_right(one, dtype)), None)
+
+
+def product_instructions(dtype: torch.dtype) -> list[str]:
+    """The instructions that multiply a dtype with panels here, as /proc/cpuinfo names them."""
+    calls = panel_calls(dtype)
+    if calls is None:
+        return []
+    if not calls[0]:
+        return ["avx512f" if VECTOR_FLOATS == WIDE_FLOATS else "avx2"]
+    return _matrix_instructions()
+
+
+def _matrix_instructions() -> list[str]:
     features = processor_features()
-    if not any(needed <= features for needed in _FEATURES.get(dtype, ())):
+    return [name for feature, name in _NAMES.items() if _VECTORS | {feature} <= features]
+
+
+def _torch_calls() -> np.ndarray | None:
+    if not _matrix_instructions():
         return None
     library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
     try:
         loaded = ctypes.CDLL(str(library))
-        found = [getattr(loaded, symbol) for symbol in (_PRODUCTS[dtype], _RELEASE)]
+        found = [getattr(loaded, symbol) for symbol in (_PRODUCT, _RELEASE)]
     except (OSError, AttributeError):
         return None
-    calls = np.array([ctypes.cast(one, ctypes.c_void_p).value for one in found], np.int64)
-    return calls if _is_right(calls, dtype) else None
-
-
-def product_instructions(dtype: torch.dtype) -> list[str]:
-    """The instructions of this processor that can multiply a dtype, as /proc/cpuinfo names them."""
-    features = processor_features()
-    usable = [needed for needed in _FEATURES.get(dtype, ()) if needed <= features]
-    own = [sorted(needed - _VECTORS) or ["+avx512f"] for needed in usable]
-    return [_NAMES[one] for names in own for one in names]
+    return np.array([ctypes.cast(one, ctypes.c_void_p).value for one in found], np.int64)
 
 
 @compiled("void(float32[:, ::1], STORED[:, ::1])")
@@ -89,8 +106,6 @@ def multiply_panel(  # type: ignore[no-untyped-def]
 
     It is added to what is there if `add`. `calls` are those of `panel_calls`.
     """
-    if multiply_few(count, rows, first, panels, panel, output, row, column, add):
-        return
     inputs, outputs = rows.shape[1], output.shape[1]
     product(
         calls[0], count, PANEL, inputs, inputs, PANEL, outputs, add, rows, first * inputs,
@@ -101,11 +116,14 @@ def multiply_panel(  # type: ignore[no-untyped-def]
 @compiled("void(int64[::1], STORED[:, ::1], STORED[:, :, :, ::1], float32[:, ::1], int64)")
 def multiply_panels(calls, rows, panels, output, add):  # type: ignore[no-untyped-def]
     """`output` [rows, out] = `rows` [rows, in] times a weight in panels; plus itself if `add`."""
-    for panel in range(len(panels)):
-        for first in range(0, len(rows), STEP_ROWS):
-            count = min(STEP_ROWS, len(rows) - first)
-            column = panel * PANEL
-            multiply_panel(calls, count, rows, first, panels, panel, output, first, column, add)
+    at_once = rows_at_once(calls[0], rows)
+    for begin in range(0, len(rows), at_once):
+        end = min(begin + at_once, len(rows))
+        for panel in range(len(panels)):
+            for first in range(begin, end, STEP_ROWS):
+                count = min(STEP_ROWS, end - first)
+                column = panel * PANEL
+                multiply_panel(calls, count, rows, first, panels, panel, output, first, column, add)
     release(calls[1])
 
 

@@ -7,6 +7,7 @@ up stay in float32.
 import numpy as np
 import torch
 from numba import float32
+from numba.extending import register_jitable
 
 from services.worker.engine.memory.panels import PANEL
 from services.worker.engine.model.cpu_kernels.compiler import (
@@ -23,7 +24,6 @@ from services.worker.engine.model.cpu_kernels.layer_kernel import (
     add_bias,
 )
 from services.worker.engine.model.cpu_kernels.panel_gemm import (
-    STEP_ROWS,
     multiply_panel,
     multiply_panels,
     narrow_rows,
@@ -31,6 +31,7 @@ from services.worker.engine.model.cpu_kernels.panel_gemm import (
 )
 from services.worker.engine.model.cpu_kernels.rms_norm import norm_scale
 from services.worker.engine.model.cpu_kernels.rotary import turn
+from services.worker.engine.model.cpu_kernels.small_product import STEP_ROWS, rows_at_once
 
 _ROWS, _NARROWED, _PANELS = "float32[:, ::1]", "STORED[:, ::1]", "STORED[:, :, :, ::1]"
 _VECTOR = "STORED[::1]"
@@ -71,6 +72,17 @@ def before_attention(  # type: ignore[no-untyped-def]
     turn(key, norm_k, epsilon, cosine, sine)
 
 
+@register_jitable
+def _gate(gate, up, count, output, column):  # type: ignore[no-untyped-def]
+    """SiLU of `count` rows of `gate`, times `up`, to the columns of `output` from `column` on."""
+    for m in range(count):
+        target = output[m, column : column + PANEL]
+        for k in range(PANEL):
+            wanted = gate[m, k]
+            gated = wanted / (float32(1) + exponential(-wanted)) * up[m, k]
+            target[k] = narrow(gated, target)
+
+
 @compiled(f"void(int64[::1], {_NARROWED}, {_PANELS}, {_PANELS}, {_ROWS}, {_ROWS}, {_NARROWED})")
 def _multiply_gated(  # type: ignore[no-untyped-def]
     calls,
@@ -86,17 +98,15 @@ def _multiply_gated(  # type: ignore[no-untyped-def]
     It computes both a panel at a time, so that they stay in the cache: `gate` and `up`
     [STEP_ROWS, PANEL] are room for that.
     """
-    for panel in range(len(weight_gate)):
-        for first in range(0, len(rows), STEP_ROWS):
-            count = min(STEP_ROWS, len(rows) - first)
-            multiply_panel(calls, count, rows, first, weight_gate, panel, gate, 0, 0, 0)
-            multiply_panel(calls, count, rows, first, weight_up, panel, up, 0, 0, 0)
-            for m in range(count):
-                target = output[first + m, panel * PANEL : (panel + 1) * PANEL]
-                for k in range(PANEL):
-                    wanted = gate[m, k]
-                    gated = wanted / (float32(1) + exponential(-wanted)) * up[m, k]
-                    target[k] = narrow(gated, target)
+    at_once = rows_at_once(calls[0], rows)
+    for begin in range(0, len(rows), at_once):
+        end = min(begin + at_once, len(rows))
+        for panel in range(len(weight_gate)):
+            for first in range(begin, end, STEP_ROWS):
+                count = min(STEP_ROWS, end - first)
+                multiply_panel(calls, count, rows, first, weight_gate, panel, gate, 0, 0, 0)
+                multiply_panel(calls, count, rows, first, weight_up, panel, up, 0, 0, 0)
+                _gate(gate, up, count, output[first:], panel * PANEL)
 
 
 @compiled(

@@ -16,12 +16,12 @@ import numpy as np
 from numba import float32, uint32
 
 from services.worker.engine.memory.panels import PANEL, WORD_BYTES
-from services.worker.engine.model.cpu_kernels.brgemm import product
 from services.worker.engine.model.cpu_kernels.compiler import (
     compiled,
 )
 from services.worker.engine.model.cpu_kernels.exponential import exponential
 from services.worker.engine.model.cpu_kernels.panel_gemm import narrow_rows
+from services.worker.engine.model.cpu_kernels.small_product import product
 from services.worker.engine.model.cpu_kernels.softmax_row import weigh_row
 
 KEYS = 64

@@ -1,6 +1,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -55,18 +56,34 @@ def test_the_devices_that_are_told_are_those_with_a_backend() -> None:
     assert set(ARENAS) == set(DEVICES)
 
 
-def test_a_log_names_the_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    features = ["+avx512f", "+avx512bw", "+avx512dq", "+avx512vl", "+avx512bf16"]
-    monkeypatch.setattr(panel_gemm, "processor_features", lambda: set(features))
-    bfloat16, float32 = torch.bfloat16, torch.float32
-    for storage, panels, wanted in (
-        (bfloat16, True, "bfloat16 panels (avx512_bf16)"),
-        (float32, True, "float32 panels (avx512f)"),
-        (bfloat16, False, "row-major weights in bfloat16, float32 products"),
-    ):
-        assert products_text(storage, float32, compiled=True, panels=panels) == wanted
-    text = products_text(bfloat16, float32, compiled=False, panels=False)
-    assert text.startswith("row-major weights in bfloat16, float32 products, by torch alone (")
+@pytest.mark.parametrize(
+    ("address", "vector_floats", "storage", "wanted"),
+    [
+        (1, 16, torch.bfloat16, "bfloat16 panels (avx512_bf16)"),
+        (0, 16, torch.float32, "float32 panels (avx512f)"),
+        (0, 8, torch.bfloat16, "bfloat16 panels (avx2)"),
+    ],
+)
+def test_a_log_names_the_products_with_panels(
+    address: int,
+    vector_floats: int,
+    storage: torch.dtype,
+    wanted: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    features = {"+avx512f", "+avx512bw", "+avx512dq", "+avx512vl", "+avx512bf16"}
+    monkeypatch.setattr(panel_gemm, "processor_features", lambda: features)
+    monkeypatch.setattr(panel_gemm, "panel_calls", lambda _dtype: np.full(2, address))
+    monkeypatch.setattr(panel_gemm, "VECTOR_FLOATS", vector_floats)
+    assert products_text(storage, torch.float32, compiled=True, panels=True) == wanted
+
+
+def test_a_log_names_other_products() -> None:
+    wanted = "row-major weights in bfloat16, float32 products"
+    products = (torch.bfloat16, torch.float32)
+    assert products_text(*products, compiled=True, panels=False) == wanted
+    text = products_text(*products, compiled=False, panels=False)
+    assert text.startswith(f"{wanted}, by torch alone (")
 
 
 def test_only_chunks_that_sample_answer(runner: ModelRunner) -> None:

@@ -10,11 +10,21 @@ from services.worker.engine.memory.panels import panels_of
 from services.worker.engine.model.cpu_kernels import panel_gemm
 from services.worker.engine.model.cpu_kernels.compiler import stored_array
 from services.worker.engine.model.cpu_kernels.panel_gemm import PanelProduct, narrow_rows
-from tests.support.panels import PANEL_DTYPES, needs_panel_product
+from services.worker.engine.model.cpu_kernels.vector_product import multiply
+from tests.support.panels import PANEL_DTYPES, needs_float32_product, needs_panel_product
+
+BY_VECTORS = np.zeros(2, np.int64)
+PRODUCTS = [
+    *(pytest.param(*one.values, None, marks=one.marks) for one in PANEL_DTYPES),
+    pytest.param(torch.bfloat16, BY_VECTORS, marks=needs_float32_product),
+]
+"""A dtype, and what computes it: what this processor has, or vectors."""
 
 
-def product_of(weight: torch.Tensor, dtype: torch.dtype = torch.bfloat16) -> PanelProduct:
-    return PanelProduct(panels_of(weight.to(dtype)).contiguous())
+def product_of(
+    weight: torch.Tensor, dtype: torch.dtype = torch.bfloat16, calls: np.ndarray | None = None
+) -> PanelProduct:
+    return PanelProduct(panels_of(weight.to(dtype)).contiguous(), calls)
 
 
 def test_rows_are_rounded_as_torch_rounds() -> None:
@@ -30,20 +40,22 @@ def test_rows_are_rounded_as_torch_rounds() -> None:
     assert torch.from_numpy(rounded[:1, :1].copy()).view(torch.bfloat16).isnan().all()
 
 
-@pytest.mark.parametrize("dtype", PANEL_DTYPES)
-@pytest.mark.parametrize("row_count", [1, 5, 63, 64, 65, 200])
-@pytest.mark.parametrize("shape", [(64, 2), (192, 30), (128, 576)])
+@pytest.mark.parametrize(("dtype", "calls"), PRODUCTS)
+@pytest.mark.parametrize("row_count", [1, 2, 3, 4, 5, 6, 7, 63, 64, 65, 300])
+@pytest.mark.parametrize("shape", [(64, 2), (192, 30), (128, 576), (64, 2050)])
 def test_a_product_is_exact_where_numbers_are(
-    shape: tuple[int, int], row_count: int, dtype: torch.dtype
+    shape: tuple[int, int], row_count: int, dtype: torch.dtype, calls: np.ndarray | None
 ) -> None:
     weight = torch.randint(-8, 8, shape).float()
     rows = torch.randint(-8, 8, (row_count, shape[1])).float()
-    assert torch.equal(product_of(weight, dtype)(rows), rows @ weight.t())
+    assert torch.equal(product_of(weight, dtype, calls)(rows), rows @ weight.t())
 
 
-@pytest.mark.parametrize("dtype", PANEL_DTYPES)
-def test_a_row_has_the_same_bits_in_any_company(dtype: torch.dtype) -> None:
-    product, rows = product_of(torch.randn(128, 576), dtype), torch.randn(150, 576)
+@pytest.mark.parametrize(("dtype", "calls"), PRODUCTS)
+def test_a_row_has_the_same_bits_in_any_company(
+    dtype: torch.dtype, calls: np.ndarray | None
+) -> None:
+    product, rows = product_of(torch.randn(128, 576), dtype, calls), torch.randn(150, 576)
     together = product(rows)
     for first, last in ((0, 1), (3, 20), (63, 65), (10, 139), (5, 9), (7, 13)):
         assert torch.equal(product(rows[first:last]), together[first:last])
@@ -56,9 +68,7 @@ def test_another_width_is_refused() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(
-    "features", ["+avx2,+fma", "+avx512f,+avx512bw", "+avx512bf16,-avx512f", ""]
-)
+@pytest.mark.parametrize("features", ["+avx2", "+avx512f,+avx512bw", "+fma", ""])
 def test_a_processor_without_the_instructions_is_not_tried(
     monkeypatch: pytest.MonkeyPatch, features: str, dtype: torch.dtype
 ) -> None:
@@ -66,19 +76,61 @@ def test_a_processor_without_the_instructions_is_not_tried(
     assert panel_gemm.panel_calls.__wrapped__(dtype) is None
 
 
+@needs_float32_product
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("features", ["+avx2,+fma", "+avx2,+fma,+avx512bf16,-avx512f"])
+def test_vectors_multiply_where_torch_has_no_product(
+    monkeypatch: pytest.MonkeyPatch, features: str, dtype: torch.dtype
+) -> None:
+    monkeypatch.setattr(panel_gemm, "processor_features", lambda: set(features.split(",")))
+    calls = panel_gemm.panel_calls.__wrapped__(dtype)
+    assert calls is not None
+    assert not calls.any()
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
 def test_other_dtypes_have_no_product(dtype: torch.dtype) -> None:
     assert panel_gemm.panel_calls(dtype) is None
 
 
+@needs_float32_product
+def test_another_torch_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(panel_gemm, "_PRODUCT", "no_such_symbol")
+    calls = panel_gemm.panel_calls.__wrapped__(torch.bfloat16)
+    assert calls is not None
+    assert not calls.any()
+
+
 @pytest.mark.parametrize("dtype", PANEL_DTYPES)
-def test_another_torch_and_a_wrong_product_are_not_used(
-    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
-) -> None:
+def test_a_wrong_product_is_not_used(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
     find = panel_gemm.panel_calls.__wrapped__
     assert find(dtype) is not None
-    with monkeypatch.context() as patch:
-        patch.setitem(panel_gemm._PRODUCTS, dtype, "no_such_symbol")
-        assert find(dtype) is None
     monkeypatch.setattr(PanelProduct, "__call__", lambda _self, rows: rows @ rows.t())
     assert find(dtype) is None
+
+
+@needs_float32_product
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("add", [0, 1])
+@pytest.mark.parametrize("depth", [4, 64, 200])
+@pytest.mark.parametrize("columns", [1, 16, 24, 50, 64])
+@pytest.mark.parametrize("rows", [1, 2, 5, 6, 20])
+def test_vectors_write_the_columns_of_a_product_and_nothing_else(
+    rows: int, columns: int, depth: int, add: int, dtype: torch.dtype
+) -> None:
+    """In a wider matrix, from an element in its midst on, and with rows apart."""
+    generator = torch.Generator().manual_seed(rows * columns + depth)
+    left = torch.randint(-8, 8, (rows, depth + 6), generator=generator).float()
+    right = torch.randint(-8, 8, (64, depth), generator=generator).float()
+    found = torch.randint(-8, 8, (rows + 2, columns + 5), generator=generator).float()
+    wanted = found.clone()
+    product = left[:, 3 : 3 + depth] @ right[:columns].t()
+    wanted[1 : 1 + rows, 2 : 2 + columns] = product + add * wanted[1 : 1 + rows, 2 : 2 + columns]
+    panel = stored_array(panels_of(right.to(dtype)).contiguous())
+    begin, end = panel.ctypes.data, panel.ctypes.data + panel.nbytes
+    multiply(
+        *(rows, columns, depth, depth + 6, columns + 5, add),
+        *(stored_array(left.to(dtype).flatten()), 3, begin, end),
+        *(found.view(-1).numpy(), columns + 5 + 2),
+    )
+    assert torch.equal(found, wanted)
