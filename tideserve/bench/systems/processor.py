@@ -45,7 +45,7 @@ def read_processor(path: Path = CPUINFO) -> Processor:
 
 
 def fastest_dtype(flags: Collection[str]) -> str:
-    """bfloat16 if the processor multiplies it, else float32; substitutes are several times slower.
+    """bfloat16 if the processor multiplies it, else float32; substitutes are slower with many rows.
 
     A rule for every system alike, so that no trial is needed. `steady` measures float32, too, and
     compares with that where it turns out faster.

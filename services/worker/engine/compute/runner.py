@@ -18,6 +18,7 @@ from services.core.logprobs import LogprobRows, joined
 from services.core.planner.batch import Batch, Chunk, PromptRows, SampleNotes, SampleSpec
 from services.worker.engine.compute.assembly import LoadedModel, load_model
 from services.worker.engine.compute.runner_config import LOGIT_ROWS, RunnerConfig, compute_dtype
+from services.worker.engine.model import cpu_kernels
 from services.worker.engine.model.attention.paged import AttentionMetadata, MetadataBuilder
 from services.worker.engine.model.decoder import Interrupted
 from services.worker.engine.sampling.grammar import Grammars
@@ -62,10 +63,12 @@ class ModelRunner:
         self.decoder = loaded.decoder
         self.suspended: Suspended | None = None
         self.grammars = Grammars(config.model_dir, geometry.vocab_size)
-        self._description = _description(config.model_dir)
         self._max_batch_tokens = config.max_batch_tokens
         self._device = torch.device(config.device)
         self._compute_dtype = compute_dtype(self._device, config.dtype)
+        self._description = _description(config.model_dir)
+        if cpu_kernels.fit(self._device, config.dtype, self._compute_dtype):
+            self._description += cpu_kernels.order_of_sums(config.dtype)
         self.sampler = Sampler(geometry.vocab_size, self.grammars, self._compute_dtype)
         self._metadata = MetadataBuilder(
             block_size=config.block_size,
@@ -80,7 +83,7 @@ class ModelRunner:
 
     @property
     def model_digest(self) -> str:
-        """SHA-256 of configuration, tokenizer and parameters.
+        """SHA-256 of configuration, tokenizer and parameters, in float32 also of the order of sums.
 
         Workers with different digests compute different tokens, or read grammars differently.
         """

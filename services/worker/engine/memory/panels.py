@@ -1,4 +1,4 @@
-"""The order of a weight's values in a slab that is made for matrix instructions.
+"""The order of a weight's values in a slab that is made for the processor's products.
 
 A weight [out, in] lies in panels of 64 outputs. Within a panel, words of four bytes follow one
 another, each for all of its outputs: a word holds two inputs in bfloat16, one in float32. That is

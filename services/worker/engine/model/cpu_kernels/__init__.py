@@ -25,13 +25,23 @@ def fit(device: torch.device, storage_dtype: torch.dtype, compute_dtype: torch.d
 
 
 def has_panel_product(storage_dtype: torch.dtype) -> bool:
-    """Whether this processor and torch have a product for weights in panels, one that is right.
+    """Whether there is a product for weights in panels on this processor, one that is right.
 
     It is not timed; ask only where the kernels `fit`.
     """
     from services.worker.engine.model.cpu_kernels.panel_gemm import panel_calls
 
     return panel_calls(storage_dtype) is not None
+
+
+def order_of_sums(storage_dtype: torch.dtype) -> bytes:
+    """What changes the last bits of sums among processors, in the dtype that promises tokens.
+
+    That is float32: attention of a decode step adds up as many values at once as a vector has.
+    """
+    from services.worker.engine.model.cpu_kernels.compiler import VECTOR_FLOATS
+
+    return f"vectors of {VECTOR_FLOATS}".encode() if storage_dtype == torch.float32 else b""
 
 
 def describe_panel_product(storage_dtype: torch.dtype) -> str:

@@ -24,14 +24,14 @@ def product(
     """`sums` [rows, columns] = `left` [rows, depth] times `right` [depth, columns]; added if `add`.
 
     Each matrix begins at an element of its array, counted from the first one, and has a stride in
-    elements. `sums` are float32. `left` is float32, as is `right` then, or has the bits of
-    bfloat16; `right` then has pairs of its rows beside each other: [depth / 2, columns, 2].
+    elements. `sums` are float32. `left` has the bits of bfloat16, and so has `right`, in which
+    pairs of its rows lie beside each other: [depth / 2, columns, 2].
     """
+    assert left.dtype == types.uint16
     integer = types.int64
     signature = types.void(
         *(8 * [integer]), left, integer, right, integer, sums, integer
     )  # fmt: skip
-    in_pairs = _LONG(int(left.dtype == types.uint16))
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Sequence[Any]) -> Any:
         def at(index: int) -> Any:
@@ -40,10 +40,10 @@ def product(
             offset = builder.mul(arguments[index + 1], made.itemsize)
             return builder.ptrtoint(cgutils.pointer_add(builder, made.data, offset), _LONG)
 
-        # Every argument has a place of eight bytes, also a bool.
+        # Every argument has a place of eight bytes, also the bool at the end: `right` has pairs.
         function = ir.FunctionType(ir.VoidType(), [_LONG] * 11).as_pointer()
         address, *numbers = arguments[:8]
-        operands = [*numbers, at(8), at(10), at(12), in_pairs]
+        operands = [*numbers, at(8), at(10), at(12), _LONG(1)]
         builder.call(builder.inttoptr(address, function), operands)
         return context.get_dummy_value()
 

@@ -1,4 +1,4 @@
-"""Products with weights that lie in panels, at the speed of the processor's matrix instructions.
+"""Products with weights that lie in panels, at the speed of the processor.
 
 The product of two small matrices (`small_product.py`) takes weights as they lie in
 `memory/panels.py`, so it reads a weight in order, and no library copies it into a layout of its own
@@ -159,7 +159,7 @@ class PanelProduct:
 def _is_right(calls: np.ndarray, dtype: torch.dtype) -> bool:
     """Try the product, with numbers that bfloat16 has exactly."""
     generator = torch.Generator().manual_seed(1)
-    rows = torch.randint(-8, 8, (STEP_ROWS + 3, 96), generator=generator).float()
-    weight = torch.randint(-8, 8, (2 * PANEL, 96), generator=generator).float()
+    rows = torch.randint(-8, 8, (STEP_ROWS + 3, 200), generator=generator).float()
+    weight = torch.randint(-8, 8, (2 * PANEL, 200), generator=generator).float()
     panels = panels_of(weight.to(dtype)).contiguous()
     return torch.equal(PanelProduct(panels, calls)(rows), rows @ weight.t())

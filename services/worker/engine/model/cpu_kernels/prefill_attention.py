@@ -24,7 +24,7 @@ from services.worker.engine.model.cpu_kernels.panel_gemm import narrow_rows
 from services.worker.engine.model.cpu_kernels.small_product import product
 from services.worker.engine.model.cpu_kernels.softmax_row import weigh_row
 
-KEYS = 64
+KEYS = PANEL
 """Positions of a tile, a multiple of the positions whose values a product takes together."""
 ROWS = 64
 """Rows that attend to a tile at once."""

@@ -101,7 +101,7 @@ def test_panels_compute_what_the_layer_does_with_rounded_inputs(
         if isinstance(module, torch.nn.Linear):
             module.register_forward_pre_hook(lambda _, rows: (rows[0].to(dtype).float(),))
     generator = torch.Generator().manual_seed(1)
-    for rows in (1, 2, 17, 64, 65, 130):
+    for rows in (1, 2, 17, 64, 65, 300):
         hidden = torch.randn(1, rows, PANELS["hidden_size"], generator=generator)
         rotation = model.rotary_emb(hidden, torch.arange(rows)[None] + 100)
         wanted = layer(hidden, position_embeddings=rotation, paged=Mixing())

@@ -11,6 +11,7 @@ from services.worker.engine.compute.runner import ModelRunner
 from services.worker.engine.compute.runner_config import RunnerConfig
 from services.worker.engine.memory.layer_slab import LayerSlab
 from services.worker.engine.memory.panels import panels_of
+from services.worker.engine.model.cpu_kernels import compiler
 from services.worker.engine.model.cpu_kernels.skinny_gemm import FEW_ROWS
 from services.worker.engine.model.linear import SlabLinear, UpcastScratch
 from services.worker.engine.model.loader import DummySource
@@ -214,6 +215,19 @@ def test_models_are_told_apart_by_parameters_and_configuration(model_dir: Path) 
     note()
     assert digests[0] == digests[1]
     assert len(set(digests)) == 5
+
+
+@pytest.mark.parametrize(("dtype", "same"), [(torch.float32, False), (torch.bfloat16, True)])
+def test_processors_that_add_up_in_another_order_are_told_apart_in_float32(
+    dtype: torch.dtype, same: bool, model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    digests = []
+    for width in (8, 16):
+        monkeypatch.setattr(compiler, "VECTOR_FLOATS", width)
+        runner = load(model_dir, dtype=dtype, threads=1)
+        digests.append(runner.model_digest)
+        runner.close()
+    assert (digests[0] == digests[1]) is same
 
 
 def test_budget_and_device_are_checked(model_dir: Path) -> None:

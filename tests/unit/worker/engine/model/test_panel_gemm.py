@@ -1,6 +1,10 @@
 """Products with weights in panels."""
 
 import math
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -95,10 +99,57 @@ def test_other_dtypes_have_no_product(dtype: torch.dtype) -> None:
 
 @needs_float32_product
 def test_another_torch_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(panel_gemm, "_matrix_instructions", lambda: ["amx_bf16"])
+    assert panel_gemm._torch_calls() is not None
     monkeypatch.setattr(panel_gemm, "_PRODUCT", "no_such_symbol")
+    assert panel_gemm._torch_calls() is None
+
+
+@needs_float32_product
+def test_vectors_multiply_where_torch_s_product_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(panel_gemm, "_torch_calls", lambda: np.ones(2, np.int64))
+    monkeypatch.setattr(panel_gemm, "_is_right", lambda calls, _dtype: not calls.any())
     calls = panel_gemm.panel_calls.__wrapped__(torch.bfloat16)
     assert calls is not None
     assert not calls.any()
+
+
+@pytest.mark.parametrize(("dtype", "calls"), PRODUCTS)
+@pytest.mark.parametrize("inputs", [576, 2050])
+def test_no_rows_have_no_products(
+    inputs: int, dtype: torch.dtype, calls: np.ndarray | None
+) -> None:
+    product = product_of(torch.randn(64, inputs), dtype, calls)
+    assert product(torch.randn(0, inputs)).shape == (0, 64)
+
+
+_ON_AVX2 = """
+import torch
+from services.worker.engine.memory.panels import panels_of
+from services.worker.engine.model.cpu_kernels.compiler import VECTOR_FLOATS
+from services.worker.engine.model.cpu_kernels.panel_gemm import PanelProduct, panel_calls
+assert VECTOR_FLOATS == 8
+for dtype in (torch.float32, torch.bfloat16):
+    assert not panel_calls(dtype).any()
+    weight = torch.randint(-8, 8, (128, 300)).float()
+    product = PanelProduct(panels_of(weight.to(dtype)).contiguous())
+    for count in (1, 2, 3, 6, 64, 70):
+        rows = torch.randint(-8, 8, (count, 300)).float()
+        assert torch.equal(product(rows), rows @ weight.t()), (dtype, count)
+print("right")
+"""
+
+
+@needs_float32_product
+def test_products_are_right_on_a_processor_with_avx2_alone(tmp_path: Path) -> None:
+    environment = os.environ | {
+        "NUMBA_CPU_NAME": "haswell",
+        "NUMBA_CPU_FEATURES": "+avx2,+fma,+f16c,+bmi,+bmi2",
+        "TIDESERVE_KERNEL_CACHE": str(tmp_path / "kernels"),
+    }
+    run = [sys.executable, "-c", _ON_AVX2]
+    done = subprocess.run(run, env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "right\n"), done.stderr
 
 
 @pytest.mark.parametrize("dtype", PANEL_DTYPES)
