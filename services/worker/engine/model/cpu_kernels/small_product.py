@@ -72,9 +72,10 @@ def rows_at_once(call, rows):  # type: ignore[no-untyped-def]
 
     More rows at once read the weight less often, fewer rows stay in a cache. Vectors take so long
     for 64 rows that to read the weight again costs little. torch's product with AMX needs more: on
-    a Xeon of family 6, model 207, the products of 2,048 rows with a weight of SmolLM2-135M do 890 to
-    1,050 GFLOP/s by 256 or 512 rows, 610 to 770 with all at once, and its layers take 1.34 s instead
-    of 1.43. With 4,096 inputs, of which 256 rows fill the second cache, all at once are faster.
+    a Xeon of family 6, model 207, the products of 2,048 rows with a weight of SmolLM2-135M do 890
+    to 1,050 GFLOP/s by 256 or 512 rows, 610 to 770 with all at once, and its layers take 1.34 s
+    instead of 1.43. With 4,096 inputs, of which 256 rows fill the second cache, all at once are
+    faster.
     """
     if call == 0:
         return STEP_ROWS
