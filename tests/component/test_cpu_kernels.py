@@ -14,7 +14,7 @@ from services.worker.engine.model.decoder import Interrupted, WatchedInterrupt
 from services.worker.engine.model.fused_layer import FusedLayer
 from services.worker.engine.model.linear import SlabLinear
 from tests.support.generation import load_runner
-from tests.support.panels import PANEL_DTYPES, needs_float32_product, needs_panel_product
+from tests.support.panels import PANEL_DTYPES, needs_panel_product, needs_vectors
 from tests.support.tiny_models import make_tiny_model
 
 PROMPT, DECODED = 21, 20
@@ -70,7 +70,7 @@ def uses_panels(runner: ModelRunner) -> bool:
     ("dtype", "tolerance", "panels"),
     [
         (torch.float32, 1e-4, False),
-        pytest.param(torch.float32, 1e-4, True, marks=needs_float32_product),
+        pytest.param(torch.float32, 1e-4, True, marks=needs_vectors),
         (torch.bfloat16, 0.1, False),
         pytest.param(torch.bfloat16, 0.1, True, marks=needs_panel_product),
     ],

@@ -13,8 +13,8 @@ def _needed(dtype: torch.dtype) -> pytest.MarkDecorator:
 
 
 needs_panel_product = _needed(torch.bfloat16)
-needs_float32_product = _needed(torch.float32)
+needs_vectors = _needed(torch.float32)
 PANEL_DTYPES = [
-    pytest.param(torch.float32, marks=needs_float32_product),
+    pytest.param(torch.float32, marks=needs_vectors),
     pytest.param(torch.bfloat16, marks=needs_panel_product),
 ]

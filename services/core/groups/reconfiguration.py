@@ -118,8 +118,8 @@ def _model_refusal(workers: Sequence[Worker]) -> ChangeRefused | None:
         if worker.model_digest != first.model_digest:
             return ChangeRefused(
                 f"{worker.worker_id} and {first.worker_id} have loaded different weights, or"
-                f" another config.json, as {first.model}; give both the same model folder, and in"
-                " float32 processors with vectors of the same width (AVX2, AVX-512)"
+                f" another config.json, as {first.model}, or compute in different ways; give both"
+                " the same model folder, as many compute threads, and processors with equal vectors"
             )
         if worker.build != first.build:
             return ChangeRefused(

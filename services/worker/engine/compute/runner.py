@@ -66,9 +66,9 @@ class ModelRunner:
         self._max_batch_tokens = config.max_batch_tokens
         self._device = torch.device(config.device)
         self._compute_dtype = compute_dtype(self._device, config.dtype)
-        self._description = _description(config.model_dir)
-        if cpu_kernels.fit(self._device, config.dtype, self._compute_dtype):
-            self._description += cpu_kernels.order_of_sums(config.dtype)
+        self._description = _description(config.model_dir) + cpu_kernels.order_of_sums(
+            self._device, config.dtype, self._compute_dtype
+        )
         self.sampler = Sampler(geometry.vocab_size, self.grammars, self._compute_dtype)
         self._metadata = MetadataBuilder(
             block_size=config.block_size,
@@ -83,7 +83,7 @@ class ModelRunner:
 
     @property
     def model_digest(self) -> str:
-        """SHA-256 of configuration, tokenizer and parameters, in float32 also of the order of sums.
+        """SHA-256 of configuration, tokenizer, parameters and, but in bfloat16, the order of sums.
 
         Workers with different digests compute different tokens, or read grammars differently.
         """

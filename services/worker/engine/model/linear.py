@@ -4,8 +4,8 @@ The compute dtype may differ from the storage dtype. On AVX2 and from 16 rows on
 product takes five to ten times as long as a float32 product; to upcast a weight takes a few percent
 of the product, and bfloat16 halves the memory read. So weights lie in the arena in bfloat16, and
 each is upcast into one scratch buffer just before its use. For few rows, a kernel upcasts weights
-in registers. That is for weights that lie row-major; with weights in panels, rows are rounded
-instead.
+in registers. That is for weights that lie row-major; with panels, rows are rounded, and vectors
+widen weights in registers.
 """
 
 from collections.abc import Callable

@@ -34,14 +34,21 @@ def has_panel_product(storage_dtype: torch.dtype) -> bool:
     return panel_calls(storage_dtype) is not None
 
 
-def order_of_sums(storage_dtype: torch.dtype) -> bytes:
-    """What changes the last bits of sums among processors, in the dtype that promises tokens.
+def order_of_sums(
+    device: torch.device, storage_dtype: torch.dtype, compute_dtype: torch.dtype
+) -> bytes:
+    """What changes the last bits of sums among CPUs, for dtypes in which tokens are promised.
 
-    That is float32: attention of a decode step adds up as many values at once as a vector has.
+    Kernels and torch add up as many values at once as a vector has. In bfloat16 no tokens are
+    promised.
     """
+    if device.type != "cpu" or storage_dtype == torch.bfloat16:
+        return b""
+    if not fit(device, storage_dtype, compute_dtype):
+        return f"torch, {torch.backends.cpu.get_cpu_capability()}".encode()
     from services.worker.engine.model.cpu_kernels.compiler import VECTOR_FLOATS
 
-    return f"vectors of {VECTOR_FLOATS}".encode() if storage_dtype == torch.float32 else b""
+    return f"vectors of {VECTOR_FLOATS}".encode()
 
 
 def describe_panel_product(storage_dtype: torch.dtype) -> str:

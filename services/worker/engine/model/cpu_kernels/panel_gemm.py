@@ -108,8 +108,8 @@ def multiply_panel(  # type: ignore[no-untyped-def]
     """
     inputs, outputs = rows.shape[1], output.shape[1]
     product(
-        calls[0], count, PANEL, inputs, inputs, PANEL, outputs, add, rows, first * inputs,
-        panels, panel * PANEL * inputs, output, row * outputs + column,
+        calls[0], count, PANEL, inputs, inputs, outputs, add, rows, first * inputs, panels,
+        panel * PANEL * inputs, output, row * outputs + column,
     )  # fmt: skip
 
 

@@ -142,7 +142,7 @@ def _attend_tile(  # type: ignore[no-untyped-def]
     for pair in range(first_pair, last_pair):
         row, head = first_row + pair // sharing * ROWS, first_head + pair % sharing
         product(
-            calls[0], min(ROWS, rows - row), KEYS, size, heads * size, KEYS, KEYS, 0, inputs,
+            calls[0], min(ROWS, rows - row), KEYS, size, heads * size, KEYS, 0, inputs,
             (row * heads + head) * size, keys, 0, scores, (pair - first_pair) * ROWS * KEYS,
         )  # fmt: skip
     for pair in range(first_pair, last_pair):
@@ -156,7 +156,7 @@ def _attend_tile(  # type: ignore[no-untyped-def]
         for panel in range(len(values)):
             column = panel * PANEL
             product(
-                calls[0], min(ROWS, rows - row), min(PANEL, size - column), KEYS, KEYS, PANEL,
+                calls[0], min(ROWS, rows - row), min(PANEL, size - column), KEYS, KEYS,
                 heads * size, 1, weights, (pair - first_pair) * ROWS * KEYS, values,
                 panel * values.shape[1] * PANEL, output, (row * heads + head) * size + column,
             )  # fmt: skip

@@ -17,6 +17,7 @@ from numba import float32
 from services.worker.engine.model.cpu_kernels import ROWS_MAX
 from services.worker.engine.model.cpu_kernels.compiler import (
     VECTOR_FLOATS,
+    WIDE_FLOATS,
     compiled,
     float32_of,
     stored_array,
@@ -25,12 +26,12 @@ from services.worker.engine.model.cpu_kernels.tile_product import BLOCK, PART, T
 
 _TEAMS = 4
 """The most teams that one step multiplies; each vector of weights is used once per team."""
-_SUMS = 16 if VECTOR_FLOATS == 16 else 9
+_SUMS = 16 if VECTOR_FLOATS == WIDE_FLOATS else 9
 """How many vectors of sums fit into the registers, beside inputs and weights."""
 _HEIGHT = 4
 """Rows of the weight that one step multiplies, if the sums of all teams fit."""
 _HEIGHT_FULL, _HEIGHT_FEW = min(_HEIGHT, _SUMS // _TEAMS), min(_HEIGHT, _SUMS // (_TEAMS - 1))
-FEW_ROWS = ROWS_MAX if VECTOR_FLOATS == 16 else 24
+FEW_ROWS = ROWS_MAX if VECTOR_FLOATS == WIDE_FLOATS else 24
 """With more rows, the library is faster."""
 _PRODUCT = "void(float32[:, ::1], float32[:, :, ::1], STORED[:, ::1], float32[:, ::1])"
 

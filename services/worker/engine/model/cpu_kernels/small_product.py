@@ -3,32 +3,34 @@
 from numba import types
 from numba.extending import overload, register_jitable
 
+from services.worker.engine.memory.panels import PANEL
 from services.worker.engine.model.cpu_kernels import brgemm
 from services.worker.engine.model.cpu_kernels.vector_product import multiply
 
 STEP_ROWS = 64
 """The most rows of one product."""
-_TURN_BYTES, _TURN_LEAST, _TURN_MOST = 1 << 20, 4 * STEP_ROWS, 8 * STEP_ROWS
+_CACHED_BYTES, _CACHED_LEAST, _CACHED_MOST = 1 << 20, 4 * STEP_ROWS, 8 * STEP_ROWS
+"""What stays in the second cache of rows, and how many rows are worth that."""
 
 
 def product(  # type: ignore[no-untyped-def]
-    call, rows, columns, depth, left_stride, right_stride, sum_stride, add, left, left_at, right,
+    call, rows, columns, depth, left_stride, sum_stride, add, left, left_at, right,
     right_at, sums, sums_at,
 ):  # fmt: skip
     """`sums` [rows, columns] = `left` [rows, depth] times `right` [depth, columns]; added if `add`.
 
     Arguments are those of `brgemm.product`, and `call` is its address, or 0 where vectors compute
-    it, as they do in float32. There are at most 64 columns, and a line of `right` has 64.
+    it, as they do in float32. There are at most `PANEL` columns, and a line of `right` has `PANEL`.
     """
 
 
 @overload(product)
 def _choose(  # type: ignore[no-untyped-def]
-    call, rows, columns, depth, left_stride, right_stride, sum_stride, add, left, left_at, right,
+    call, rows, columns, depth, left_stride, sum_stride, add, left, left_at, right,
     right_at, sums, sums_at,
 ):  # fmt: skip
     def by_vectors(  # type: ignore[no-untyped-def]
-        call, rows, columns, depth, left_stride, right_stride, sum_stride, add, left, left_at,
+        call, rows, columns, depth, left_stride, sum_stride, add, left, left_at,
         right, right_at, sums, sums_at,
     ):  # fmt: skip
         _multiply(
@@ -37,13 +39,13 @@ def _choose(  # type: ignore[no-untyped-def]
         )  # fmt: skip
 
     def either(  # type: ignore[no-untyped-def]
-        call, rows, columns, depth, left_stride, right_stride, sum_stride, add, left, left_at,
+        call, rows, columns, depth, left_stride, sum_stride, add, left, left_at,
         right, right_at, sums, sums_at,
     ):  # fmt: skip
         if call:
             brgemm.product(
-                call, rows, columns, depth, left_stride, right_stride, sum_stride, add, left,
-                left_at, right, right_at, sums, sums_at,
+                call, rows, columns, depth, left_stride, PANEL, sum_stride, add, left, left_at,
+                right, right_at, sums, sums_at,
             )  # fmt: skip
         else:
             _multiply(
@@ -79,8 +81,8 @@ def rows_at_once(call, rows):  # type: ignore[no-untyped-def]
     """
     if call == 0:
         return STEP_ROWS
-    fitting = _TURN_BYTES // (rows.shape[1] * rows.itemsize) // STEP_ROWS * STEP_ROWS
-    return min(fitting, _TURN_MOST) if fitting >= _TURN_LEAST else max(1, len(rows))
+    fitting = _CACHED_BYTES // (rows.shape[1] * rows.itemsize) // STEP_ROWS * STEP_ROWS
+    return min(fitting, _CACHED_MOST) if fitting >= _CACHED_LEAST else max(1, len(rows))
 
 
 @register_jitable

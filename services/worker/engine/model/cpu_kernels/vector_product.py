@@ -34,7 +34,7 @@ from services.worker.engine.model.cpu_kernels.compiler import (
 COLUMNS = PANEL
 """The most columns of a product; a line of the right matrix has so many in memory."""
 MOST_ROWS = 6
-"""The sums of more rows do not fit into the registers beside a line of the right matrix."""
+"""Rows of the largest of `_tiles`: sums of more do not fit into the registers beside a line."""
 _LINES = 64
 """Lines of a block of the right matrix, which has 16 KiB."""
 _FLOAT_BYTES = 4

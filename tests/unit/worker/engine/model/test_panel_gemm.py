@@ -12,15 +12,19 @@ import torch
 
 from services.worker.engine.memory.panels import panels_of
 from services.worker.engine.model.cpu_kernels import panel_gemm
-from services.worker.engine.model.cpu_kernels.compiler import stored_array
+from services.worker.engine.model.cpu_kernels.compiler import (
+    VECTOR_FLOATS,
+    WIDE_FLOATS,
+    stored_array,
+)
 from services.worker.engine.model.cpu_kernels.panel_gemm import PanelProduct, narrow_rows
 from services.worker.engine.model.cpu_kernels.vector_product import multiply
-from tests.support.panels import PANEL_DTYPES, needs_float32_product, needs_panel_product
+from tests.support.panels import PANEL_DTYPES, needs_panel_product, needs_vectors
 
 BY_VECTORS = np.zeros(2, np.int64)
 PRODUCTS = [
     *(pytest.param(*one.values, None, marks=one.marks) for one in PANEL_DTYPES),
-    pytest.param(torch.bfloat16, BY_VECTORS, marks=needs_float32_product),
+    pytest.param(torch.bfloat16, BY_VECTORS, marks=needs_vectors),
 ]
 """A dtype, and what computes it: what this processor has, or vectors."""
 
@@ -80,7 +84,7 @@ def test_a_processor_without_the_instructions_is_not_tried(
     assert panel_gemm.panel_calls.__wrapped__(dtype) is None
 
 
-@needs_float32_product
+@needs_vectors
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("features", ["+avx2,+fma", "+avx2,+fma,+avx512bf16,-avx512f"])
 def test_vectors_multiply_where_torch_has_no_product(
@@ -97,7 +101,7 @@ def test_other_dtypes_have_no_product(dtype: torch.dtype) -> None:
     assert panel_gemm.panel_calls(dtype) is None
 
 
-@needs_float32_product
+@needs_vectors
 def test_another_torch_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(panel_gemm, "_matrix_instructions", lambda: ["amx_bf16"])
     assert panel_gemm._torch_calls() is not None
@@ -105,7 +109,7 @@ def test_another_torch_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     assert panel_gemm._torch_calls() is None
 
 
-@needs_float32_product
+@needs_vectors
 def test_vectors_multiply_where_torch_s_product_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(panel_gemm, "_torch_calls", lambda: np.ones(2, np.int64))
     monkeypatch.setattr(panel_gemm, "_is_right", lambda calls, _dtype: not calls.any())
@@ -123,12 +127,13 @@ def test_no_rows_have_no_products(
     assert product(torch.randn(0, inputs)).shape == (0, 64)
 
 
-_ON_AVX2 = """
+_PRODUCTS_BY_VECTORS = """
+import sys
 import torch
 from services.worker.engine.memory.panels import panels_of
 from services.worker.engine.model.cpu_kernels.compiler import VECTOR_FLOATS
 from services.worker.engine.model.cpu_kernels.panel_gemm import PanelProduct, panel_calls
-assert VECTOR_FLOATS == 8
+assert VECTOR_FLOATS == int(sys.argv[1])
 for dtype in (torch.float32, torch.bfloat16):
     assert not panel_calls(dtype).any()
     weight = torch.randint(-8, 8, (128, 300)).float()
@@ -140,14 +145,32 @@ print("right")
 """
 
 
-@needs_float32_product
-def test_products_are_right_on_a_processor_with_avx2_alone(tmp_path: Path) -> None:
+AVX2 = "+avx2,+fma,+f16c,+bmi,+bmi2"
+needs_wide_vectors = pytest.mark.skipif(
+    VECTOR_FLOATS < WIDE_FLOATS, reason="this processor has no vectors of 512 bits"
+)
+
+
+@needs_vectors
+@pytest.mark.parametrize(
+    ("processor", "features", "vector_floats"),
+    [
+        ("haswell", AVX2, 8),
+        pytest.param(
+            *("skylake-avx512", f"{AVX2},+avx512f,+avx512bw,+avx512dq,+avx512vl", 16),
+            marks=needs_wide_vectors,
+        ),
+    ],
+)
+def test_products_are_right_on_processors_without_products_of_bfloat16(
+    processor: str, features: str, vector_floats: int, tmp_path: Path
+) -> None:
     environment = os.environ | {
-        "NUMBA_CPU_NAME": "haswell",
-        "NUMBA_CPU_FEATURES": "+avx2,+fma,+f16c,+bmi,+bmi2",
+        "NUMBA_CPU_NAME": processor,
+        "NUMBA_CPU_FEATURES": features,
         "TIDESERVE_KERNEL_CACHE": str(tmp_path / "kernels"),
     }
-    run = [sys.executable, "-c", _ON_AVX2]
+    run = [sys.executable, "-c", _PRODUCTS_BY_VECTORS, str(vector_floats)]
     done = subprocess.run(run, env=environment, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (0, "right\n"), done.stderr
 
@@ -160,7 +183,7 @@ def test_a_wrong_product_is_not_used(monkeypatch: pytest.MonkeyPatch, dtype: tor
     assert find(dtype) is None
 
 
-@needs_float32_product
+@needs_vectors
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("add", [0, 1])
 @pytest.mark.parametrize("depth", [4, 64, 200])
