@@ -107,7 +107,7 @@ def test_panels_compute_what_the_layer_does_with_rounded_inputs(
         wanted = layer(hidden, position_embeddings=rotation, paged=Mixing())
         got = fused(hidden, position_embeddings=rotation, paged=Mixing())
         if dtype == torch.float32:
-            torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(got, wanted, rtol=1e-4, atol=5e-4)
             continue
         # A sum in another order may round to the next bfloat16.
         error, size = (got - wanted).abs(), wanted.abs()
