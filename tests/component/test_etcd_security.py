@@ -156,7 +156,8 @@ async def test_the_next_of_several_is_used_when_one_is_gone(members: list[EtcdSe
         # The channel may still be in an attempt to reach the one that was gone.
         try:
             return (await store.list_prefix("a"))["a"].value
-        except StoreError:
+        except StoreError as error:
+            assert "UNAVAILABLE" in str(error)
             return b""
 
     assert await eventually(listed) == b"1"

@@ -101,13 +101,13 @@ def test_panels_compute_what_the_layer_does_with_rounded_inputs(
         if isinstance(module, torch.nn.Linear):
             module.register_forward_pre_hook(lambda _, rows: (rows[0].to(dtype).float(),))
     generator = torch.Generator().manual_seed(1)
-    for rows in (1, 2, 17, 64, 65, 300):
+    for rows in (1, 2, 17, 64, 65, 130):
         hidden = torch.randn(1, rows, PANELS["hidden_size"], generator=generator)
         rotation = model.rotary_emb(hidden, torch.arange(rows)[None] + 100)
         wanted = layer(hidden, position_embeddings=rotation, paged=Mixing())
         got = fused(hidden, position_embeddings=rotation, paged=Mixing())
         if dtype == torch.float32:
-            torch.testing.assert_close(got, wanted, rtol=1e-4, atol=5e-4)
+            torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
             continue
         # A sum in another order may round to the next bfloat16.
         error, size = (got - wanted).abs(), wanted.abs()
@@ -118,15 +118,17 @@ def test_panels_compute_what_the_layer_does_with_rounded_inputs(
 @torch.inference_mode()
 def test_a_row_has_the_same_bits_in_any_company(panel_dtype: torch.dtype | None) -> None:
     sizes = EVEN if panel_dtype is None else PANELS
+    # With panels so many that a weight is multiplied with a part of them at a time.
+    count = FEW_ROWS if panel_dtype is None else 600
     layer, model, stored = layer_and_rotation("llama", sizes, panel_dtype or torch.float32)
     views = stored if panel_dtype is None else in_panels(stored)
     fused = fused_layer(layer, views, "it", model.config, sliding_window=None)
-    hidden = torch.randn(FEW_ROWS, sizes["hidden_size"])
-    cosine, sine = (one[0] for one in model.rotary_emb(hidden[None], torch.arange(FEW_ROWS)[None]))
+    hidden = torch.randn(count, sizes["hidden_size"])
+    cosine, sine = (one[0] for one in model.rotary_emb(hidden[None], torch.arange(count)[None]))
     together = fused.kernel.before(hidden, cosine, sine)
-    attended = torch.randn(FEW_ROWS, 4, sizes["head_dim"])
+    attended = torch.randn(count, 4, sizes["head_dim"])
     after = fused.kernel.after(hidden, attended)
-    for row in range(0, FEW_ROWS, 7):
+    for row in range(0, count, 7):
         one = slice(row, row + 1)
         alone = fused.kernel.before(hidden[one], cosine[one], sine[one])
         assert all(torch.equal(a, b[one]) for a, b in zip(alone, together, strict=True))

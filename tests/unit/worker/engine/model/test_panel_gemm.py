@@ -49,7 +49,7 @@ def test_rows_are_rounded_as_torch_rounds() -> None:
 
 
 @pytest.mark.parametrize(("dtype", "calls"), PRODUCTS)
-@pytest.mark.parametrize("row_count", [1, 2, 3, 4, 5, 6, 7, 63, 64, 65, 300])
+@pytest.mark.parametrize("row_count", [1, 2, 3, 4, 5, 6, 7, 63, 64, 65, 600])
 @pytest.mark.parametrize("shape", [(64, 2), (192, 30), (128, 576), (64, 2050)])
 def test_a_product_is_exact_where_numbers_are(
     shape: tuple[int, int], row_count: int, dtype: torch.dtype, calls: np.ndarray | None
