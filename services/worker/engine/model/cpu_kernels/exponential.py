@@ -8,6 +8,7 @@ from llvmlite import ir
 from numba import float32, int32, uint16
 from numba.core import cgutils
 from numba.extending import register_jitable
+from numpy.polynomial import Chebyshev, Polynomial
 
 from services.worker.engine.model.cpu_kernels.compiler import float32_of
 
@@ -16,6 +17,10 @@ _LEAST, _LARGEST = np.float32(-126), np.float32(127)
 # The Taylor series of 2 to the power of -0.5 to 0.5; its error is below 1e-8.
 _SERIES = [np.float32(log(2) ** n / factorial(n)) for n in range(8)]
 _T0, _T1, _T2, _T3, _T4, _T5, _T6, _T7 = _SERIES
+# Interpolates 2 to the power of 0 to 1, relative error below 1e-5: bfloat16 rounds by 4e-3 at most.
+_ROUGH_SERIES = Chebyshev.interpolate(np.exp2, 4, domain=[0, 1]).convert(kind=Polynomial).coef
+_TOWARDS_MINUS, _SAME_ROUNDING = 1, 4
+"""Of `vreduceps` and `vscalefps`: what is left above the whole number below; no other rounding."""
 
 
 @register_jitable(inline="always")
@@ -47,6 +52,35 @@ def vector_exponential(builder: Any, numbers: Any) -> Any:
     biased = builder.add(builder.fptosi(whole, word), ir.Constant(word, [127] * kind.count))
     bits = builder.shl(biased, ir.Constant(word, [23] * kind.count))
     return builder.fmul(power, builder.bitcast(bits, kind))
+
+
+def rough_exponential(builder: Any, numbers: Any, peak: Any, scaling: Any) -> Any:
+    """e to the power of (`numbers` - `peak`) * `scaling`, close enough to be rounded to bfloat16.
+
+    All are vectors of 16 float32, for which the processor has AVX-512 (F and DQ). It takes half as
+    many instructions as `vector_exponential`. Minus infinity gives 0.
+    """
+    kind = numbers.type
+    scaling = builder.fmul(scaling, ir.Constant(kind, [float(_LOG2_E)] * kind.count))
+    exponent = vector_call(
+        builder, "fma", numbers, scaling, builder.fneg(builder.fmul(peak, scaling))
+    )
+    mask, word = ir.Constant(ir.IntType(16), -1), ir.IntType(32)
+
+    def masked(name: str, *arguments: Any) -> Any:
+        function = cgutils.get_or_insert_function(
+            builder.module,
+            ir.FunctionType(kind, [one.type for one in arguments]),
+            f"llvm.x86.avx512.mask.{name}.ps.512",
+        )
+        return builder.call(function, arguments)
+
+    rest = masked("reduce", exponent, word(_TOWARDS_MINUS), numbers, mask, word(_SAME_ROUNDING))
+    power = ir.Constant(kind, [float(_ROUGH_SERIES[-1])] * kind.count)
+    for factor in _ROUGH_SERIES[-2::-1]:
+        each = ir.Constant(kind, [float(factor)] * kind.count)
+        power = vector_call(builder, "fma", power, rest, each)
+    return masked("scalef", power, exponent, numbers, mask, word(_SAME_ROUNDING))
 
 
 def vector_call(builder: Any, name: str, *vectors: Any) -> Any:

@@ -14,7 +14,11 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from services.worker.engine.model.cpu_kernels.bfloat16 import BFloat16, has_pair_products
-from services.worker.engine.model.cpu_kernels.exponential import vector_call, vector_exponential
+from services.worker.engine.model.cpu_kernels.exponential import (
+    rough_exponential,
+    vector_call,
+    vector_exponential,
+)
 
 LANES = 16
 _LONG, _WORD, _FLOAT = ir.IntType(64), ir.IntType(32), ir.FloatType()
@@ -60,8 +64,11 @@ def weigh_row(
         peak = builder.select(is_higher, peak, highest)
         peaks, scalings = _each(builder, peak, _VECTOR), _each(builder, scaling, _VECTOR)
         none = ir.Constant(_VECTOR, [0.0] * LANES)
+        is_rough = signature.args[8].dtype != types.float32 and has_pair_products()
         made = [
-            vector_exponential(builder, builder.fmul(builder.fsub(values, peaks), scalings))
+            rough_exponential(builder, values, peaks, scalings)
+            if is_rough
+            else vector_exponential(builder, builder.fmul(builder.fsub(values, peaks), scalings))
             for values in loaded
         ]
         if masked:
