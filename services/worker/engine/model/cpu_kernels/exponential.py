@@ -17,10 +17,10 @@ _LEAST, _LARGEST = np.float32(-126), np.float32(127)
 # The Taylor series of 2 to the power of -0.5 to 0.5; its error is below 1e-8.
 _SERIES = [np.float32(log(2) ** n / factorial(n)) for n in range(8)]
 _T0, _T1, _T2, _T3, _T4, _T5, _T6, _T7 = _SERIES
-# Interpolates 2 to the power of 0 to 1, relative error below 1e-5: bfloat16 rounds by 4e-3 at most.
+# A polynomial for 2 to the power of 0 to 1. Its error is below 1e-5, that of bfloat16 up to 4e-3.
 _ROUGH_SERIES = Chebyshev.interpolate(np.exp2, 4, domain=[0, 1]).convert(kind=Polynomial).coef
 _TOWARDS_MINUS, _SAME_ROUNDING = 1, 4
-"""Of `vreduceps` and `vscalefps`: what is left above the whole number below; no other rounding."""
+"""Modes: `vreduceps` gives what is left above the whole number below; both round as ever."""
 
 
 @register_jitable(inline="always")

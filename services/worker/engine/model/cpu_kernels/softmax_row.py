@@ -14,6 +14,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from services.worker.engine.model.cpu_kernels.bfloat16 import BFloat16, has_pair_products
+from services.worker.engine.model.cpu_kernels.compiler import processor_features
 from services.worker.engine.model.cpu_kernels.exponential import (
     rough_exponential,
     vector_call,
@@ -64,13 +65,7 @@ def weigh_row(
         peak = builder.select(is_higher, peak, highest)
         peaks, scalings = _each(builder, peak, _VECTOR), _each(builder, scaling, _VECTOR)
         none = ir.Constant(_VECTOR, [0.0] * LANES)
-        is_rough = signature.args[8].dtype != types.float32 and has_pair_products()
-        made = [
-            rough_exponential(builder, values, peaks, scalings)
-            if is_rough
-            else vector_exponential(builder, builder.fmul(builder.fsub(values, peaks), scalings))
-            for values in loaded
-        ]
+        made = _exponentials(builder, loaded, peaks, scalings, signature.args[8].dtype)
         if masked:
             made = [builder.select(sees, one, none) for sees, one in zip(seen, made, strict=True)]
         total = reduce(builder.fadd, made)
@@ -80,6 +75,17 @@ def weigh_row(
         return context.make_tuple(builder, result, [peak, total])
 
     return signature, generate
+
+
+def _exponentials(
+    builder: Any, loaded: Sequence[Any], peaks: Any, scalings: Any, stored: Any
+) -> list[Any]:
+    """The weights of `loaded` scores, as exact as what is `stored` of them."""
+    has_rough = has_pair_products() and "+avx512dq" in processor_features()
+    if stored != types.float32 and has_rough:
+        return [rough_exponential(builder, values, peaks, scalings) for values in loaded]
+    differences = [builder.fsub(values, peaks) for values in loaded]
+    return [vector_exponential(builder, builder.fmul(one, scalings)) for one in differences]
 
 
 def _row(context: Any, builder: Any, kind: Any, array: Any, row: Any, size: Any) -> Any:

@@ -59,8 +59,15 @@ def test_weights_are_those_of_the_softmax(
     assert (weights[[0, 2]] == 7.0).all()
 
 
-def test_the_least_weight_is_no_error() -> None:
-    scores = torch.tensor([[0.0, -1e30] + [-2e5] * (KEYS - 2)])
-    weights = torch.zeros(1, KEYS)
-    peak, total = weigh(scores.numpy(), 0, 0, KEYS, np.float32(-np.inf), weights.numpy())
-    assert (peak, total) == (0.0, 1.0) and float(weights.sum()) == pytest.approx(1.0)
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("highest", [0.0, 5e5, -3e4])
+def test_the_least_weight_is_no_error(stored: torch.dtype, highest: float) -> None:
+    """Also relative to a score far from 0, whose products are rounded."""
+    scores = torch.tensor([[highest, highest - 1e30] + [highest - 2e5] * (KEYS - 2)])
+    weights = torch.full((1, KEYS), 7.0, dtype=stored)
+    array = weights.numpy() if stored == torch.float32 else weights.view(torch.uint16).numpy()
+    peak, total = weigh(scores.numpy(), 0, 0, KEYS, np.float32(-np.inf), array)
+    # One that becomes bfloat16 is less exact there.
+    error = 0.0 if stored == torch.float32 else 4e-3 if highest else 1e-5
+    assert peak == highest and total == pytest.approx(1.0, rel=error)
+    assert float(weights.sum()) == pytest.approx(1.0, rel=max(error, 1e-6))
