@@ -313,7 +313,7 @@ class Up:
     def _tell(self) -> None:
         key = " -H 'Authorization: Bearer '$TIDESERVE_API_KEY" if self._needs_key else ""
         body = (
-            f'{{"model": "{self.model_name}", "messages":'
+            f'{{"model": "{self.model_name}", "temperature": 0, "messages":'
             ' [{"role": "user", "content": "What is the capital of France?"}]}'
         )
         at = "" if self.url == DEFAULT_URL else f" --url {self.url}"
