@@ -14,7 +14,7 @@ from services.core.planner.preemption import Preempt, PreemptedWork
 from services.core.planner.victims import VictimRule
 
 # Kinds of device that a worker has a memory backend for.
-DEVICES = ("cpu",)
+DEVICES = ("cpu", "cuda")
 # Only tideserve's own engine has these, and only if they are set.
 OWN_ENGINE_OPTIONS = ("chunk_bytes", "event_log", "paced")
 

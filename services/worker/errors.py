@@ -28,8 +28,8 @@ class BudgetTooSmall(WorkerError):
         )
 
 
-class UnsupportedDevice(WorkerError):
-    """No memory backend exists for the device."""
+class DeviceError(WorkerError):
+    """A device that nobody has a memory backend for, that is not there, or that is full."""
 
 
 class ArenaExhausted(WorkerError):

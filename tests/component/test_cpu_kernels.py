@@ -10,7 +10,7 @@ import torch
 from services.core.groups.slab_names import EMBEDDING, layer_name
 from services.core.planner.batch import Batch, Chunk, SampleSpec
 from services.worker.engine.compute.runner import ModelRunner
-from services.worker.engine.model.decoder import Interrupted, WatchedInterrupt
+from services.worker.engine.model.interrupt import Interrupted, WatchedInterrupt
 from services.worker.engine.model.fused_layer import FusedLayer
 from services.worker.engine.model.linear import SlabLinear
 from tests.support.generation import load_runner

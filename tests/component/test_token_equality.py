@@ -14,6 +14,7 @@ from services.core.planner.events import IterationFinished, RequestArrived
 from services.core.planner.state import PlannerState
 from services.core.request import Limits, Request, Sampling, blocks_for
 from services.worker.engine.compute.runner import ModelRunner
+from tests.support.device import EXACT
 from tests.support.generation import GREEDY, Generation, generate_tokens, load_runner
 from tests.support.tiny_models import make_tiny_model
 
@@ -79,7 +80,7 @@ def case(
     """A runner, 32 prompts, and what `transformers` answers to them."""
     model_dir = make_tiny_model(tmp_path_factory.mktemp(request.param), request.param, vocab=VOCAB)
     prompts = random_prompts(PROMPT_LENGTHS, seed=1)
-    model = transformers.AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float64)
+    model = transformers.AutoModelForCausalLM.from_pretrained(model_dir, dtype=EXACT)
     runner = load_runner(model_dir)
     guesses = generate_tokens(runner, prompts, max_tokens=NEW_TOKENS, seed=1)
     expected = reference_tokens(model, prompts, NEW_TOKENS, guesses)
@@ -218,7 +219,7 @@ def test_a_corrupted_block_changes_the_output(case: Case) -> None:
 def test_other_configurations(tmp_path: Path, arch: str, options: dict[str, object]) -> None:
     model_dir = make_tiny_model(tmp_path, arch, vocab=VOCAB, **options)
     prompts = random_prompts((1, 16, 36, 50, 51, 130, 400), seed=8)
-    model = transformers.AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float64)
+    model = transformers.AutoModelForCausalLM.from_pretrained(model_dir, dtype=EXACT)
     runner = load_runner(model_dir)
     actual = generate_tokens(runner, prompts, max_tokens=NEW_TOKENS, seed=9)
     runner.close()

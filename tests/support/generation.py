@@ -10,20 +10,20 @@ from services.core.planner.batch import Batch, Chunk, SampleSpec, SampleTerms
 from services.core.request import Sampling, blocks_for
 from services.worker.engine.compute.runner import ModelRunner
 from services.worker.engine.compute.runner_config import RunnerConfig
-from services.worker.engine.memory.budget import MIN_CHUNK_BYTES
+from tests.support.device import CHUNK_BYTES, DEVICE, EXACT, chunks_of
 
 GREEDY = Sampling(temperature=0.0)
 
 
-def load_runner(model_dir: Path, dtype: torch.dtype = torch.float64) -> ModelRunner:
-    """A runner of a tiny model on one thread of the processor."""
+def load_runner(model_dir: Path, dtype: torch.dtype = EXACT) -> ModelRunner:
+    """A runner of a tiny model on one thread of the processor, or on the device of the tests."""
     return ModelRunner.load(
         RunnerConfig(
             model_dir=model_dir,
-            device="cpu",
+            device=DEVICE,
             dtype=dtype,
-            budget_bytes=64 << 20,
-            chunk_bytes=MIN_CHUNK_BYTES,
+            budget_bytes=chunks_of(64 << 20),
+            chunk_bytes=CHUNK_BYTES,
             max_batch_tokens=512,
             threads=1,
         )

@@ -35,7 +35,7 @@ from services.core.engine_kind import EngineKind
 from services.gateway.config import GatewayConfig
 from services.memmgr.config import MemmgrConfig
 from services.scheduler.config import SchedulerConfig
-from services.worker.config import DEVICES, WorkerConfig
+from services.worker.config import WorkerConfig
 from tideserve.cli.default import DEFAULT_WORKERS
 from tideserve.cli.option_types import (
     API_KEY_HELP,
@@ -241,7 +241,6 @@ def read_options(path: Path | None, flags: Mapping[str, Any]) -> ClusterOptions:
         )
     for section in SECTIONS:
         _check_section(getattr(options, section), section, path)
-    _check_device(str(options.worker.get("device", options.device)), options.engine_kind)
     return options
 
 
@@ -287,15 +286,6 @@ def with_absolute_paths(section: Mapping[str, Any]) -> dict[str, Any]:
         else value
         for key, value in section.items()
     }
-
-
-def _check_device(device: str, engine: str) -> None:
-    """Told before anything starts. Raises ConfigError."""
-    if device.partition(":")[0] not in DEVICES and engine == EngineKind.TIDESERVE:
-        raise ConfigError(
-            f"the device '{device}' cannot be used: GPUs are not supported yet; leave --device out,"
-            " or let vLLM run the model with --engine vllm"
-        )
 
 
 def _check_section(section: Mapping[Any, Any], name: str, path: Path | None) -> None:

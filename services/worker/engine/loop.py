@@ -20,7 +20,7 @@ from services.core.planner.sequence_names import request_of
 from services.core.report import EngineReport
 from services.core.request import Request
 from services.worker.engine.grammar_check import GrammarCheck
-from services.worker.engine.model.decoder import WatchedInterrupt
+from services.worker.engine.model.interrupt import WatchedInterrupt
 from services.worker.engine.pipeline.member import Member
 from services.worker.engine.profile.idle import IdleProfiler
 from services.worker.ipc import (

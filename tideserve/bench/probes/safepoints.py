@@ -27,7 +27,7 @@ from services.core.planner.batch import Batch, Chunk
 from services.core.request import blocks_for
 from services.worker.engine.compute.runner import ModelRunner
 from services.worker.engine.compute.runner_config import RunnerConfig
-from services.worker.engine.model.decoder import WatchedInterrupt
+from services.worker.engine.model.interrupt import WatchedInterrupt
 from services.worker.errors import WorkerError
 
 GIB = 1 << 30

@@ -9,29 +9,31 @@ from typing import NamedTuple
 import torch
 
 from services.core.groups.slab_names import layer_name
-from services.worker.engine.compute.runner_config import LOGIT_ROWS, RunnerConfig, compute_dtype
-from services.worker.engine.memory.budget import MemoryDemand, MemoryPlan, plan_memory
+from services.worker.config import DEVICES
+from services.worker.engine.compute.runner_config import RunnerConfig, compute_dtype
+from services.worker.engine.compute.staging import SCRATCH_BYTES, staging_bytes
+from services.worker.engine.memory.arena import Arena
+from services.worker.engine.memory.budget import (
+    CPU_CHUNKS,
+    GPU_CHUNKS,
+    MemoryDemand,
+    MemoryPlan,
+    plan_memory,
+)
 from services.worker.engine.memory.kv_range import KvBlockShape
 from services.worker.engine.memory.layer_slab import SlabLayout, WeightSource
 from services.worker.engine.memory.memfd import MemfdArena
 from services.worker.engine.memory.stage_memory import StageMemory
 from services.worker.engine.model import cpu_kernels
-from services.worker.engine.model.attention.cpu import SdpaPagedAttention, mask_bytes
-from services.worker.engine.model.attention.paged import GROUP_TOKENS, PagedAttention
+from services.worker.engine.model.attention.cpu import SdpaPagedAttention
+from services.worker.engine.model.attention.paged import PagedAttention
 from services.worker.engine.model.catalog import ModelGeometry, geometry_of
 from services.worker.engine.model.config import load_config
-from services.worker.engine.model.decoder import Decoder, slab_layouts
+from services.worker.engine.model.decoder import Decoder, JoinedLayers, slab_layouts
 from services.worker.engine.model.linear import UpcastScratch
 from services.worker.engine.model.loader import DummySource, SafetensorsSource, verify_manifest
 from services.worker.engine.model.modules import Skeleton
-from services.worker.errors import UnsupportedDevice
-
-ARENAS: dict[str, type[MemfdArena]] = {"cpu": MemfdArena}
-SCRATCH_BYTES = 8 << 20
-"""The buffer for upcast weights. Measured: a smaller one costs calls, a larger one cache misses."""
-
-SAMPLER_ROWS = 5
-"""Rows of logits that would take as much memory as the sampler: scratch, and a copy of a row."""
+from services.worker.errors import DeviceError
 
 log = logging.getLogger(__name__)
 
@@ -45,11 +47,11 @@ class LoadedModel(NamedTuple):
 
 
 def load_model(config: RunnerConfig) -> LoadedModel:
-    """Read the model into a new arena. Raises ModelError, BudgetTooSmall, UnsupportedDevice."""
+    """Read the model into a new arena. Raises ModelError, BudgetTooSmall, DeviceError."""
     device = torch.device(config.device)
-    if device.type not in ARENAS:
-        raise UnsupportedDevice(
-            f"device {config.device} has no memory backend; choose one of {sorted(ARENAS)}"
+    if device.type not in DEVICES:
+        raise DeviceError(
+            f"device {config.device} has no memory backend; choose one of {sorted(DEVICES)}"
         )
     if config.threads is not None:
         torch.set_num_threads(config.threads)
@@ -59,7 +61,8 @@ def load_model(config: RunnerConfig) -> LoadedModel:
     compute = compute_dtype(device, config.dtype)
     compiled = cpu_kernels.fit(device, config.dtype, compute)
     panels = compiled and cpu_kernels.has_panel_product(config.dtype)
-    layouts = slab_layouts(skeleton, config.dtype, panels=panels)
+    on_gpu = device.type == "cuda"
+    layouts = slab_layouts(skeleton, config.dtype, panels=panels, biases_last=on_gpu)
     # Weights of a shape that does not fit are row-major all the same.
     panels = bool(layouts[layer_name(0)].tag)
     log.info("products: %s", products_text(config.dtype, compute, compiled=compiled, panels=panels))
@@ -67,7 +70,7 @@ def load_model(config: RunnerConfig) -> LoadedModel:
         config.block_size, geometry.num_kv_heads, geometry.head_dim, config.dtype
     )
     plan = _plan(config, geometry, layouts, block_shape)
-    arena = ARENAS[device.type](chunk_bytes=plan.chunk_bytes, total_chunks=plan.total_chunks)
+    arena = _arena(device, plan)
     with ExitStack() as stack:
         stack.callback(arena.close)
         stage_memory = StageMemory(
@@ -101,35 +104,6 @@ def products_text(
     return f"row-major weights in {stored}, {computed} products{kernels}"
 
 
-def staging_bytes(config: RunnerConfig, geometry: ModelGeometry) -> int:
-    """The most memory outside the arena: scratch, gathered K/V, activations, logits.
-
-    Also the hidden states of a suspended batch, if there can be one.
-    """
-    compute = compute_dtype(torch.device(config.device), config.dtype)
-    upcasts = compute != config.dtype
-    context = max(geometry.max_model_len, GROUP_TOKENS) + config.block_size
-    kv_values = 2 * geometry.num_kv_heads * geometry.head_dim
-    gathered = context * kv_values * config.dtype.itemsize
-    if upcasts:
-        gathered += context * kv_values * compute.itemsize
-    # The widest moment of a layer: residual and norm, then gate, its activation, up, product; or
-    # query, key, value, their rotations and the attention output.
-    heads = geometry.num_heads * geometry.head_dim
-    widest = 3 * geometry.hidden_size + max(4 * geometry.intermediate_size, 6 * heads)
-    activations = config.max_batch_tokens * widest * compute.itemsize
-    if cpu_kernels.fit(torch.device(config.device), config.dtype, compute):
-        # Fused layers: hidden states five times, heads and the MLP's width three times.
-        fused = 5 * geometry.hidden_size + 3 * (heads + kv_values + geometry.intermediate_size)
-        few = min(cpu_kernels.ROWS_MAX, config.max_batch_tokens)
-        activations = max(activations, few * fused * compute.itemsize)
-    if config.suspends:
-        activations += config.max_batch_tokens * geometry.hidden_size * compute.itemsize
-    logits = geometry.vocab_size * (LOGIT_ROWS + SAMPLER_ROWS) * compute.itemsize
-    masks = len(frozenset(geometry.sliding_windows)) * mask_bytes(context, compute.itemsize)
-    return (SCRATCH_BYTES if upcasts else 0) + gathered + masks + activations + logits
-
-
 def _limited(geometry: ModelGeometry, max_model_len: int | None) -> ModelGeometry:
     """`geometry` with `max_model_len`, if that is smaller."""
     if max_model_len is None or max_model_len >= geometry.max_model_len:
@@ -152,7 +126,11 @@ def _plan(
         staging_bytes=staging_bytes(config, geometry),
     )
     return plan_memory(
-        config.budget_bytes, demand, min_tokens=config.min_tokens, chunk_bytes=config.chunk_bytes
+        config.budget_bytes,
+        demand,
+        min_tokens=config.min_tokens,
+        chunk_bytes=config.chunk_bytes,
+        bounds=GPU_CHUNKS if torch.device(config.device).type == "cuda" else CPU_CHUNKS,
     )
 
 
@@ -161,6 +139,17 @@ def _open_source(config: RunnerConfig) -> WeightSource:
     if config.load_format == "dummy":
         return DummySource(seed=config.dummy_seed, std=config.dummy_std)
     return SafetensorsSource(config.model_dir)
+
+
+def _arena(device: torch.device, plan: MemoryPlan) -> Arena:
+    """The memory of `plan`. Raises DeviceError."""
+    sizes = {"chunk_bytes": plan.chunk_bytes, "total_chunks": plan.total_chunks}
+    if device.type == "cpu":
+        return MemfdArena(**sizes)
+    from services.worker.engine.memory.cuda import CudaArena
+    from services.worker.engine.memory.cuda_driver import CudaDriver
+
+    return CudaArena(CudaDriver(device), **sizes)
 
 
 def _build_decoder(
@@ -172,19 +161,7 @@ def _build_decoder(
     device = torch.device(config.device)
     compute = compute_dtype(device, config.dtype)
     compiled = cpu_kernels.fit(device, config.dtype, compute)
-    attention: PagedAttention | None = None
-    if compiled:
-        attention = _compiled_attention(config, geometry)
-    attention = attention or SdpaPagedAttention(
-        num_kv_heads=geometry.num_kv_heads,
-        head_dim=geometry.head_dim,
-        block_size=config.block_size,
-        max_context=geometry.max_model_len,
-        storage_dtype=config.dtype,
-        compute_dtype=compute,
-        device=device,
-        compiled=compiled,
-    )
+    attention = _attention(config, geometry, compute, compiled=compiled)
     return Decoder(
         skeleton,
         stage_memory.slabs,
@@ -193,6 +170,29 @@ def _build_decoder(
         sliding_windows=geometry.sliding_windows,
         compute_dtype=compute,
         scratch=UpcastScratch(SCRATCH_BYTES, compute, device) if compute != config.dtype else None,
+        compiled=compiled,
+        joined=_gpu_layers(skeleton, stage_memory, attention) if device.type == "cuda" else None,
+    )
+
+
+def _attention(
+    config: RunnerConfig, geometry: ModelGeometry, compute: torch.dtype, *, compiled: bool
+) -> PagedAttention:
+    """The fastest that can compute such a model on the device."""
+    device = torch.device(config.device)
+    found: PagedAttention | None = None
+    if compiled:
+        found = _compiled_attention(config, geometry)
+    elif device.type == "cuda":
+        found = _gpu_attention(config, geometry, device)
+    return found or SdpaPagedAttention(
+        num_kv_heads=geometry.num_kv_heads,
+        head_dim=geometry.head_dim,
+        block_size=config.block_size,
+        max_context=geometry.max_model_len,
+        storage_dtype=config.dtype,
+        compute_dtype=compute,
+        device=device,
         compiled=compiled,
     )
 
@@ -205,3 +205,39 @@ def _compiled_attention(config: RunnerConfig, geometry: ModelGeometry) -> PagedA
     if not fits(config.block_size, geometry.head_dim, config.dtype):
         return None
     return CompiledPagedAttention(geometry.head_dim, config.dtype)
+
+
+def _gpu_attention(
+    config: RunnerConfig, geometry: ModelGeometry, device: torch.device
+) -> PagedAttention | None:
+    """Attention by the kernels for GPUs, None if the cache is not made for them."""
+    from services.worker.engine.model.attention.gpu import GpuPagedAttention, fits
+
+    if not fits(geometry.head_dim, config.dtype):
+        return None
+    return GpuPagedAttention(
+        num_heads=geometry.num_heads,
+        num_kv_heads=geometry.num_kv_heads,
+        head_dim=geometry.head_dim,
+        block_size=config.block_size,
+        dtype=config.dtype,
+        device=device,
+    )
+
+
+def _gpu_layers(
+    skeleton: Skeleton, stage_memory: StageMemory, attention: PagedAttention
+) -> JoinedLayers | None:
+    """All layers by the kernels for GPUs, None if they cannot compute them."""
+    from services.worker.engine.model.attention.gpu import GpuPagedAttention
+    from services.worker.engine.model.gpu_layers import gpu_layers
+
+    if not isinstance(attention, GpuPagedAttention):
+        return None
+    views = [
+        stage_memory.slabs[layer_name(index)].views() for index in range(stage_memory.num_layers)
+    ]
+    layers = gpu_layers(views, stage_memory.kv_ranges, skeleton.config, attention)
+    if layers is not None:
+        layers.warm_up()
+    return layers

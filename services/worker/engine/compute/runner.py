@@ -17,10 +17,15 @@ import torch
 from services.core.logprobs import LogprobRows, joined
 from services.core.planner.batch import Batch, Chunk, PromptRows, SampleNotes, SampleSpec
 from services.worker.engine.compute.assembly import LoadedModel, load_model
-from services.worker.engine.compute.runner_config import LOGIT_ROWS, RunnerConfig, compute_dtype
-from services.worker.engine.model import cpu_kernels
+from services.worker.engine.compute.runner_config import (
+    LOGIT_ROWS,
+    RunnerConfig,
+    compute_dtype,
+    logits_dtype,
+)
 from services.worker.engine.model.attention.paged import AttentionMetadata, MetadataBuilder
-from services.worker.engine.model.decoder import Interrupted
+from services.worker.engine.model.interrupt import Interrupted
+from services.worker.engine.model.order_of_sums import order_of_sums
 from services.worker.engine.sampling.grammar import Grammars
 from services.worker.engine.sampling.sampler import Sampled, Sampler
 from services.worker.errors import InvalidBatch
@@ -66,10 +71,12 @@ class ModelRunner:
         self._max_batch_tokens = config.max_batch_tokens
         self._device = torch.device(config.device)
         self._compute_dtype = compute_dtype(self._device, config.dtype)
-        self._description = _description(config.model_dir) + cpu_kernels.order_of_sums(
+        self._description = _description(config.model_dir) + order_of_sums(
             self._device, config.dtype, self._compute_dtype
         )
-        self.sampler = Sampler(geometry.vocab_size, self.grammars, self._compute_dtype)
+        self.sampler = Sampler(
+            geometry.vocab_size, self.grammars, logits_dtype(self._compute_dtype)
+        )
         self._metadata = MetadataBuilder(
             block_size=config.block_size,
             device=self._device,
@@ -78,12 +85,12 @@ class ModelRunner:
 
     @classmethod
     def load(cls, config: RunnerConfig) -> "ModelRunner":
-        """Read the model into a new arena. Raises ModelError, BudgetTooSmall, UnsupportedDevice."""
+        """Read the model into a new arena. Raises ModelError, BudgetTooSmall, DeviceError."""
         return cls(config, load_model(config))
 
     @property
     def model_digest(self) -> str:
-        """SHA-256 of configuration, tokenizer, parameters and, but in bfloat16, the order of sums.
+        """SHA-256 of configuration, tokenizer, parameters, and what changes the order of sums.
 
         Workers with different digests compute different tokens, or read grammars differently.
         """

@@ -41,3 +41,8 @@ def compute_dtype(device: torch.device, storage_dtype: torch.dtype) -> torch.dty
     if device.type == "cpu" and storage_dtype.itemsize < torch.float32.itemsize:
         return torch.float32
     return storage_dtype
+
+
+def logits_dtype(computed: torch.dtype) -> torch.dtype:
+    """Tokens are sampled on the host in float32 at least."""
+    return torch.promote_types(computed, torch.float32)

@@ -6,7 +6,7 @@ the arena.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -18,19 +18,20 @@ from services.worker.engine.memory.layer_slab import LayerSlab, SlabLayout
 from services.worker.engine.memory.panels import fits, in_panels, rows_of
 from services.worker.engine.model.attention.paged import AttentionMetadata, PagedAttention
 from services.worker.engine.model.fused_layer import fused_layer, joined_layers
+from services.worker.engine.model.interrupt import Interrupted
 from services.worker.engine.model.linear import Float32RmsNorm, SlabLinear, UpcastScratch
 from services.worker.engine.model.modules import EagerRmsNorm, Skeleton
 from services.worker.engine.model.rope import rotary_of
 
-if TYPE_CHECKING:
-    from services.worker.engine.model.cpu_kernels.layer_range import LayerRange
 
-
-def slab_layouts(skeleton: Skeleton, dtype: torch.dtype, *, panels: bool) -> dict[str, SlabLayout]:
+def slab_layouts(
+    skeleton: Skeleton, dtype: torch.dtype, *, panels: bool, biases_last: bool = False
+) -> dict[str, SlabLayout]:
     """The layouts by slab name, in the order of execution; tensors have their checkpoint names.
 
     A tied head has no weight of its own: its slab holds only the final norm. `panels`: the weights
-    of a slab's products lie in panels, if all of them fit.
+    of a slab's products lie in panels, if all of them fit. `biases_last`: no bias lies between two
+    weights, so that neighbours can be one product.
     """
     tied = skeleton.config.tie_word_embeddings
     multiplied = {
@@ -45,6 +46,8 @@ def slab_layouts(skeleton: Skeleton, dtype: torch.dtype, *, panels: bool) -> dic
             for module in modules
             for name, parameter in skeleton.get_submodule(module).named_parameters()
         }
+        if biases_last:
+            shapes = dict(sorted(shapes.items(), key=lambda one: one[0].endswith(".bias")))
         weights = multiplied & shapes.keys()
         in_panels = panels and all(fits(shapes[name], dtype) for name in weights)
         return SlabLayout.of(shapes.items(), dtype, weights if in_panels else ())
@@ -56,29 +59,18 @@ def slab_layouts(skeleton: Skeleton, dtype: torch.dtype, *, panels: bool) -> dic
     return layouts
 
 
-class Interrupted(Exception):
-    """An iteration was interrupted before `layer`, whose input would be `hidden`."""
+class JoinedLayers(Protocol):
+    """Kernels that run several layers in a row."""
 
-    def __init__(self, hidden: torch.Tensor, layer: int) -> None:
-        super().__init__(layer)
-        self.hidden = hidden
-        self.layer = layer
-
-
-@dataclass(frozen=True, slots=True)
-class WatchedInterrupt:
-    """Tells whether an iteration shall be given up; `descriptor` is readable when that may change.
-
-    So a loop over layers calls `answer` only when `descriptor` is readable, or once `asks_again`
-    tells that it may also change by time. Any other callable is called before each layer.
-    """
-
-    answer: Callable[[], bool]
-    descriptor: int
-    asks_again: Callable[[], bool] = lambda: False
-
-    def __call__(self) -> bool:
-        return self.answer()
+    def run(
+        self,
+        hidden: torch.Tensor,
+        rotation: tuple[torch.Tensor, torch.Tensor],
+        metadata: AttentionMetadata,
+        layers: range,
+        interrupted: Callable[[], bool] | None,
+    ) -> torch.Tensor:
+        """As `Decoder.run_layers`; `rotation` is cosine and sine, [1, tokens, head_dim] each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +107,7 @@ class Decoder:
 
     `sliding_windows`: per layer, how many last positions a token sees; None for all positions.
     `scratch` is None if compute and storage dtype are equal. `compiled`: use the kernels of
-    `cpu_kernels`.
+    `cpu_kernels`. `joined` runs the layers instead of the skeleton's modules.
     """
 
     def __init__(
@@ -129,6 +121,7 @@ class Decoder:
         compute_dtype: torch.dtype,
         scratch: UpcastScratch | None,
         compiled: bool,
+        joined: JoinedLayers | None = None,
     ) -> None:
         config = skeleton.config
         self._config = config
@@ -143,7 +136,7 @@ class Decoder:
             self._place_layer(layer, index) for index, layer in enumerate(skeleton.model.layers)
         ]
         self._joined = (
-            joined_layers(self._layers, kv_ranges, sliding_windows, config) if compiled else None
+            joined_layers(self._layers, kv_ranges, sliding_windows, config) if compiled else joined
         )
         self._norm = self._place(skeleton.model.norm, NORM, HEAD)
         self._embedding = slabs[EMBEDDING].views()[f"{EMBEDDING}.weight"]
@@ -176,7 +169,9 @@ class Decoder:
         batched, position_ids = hidden[None], positions[None]
         rotation = self._rotary(batched, position_ids)
         if self._joined is not None:
-            return self._run_joined(self._joined, hidden, rotation, metadata, layers, interrupted)
+            for index in layers:
+                self._slabs[layer_name(index)].check_resident()
+            return self._joined.run(hidden, rotation, metadata, layers, interrupted)
         for index in layers:
             if interrupted is not None and interrupted():
                 raise Interrupted(batched[0], index)
@@ -187,40 +182,6 @@ class Decoder:
                 paged=_LayerContext(self._attention, self._kv_ranges[index].blocks(), metadata),
             )
         return batched[0]
-
-    def _run_joined(
-        self,
-        joined: "LayerRange",
-        hidden: torch.Tensor,
-        rotation: tuple[torch.Tensor, torch.Tensor],
-        metadata: AttentionMetadata,
-        layers: range,
-        interrupted: Callable[[], bool] | None,
-    ) -> torch.Tensor:
-        """The same as `run_layers`, with one compiled call for several layers."""
-        for index in layers:
-            self._slabs[layer_name(index)].check_resident()
-        cache = self._kv_ranges[layers.start]
-        hidden = hidden.clone(memory_format=torch.contiguous_format)  # it may be a message's
-        run = joined.over(
-            hidden,
-            (rotation[0][0].contiguous(), rotation[1][0].contiguous()),
-            (cache.num_blocks, cache.shape.block_size),
-            metadata.spans,
-            metadata.tables,
-        )
-        watched = interrupted if isinstance(interrupted, WatchedInterrupt) else None
-        descriptor = -1 if watched is None else watched.descriptor
-        reached = layers.start
-        while reached < layers.stop:
-            until = layers.stop
-            if interrupted is not None:
-                if interrupted():
-                    raise Interrupted(hidden, reached)
-                if watched is None or watched.asks_again():
-                    until = reached + 1
-            reached = run(reached, until, descriptor)
-        return hidden
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Final norm and head over the positions that sample: [rows, hidden] → [rows, vocab]."""

@@ -1,6 +1,6 @@
 """A decoder layer as two kernels around attention."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -8,7 +8,9 @@ from torch import nn
 
 from services.worker.engine.memory.kv_range import KvRange
 from services.worker.engine.memory.panels import in_panels, outputs_of
+from services.worker.engine.model.attention.paged import AttentionMetadata
 from services.worker.engine.model.config import ModelConfig
+from services.worker.engine.model.interrupt import Interrupted, WatchedInterrupt
 
 if TYPE_CHECKING:
     from services.worker.engine.model.cpu_kernels.layer_kernel import LayerKernel, LayerWeights
@@ -60,6 +62,45 @@ class FusedLayer(nn.Module):
         return self.kernel.after(hidden, attended)[None]
 
 
+class CpuLayers:
+    """Several layers by one compiled call, as `JoinedLayers`."""
+
+    def __init__(self, kernel: "LayerRange", kv_ranges: Sequence[KvRange]) -> None:
+        self._kernel = kernel
+        self._kv_ranges = kv_ranges
+
+    def run(
+        self,
+        hidden: torch.Tensor,
+        rotation: tuple[torch.Tensor, torch.Tensor],
+        metadata: AttentionMetadata,
+        layers: range,
+        interrupted: Callable[[], bool] | None,
+    ) -> torch.Tensor:
+        """As `Decoder.run_layers`."""
+        cache = self._kv_ranges[layers.start]
+        hidden = hidden.clone(memory_format=torch.contiguous_format)  # it may be a message's
+        run = self._kernel.over(
+            hidden,
+            (rotation[0][0].contiguous(), rotation[1][0].contiguous()),
+            (cache.num_blocks, cache.shape.block_size),
+            metadata.spans,
+            metadata.tables,
+        )
+        watched = interrupted if isinstance(interrupted, WatchedInterrupt) else None
+        descriptor = -1 if watched is None else watched.descriptor
+        reached = layers.start
+        while reached < layers.stop:
+            until = layers.stop
+            if interrupted is not None:
+                if interrupted():
+                    raise Interrupted(hidden, reached)
+                if watched is None or watched.asks_again():
+                    until = reached + 1
+            reached = run(reached, until, descriptor)
+        return hidden
+
+
 def fused_layer(
     layer: nn.Module,
     views: dict[str, torch.Tensor],
@@ -91,7 +132,7 @@ def joined_layers(
     kv_ranges: Sequence[KvRange],
     sliding_windows: Sequence[int | None],
     config: ModelConfig,
-) -> "LayerRange | None":
+) -> "CpuLayers | None":
     """The layers as one kernel, None unless it can compute them all."""
     from services.worker.engine.model.cpu_kernels import layer_range, paged_attention
     from services.worker.engine.model.cpu_kernels.panel_layer import PanelLayerKernel
@@ -110,12 +151,13 @@ def joined_layers(
         gated=kernels[0].gated_size,
         epsilon=config.rms_norm_eps,
     )
-    return layer_range.LayerRange(
+    kernel = layer_range.LayerRange(
         [kernel.weights for kernel in kernels],
         [one.address for one in kv_ranges],
         sliding_windows,
         sizes,
     )
+    return CpuLayers(kernel, kv_ranges)
 
 
 def _kernel_of(weights: "LayerWeights") -> "type[LayerKernel]":

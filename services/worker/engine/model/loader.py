@@ -60,7 +60,7 @@ class SafetensorsSource:
 class DummySource:
     """Random weights that depend only on (`seed`, name), so all workers have the same weights.
 
-    They are normal with standard deviation `std`; norm weights are 1.
+    They are normal with standard deviation `std`; norm weights are 1. A GPU has others than a CPU.
     """
 
     def __init__(self, *, seed: int = 0, std: float = 0.02) -> None:
@@ -72,9 +72,10 @@ class DummySource:
             target.fill_(1.0)
             return
         digest = hashlib.sha256(f"{self._seed}/{name}".encode()).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+        generator = torch.Generator(target.device)
+        generator.manual_seed(int.from_bytes(digest[:8], "big") >> 1)
         for piece in target.view(-1).split(_DUMMY_SLICE_ELEMENTS):
-            values = torch.randn(piece.shape, generator=generator)
+            values = torch.randn(piece.shape, generator=generator, device=target.device)
             piece.copy_(values.mul_(self._std))
 
     def close(self) -> None:

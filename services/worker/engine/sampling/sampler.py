@@ -121,6 +121,10 @@ class Sampler:
         wanted = [SampleRow(name, spec.index, self._take(name, spec)) for name, spec in specs]
         changed = [row for row, one in enumerate(wanted) if one.known.changes(one.index)]
         scored = [row for row, one in enumerate(wanted) if one.known.terms.top_logprobs is not None]
+        if logits.device.type != "cpu" and not changed and not scored and _greedy(wanted):
+            best_tokens = logits.argmax(-1).tolist()
+            into.tokens |= zip((one.request_id for one in wanted), best_tokens, strict=True)
+            return
         rows = self._rows(logits)
         if changed:
             _change(rows, sorted(set(changed).difference(scored)), wanted, into)
@@ -201,6 +205,11 @@ class Sampler:
         except GrammarRefused as refused:
             return KnownRequest(terms, draws, None, Unusable(str(refused)))
         return KnownRequest(terms, draws, rules)
+
+
+def _greedy(wanted: Sequence[SampleRow]) -> bool:
+    """Whether every row gets its best token."""
+    return not any(one.known.draws.terms.temperature for one in wanted)
 
 
 def _change(

@@ -90,13 +90,18 @@ class AttentionMetadata:
         self._prefills: dict[int | None, tuple[PrefillSpan, ...]] = {}
 
     @cached_property
-    def slots(self) -> torch.Tensor:
-        """[2 × tokens]: the slots for K, then V, of each token."""
+    def slots_of_keys(self) -> np.ndarray:
+        """[tokens]: the slot for K of each token, on the host; that for V is a block's later."""
         parts = []
         for _, rows, start, first_block, _ in self.spans:
             block, slot = np.divmod(np.arange(start, start + rows), self._block_size)
             parts.append(self.tables[first_block + block] * (2 * self._block_size) + slot)
-        slots = np.concatenate(parts)
+        return np.concatenate(parts)
+
+    @cached_property
+    def slots(self) -> torch.Tensor:
+        """[2 × tokens]: the slots for K, then V, of each token."""
+        slots = self.slots_of_keys
         return self._tensor(np.concatenate([slots, slots + self._block_size]))
 
     @cached_property

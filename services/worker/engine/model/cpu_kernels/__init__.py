@@ -34,23 +34,6 @@ def has_panel_product(storage_dtype: torch.dtype) -> bool:
     return panel_calls(storage_dtype) is not None
 
 
-def order_of_sums(
-    device: torch.device, storage_dtype: torch.dtype, compute_dtype: torch.dtype
-) -> bytes:
-    """What changes the last bits of sums among CPUs, for dtypes in which tokens are promised.
-
-    Kernels and torch add up as many values at once as a vector has. In bfloat16 no tokens are
-    promised.
-    """
-    if device.type != "cpu" or storage_dtype == torch.bfloat16:
-        return b""
-    if not fit(device, storage_dtype, compute_dtype):
-        return f"torch, {torch.backends.cpu.get_cpu_capability()}".encode()
-    from services.worker.engine.model.cpu_kernels.compiler import VECTOR_FLOATS
-
-    return f"vectors of {VECTOR_FLOATS}".encode()
-
-
 def describe_panel_product(storage_dtype: torch.dtype) -> str:
     """The product that `has_panel_product` has found, for logs."""
     from services.worker.engine.model.cpu_kernels.panel_gemm import product_instructions

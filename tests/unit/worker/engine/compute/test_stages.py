@@ -19,6 +19,7 @@ from services.worker.engine.compute.runner import ModelRunner, StageOutput
 from services.worker.engine.compute.runner_config import RunnerConfig
 from services.worker.engine.sampling import grammar as grammar_module
 from services.worker.errors import InvalidBatch, LayerNotResident
+from tests.support.device import CHUNK_BYTES, DEVICE, EXACT, chunks_of
 from tests.support.generation import GREEDY, Generation
 from tests.support.tiny_models import EOS_TOKEN_ID, make_tiny_model
 
@@ -107,10 +108,10 @@ class Workers:
         runner = ModelRunner.load(
             RunnerConfig(
                 model_dir=self._model_dir,
-                device="cpu",
-                dtype=torch.float64,
-                budget_bytes=24 << 20,
-                chunk_bytes=64 << 10,
+                device=DEVICE,
+                dtype=EXACT,
+                budget_bytes=chunks_of(24 << 20),
+                chunk_bytes=CHUNK_BYTES,
                 max_batch_tokens=128,
                 max_model_len=512,
                 threads=1,
@@ -268,7 +269,7 @@ def test_a_stage_refuses_what_is_not_its_own(tmp_path: Path) -> None:
     with ExitStack() as stack:
         runner = Workers(make_tiny_model(tmp_path, layers=LAYERS), stack).load()
         batch = Batch((Chunk("a", 0, (1, 2), (0,), SampleSpec(SampleTerms(GREEDY), 0)),))
-        hidden = torch.zeros(2, 64, dtype=torch.float64)
+        hidden = torch.zeros(2, 64, dtype=EXACT)
         with pytest.raises(InvalidBatch, match="takes hidden"):
             runner.run_stage(batch, hidden)
         runner.stage_memory.set_stage(1, 3)

@@ -11,7 +11,6 @@ from services.core.groups.slab_names import EMBEDDING, HEAD, layer_name
 from services.worker.engine.memory.budget import MemoryDemand, plan_memory
 from services.worker.engine.memory.kv_range import KvBlockShape
 from services.worker.engine.memory.layer_slab import SlabLayout
-from services.worker.engine.memory.memfd import MemfdArena
 from services.worker.engine.memory.stage_memory import StageMemory
 from services.worker.engine.model.loader import DummySource
 from services.worker.errors import (
@@ -21,14 +20,14 @@ from services.worker.errors import (
     LayerNotResident,
     SlabCorrupted,
 )
+from tests.support.device import CHUNK_BYTES, KINDS, make_arena
 
 LAYERS = 6
-CHUNK_BYTES = 64 << 10
 # A block is smaller than a chunk and does not divide it.
 SHAPE = KvBlockShape(block_size=16, num_kv_heads=3, head_dim=50, dtype=torch.float32)
 
 
-def make_memory(tied: bool = False) -> StageMemory:
+def make_memory(tied: bool = False, kind: str = KINDS[0]) -> StageMemory:
     layer = [("w", (3, CHUNK_BYTES // 4)), ("b", (100,))]
     layouts = {EMBEDDING: SlabLayout.of([("e", (50_000,))], torch.float32)}
     for index in range(LAYERS):
@@ -44,7 +43,7 @@ def make_memory(tied: bool = False) -> StageMemory:
         staging_bytes=0,
     )
     plan = plan_memory(90 * CHUNK_BYTES, demand, min_tokens=16, chunk_bytes=CHUNK_BYTES)
-    arena = MemfdArena(chunk_bytes=CHUNK_BYTES, total_chunks=plan.total_chunks)
+    arena = make_arena(kind, plan.total_chunks)
     memory = StageMemory(
         arena,
         plan,
@@ -58,9 +57,9 @@ def make_memory(tied: bool = False) -> StageMemory:
     return memory
 
 
-@pytest.fixture
-def memory() -> Iterator[StageMemory]:
-    memory = make_memory()
+@pytest.fixture(params=KINDS)
+def memory(request: pytest.FixtureRequest) -> Iterator[StageMemory]:
+    memory = make_memory(kind=request.param)
     yield memory
     memory.check_invariants()
     memory.arena.close()
@@ -357,9 +356,9 @@ def test_mappings_do_not_accumulate(memory: StageMemory) -> None:
 class Life:
     """Random legal steps on one stage memory; a block of KV carries its layer and id as a stamp."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, kind: str) -> None:
         self.rng = random.Random(seed)
-        self.memory = make_memory(tied=self.rng.random() < 0.5)
+        self.memory = make_memory(self.rng.random() < 0.5, kind)
         self.contents = {
             name: slab.bytes_to_read().clone() for name, slab in self.memory.slabs.items()
         }
@@ -475,9 +474,10 @@ class Life:
                 assert (self.stamp(layer, block) == expected).all()
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("seed", range(10))
-def test_random_steps_lose_neither_memory_nor_contents(seed: int) -> None:
-    life = Life(seed)
+def test_random_steps_lose_neither_memory_nor_contents(seed: int, kind: str) -> None:
+    life = Life(seed, kind)
     for _ in range(80):
         life.step()
     life.memory.arena.close()

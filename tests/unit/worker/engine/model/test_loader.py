@@ -15,7 +15,7 @@ from services.worker.engine.model.cpu_kernels import compiler
 from services.worker.engine.model.cpu_kernels.skinny_gemm import FEW_ROWS
 from services.worker.engine.model.linear import SlabLinear, UpcastScratch
 from services.worker.engine.model.loader import DummySource
-from services.worker.errors import BudgetTooSmall, ModelError, UnsupportedDevice
+from services.worker.errors import BudgetTooSmall, DeviceError, ModelError
 from tests.support.tiny_models import make_tiny_model
 
 WEIGHTS = "model.safetensors"
@@ -236,7 +236,7 @@ def test_budget_and_device_are_checked(model_dir: Path) -> None:
     runner = load(model_dir, budget_bytes=caught.value.needed_bytes, chunk_bytes=1 << 16)
     assert runner.num_blocks >= 4
     runner.close()
-    with pytest.raises(UnsupportedDevice, match="choose one of"):
+    with pytest.raises(DeviceError, match="choose one of"):
         load(model_dir, device="meta")
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from services.worker.engine.memory.arena import coalesce
+from services.worker.engine.memory.arena import Arena, coalesce
 from services.worker.engine.memory.kv_range import KvBlockShape, KvRange
 from services.worker.engine.memory.layer_slab import (
     ALIGNMENT_BYTES,
@@ -22,8 +22,8 @@ from services.worker.errors import (
     LayerNotResident,
     SlabCorrupted,
 )
+from tests.support.device import CHUNK_BYTES, KINDS, make_arena
 
-CHUNK_BYTES = 64 << 10
 ELEMENTS = CHUNK_BYTES // 4
 
 
@@ -40,9 +40,9 @@ class Numbers:
         """Nothing is open."""
 
 
-@pytest.fixture
-def arena() -> Iterator[MemfdArena]:
-    arena = MemfdArena(chunk_bytes=CHUNK_BYTES, total_chunks=32)
+@pytest.fixture(params=KINDS)
+def arena(request: pytest.FixtureRequest) -> Iterator[Arena]:
+    arena = make_arena(request.param, 32)
     yield arena
     arena.check_invariants()
     arena.close()
@@ -53,7 +53,7 @@ def test_neighbouring_handles_become_one_call() -> None:
     assert coalesce([]) == []
 
 
-def test_a_tensor_keeps_working_while_its_tail_is_mapped(arena: MemfdArena) -> None:
+def test_a_tensor_keeps_working_while_its_tail_is_mapped(arena: Arena) -> None:
     reserved = arena.reserve("range", 8 * CHUNK_BYTES)
     tensor = arena.tensor(reserved, torch.float32)
     assert tensor.shape == (8 * ELEMENTS,)
@@ -65,7 +65,7 @@ def test_a_tensor_keeps_working_while_its_tail_is_mapped(arena: MemfdArena) -> N
     assert arena.free_chunks == 29
 
 
-def test_a_retired_chunk_may_be_mapped_elsewhere_before_it_is_swept(arena: MemfdArena) -> None:
+def test_a_retired_chunk_may_be_mapped_elsewhere_before_it_is_swept(arena: Arena) -> None:
     first, second = (arena.reserve(name, CHUNK_BYTES) for name in ("first", "second"))
     arena.map(first, 0, arena.free_handles(1))
     arena.tensor(first, torch.float32)[7] = 5.0
@@ -79,7 +79,7 @@ def test_a_retired_chunk_may_be_mapped_elsewhere_before_it_is_swept(arena: Memfd
     assert arena.tensor(second, torch.float32)[7] == 5.0
 
 
-def test_a_retired_place_may_be_mapped_again_before_it_is_swept(arena: MemfdArena) -> None:
+def test_a_retired_place_may_be_mapped_again_before_it_is_swept(arena: Arena) -> None:
     reserved = arena.reserve("range", 4 * CHUNK_BYTES)
     tensor = arena.tensor(reserved, torch.float32)
     arena.map(reserved, 0, [0, 1, 2, 3])
@@ -92,7 +92,7 @@ def test_a_retired_place_may_be_mapped_again_before_it_is_swept(arena: MemfdAren
     assert tensor[: 3 * ELEMENTS : ELEMENTS].tolist() == [0.0, 2.0, 3.0]
 
 
-def test_sweeping_is_done_in_slices(arena: MemfdArena) -> None:
+def test_sweeping_is_done_in_slices(arena: Arena) -> None:
     reserved = arena.reserve("range", 8 * CHUNK_BYTES)
     arena.map(reserved, 0, list(range(8)))
     arena.retire(reserved, 0, 5)
@@ -104,7 +104,7 @@ def test_sweeping_is_done_in_slices(arena: MemfdArena) -> None:
     assert reserved.mapped_chunks == 1
 
 
-def test_prefaulting_keeps_contents_and_forgives_what_is_gone(arena: MemfdArena) -> None:
+def test_prefaulting_keeps_contents_and_forgives_what_is_gone(arena: Arena) -> None:
     first, second = (arena.reserve(name, 8 * CHUNK_BYTES) for name in ("first", "second"))
     arena.map(first, 0, list(range(8)))
     arena.tensor(first, torch.float32).fill_(3.0)
@@ -115,7 +115,7 @@ def test_prefaulting_keeps_contents_and_forgives_what_is_gone(arena: MemfdArena)
     assert (arena.tensor(second, torch.float32)[: 2 * ELEMENTS] == 3.0).all()
 
 
-def test_a_prepared_place_gets_its_chunks_once_they_are_free(arena: MemfdArena) -> None:
+def test_a_prepared_place_gets_its_chunks_once_they_are_free(arena: Arena) -> None:
     first, second = (arena.reserve(name, 4 * CHUNK_BYTES) for name in ("first", "second"))
     arena.map(first, 0, [0, 1, 2, 3])
     arena.tensor(first, torch.float32).fill_(3.0)
@@ -134,7 +134,7 @@ def test_a_prepared_place_gets_its_chunks_once_they_are_free(arena: MemfdArena) 
     assert (arena.tensor(second, torch.float32)[: 3 * ELEMENTS] == 3.0).all()
 
 
-def test_a_prepared_place_that_is_given_up_is_swept(arena: MemfdArena) -> None:
+def test_a_prepared_place_that_is_given_up_is_swept(arena: Arena) -> None:
     first, second = (arena.reserve(name, 4 * CHUNK_BYTES) for name in ("first", "second"))
     arena.map(first, 0, [0, 1, 2, 3])
     arena.tensor(first, torch.float32).fill_(3.0)
@@ -151,7 +151,7 @@ def test_a_prepared_place_that_is_given_up_is_swept(arena: MemfdArena) -> None:
     assert (arena.tensor(first, torch.float32) == 3.0).all()
 
 
-def test_two_prepared_places_cannot_have_one_chunk(arena: MemfdArena) -> None:
+def test_two_prepared_places_cannot_have_one_chunk(arena: Arena) -> None:
     reserved = arena.reserve("range", 4 * CHUNK_BYTES)
     arena.prepare(reserved, 0, [5])
     arena.prepare(reserved, 1, [5])
@@ -162,7 +162,7 @@ def test_two_prepared_places_cannot_have_one_chunk(arena: MemfdArena) -> None:
         arena.map(reserved, 1, [6])
 
 
-def test_free_handles_are_neighbours_where_possible(arena: MemfdArena) -> None:
+def test_free_handles_are_neighbours_where_possible(arena: Arena) -> None:
     reserved = arena.reserve("range", 8 * CHUNK_BYTES)
     arena.map(reserved, 0, [2, 6])
     assert arena.free_handles(2).tolist() == [0, 1]
@@ -172,7 +172,7 @@ def test_free_handles_are_neighbours_where_possible(arena: MemfdArena) -> None:
     assert arena.free_handles(5, np.array([2])).tolist() == [0, 1, 2, 3, 4]
 
 
-def test_wrong_places_are_refused(arena: MemfdArena) -> None:
+def test_wrong_places_are_refused(arena: Arena) -> None:
     reserved = arena.reserve("range", 2 * CHUNK_BYTES)
     arena.map(reserved, 0, [0])
     with pytest.raises(ValueError, match="are mapped"):
@@ -194,8 +194,9 @@ def test_chunks_are_whole_pages() -> None:
         MemfdArena(chunk_bytes=1000, total_chunks=4)
 
 
-def test_close_is_idempotent() -> None:
-    arena = MemfdArena(chunk_bytes=CHUNK_BYTES, total_chunks=4)
+@pytest.mark.parametrize("kind", KINDS)
+def test_close_is_idempotent(kind: str) -> None:
+    arena = make_arena(kind, 4)
     arena.map(arena.reserve("range", CHUNK_BYTES), 0, [2])
     arena.close()
     arena.close()
@@ -203,7 +204,7 @@ def test_close_is_idempotent() -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_random_moves_lose_neither_chunks_nor_contents(arena: MemfdArena, seed: int) -> None:
+def test_random_moves_lose_neither_chunks_nor_contents(arena: Arena, seed: int) -> None:
     """Every chunk carries its handle as a stamp, wherever it is mapped."""
     rng = random.Random(seed)
     ranges = [arena.reserve(f"range {number}", 16 * CHUNK_BYTES) for number in range(4)]
@@ -234,7 +235,7 @@ def test_random_moves_lose_neither_chunks_nor_contents(arena: MemfdArena, seed: 
             assert tensor[: len(stamps) * ELEMENTS : ELEMENTS].tolist() == stamps
 
 
-def test_a_page_moves_from_parameters_to_a_kv_tail_without_a_copy(arena: MemfdArena) -> None:
+def test_a_page_moves_from_parameters_to_a_kv_tail_without_a_copy(arena: Arena) -> None:
     shape = KvBlockShape(block_size=16, num_kv_heads=2, head_dim=64, dtype=torch.float32)
     blocks_per_chunk = CHUNK_BYTES // shape.size_bytes
     slab = LayerSlab(arena, "layer 0", SlabLayout.of([("w", (2, ELEMENTS))], torch.float32))
@@ -261,7 +262,7 @@ def test_a_page_moves_from_parameters_to_a_kv_tail_without_a_copy(arena: MemfdAr
     assert kv_range.num_blocks == 3 * blocks_per_chunk
 
 
-def test_a_slab_is_read_only_after_its_digest_was_verified(arena: MemfdArena) -> None:
+def test_a_slab_is_read_only_after_its_digest_was_verified(arena: Arena) -> None:
     layout = SlabLayout.of([("a", (3,)), ("b", (5,))], torch.float32)
     slab = LayerSlab(arena, "layer 0", layout)
     with pytest.raises(InvalidStage, match="map it"):
@@ -276,7 +277,7 @@ def test_a_slab_is_read_only_after_its_digest_was_verified(arena: MemfdArena) ->
     expected = torch.zeros(layout.size_bytes // 4)
     expected[:3], expected[16:] = 1.0, 2.0
     assert contents.view(torch.float32).tolist() == expected.tolist()
-    assert slab.digest == hashlib.sha256(contents.numpy()).digest()
+    assert slab.digest == hashlib.sha256(contents.cpu().numpy()).digest()
 
     slab.drop()
     slab.map()
@@ -289,7 +290,7 @@ def test_a_slab_is_read_only_after_its_digest_was_verified(arena: MemfdArena) ->
     assert slab.finish()
 
 
-def test_pieces_are_hashed_as_they_come_in_order(arena: MemfdArena) -> None:
+def test_pieces_are_hashed_as_they_come_in_order(arena: Arena) -> None:
     slab = LayerSlab(arena, "layer 0", SlabLayout.of([("a", (25,))], torch.float32))
     contents = torch.arange(slab.layout.size_bytes, dtype=torch.uint8)
     pieces = [(start, contents[start : start + 30]) for start in range(0, len(contents), 30)]
@@ -315,7 +316,7 @@ def test_pieces_are_hashed_as_they_come_in_order(arena: MemfdArena) -> None:
         slab.fill(0, contents[:30])
 
 
-def test_packed_blocks_arrive_elsewhere(arena: MemfdArena) -> None:
+def test_packed_blocks_arrive_elsewhere(arena: Arena) -> None:
     shape = KvBlockShape(block_size=16, num_kv_heads=3, head_dim=100, dtype=torch.float32)
     here, there = (KvRange(arena, name, shape) for name in ("here", "there"))
     for kv_range in (here, there):
@@ -354,7 +355,7 @@ def test_slab_places_are_aligned_and_apart() -> None:
     assert layout.size_bytes == end_bytes
 
 
-def test_a_block_may_straddle_chunks(arena: MemfdArena) -> None:
+def test_a_block_may_straddle_chunks(arena: Arena) -> None:
     shape = KvBlockShape(block_size=16, num_kv_heads=3, head_dim=100, dtype=torch.float32)
     assert CHUNK_BYTES % shape.size_bytes
     kv_range = KvRange(arena, "kv", shape)

@@ -1,0 +1,88 @@
+"""The arena on an NVIDIA GPU: chunks are allocations of the driver, mapped one by one.
+
+Time goes by the number of chunks: on an H200, to map one, give access and unmap it takes about 80
+µs in all while kernels run, for 2 MiB as for 32 (bench/results/README.md). A chunk can only be
+mapped whole.
+"""
+
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from services.worker.engine.memory.arena import UNMAPPED, Arena, VirtualRange, coalesce
+from services.worker.errors import DeviceError
+
+
+class Driver(Protocol):
+    """As `cuda_driver.CudaDriver`."""
+
+    granularity_bytes: int
+
+    def create(self, size_bytes: int) -> Any: ...
+    def release(self, handle: Any) -> None: ...
+    def reserve(self, size_bytes: int) -> int: ...
+    def free(self, address: int, size_bytes: int) -> None: ...
+    def map(self, address: int, size_bytes: int, handle: Any) -> None: ...
+    def allow(self, address: int, size_bytes: int) -> None: ...
+    def unmap(self, address: int, size_bytes: int) -> None: ...
+    def wait(self) -> None: ...
+    def tensor(self, address: int, size_bytes: int) -> torch.Tensor: ...
+
+
+class CudaArena(Arena):
+    """Memory of a GPU as an arena; `chunk_bytes` is a multiple of the driver's granularity.
+
+    Raises DeviceError if the GPU has less memory than that.
+    """
+
+    def __init__(self, driver: Driver, *, chunk_bytes: int, total_chunks: int) -> None:
+        if chunk_bytes <= 0 or chunk_bytes % driver.granularity_bytes:
+            raise DeviceError(
+                f"a chunk of {chunk_bytes} bytes cannot be mapped on this GPU; set 'chunk_bytes' to"
+                f" a multiple of {driver.granularity_bytes >> 20}MiB, or leave it out"
+            )
+        super().__init__(chunk_bytes=chunk_bytes, total_chunks=total_chunks)
+        self._driver = driver
+        self._chunks: list[Any] = []
+        try:
+            for _ in range(total_chunks):
+                self._chunks.append(driver.create(chunk_bytes))
+        except DeviceError:
+            self.close()
+            raise
+
+    def tensor(self, reserved: VirtualRange, dtype: torch.dtype) -> torch.Tensor:
+        return self._driver.tensor(reserved.address, reserved.size_bytes).view(dtype)
+
+    def close(self) -> None:
+        if self._ranges:
+            self._driver.wait()
+        for reserved in self._ranges:
+            mapped = np.flatnonzero(reserved.handles != UNMAPPED)
+            for _, first, count in coalesce(mapped):
+                address = reserved.address + first * self.chunk_bytes
+                self._driver.unmap(address, count * self.chunk_bytes)
+            self._driver.free(reserved.address, reserved.size_bytes)
+            reserved.handles[:] = UNMAPPED
+        for chunk in self._chunks:
+            self._driver.release(chunk)
+        for container in (self._ranges, self._retired, self._cold, self._prepared, self._chunks):
+            container.clear()
+        self._mapped[:] = False
+
+    def _reserve_address(self, size_bytes: int) -> int:
+        return self._driver.reserve(size_bytes)
+
+    def _map_address(self, address: int, first_handle: int, count: int) -> None:
+        size = self.chunk_bytes
+        for place, chunk in enumerate(self._chunks[first_handle : first_handle + count]):
+            self._driver.map(address + place * size, size, chunk)
+        self._driver.allow(address, count * size)
+
+    def _unmap_address(self, address: int, size_bytes: int) -> None:
+        self._driver.wait()
+        self._driver.unmap(address, size_bytes)
+
+    def _prefault_address(self, address: int, size_bytes: int) -> None:
+        """The driver has made the page table's entries when it mapped the chunks."""

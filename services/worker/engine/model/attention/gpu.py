@@ -1,0 +1,220 @@
+"""Paged attention on a GPU by the kernels of `gpu_kernels`, and the inputs of an iteration.
+
+All that kernels need of a batch is put together on the host and copied to the device once.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import e, log2
+
+import numpy as np
+import torch
+import triton
+
+from services.worker.engine.model.attention.paged import AttentionMetadata
+from services.worker.engine.model.gpu_kernels import attention
+
+HEAD_DIMS = (16, 32, 64, 128, 256)
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+TILE_TOKENS = 64
+"""Tokens of the context that a program reads at once."""
+DECODE_ROWS, PREFILL_ROWS, WIDE_PREFILL_ROWS = 16, 128, 32
+"""Rows of a program: query heads that share K and V, of one or more tokens; the last of float32."""
+PROGRAMS_WANTED = 1024
+"""Some for each multiprocessor, so that none waits long for the last."""
+SHARE_MIN, SPLITS_MAX = 256, 64
+"""Tokens of context of a program at least, and programs for a context at most."""
+PARTS_ROWS = 8192
+"""Rows of all tiles times splits at most, which bounds the memory of parts."""
+LOG2_E = log2(e)
+
+
+def fits(head_dim: int, dtype: torch.dtype) -> bool:
+    """Whether the kernels can attend over such a cache."""
+    return head_dim in HEAD_DIMS and dtype in DTYPES
+
+
+def parts_bytes(num_heads: int, head_dim: int) -> int:
+    """The most memory of split attention: parts and weights in float32."""
+    return PARTS_ROWS * num_heads * (head_dim + 1) * 4
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """Some tiles as the kernels take them, whose programs have `rows`: [tiles] each.
+
+    `lengths` has the context of each up to its last token; `most` is the largest of `counts`.
+    """
+
+    starts: torch.Tensor
+    counts: torch.Tensor
+    positions: torch.Tensor
+    firsts: torch.Tensor
+    lengths: np.ndarray
+    rows: int
+    most: int
+
+    def shares(self, kv_heads: int, window: int | None) -> tuple[int, int]:
+        """Tokens of the context of a program, and how many programs share a context."""
+        seen = self.lengths
+        if window is not None:
+            seen = np.minimum(seen, window + self.most + TILE_TOKENS)
+        longest = int(seen.max())
+        splits_max = min(SPLITS_MAX, PARTS_ROWS // (len(seen) * self.most))
+        if splits_max < 2 or (self.rows > DECODE_ROWS and len(seen) * kv_heads >= PROGRAMS_WANTED):
+            return longest, 1
+        share = max(
+            SHARE_MIN, int(seen.sum()) * kv_heads // PROGRAMS_WANTED, -(-longest // splits_max)
+        )
+        share = -(-share // TILE_TOKENS) * TILE_TOKENS
+        return share, -(-longest // share)
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """The inputs of an iteration on the device. `slots` [tokens]: where K of each token goes."""
+
+    slots: torch.Tensor
+    tables: torch.Tensor
+    tiles: tuple[Tiles, ...]
+
+
+class GpuPagedAttention:
+    """For caches that `fits`; keeps the inputs of the latest iteration, for all of its layers."""
+
+    def __init__(
+        self,
+        *,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
+        self.head_dim, self.block_size = head_dim, block_size
+        self._group = num_heads // num_kv_heads
+        least = triton.next_power_of_2(self._group)
+        prefill = PREFILL_ROWS if dtype.itemsize == 2 else WIDE_PREFILL_ROWS
+        self._decode_rows, self._prefill_rows = max(DECODE_ROWS, least), max(prefill, least)
+        self._device = device
+        self._metadata: AttentionMetadata | None = None
+        self._work: Work | None = None
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        blocks: torch.Tensor,
+        metadata: AttentionMetadata,
+        *,
+        sliding_window: int | None,
+        scaling: float,
+    ) -> torch.Tensor:
+        """As `PagedAttention.forward`."""
+        slots = self.work(metadata).slots
+        rows = blocks.view(-1, *key.shape[1:])
+        rows.index_copy_(0, slots, key)
+        rows.index_copy_(0, slots + self.block_size, value)
+        return self.attend(
+            query.contiguous(), blocks, metadata, sliding_window=sliding_window, scaling=scaling
+        )
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        blocks: torch.Tensor,
+        metadata: AttentionMetadata,
+        *,
+        sliding_window: int | None,
+        scaling: float,
+    ) -> torch.Tensor:
+        """Attend when K and V of the new tokens are in the cache: [tokens, head, head_dim]."""
+        work, attended = self.work(metadata), torch.empty_like(query)
+        for tiles in work.tiles:
+            self._attend(query, blocks, work, tiles, sliding_window, scaling, attended)
+        return attended
+
+    def work(self, metadata: AttentionMetadata) -> Work:
+        """The inputs that all layers of the iteration share."""
+        if self._work is None or metadata is not self._metadata:
+            self._metadata, self._work = metadata, self._work_of(metadata)
+        return self._work
+
+    def _attend(
+        self,
+        query: torch.Tensor,
+        blocks: torch.Tensor,
+        work: Work,
+        tiles: Tiles,
+        window: int | None,
+        scaling: float,
+        attended: torch.Tensor,
+    ) -> None:
+        share, splits = tiles.shares(self.num_kv_heads, window)
+        parts, weights = attended, attended
+        if splits > 1:
+            shape = (len(tiles.lengths), tiles.most, self.num_heads, splits)
+            parts = query.new_empty(*shape, self.head_dim, dtype=torch.float32)
+            weights = query.new_empty(shape, dtype=torch.float32)
+        wide = query.dtype.itemsize > 2
+        attention.attend[(len(tiles.lengths), self.num_kv_heads, splits)](
+            query, blocks, work.tables, tiles.starts, tiles.counts, tiles.positions, tiles.firsts,
+            parts, weights, scaling * LOG2_E, share, splits, tiles.most, window or 0,
+            HEADS=self.num_heads, KV_HEADS=self.num_kv_heads, GROUP=self._group, ROWS=tiles.rows,
+            DIM=self.head_dim, BLOCK=self.block_size, SPLIT=splits > 1,
+            WINDOWED=window is not None, TILE=TILE_TOKENS // 2 if wide else TILE_TOKENS,
+            num_warps=8 if tiles.rows == PREFILL_ROWS else 4, num_stages=1 if wide else 3,
+        )  # fmt: skip
+        if splits > 1:
+            attention.combine[(len(tiles.lengths), tiles.most, self.num_heads)](
+                parts, weights, attended, tiles.starts, tiles.counts, splits, tiles.most,
+                HEADS=self.num_heads, DIM=self.head_dim, SPLITS_MAX=SPLITS_MAX,
+            )  # fmt: skip
+
+    def _work_of(self, metadata: AttentionMetadata) -> Work:
+        layout = _Layout(metadata.spans, self._prefill_rows // self._group)
+        columns = [*layout.decodes, *layout.prefills]
+        host = torch.from_numpy(np.concatenate([*columns, metadata.tables, metadata.slots_of_keys]))
+        if self._device.type == "cuda":
+            host = host.pin_memory()
+        sizes = [*map(len, columns), len(metadata.tables), len(metadata.slots_of_keys)]
+        *parts, tables, slots = host.to(self._device, non_blocking=True).split(sizes)
+        kinds = (
+            (columns[:4], parts[:4], self._decode_rows),
+            (columns[4:], parts[4:], self._prefill_rows),
+        )
+        tiles = [
+            Tiles(*there, lengths=positions + counts, rows=rows, most=int(counts.max()))
+            for (_, counts, positions, _), there, rows in kinds
+            if len(counts)
+        ]
+        return Work(slots, tables, tuple(tiles))
+
+
+class _Layout:
+    """Cuts the spans of a batch into tiles: four columns each, as `Tiles` has them."""
+
+    def __init__(self, spans: np.ndarray, tile_tokens: int) -> None:
+        self._spans = spans
+        self._tile_tokens = tile_tokens
+        self._single = spans[:, 1] == 1
+
+    @cached_property
+    def decodes(self) -> Sequence[np.ndarray]:
+        """Those of one token."""
+        start, count, position, first = self._spans[self._single, :4].T
+        return start, count, position, first
+
+    @cached_property
+    def prefills(self) -> Sequence[np.ndarray]:
+        """Parts of the others."""
+        spans, size = self._spans[~self._single], self._tile_tokens
+        pieces = -(-spans[:, 1] // size)
+        owner = np.repeat(np.arange(len(spans)), pieces)
+        done = (np.arange(len(owner)) - np.repeat(np.cumsum(pieces) - pieces, pieces)) * size
+        start, count, position, first = spans[owner, :4].T
+        return start + done, np.minimum(count - done, size), position + done, first

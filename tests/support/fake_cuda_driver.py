@@ -1,0 +1,78 @@
+"""CUDA's virtual memory management as a GPU was seen to do it, over pages of a memory file.
+
+It refuses what an H200 has refused (bench/results/gpu-h200.json): to map over what is mapped, to
+give access over a hole, to unmap a part of a chunk. Memory without access crashes, as there.
+"""
+
+from collections.abc import Iterator
+from mmap import PAGESIZE
+
+import torch
+
+from services.worker.engine.memory.borrowed_memory import tensor_over
+from services.worker.engine.memory.memfd import MemfdArena
+from services.worker.errors import DeviceError
+
+CHUNKS = 256
+
+
+class FakeCudaDriver:
+    """As `CudaDriver`; `chunks_max` is what the device has memory for."""
+
+    def __init__(self, granularity_bytes: int = PAGESIZE, chunks_max: int = CHUNKS) -> None:
+        self.granularity_bytes = granularity_bytes
+        self._chunks_max = chunks_max
+        self._file = MemfdArena(chunk_bytes=granularity_bytes, total_chunks=CHUNKS)
+        self.chunks: set[int] = set()
+        self.reserved: dict[int, int] = {}
+        self.mapped: dict[int, int] = {}
+        self.waits = 0
+
+    def create(self, size_bytes: int) -> int:
+        assert size_bytes == self.granularity_bytes
+        if len(self.chunks) == self._chunks_max:
+            raise DeviceError("the GPU is full")
+        self.chunks.add(len(self.chunks))
+        return len(self.chunks) - 1
+
+    def release(self, handle: int) -> None:
+        self.chunks.remove(handle)
+
+    def reserve(self, size_bytes: int) -> int:
+        address = self._file._reserve_address(size_bytes)
+        self.reserved[address] = size_bytes
+        return address
+
+    def free(self, address: int, size_bytes: int) -> None:
+        assert self.reserved.pop(address) == size_bytes
+        assert not any(address <= one < address + size_bytes for one in self.mapped)
+
+    def map(self, address: int, size_bytes: int, handle: int) -> None:
+        assert size_bytes == self.granularity_bytes and handle in self.chunks
+        assert any(first <= address < first + size for first, size in self.reserved.items())
+        if address in self.mapped:
+            raise DeviceError("cuMemMap failed with CUDA_ERROR_INVALID_VALUE")
+        self.mapped[address] = handle
+
+    def allow(self, address: int, size_bytes: int) -> None:
+        for one in self._whole(address, size_bytes):
+            self._file._map_address(one, self.mapped[one], 1)
+
+    def unmap(self, address: int, size_bytes: int) -> None:
+        assert self.waits, "a kernel may use this memory"
+        for one in self._whole(address, size_bytes):
+            del self.mapped[one]
+            self._file._unmap_address(one, self.granularity_bytes)
+
+    def wait(self) -> None:
+        self.waits += 1
+
+    def tensor(self, address: int, size_bytes: int) -> torch.Tensor:
+        return tensor_over(address, size_bytes, torch.device("cpu"))
+
+    def _whole(self, address: int, size_bytes: int) -> Iterator[int]:
+        """The chunks of an interval without a hole."""
+        places = range(address, address + size_bytes, self.granularity_bytes)
+        if size_bytes % self.granularity_bytes or not all(one in self.mapped for one in places):
+            raise DeviceError("failed with CUDA_ERROR_INVALID_VALUE")
+        yield from places
