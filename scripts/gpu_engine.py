@@ -11,6 +11,7 @@ stops; and how much memory the engine uses beside the arena.
 
 import argparse
 import json
+import os
 import statistics
 import sys
 import tempfile
@@ -27,13 +28,17 @@ from gpu_facts import attempt
 from gpu_timing import capture, typical_s
 from torch.nn import functional
 
+os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # as a worker has it
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from services.core.planner.batch import SampleSpec, SampleTerms  # noqa: E402
 from services.core.planner.block_pool import BlockPool  # noqa: E402
+from services.core.request import Sampling  # noqa: E402
 from services.worker.engine.compute.runner import ModelRunner  # noqa: E402
 from services.worker.engine.compute.runner_config import RunnerConfig  # noqa: E402
 from services.worker.engine.profile.measurer import Measurer  # noqa: E402
+from services.worker.engine.sampling.sampler import Sampled  # noqa: E402
 
 REPEATS, INTERRUPTIONS = 12, 20
 Chunks = tuple[tuple[int, int], ...]
@@ -62,24 +67,26 @@ def main() -> None:
         "pytorch": torch.__version__,
         "model": f"{size.model} in bfloat16, random weights",
     }
-    graphs = graph_times(size)
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
     began_s = time.monotonic()
     runner = load(size, int(arguments.memory_gib * 2**30))
     found["load_s"] = round(time.monotonic() - began_s, 1)
     found["chunk_mib"] = runner.stage_memory.plan.chunk_bytes >> 20
     found["kv_tokens"] = runner.num_blocks * runner.block_size
     measurer = Measurer(runner, BlockPool(runner.num_blocks))
-    found["iterations"] = {
-        name: iteration(measurer, chunks) | graphs[name] for name, chunks in BATCHES.items()
-    }
+    found["iterations"] = {name: iteration(measurer, chunks) for name, chunks in BATCHES.items()}
     found["interrupted"] = attempt(partial(interruptions, measurer))
+    found["sampled"] = attempt(partial(sampling, runner))
     found["staging_mib"] = runner.staging_bytes >> 20
     found["torch_reserved_mib"] = torch.cuda.max_memory_reserved() >> 20
+    found["torch_allocated_mib"] = torch.cuda.max_memory_allocated() >> 20
+    free_bytes, all_bytes = torch.cuda.mem_get_info()
+    arena_bytes = runner.stage_memory.plan.arena_bytes
+    found["beside_arena_mib"] = (all_bytes - free_bytes - arena_bytes) >> 20
     found["drop"] = attempt(partial(drop, runner, measurer))
     runner.check_invariants()
     runner.close()
+    for name, times in graph_times(size).items():
+        found["iterations"][name] |= times
     arguments.file.write_text(json.dumps(found, indent=1))
     print(json.dumps(found, indent=1))
 
@@ -115,6 +122,25 @@ def load(size: Size, budget_bytes: int) -> ModelRunner:
     return ModelRunner.load(config)
 
 
+def sampling(runner: ModelRunner) -> dict[str, float]:
+    """Tokens of 64 rows: drawn, drawn from the best, and with rules, which the host does."""
+    logits = torch.randn(64, runner.geometry.vocab_size, dtype=torch.bfloat16, device="cuda")
+    kinds = {
+        "greedy_ms": Sampling(temperature=0),
+        "drawn_ms": Sampling(seed=1),
+        "top_p_ms": Sampling(top_p=0.9, seed=1),
+        "penalised_ms": Sampling(frequency_penalty=0.5, seed=1),
+    }
+    found = {}
+    for name, chosen in kinds.items():
+        spec = SampleSpec(SampleTerms(chosen), 0)
+        specs = [(f"{name}-{row}", spec) for row in range(64)]
+        act = partial(runner.sampler.sample, logits, specs, Sampled())
+        found[name] = statistics.median([timed_ms(act) for _ in range(6)][1:])
+    runner.sampler.keep_only(())
+    return found
+
+
 def iteration(measurer: Measurer, chunks: Chunks) -> dict[str, float]:
     """From the batch's plan to its tokens on the host, as the engine's loop waits for them."""
     times_s = [measurer.duration_s(chunks) or 0.0 for _ in range(REPEATS + 3)][3:]
@@ -143,11 +169,11 @@ def products(decoder: Decoder, rows: int, sampled: int) -> None:
     hidden = torch.ones(rows, size.hidden, dtype=torch.bfloat16, device=decoder.device)
     inner = hidden.new_ones(rows, size.heads * size.head_dim)
     gated = hidden.new_ones(rows, size.intermediate)
-    for qkv, output, up, down in decoder.layers:
-        functional.linear(hidden, qkv)
-        functional.linear(inner, output)
-        functional.linear(hidden, up)
-        functional.linear(gated, down)
+    for weights in decoder.weights:
+        functional.linear(hidden, weights.qkv)
+        functional.linear(inner, weights.output)
+        functional.linear(hidden, weights.gate_up)
+        functional.linear(gated, weights.down)
     functional.linear(hidden[:sampled], decoder.head)
 
 

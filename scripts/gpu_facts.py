@@ -9,10 +9,13 @@ from statistics import median
 from typing import Any
 
 import torch
-from cuda.bindings import driver
-from gpu_decoder import SIZES, Decoder, Iteration, Size
+from gpu_decoder import BLOCK_TOKENS, SIZES, Decoder, Iteration, Size
 from gpu_timing import capture, least_s, seconds_of, typical_s
 from torch.nn import functional
+
+from services.core.request import blocks_for
+from services.worker.engine.memory.cuda_driver import CudaDriver
+from services.worker.errors import WorkerError
 
 MIB, GIB = 1 << 20, 1 << 30
 SEGMENT_LAYERS = (1, 2, 4, 8)
@@ -24,7 +27,7 @@ def attempt(step: Callable[[], Any]) -> Any:
     """What a step finds; what speaks against it is a finding, too."""
     try:
         return step()
-    except (RuntimeError, ValueError, ImportError) as error:
+    except (RuntimeError, ValueError, ImportError, WorkerError) as error:
         return {"failed": f"{type(error).__name__}: {error}"}
 
 
@@ -59,17 +62,20 @@ def attention_error() -> float:
 
 
 def _attention_error(decoder: Decoder, chunks: Sequence[tuple[int, int]]) -> float:
-    size, cache, work = decoder.size, decoder.kv[0], decoder.prepare(chunks)
+    size, cache, work = decoder.size, decoder.kv[0].values, decoder.prepare(chunks)
     count = len(work.tokens)
     query = torch.randn(
         count, size.heads, size.head_dim, device=decoder.device, dtype=torch.bfloat16
     )
-    found, errors, token = decoder.attend(query, work, cache), [], 0
-    for (prefix, new), table in zip(chunks, work.tables, strict=True):
-        parts = cache[table.long()].transpose(0, 1).flatten(1, 2)[:, : prefix + new].float()
+    found = decoder.attention.attend(query, cache, work.work, None, size.head_dim**-0.5)
+    errors, token, first = [], 0, 0
+    for prefix, new in chunks:
+        needed = blocks_for(prefix + new, BLOCK_TOKENS)
+        table = work.work.tables[first : first + needed]
+        parts = cache[table].transpose(0, 1).flatten(1, 2)[:, : prefix + new].float()
         wanted = attended(query[token : token + new].float(), *parts)
         errors.append(error_of(found[token : token + new], wanted))
-        token += new
+        token, first = token + new, first + needed
     return max(errors)
 
 
@@ -93,16 +99,16 @@ def decoder_error() -> float:
     size = SIZES["tiny"]
     decoder = Decoder(size, 1024)
     work = decoder.prepare([(0, 70)])
-    hidden, rest = decoder.begin(work)
+    hidden = decoder.begin(work)
     state = hidden.float()
-    found = decoder.run_layers(work, hidden, rest, 0, size.layers).float() + rest.float()
-    for qkv_weight, o_weight, up_weight, down_weight in decoder.layers:
-        both = (_normed(state) @ qkv_weight.float().T).unflatten(1, (-1, size.head_dim))
+    found = decoder.run_layers(work, hidden, 0, size.layers)
+    for one in decoder.weights:
+        both = (_normed(state) @ one.qkv.float().T).unflatten(1, (-1, size.head_dim))
         query, key, value = both.split([size.heads, size.kv_heads, size.kv_heads], 1)
-        query, key = (_turned(one, decoder.cos, decoder.sin) for one in (query, key))
-        state = state + attended(query, key, value).flatten(1) @ o_weight.float().T
-        gate, up = (_normed(state) @ up_weight.float().T).chunk(2, 1)
-        state = state + (functional.silu(gate) * up) @ down_weight.float().T
+        query, key = (_turned(heads, *work.turn) for heads in (query, key))
+        state = state + attended(query, key, value).flatten(1) @ one.output.float().T
+        gate, up = (_normed(state) @ one.gate_up.float().T).chunk(2, 1)
+        state = state + (functional.silu(gate) * up) @ one.down.float().T
     return error_of(found, state)
 
 
@@ -112,7 +118,7 @@ def _normed(state: torch.Tensor) -> torch.Tensor:
 
 def _turned(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     first, second = heads.chunk(2, 2)
-    c, s = (one[: len(heads), None] for one in (cos, sin))
+    c, s = (one[:, None, : first.shape[2]].float() for one in (cos, sin))
     return torch.cat([first * c - second * s, second * c + first * s], 2)
 
 
@@ -140,16 +146,16 @@ def segments(decoder: Decoder) -> dict[str, float]:
 
 def in_segments(decoder: Decoder, work: Iteration, layers: int) -> list[torch.cuda.CUDAGraph]:
     """An iteration as graphs of a few layers each, the head's at the end."""
-    hidden, rest = decoder.begin(work)
+    hidden = decoder.begin(work)
     pool = torch.cuda.graph_pool_handle()
 
     def some(first: int, end: int) -> None:
-        hidden.copy_(decoder.run_layers(work, hidden, rest, first, end))
+        hidden.copy_(decoder.run_layers(work, hidden, first, end))
 
     count = decoder.size.layers
     bounds = [(first, min(first + layers, count)) for first in range(0, count, layers)]
     graphs = [capture(partial(some, *bound), pool) for bound in bounds]
-    return [*graphs, capture(partial(decoder.finish, work, hidden, rest), pool)]
+    return [*graphs, capture(partial(decoder.finish, work, hidden), pool)]
 
 
 def safepoints(decoder: Decoder) -> list[dict[str, Any]]:
@@ -213,7 +219,7 @@ def checkpointing(decoder: Decoder) -> dict[str, float]:
     """64 decodes, alone and while KV is copied to host memory at the link's speed."""
     graph = capture(partial(decoder.run, thousand_each(decoder)))
     alone_s = typical_s(graph.replay, DELAYS)
-    kv = decoder.kv[0].flatten()
+    kv = decoder.kv[0].values.flatten()
     host = torch.empty(kv.shape, dtype=kv.dtype, pin_memory=True)
     stream, copies, done = torch.cuda.Stream(), 0, threading.Event()
     began_s = time.perf_counter()
@@ -246,14 +252,9 @@ def remapping(decoder: Decoder) -> list[dict[str, Any]]:
 
 
 def _remap(graph: torch.cuda.CUDAGraph, chunk: int, count: int) -> dict[str, Any]:
-    properties = driver.CUmemAllocationProp()
-    properties.type = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
-    properties.location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
-    access = driver.CUmemAccessDesc()
-    access.location = properties.location
-    access.flags = driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
-    handles = [call(driver.cuMemCreate, chunk, properties, 0) for _ in range(count)]
-    places = [call(driver.cuMemAddressReserve, chunk * count, 0, 0, 0) for _ in range(2)]
+    memory = CudaDriver(torch.device("cuda"))
+    handles = [memory.create(chunk) for _ in range(count)]
+    places = [memory.reserve(chunk * count) for _ in range(2)]
     took: dict[str, list[float]] = {"map_ms": [], "access_ms": [], "unmap_ms": []}
 
     def timed(name: str, act: Callable[[], object]) -> None:
@@ -261,23 +262,22 @@ def _remap(graph: torch.cuda.CUDAGraph, chunk: int, count: int) -> dict[str, Any
         act()
         took[name].append(1e3 * (time.perf_counter() - began_s))
 
-    def map_all(place: Any) -> None:
+    def map_all(place: int) -> None:
         for index, handle in enumerate(handles):
-            call(driver.cuMemMap, int(place) + index * chunk, chunk, 0, handle, 0)
+            memory.map(place + index * chunk, chunk, handle)
 
     def act() -> None:
-        context = call(driver.cuDevicePrimaryCtxRetain, call(driver.cuDeviceGet, 0))
-        call(driver.cuCtxSetCurrent, context)
+        memory = CudaDriver(torch.device("cuda"))  # of this thread
         for _ in range(REMAPPINGS):
             old, new = places
             timed("map_ms", partial(map_all, new))
-            timed("access_ms", partial(call, driver.cuMemSetAccess, new, size, [access], 1))
-            timed("unmap_ms", partial(call, driver.cuMemUnmap, old, size))
+            timed("access_ms", partial(memory.allow, new, size))
+            timed("unmap_ms", partial(memory.unmap, old, size))
             places.reverse()
 
     size = chunk * count
     map_all(places[0])
-    call(driver.cuMemSetAccess, places[0], size, [access], 1)
+    memory.allow(places[0], size)
     before_s = [seconds_of(graph.replay) for _ in range(DELAYS)]
     during_s: list[float] = []
     mapper = threading.Thread(target=act)
@@ -285,13 +285,13 @@ def _remap(graph: torch.cuda.CUDAGraph, chunk: int, count: int) -> dict[str, Any
     while mapper.is_alive():
         during_s.append(seconds_of(graph.replay))
     mapper.join()
-    call(driver.cuMemsetD8, places[0], 7, size)
-    torch.cuda.synchronize()
-    call(driver.cuMemUnmap, places[0], size)
+    memory.tensor(places[0], size).fill_(7)
+    memory.wait()
+    memory.unmap(places[0], size)
     for place in places:
-        call(driver.cuMemAddressFree, place, size)
+        memory.free(place, size)
     for handle in handles:
-        call(driver.cuMemRelease, handle)
+        memory.release(handle)
     return {
         "chunk_mib": chunk // MIB,
         "chunks": count,
@@ -304,11 +304,3 @@ def _remap(graph: torch.cuda.CUDAGraph, chunk: int, count: int) -> dict[str, Any
             "longest": 1e3 * max(during_s),
         },
     }
-
-
-def call(function: Callable[..., Any], *arguments: Any) -> Any:
-    """A call of the driver. Raises RuntimeError."""
-    code, *values = function(*arguments)
-    if code != driver.CUresult.CUDA_SUCCESS:
-        raise RuntimeError(f"{function.__name__}: {code.name}")
-    return values[0] if values else None

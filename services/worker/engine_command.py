@@ -12,6 +12,9 @@ from services.worker.config import WorkerConfig
 
 VLLM_ENGINE = Path(__file__).resolve().parent / "vllm_engine" / "__main__.py"
 
+ALLOCATOR = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+"""On a GPU: memory of activations, of which each batch needs another size, leaves no gaps."""
+
 
 def engine_command(config: WorkerConfig) -> list[str]:
     """The command, but for the arguments that every engine takes."""
@@ -34,4 +37,5 @@ def engine_environment(
         assert config.engine_python is not None
         on_cpu = config.device == "cpu"
         return vllm_environment(kept, config.engine_python, config.threads, on_cpu)
-    return kept | {"OMP_NUM_THREADS": str(config.threads)}
+    allocator = {} if config.device == "cpu" else ALLOCATOR
+    return allocator | kept | {"OMP_NUM_THREADS": str(config.threads)}

@@ -10,8 +10,8 @@ import torch
 from services.core.groups.slab_names import EMBEDDING, layer_name
 from services.core.planner.batch import Batch, Chunk, SampleSpec
 from services.worker.engine.compute.runner import ModelRunner
-from services.worker.engine.model.interrupt import Interrupted, WatchedInterrupt
 from services.worker.engine.model.fused_layer import FusedLayer
+from services.worker.engine.model.interrupt import Interrupted, WatchedInterrupt
 from services.worker.engine.model.linear import SlabLinear
 from tests.support.generation import load_runner
 from tests.support.panels import PANEL_DTYPES, needs_panel_product, needs_vectors
@@ -58,7 +58,7 @@ def uses_kernels(runner: ModelRunner) -> bool:
 
 
 def has_joined_layers(runner: ModelRunner) -> bool:
-    return runner.decoder._joined is not None
+    return runner.decoder.joined is not None
 
 
 def uses_panels(runner: ModelRunner) -> bool:

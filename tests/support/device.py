@@ -20,12 +20,15 @@ EXACT: torch.dtype = getattr(torch, os.environ.get("TIDESERVE_TEST_DTYPE", "floa
 ON_GPU = torch.device(DEVICE).type == "cuda"
 KINDS = ("cuda",) if ON_GPU else ("cpu", "cuda")
 """The classes of arenas to test."""
-CHUNK_BYTES = (GPU_CHUNKS if ON_GPU else CPU_CHUNKS)[0]
+CHUNK_BYTES = (GPU_CHUNKS if ON_GPU else CPU_CHUNKS).least
+
+SMALL_BUDGET = (192 if ON_GPU else 24) << 20
+"""Memory of a worker whose blocks are soon used up, in bytes; most of a GPU's is staging."""
 
 
 def chunks_of(cpu_bytes: int) -> int:
     """The bytes of as many chunks as `cpu_bytes` hold on a processor."""
-    return cpu_bytes // CPU_CHUNKS[0] * CHUNK_BYTES
+    return cpu_bytes // CPU_CHUNKS.least * CHUNK_BYTES
 
 
 def make_arena(kind: str, total_chunks: int) -> Arena:

@@ -10,6 +10,7 @@ import torch
 
 from services.core.groups.slab_names import layer_name
 from services.worker.config import DEVICES
+from services.worker.engine.compute.gpu_needs import check_gpu_needs
 from services.worker.engine.compute.runner_config import RunnerConfig, compute_dtype
 from services.worker.engine.compute.staging import SCRATCH_BYTES, staging_bytes
 from services.worker.engine.memory.arena import Arena
@@ -53,6 +54,8 @@ def load_model(config: RunnerConfig) -> LoadedModel:
         raise DeviceError(
             f"device {config.device} has no memory backend; choose one of {sorted(DEVICES)}"
         )
+    if device.type == "cuda":
+        check_gpu_needs()
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     model_config = load_config(config.model_dir)
@@ -61,8 +64,9 @@ def load_model(config: RunnerConfig) -> LoadedModel:
     compute = compute_dtype(device, config.dtype)
     compiled = cpu_kernels.fit(device, config.dtype, compute)
     panels = compiled and cpu_kernels.has_panel_product(config.dtype)
-    on_gpu = device.type == "cuda"
-    layouts = slab_layouts(skeleton, config.dtype, panels=panels, biases_last=on_gpu)
+    layouts = slab_layouts(
+        skeleton, config.dtype, panels=panels, biases_last=uses_gpu_kernels(device)
+    )
     # Weights of a shape that does not fit are row-major all the same.
     panels = bool(layouts[layer_name(0)].tag)
     log.info("products: %s", products_text(config.dtype, compute, compiled=compiled, panels=panels))
@@ -88,6 +92,11 @@ def load_model(config: RunnerConfig) -> LoadedModel:
         decoder = _build_decoder(config, skeleton, geometry, stage_memory)
         stack.pop_all()
     return LoadedModel(geometry, stage_memory, decoder)
+
+
+def uses_gpu_kernels(device: torch.device) -> bool:
+    """Whether `gpu_kernels` compute a model's layers, where they can."""
+    return device.type == "cuda"
 
 
 def products_text(
@@ -130,7 +139,7 @@ def _plan(
         demand,
         min_tokens=config.min_tokens,
         chunk_bytes=config.chunk_bytes,
-        bounds=GPU_CHUNKS if torch.device(config.device).type == "cuda" else CPU_CHUNKS,
+        rule=GPU_CHUNKS if torch.device(config.device).type == "cuda" else CPU_CHUNKS,
     )
 
 
@@ -171,7 +180,7 @@ def _build_decoder(
         compute_dtype=compute,
         scratch=UpcastScratch(SCRATCH_BYTES, compute, device) if compute != config.dtype else None,
         compiled=compiled,
-        joined=_gpu_layers(skeleton, stage_memory, attention) if device.type == "cuda" else None,
+        joined=_gpu_layers(skeleton, stage_memory, attention) if uses_gpu_kernels(device) else None,
     )
 
 
@@ -183,7 +192,7 @@ def _attention(
     found: PagedAttention | None = None
     if compiled:
         found = _compiled_attention(config, geometry)
-    elif device.type == "cuda":
+    elif uses_gpu_kernels(device):
         found = _gpu_attention(config, geometry, device)
     return found or SdpaPagedAttention(
         num_kv_heads=geometry.num_kv_heads,
@@ -230,6 +239,7 @@ def _gpu_layers(
 ) -> JoinedLayers | None:
     """All layers by the kernels for GPUs, None if they cannot compute them."""
     from services.worker.engine.model.attention.gpu import GpuPagedAttention
+    from services.worker.engine.model.gpu_graphs import Capture
     from services.worker.engine.model.gpu_layers import gpu_layers
 
     if not isinstance(attention, GpuPagedAttention):
@@ -240,4 +250,5 @@ def _gpu_layers(
     layers = gpu_layers(views, stage_memory.kv_ranges, skeleton.config, attention)
     if layers is not None:
         layers.warm_up()
+        layers.use_graphs(Capture())
     return layers

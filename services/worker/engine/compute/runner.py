@@ -18,9 +18,9 @@ from services.core.logprobs import LogprobRows, joined
 from services.core.planner.batch import Batch, Chunk, PromptRows, SampleNotes, SampleSpec
 from services.worker.engine.compute.assembly import LoadedModel, load_model
 from services.worker.engine.compute.runner_config import (
-    LOGIT_ROWS,
     RunnerConfig,
     compute_dtype,
+    logit_rows,
     logits_dtype,
 )
 from services.worker.engine.model.attention.paged import AttentionMetadata, MetadataBuilder
@@ -71,6 +71,7 @@ class ModelRunner:
         self._max_batch_tokens = config.max_batch_tokens
         self._device = torch.device(config.device)
         self._compute_dtype = compute_dtype(self._device, config.dtype)
+        self._logit_rows = logit_rows(self._device)
         self._description = _description(config.model_dir) + order_of_sums(
             self._device, config.dtype, self._compute_dtype
         )
@@ -246,7 +247,7 @@ class ModelRunner:
             )
 
     def _sample(self, batch: Batch, hidden: torch.Tensor) -> StageOutput:
-        """Sample in slices of `LOGIT_ROWS`, which bounds the memory for logits."""
+        """Sample in slices, which bounds the memory for logits."""
         wanted: list[tuple[str, SampleSpec]] = []
         last_rows: list[int] = []
         prompt_logprobs: dict[str, PromptRows] = {}
@@ -260,8 +261,8 @@ class ModelRunner:
                 wanted.append((chunk.request_id, chunk.sample))
                 last_rows.append(row)
         made = Sampled()
-        for first in range(0, len(wanted), LOGIT_ROWS):
-            part = slice(first, first + LOGIT_ROWS)
+        for first in range(0, len(wanted), self._logit_rows):
+            part = slice(first, first + self._logit_rows)
             rows = self._tensor(last_rows[part])
             self.sampler.sample(self.decoder.logits(hidden[rows]), wanted[part], made)
         notes = SampleNotes(made.logprobs, prompt_logprobs, made.failed)
@@ -272,8 +273,8 @@ class ModelRunner:
         score = chunk.score
         assert score is not None
         parts = [LogprobRows(score.top)]
-        for first in range(0, len(score.token_ids), LOGIT_ROWS):
-            token_ids = score.token_ids[first : first + LOGIT_ROWS]
+        for first in range(0, len(score.token_ids), self._logit_rows):
+            token_ids = score.token_ids[first : first + self._logit_rows]
             row = score.row + first
             logits = self.decoder.logits(hidden[row : row + len(token_ids)])
             parts.append(self.sampler.score(logits, token_ids, score.top))

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import torch
 
-LOGIT_ROWS = 64
-"""The number of rows of logits that exist at a time."""
+LOGIT_ROWS, GPU_LOGIT_ROWS = 64, 256
+"""The number of rows of logits that exist at a time; a GPU waits for the host once for all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +41,11 @@ def compute_dtype(device: torch.device, storage_dtype: torch.dtype) -> torch.dty
     if device.type == "cpu" and storage_dtype.itemsize < torch.float32.itemsize:
         return torch.float32
     return storage_dtype
+
+
+def logit_rows(device: torch.device) -> int:
+    """The number of rows of logits that exist at a time."""
+    return LOGIT_ROWS if device.type == "cpu" else GPU_LOGIT_ROWS
 
 
 def logits_dtype(computed: torch.dtype) -> torch.dtype:

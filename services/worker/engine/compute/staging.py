@@ -2,12 +2,13 @@
 
 import torch
 
-from services.worker.engine.compute.runner_config import LOGIT_ROWS, RunnerConfig, compute_dtype
+from services.worker.engine.compute.runner_config import RunnerConfig, compute_dtype, logit_rows
 from services.worker.engine.memory.budget import MIB
 from services.worker.engine.model import cpu_kernels
 from services.worker.engine.model.attention.cpu import mask_bytes
 from services.worker.engine.model.attention.paged import GROUP_TOKENS
 from services.worker.engine.model.catalog import ModelGeometry
+from services.worker.engine.sampling.device_draw import draw_bytes
 
 SCRATCH_BYTES = 8 << 20
 """The buffer for upcast weights. Measured: a smaller one costs calls, a larger one cache misses."""
@@ -25,11 +26,12 @@ def staging_bytes(config: RunnerConfig, geometry: ModelGeometry) -> int:
     """
     device = torch.device(config.device)
     compute = compute_dtype(device, config.dtype)
-    logits = geometry.vocab_size * (LOGIT_ROWS + SAMPLER_ROWS) * compute.itemsize
+    logits = geometry.vocab_size * (logit_rows(device) + SAMPLER_ROWS) * compute.itemsize
     upcasts = compute != config.dtype
     needed = _activations_bytes(config, geometry, compute) + logits
     if device.type == "cuda":
-        return needed + CUDA_BYTES + _gpu_attention_bytes(config, geometry, compute)
+        needed += CUDA_BYTES + draw_bytes(geometry.vocab_size)
+        return needed + _gpu_attention_bytes(config, geometry, compute)
     return needed + (SCRATCH_BYTES if upcasts else 0) + gathered_bytes(config, geometry, compute)
 
 
@@ -67,5 +69,6 @@ def _gpu_attention_bytes(
     from services.worker.engine.model.attention import gpu
 
     if gpu.fits(geometry.head_dim, compute):
-        return gpu.parts_bytes(geometry.num_heads, geometry.head_dim)
+        # Kernels that are launched one by one, and those of graphs, have memory of their own.
+        return 2 * gpu.parts_bytes(geometry.num_heads, geometry.head_dim)
     return gathered_bytes(config, geometry, compute)

@@ -1,6 +1,7 @@
 """Divides a memory budget into parameters, KV cache and staging. Pure arithmetic in bytes."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from services.core.request import blocks_for
 from services.worker.errors import BudgetTooSmall
@@ -8,12 +9,23 @@ from services.worker.errors import BudgetTooSmall
 MIB = 1 << 20
 MIN_CHUNK_BYTES = 64 << 10
 MAX_CHUNK_BYTES = 2 * MIB
-CPU_CHUNKS = (MIN_CHUNK_BYTES, MAX_CHUNK_BYTES)
-GPU_CHUNKS = (2 * MIB, 32 * MIB)
-"""The smallest and the largest chunk to choose. A GPU's driver takes a time for each that does not
-depend on its size, and none below 2 MiB."""
-GROWTH_STEP_SHARE = 100
-"""KV grows by one chunk in every layer at once; that step is at most 1/100 of the KV memory."""
+
+
+class ChunkRule(NamedTuple):
+    """How large chunks are, in bytes.
+
+    KV grows by one chunk in every layer at once; that step is at most 1 / `growth_share` of the KV
+    memory.
+    """
+
+    least: int
+    most: int
+    growth_share: int
+
+
+CPU_CHUNKS = ChunkRule(MIN_CHUNK_BYTES, MAX_CHUNK_BYTES, 100)
+GPU_CHUNKS = ChunkRule(2 * MIB, 32 * MIB, 25)
+"""A GPU's driver has no smaller chunks, and takes as long for a small one as for a large one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,16 +67,16 @@ def plan_memory(
     *,
     min_tokens: int,
     chunk_bytes: int | None = None,
-    bounds: tuple[int, int] = CPU_CHUNKS,
+    rule: ChunkRule = CPU_CHUNKS,
 ) -> MemoryPlan:
     """Divide `budget_bytes`; parameters and staging leave the rest to KV, equal in all layers.
 
-    `chunk_bytes` None: choose the size within `bounds`. Raises BudgetTooSmall with the least
+    `chunk_bytes` None: choose the size by `rule`. Raises BudgetTooSmall with the least
     sufficient budget if fewer than `min_tokens` tokens of KV cache would fit.
     """
     if chunk_bytes is None:
         kv_bytes = budget_bytes - demand.staging_bytes - sum(demand.slab_bytes)
-        chunk_bytes = choose_chunk_bytes(kv_bytes, demand.num_layers, bounds)
+        chunk_bytes = choose_chunk_bytes(kv_bytes, demand.num_layers, rule)
     parameter_chunks = sum(-(-size // chunk_bytes) for size in demand.slab_bytes)
     min_kv_bytes = blocks_for(min_tokens, demand.block_size) * demand.kv_block_bytes
     min_kv_chunks = -(-min_kv_bytes // chunk_bytes)
@@ -88,9 +100,9 @@ def plan_memory(
     )
 
 
-def choose_chunk_bytes(kv_bytes: int, num_layers: int, bounds: tuple[int, int] = CPU_CHUNKS) -> int:
-    """The largest power of two within `bounds` whose growth step is small against `kv_bytes`."""
-    least, chunk_bytes = bounds
-    while chunk_bytes > least and (num_layers * chunk_bytes * GROWTH_STEP_SHARE > kv_bytes):
+def choose_chunk_bytes(kv_bytes: int, num_layers: int, rule: ChunkRule = CPU_CHUNKS) -> int:
+    """The largest power of two within bounds whose growth step is small against `kv_bytes`."""
+    chunk_bytes = rule.most
+    while chunk_bytes > rule.least and (num_layers * chunk_bytes * rule.growth_share > kv_bytes):
         chunk_bytes //= 2
     return chunk_bytes

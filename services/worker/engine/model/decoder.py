@@ -135,7 +135,7 @@ class Decoder:
         self._layers = [
             self._place_layer(layer, index) for index, layer in enumerate(skeleton.model.layers)
         ]
-        self._joined = (
+        self.joined = (
             joined_layers(self._layers, kv_ranges, sliding_windows, config) if compiled else joined
         )
         self._norm = self._place(skeleton.model.norm, NORM, HEAD)
@@ -168,10 +168,10 @@ class Decoder:
         """
         batched, position_ids = hidden[None], positions[None]
         rotation = self._rotary(batched, position_ids)
-        if self._joined is not None:
+        if self.joined is not None:
             for index in layers:
                 self._slabs[layer_name(index)].check_resident()
-            return self._joined.run(hidden, rotation, metadata, layers, interrupted)
+            return self.joined.run(hidden, rotation, metadata, layers, interrupted)
         for index in layers:
             if interrupted is not None and interrupted():
                 raise Interrupted(batched[0], index)

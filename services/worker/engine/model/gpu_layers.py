@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -24,9 +25,10 @@ from torch.nn import functional
 from services.core.groups.slab_names import layer_name
 from services.core.request import blocks_for
 from services.worker.engine.memory.kv_range import KvRange
-from services.worker.engine.model.attention.gpu import SHARE_MIN, GpuPagedAttention
+from services.worker.engine.model.attention.gpu import SHARE_MIN, GpuPagedAttention, Work
 from services.worker.engine.model.attention.paged import AttentionMetadata
 from services.worker.engine.model.config import ModelConfig
+from services.worker.engine.model.gpu_graphs import Captured, DecodeGraphs, Turn
 from services.worker.engine.model.gpu_kernels import layer as kernels
 from services.worker.engine.model.interrupt import Interrupted
 
@@ -98,24 +100,38 @@ def joined(parts: Sequence[torch.Tensor]) -> torch.Tensor | None:
     return first.as_strided(shape, first.stride())
 
 
+class GpuLayerSizes(NamedTuple):
+    """What layers need to know of their model; `windows`: see `ModelGeometry`."""
+
+    hidden: int
+    gated: int
+    epsilon: float
+    windows: tuple[int | None, ...]
+
+
+class Blocks(Protocol):
+    """The KV cache of a layer, as a `KvRange`."""
+
+    def blocks(self) -> torch.Tensor: ...
+
+
 class GpuLayers:
-    """Runs layers of `config` whose weights lie in slabs and whose K and V lie in `kv_ranges`."""
+    """Runs layers of these sizes, whose K and V lie in `kv_ranges`."""
 
     def __init__(
         self,
         weights: Sequence[GpuLayerWeights],
-        kv_ranges: Sequence[KvRange],
-        config: ModelConfig,
+        kv_ranges: Sequence[Blocks],
+        sizes: GpuLayerSizes,
         attention: GpuPagedAttention,
     ) -> None:
         self._weights = weights
         self._kv_ranges = kv_ranges
-        self._windows = config.sliding_windows
         self._attention = attention
-        self._epsilon = config.rms_norm_eps
-        self._gated = config.intermediate_size
-        self._scaling = config.head_dim**-0.5
-        self._norm_width = triton.next_power_of_2(config.hidden_size)
+        hidden, self._gated, self._epsilon, self._windows = sizes
+        self._scaling = attention.head_dim**-0.5
+        self._norm_width = triton.next_power_of_2(hidden)
+        self._graphs: DecodeGraphs | None = None
 
     def run(
         self,
@@ -126,17 +142,34 @@ class GpuLayers:
         interrupted: Callable[[], bool] | None,
     ) -> torch.Tensor:
         """As `Decoder.run_layers`; `rotation` is twice [1, tokens, head_dim]."""
-        rest = hidden.clone(memory_format=torch.contiguous_format)
         turn = (rotation[0][0].contiguous(), rotation[1][0].contiguous())
+        if self._graphs is not None and self._graphs.fit(metadata):
+            if interrupted is not None and interrupted():
+                raise Interrupted(hidden, layers.start)
+            return self._graphs.run(hidden, turn, metadata, layers)
+        rest = hidden.clone(memory_format=torch.contiguous_format)
+        work = self._attention.work(metadata)
         added: torch.Tensor | None = None
         pace = _Pace() if interrupted is not None else None
         for index in layers:
             if interrupted is not None and interrupted():
                 raise Interrupted(rest if added is None else rest + added, index)
-            added = self._layer(index, rest, added, turn, metadata)
+            added = self._layer(index, rest, added, turn, work)
             if pace is not None:
                 pace.step()
         return rest if added is None else rest + added
+
+    def all_of(self, layers: range, rest: torch.Tensor, turn: Turn, work: Work) -> torch.Tensor:
+        """`layers` over `rest`, which is overwritten, without a stop between them."""
+        added: torch.Tensor | None = None
+        for index in layers:
+            added = self._layer(index, rest, added, turn, work)
+        return rest if added is None else rest + added
+
+    def use_graphs(self, capture: Callable[[Callable[[], torch.Tensor]], Captured]) -> None:
+        """Run iterations that only decode as graphs from now on."""
+        like = self._weights[0].input_norm
+        self._graphs = DecodeGraphs(self, self._attention, like, capture)
 
     @torch.inference_mode()
     def warm_up(self) -> None:
@@ -146,32 +179,31 @@ class GpuLayers:
         for index in {window: index for index, window in enumerate(self._windows)}.values():
             for rows, start in product((1, 2), (0, WARM_CONTEXT)):
                 needed = blocks_for(start + rows, block_size)
-                if needed > self._kv_ranges[index].num_blocks:
+                if needed > len(self._kv_ranges[index].blocks()):
                     continue
                 spans = np.array([[0, rows, start, 0, rows == 1]], np.int64)
                 tables = np.arange(needed)
                 metadata = AttentionMetadata(spans, tables, block_size, like.device, like.dtype)
                 rest = like.new_zeros(rows, len(like))
                 turn = like.new_zeros(rows, self._attention.head_dim)
-                self._layer(index, rest, None, (turn, turn), metadata)
-                self._layer(index, rest, rest, (turn, turn), metadata)
+                work = self._attention.work(metadata)
+                self._layer(index, rest, None, (turn, turn), work)
+                self._layer(index, rest, rest, (turn, turn), work)
 
     def _layer(
         self,
         index: int,
         rest: torch.Tensor,
         added: torch.Tensor | None,
-        turn: tuple[torch.Tensor, torch.Tensor],
-        metadata: AttentionMetadata,
+        turn: Turn,
+        work: Work,
     ) -> torch.Tensor:
         """Layer `index` over `rest` + `added`, which becomes `rest`; returns what comes to it."""
         weights, blocks = self._weights[index], self._kv_ranges[index].blocks()
         normed = self._normed(rest, added, weights.input_norm)
         qkv = functional.linear(normed, weights.qkv, weights.qkv_bias)
-        query = self._rotate_and_store(qkv, turn, weights, blocks, metadata)
-        attended = self._attention.attend(
-            query, blocks, metadata, sliding_window=self._windows[index], scaling=self._scaling
-        )
+        query = self._rotate_and_store(qkv, turn, weights, blocks, work)
+        attended = self._attention.attend(query, blocks, work, self._windows[index], self._scaling)
         added = functional.linear(attended.view(len(attended), -1), weights.output)
         normed = self._normed(rest, added, weights.post_attention_norm)
         both = functional.linear(normed, weights.gate_up)
@@ -195,17 +227,17 @@ class GpuLayers:
     def _rotate_and_store(
         self,
         qkv: torch.Tensor,
-        turn: tuple[torch.Tensor, torch.Tensor],
+        turn: Turn,
         weights: GpuLayerWeights,
         blocks: torch.Tensor,
-        metadata: AttentionMetadata,
+        work: Work,
     ) -> torch.Tensor:
         """The queries, turned: [tokens, head, head_dim]."""
         one = self._attention
         query = qkv.new_empty(len(qkv), one.num_heads, one.head_dim)
         norms = weights.query_norm is not None
         kernels.rotate_and_store[(len(qkv), one.num_heads + 2 * one.num_kv_heads)](
-            qkv, *turn, one.work(metadata).slots,
+            qkv, *turn, work.slots,
             weights.query_norm if norms else qkv, weights.key_norm if norms else qkv,
             query, blocks, self._epsilon,
             HEADS=one.num_heads, KV_HEADS=one.num_kv_heads, DIM=one.head_dim,
@@ -234,7 +266,10 @@ def gpu_layers(
         if found is None:
             return None
         weights.append(found)
-    return GpuLayers(weights, kv_ranges, config, attention)
+    sizes = GpuLayerSizes(
+        config.hidden_size, config.intermediate_size, config.rms_norm_eps, config.sliding_windows
+    )
+    return GpuLayers(weights, kv_ranges, sizes, attention)
 
 
 class _Pace:

@@ -49,10 +49,12 @@ def draw_tokens(
     0 gets the best token, of equal ones that with the lowest id; so does one whose row has no
     finite best logit.
     """
-    terms = [draws.terms for draws, _ in wanted]
-    if any(one.temperature for one in terms):
-        keys = np.array([draws.key for draws, _ in wanted], np.uint64)
-        numbers = uniform_numbers(keys, np.array([index for _, index in wanted], np.uint64))
-    else:
-        numbers = np.zeros(len(wanted))
-    return chooser(logits, terms, numbers)
+    return chooser(logits, [draws.terms for draws, _ in wanted], draw_numbers(wanted))
+
+
+def draw_numbers(wanted: Sequence[tuple[RequestDraws, int]]) -> npt.NDArray[np.float64]:
+    """For each output, which part of its distribution is drawn, in [0, 1)."""
+    if not any(draws.terms.temperature for draws, _ in wanted):
+        return np.zeros(len(wanted))
+    keys = np.array([draws.key for draws, _ in wanted], np.uint64)
+    return uniform_numbers(keys, np.array([index for _, index in wanted], np.uint64))

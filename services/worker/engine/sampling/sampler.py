@@ -9,7 +9,7 @@ The steps for a row of logits, in this order:
 3. Apply temperature, top-k, top-p and min-p, and draw (`draw.py`).
 
 Log probabilities are those of the raw logits, before all steps. Rows of requests that one for
-nothing else take the third step only, all together.
+nothing else take the third step only, all together; on a GPU, where they are.
 """
 
 from collections.abc import Collection, Iterable, Sequence
@@ -25,7 +25,8 @@ from services.core.planner.batch import SampleSpec, SampleTerms
 from services.worker.engine.model.cpu_kernels.candidates import Scratch
 from services.worker.engine.model.cpu_kernels.token_choice import TokenChooser
 from services.worker.engine.model.cpu_kernels.token_scores import TokenScorer
-from services.worker.engine.sampling.draw import RequestDraws, draw_tokens
+from services.worker.engine.sampling.device_draw import draw_on_device
+from services.worker.engine.sampling.draw import RequestDraws, draw_numbers, draw_tokens
 from services.worker.engine.sampling.grammar import GrammarRefused, Grammars, Unusable
 from services.worker.engine.sampling.logprobs import logprob_rows
 from services.worker.engine.sampling.penalties import penalise
@@ -119,12 +120,34 @@ class Sampler:
         Raises InvalidBatch on a request whose terms never came.
         """
         wanted = [SampleRow(name, spec.index, self._take(name, spec)) for name, spec in specs]
+        if logits.device.type != "cpu":
+            logits, wanted = self._draw_there(logits, wanted, into)
+        if wanted:
+            self._sample(logits, wanted, into)
+
+    def _draw_there(
+        self, logits: torch.Tensor, wanted: list[SampleRow], into: Sampled
+    ) -> tuple[torch.Tensor, list[SampleRow]]:
+        """Draw tokens of rows that ask for nothing else; returns what is left."""
+        plain = [
+            row
+            for row, one in enumerate(wanted)
+            if one.known.terms.top_logprobs is None and not one.known.changes(one.index)
+        ]
+        if plain:
+            draws = [(wanted[row].known.draws, wanted[row].index) for row in plain]
+            terms = [one.terms for one, _ in draws]
+            chosen = logits if len(plain) == len(wanted) else logits[plain]
+            tokens = draw_on_device(chosen, terms, draw_numbers(draws))
+            names = (wanted[row].request_id for row in plain)
+            into.tokens.update(zip(names, tokens, strict=True))
+        left = sorted(set(range(len(wanted))).difference(plain))
+        return logits[left], [wanted[row] for row in left]
+
+    def _sample(self, logits: torch.Tensor, wanted: list[SampleRow], into: Sampled) -> None:
+        """All three steps on the host."""
         changed = [row for row, one in enumerate(wanted) if one.known.changes(one.index)]
         scored = [row for row, one in enumerate(wanted) if one.known.terms.top_logprobs is not None]
-        if logits.device.type != "cpu" and not changed and not scored and _greedy(wanted):
-            best_tokens = logits.argmax(-1).tolist()
-            into.tokens |= zip((one.request_id for one in wanted), best_tokens, strict=True)
-            return
         rows = self._rows(logits)
         if changed:
             _change(rows, sorted(set(changed).difference(scored)), wanted, into)
@@ -205,11 +228,6 @@ class Sampler:
         except GrammarRefused as refused:
             return KnownRequest(terms, draws, None, Unusable(str(refused)))
         return KnownRequest(terms, draws, rules)
-
-
-def _greedy(wanted: Sequence[SampleRow]) -> bool:
-    """Whether every row gets its best token."""
-    return not any(one.known.draws.terms.temperature for one in wanted)
 
 
 def _change(

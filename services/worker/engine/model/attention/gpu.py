@@ -22,6 +22,7 @@ TILE_TOKENS = 64
 DECODE_ROWS, PREFILL_ROWS, WIDE_PREFILL_ROWS = 16, 128, 32
 """Rows of a program: query heads that share K and V, of one or more tokens; the last of float32."""
 PROGRAMS_WANTED = 1024
+PREFILL_PROGRAMS_WANTED = 256
 """Some for each multiprocessor, so that none waits long for the last."""
 SHARE_MIN, SPLITS_MAX = 256, 64
 """Tokens of context of a program at least, and programs for a context at most."""
@@ -45,6 +46,7 @@ class Tiles:
     """Some tiles as the kernels take them, whose programs have `rows`: [tiles] each.
 
     `lengths` has the context of each up to its last token; `most` is the largest of `counts`.
+    `shares`: how their contexts are split, if that is settled.
     """
 
     starts: torch.Tensor
@@ -54,26 +56,39 @@ class Tiles:
     lengths: np.ndarray
     rows: int
     most: int
+    shares: tuple[int, int] | None = None
 
-    def shares(self, kv_heads: int, window: int | None) -> tuple[int, int]:
+    def split(self, kv_heads: int, window: int | None) -> tuple[int, int]:
         """Tokens of the context of a program, and how many programs share a context."""
+        if self.shares is not None:
+            return self.shares
         seen = self.lengths
         if window is not None:
             seen = np.minimum(seen, window + self.most + TILE_TOKENS)
-        longest = int(seen.max())
-        splits_max = min(SPLITS_MAX, PARTS_ROWS // (len(seen) * self.most))
-        if splits_max < 2 or (self.rows > DECODE_ROWS and len(seen) * kv_heads >= PROGRAMS_WANTED):
-            return longest, 1
-        share = max(
-            SHARE_MIN, int(seen.sum()) * kv_heads // PROGRAMS_WANTED, -(-longest // splits_max)
-        )
-        share = -(-share // TILE_TOKENS) * TILE_TOKENS
-        return share, -(-longest // share)
+        wanted = PROGRAMS_WANTED if self.rows == DECODE_ROWS else PREFILL_PROGRAMS_WANTED
+        return split_contexts(seen, len(seen) * self.most, kv_heads, wanted)
+
+
+def split_contexts(
+    lengths: np.ndarray, rows: int, kv_heads: int, programs_wanted: int
+) -> tuple[int, int]:
+    """(share, splits) for contexts of `lengths` whose tiles have `rows` tokens in all."""
+    longest = int(lengths.max())
+    splits_max = min(SPLITS_MAX, PARTS_ROWS // rows)
+    if splits_max < 2 or len(lengths) * kv_heads >= programs_wanted:
+        return longest, 1
+    even = int(lengths.sum()) * kv_heads // programs_wanted
+    share = max(SHARE_MIN, even, -(-longest // splits_max))
+    share = -(-share // TILE_TOKENS) * TILE_TOKENS
+    return share, -(-longest // share)
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """The inputs of an iteration on the device. `slots` [tokens]: where K of each token goes."""
+    """The inputs of an iteration on the device.
+
+    `slots` [tokens]: where K of each token goes, negative for a token that is only padding.
+    """
 
     slots: torch.Tensor
     tables: torch.Tensor
@@ -98,7 +113,7 @@ class GpuPagedAttention:
         self._group = num_heads // num_kv_heads
         least = triton.next_power_of_2(self._group)
         prefill = PREFILL_ROWS if dtype.itemsize == 2 else WIDE_PREFILL_ROWS
-        self._decode_rows, self._prefill_rows = max(DECODE_ROWS, least), max(prefill, least)
+        self.decode_rows, self._prefill_rows = max(DECODE_ROWS, least), max(prefill, least)
         self._device = device
         self._metadata: AttentionMetadata | None = None
         self._work: Work | None = None
@@ -115,25 +130,22 @@ class GpuPagedAttention:
         scaling: float,
     ) -> torch.Tensor:
         """As `PagedAttention.forward`."""
-        slots = self.work(metadata).slots
+        work = self.work(metadata)
         rows = blocks.view(-1, *key.shape[1:])
-        rows.index_copy_(0, slots, key)
-        rows.index_copy_(0, slots + self.block_size, value)
-        return self.attend(
-            query.contiguous(), blocks, metadata, sliding_window=sliding_window, scaling=scaling
-        )
+        rows.index_copy_(0, work.slots, key)
+        rows.index_copy_(0, work.slots + self.block_size, value)
+        return self.attend(query.contiguous(), blocks, work, sliding_window, scaling)
 
     def attend(
         self,
         query: torch.Tensor,
         blocks: torch.Tensor,
-        metadata: AttentionMetadata,
-        *,
+        work: Work,
         sliding_window: int | None,
         scaling: float,
     ) -> torch.Tensor:
         """Attend when K and V of the new tokens are in the cache: [tokens, head, head_dim]."""
-        work, attended = self.work(metadata), torch.empty_like(query)
+        attended = torch.empty_like(query)
         for tiles in work.tiles:
             self._attend(query, blocks, work, tiles, sliding_window, scaling, attended)
         return attended
@@ -154,14 +166,14 @@ class GpuPagedAttention:
         scaling: float,
         attended: torch.Tensor,
     ) -> None:
-        share, splits = tiles.shares(self.num_kv_heads, window)
+        share, splits = tiles.split(self.num_kv_heads, window)
         parts, weights = attended, attended
         if splits > 1:
-            shape = (len(tiles.lengths), tiles.most, self.num_heads, splits)
+            shape = (len(tiles.starts), tiles.most, self.num_heads, splits)
             parts = query.new_empty(*shape, self.head_dim, dtype=torch.float32)
             weights = query.new_empty(shape, dtype=torch.float32)
         wide = query.dtype.itemsize > 2
-        attention.attend[(len(tiles.lengths), self.num_kv_heads, splits)](
+        attention.attend[(len(tiles.starts), self.num_kv_heads, splits)](
             query, blocks, work.tables, tiles.starts, tiles.counts, tiles.positions, tiles.firsts,
             parts, weights, scaling * LOG2_E, share, splits, tiles.most, window or 0,
             HEADS=self.num_heads, KV_HEADS=self.num_kv_heads, GROUP=self._group, ROWS=tiles.rows,
@@ -170,32 +182,44 @@ class GpuPagedAttention:
             num_warps=8 if tiles.rows == PREFILL_ROWS else 4, num_stages=1 if wide else 3,
         )  # fmt: skip
         if splits > 1:
-            attention.combine[(len(tiles.lengths), tiles.most, self.num_heads)](
+            attention.combine[(len(tiles.starts), tiles.most, self.num_heads)](
                 parts, weights, attended, tiles.starts, tiles.counts, splits, tiles.most,
                 HEADS=self.num_heads, DIM=self.head_dim, SPLITS_MAX=SPLITS_MAX,
             )  # fmt: skip
 
     def _work_of(self, metadata: AttentionMetadata) -> Work:
-        layout = _Layout(metadata.spans, self._prefill_rows // self._group)
+        layout = TileLayout(metadata.spans, self._prefill_rows // self._group)
         columns = [*layout.decodes, *layout.prefills]
-        host = torch.from_numpy(np.concatenate([*columns, metadata.tables, metadata.slots_of_keys]))
-        if self._device.type == "cuda":
-            host = host.pin_memory()
-        sizes = [*map(len, columns), len(metadata.tables), len(metadata.slots_of_keys)]
-        *parts, tables, slots = host.to(self._device, non_blocking=True).split(sizes)
+        *parts, tables, slots = to_device(
+            [*columns, metadata.tables, metadata.slots_of_keys], self._device
+        )
         kinds = (
-            (columns[:4], parts[:4], self._decode_rows),
+            (columns[:4], parts[:4], self.decode_rows),
             (columns[4:], parts[4:], self._prefill_rows),
         )
-        tiles = [
-            Tiles(*there, lengths=positions + counts, rows=rows, most=int(counts.max()))
-            for (_, counts, positions, _), there, rows in kinds
-            if len(counts)
-        ]
+        tiles = []
+        for (_, host_counts, host_positions, _), there, rows in kinds:
+            if len(host_counts):
+                starts, counts, positions, firsts = there
+                lengths, most = host_positions + host_counts, int(host_counts.max())
+                tiles.append(Tiles(starts, counts, positions, firsts, lengths, rows, most))
         return Work(slots, tables, tuple(tiles))
 
 
-class _Layout:
+def to_device(columns: Sequence[np.ndarray], device: torch.device) -> list[torch.Tensor]:
+    """Copies of int64 `columns`, by one transfer.
+
+    Each begins at a multiple of 16 bytes: Triton compiles a kernel anew for pointers that do not.
+    """
+    sizes = [len(column) + len(column) % 2 for column in columns]
+    host = torch.empty(sum(sizes), dtype=torch.int64, pin_memory=device.type == "cuda")
+    for column, place in zip(columns, host.split(sizes), strict=True):
+        place.numpy()[: len(column)] = column
+    copies = host.to(device, non_blocking=True).split(sizes)
+    return [copy[: len(column)] for copy, column in zip(copies, columns, strict=True)]
+
+
+class TileLayout:
     """Cuts the spans of a batch into tiles: four columns each, as `Tiles` has them."""
 
     def __init__(self, spans: np.ndarray, tile_tokens: int) -> None:

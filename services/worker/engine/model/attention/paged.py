@@ -92,11 +92,11 @@ class AttentionMetadata:
     @cached_property
     def slots_of_keys(self) -> np.ndarray:
         """[tokens]: the slot for K of each token, on the host; that for V is a block's later."""
-        parts = []
-        for _, rows, start, first_block, _ in self.spans:
-            block, slot = np.divmod(np.arange(start, start + rows), self._block_size)
-            parts.append(self.tables[first_block + block] * (2 * self._block_size) + slot)
-        return np.concatenate(parts)
+        rows = self.spans[:, 1]
+        owner = np.repeat(np.arange(len(rows)), rows)
+        within = np.arange(len(owner)) - self.spans[owner, 0]
+        block, slot = np.divmod(self.spans[owner, 2] + within, self._block_size)
+        return self.tables[self.spans[owner, 3] + block] * (2 * self._block_size) + slot
 
     @cached_property
     def slots(self) -> torch.Tensor:

@@ -57,8 +57,8 @@ def rotate_and_store(
     """One head of q, k or v of a token: q and k turned by its position, k and v to the cache.
 
     `qkv` is [token, heads of q, k, v, dim]; `cosines` and `sines` [token, dim] have equal halves.
-    `slots[token]` is the row of its K in the cache seen as [row, kv_head, dim]; V lies a block's
-    tokens later. NORMS: each head of q and k is normed first.
+    `slots[token]` is the row of its K in the cache seen as [row, kv_head, dim], negative for none;
+    V lies a block's tokens later. NORMS: each head of q and k is normed first.
     """
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
@@ -81,10 +81,13 @@ def rotate_and_store(
         first = turned
     if head < HEADS:
         target = query + (token * HEADS + head) * DIM
+        tl.store(target + at, first.to(query.dtype.element_ty))
+        tl.store(target + HALF + at, second.to(query.dtype.element_ty))
     else:
         row = tl.load(slots + token)
+        real = row >= 0
         if head >= HEADS + KV_HEADS:
             row += BLOCK
-        target = kv + (row * KV_HEADS + (head - HEADS) % KV_HEADS) * DIM
-    tl.store(target + at, first.to(kv.dtype.element_ty))
-    tl.store(target + HALF + at, second.to(kv.dtype.element_ty))
+        place = kv + (row * KV_HEADS + (head - HEADS) % KV_HEADS) * DIM
+        tl.store(place + at, first.to(kv.dtype.element_ty), real)
+        tl.store(place + HALF + at, second.to(kv.dtype.element_ty), real)

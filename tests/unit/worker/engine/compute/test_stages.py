@@ -19,7 +19,7 @@ from services.worker.engine.compute.runner import ModelRunner, StageOutput
 from services.worker.engine.compute.runner_config import RunnerConfig
 from services.worker.engine.sampling import grammar as grammar_module
 from services.worker.errors import InvalidBatch, LayerNotResident
-from tests.support.device import CHUNK_BYTES, DEVICE, EXACT, chunks_of
+from tests.support.device import CHUNK_BYTES, DEVICE, EXACT, SMALL_BUDGET
 from tests.support.generation import GREEDY, Generation
 from tests.support.tiny_models import EOS_TOKEN_ID, make_tiny_model
 
@@ -110,7 +110,7 @@ class Workers:
                 model_dir=self._model_dir,
                 device=DEVICE,
                 dtype=EXACT,
-                budget_bytes=chunks_of(24 << 20),
+                budget_bytes=SMALL_BUDGET,
                 chunk_bytes=CHUNK_BYTES,
                 max_batch_tokens=128,
                 max_model_len=512,
@@ -269,13 +269,13 @@ def test_a_stage_refuses_what_is_not_its_own(tmp_path: Path) -> None:
     with ExitStack() as stack:
         runner = Workers(make_tiny_model(tmp_path, layers=LAYERS), stack).load()
         batch = Batch((Chunk("a", 0, (1, 2), (0,), SampleSpec(SampleTerms(GREEDY), 0)),))
-        hidden = torch.zeros(2, 64, dtype=EXACT)
+        hidden = torch.zeros(2, 64, dtype=EXACT, device=DEVICE)
         with pytest.raises(InvalidBatch, match="takes hidden"):
             runner.run_stage(batch, hidden)
         runner.stage_memory.set_stage(1, 3)
         with pytest.raises(InvalidBatch, match="part of the layers"):
             runner.run(batch)
-        for wrong in (None, hidden[:1], hidden.float()):
+        for wrong in (None, hidden[:1], hidden.half()):
             with pytest.raises(InvalidBatch, match="takes hidden"):
                 runner.run_stage(batch, wrong)
         output = runner.run_stage(batch, hidden)

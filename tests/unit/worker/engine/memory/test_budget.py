@@ -4,9 +4,11 @@ from hypothesis import strategies as st
 
 from services.core.request import blocks_for
 from services.worker.engine.memory.budget import (
-    GROWTH_STEP_SHARE,
+    CPU_CHUNKS,
+    GPU_CHUNKS,
     MAX_CHUNK_BYTES,
     MIN_CHUNK_BYTES,
+    ChunkRule,
     MemoryDemand,
     choose_chunk_bytes,
     plan_memory,
@@ -62,15 +64,15 @@ def test_the_named_minimum_is_enough(
         plan_memory(needed_bytes - 1, demand, min_tokens=min_tokens, chunk_bytes=chunk_bytes)
 
 
-@given(st.integers(0, 1 << 42), st.integers(1, 200))
-def test_growing_is_a_small_step(kv_bytes: int, num_layers: int) -> None:
-    chunk_bytes = choose_chunk_bytes(kv_bytes, num_layers)
+@given(st.integers(0, 1 << 42), st.integers(1, 200), st.sampled_from([CPU_CHUNKS, GPU_CHUNKS]))
+def test_growing_is_a_small_step(kv_bytes: int, num_layers: int, rule: ChunkRule) -> None:
+    chunk_bytes = choose_chunk_bytes(kv_bytes, num_layers, rule)
     assert chunk_bytes.bit_count() == 1
-    assert MIN_CHUNK_BYTES <= chunk_bytes <= MAX_CHUNK_BYTES
-    if chunk_bytes > MIN_CHUNK_BYTES:
-        assert num_layers * chunk_bytes * GROWTH_STEP_SHARE <= kv_bytes
-    if chunk_bytes < MAX_CHUNK_BYTES:
-        assert num_layers * 2 * chunk_bytes * GROWTH_STEP_SHARE > kv_bytes
+    assert rule.least <= chunk_bytes <= rule.most
+    if chunk_bytes > rule.least:
+        assert num_layers * chunk_bytes * rule.growth_share <= kv_bytes
+    if chunk_bytes < rule.most:
+        assert num_layers * 2 * chunk_bytes * rule.growth_share > kv_bytes
 
 
 def test_the_error_says_how_much_is_needed() -> None:

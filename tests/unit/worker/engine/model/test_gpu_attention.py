@@ -1,0 +1,118 @@
+"""Attention on a GPU against torch's in float64, with caches whose unused slots are no numbers."""
+
+import random
+from itertools import count
+
+import pytest
+import torch
+
+from services.core.planner.batch import Batch, Chunk
+from services.core.request import blocks_for
+from services.worker.engine.model.attention.cpu import SdpaPagedAttention
+from services.worker.engine.model.attention.paged import MetadataBuilder
+from tests.support.device import DEVICE, ON_GPU
+from tests.support.gpu_kernels import GraphCapture
+
+from services.worker.engine.model.attention import gpu  # isort: skip
+
+assert GraphCapture
+BLOCKS = 200
+ERRORS = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 1e-2}
+# Triton's interpreter has no products of bfloat16.
+DTYPES = (torch.float32, torch.bfloat16) if ON_GPU else (torch.float32, torch.float16)
+MIXED = ((0, 1), (17, 1), (700, 1), (0, 40), (130, 70))
+
+
+def chunks_of(lengths: tuple[tuple[int, int], ...], block_size: int, seed: int) -> Batch:
+    """(prefix, new) of each request; blocks lie anywhere."""
+    free = list(range(BLOCKS))
+    random.Random(seed).shuffle(free)
+    chunks = []
+    for number, (prefix, new) in zip(count(), lengths, strict=False):
+        table = tuple(free.pop() for _ in range(blocks_for(prefix + new, block_size)))
+        chunks.append(Chunk(str(number), prefix, (0,) * new, table, None))
+    return Batch(tuple(chunks))
+
+
+def filled_cache(batch: Batch, shape: tuple[int, ...]) -> torch.Tensor:
+    """K and V of all prefixes; what nobody has written is NaN."""
+    cache = torch.full((BLOCKS, 2, *shape), torch.nan)
+    block_size = shape[0]
+    for chunk in batch.chunks:
+        for position in range(chunk.start):
+            block, slot = divmod(position, block_size)
+            cache[chunk.block_ids[block], :, slot] = torch.randn(2, *shape[1:])
+    return cache
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim", "block_size", "window", "lengths"),
+    [
+        (4, 2, 16, 16, None, MIXED),
+        (6, 2, 32, 8, 24, (*MIXED, (3, 1))),
+        (5, 1, 16, 5, None, ((0, 1), (600, 1), (200, 150))),
+        (4, 4, 16, 16, 100, ((300, 1), (500, 200))),
+    ],
+)
+def test_it_is_attention(
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    block_size: int,
+    window: int | None,
+    lengths: tuple[tuple[int, int], ...],
+    dtype: torch.dtype,
+) -> None:
+    torch.manual_seed(heads)
+    batch = chunks_of(lengths, block_size, seed=heads)
+    exact = filled_cache(batch, (block_size, kv_heads, head_dim)).to(dtype)
+    cache, device = exact.to(DEVICE), torch.device(DEVICE)
+    query, key, value = (
+        torch.randn(batch.tokens, number, head_dim).to(dtype)
+        for number in (heads, kv_heads, kv_heads)
+    )
+    attention = gpu.GpuPagedAttention(
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        block_size=block_size,
+        dtype=dtype,
+        device=device,
+    )
+    found = attention.forward(
+        *(one.to(device) for one in (query, key, value, cache)),
+        MetadataBuilder(block_size, device, dtype).build(batch, BLOCKS),
+        sliding_window=window,
+        scaling=head_dim**-0.5,
+    )
+    reference = SdpaPagedAttention(
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        block_size=block_size,
+        max_context=1024,
+        storage_dtype=torch.float64,
+        compute_dtype=torch.float64,
+        device=torch.device("cpu"),
+    )
+    numbers = exact.double().nan_to_num()
+    wanted = reference.forward(
+        *(one.double() for one in (query, key, value)),
+        numbers,
+        MetadataBuilder(block_size, torch.device("cpu"), torch.float64).build(batch, BLOCKS),
+        sliding_window=window,
+        scaling=head_dim**-0.5,
+    )
+    assert (found.cpu().double() - wanted).norm() < ERRORS[dtype] * wanted.norm()
+    assert torch.equal(cache.cpu().double().nan_to_num(), numbers)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_contexts_are_split_whole_and_within_bounds(seed: int) -> None:
+    rng = random.Random(seed)
+    lengths = torch.tensor([rng.randint(1, 30_000) for _ in range(rng.randint(1, 300))]).numpy()
+    kv_heads = rng.choice([1, 2, 8])
+    share, splits = gpu.split_contexts(lengths, len(lengths), kv_heads, gpu.PROGRAMS_WANTED)
+    assert share * splits >= lengths.max()
+    assert splits <= gpu.SPLITS_MAX
+    assert splits == 1 or (share % gpu.TILE_TOKENS == 0 and splits * len(lengths) <= gpu.PARTS_ROWS)
