@@ -18,12 +18,12 @@ def check_gpu_needs() -> None:
     missing = [name for name in PACKAGES if find_spec(name) is None]
     if torch.version.cuda is None or missing:
         raise DeviceError(
-            f"this is torch {torch.__version__}, which computes on CPUs alone; install torch's build"
-            " for CUDA (docs/gpus.md), or take --device out"
+            f"this is torch {torch.__version__}, which computes on CPUs alone; install torch's"
+            " build for CUDA (docs/gpus.md), or take --device out"
         )
     if not any(map(shutil.which, (os.environ.get("CC", "cc"), *COMPILERS))):
         raise DeviceError(
             "Triton needs a C compiler once for each kernel, and none of "
-            f"{', '.join(COMPILERS)} is on PATH; install one (Debian and Ubuntu: apt-get install gcc"
-            " libc6-dev)"
+            f"{', '.join(COMPILERS)} is on PATH; install one (Debian and Ubuntu: apt-get install"
+            " gcc libc6-dev)"
         )

@@ -30,6 +30,7 @@ from services.worker.engine.model.attention.paged import AttentionMetadata
 from services.worker.engine.model.config import ModelConfig
 from services.worker.engine.model.gpu_graphs import Captured, DecodeGraphs, Turn
 from services.worker.engine.model.gpu_kernels import layer as kernels
+from services.worker.engine.model.gpu_kernels.launcher import Launcher
 from services.worker.engine.model.interrupt import Interrupted
 
 AHEAD = 2
@@ -131,6 +132,10 @@ class GpuLayers:
         hidden, self._gated, self._epsilon, self._windows = sizes
         self._scaling = attention.head_dim**-0.5
         self._norm_width = triton.next_power_of_2(hidden)
+        self._norm, self._add_norm, self._gate = (
+            Launcher(kernel) for kernel in (kernels.norm, kernels.add_norm, kernels.gate)
+        )
+        self._rotate = Launcher(kernels.rotate_and_store, num_warps=1)
         self._graphs: DecodeGraphs | None = None
 
     def run(
@@ -209,19 +214,19 @@ class GpuLayers:
         both = functional.linear(normed, weights.gate_up)
         inner = both.new_empty(len(both), self._gated)
         grid = (len(both), triton.cdiv(self._gated, GATE_WIDTH))
-        kernels.gate[grid](both, inner, self._gated, WIDTH=GATE_WIDTH)
+        self._gate(grid, (both, inner, self._gated), GATE_WIDTH)
         return functional.linear(inner, weights.down)
 
     def _normed(
         self, rest: torch.Tensor, added: torch.Tensor | None, weight: torch.Tensor
     ) -> torch.Tensor:
         """`rest` += `added`; returns its norm."""
-        normed, grid = torch.empty_like(rest), (len(rest),)
-        sizes = (rest.shape[1], self._epsilon)
+        normed, sizes = torch.empty_like(rest), (rest.shape[1], self._epsilon)
         if added is None:
-            kernels.norm[grid](rest, weight, normed, *sizes, WIDTH=self._norm_width)
+            self._norm((len(rest),), (rest, weight, normed, *sizes), self._norm_width)
         else:
-            kernels.add_norm[grid](added, rest, weight, normed, *sizes, WIDTH=self._norm_width)
+            arguments = (added, rest, weight, normed, *sizes)
+            self._add_norm((len(rest),), arguments, self._norm_width)
         return normed
 
     def _rotate_and_store(
@@ -236,13 +241,15 @@ class GpuLayers:
         one = self._attention
         query = qkv.new_empty(len(qkv), one.num_heads, one.head_dim)
         norms = weights.query_norm is not None
-        kernels.rotate_and_store[(len(qkv), one.num_heads + 2 * one.num_kv_heads)](
-            qkv, *turn, work.slots,
-            weights.query_norm if norms else qkv, weights.key_norm if norms else qkv,
-            query, blocks, self._epsilon,
-            HEADS=one.num_heads, KV_HEADS=one.num_kv_heads, DIM=one.head_dim,
-            BLOCK=one.block_size, NORMS=norms, num_warps=1,
-        )  # fmt: skip
+        self._rotate(
+            (len(qkv), one.num_heads + 2 * one.num_kv_heads),
+            (
+                *(qkv, *turn, work.slots),
+                *(weights.query_norm if norms else qkv, weights.key_norm if norms else qkv),
+                *(query, blocks, self._epsilon),
+            ),
+            *(one.num_heads, one.num_kv_heads, one.head_dim, one.block_size, norms),
+        )
         return query
 
 

@@ -14,6 +14,7 @@ import triton
 
 from services.worker.engine.model.attention.paged import AttentionMetadata
 from services.worker.engine.model.gpu_kernels import attention
+from services.worker.engine.model.gpu_kernels.launcher import Launcher
 
 HEAD_DIMS = (16, 32, 64, 128, 256)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -115,6 +116,9 @@ class GpuPagedAttention:
         prefill = PREFILL_ROWS if dtype.itemsize == 2 else WIDE_PREFILL_ROWS
         self.decode_rows, self._prefill_rows = max(DECODE_ROWS, least), max(prefill, least)
         self._device = device
+        self._attend_kernel, self._combine_kernel = (
+            Launcher(kernel) for kernel in (attention.attend, attention.combine)
+        )
         self._metadata: AttentionMetadata | None = None
         self._work: Work | None = None
 
@@ -173,19 +177,25 @@ class GpuPagedAttention:
             parts = query.new_empty(*shape, self.head_dim, dtype=torch.float32)
             weights = query.new_empty(shape, dtype=torch.float32)
         wide = query.dtype.itemsize > 2
-        attention.attend[(len(tiles.starts), self.num_kv_heads, splits)](
-            query, blocks, work.tables, tiles.starts, tiles.counts, tiles.positions, tiles.firsts,
-            parts, weights, scaling * LOG2_E, share, splits, tiles.most, window or 0,
-            HEADS=self.num_heads, KV_HEADS=self.num_kv_heads, GROUP=self._group, ROWS=tiles.rows,
-            DIM=self.head_dim, BLOCK=self.block_size, SPLIT=splits > 1,
-            WINDOWED=window is not None, TILE=TILE_TOKENS // 2 if wide else TILE_TOKENS,
-            num_warps=8 if tiles.rows == PREFILL_ROWS else 4, num_stages=1 if wide else 3,
-        )  # fmt: skip
+        self._attend_kernel(
+            (len(tiles.starts), self.num_kv_heads, splits),
+            (
+                *(query, blocks, work.tables),
+                *(tiles.starts, tiles.counts, tiles.positions, tiles.firsts),
+                *(parts, weights, scaling * LOG2_E, share, splits, tiles.most, window or 0),
+            ),
+            *(self.num_heads, self.num_kv_heads, self._group, tiles.rows),
+            *(self.head_dim, self.block_size, splits > 1, window is not None),
+            TILE_TOKENS // 2 if wide else TILE_TOKENS,
+            num_warps=8 if tiles.rows == PREFILL_ROWS else 4,
+            num_stages=1 if wide else 3,
+        )
         if splits > 1:
-            attention.combine[(len(tiles.starts), tiles.most, self.num_heads)](
-                parts, weights, attended, tiles.starts, tiles.counts, splits, tiles.most,
-                HEADS=self.num_heads, DIM=self.head_dim, SPLITS_MAX=SPLITS_MAX,
-            )  # fmt: skip
+            self._combine_kernel(
+                (len(tiles.starts), tiles.most, self.num_heads),
+                (parts, weights, attended, tiles.starts, tiles.counts, splits, tiles.most),
+                *(self.num_heads, self.head_dim, SPLITS_MAX),
+            )
 
     def _work_of(self, metadata: AttentionMetadata) -> Work:
         layout = TileLayout(metadata.spans, self._prefill_rows // self._group)
