@@ -41,6 +41,8 @@ GLIBC_MINORS = range(17, 37)
 PIP_TIMEOUT_S = 900.0
 PIN = re.compile(r"^(?P<name>[\w.-]+)==(?P<version>[^\s;]+)", re.MULTILINE)
 ENTRY = re.compile(PIN.pattern + r"(?P<hashes>(?: \\\n {4}--hash=sha256:[0-9a-f]{64})+)$", re.M)
+# Modules that torch's build for CUDA brings along, for an engine on a GPU.
+CUDA_MODULES = frozenset({"cuda", "triton"})
 # Only torch's CUDA build needs these; the images have its CPU build.
 CUDA_PARTS = re.compile(r"(nvidia|cuda)-|triton$")
 DIGEST = re.compile(r"sha256:([0-9a-f]{64})")
@@ -118,7 +120,7 @@ def foreign_imports(modules: Iterable[str]) -> set[str]:
             if top in OWN:
                 # A package's own module runs first.
                 waiting += [name, name.rpartition(".")[0]]
-            elif top not in sys.stdlib_module_names:
+            elif top not in sys.stdlib_module_names | CUDA_MODULES:
                 foreign.add(top)
     return foreign
 

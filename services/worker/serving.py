@@ -71,12 +71,10 @@ class EngineServing:
             self._reporter.note_change,
             self._requests.give_up_all,
         )
-        self._member = MemberServicer(
-            MemberState(name, incarnation), self._participant, lambda: self._groups.groups
-        )
-        self._registration = Registration(
-            store, f"{WORKERS}{name}", record, config.lease_ttl_s, self._claim
-        )
+        state = MemberState(name, incarnation)
+        self._member = MemberServicer(state, self._participant, lambda: self._groups.groups)
+        path, lease_s = f"{WORKERS}{name}", config.lease_ttl_s
+        self._registration = Registration(store, path, record, lease_s, self._claim)
         self._departure = Departure(
             engine, self._groups, self._member, self._requests, self._registration, record
         )

@@ -10,7 +10,7 @@ import torch
 
 from services.worker.engine.memory.arena import Arena
 from services.worker.engine.memory.budget import CPU_CHUNKS, GPU_CHUNKS
-from services.worker.engine.memory.cuda import CudaArena, Driver
+from services.worker.engine.memory.cuda import CudaArena, VirtualMemory
 from services.worker.engine.memory.memfd import MemfdArena
 from tests.support.fake_cuda_driver import FakeCudaDriver
 
@@ -35,7 +35,7 @@ def make_arena(kind: str, total_chunks: int) -> Arena:
     """An arena of the class for `kind`; without a GPU, one for CUDA has a driver in the tests."""
     if kind == "cpu":
         return MemfdArena(chunk_bytes=CHUNK_BYTES, total_chunks=total_chunks)
-    driver: Driver = FakeCudaDriver(CHUNK_BYTES)
+    driver: VirtualMemory = FakeCudaDriver(CHUNK_BYTES)
     if ON_GPU:
         from services.worker.engine.memory.cuda_driver import CudaDriver
 

@@ -24,9 +24,9 @@ from services.common.lifecycle import EXIT_UNUSABLE
 from services.core.cost.model import Chunks
 from services.core.groups.slab_names import EMBEDDING, HEAD, layer_name
 from services.core.planner.block_pool import BlockPool
-from services.worker.engine.compute.assembly import SCRATCH_BYTES
 from services.worker.engine.compute.runner import ModelRunner
 from services.worker.engine.compute.runner_config import RunnerConfig, compute_dtype
+from services.worker.engine.compute.staging import SCRATCH_BYTES
 from services.worker.engine.memory.panels import inputs_of
 from services.worker.engine.model import cpu_kernels
 from services.worker.engine.model.linear import SlabLinear, UpcastScratch

@@ -69,7 +69,10 @@ def load_model(config: RunnerConfig) -> LoadedModel:
     )
     # Weights of a shape that does not fit are row-major all the same.
     panels = bool(layouts[layer_name(0)].tag)
-    log.info("products: %s", products_text(config.dtype, compute, compiled=compiled, panels=panels))
+    products = products_text(config.dtype, compute, compiled=compiled, panels=panels)
+    if device.type == "cuda":
+        products = f"{config.dtype} on {torch.cuda.get_device_name(device)}"
+    log.info("products: %s", products)
     block_shape = KvBlockShape(
         config.block_size, geometry.num_kv_heads, geometry.head_dim, config.dtype
     )

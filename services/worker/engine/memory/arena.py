@@ -13,18 +13,6 @@ To map takes time, and a drop must not wait for that either. So places may be *p
 that belong elsewhere are mapped there a second time, and touched, while they are in use. Once they
 are free, `adopt` gives them to the prepared places, without a call of the driver. Until then a
 prepared place must not be read or written.
-
-Requirements on a CUDA backend (through `cuda.bindings.driver`):
-
-- a chunk is a multiple of `cuMemGetAllocationGranularity`; one `cuMemCreate` per chunk at start,
-  exportable handles when peers share a host. Time goes by the number of chunks: on an H200 to map
-  one, give access and unmap it takes about 80 µs in all while kernels run, for 2 MiB as for 32
-  (bench/results/README.md);
-- `reserve` is `cuMemAddressReserve`; `map` is `cuMemMap` per handle (a handle may be mapped twice,
-  but only whole) and one `cuMemSetAccess` over the mapped interval, and so is `prepare`; `sweep` is
-  `cuMemUnmap`; `prefault` does nothing; `close` is `cuMemRelease` and `cuMemAddressFree`;
-- `sweep` and `close` wait until no kernel in flight can touch the interval;
-- `tensor` wraps the reserved address once (DLPack), and stays valid while its tail is mapped.
 """
 
 from abc import ABC, abstractmethod

@@ -14,7 +14,7 @@ from services.worker.engine.memory.arena import UNMAPPED, Arena, VirtualRange, c
 from services.worker.errors import DeviceError
 
 
-class Driver(Protocol):
+class VirtualMemory(Protocol):
     """As `cuda_driver.CudaDriver`."""
 
     granularity_bytes: int
@@ -36,7 +36,7 @@ class CudaArena(Arena):
     Raises DeviceError if the GPU has less memory than that.
     """
 
-    def __init__(self, driver: Driver, *, chunk_bytes: int, total_chunks: int) -> None:
+    def __init__(self, driver: VirtualMemory, *, chunk_bytes: int, total_chunks: int) -> None:
         if chunk_bytes <= 0 or chunk_bytes % driver.granularity_bytes:
             raise DeviceError(
                 f"a chunk of {chunk_bytes} bytes cannot be mapped on this GPU; set 'chunk_bytes' to"

@@ -239,13 +239,13 @@ class TileLayout:
 
     @cached_property
     def decodes(self) -> Sequence[np.ndarray]:
-        """Those of one token."""
+        """The tiles of one token."""
         start, count, position, first = self._spans[self._single, :4].T
         return start, count, position, first
 
     @cached_property
     def prefills(self) -> Sequence[np.ndarray]:
-        """Parts of the others."""
+        """The tiles of longer spans."""
         spans, size = self._spans[~self._single], self._tile_tokens
         pieces = -(-spans[:, 1] // size)
         owner = np.repeat(np.arange(len(spans)), pieces)
