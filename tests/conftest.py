@@ -4,6 +4,7 @@ Side by side, the tests of a file stay in one process, which starts once what th
 xdist for that have no effect with this pytest.)
 """
 
+import os
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,10 @@ from hypothesis import settings
 from xdist.scheduler import LoadScopeScheduling
 
 from tests.support.cluster import Cluster
+
+if not os.environ.get("TIDESERVE_TEST_DEVICE", "").startswith("cuda"):
+    # Kernels for GPUs run on the processor. Triton looks when a kernel is imported.
+    os.environ["TRITON_INTERPRET"] = "1"
 
 # How long an example takes is the machine's choice.
 settings.register_profile("tideserve", deadline=None)

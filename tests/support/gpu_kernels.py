@@ -1,21 +1,11 @@
-"""Kernels for GPUs: on the GPU of the tests, else on the processor, by Triton's interpreter.
+"""Graphs of kernels in tests: on the GPU of the tests, or without one."""
 
-Import this before anything that imports a kernel.
-"""
-
-import os
 from collections.abc import Callable
 
-import pytest
 import torch
 
-from tests.support.device import ON_GPU
-
-if not ON_GPU:
-    os.environ["TRITON_INTERPRET"] = "1"
-pytest.importorskip("triton", reason="there is no Triton for this machine")
-
 from services.worker.engine.model.gpu_graphs import Capture, Captured
+from tests.support.device import ON_GPU
 
 
 class Recorded:

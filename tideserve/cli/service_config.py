@@ -30,6 +30,9 @@ class Placement:
 # tokens, and its iterations are longer than ours.
 VLLM_DEFAULTS: Mapping[str, Any] = {"block_size": 32, "max_batch_tokens": 2048}
 
+# For our own engine on a GPU, which is hardly busy with the defaults for processors.
+GPU_DEFAULTS: Mapping[str, Any] = {"max_batch_tokens": 2048, "max_running": 256}
+
 
 def worker_names(count: int) -> list[str]:
     """Ids of the workers of a cluster."""
@@ -77,10 +80,20 @@ def service_configs(options: ClusterOptions, placement: Placement) -> dict[str, 
         derived = {"etcd_url": placement.etcd_url} | _passed_on(options, CONFIGS[section]) | own
         chosen = with_absolute_paths(options.services | getattr(options, section))
         config = {key: value for key, value in derived.items() if value is not None} | chosen
-        if section == "worker" and options.engine_kind == EngineKind.VLLM:
-            config = {**VLLM_DEFAULTS, **config}
-        configs[name] = _with_room(config) if section == "worker" else config
+        configs[name] = _worker(config, options.engine_kind) if section == "worker" else config
     return configs
+
+
+def _worker(config: dict[str, Any], engine: EngineKind) -> dict[str, Any]:
+    """A worker's configuration with the defaults of its engine and device, on a GPU of its own."""
+    device = config.get("device", "cpu")
+    if engine == EngineKind.VLLM:
+        config = {**VLLM_DEFAULTS, **config}
+    elif device != "cpu":
+        config = {**GPU_DEFAULTS, **config}
+    if device == "cuda":
+        config["device"] = "cuda:" + config["worker_id"].rpartition("-")[2]
+    return _with_room(config)
 
 
 def _passed_on(options: ClusterOptions, config: type[ServiceConfig]) -> dict[str, Any]:

@@ -92,7 +92,7 @@ def started() -> EngineLoop:
         sys.exit(EXIT_UNUSABLE)
     changeover = Changeover.of(member_config)
     facts = FactLog(event_log, changeover.planner, runner.stage_memory, monotonic_s)
-    facts.start(identity, config.memory_bytes, exact=config.dtype != "bfloat16")
+    facts.start(identity, config.memory_bytes, exact=promises_tokens(config))
     member = join(identity, lanes, runner, changeover, config, pacer, facts)
     send(socket, describe(runner, config, lanes))
     start_pulse(arguments.socket)
@@ -114,6 +114,11 @@ def _live_with(parent: int) -> None:
         sys.exit(EXIT_UNUSABLE)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
+
+
+def promises_tokens(config: WorkerConfig) -> bool:
+    """Whether a request gets the same tokens whatever it is batched with."""
+    return config.device == "cpu" and config.dtype != "bfloat16"
 
 
 def runner_config(config: WorkerConfig) -> RunnerConfig:

@@ -55,7 +55,7 @@ def load_model(config: RunnerConfig) -> LoadedModel:
             f"device {config.device} has no memory backend; choose one of {sorted(DEVICES)}"
         )
     if device.type == "cuda":
-        check_gpu_needs()
+        check_gpu_needs(device)
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     model_config = load_config(config.model_dir)

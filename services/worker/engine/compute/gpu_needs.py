@@ -13,17 +13,30 @@ PACKAGES = ("cuda", "triton")
 COMPILERS = ("cc", "gcc", "clang")
 
 
-def check_gpu_needs() -> None:
+def check_gpu_needs(device: torch.device) -> None:
     """Raises DeviceError that says what is missing and how to get it."""
     missing = [name for name in PACKAGES if find_spec(name) is None]
     if torch.version.cuda is None or missing:
         raise DeviceError(
-            f"this is torch {torch.__version__}, which computes on CPUs alone; install torch's"
-            " build for CUDA (docs/gpus.md), or take --device out"
+            f"this is torch {torch.__version__}, which computes on CPUs alone; install its build"
+            " for CUDA (`make clean`, then `make serve` without TORCH_INDEX; docs/gpus.md), or take"
+            " --device out"
         )
     if not any(map(shutil.which, (os.environ.get("CC", "cc"), *COMPILERS))):
         raise DeviceError(
             "Triton needs a C compiler once for each kernel, and none of "
             f"{', '.join(COMPILERS)} is on PATH; install one (Debian and Ubuntu: apt-get install"
             " gcc libc6-dev)"
+        )
+    try:
+        torch.cuda.init()
+    except (RuntimeError, AssertionError) as error:
+        raise DeviceError(
+            f"no GPU can be used: {error}; nvidia-smi shows GPUs and the version of their driver"
+        ) from error
+    index, count = device.index or 0, torch.cuda.device_count()
+    if index >= count:
+        raise DeviceError(
+            f"there is no GPU {index}, since this machine shows {count}, the first of which is 0;"
+            " start fewer workers, or let them share one with --device cuda:0"
         )

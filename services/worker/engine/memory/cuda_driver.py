@@ -15,18 +15,13 @@ from services.worker.errors import DeviceError
 
 
 class CudaDriver:
-    """Chunks and address space of `device`; for the thread that made it."""
+    """Chunks and address space of `device`, the first GPU if it has no number.
+
+    It is for the thread that made it.
+    """
 
     def __init__(self, device: torch.device) -> None:
-        try:
-            torch.cuda.init()
-        except (RuntimeError, AssertionError) as error:
-            raise DeviceError(
-                f"no GPU can be used ({error}); check nvidia-smi and that torch is a build for CUDA"
-            ) from error
-        index = torch.cuda.current_device() if device.index is None else device.index
-        if index >= torch.cuda.device_count():
-            raise DeviceError(f"there is no GPU {index}, only {torch.cuda.device_count()} of them")
+        index = device.index or 0
         torch.cuda.set_device(index)
         self.device = torch.device("cuda", index)
         # The context of torch; without this call, those of `driver` have none.

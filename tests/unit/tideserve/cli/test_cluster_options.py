@@ -50,8 +50,6 @@ def test_flags_win_over_the_file_and_absent_ones_do_not(tmp_path: Path) -> None:
         ("chunk_size: 5000", "'chunk_size' in .* is 5000, but must be a multiple of the page size"),
         ("device: gpu", "must be cpu, cuda or cuda:N"),
         ("device: 'cuda:x'", "must be cpu, cuda or cuda:N"),
-        ("device: cuda", "'cuda' cannot be used: GPUs are not supported yet; leave --device out"),
-        ("worker: {device: 'cuda:1'}", "GPUs are not supported yet"),
         ("scheduler: {dispatch: best}", "'dispatch' in section 'scheduler' of .*cluster.yaml is"),
         ("services: {metrics_port: 70000}", "section 'services' of .*cluster.yaml is 70000"),
         ("max_model_len: 0", "must be 1 to"),
@@ -163,6 +161,26 @@ def test_vllm_gets_its_python_and_defaults_that_suit_it() -> None:
     assert (options.ready_timeout_s, ClusterOptions().ready_timeout_s) == (1800, 180)
     assert replace(options, ready_timeout=7.0).ready_timeout_s == 7
     assert ClusterOptions(worker={"engine": "vllm"}).ready_timeout_s == 1800
+
+
+@pytest.mark.parametrize(
+    ("chosen", "devices", "limits"),
+    [
+        ({}, [None, None], (None, None)),
+        ({"device": "cuda"}, ["cuda:0", "cuda:1"], (2048, 256)),
+        ({"worker": {"device": "cuda"}}, ["cuda:0", "cuda:1"], (2048, 256)),
+        ({"device": "cuda:3", "max_batch_tokens": 512}, ["cuda:3", "cuda:3"], (512, 256)),
+        ({"device": "cuda", "engine": "vllm"}, ["cuda:0", "cuda:1"], (2048, None)),
+    ],
+)
+def test_each_worker_gets_a_gpu_and_what_fills_it(
+    chosen: dict[str, Any], devices: list[str | None], limits: tuple[int | None, int | None]
+) -> None:
+    configs = service_configs(ClusterOptions(workers=2, **chosen), PLACEMENT)
+    workers = [configs[f"worker-{index}"] for index in range(2)]
+    assert [worker.get("device") for worker in workers] == devices
+    for worker in workers:
+        assert (worker.get("max_batch_tokens"), worker.get("max_running")) == limits
 
 
 def test_vllm_may_have_a_gpu(tmp_path: Path) -> None:

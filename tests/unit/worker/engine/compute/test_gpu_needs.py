@@ -3,22 +3,52 @@ from pathlib import Path
 import pytest
 import torch
 
-from services.worker.engine.compute import gpu_needs
+from services.worker.engine.compute.gpu_needs import COMPILERS, check_gpu_needs
 from services.worker.errors import DeviceError
+from tests.support.device import ON_GPU
+
+if ON_GPU:
+    pytest.skip("a machine with all that is needed", allow_module_level=True)
 
 
-def test_a_build_of_torch_without_cuda_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.version, "cuda", None)
-    with pytest.raises(DeviceError, match=r"torch's build for CUDA \(docs/gpus.md\)"):
-        gpu_needs.check_gpu_needs()
-
-
-def test_a_missing_compiler_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.fixture
+def cuda_build(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A build for CUDA, with a compiler in the folder that is returned, and two GPUs."""
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(gpu_needs, "PACKAGES", ())
+    monkeypatch.setattr("services.worker.engine.compute.gpu_needs.PACKAGES", ())
+    monkeypatch.setattr(torch.cuda, "init", lambda: None)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(DeviceError, match="apt-get install gcc"):
-        gpu_needs.check_gpu_needs()
-    compiler = tmp_path / "clang"
-    compiler.touch(mode=0o755)
-    gpu_needs.check_gpu_needs()
+    (tmp_path / COMPILERS[-1]).touch(mode=0o755)
+    return tmp_path
+
+
+def told(device: str = "cuda") -> str:
+    with pytest.raises(DeviceError) as caught:
+        check_gpu_needs(torch.device(device))
+    return str(caught.value)
+
+
+def test_a_build_of_torch_without_cuda_is_told() -> None:
+    assert "`make clean`, then `make serve` without TORCH_INDEX; docs/gpus.md" in told()
+
+
+def test_a_missing_compiler_is_told(cuda_build: Path) -> None:
+    check_gpu_needs(torch.device("cuda"))
+    (cuda_build / COMPILERS[-1]).unlink()
+    assert "apt-get install gcc" in told()
+
+
+@pytest.mark.usefixtures("cuda_build")
+def test_a_gpu_without_a_driver_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_driver() -> None:
+        raise RuntimeError("Found no NVIDIA driver on your system")
+
+    monkeypatch.setattr(torch.cuda, "init", no_driver)
+    assert "no GPU can be used: Found no NVIDIA driver" in told()
+
+
+@pytest.mark.usefixtures("cuda_build")
+def test_a_gpu_that_is_not_there_is_told() -> None:
+    check_gpu_needs(torch.device("cuda:1"))
+    assert "there is no GPU 2, since this machine shows 2" in told("cuda:2")

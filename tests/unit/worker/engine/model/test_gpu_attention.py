@@ -11,11 +11,10 @@ from services.core.request import blocks_for
 from services.worker.engine.model.attention.cpu import SdpaPagedAttention
 from services.worker.engine.model.attention.paged import MetadataBuilder
 from tests.support.device import DEVICE, ON_GPU
-from tests.support.gpu_kernels import GraphCapture
 
-from services.worker.engine.model.attention import gpu  # isort: skip
+pytest.importorskip("triton", reason="there is no Triton for this machine")
+from services.worker.engine.model.attention import gpu
 
-assert GraphCapture
 BLOCKS = 200
 ERRORS = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 1e-2}
 # Triton's interpreter has no products of bfloat16.

@@ -11,14 +11,15 @@ import transformers
 from services.worker.engine.compute import assembly
 from services.worker.engine.compute.runner import ModelRunner
 from services.worker.engine.compute.runner_config import RunnerConfig
-from tests.support import gpu_kernels
+from services.worker.engine.model.attention.paged import AttentionMetadata
 from tests.support.device import CHUNK_BYTES, DEVICE, ON_GPU, chunks_of
 from tests.support.generation import generate_tokens
-from tests.support.gpu_kernels import Recorded
 from tests.support.tiny_models import make_tiny_model
 
-from services.worker.engine.model import gpu_graphs  # isort: skip
-from services.worker.engine.model.gpu_layers import GpuLayers  # isort: skip
+pytest.importorskip("triton", reason="there is no Triton for this machine")
+from services.worker.engine.model import gpu_graphs
+from services.worker.engine.model.gpu_layers import GpuLayers
+from tests.support.gpu_kernels import GraphCapture, Recorded
 
 NEW_TOKENS = 6
 MODELS: dict[str, dict[str, Any]] = {
@@ -47,7 +48,7 @@ def load(model_dir: Path, dtype: torch.dtype = torch.float32, **options: Any) ->
 def on_gpu_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers are those of a GPU, whatever computes them."""
     monkeypatch.setattr(assembly, "uses_gpu_kernels", lambda _device: True)
-    monkeypatch.setattr(gpu_graphs, "Capture", gpu_kernels.GraphCapture)
+    monkeypatch.setattr(gpu_graphs, "Capture", GraphCapture)
 
 
 @pytest.mark.usefixtures("on_gpu_kernels")
@@ -105,9 +106,7 @@ def test_graphs_are_forgotten_oldest_first(monkeypatch: pytest.MonkeyPatch) -> N
         assert Recorded.captures - before == captures
 
 
-def three_decodes() -> Any:
-    from services.worker.engine.model.attention.paged import AttentionMetadata
-
+def three_decodes() -> AttentionMetadata:
     spans = torch.tensor([[row, 1, 2 * row, row, 1] for row in range(3)]).numpy()
     tables = torch.tensor([4, 5, 6]).numpy()
     return AttentionMetadata(spans, tables, 16, torch.device("cpu"), torch.float32)
