@@ -84,7 +84,7 @@ def service_configs(options: ClusterOptions, placement: Placement) -> dict[str, 
     return configs
 
 
-def _worker(config: dict[str, Any], engine: EngineKind) -> dict[str, Any]:
+def _worker(config: dict[str, Any], engine: str) -> dict[str, Any]:
     """A worker's configuration with the defaults of its engine and device, on a GPU of its own."""
     device = config.get("device", "cpu")
     if engine == EngineKind.VLLM:

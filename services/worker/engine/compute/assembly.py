@@ -69,10 +69,9 @@ def load_model(config: RunnerConfig) -> LoadedModel:
     )
     # Weights of a shape that does not fit are row-major all the same.
     panels = bool(layouts[layer_name(0)].tag)
-    products = products_text(config.dtype, compute, compiled=compiled, panels=panels)
-    if device.type == "cuda":
-        products = f"{config.dtype} on {torch.cuda.get_device_name(device)}"
-    log.info("products: %s", products)
+    if device.type == "cpu":
+        text = products_text(config.dtype, compute, compiled=compiled, panels=panels)
+        log.info("products: %s", text)
     block_shape = KvBlockShape(
         config.block_size, geometry.num_kv_heads, geometry.head_dim, config.dtype
     )
@@ -161,7 +160,9 @@ def _arena(device: torch.device, plan: MemoryPlan) -> Arena:
     from services.worker.engine.memory.cuda import CudaArena
     from services.worker.engine.memory.cuda_driver import CudaDriver
 
-    return CudaArena(CudaDriver(device), **sizes)
+    driver = CudaDriver(device)
+    driver.check_room(plan.arena_bytes + plan.staging_bytes)
+    return CudaArena(driver, **sizes)
 
 
 def _build_decoder(
@@ -251,6 +252,7 @@ def _gpu_layers(
         stage_memory.slabs[layer_name(index)].views() for index in range(stage_memory.num_layers)
     ]
     layers = gpu_layers(views, stage_memory.kv_ranges, skeleton.config, attention)
+    log.info("layers: %s", "by torch's operations" if layers is None else "by kernels for GPUs")
     if layers is not None:
         layers.warm_up()
         layers.use_graphs(Capture())

@@ -1,8 +1,10 @@
-"""What has to be installed where a worker computes on a GPU, told before anything starts."""
+"""What has to be there where a worker computes on a GPU, told before a model is read."""
 
 import os
 import shutil
+import sysconfig
 from importlib.util import find_spec
+from pathlib import Path
 
 import torch
 
@@ -10,7 +12,7 @@ from services.worker.errors import DeviceError
 
 PACKAGES = ("cuda", "triton")
 """What torch's build for CUDA brings along."""
-COMPILERS = ("cc", "gcc", "clang")
+COMPILERS = ("gcc", "clang")
 
 
 def check_gpu_needs(device: torch.device) -> None:
@@ -22,11 +24,13 @@ def check_gpu_needs(device: torch.device) -> None:
             " for CUDA (`make clean`, then `make serve` without TORCH_INDEX; docs/gpus.md), or take"
             " --device out"
         )
-    if not any(map(shutil.which, (os.environ.get("CC", "cc"), *COMPILERS))):
+    compilers = (os.environ["CC"],) if "CC" in os.environ else COMPILERS
+    header = Path(sysconfig.get_paths()["include"]) / "Python.h"
+    if not any(map(shutil.which, compilers)) or not header.exists():
         raise DeviceError(
-            "Triton needs a C compiler once for each kernel, and none of "
-            f"{', '.join(COMPILERS)} is on PATH; install one (Debian and Ubuntu: apt-get install"
-            " gcc libc6-dev)"
+            f"Triton needs a C compiler ({' or '.join(compilers)}) and {header}, once for each"
+            " kernel, and one of them is missing; install them (Debian and Ubuntu: apt-get install"
+            " gcc libc6-dev python3-dev)"
         )
     try:
         torch.cuda.init()

@@ -52,6 +52,10 @@ def _activations_bytes(config: RunnerConfig, geometry: ModelGeometry, compute: t
     heads = geometry.num_heads * geometry.head_dim
     kv_values = 2 * geometry.num_kv_heads * geometry.head_dim
     widest = 3 * geometry.hidden_size + max(4 * geometry.intermediate_size, 6 * heads)
+    if torch.device(config.device).type == "cuda":
+        # `GpuLayers`: what a layer has made lives until the layer has ended.
+        made = 6 * geometry.hidden_size + 3 * (heads + geometry.intermediate_size) + kv_values
+        widest = max(widest, made)
     needed = config.max_batch_tokens * widest * compute.itemsize
     if cpu_kernels.fit(torch.device(config.device), config.dtype, compute):
         # Fused layers: hidden states five times, heads and the MLP's width three times.

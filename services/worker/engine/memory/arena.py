@@ -88,6 +88,9 @@ def coalesce(handles: Sequence[int] | Handles) -> list[tuple[int, int, int]]:
 class Arena(ABC):
     """Owns the device budget; backends supply the operations on address space."""
 
+    slice_chunks_min = 1
+    """Chunks that background work handles at a time, however large they are."""
+
     def __init__(self, *, chunk_bytes: int, total_chunks: int) -> None:
         self.chunk_bytes = chunk_bytes
         self.total_chunks = total_chunks

@@ -52,6 +52,13 @@ class CudaArena(Arena):
             self.close()
             raise
 
+    slice_chunks_min = 8
+
+    def prefault(self, max_chunks: int | None = None) -> bool:
+        """Nothing is left to do: the driver has made the page table's entries with the mapping."""
+        self._cold.clear()
+        return True
+
     def tensor(self, reserved: VirtualRange, dtype: torch.dtype) -> torch.Tensor:
         return self._driver.tensor(reserved.address, reserved.size_bytes).view(dtype)
 
@@ -85,4 +92,4 @@ class CudaArena(Arena):
         self._driver.unmap(address, size_bytes)
 
     def _prefault_address(self, address: int, size_bytes: int) -> None:
-        """The driver has made the page table's entries when it mapped the chunks."""
+        """See `prefault`."""

@@ -39,6 +39,16 @@ class CudaDriver:
         least = driver.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
         self.granularity_bytes: int = call(driver.cuMemGetAllocationGranularity, properties, least)
 
+    def check_room(self, needed_bytes: int) -> None:
+        """Raise DeviceError unless the GPU has so much free memory."""
+        free_bytes, all_bytes = torch.cuda.mem_get_info(self.device)
+        if free_bytes < needed_bytes:
+            raise DeviceError(
+                f"'memory' asks for {needed_bytes >> 20} MiB, but the GPU has {free_bytes >> 20} of"
+                f" {all_bytes >> 20} MiB free; lower it, or end what else runs there (nvidia-smi"
+                " shows it)"
+            )
+
     def create(self, size_bytes: int) -> Any:
         """Physical memory of a multiple of `granularity_bytes`. Raises DeviceError."""
         return call(driver.cuMemCreate, size_bytes, self._properties, 0)

@@ -176,7 +176,7 @@ class LayerSlab:
         end_bytes = offset_bytes + piece.numel()
         self._bytes[offset_bytes:end_bytes] = piece
         if offset_bytes == self._hashed_bytes:
-            self._hash_up_to(end_bytes)
+            self._hash(piece)
 
     def bytes_to_read(self) -> torch.Tensor:
         """A view of the slab to send, uint8 [size_bytes]. Raises LayerNotResident."""
@@ -239,11 +239,15 @@ class LayerSlab:
             raise InvalidStage(f"{self.name} is {self._state.value}; map it before it is filled")
 
     def _hash_up_to(self, end_bytes: int) -> None:
-        piece = self._bytes[self._hashed_bytes : end_bytes].cpu().numpy()
-        self._running.update(piece)
+        self._hash(self._bytes[self._hashed_bytes : end_bytes])
+
+    def _hash(self, piece: torch.Tensor) -> None:
+        """Check the next bytes."""
+        data = piece.cpu().numpy()
+        self._running.update(data)
         if self._identity is not None:
-            self._identity.update(piece)
-        self._hashed_bytes = end_bytes
+            self._identity.update(data)
+        self._hashed_bytes += piece.numel()
 
     def _restart_hash(self) -> None:
         tag, first = self.layout.tag, self._digest is None

@@ -234,7 +234,9 @@ class StageMemory:
         then removes old mappings. Call it between iterations after every method that moves memory,
         until it returns True.
         """
-        chunks = None if slice_bytes is None else max(1, slice_bytes // self.arena.chunk_bytes)
+        arena, chunks = self.arena, None
+        if slice_bytes is not None:
+            chunks = max(arena.slice_chunks_min, slice_bytes // arena.chunk_bytes)
         if not self.arena.prefault(chunks):
             return False
         return self.arena.sweep(chunks)

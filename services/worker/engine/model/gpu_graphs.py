@@ -16,6 +16,7 @@ import torch
 import triton
 
 from services.worker.engine.model.attention.gpu import (
+    PARTS_ROWS,
     PROGRAMS_WANTED,
     GpuPagedAttention,
     TileLayout,
@@ -53,6 +54,17 @@ class _Key(NamedTuple):
     splits: int
 
 
+def rounded_split(lengths: np.ndarray, rows: int, kv_heads: int) -> tuple[int, int]:
+    """(share, splits) of `split_contexts` as powers of two, so that few graphs fit all contexts."""
+    share, _ = split_contexts(lengths, rows, kv_heads, PROGRAMS_WANTED)
+    share, longest = triton.next_power_of_2(share), int(lengths.max())
+    while True:
+        splits = triton.next_power_of_2(-(-longest // share))
+        if splits == 1 or splits * rows <= PARTS_ROWS:
+            return share, splits
+        share *= 2
+
+
 class Captured(NamedTuple):
     """Kernels that `replay` launches again; their result is where it was."""
 
@@ -61,20 +73,25 @@ class Captured(NamedTuple):
 
 
 class Capture:
-    """Captures kernels on the GPU; all graphs share memory, since none runs beside another."""
+    """Captures kernels on the GPU.
+
+    All graphs share memory, since none runs beside another, and one stream: torch keeps a workspace
+    of cuBLAS for each.
+    """
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream()
 
     def __call__(self, work: Callable[[], torch.Tensor]) -> Captured:
         """`work` runs once before, for what the first call of a kernel has to do."""
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
             work()
-        torch.cuda.current_stream().wait_stream(stream)
+        torch.cuda.current_stream().wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+        where = {"pool": self._pool, "stream": self._stream}
+        with torch.cuda.graph(graph, **where, capture_error_mode="thread_local"):
             output = work()
         return Captured(graph.replay, output)
 
@@ -115,12 +132,7 @@ class DecodeGraphs:
         count = len(hidden)
         rows = next(rows for rows in ROWS if rows >= count)
         starts, counts, positions, firsts = TileLayout(metadata.spans, 1).decodes
-        share, splits = split_contexts(
-            positions + counts, rows, self._attention.num_kv_heads, PROGRAMS_WANTED
-        )
-        share = triton.next_power_of_2(share)
-        longest = int((positions + counts).max())
-        splits = triton.next_power_of_2(-(-longest // share))
+        share, splits = rounded_split(positions + counts, rows, self._attention.num_kv_heads)
         key = _Key(layers.start, layers.stop, rows, share, splits)
         columns = np.zeros((COLUMNS, ROWS[-1]), np.int64)
         columns[-1] = -1

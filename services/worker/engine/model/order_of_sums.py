@@ -11,11 +11,11 @@ def order_of_sums(
     """What changes the last bits of sums among processors.
 
     Kernels and torch add up as many values at once as a vector of a CPU has; for bfloat16 there no
-    tokens are promised, so such workers may differ. A GPU forms no group with a CPU, or with
-    another kind of GPU, in any dtype.
+    tokens are promised, so such workers may differ. A GPU forms no group with a CPU, with
+    another kind of GPU, or with one under another version of torch, in any dtype.
     """
     if device.type == "cuda":
-        return torch.cuda.get_device_name(device).encode()
+        return f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}".encode()
     if storage_dtype == torch.bfloat16:
         return b""
     if not cpu_kernels.fit(device, storage_dtype, compute_dtype):

@@ -22,25 +22,28 @@ def draw_bytes(vocab_size: int) -> int:
 
 
 def draw_on_device(
-    logits: torch.Tensor, terms: Sequence[DrawTerms], numbers: npt.NDArray[np.float64]
+    logits: torch.Tensor,
+    rows: Sequence[int],
+    terms: Sequence[DrawTerms],
+    numbers: npt.NDArray[np.float64],
 ) -> list[int]:
-    """A token of each row of `logits` [rows, vocab]; see `draw_tokens`."""
+    """A token of each of `rows` of `logits` [any, vocab]; see `draw_tokens`."""
     tokens = logits.argmax(-1)
-    drawn = [row for row, one in enumerate(terms) if one.temperature]
+    drawn = [place for place, one in enumerate(terms) if one.temperature]
     for cuts in (False, True):
-        rows = [row for row in drawn if _cuts(terms[row], logits.shape[1]) is cuts]
-        for first in range(0, len(rows), DRAW_ROWS):
-            part = rows[first : first + DRAW_ROWS]
-            table = np.array([(*terms[row], numbers[row]) for row in part])
+        places = [place for place in drawn if _cuts(terms[place], logits.shape[1]) is cuts]
+        for first in range(0, len(places), DRAW_ROWS):
+            part = places[first : first + DRAW_ROWS]
+            table = np.array([(*terms[place], numbers[place]) for place in part])
             columns = torch.from_numpy(table).to(logits.device).T[:, :, None]
-            index = torch.tensor(part, device=logits.device)
+            index = torch.tensor([rows[place] for place in part], device=logits.device)
             choose = _choose_best if cuts else _choose_any
             chosen = choose(logits[index].double(), *columns)
             # A row without a finite best logit is taken greedily.
             finite = logits[index].amax(-1).isfinite()
             tokens[index] = torch.where(finite, chosen, tokens[index])
-    result: list[int] = tokens.tolist()
-    return result
+    chosen_of: list[int] = tokens.tolist()
+    return [chosen_of[row] for row in rows]
 
 
 def _cuts(terms: DrawTerms, vocab_size: int) -> bool:

@@ -137,8 +137,7 @@ class Sampler:
         if plain:
             draws = [(wanted[row].known.draws, wanted[row].index) for row in plain]
             terms = [one.terms for one, _ in draws]
-            chosen = logits if len(plain) == len(wanted) else logits[plain]
-            tokens = draw_on_device(chosen, terms, draw_numbers(draws))
+            tokens = draw_on_device(logits, plain, terms, draw_numbers(draws))
             names = (wanted[row].request_id for row in plain)
             into.tokens.update(zip(names, tokens, strict=True))
         left = sorted(set(range(len(wanted))).difference(plain))

@@ -166,7 +166,7 @@ def test_vllm_gets_its_python_and_defaults_that_suit_it() -> None:
 @pytest.mark.parametrize(
     ("chosen", "devices", "limits"),
     [
-        ({}, [None, None], (None, None)),
+        ({}, ["cpu", "cpu"], (None, None)),
         ({"device": "cuda"}, ["cuda:0", "cuda:1"], (2048, 256)),
         ({"worker": {"device": "cuda"}}, ["cuda:0", "cuda:1"], (2048, 256)),
         ({"device": "cuda:3", "max_batch_tokens": 512}, ["cuda:3", "cuda:3"], (512, 256)),

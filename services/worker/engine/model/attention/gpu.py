@@ -16,7 +16,8 @@ from services.worker.engine.model.attention.paged import AttentionMetadata
 from services.worker.engine.model.gpu_kernels import attention
 from services.worker.engine.model.gpu_kernels.launcher import Launcher
 
-HEAD_DIMS = (16, 32, 64, 128, 256)
+HEAD_DIMS = (16, 32, 64, 128)
+"""With 256, programs need more shared memory than many GPUs have."""
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 TILE_TOKENS = 64
 """Tokens of the context that a program reads at once."""
@@ -74,11 +75,13 @@ def split_contexts(
     lengths: np.ndarray, rows: int, kv_heads: int, programs_wanted: int
 ) -> tuple[int, int]:
     """(share, splits) for contexts of `lengths` whose tiles have `rows` tokens in all."""
-    longest = int(lengths.max())
+    longest, total = int(lengths.max()), int(lengths.sum())
     splits_max = min(SPLITS_MAX, PARTS_ROWS // rows)
-    if splits_max < 2 or len(lengths) * kv_heads >= programs_wanted:
+    # Many programs are busy alike, unless one context is much longer than the others.
+    busy = len(lengths) * kv_heads >= programs_wanted and longest * len(lengths) <= 2 * total
+    if splits_max < 2 or busy:
         return longest, 1
-    even = int(lengths.sum()) * kv_heads // programs_wanted
+    even = total * kv_heads // programs_wanted
     share = max(SHARE_MIN, even, -(-longest // splits_max))
     share = -(-share // TILE_TOKENS) * TILE_TOKENS
     return share, -(-longest // share)

@@ -137,7 +137,7 @@ def test_a_drop_maps_what_it_frees_evenly(memory: StageMemory) -> None:
     while not memory.finish_drop(CHUNK_BYTES):
         calls += 1
         memory.check_invariants()
-    assert calls >= dropped_chunks
+    assert calls >= dropped_chunks // memory.arena.slice_chunks_min - 1
     assert memory.arena.retired_chunks == 0
     assert (memory.kv_ranges[0].blocks()[:before] == 1.0).all()
     assert (memory.kv_ranges[5].blocks() == 6.0).all()

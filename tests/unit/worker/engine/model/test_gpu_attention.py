@@ -14,6 +14,7 @@ from tests.support.device import DEVICE, ON_GPU
 
 pytest.importorskip("triton", reason="there is no Triton for this machine")
 from services.worker.engine.model.attention import gpu
+from services.worker.engine.model.gpu_graphs import rounded_split
 
 BLOCKS = 200
 ERRORS = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 1e-2}
@@ -106,6 +107,15 @@ def test_it_is_attention(
     assert torch.equal(cache.cpu().double().nan_to_num(), numbers)
 
 
+def test_one_long_context_is_split_however_many_there_are() -> None:
+    lengths = torch.tensor([32_000] + 127 * [500]).numpy()
+    share, splits = gpu.split_contexts(lengths, len(lengths), 8, gpu.PROGRAMS_WANTED)
+    assert share < 2000
+    assert gpu.split_contexts(lengths[1:], 127, 9, gpu.PROGRAMS_WANTED) == (500, 1)
+    assert rounded_split(lengths, 128, 8) == (1024, 32)
+    assert splits * share >= 32_000
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_contexts_are_split_whole_and_within_bounds(seed: int) -> None:
     rng = random.Random(seed)
@@ -115,3 +125,6 @@ def test_contexts_are_split_whole_and_within_bounds(seed: int) -> None:
     assert share * splits >= lengths.max()
     assert splits <= gpu.SPLITS_MAX
     assert splits == 1 or (share % gpu.TILE_TOKENS == 0 and splits * len(lengths) <= gpu.PARTS_ROWS)
+    share, splits = rounded_split(lengths, 300, kv_heads)
+    assert share * splits >= lengths.max()
+    assert splits == 1 or splits * 300 <= gpu.PARTS_ROWS

@@ -29,7 +29,12 @@ def test_tokens_are_those_of_the_host(seed: int) -> None:
     ]
     numbers = rng.random(ROWS)
     wanted, _ = TokenChooser(Scratch.of(VOCAB, "float64"))(logits.copy(), terms, numbers)
-    assert draw_on_device(torch.from_numpy(logits).to(DEVICE), terms, numbers) == wanted
+    there = torch.from_numpy(logits).to(DEVICE)
+    assert draw_on_device(there, range(ROWS), terms, numbers) == wanted
+    some = [30, 2, 7]
+    chosen = [terms[row] for row in some]
+    found = draw_on_device(there, some, chosen, numbers[some])
+    assert found == [wanted[row] for row in some]
 
 
 def test_a_row_without_numbers_is_taken_greedily() -> None:
@@ -37,4 +42,4 @@ def test_a_row_without_numbers_is_taken_greedily() -> None:
     logits[0, 4] = torch.inf
     logits[1] = -torch.inf
     terms = [DrawTerms(1.0, 0, 1.0, 0.0), DrawTerms(1.0, 3, 0.5, 0.0)]
-    assert draw_on_device(logits, terms, np.array([0.9, 0.9])) == [4, 0]
+    assert draw_on_device(logits, (0, 1), terms, np.array([0.9, 0.9])) == [4, 0]
