@@ -384,9 +384,12 @@ class Changeover:
         """Whether the present configuration can be left: no frame of it is expected any more.
 
         If a member was lost, nothing in flight comes back to the leader. Its stages wait for its
-        last word: a change of the same members has connected them again.
+        last word if they stay together: a change of the same members has connected them again. A
+        stage that goes another way than a lost leader does as after `DRAINED_TIMEOUT_S`.
         """
         if now_s > self._drain_until_s or not self._serves(new):
+            return True
+        if self._context.leader in self._lost.told - new.own.workers:
             return True
         if not self._context.leads and self._frames.drained:
             if not self._frames.leader_has_left:

@@ -153,6 +153,27 @@ def test_a_stage_switches_without_its_leader_after_a_deadline() -> None:
     assert pair.b.switches == 2
 
 
+def test_a_stage_does_not_wait_for_a_lost_leader_that_goes_another_way() -> None:
+    pair = Pair()
+    pair.part()
+    pair.b.turn()
+    assert pair.b.switches == 1
+    pair.b.do(words.PeersLost(0.2, frozenset({"a"})))
+    pair.b.turn()
+    assert pair.b.switches == 2
+
+
+def test_a_stage_waits_for_a_lost_leader_with_which_it_stays() -> None:
+    pair = Pair()
+    pair.b.do(words.PeersLost(0.2, frozenset({"a"})))
+    pair.b.hear(groups(2, TOGETHER))
+    pair.b.turn()
+    assert pair.b.switches == 1
+    pair.b.do(words.FrameReceived(0.3, "a", Drained(())))
+    pair.b.turn()
+    assert pair.b.switches == 2
+
+
 def test_a_lost_member_is_not_waited_for() -> None:
     pair = Pair()
     pair.b.hear(LEFT)
