@@ -19,6 +19,14 @@ DEVICES = ("cpu", "cuda")
 OWN_ENGINE_OPTIONS = ("chunk_bytes", "event_log", "paced")
 
 
+def only_cpus(torch_version: str) -> str:
+    """What is said of a torch that cannot use the GPU that was asked for."""
+    return (
+        f"this is torch {torch_version}, which computes on CPUs alone; install its build for CUDA"
+        " (`make clean`, then `make serve` without TORCH_INDEX; docs/gpus.md), or take --device out"
+    )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerConfig(SchedulingConfig):
     """What a worker serves, on which device, within which memory."""

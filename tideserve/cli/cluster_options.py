@@ -9,6 +9,7 @@ import dataclasses
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ from services.core.engine_kind import EngineKind
 from services.gateway.config import GatewayConfig
 from services.memmgr.config import MemmgrConfig
 from services.scheduler.config import SchedulerConfig
-from services.worker.config import WorkerConfig
+from services.worker.config import WorkerConfig, only_cpus
 from tideserve.cli.default import DEFAULT_WORKERS
 from tideserve.cli.option_types import (
     API_KEY_HELP,
@@ -241,6 +242,7 @@ def read_options(path: Path | None, flags: Mapping[str, Any]) -> ClusterOptions:
         )
     for section in SECTIONS:
         _check_section(getattr(options, section), section, path)
+    _check_device(str(options.worker.get("device", options.device)), options.engine_kind)
     return options
 
 
@@ -286,6 +288,15 @@ def with_absolute_paths(section: Mapping[str, Any]) -> dict[str, Any]:
         else value
         for key, value in section.items()
     }
+
+
+def _check_device(device: str, engine: str) -> None:
+    """Told before anything starts, where the name of torch's build says it. Raises ConfigError."""
+    if device == "cpu" or engine != EngineKind.TIDESERVE:
+        return
+    installed = version("torch")
+    if installed.endswith("+cpu"):
+        raise ConfigError(only_cpus(installed))
 
 
 def _check_section(section: Mapping[Any, Any], name: str, path: Path | None) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from services.worker.config import only_cpus
 from services.worker.errors import DeviceError
 
 PACKAGES = ("cuda", "triton")
@@ -19,11 +20,7 @@ def check_gpu_needs(device: torch.device) -> None:
     """Raises DeviceError that says what is missing and how to get it."""
     missing = [name for name in PACKAGES if find_spec(name) is None]
     if torch.version.cuda is None or missing:
-        raise DeviceError(
-            f"this is torch {torch.__version__}, which computes on CPUs alone; install its build"
-            " for CUDA (`make clean`, then `make serve` without TORCH_INDEX; docs/gpus.md), or take"
-            " --device out"
-        )
+        raise DeviceError(only_cpus(torch.__version__))
     compilers = (os.environ["CC"],) if "CC" in os.environ else COMPILERS
     header = Path(sysconfig.get_paths()["include"]) / "Python.h"
     if not any(map(shutil.which, compilers)) or not header.exists():

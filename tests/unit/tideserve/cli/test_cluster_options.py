@@ -9,6 +9,7 @@ import pytest
 
 from services.common.errors import ConfigError
 from tideserve.bench.systems.vllm_install import CPU_BUILD, vllm_python
+from tideserve.cli import cluster_options
 from tideserve.cli.cluster_options import ClusterOptions, read_options
 from tideserve.cli.engine import chosen_python
 from tideserve.cli.errors import CommandError
@@ -181,6 +182,20 @@ def test_each_worker_gets_a_gpu_and_what_fills_it(
     assert [worker.get("device") for worker in workers] == devices
     for worker in workers:
         assert (worker.get("max_batch_tokens"), worker.get("max_running")) == limits
+
+
+@pytest.mark.parametrize("config", ["device: cuda", "worker: {device: 'cuda:1'}"])
+def test_a_torch_for_cpus_alone_is_told_at_once(
+    config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "cluster.yaml"
+    path.write_text(config)
+    monkeypatch.setattr(cluster_options, "version", lambda _name: "2.13.0+cpu")
+    with pytest.raises(ConfigError, match=r"torch 2.13.0\+cpu, which computes on CPUs alone"):
+        read_options(path, {})
+    read_options(path, {"engine": "vllm"})
+    monkeypatch.setattr(cluster_options, "version", lambda _name: "2.13.0")
+    read_options(path, {})
 
 
 def test_vllm_may_have_a_gpu(tmp_path: Path) -> None:
