@@ -12,6 +12,7 @@ from services.worker.config import WorkerConfig
 
 VLLM_ENGINE = Path(__file__).resolve().parent / "vllm_engine" / "__main__.py"
 
+VISIBLE = "CUDA_VISIBLE_DEVICES"
 ALLOCATOR = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
 """On a GPU: memory of activations, of which each batch needs another size, leaves no gaps."""
 
@@ -36,6 +37,17 @@ def engine_environment(
     if config.engine == EngineKind.VLLM:
         assert config.engine_python is not None
         on_cpu = config.device == "cpu"
-        return vllm_environment(kept, config.engine_python, config.threads, on_cpu)
+        seen = kept | _one_gpu(config.device, kept)
+        return vllm_environment(seen, config.engine_python, config.threads, on_cpu)
     allocator = {} if config.device == "cpu" else ALLOCATOR
     return allocator | kept | {"OMP_NUM_THREADS": str(config.threads)}
+
+
+def _one_gpu(device: str, inherited: Mapping[str, str]) -> dict[str, str]:
+    """Shows vLLM, which takes the first GPU, the one of `cuda:N` alone."""
+    number = device.partition(":")[2]
+    if not number:
+        return {}
+    shown = inherited.get(VISIBLE, "").split(",")
+    chosen = shown[int(number)] if int(number) < len(shown) and shown != [""] else number
+    return {VISIBLE: chosen}

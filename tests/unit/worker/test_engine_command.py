@@ -55,3 +55,21 @@ def test_what_cannot_be_together_is_one_sentence(fields: dict[str, Any], said: s
     with pytest.raises(ConfigError) as refused:
         config(**fields)
     assert said in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("device", "shown", "wanted"),
+    [
+        ("cuda:1", None, "1"),
+        ("cuda:1", "4,5", "5"),
+        ("cuda:2", "4,5", "2"),
+        ("cuda", "4,5", "4,5"),
+        ("cpu", None, None),
+    ],
+)
+def test_vllm_sees_the_gpu_of_its_worker(
+    device: str, shown: str | None, wanted: str | None
+) -> None:
+    inherited = {} if shown is None else {"CUDA_VISIBLE_DEVICES": shown}
+    found = engine_environment(config(**VLLM, device=device), inherited)
+    assert found.get("CUDA_VISIBLE_DEVICES") == wanted
