@@ -137,7 +137,7 @@ def test_joined_layers_have_the_bits_of_single_ones(
     joined: ModelRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     together = run_layers(joined, BATCH)
-    monkeypatch.setattr(joined.decoder, "_joined", None)
+    monkeypatch.setattr(joined.decoder, "joined", None)
     assert torch.equal(run_layers(joined, BATCH), together)
 
 
