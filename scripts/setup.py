@@ -122,7 +122,7 @@ def pip_steps(for_tests: bool, torch_index: str) -> list[PipStep]:
         ),
     ]
     if for_tests:
-        title = "Installing the packages to test and check with (about 60 MB to download)"
+        title = "Installing the packages to test and check with (about 250 MB to download)"
         steps.append(PipStep("dev", title, ["--no-deps", "-r", dev], [dev]))
     return steps
 
