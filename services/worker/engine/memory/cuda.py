@@ -36,6 +36,8 @@ class CudaArena(Arena):
     Raises DeviceError if the GPU has less memory than that.
     """
 
+    slice_chunks_min = 8
+
     def __init__(self, driver: VirtualMemory, *, chunk_bytes: int, total_chunks: int) -> None:
         if chunk_bytes <= 0 or chunk_bytes % driver.granularity_bytes:
             raise DeviceError(
@@ -51,8 +53,6 @@ class CudaArena(Arena):
         except DeviceError:
             self.close()
             raise
-
-    slice_chunks_min = 8
 
     def prefault(self, max_chunks: int | None = None) -> bool:
         """Nothing is left to do: the driver has made the page table's entries with the mapping."""

@@ -1,6 +1,6 @@
 """Iterations in which every sequence decodes one token, as captured CUDA graphs.
 
-The host takes longer to launch the ten kernels of a layer than the device to run them for few
+The host takes longer to launch the kernels of a layer than the device to run them for few
 tokens. A graph is launched at once. It is captured for a number of rows, and for a way to split
 contexts; fewer rows are padded, with tokens that store nothing and see nothing. Its inputs are
 copied to where they were when it was captured. Weights and KV keep their addresses as layers come
@@ -19,9 +19,9 @@ from services.worker.engine.model.attention.gpu import (
     PARTS_ROWS,
     PROGRAMS_WANTED,
     GpuPagedAttention,
-    TileLayout,
     Tiles,
     Work,
+    single_tiles,
     split_contexts,
 )
 from services.worker.engine.model.attention.paged import AttentionMetadata
@@ -131,7 +131,7 @@ class DecodeGraphs:
         """As `JoinedLayers.run`."""
         count = len(hidden)
         rows = next(rows for rows in ROWS if rows >= count)
-        starts, counts, positions, firsts = TileLayout(metadata.spans, 1).decodes
+        starts, counts, positions, firsts = single_tiles(metadata.spans)
         share, splits = rounded_split(positions + counts, rows, self._attention.num_kv_heads)
         key = _Key(layers.start, layers.stop, rows, share, splits)
         columns = np.zeros((COLUMNS, ROWS[-1]), np.int64)

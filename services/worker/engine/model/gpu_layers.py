@@ -1,4 +1,4 @@
-"""All layers of a model on a GPU, ten kernels each.
+"""All layers of a model on a GPU, nine kernels each, or ten where contexts are split.
 
 A layer is: norm; one product for q, k and v; rotation, which stores K and V; attention; product;
 residual and norm; one product for gate and up; gate; product. Products are those of torch (cuBLAS).
@@ -156,7 +156,17 @@ class GpuLayers:
                 raise Interrupted(hidden, layers.start)
             return self._graphs.run(hidden, turn, metadata, layers)
         rest = hidden.clone(memory_format=torch.contiguous_format)
-        work = self._attention.work(metadata)
+        return self.all_of(layers, rest, turn, self._attention.work(metadata), interrupted)
+
+    def all_of(
+        self,
+        layers: range,
+        rest: torch.Tensor,
+        turn: Turn,
+        work: Work,
+        interrupted: Callable[[], bool] | None = None,
+    ) -> torch.Tensor:
+        """`layers` over `rest`, which is overwritten; `interrupted` as in `Decoder.run_layers`."""
         added: torch.Tensor | None = None
         pace = _Pace() if interrupted is not None else None
         for index in layers:
@@ -165,13 +175,6 @@ class GpuLayers:
             added = self._layer(index, rest, added, turn, work)
             if pace is not None:
                 pace.step()
-        return rest if added is None else rest + added
-
-    def all_of(self, layers: range, rest: torch.Tensor, turn: Turn, work: Work) -> torch.Tensor:
-        """`layers` over `rest`, which is overwritten, without a stop between them."""
-        added: torch.Tensor | None = None
-        for index in layers:
-            added = self._layer(index, rest, added, turn, work)
         return rest if added is None else rest + added
 
     def use_graphs(self, capture: Callable[[Callable[[], torch.Tensor]], Captured]) -> None:

@@ -140,6 +140,8 @@ class Sampler:
             tokens = draw_on_device(logits, plain, terms, draw_numbers(draws))
             names = (wanted[row].request_id for row in plain)
             into.tokens.update(zip(names, tokens, strict=True))
+        if len(plain) == len(wanted):
+            return logits, []
         left = sorted(set(range(len(wanted))).difference(plain))
         return logits[left], [wanted[row] for row in left]
 

@@ -5,7 +5,6 @@ All that kernels need of a batch is put together on the host and copied to the d
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from math import e, log2
 
 import numpy as np
@@ -201,8 +200,8 @@ class GpuPagedAttention:
             )
 
     def _work_of(self, metadata: AttentionMetadata) -> Work:
-        layout = TileLayout(metadata.spans, self._prefill_rows // self._group)
-        columns = [*layout.decodes, *layout.prefills]
+        each = self._prefill_rows // self._group
+        columns = [*single_tiles(metadata.spans), *longer_tiles(metadata.spans, each)]
         *parts, tables, slots = to_device(
             [*columns, metadata.tables, metadata.slots_of_keys], self._device
         )
@@ -232,26 +231,17 @@ def to_device(columns: Sequence[np.ndarray], device: torch.device) -> list[torch
     return [copy[: len(column)] for copy, column in zip(copies, columns, strict=True)]
 
 
-class TileLayout:
-    """Cuts the spans of a batch into tiles: four columns each, as `Tiles` has them."""
+def single_tiles(spans: np.ndarray) -> Sequence[np.ndarray]:
+    """The spans of one token, a tile each: four columns, as `Tiles` has them."""
+    start, count, position, first = spans[spans[:, 1] == 1, :4].T
+    return start, count, position, first
 
-    def __init__(self, spans: np.ndarray, tile_tokens: int) -> None:
-        self._spans = spans
-        self._tile_tokens = tile_tokens
-        self._single = spans[:, 1] == 1
 
-    @cached_property
-    def decodes(self) -> Sequence[np.ndarray]:
-        """The tiles of one token."""
-        start, count, position, first = self._spans[self._single, :4].T
-        return start, count, position, first
-
-    @cached_property
-    def prefills(self) -> Sequence[np.ndarray]:
-        """The tiles of longer spans."""
-        spans, size = self._spans[~self._single], self._tile_tokens
-        pieces = -(-spans[:, 1] // size)
-        owner = np.repeat(np.arange(len(spans)), pieces)
-        done = (np.arange(len(owner)) - np.repeat(np.cumsum(pieces) - pieces, pieces)) * size
-        start, count, position, first = spans[owner, :4].T
-        return start + done, np.minimum(count - done, size), position + done, first
+def longer_tiles(spans: np.ndarray, tile_tokens: int) -> Sequence[np.ndarray]:
+    """The other spans, cut into tiles of `tile_tokens` at most."""
+    spans = spans[spans[:, 1] > 1]
+    pieces = -(-spans[:, 1] // tile_tokens)
+    owner = np.repeat(np.arange(len(spans)), pieces)
+    done = (np.arange(len(owner)) - np.repeat(np.cumsum(pieces) - pieces, pieces)) * tile_tokens
+    start, count, position, first = spans[owner, :4].T
+    return start + done, np.minimum(count - done, tile_tokens), position + done, first
