@@ -18,6 +18,7 @@ from services.worker.engine.transfer.frame import Bytes, Frame
 from services.worker.engine.transfer.frame_memory import FrameMemory
 from services.worker.engine.transfer.heartbeats import Heartbeats
 from services.worker.engine.transfer.lane import Identity, LaneEvent
+from services.worker.engine.transfer.receive_check import ReceiveCheck
 from services.worker.engine.transfer.traffic import Traffic
 from services.worker.engine.transfer.ucx_config import UcxLaneConfig
 from services.worker.engine.transfer.ucx_transport import IncomingMessage
@@ -51,6 +52,8 @@ class MemoryTransport:
     hold: bool = False
     held: list[Request] = field(default_factory=list)
     fetched: int = 0
+    deaf: bool = False
+    routes: tuple[str, ...] = ("test/memory",)
 
     def __post_init__(self) -> None:
         self.peers[self.address] = self
@@ -64,7 +67,7 @@ class MemoryTransport:
         return MemoryEndpoint(self, self.peers[address])
 
     def probe(self) -> IncomingMessage | None:
-        return self.inbox.popleft() if self.inbox else None
+        return self.inbox.popleft() if self.inbox and not self.deaf else None
 
     def fetch(self, arrival: IncomingMessage, memory: Bytes) -> Request:
         memory[:] = arrival.handle
@@ -85,7 +88,10 @@ class MemoryEndpoint:
     source: MemoryTransport
     target: MemoryTransport
     alive: bool = True
-    routes: tuple[str, ...] = ("memory",)
+
+    @property
+    def routes(self) -> tuple[str, ...]:
+        return self.source.routes
 
     def send(self, message: Bytes, tag: int) -> Request:
         if not self.alive:
@@ -117,7 +123,11 @@ class LaneEnd:
         self.connections = ConnectionTable(
             self.identity, CODEC, self.config, transport, self.poll, self.note
         )
-        self.traffic = Traffic(transport, self.connections, self.config, FrameMemory(), self.note)
+        sender: Any = MemoryTransport(f"{worker_id}'s check".encode(), peers)
+        self.check = ReceiveCheck(transport, lambda: sender, self.config.name)
+        self.traffic = Traffic(
+            transport, self.connections, self.config, FrameMemory(), self.check, self.note
+        )
         self.heartbeats = Heartbeats(
             self.connections,
             self.config.heartbeat_s,

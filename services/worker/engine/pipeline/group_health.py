@@ -1,10 +1,14 @@
-"""Whether a group can go on: its members are connected, its microbatches come back."""
+"""Whether a group can go on: its members are connected and join, its microbatches come back."""
 
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from services.core.stall import StallLimit
+from services.core.changeover.state import DRAINED_TIMEOUT_S
+from services.core.stall import STALLED_S, StallLimit
+
+JOIN_TIMEOUT_S = DRAINED_TIMEOUT_S + STALLED_S
+"""So long a leader waits for its stages, which may wait for their last leader themselves."""
 
 
 @dataclass(slots=True)
@@ -12,13 +16,15 @@ class GroupHealth:
     """One engine's view of its group, for the memory manager."""
 
     lost: tuple[str, ...] = ()
+    _entered_s: float = 0.0
     _launched_s: deque[float] = field(default_factory=deque)  # of those in flight, oldest first
     _stall: StallLimit = field(default_factory=StallLimit)
     _alarmed: bool = False  # by a microbatch that is still in flight
 
-    def enter(self) -> None:
+    def enter(self, now_s: float) -> None:
         """A configuration begins: nothing is in flight."""
         self.lost = ()
+        self._entered_s = now_s
         self._launched_s.clear()
         self._alarmed = False
 
@@ -36,10 +42,15 @@ class GroupHealth:
             self._stall.came(now_s - self._launched_s.popleft())
             self._alarmed = False
 
-    def trouble(self, now_s: float) -> str:
-        """Why the group cannot go on, for people; "" if it can, as far as is known here."""
+    def trouble(self, now_s: float, joining: bool = False) -> str:
+        """Why the group cannot go on, for people; "" if it can, as far as is known here.
+
+        `joining`: this leader waits for stages to join.
+        """
         if self.lost:
             return f"the connection to {', '.join(self.lost)} is lost"
+        if joining and (waited_s := now_s - self._entered_s) > JOIN_TIMEOUT_S:
+            return f"not every stage has joined for {waited_s:.0f} s"
         if not self._launched_s:
             return ""
         waited_s = now_s - self._launched_s[0]

@@ -16,7 +16,7 @@ from services.core.changeover import vocabulary as words
 from services.core.changeover.configuration import Configuration
 from services.core.changeover.epoch_fence import Standing
 from services.core.changeover.frames import Samples
-from services.core.changeover.state import Changeover
+from services.core.changeover.state import Changeover, MemberPhase
 from services.core.cost.bubble import StageTime
 from services.core.cost.iteration_time import IterationTime
 from services.core.cost.iteration_tokens import IterationTokens
@@ -188,7 +188,8 @@ class Member:
     @property
     def trouble(self) -> str:
         """Why its group cannot go on as it is, for people; "" if it can."""
-        return self._health.trouble(self._now_s())
+        joining = self.changeover.phase is MemberPhase.JOINING
+        return self._health.trouble(self._now_s(), joining)
 
     @property
     def pipeline_time(self) -> StageTime:
@@ -367,7 +368,7 @@ class Member:
         }
         self._connections.enter(members_of(self._plans[new.epoch]).values())
         self._lost = frozenset()
-        self._health.enter()
+        self._health.enter(self._now_s())
         self._serving.meter.enter()
         self._facts.switch(new)
         self._points.changing("mapped")

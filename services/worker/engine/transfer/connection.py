@@ -49,6 +49,7 @@ class Connection:
         self.heard_s = 0.0
         self.deadline_s: float | None = None  # of the handshake
         self.lost: str | None = None
+        self.shares_memory = False  # whether the peer writes into memory of this process
         self.taken = 0  # frames that this engine has taken
         self._taken_told = 0  # the same number as the peer knows it
         self._codec = codec
@@ -119,7 +120,9 @@ class Connection:
         self.nonce = None
         self.deadline_s = None
         self.heard_s = now_s
-        return self._endpoint.routes
+        routes = self._endpoint.routes
+        self.shares_memory = any(route.endswith("/memory") for route in routes)
+        return routes
 
     def submit(self, until_s: float) -> bool:
         """Hand queued frames to UCX; whether there were any. Raises ConnectionError."""

@@ -69,6 +69,7 @@ class ConnectionTable:
         self.by_descriptor: dict[int, Connection] = {}
         self.by_tag: dict[int, Connection] = {}
         self.lingering: list[Connection] = []
+        self.lost_in_memory = False  # whether a peer may have left a write unfinished
 
     # --- any thread
 
@@ -251,6 +252,7 @@ class ConnectionTable:
         if self.by_descriptor.pop(connection.link.fileno(), None) is not None:
             self._poll.unregister(connection.link.fileno())
         self.by_tag.pop(connection.facts.tag, None)
+        self.lost_in_memory |= connection.shares_memory
         connection.lose(reason)
         self.lingering.append(connection)
 

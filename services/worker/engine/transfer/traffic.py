@@ -11,6 +11,7 @@ from services.worker.engine.transfer.connection import Connection
 from services.worker.engine.transfer.connection_table import ConnectionTable
 from services.worker.engine.transfer.frame import Frame
 from services.worker.engine.transfer.frame_memory import FrameMemory
+from services.worker.engine.transfer.receive_check import ReceiveCheck
 from services.worker.engine.transfer.ucx_config import UcxLaneConfig
 from services.worker.engine.transfer.ucx_transport import IncomingMessage, UcxRequest, UcxTransport
 
@@ -29,6 +30,7 @@ class Traffic:
         connections: ConnectionTable,
         config: UcxLaneConfig,
         memory: FrameMemory,
+        check: ReceiveCheck,
         happened: Callable[[], None],
     ) -> None:
         """`happened` is called when frames have arrived or sends have ended."""
@@ -36,6 +38,7 @@ class Traffic:
         self._connections = connections
         self._config = config
         self._memory = memory
+        self._check = check
         self._happened = happened
         self._lock = Lock()  # guards the next two
         self._arrived: deque[tuple[Connection, Frame]] = deque()
@@ -101,6 +104,10 @@ class Traffic:
             self._happened()
         return bool(frames) or reaped
 
+    def forget_strays(self) -> None:
+        """The UCX worker that received them is driven no more."""
+        self._stray.clear()
+
     def _probe(self) -> bool:
         """Begin to receive messages while there is room; returns whether there were any."""
         begun = False
@@ -109,10 +116,12 @@ class Traffic:
         while self._arrived_bytes + fetching < self._config.received_bytes_max:
             arrival = self._transport.probe()
             if arrival is None:
+                self._check.nothing_came()
                 break
             begun = True
             connection = by_tag.get(arrival.tag)
             if connection is None:
+                self._check.came(arrival.tag)
                 self._discard(arrival)
             elif arrival.size_bytes > self._config.frame_bytes_max:
                 reason = f"a frame of {arrival.size_bytes} bytes is too large"

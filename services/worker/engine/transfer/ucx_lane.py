@@ -7,8 +7,9 @@ sends tries to drive UCX itself, and so does a thread that waits (`attended`).
 An engine has two such lanes, one for activations and one for bulk: beside bulk transfers, small
 messages of the same UCX worker wait for milliseconds.
 
-`ConnectionTable` has the handshakes, `Traffic` the frames, `Heartbeats` the silence of peers.
-`UcxLane` decides which thread drives them, and when.
+`ConnectionTable` has the handshakes, `Traffic` the frames, `Heartbeats` the silence of peers,
+`ReceiveCheck` what a lost peer may have done to UCX. `UcxLane` decides which thread drives them,
+and when.
 """
 
 import logging
@@ -30,6 +31,7 @@ from services.worker.engine.transfer.frame import Frame, FrameCodec
 from services.worker.engine.transfer.frame_memory import FrameMemory
 from services.worker.engine.transfer.heartbeats import Heartbeats
 from services.worker.engine.transfer.lane import Identity, Lane, LaneEvent, Sent
+from services.worker.engine.transfer.receive_check import PAUSE_S, ReceiveCheck, memory_sender
 from services.worker.engine.transfer.traffic import Traffic
 from services.worker.engine.transfer.ucx_config import UcxLaneConfig
 from services.worker.engine.transfer.ucx_transport import UcxTransport
@@ -51,6 +53,7 @@ class UcxLane(Lane):
         self._commands: deque[Callable[[], None]] = deque()
         self._stopping = False
         self._ended = False
+        self._attended = False  # by a thread that waits for `fileno`
         self._listener = listen(config.host, config.port, UNPROVEN_MAX)
         self._listener.setblocking(False)
         self._poll = select.epoll()
@@ -64,8 +67,14 @@ class UcxLane(Lane):
             identity, codec, config, self._transport, self._poll, self._out_bell.ring
         )
         self._memory = FrameMemory()
+        self._check = ReceiveCheck(self._transport, memory_sender(config.ucx), config.name)
         self._traffic = Traffic(
-            self._transport, self._connections, config, self._memory, self._out_bell.ring
+            self._transport,
+            self._connections,
+            config,
+            self._memory,
+            self._check,
+            self._out_bell.ring,
         )
         self._heartbeats = Heartbeats(
             self._connections, config.heartbeat_s, config.silence_timeout_s, monotonic_s()
@@ -167,8 +176,10 @@ class UcxLane(Lane):
             now_s = monotonic_s()
             if now_s - self._heartbeats.ticked_s >= self._tick_s:
                 self._heartbeats.tick(now_s)
+            self._look_after_memory()
             asleep = not busy and self._transport.arm()
-        ready = self._poll.poll(self._tick_s if asleep else 0)
+            pause_s = PAUSE_S if self._check.under_way else self._tick_s
+        ready = self._poll.poll(pause_s if asleep else 0)
         with self._driving:
             for descriptor, _ in ready:
                 self._attend(descriptor)
@@ -190,6 +201,39 @@ class UcxLane(Lane):
             log.warning("a connection could not be accepted: %s", error)
             return
         self._connections.accept(ControlLink(accepted))
+
+    def _look_after_memory(self) -> None:
+        """Check whether UCX receives on after the loss of a peer; make it anew if it does not."""
+        if self._connections.lost_in_memory:
+            self._connections.lost_in_memory = False
+            self._check.begin()
+        if self._check.has_failed:
+            self._check.end()
+            self._renew()
+
+    def _renew(self) -> None:
+        """Begin with a new UCX worker and without connections."""
+        reason = (
+            "UCX receives nothing any more, since a process was lost while it wrote to this one"
+        )
+        log.warning("the %s begins anew: %s", self._config.name, reason)
+        for connection in list(self._connections.by_descriptor.values()):
+            self._connections.lose(connection, reason)
+        self._connections.lost_in_memory = False  # they wrote to the UCX worker that goes
+        self._let_go()
+        self._traffic.forget_strays()
+        for poll in (self._poll, self._engine_poll):
+            poll.unregister(self._transport.fileno())
+        self._transport.renew()
+        for poll in (self._poll, self._engine_poll):
+            poll.register(self._transport.fileno(), 0)
+        self._watch_transport()
+
+    def _watch_transport(self) -> None:
+        """Have UCX wake the threads that wait for `fileno` if they attend, else the lane's own."""
+        own, engine = (0, select.EPOLLIN) if self._attended else (select.EPOLLIN, 0)
+        self._poll.modify(self._transport.fileno(), own)
+        self._engine_poll.modify(self._transport.fileno(), engine)
 
     def _drive(self) -> bool:
         return self._traffic.drive(self._send_until_s)
@@ -227,8 +271,8 @@ class UcxLane(Lane):
                 self._out_bell.ring()
                 self._in_bell.ring()
                 return False
-            self._poll.modify(self._transport.fileno(), 0)
-            self._engine_poll.modify(self._transport.fileno(), select.EPOLLIN)
+            self._attended = True
+            self._watch_transport()
         finally:
             self._driving.release()
         return True
@@ -238,10 +282,18 @@ class UcxLane(Lane):
         with self._driving:
             if self._ended:
                 return
-            self._engine_poll.modify(self._transport.fileno(), 0)
+            self._attended = False
             if self._drive() or not self._transport.arm():
                 self._in_bell.ring()
-            self._poll.modify(self._transport.fileno(), select.EPOLLIN)
+            self._watch_transport()
+
+    def _let_go(self) -> None:
+        """Have UCX complete what lost connections have begun."""
+        for _ in range(CLOSE_TURNS):
+            self._transport.progress()
+            self._traffic.reap()
+            if not self._connections.lingering:
+                break
 
     def _end(self) -> None:
         """Close everything; requests that UCX has not completed by then are left to it."""
@@ -249,11 +301,8 @@ class UcxLane(Lane):
             self._ended = True
             for connection in list(self._connections.by_descriptor.values()):
                 self._connections.part(connection)
-            for _ in range(CLOSE_TURNS):
-                self._transport.progress()
-                self._traffic.reap()
-                if not self._connections.lingering:
-                    break
+            self._check.end()
+            self._let_go()
         self._poll.close()
         self._listener.close()
         self._out_bell.ring()

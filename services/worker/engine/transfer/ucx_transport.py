@@ -120,8 +120,7 @@ class UcxTransport:
         features = (self._ucxx.Feature.TAG, self._ucxx.Feature.WAKEUP)
         try:
             self._context = self._ucxx.UCXContext(config.options(), feature_flags=features)
-            self._worker = self._ucxx.UCXWorker(self._context)
-            self._worker.init_blocking_progress_mode()
+            self._worker = self._new_worker()
         except self._ucxx.UCXError as error:
             raise UcxUnavailable(
                 f"UCX cannot use {config.transports} on {config.devices or 'any device'} ({error}),"
@@ -138,6 +137,18 @@ class UcxTransport:
     def fileno(self) -> int:
         """A descriptor that is readable when `progress` has work, after `arm` returned True."""
         return int(self._worker.epoll_file_descriptor)
+
+    def renew(self) -> None:
+        """Go on with a new UCX worker, of another address; what was under way is lost.
+
+        The descriptor is another one, too.
+        """
+        self._worker = self._new_worker()
+
+    def _new_worker(self) -> Any:
+        worker = self._ucxx.UCXWorker(self._context)
+        worker.init_blocking_progress_mode()
+        return worker
 
     def progress(self) -> None:
         """Let UCX do its work."""

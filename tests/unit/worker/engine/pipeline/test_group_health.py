@@ -1,7 +1,7 @@
 """When a group counts as stuck."""
 
 from services.core.stall import STALLED_FACTOR, STALLED_S
-from services.worker.engine.pipeline.group_health import GroupHealth
+from services.worker.engine.pipeline.group_health import JOIN_TIMEOUT_S, GroupHealth
 
 
 def test_a_lost_member_is_named_until_the_next_configuration() -> None:
@@ -9,7 +9,7 @@ def test_a_lost_member_is_named_until_the_next_configuration() -> None:
     assert health.trouble(0.0) == ""
     health.note_lost({"w2", "w1"})
     assert health.trouble(0.0) == "the connection to w1, w2 is lost"
-    health.enter()
+    health.enter(0.0)
     assert health.trouble(1.0) == ""
 
 
@@ -19,7 +19,7 @@ def test_a_microbatch_that_does_not_come_back_is_noticed() -> None:
     health.launched(1.0)
     assert health.trouble(STALLED_S) == ""
     assert health.trouble(STALLED_S + 1) == "a microbatch has not come back for 6 s"
-    health.enter()
+    health.enter(0.0)
     assert health.trouble(100.0) == "", "nothing is in flight"
 
 
@@ -40,7 +40,7 @@ def test_the_same_microbatch_has_twice_the_time_when_it_runs_again() -> None:
         assert health.trouble(limit_s) == ""
         assert health.trouble(limit_s + 0.1) != ""
         assert health.trouble(limit_s + 0.2) != "", "it is one alarm"
-        health.enter()
+        health.enter(0.0)
     health.launched(0.0)
     health.finished(1.0)
     health.launched(1.0)
@@ -67,3 +67,13 @@ def test_an_alarm_ends_when_the_microbatch_comes_back_after_all() -> None:
     health.finished(STALLED_S + 2)
     health.launched(STALLED_S + 2)
     assert health.trouble(STALLED_S + 3) == ""
+
+
+def test_a_stage_that_does_not_join_is_noticed() -> None:
+    health = GroupHealth()
+    health.enter(10.0)
+    assert health.trouble(10.0 + JOIN_TIMEOUT_S, joining=True) == ""
+    assert health.trouble(1000.0) == "", "all have joined"
+    assert health.trouble(11.0 + JOIN_TIMEOUT_S, joining=True).startswith("not every stage")
+    health.enter(1000.0)
+    assert health.trouble(1001.0, joining=True) == ""

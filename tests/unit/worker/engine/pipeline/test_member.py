@@ -11,7 +11,7 @@ from services.common.event_log import read_config, read_entries
 from services.core.audit.facts import EngineStarted, EngineSwitched, MemoryHeld
 from services.core.changeover.desertion import ALONE_WAIT_S, FAREWELL_WAIT_S
 from services.core.changeover.epoch_fence import Standing
-from services.core.changeover.state import Changeover, MemberConfig
+from services.core.changeover.state import Changeover, MemberConfig, MemberPhase
 from services.core.changeover.vocabulary import KvFailed, RequestEvent
 from services.core.groups.layer_map import Stage
 from services.core.planner.events import (
@@ -20,6 +20,7 @@ from services.core.planner.events import (
     RequestArrived,
     WaitLooked,
 )
+from services.worker.engine.pipeline.group_health import JOIN_TIMEOUT_S
 from services.worker.engine.pipeline.links import Links
 from services.worker.engine.transfer.errors import MoverFull
 from services.worker.ipc import ApplyConfiguration
@@ -228,6 +229,21 @@ def test_a_member_out_of_reach_is_told_and_its_group_is_made_anew(make_group: Ma
     assert not any(one.member.trouble for one in group.engines.values())
     assert member(group, "w0").state.preemptions_total <= preempted + 1
     check_tokens(group)
+
+
+def test_a_stage_whose_word_never_comes_is_told(make_group: MakeGroup) -> None:
+    """The leader waits for it and runs nothing, so no microbatch can be missed."""
+    group = make_group()
+    group.network._activations.hold("w1", "w0")  # type: ignore[attr-defined]
+    group.reconfigure(MERGED)
+    group.run_until(lambda: member(group, "w0").changeover.phase is MemberPhase.JOINING)
+    group.run_until(lambda: member(group, "w1").settled)
+    assert member(group, "w0").trouble == ""
+    group.now_s += JOIN_TIMEOUT_S + 1
+    assert member(group, "w0").trouble.startswith("not every stage has joined")
+    group.network._activations.release("w1", "w0")  # type: ignore[attr-defined]
+    group.settle()
+    assert member(group, "w0").trouble == ""
 
 
 def test_a_lost_worker_of_another_group_is_told_once_and_never_ends_this_engine(

@@ -14,6 +14,7 @@ from services.worker.engine.transfer.connection_table import UNPROVEN_MAX
 from services.worker.engine.transfer.errors import LaneFull, PeerUnknown
 from services.worker.engine.transfer.frame import Frame
 from services.worker.engine.transfer.lane import PeerConnected, PeerLost
+from services.worker.engine.transfer.receive_check import WAIT_S
 from services.worker.engine.transfer.traffic import STRAY_MAX
 from services.worker.engine.transfer.ucx_transport import IncomingMessage
 from tests.support.lane_end import LaneEnd, MemoryTransport, step_until
@@ -102,7 +103,7 @@ def test_the_log_names_the_lane_and_the_peer(
     assert connection is not None
     ours.connections.lose(connection, "the network is gone")
     said = [record.getMessage() for record in caplog.records]
-    assert "the bulk lane to worker theirs goes over memory" in said
+    assert "the bulk lane to worker theirs goes over test/memory" in said
     assert said[-1] == "the bulk lane to worker theirs is lost: the network is gone"
 
 
@@ -295,6 +296,60 @@ def test_frames_of_a_peer_can_be_left_for_later(opened: Open) -> None:
         end.step()
     assert texts(theirs.take(leave=("ours",))) == ["b"]
     assert texts(theirs.take()) == ["a"]
+
+
+# --- what a lost peer may have left
+
+
+def checked(end: LaneEnd, *others: LaneEnd) -> bool:
+    """Whether an end finds that it receives."""
+    end.check.begin()
+    step_until(lambda: not end.check.under_way or end.check.has_failed, end, *others)
+    return not end.check.has_failed
+
+
+def test_a_message_to_itself_tells_an_end_whether_it_receives(opened: Open) -> None:
+    ours, theirs = pair(opened)
+    assert checked(ours, theirs)
+    ours.transport.deaf = True
+    assert not checked(ours, theirs)
+
+
+def test_an_older_message_tells_nothing_about_what_came_since(opened: Open) -> None:
+    ours = opened("ours")
+    ours.check.begin()
+    older = list(ours.transport.inbox)
+    ours.transport.inbox.clear()
+    ours.check.begin()
+    ours.transport.inbox.clear()
+    ours.transport.inbox.extend(older)
+    ours.step()
+    assert ours.check.under_way
+
+
+def test_an_end_that_has_no_room_does_not_doubt_that_it_receives(opened: Open) -> None:
+    ours, theirs = pair(opened, received_bytes_max=1000)
+    theirs.takes = False
+    for _ in range(2):
+        queue(ours, note("much", 1000))
+    step_until(lambda: theirs.transport.fetched == 1, ours, theirs)
+    theirs.check.begin()
+    end_s = monotonic_s() + 2 * WAIT_S
+    step_until(lambda: monotonic_s() > end_s, ours, theirs)
+    assert theirs.check.under_way and not theirs.check.has_failed
+    theirs.takes = True
+    step_until(lambda: not theirs.check.under_way, ours, theirs)
+
+
+@pytest.mark.parametrize("route", ["tcp/eth0", "test/memory"])
+def test_a_lost_peer_is_suspected_if_it_shared_memory(opened: Open, route: str) -> None:
+    ours, theirs = opened("ours"), opened("theirs")
+    theirs.transport.routes = (route,)
+    join(ours, theirs)
+    assert not theirs.connections.lost_in_memory
+    ours.close()
+    step_until(lambda: theirs.news, theirs)
+    assert theirs.connections.lost_in_memory == route.endswith("memory")
 
 
 # --- heartbeats

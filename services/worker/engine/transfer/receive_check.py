@@ -1,0 +1,103 @@
+"""Whether UCX still receives, asked after a process of this machine was lost.
+
+Processes of one machine write what they send into one queue in the receiver's memory, which UCX
+reads in order. A process that dies, or is stopped, in the middle of such a write leaves an entry
+without an end. UCX reads nothing behind that entry, whoever wrote it, and neither end is told.
+"""
+
+import logging
+import secrets
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+
+from services.common.clock import monotonic_s
+from services.worker.engine.transfer.errors import UcxUnavailable
+from services.worker.engine.transfer.ucx_config import UcxConfig
+from services.worker.engine.transfer.ucx_transport import (
+    TAG_MAX,
+    Endpoint,
+    UcxRequest,
+    UcxTransport,
+)
+
+WAIT_S = 0.25
+"""Longer than a process that lives is off the processor in the middle of a write."""
+LOOKS_MIN = 100
+"""How often the lane has found nothing, too: its own process may have stood still for `WAIT_S`."""
+PAUSE_S = 0.001
+"""How often it looks."""
+
+log = logging.getLogger(__name__)
+
+
+class ReceiveCheck:
+    """A message from this process to its own lane, behind all that the lost process wrote.
+
+    For the thread that drives the lane.
+    """
+
+    def __init__(
+        self, transport: UcxTransport, open_sender: Callable[[], UcxTransport], name: str
+    ) -> None:
+        """`open_sender` makes another transport over shared memory; `name` is the lane's."""
+        self._transport = transport
+        self._open_sender = open_sender
+        self._name = name
+        self._sender: UcxTransport | None = None
+        self._endpoint: Endpoint | None = None
+        self._request: UcxRequest | None = None  # keeps the message's memory
+        self._tag = 0
+        self._begun_s = 0.0
+        self._looks = 0
+
+    @property
+    def under_way(self) -> bool:
+        """Whether the message has been sent and has not come."""
+        return self._sender is not None
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the message does not come any more."""
+        waited = self._looks >= LOOKS_MIN and monotonic_s() - self._begun_s >= WAIT_S
+        return self.under_way and waited
+
+    def begin(self) -> None:
+        """Send the message; one that was sent before tells nothing about what was written since.
+
+        Without shared memory there is nothing to check.
+        """
+        self.end()
+        self._tag = 1 + secrets.randbelow(TAG_MAX)
+        self._begun_s = monotonic_s()
+        self._looks = 0
+        try:
+            self._sender = self._open_sender()
+            self._endpoint = self._sender.open(self._transport.address)
+            self._request = self._endpoint.send(np.zeros(1, np.uint8), self._tag)
+        except (UcxUnavailable, ConnectionError) as error:
+            log.debug("the %s cannot be checked: %s", self._name, error)
+            self.end()
+
+    def end(self) -> None:
+        """Give up what is under way."""
+        if self._endpoint is not None:
+            self._endpoint.abort()
+        self._sender = self._endpoint = self._request = None
+
+    def came(self, tag: int) -> None:
+        """A message that belongs to no connection has come."""
+        if self.under_way and tag == self._tag:
+            self.end()
+
+    def nothing_came(self) -> None:
+        """The lane has looked for messages and found no more."""
+        if self._sender is not None:
+            self._looks += 1
+            self._sender.progress()
+
+
+def memory_sender(config: UcxConfig) -> Callable[[], UcxTransport]:
+    """Makes transports that reach the processes of this machine alone."""
+    return lambda: UcxTransport(replace(config, transports="sm"))

@@ -1,0 +1,90 @@
+"""A process that is killed while it writes into the memory of another one."""
+
+import logging
+import os
+import select
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from services.worker.engine.transfer import ucx_lane
+from services.worker.engine.transfer.errors import UcxUnavailable
+from services.worker.engine.transfer.lane import PeerLost
+from services.worker.engine.transfer.ucx_lane import UcxLane
+from services.worker.engine.transfer.ucx_transport import load_ucxx
+from tests.support.transfer import NONCE
+from tests.support.transfer_peer import TESTER, lane
+from tests.support.writing_peer import WRITER
+
+ROOT = Path(__file__).resolve().parents[2]
+DEADLINE_S = 60.0
+KILLS_MAX = 60
+"""About every third kill comes in the middle of a write."""
+
+
+@pytest.fixture
+def tester() -> Iterator[UcxLane]:
+    try:
+        load_ucxx()
+    except UcxUnavailable as error:
+        pytest.skip(str(error))
+    opened = lane(TESTER, "sm,tcp")
+    yield opened
+    opened.close()
+
+
+def write(tester: UcxLane) -> "subprocess.Popen[bytes]":
+    """A writer that has connected; it goes on to write."""
+    tester.expect(WRITER, NONCE)
+    endpoint = tester._transport.address.hex()
+    return subprocess.Popen(
+        [sys.executable, "-m", "tests.support.writing_peer", tester.address, endpoint],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
+    )
+
+
+def await_note(tester: UcxLane) -> None:
+    end_s = time.monotonic() + DEADLINE_S
+    while not tester.receive():
+        assert time.monotonic() < end_s, "the lane receives nothing of a new peer"
+        select.select([tester], [], [], 0.05)
+
+
+def await_loss(tester: UcxLane) -> None:
+    end_s = time.monotonic() + DEADLINE_S
+    while not any(isinstance(one, PeerLost) for one in tester.events()):
+        assert time.monotonic() < end_s, "the lane has not noticed that its peer was killed"
+        select.select([tester], [], [], 0.05)
+    while tester._check.under_way or tester._connections.lost_in_memory:
+        assert time.monotonic() < end_s, "the lane does not come to a conclusion"
+        time.sleep(0.01)
+
+
+def test_a_lane_receives_on_after_a_peer_was_killed_in_the_middle_of_a_write(
+    tester: UcxLane, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING, logger=ucx_lane.__name__)
+    for _ in range(KILLS_MAX):
+        writer = write(tester)
+        try:
+            await_note(tester)
+            time.sleep(0.05)  # it writes
+        finally:
+            writer.kill()
+            writer.wait()
+        await_loss(tester)
+        if "begins anew" in caplog.text:
+            break
+    else:
+        pytest.fail(f"none of {KILLS_MAX} kills came in the middle of a write")
+    last = write(tester)
+    try:
+        await_note(tester)
+    finally:
+        last.kill()
+        last.wait()
