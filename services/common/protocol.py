@@ -6,4 +6,4 @@ Messages between services (gRPC, records in etcd) have no number: fields are onl
 which `buf breaking` checks.
 """
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3

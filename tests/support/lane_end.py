@@ -58,6 +58,12 @@ class MemoryTransport:
     def __post_init__(self) -> None:
         self.peers[self.address] = self
 
+    def renew(self, address: bytes) -> None:
+        """Be reached at another address alone."""
+        del self.peers[self.address]
+        self.address = address
+        self.peers[address] = self
+
     def progress(self) -> None:
         """There is nothing to drive."""
 

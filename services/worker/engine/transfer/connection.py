@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from threading import Lock
 
+import numpy as np
+
 from services.worker.engine.transfer.control_link import Beat, ControlLink
 from services.worker.engine.transfer.errors import FrameError, LaneFull, PeerUnknown
 from services.worker.engine.transfer.frame import Bytes, Frame, FrameCodec
@@ -19,6 +21,9 @@ from services.worker.engine.transfer.ucx_transport import (
     UcxRequest,
     UcxTransport,
 )
+
+OPENING = np.zeros(1, np.uint8)
+"""The first message of either end: it shows that the transport carries something there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +43,10 @@ class _Sending:
 
 
 class Connection:
-    """A connection begins with its handshake; frames flow after `open`, until `lose`."""
+    """A connection begins with its handshake; frames flow after `open`, until `lose`.
+
+    `crossed`: the peer's first message has come.
+    """
 
     def __init__(self, link: ControlLink, facts: Facts, codec: FrameCodec, bounds: Bounds) -> None:
         """`facts` describe this end. Before the handshake the peer has no id or incarnation."""
@@ -47,7 +55,8 @@ class Connection:
         self.peer = Identity("", "")
         self.nonce: bytes | None = None  # of a connection that this end makes, until it is open
         self.heard_s = 0.0
-        self.deadline_s: float | None = None  # of the handshake
+        self.deadline_s: float | None = None  # of the handshake and the peer's first message
+        self.crossed = False
         self.lost: str | None = None
         self.shares_memory = False  # whether the peer writes into memory of this process
         self.taken = 0  # frames that this engine has taken
@@ -109,17 +118,21 @@ class Connection:
             self._outbox.append((encoded, sent))
         return sent
 
-    def open(self, transport: UcxTransport, peer: Facts, now_s: float) -> Sequence[str]:
+    def open(
+        self, transport: UcxTransport, peer: Facts, now_s: float, until_s: float
+    ) -> Sequence[str]:
         """Open the endpoint to `peer`, and let frames flow; returns the routes that UCX names.
 
-        Raises ConnectionError.
+        The peer's first message must come until `until_s`. Raises ConnectionError.
         """
         self._endpoint = transport.open(peer.endpoint)
         self._send_tag = peer.tag
         self.peer = peer.identity
         self.nonce = None
-        self.deadline_s = None
+        self.deadline_s = until_s
         self.heard_s = now_s
+        opening = self._endpoint.send(OPENING, self._send_tag)
+        self._sending.append(_Sending(opening, 0, Sent(), until_s))
         routes = self._endpoint.routes
         self.shares_memory = any(route.endswith("/memory") for route in routes)
         return routes
@@ -160,8 +173,13 @@ class Connection:
         return reaped
 
     def reap_fetches(self, verify: bool) -> list[Frame]:
-        """The frames whose bytes are all here, in order. Raises ConnectionError, FrameError."""
-        frames = []
+        """The frames whose bytes are all here, in order. Raises ConnectionError, FrameError.
+
+        What came before the end of the handshake waits for that.
+        """
+        frames: list[Frame] = []
+        if self._endpoint is None and self.lost is None:
+            return frames
         while self._fetching and self._fetching[0][0].completed:
             request, memory = self._fetching.popleft()
             problem = request.error()
@@ -169,6 +187,9 @@ class Connection:
                 continue
             if problem is not None:
                 raise ConnectionError(problem)
+            if not self.crossed:
+                self.crossed = True  # nothing is in the first message
+                continue
             frames.append(self._checked(self._codec.decode(memory), verify))
         return frames
 
@@ -187,7 +208,14 @@ class Connection:
     def overdue(self, now_s: float, silence_timeout_s: float) -> str | None:
         """Why the connection must be lost now; None if it need not."""
         if self.deadline_s is not None:
-            return "no valid handshake in time" if now_s >= self.deadline_s else None
+            if now_s < self.deadline_s:
+                return None
+            if self._endpoint is None:
+                return "no valid handshake in time"
+            return (
+                "nothing has come from the peer through UCX, although it has connected; check that"
+                " the hosts let UCX through to each other (ucx_transports, ucx_devices, ucx_ports)"
+            )
         if now_s - self.heard_s >= silence_timeout_s:
             return f"nothing was heard of the peer for {silence_timeout_s:g} s"
         if self._sending and now_s >= self._sending[0].until_s:

@@ -1,8 +1,9 @@
 """The connections of a UCX lane: how each begins, and how it ends.
 
 A connection begins with a handshake over TCP: the end that dials says Hello, the end that was told
-to expect it says Welcome. It is *open* from then on, and it is *lost* once; a lost connection
-lingers until UCX has let go of its memory.
+to expect it says Welcome. It is *open* from then on. Each end reports it once the first message of
+the other one has come through UCX. It is *lost* once; a lost connection lingers until UCX has let
+go of its memory.
 """
 
 import logging
@@ -166,15 +167,22 @@ class ConnectionTable:
             log.log(level, "the %s to worker %s %s: %s", lane, peer, what, reason)
             self._tell(PeerLost(connection.peer, reason))
 
+    def note_crossed(self, connection: Connection) -> None:
+        """Report a connection whose peer's first message has come, unless that was done."""
+        if connection.deadline_s is not None and connection.lost is None:
+            connection.deadline_s = None
+            self._tell(PeerConnected(connection.peer))
+
     def forget_quiet(self) -> None:
         """Forget lost connections whose memory UCX does not use any more."""
         self.lingering = [one for one in self.lingering if not one.is_quiet]
 
     def _new(self, link: ControlLink) -> Connection:
-        us = self._identity
-        tag = 1 + secrets.randbelow(TAG_MAX)
-        facts = Facts(us.worker_id, us.incarnation, self._transport.address, tag, PROTOCOL_VERSION)
-        return Connection(link, facts, self._codec, self._bounds)
+        return Connection(link, self._facts(), self._codec, self._bounds)
+
+    def _facts(self) -> Facts:
+        us, tag = self._identity, 1 + secrets.randbelow(TAG_MAX)
+        return Facts(us.worker_id, us.incarnation, self._transport.address, tag, PROTOCOL_VERSION)
 
     def _register(self, peer: str, connection: Connection) -> Connection | None:
         """Make it the connection to `peer`; returns the older one, which the driver must lose."""
@@ -188,6 +196,7 @@ class ConnectionTable:
         self._replace(older)
         if connection.lost is not None:
             return
+        connection.facts = self._facts()  # the transport may have been renewed since `dial`
         self._adopt(connection)
         proof = proof_of(Hello, connection.facts, nonce)
         with self.losing(connection):
@@ -203,7 +212,6 @@ class ConnectionTable:
                 self._open(connection, facts)
                 # A broken connection to the same peer may not have been noticed yet.
                 self._replace(self._register(facts.worker_id, connection))
-                self._tell(PeerConnected(connection.peer))
                 # Welcome is last: the peer's first frame must find the connection registered.
                 proof = proof_of(Welcome, connection.facts, nonce)
                 connection.link.send(Welcome(connection.facts, proof))
@@ -213,7 +221,6 @@ class ConnectionTable:
                 if not named or not is_proven(message, connection.nonce):
                     raise FrameError("the peer is not the one that was dialled")
                 self._open(connection, facts)
-                self._tell(PeerConnected(connection.peer))
             case Beat(taken) if connection.is_open:
                 connection.acknowledge(taken)
             case Bye(reason):
@@ -223,7 +230,9 @@ class ConnectionTable:
 
     def _open(self, connection: Connection, peer: Facts) -> None:
         """Let frames flow. Raises ConnectionError."""
-        named = connection.open(self._transport, peer, monotonic_s())
+        now_s = monotonic_s()
+        until_s = now_s + self._config.connect_timeout_s
+        named = connection.open(self._transport, peer, now_s, until_s)
         routes = ", ".join(named) or "routes that UCX does not name"
         log.info("the %s to worker %s goes over %s", self._config.name, peer.worker_id, routes)
 

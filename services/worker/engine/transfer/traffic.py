@@ -95,6 +95,8 @@ class Traffic:
             with self._connections.losing(connection):
                 received = connection.reap_fetches(self._config.verify)
                 frames += [(connection, frame) for frame in received]
+                if connection.crossed:
+                    self._connections.note_crossed(connection)
         self._connections.forget_quiet()
         if frames:
             with self._lock:

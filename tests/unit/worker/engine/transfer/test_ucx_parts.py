@@ -52,8 +52,9 @@ def join(ours: LaneEnd, theirs: LaneEnd) -> None:
     step_until(lambda: ours.news and theirs.news, ours, theirs)
     assert ours.news == [PeerConnected(theirs.identity)]
     assert theirs.news == [PeerConnected(ours.identity)]
-    ours.news.clear()
-    theirs.news.clear()
+    for end in (ours, theirs):
+        end.news.clear()
+        end.transport.fetched = 0
 
 
 def note(text: str, size_bytes: int = 0) -> Frame:
@@ -91,6 +92,38 @@ def test_frames_may_be_queued_before_the_handshake(opened: Open) -> None:
     greet()
     step_until(lambda: theirs.frames, ours, theirs)
     assert texts(theirs.frames) == ["early"]
+
+
+def test_a_peer_counts_as_connected_once_something_of_it_came_through_the_transport(
+    opened: Open, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A packet filter may let the handshake through, and nothing else."""
+    caplog.set_level("WARNING", logger=connection_table.__name__)
+    ours, theirs = opened("ours"), opened("theirs")
+    theirs.transport.deaf = True
+    theirs.connections.expect(ours.identity, NONCE)
+    ours.connect(theirs, NONCE)
+    step_until(lambda: ours.news, ours, theirs)
+    assert ours.news == [PeerConnected(theirs.identity)], "this direction is fine"
+    assert theirs.news == [] and theirs.connections.find("ours") is not None
+    theirs.heartbeats.tick(monotonic_s() + theirs.config.connect_timeout_s)
+    step_until(lambda: theirs.news and len(ours.news) == 2, ours, theirs)
+    (lost,) = theirs.news
+    assert isinstance(lost, PeerLost) and "let UCX through" in lost.reason
+    assert "let UCX through" in caplog.text
+
+
+def test_what_comes_before_the_welcome_waits_for_it(opened: Open) -> None:
+    ours, theirs = opened("ours"), opened("theirs")
+    theirs.connections.expect(ours.identity, NONCE)
+    ours.connect(theirs, NONCE)
+    step_until(lambda: theirs.connections.find("ours"), theirs)
+    queue(theirs, note("early"), to="ours")
+    theirs.traffic.drive(monotonic_s() + 60)
+    ours.traffic.drive(monotonic_s() + 60)  # reads no socket, so the Welcome is still to come
+    assert ours.transport.fetched == 2 and ours.news == []
+    step_until(lambda: ours.frames, ours, theirs)
+    assert ours.news == [PeerConnected(theirs.identity)] and texts(ours.frames) == ["early"]
 
 
 def test_the_log_names_the_lane_and_the_peer(
@@ -339,6 +372,17 @@ def test_an_end_that_has_no_room_does_not_doubt_that_it_receives(opened: Open) -
     assert theirs.check.under_way and not theirs.check.has_failed
     theirs.takes = True
     step_until(lambda: not theirs.check.under_way, ours, theirs)
+
+
+def test_a_peer_that_is_dialled_while_ucx_begins_anew_gets_the_new_address(opened: Open) -> None:
+    ours, theirs = opened("ours"), opened("theirs")
+    theirs.connections.expect(ours.identity, NONCE)
+    greet = ours.connections.dial("theirs", theirs.address, NONCE)
+    ours.transport.renew(b"another")
+    greet()
+    step_until(lambda: ours.news and theirs.news, ours, theirs)
+    queue(theirs, note("here"), to="ours")
+    step_until(lambda: ours.frames, ours, theirs)
 
 
 @pytest.mark.parametrize("route", ["tcp/eth0", "test/memory"])
