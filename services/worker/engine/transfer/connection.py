@@ -208,14 +208,7 @@ class Connection:
     def overdue(self, now_s: float, silence_timeout_s: float) -> str | None:
         """Why the connection must be lost now; None if it need not."""
         if self.deadline_s is not None:
-            if now_s < self.deadline_s:
-                return None
-            if self._endpoint is None:
-                return "no valid handshake in time"
-            return (
-                "nothing has come from the peer through UCX, although it has connected; check that"
-                " the hosts let UCX through to each other (ucx_transports, ucx_devices, ucx_ports)"
-            )
+            return self._missing if now_s >= self.deadline_s else None
         if now_s - self.heard_s >= silence_timeout_s:
             return f"nothing was heard of the peer for {silence_timeout_s:g} s"
         if self._sending and now_s >= self._sending[0].until_s:
@@ -223,6 +216,16 @@ class Connection:
         if self._endpoint is not None and not self._endpoint.alive:
             return "UCX has lost the peer"
         return None
+
+    @property
+    def _missing(self) -> str:
+        """What must have come by the deadline."""
+        if self._endpoint is None:
+            return "no valid handshake in time"
+        return (
+            "nothing has come from the peer through UCX, although it has connected; check that the"
+            " hosts let UCX through to each other (ucx_transports, ucx_devices, ucx_ports)"
+        )
 
     def lose(self, reason: str) -> None:
         """Stop everything; the requests that UCX holds complete soon by themselves."""
