@@ -14,11 +14,13 @@ import pytest
 from services.worker.engine.transfer import ucx_lane
 from services.worker.engine.transfer.errors import UcxUnavailable
 from services.worker.engine.transfer.lane import PeerLost
+from services.worker.engine.transfer.ucx_config import UcxConfig
 from services.worker.engine.transfer.ucx_lane import UcxLane
-from services.worker.engine.transfer.ucx_transport import load_ucxx
+from services.worker.engine.transfer.ucx_transport import UcxTransport, load_ucxx
 from tests.support.transfer import NONCE
 from tests.support.transfer_peer import TESTER, lane
 from tests.support.writing_peer import WRITER
+from tideserve.bench.systems.system import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 DEADLINE_S = 60.0
@@ -88,3 +90,19 @@ def test_a_lane_receives_on_after_a_peer_was_killed_in_the_middle_of_a_write(
     finally:
         last.kill()
         last.wait()
+
+
+def test_ucx_begins_anew_where_it_has_no_port_to_spare() -> None:
+    """It would look for a free port without end while the old worker has them all."""
+    port = free_port()
+    config = UcxConfig("sm,tcp", "lo", f"{port}-{port}")
+    try:
+        transport = UcxTransport(config)
+    except UcxUnavailable as error:
+        pytest.skip(str(error))
+    peer = UcxTransport(UcxConfig())
+    for _ in range(3):
+        endpoint = transport.open(peer.address)
+        endpoint.abort()
+        del endpoint
+        transport.renew()

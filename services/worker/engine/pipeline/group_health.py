@@ -5,10 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from services.core.changeover.state import DRAINED_TIMEOUT_S
-from services.core.stall import STALLED_S, StallLimit
-
-JOIN_TIMEOUT_S = DRAINED_TIMEOUT_S + STALLED_S
-"""So long a leader waits for its stages, which may wait for their last leader themselves."""
+from services.core.stall import StallLimit
 
 
 @dataclass(slots=True)
@@ -19,14 +16,14 @@ class GroupHealth:
     _entered_s: float = 0.0
     _launched_s: deque[float] = field(default_factory=deque)  # of those in flight, oldest first
     _stall: StallLimit = field(default_factory=StallLimit)
-    _alarmed: bool = False  # by a microbatch that is still in flight
+    _alarm: str = ""  # what has been waited for too long, and still is
 
     def enter(self, now_s: float) -> None:
         """A configuration begins: nothing is in flight."""
         self.lost = ()
         self._entered_s = now_s
         self._launched_s.clear()
-        self._alarmed = False
+        self._alarm = ""
 
     def note_lost(self, worker_ids: Iterable[str]) -> None:
         """Members of the group to which the connection was lost in this configuration."""
@@ -40,7 +37,7 @@ class GroupHealth:
         """The oldest one has come back."""
         if self._launched_s:
             self._stall.came(now_s - self._launched_s.popleft())
-            self._alarmed = False
+            self._alarm = ""
 
     def trouble(self, now_s: float, joining: bool = False) -> str:
         """Why the group cannot go on, for people; "" if it can, as far as is known here.
@@ -49,14 +46,18 @@ class GroupHealth:
         """
         if self.lost:
             return f"the connection to {', '.join(self.lost)} is lost"
-        if joining and (waited_s := now_s - self._entered_s) > JOIN_TIMEOUT_S:
-            return f"not every stage has joined for {waited_s:.0f} s"
+        if joining:
+            # Its stages may wait for their last leader themselves.
+            waited_s, limit_s = now_s - self._entered_s, DRAINED_TIMEOUT_S + self._stall.limit_s
+            return self._overdue("not every stage has joined", waited_s, limit_s)
         if not self._launched_s:
             return ""
-        waited_s = now_s - self._launched_s[0]
-        if not self._alarmed and waited_s > self._stall.limit_s:
-            self._alarmed = True
+        waited_s, limit_s = now_s - self._launched_s[0], self._stall.limit_s
+        return self._overdue("a microbatch has not come back", waited_s, limit_s)
+
+    def _overdue(self, what: str, waited_s: float, limit_s: float) -> str:
+        """A sentence, once it has been waited for too long."""
+        if self._alarm != what and waited_s > limit_s:
+            self._alarm = what
             self._stall.alarmed()
-        if not self._alarmed:
-            return ""
-        return f"a microbatch has not come back for {waited_s:.0f} s"
+        return f"{what} for {waited_s:.0f} s" if self._alarm == what else ""

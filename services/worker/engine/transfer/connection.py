@@ -134,7 +134,7 @@ class Connection:
         opening = self._endpoint.send(OPENING, self._send_tag)
         self._sending.append(_Sending(opening, 0, Sent(), until_s))
         routes = self._endpoint.routes
-        self.shares_memory = any(route.endswith("/memory") for route in routes)
+        self.shares_memory = not routes or any(route.endswith("/memory") for route in routes)
         return routes
 
     def submit(self, until_s: float) -> bool:
@@ -238,6 +238,7 @@ class Connection:
         self.link.close()
         if self._endpoint is not None:
             self._endpoint.abort()
+            self._endpoint = None  # it keeps its UCX worker
 
     def _checked(self, frame: Frame, verify: bool) -> Frame:
         if Identity(frame.sender, frame.incarnation) != self.peer:

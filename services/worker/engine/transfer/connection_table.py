@@ -167,6 +167,11 @@ class ConnectionTable:
             log.log(level, "the %s to worker %s %s: %s", lane, peer, what, reason)
             self._tell(PeerLost(connection.peer, reason))
 
+    def lose_all(self, reason: str) -> None:
+        """End every connection."""
+        for connection in list(self.by_descriptor.values()):
+            self.lose(connection, reason)
+
     def note_crossed(self, connection: Connection) -> None:
         """Report a connection whose peer's first message has come, unless that was done."""
         if connection.deadline_s is not None and connection.lost is None:

@@ -47,55 +47,74 @@ class ReceiveCheck:
         self._name = name
         self._sender: UcxTransport | None = None
         self._endpoint: Endpoint | None = None
-        self._request: UcxRequest | None = None  # keeps the message's memory
-        self._tag = 0
-        self._begun_s = 0.0
+        self._sent: dict[int, UcxRequest] = {}  # by tag, oldest first
+        self._since_s = 0.0
         self._looks = 0
 
     @property
     def under_way(self) -> bool:
-        """Whether the message has been sent and has not come."""
+        """Whether a message has been sent and the newest has not come."""
         return self._sender is not None
 
     @property
     def has_failed(self) -> bool:
-        """Whether the message does not come any more."""
-        waited = self._looks >= LOOKS_MIN and monotonic_s() - self._begun_s >= WAIT_S
+        """Whether what was sent does not come any more."""
+        waited = self._looks >= LOOKS_MIN and monotonic_s() - self._since_s >= WAIT_S
         return self.under_way and waited
 
     def begin(self) -> None:
-        """Send the message; one that was sent before tells nothing about what was written since.
-
-        Without shared memory there is nothing to check.
-        """
-        self.end()
-        self._tag = 1 + secrets.randbelow(TAG_MAX)
-        self._begun_s = monotonic_s()
-        self._looks = 0
+        """Send a message; one that was sent before tells nothing about what was written since."""
         try:
-            self._sender = self._open_sender()
-            self._endpoint = self._sender.open(self._transport.address)
-            self._request = self._endpoint.send(np.zeros(1, np.uint8), self._tag)
-        except (UcxUnavailable, ConnectionError) as error:
-            log.debug("the %s cannot be checked: %s", self._name, error)
-            self.end()
+            if self._sender is None:
+                self._sender = self._open_sender()
+                self._endpoint = self._sender.open(self._transport.address)
+                self._wait_anew()
+            assert self._endpoint is not None
+            tag = 1 + secrets.randbelow(TAG_MAX)
+            self._sent[tag] = self._endpoint.send(np.zeros(1, np.uint8), tag)
+        except (UcxUnavailable, OSError, RuntimeError, MemoryError) as error:
+            self._give_up(str(error))
 
     def end(self) -> None:
-        """Give up what is under way."""
+        """Forget what is under way."""
         if self._endpoint is not None:
             self._endpoint.abort()
-        self._sender = self._endpoint = self._request = None
+        self._sender = self._endpoint = None
+        self._sent.clear()
 
     def came(self, tag: int) -> None:
         """A message that belongs to no connection has come."""
-        if self.under_way and tag == self._tag:
+        if tag not in self._sent:
+            return
+        newest = next(reversed(self._sent))
+        del self._sent[tag]
+        self._wait_anew()
+        if tag == newest:
             self.end()
 
     def nothing_came(self) -> None:
         """The lane has looked for messages and found no more."""
-        if self._sender is not None:
-            self._looks += 1
-            self._sender.progress()
+        if self._sender is None:
+            return
+        self._looks += 1
+        self._sender.progress()
+        for request in self._sent.values():
+            if request.completed and (problem := request.error()) is not None:
+                self._give_up(problem)
+                return
+
+    def _wait_anew(self) -> None:
+        self._since_s = monotonic_s()
+        self._looks = 0
+
+    def _give_up(self, reason: str) -> None:
+        log.warning(
+            "the %s has lost a peer and cannot check whether UCX receives on (%s); if this worker"
+            " gets no connection any more, start it anew",
+            self._name,
+            reason,
+        )
+        self.end()
 
 
 def memory_sender(config: UcxConfig) -> Callable[[], UcxTransport]:

@@ -212,15 +212,23 @@ class UcxLane(Lane):
             self._renew()
 
     def _renew(self) -> None:
-        """Begin with a new UCX worker and without connections."""
-        reason = (
-            "UCX receives nothing any more, since a process was lost while it wrote to this one"
-        )
+        """Begin with a new UCX worker and without connections.
+
+        The old one goes first: both may need the same ports, for which UCX waits without end. Where
+        it cannot go, the lane ends, and with it the engine.
+        """
+        reason = "UCX receives nothing more, since a process was lost while it wrote to this one"
         log.warning("the %s begins anew: %s", self._config.name, reason)
-        for connection in list(self._connections.by_descriptor.values()):
-            self._connections.lose(connection, reason)
+        self._connections.lose_all(reason)
         self._connections.lost_in_memory = False  # they wrote to the UCX worker that goes
         self._let_go()
+        if self._connections.lingering and self._config.ucx.ports:
+            log.error("the %s ends: UCX still uses memory of a lost connection", self._config.name)
+            self._stopping = True
+            return
+        # A UCX worker that goes waits without end for the rest of a message whose sender is gone.
+        while self._transport.probe() is not None:
+            pass
         self._traffic.forget_strays()
         for poll in (self._poll, self._engine_poll):
             poll.unregister(self._transport.fileno())

@@ -141,8 +141,9 @@ class UcxTransport:
     def renew(self) -> None:
         """Go on with a new UCX worker, of another address; what was under way is lost.
 
-        The descriptor is another one, too.
+        The descriptor is another one, too. The old worker goes before, unless a request keeps it.
         """
+        self._worker = None
         self._worker = self._new_worker()
 
     def _new_worker(self) -> Any:

@@ -1,7 +1,8 @@
 """When a group counts as stuck."""
 
+from services.core.changeover.state import DRAINED_TIMEOUT_S
 from services.core.stall import STALLED_FACTOR, STALLED_S
-from services.worker.engine.pipeline.group_health import JOIN_TIMEOUT_S, GroupHealth
+from services.worker.engine.pipeline.group_health import GroupHealth
 
 
 def test_a_lost_member_is_named_until_the_next_configuration() -> None:
@@ -72,8 +73,22 @@ def test_an_alarm_ends_when_the_microbatch_comes_back_after_all() -> None:
 def test_a_stage_that_does_not_join_is_noticed() -> None:
     health = GroupHealth()
     health.enter(10.0)
-    assert health.trouble(10.0 + JOIN_TIMEOUT_S, joining=True) == ""
+    limit_s = DRAINED_TIMEOUT_S + STALLED_S
+    assert health.trouble(10.0 + limit_s, joining=True) == ""
     assert health.trouble(1000.0) == "", "all have joined"
-    assert health.trouble(11.0 + JOIN_TIMEOUT_S, joining=True).startswith("not every stage")
+    assert health.trouble(11.0 + limit_s, joining=True).startswith("not every stage has joined")
+    health.launched(1000.0)
+    assert health.trouble(1000.1) == "", "a microbatch has its own time"
     health.enter(1000.0)
     assert health.trouble(1001.0, joining=True) == ""
+    assert health.trouble(1001.0 + limit_s, joining=True) == "", "it has longer this time"
+
+
+def test_a_stage_in_the_middle_of_slow_iterations_has_longer_to_join() -> None:
+    health = GroupHealth()
+    health.launched(0.0)
+    health.finished(2.0)
+    health.enter(10.0)
+    limit_s = DRAINED_TIMEOUT_S + 2.0 * STALLED_FACTOR
+    assert health.trouble(10.0 + limit_s, joining=True) == ""
+    assert health.trouble(11.0 + limit_s, joining=True) != ""

@@ -11,7 +11,12 @@ from services.common.event_log import read_config, read_entries
 from services.core.audit.facts import EngineStarted, EngineSwitched, MemoryHeld
 from services.core.changeover.desertion import ALONE_WAIT_S, FAREWELL_WAIT_S
 from services.core.changeover.epoch_fence import Standing
-from services.core.changeover.state import Changeover, MemberConfig, MemberPhase
+from services.core.changeover.state import (
+    DRAINED_TIMEOUT_S,
+    Changeover,
+    MemberConfig,
+    MemberPhase,
+)
 from services.core.changeover.vocabulary import KvFailed, RequestEvent
 from services.core.groups.layer_map import Stage
 from services.core.planner.events import (
@@ -20,7 +25,7 @@ from services.core.planner.events import (
     RequestArrived,
     WaitLooked,
 )
-from services.worker.engine.pipeline.group_health import JOIN_TIMEOUT_S
+from services.core.stall import STALLED_S
 from services.worker.engine.pipeline.links import Links
 from services.worker.engine.transfer.errors import MoverFull
 from services.worker.ipc import ApplyConfiguration
@@ -239,7 +244,7 @@ def test_a_stage_whose_word_never_comes_is_told(make_group: MakeGroup) -> None:
     group.run_until(lambda: member(group, "w0").changeover.phase is MemberPhase.JOINING)
     group.run_until(lambda: member(group, "w1").settled)
     assert member(group, "w0").trouble == ""
-    group.now_s += JOIN_TIMEOUT_S + 1
+    group.now_s += DRAINED_TIMEOUT_S + STALLED_S + 1
     assert member(group, "w0").trouble.startswith("not every stage has joined")
     group.network._activations.release("w1", "w0")  # type: ignore[attr-defined]
     group.settle()

@@ -11,13 +11,20 @@ from services.common.clock import monotonic_s
 from services.common.protocol import PROTOCOL_VERSION
 from services.worker.engine.transfer import connection_table
 from services.worker.engine.transfer.connection_table import UNPROVEN_MAX
-from services.worker.engine.transfer.errors import LaneFull, PeerUnknown
+from services.worker.engine.transfer.errors import LaneFull, PeerUnknown, UcxUnavailable
 from services.worker.engine.transfer.frame import Frame
 from services.worker.engine.transfer.lane import PeerConnected, PeerLost
 from services.worker.engine.transfer.receive_check import WAIT_S
 from services.worker.engine.transfer.traffic import STRAY_MAX
 from services.worker.engine.transfer.ucx_transport import IncomingMessage
-from tests.support.lane_end import LaneEnd, MemoryTransport, step_until
+from tests.support.integer_group import failing
+from tests.support.lane_end import (
+    LaneEnd,
+    MemoryEndpoint,
+    MemoryTransport,
+    Request,
+    step_until,
+)
 from tests.support.transfer import NONCE, Note, bytes_of
 
 Open = Callable[..., LaneEnd]
@@ -351,13 +358,42 @@ def test_a_message_to_itself_tells_an_end_whether_it_receives(opened: Open) -> N
 def test_an_older_message_tells_nothing_about_what_came_since(opened: Open) -> None:
     ours = opened("ours")
     ours.check.begin()
-    older = list(ours.transport.inbox)
-    ours.transport.inbox.clear()
     ours.check.begin()
-    ours.transport.inbox.clear()
-    ours.transport.inbox.extend(older)
+    newest = ours.transport.inbox.pop()
     ours.step()
-    assert ours.check.under_way
+    assert ours.check.under_way and not ours.transport.inbox
+    ours.transport.inbox.append(newest)
+    ours.step()
+    assert not ours.check.under_way
+
+
+def test_losses_one_after_the_other_do_not_put_the_verdict_off(opened: Open) -> None:
+    ours = opened("ours")
+    ours.transport.deaf = True
+    end_s = monotonic_s() + 60.0
+    while not ours.check.has_failed:
+        assert monotonic_s() < end_s
+        ours.check.begin()
+        ours.step()
+
+
+@pytest.mark.parametrize("problem", ["it is not sent", "no sender", "no memory"])
+def test_a_check_that_cannot_be_made_is_told_and_harms_nobody(
+    opened: Open, problem: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours, _ = pair(opened)
+    failure: dict[str, Any] = {
+        "no sender": UcxUnavailable(problem),
+        "no memory": MemoryError(problem),
+    }
+    if problem in failure:
+        monkeypatch.setattr(ours.check, "_open_sender", failing(failure[problem]))
+    else:
+        monkeypatch.setattr(MemoryEndpoint, "send", lambda *_: Request(problem=problem))
+    ours.check.begin()
+    ours.step()
+    assert not ours.check.under_way and problem in caplog.text
+    assert ours.connections.find("theirs") is not None
 
 
 def test_an_end_that_has_no_room_does_not_doubt_that_it_receives(opened: Open) -> None:
