@@ -36,7 +36,9 @@ class _Peers:
             case PeerLost(peer=peer):
                 # A refusal does not name the process, and a lost one may have a successor.
                 self.lose(peer)
-                if self.awaited.pop(name, None) is not None:
+                awaited, _ = self.awaited.get(name, (None, ""))
+                if awaited is not None and peer.incarnation in ("", awaited.incarnation):
+                    del self.awaited[name]
                     self.retry_s[name] = now_s + RETRY_S
 
     def has(self, peer: Identity) -> bool:

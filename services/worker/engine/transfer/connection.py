@@ -125,9 +125,9 @@ class Connection:
 
         The peer's first message must come until `until_s`. Raises ConnectionError.
         """
+        self.peer = peer.identity
         self._endpoint = transport.open(peer.endpoint)
         self._send_tag = peer.tag
-        self.peer = peer.identity
         self.nonce = None
         self.deadline_s = until_s
         self.heard_s = now_s

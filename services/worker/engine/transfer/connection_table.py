@@ -156,7 +156,7 @@ class ConnectionTable:
         if connection.lost is not None:
             return
         was_open = connection.is_open
-        announced = was_open or connection.nonce is not None
+        announced = was_open or connection.nonce is not None or bool(connection.peer.incarnation)
         self._drop(connection, reason)
         if announced:
             # A peer that is dialled before it expects us refuses, and is dialled again.

@@ -26,7 +26,7 @@ from services.worker.engine.transfer.connection import Connection
 from services.worker.engine.transfer.connection_table import UNPROVEN_MAX, ConnectionTable
 from services.worker.engine.transfer.control_link import ControlLink
 from services.worker.engine.transfer.doorbell import Doorbell
-from services.worker.engine.transfer.errors import LaneClosed, PeerUnknown
+from services.worker.engine.transfer.errors import LaneClosed, PeerUnknown, UcxUnavailable
 from services.worker.engine.transfer.frame import Frame, FrameCodec
 from services.worker.engine.transfer.frame_memory import FrameMemory
 from services.worker.engine.transfer.heartbeats import Heartbeats
@@ -232,7 +232,12 @@ class UcxLane(Lane):
         self._traffic.forget_strays()
         for poll in (self._poll, self._engine_poll):
             poll.unregister(self._transport.fileno())
-        self._transport.renew()
+        try:
+            self._transport.renew()
+        except UcxUnavailable as error:
+            log.error("the %s ends: %s", self._config.name, error)
+            self._stopping = True
+            return
         for poll in (self._poll, self._engine_poll):
             poll.register(self._transport.fileno(), 0)
         self._watch_transport()
@@ -288,7 +293,7 @@ class UcxLane(Lane):
     def _hand_back(self) -> None:
         """Receive frames, and have UCX wake the lane's thread again."""
         with self._driving:
-            if self._ended:
+            if self._ended or self._stopping:
                 return
             self._attended = False
             if self._drive() or not self._transport.arm():

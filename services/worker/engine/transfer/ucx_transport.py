@@ -120,7 +120,7 @@ class UcxTransport:
         features = (self._ucxx.Feature.TAG, self._ucxx.Feature.WAKEUP)
         try:
             self._context = self._ucxx.UCXContext(config.options(), feature_flags=features)
-            self._worker = self._new_worker()
+            self._open_worker()
         except self._ucxx.UCXError as error:
             raise UcxUnavailable(
                 f"UCX cannot use {config.transports} on {config.devices or 'any device'} ({error}),"
@@ -131,8 +131,8 @@ class UcxTransport:
 
     @property
     def address(self) -> bytes:
-        """The worker address, to which a peer opens an endpoint."""
-        return bytes(self._worker.address)
+        """The worker address, to which a peer opens an endpoint; any thread may ask."""
+        return self._address
 
     def fileno(self) -> int:
         """A descriptor that is readable when `progress` has work, after `arm` returned True."""
@@ -142,18 +142,23 @@ class UcxTransport:
         """Go on with a new UCX worker, of another address; what was under way is lost.
 
         The descriptor is another one, too. The old worker goes before, unless a request keeps it.
+        Raises UcxUnavailable, after which the transport is of no use.
         """
         self._worker = None
-        self._worker = self._new_worker()
+        try:
+            self._open_worker()
+        except self._ucxx.UCXError as error:
+            raise UcxUnavailable(f"UCX makes no other worker: {error}") from error
 
-    def _new_worker(self) -> Any:
-        worker = self._ucxx.UCXWorker(self._context)
-        worker.init_blocking_progress_mode()
-        return worker
+    def _open_worker(self) -> None:
+        self._worker = self._ucxx.UCXWorker(self._context)
+        self._worker.init_blocking_progress_mode()
+        self._address = bytes(self._worker.address)
 
     def progress(self) -> None:
         """Let UCX do its work."""
-        self._worker.progress()
+        if self._worker is not None:
+            self._worker.progress()
 
     def arm(self) -> bool:
         """Ask for a wake-up through `fileno`; returns False if there is work already."""

@@ -8,7 +8,7 @@ from services.worker.engine.pipeline.frames import KINDS
 from services.worker.engine.transfer import handshake
 from services.worker.engine.transfer.errors import LaneFull
 from services.worker.engine.transfer.frame import FrameCodec
-from services.worker.engine.transfer.lane import Identity
+from services.worker.engine.transfer.lane import Identity, PeerLost
 from services.worker.engine.transfer.pieces import BULK_KINDS
 from services.worker.ipc import Lane as LanePlan
 from services.worker.ipc import MemberPlan
@@ -121,6 +121,20 @@ def test_a_refused_peer_asks_again_a_while_later() -> None:
     pair.open("w0", 1)
     pair.deliver()
     assert pair.connected
+    pair.close()
+
+
+def test_the_end_of_an_older_process_does_not_end_the_wait_for_its_successor() -> None:
+    """A dial would replace the one that is under way, and its nonce is spent."""
+    pair = Pair()
+    pair.open("w0", 1)
+    own = pair.ends["w0"]
+    own.note_activations(PeerLost(Identity("w1", "an older one"), "a newer connection replaced it"))
+    pair.now_s += 2 * RETRY_S
+    dialled: list[str] = []
+    pair.lanes["w0"][0].connect = lambda peer, *_: dialled.append(peer)  # type: ignore[method-assign]
+    pair.open("w0", 1)
+    assert dialled == []
     pair.close()
 
 

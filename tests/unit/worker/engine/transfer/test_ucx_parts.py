@@ -133,6 +133,18 @@ def test_what_comes_before_the_welcome_waits_for_it(opened: Open) -> None:
     assert ours.news == [PeerConnected(theirs.identity)] and texts(ours.frames) == ["early"]
 
 
+def test_an_end_that_cannot_reach_the_peer_that_came_says_so(opened: Open) -> None:
+    """It expects the peer again then."""
+    ours, theirs = opened("ours"), opened("theirs")
+    theirs.connections.expect(ours.identity, NONCE)
+    greet = ours.connections.dial("theirs", theirs.address, NONCE)
+    del theirs.transport.peers[ours.transport.address]
+    greet()
+    step_until(lambda: theirs.news and ours.news, ours, theirs)
+    (lost,) = theirs.news
+    assert isinstance(lost, PeerLost) and lost.peer == ours.identity
+
+
 def test_the_log_names_the_lane_and_the_peer(
     opened: Open, caplog: pytest.LogCaptureFixture
 ) -> None:

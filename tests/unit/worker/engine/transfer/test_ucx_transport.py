@@ -37,3 +37,25 @@ def test_two_workers_of_one_machine_share_memory() -> None:
         pytest.skip(str(error))
     routes = one.open(other.address).routes
     assert any(route.endswith("/memory") for route in routes), routes
+
+
+def test_the_address_can_be_asked_for_while_ucx_begins_anew(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The engine dials meanwhile, on another thread."""
+    try:
+        transport = UcxTransport(UcxConfig())
+    except UcxUnavailable as error:
+        pytest.skip(str(error))
+    before = transport.address
+    open_worker = transport._open_worker
+    asked: list[bytes] = []
+
+    def ask_first() -> None:
+        asked.append(transport.address)
+        transport.progress()
+        open_worker()
+
+    monkeypatch.setattr(transport, "_open_worker", ask_first)
+    transport.renew()
+    assert asked == [before] != [transport.address]
