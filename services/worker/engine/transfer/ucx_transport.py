@@ -118,6 +118,7 @@ class UcxTransport:
     def __init__(self, config: UcxConfig) -> None:
         self._ucxx = load_ucxx()
         features = (self._ucxx.Feature.TAG, self._ucxx.Feature.WAKEUP)
+        self._worker: Any = None
         try:
             self._context = self._ucxx.UCXContext(config.options(), feature_flags=features)
             self._open_worker()
