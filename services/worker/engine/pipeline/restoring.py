@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -28,7 +27,7 @@ from services.worker.engine.pipeline.failpoints import ChangePoints
 from services.worker.engine.pipeline.frames import SlabRefused, SlabWanted
 from services.worker.engine.pipeline.links import Links
 from services.worker.engine.pipeline.stage_runner import StageRunner
-from services.worker.engine.transfer.errors import LaneFull, MoverFull
+from services.worker.engine.transfer.errors import MoverFull
 from services.worker.engine.transfer.frame import Bytes
 from services.worker.engine.transfer.mover import Mover
 from services.worker.engine.transfer.pieces import ParameterPiece, SlabCut, parameter_pieces
@@ -62,8 +61,6 @@ class Restoring:
     points: ChangePoints
     _steps: Iterator[End | None] | None = None
     _fetching: _Fetching | None = field(default=None)
-    # This member and those that it has connected to for the attempt, until that is over.
-    _connected: tuple[MemberPlan, list[MemberPlan]] | None = None
 
     @property
     def running(self) -> bool:
@@ -72,10 +69,6 @@ class Restoring:
 
     def step(self) -> End | None:
         """Do a little; returns the event of slow work that has ended."""
-        if self._connected is not None:
-            # A peer of which nothing came through ends the connection, and awaits another.
-            with suppress(LaneFull):
-                self._open_missing(*self._connected)
         if self._steps is None:
             return None
         try:
@@ -90,26 +83,19 @@ class Restoring:
 
     def connect(self, attempt: str, members: dict[str, MemberPlan]) -> None:
         """Begin to have both lanes to every other member."""
-        self._connected = None
         self._steps = self._connect(attempt, members)
 
     def _connect(self, attempt: str, members: dict[str, MemberPlan]) -> Iterator[End | None]:
         me = members[self.links.worker_id]
         peers = [member for name, member in members.items() if name != me.worker_id]
         until_s = self.now_s() + CONNECT_TIMEOUT_S
-        while waiting := self._open_missing(me, peers):
+        while waiting := [member for member in peers if not self.connections.has(member)]:
             if self.now_s() > until_s:
                 yield MembersConnected(attempt, waiting[0].worker_id)
+            for member in waiting:
+                self.connections.open(me, member)
             yield None
-        self._connected = me, peers
         yield MembersConnected(attempt)
-
-    def _open_missing(self, me: MemberPlan, peers: list[MemberPlan]) -> list[MemberPlan]:
-        """Connect to the peers that are not; returns them. Raises LaneFull."""
-        missing = [member for member in peers if not self.connections.has(member)]
-        for member in missing:
-            self.connections.open(me, member)
-        return missing
 
     def shrink(self, command: ShrinkKv) -> None:
         """Unmap KV tails; what they leave is swept slice by slice."""
@@ -206,7 +192,6 @@ class Restoring:
     def stop(self) -> None:
         """Nobody waits for what was begun any more."""
         self._steps = None
-        self._connected = None
         if self._fetching is not None:
             self.mover.cancel(self._fetching.transfer_id)
             self._fetching = None

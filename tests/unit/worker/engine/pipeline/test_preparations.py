@@ -192,21 +192,6 @@ def test_a_member_that_no_lane_leads_to_is_named_in_the_refusal(
     assert not any(engine.member.busy_changing for engine in group.engines.values())
 
 
-def test_a_peer_that_is_lost_before_all_are_connected_is_connected_again(
-    make_group: MakeGroup,
-) -> None:
-    """One end may hear the other and be content, and lose it since nothing comes there."""
-    group = make_group()
-    attempt = group.prepare(MERGED)
-    group.run_until(lambda: group.answers(attempt))
-    group.network.cut("w1")
-    assert group.await_answers(attempt, MERGED)
-    group.run_until(lambda: not any(engine.member.take() for engine in group.engines.values()))
-    group.commit(MERGED)
-    group.settle()
-    assert not any(engine.member.trouble for engine in group.engines.values())
-
-
 def test_a_lane_that_expects_too_many_peers_already_ends_the_attempt(
     make_group: MakeGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
