@@ -124,7 +124,8 @@ class MemoryReport:
     """A worker's memory, for overload and status; on the wire `WorkerMemory` in memmgr.proto.
 
     `budget_bytes` of device memory hold parameters, KV and `staging_bytes`; `kv_block_bytes` is the
-    KV of one block in all layers. `pids` are the processes of servicer and engine.
+    KV of one block in all layers. `pids` are the processes of servicer and engine. `engine_hung`:
+    the engine stands still, and `engine` is what was known of it last.
     """
 
     worker_id: str
@@ -134,3 +135,4 @@ class MemoryReport:
     staging_bytes: int
     kv_block_bytes: int
     engine: EngineReport
+    engine_hung: bool = False

@@ -30,6 +30,7 @@ from services.core.groups.coordinator import (
 from services.core.groups.vocabulary import (
     AbortMember,
     ClusterListed,
+    EngineHung,
     Group,
     GroupPhase,
     GroupStuck,
@@ -148,6 +149,8 @@ class Driver:
         """A worker has reported; the group that it is in may be in trouble."""
         self._memory.report(report)
         engine = report.engine
+        if report.engine_hung:
+            self._apply(EngineHung(monotonic_s(), report.worker_id, report.incarnation))
         if engine.trouble:
             group_id = self._group_of(report.worker_id)
             self._loss_log.note_trouble(report.worker_id, group_id, engine.epoch, engine.trouble)

@@ -114,6 +114,7 @@ class ReportSender:
             facts.staging_bytes,
             facts.kv_block_bytes,
             self._engine.report,
+            self._engine.hung,
         )
 
 

@@ -162,6 +162,7 @@ class EngineServing:
             self._engine.lifeless_s,
         )
         self._requests.give_up_all("the engine of the worker does not answer; try again")
+        self._reporter.note_change()
 
     def _note_stranded(self) -> None:
         """Requests that are given up go on in another group, if there is one."""

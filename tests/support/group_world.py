@@ -39,6 +39,7 @@ from services.core.groups.state import GroupState, ProtocolConfig
 from services.core.groups.vocabulary import (
     AbortMember,
     ClusterListed,
+    EngineHung,
     Group,
     GroupPhase,
     GroupStuck,
@@ -195,7 +196,7 @@ class World:
             + [self._observe] * 4
             + [self._prepare] * 3
             + [self._ask] * 2
-            + [self._notice, self._lease, self._look, self._report_trouble]
+            + [self._notice, self._lease, self._look, self._report_trouble, self._report_hung]
         )
         self.rng.choice(actions)()
         if self.rng.random() < 0.005:
@@ -345,6 +346,14 @@ class World:
         epoch = process.state.epoch - (self.rng.random() < 0.2)
         incarnation = process.state.incarnation
         report = GroupStuck(self.now_s, process.name, incarnation, epoch, "the lane is cut")
+        self._feed(self.rng.randrange(2), report)
+
+    def _report_hung(self) -> None:
+        """A worker says that its engine stands still; it may be the engine of a process before."""
+        if not self.processes or self.rng.random() < 0.8:
+            return
+        process = self.rng.choice(sorted(self.processes.values(), key=lambda one: one.name))
+        report = EngineHung(self.now_s, process.name, process.state.incarnation)
         self._feed(self.rng.randrange(2), report)
 
     def _some_targets(self) -> Targets:

@@ -14,9 +14,10 @@ by an attempt that gives it all layers.
 
 A group may be stuck although all its members are registered: a lane between two is cut, a process
 stands still, or its lease has yet to end. Its members say so (`GroupStuck`). It is made anew with
-the same members, which connect again and keep their KV. If that fails, or if the group is stuck
-again soon after it has been made anew twice in a row, it is treated like a group that has lost a
-member. Both are safe whoever lives, since epochs fence what the others do.
+the same members, which connect again and keep their KV. If that fails, if a member says that its
+engine stands still (`EngineHung`), or if the group is stuck again soon after it has been made anew
+twice in a row, it is treated like a group that has lost a member. Both are safe whoever lives,
+since epochs fence what the others do.
 """
 
 from dataclasses import dataclass, field, replace
@@ -36,6 +37,7 @@ from services.core.groups.vocabulary import (
     ChangeRefused,
     ClusterListed,
     Command,
+    EngineHung,
     Event,
     Group,
     GroupPhase,
@@ -118,7 +120,7 @@ class GroupState:
                 commands += self._take_answer(event)
             case TransactionFinished():
                 commands += self._finish_transaction(event)
-            case GroupStuck():
+            case GroupStuck() | EngineHung():
                 self._stuck.note(self.records, event)
             case TimePassed():
                 pass
@@ -294,7 +296,9 @@ class GroupState:
         for attempt in list(self._attempts.values()):
             if attempt.phase is not AttemptPhase.PREPARING:
                 continue
-            reason = attempt.change_in(self.records) or self._stuck.reason_against(attempt)
+            reason = attempt.change_in(self.records) or self._stuck.reason_against(
+                attempt, self._now_s
+            )
             if reason is None and self._now_s >= attempt.deadline_s:
                 silent = ", ".join(sorted(attempt.workers.keys() - attempt.ready))
                 reason = f"{silent} was not ready within {self._timeout_s(attempt):g} s"
@@ -330,7 +334,8 @@ class GroupState:
         stored = self.records.groups[group_id]
         if self._awaits(stored.group):
             return []
-        if not self.records.is_sound(group_id) or self._stuck.is_hopeless(stored.group):
+        hopeless = self._stuck.is_hopeless(stored.group, self._now_s)
+        if hopeless or not self.records.is_sound(group_id):
             names = {member.worker_id for member in stored.group.members}
             return self._settle(group_id, names, busy)
         if stored.group.attempt:

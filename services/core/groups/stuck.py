@@ -1,16 +1,19 @@
 """Groups that cannot go on although all their members are registered, as members report them."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from services.core.groups.attempt import Attempt
 from services.core.groups.records import Records
-from services.core.groups.vocabulary import Group, GroupPhase, GroupStuck
+from services.core.groups.vocabulary import EngineHung, Group, GroupPhase, GroupStuck
 
 RENEWALS_MAX = 2
 """How often in a row a group is made anew: its members may connect, and get nothing else across."""
 IN_A_ROW_S = 120.0
 """A group that goes on for so long has been cured. Longer than a leader waits for a microbatch that
 is in its way for the `RENEWALS_MAX` + 1st time, which is 20 s."""
+HUNG_FOR_S = 3.0
+"""A worker whose engine stands still says so once a second at least."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,12 +42,17 @@ class Stuck:
     _hopeless: dict[str, int] = field(default_factory=dict)
     _renewed: dict[str, _Renewed] = field(default_factory=dict)
     _renewals: dict[str, Group] = field(default_factory=dict)  # by attempt: the group that is stuck
+    _hung_until_s: dict[str, float] = field(default_factory=dict)  # engines that stand still
 
-    def note(self, records: Records, event: GroupStuck) -> None:
-        """Take a report; one of another process or epoch has no effect, nor one of a lone worker.
+    def note(self, records: Records, event: GroupStuck | EngineHung) -> None:
+        """Take a report; one of another process or epoch has no effect."""
+        if isinstance(event, EngineHung):
+            self._note_hung(records, event)
+        else:
+            self._note_stuck(records, event)
 
-        A lone worker needs nobody else.
-        """
+    def _note_stuck(self, records: Records, event: GroupStuck) -> None:
+        """A lone worker needs nobody else, so its report has no effect."""
         stored = records.assignments.get(event.worker_id)
         worker = records.workers.get(event.worker_id)
         if stored is None or worker is None or worker.incarnation != event.incarnation:
@@ -65,19 +73,34 @@ class Stuck:
             for group_id in entries.keys() - records.groups.keys():
                 del entries[group_id]
 
+    def _note_hung(self, records: Records, event: EngineHung) -> None:
+        worker = records.workers.get(event.worker_id)
+        if worker is not None and worker.incarnation == event.incarnation:
+            self._hung_until_s[event.worker_id] = event.now_s + HUNG_FOR_S
+        for name in self._hung_until_s.keys() - records.workers.keys():
+            del self._hung_until_s[name]
+
+    def _hung(self, names: Iterable[str], now_s: float) -> list[str]:
+        """The workers among `names` whose engines stand still."""
+        return sorted(one for one in names if now_s < self._hung_until_s.get(one, 0.0))
+
     def is_stuck(self, group: Group) -> bool:
         """Whether a member has said so of the group at its present epoch."""
         epoch, _ = self._reasons.get(group.group_id, (-1, ""))
         return epoch == group.epoch and group.phase is GroupPhase.STABLE
 
-    def is_hopeless(self, group: Group) -> bool:
-        """Whether the group is stuck, and its members did not find together again."""
-        return self._hopeless.get(group.group_id) == group.epoch and self.is_stuck(group)
+    def is_hopeless(self, group: Group, now_s: float) -> bool:
+        """Whether the group is stuck, and its members did not find together again or cannot."""
+        if not self.is_stuck(group):
+            return False
+        failed = self._hopeless.get(group.group_id) == group.epoch
+        return failed or bool(self._hung((one.worker_id for one in group.members), now_s))
 
-    def reason_against(self, attempt: Attempt) -> str | None:
-        """Why an attempt cannot succeed: a group that it changes is stuck. None for a renewal."""
+    def reason_against(self, attempt: Attempt, now_s: float) -> str | None:
+        """Why an attempt cannot succeed: a group that it changes is stuck, or beyond renewal."""
         if self.is_renewal(attempt):
-            return None
+            hung = self._hung(attempt.workers, now_s)
+            return f"the engine of {', '.join(hung)} stands still" if hung else None
         for group in attempt.sources:
             if self.is_stuck(group):
                 return f"{group.group_id} is stuck: {self._reasons[group.group_id][1]}"

@@ -187,6 +187,15 @@ class GroupStuck:
 
 
 @dataclass(frozen=True, slots=True)
+class EngineHung:
+    """A worker reports that its engine stands still, and repeats it while that is so."""
+
+    now_s: float
+    worker_id: str
+    incarnation: str
+
+
+@dataclass(frozen=True, slots=True)
 class TimePassed:
     """Nothing else happened; deadlines may have passed."""
 
@@ -201,6 +210,7 @@ Event = (
     | MemberAnswered
     | TransactionFinished
     | GroupStuck
+    | EngineHung
     | TimePassed
 )
 

@@ -145,3 +145,13 @@ async def test_the_scheduler_hears_nothing_of_an_engine_that_may_not_take_reques
         silent.note_change()
     assert not first.done()
     first.cancel()
+
+
+async def test_the_memory_manager_hears_that_an_engine_stands_still() -> None:
+    still = make_reporter()
+    memories = still.memory_reports()
+    assert not (await anext(memories)).memory.engine_hung
+    cast(Any, still)._engine.hung = True
+    still.note_change()
+    memory = (await anext(memories)).memory
+    assert (memory.engine_hung, memory.epoch) == (True, 6)

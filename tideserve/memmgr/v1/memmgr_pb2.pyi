@@ -158,6 +158,7 @@ class WorkerMemory(_message.Message):
     RESUMED_ITERATIONS_TOTAL_FIELD_NUMBER: _builtins.int
     DISCARDED_TOKENS_TOTAL_FIELD_NUMBER: _builtins.int
     SLOWEST_ITERATION_S_FIELD_NUMBER: _builtins.int
+    ENGINE_HUNG_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Worker that reports."""
     incarnation: _builtins.str
@@ -236,6 +237,8 @@ class WorkerMemory(_message.Message):
     """Tokens of all interrupted iterations that had to run again from their first layer."""
     slowest_iteration_s: _builtins.float
     """Seconds of the worker's slowest iteration lately. While one runs, its engine answers nothing."""
+    engine_hung: _builtins.bool
+    """Whether the worker's engine stands still; all else about it is what was known last."""
     @_builtins.property
     def pids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The worker's process ids: servicer, engine."""
@@ -279,10 +282,11 @@ class WorkerMemory(_message.Message):
         resumed_iterations_total: _builtins.int = ...,
         discarded_tokens_total: _builtins.int = ...,
         slowest_iteration_s: _builtins.float = ...,
+        engine_hung: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_processed_tokens_total", b"batch_processed_tokens_total", "batch_recomputed_tokens_total", b"batch_recomputed_tokens_total", "batch_running", b"batch_running", "batch_waiting", b"batch_waiting", "batch_yields", b"batch_yields", "budget_bytes", b"budget_bytes", "decode_predicted_s", b"decode_predicted_s", "decode_s", b"decode_s", "discarded_tokens_total", b"discarded_tokens_total", "epoch", b"epoch", "incarnation", b"incarnation", "kv_block_bytes", b"kv_block_bytes", "kv_blocks_batch", b"kv_blocks_batch", "kv_blocks_free", b"kv_blocks_free", "kv_blocks_total", b"kv_blocks_total", "kv_blocks_wanted", b"kv_blocks_wanted", "online_processed_tokens_total", b"online_processed_tokens_total", "online_recomputed_tokens_total", b"online_recomputed_tokens_total", "parameter_bytes", b"parameter_bytes", "pids", b"pids", "pipeline_bubble_s", b"pipeline_bubble_s", "pipeline_busy_s", b"pipeline_busy_s", "preempted_iterations_total", b"preempted_iterations_total", "preemptions_total", b"preemptions_total", "prefill_predicted_s", b"prefill_predicted_s", "prefill_s", b"prefill_s", "prefix_hits_total", b"prefix_hits_total", "prefix_queries_total", b"prefix_queries_total", "resumed_iterations_total", b"resumed_iterations_total", "running", b"running", "slowest_iteration_s", b"slowest_iteration_s", "staging_bytes", b"staging_bytes", "trouble", b"trouble", "unsettled", b"unsettled", "waiting", b"waiting", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_processed_tokens_total", b"batch_processed_tokens_total", "batch_recomputed_tokens_total", b"batch_recomputed_tokens_total", "batch_running", b"batch_running", "batch_waiting", b"batch_waiting", "batch_yields", b"batch_yields", "budget_bytes", b"budget_bytes", "decode_predicted_s", b"decode_predicted_s", "decode_s", b"decode_s", "discarded_tokens_total", b"discarded_tokens_total", "engine_hung", b"engine_hung", "epoch", b"epoch", "incarnation", b"incarnation", "kv_block_bytes", b"kv_block_bytes", "kv_blocks_batch", b"kv_blocks_batch", "kv_blocks_free", b"kv_blocks_free", "kv_blocks_total", b"kv_blocks_total", "kv_blocks_wanted", b"kv_blocks_wanted", "online_processed_tokens_total", b"online_processed_tokens_total", "online_recomputed_tokens_total", b"online_recomputed_tokens_total", "parameter_bytes", b"parameter_bytes", "pids", b"pids", "pipeline_bubble_s", b"pipeline_bubble_s", "pipeline_busy_s", b"pipeline_busy_s", "preempted_iterations_total", b"preempted_iterations_total", "preemptions_total", b"preemptions_total", "prefill_predicted_s", b"prefill_predicted_s", "prefill_s", b"prefill_s", "prefix_hits_total", b"prefix_hits_total", "prefix_queries_total", b"prefix_queries_total", "resumed_iterations_total", b"resumed_iterations_total", "running", b"running", "slowest_iteration_s", b"slowest_iteration_s", "staging_bytes", b"staging_bytes", "trouble", b"trouble", "unsettled", b"unsettled", "waiting", b"waiting", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

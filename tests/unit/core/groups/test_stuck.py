@@ -2,9 +2,10 @@
 
 from dataclasses import replace
 
-from services.core.groups.stuck import IN_A_ROW_S, RENEWALS_MAX
+from services.core.groups.stuck import HUNG_FOR_S, IN_A_ROW_S, RENEWALS_MAX
 from services.core.groups.vocabulary import (
     Command,
+    EngineHung,
     Group,
     GroupPhase,
     GroupStuck,
@@ -118,6 +119,53 @@ def test_members_that_do_not_find_together_are_divided_at_once() -> None:
         }
         restores = [one for one in store.commit(divide) if isinstance(one, Transact)]
         assert len(restores) == 2, "each gets its layers back"
+
+
+def hung(store: Store, worker_id: str, process: str = "") -> list[Command]:
+    incarnation = process or store.workers[worker_id].incarnation
+    return store.feed(EngineHung(store.now_s, worker_id, incarnation))
+
+
+def divided(commands: list[Command]) -> bool:
+    """Whether each member gets a group of its own."""
+    written = [group for one in commands if isinstance(one, Transact) for group in one.groups]
+    return [one.phase for one in written] == [GroupPhase.DEGRADED, GroupPhase.DEGRADED]
+
+
+def test_a_stuck_group_with_an_engine_that_stands_still_is_divided_at_once() -> None:
+    store = merged()
+    assert hung(store, "w1") == [], "nobody misses it yet"
+    assert divided(report(store, "w0"))
+
+
+def test_nobody_waits_longer_for_an_engine_that_turns_out_to_stand_still() -> None:
+    store = merged()
+    renewal(store)
+    commands = hung(store, "w1")
+    reasons = [getattr(one, "reason", "") for one in commands]
+    assert divided(commands)
+    assert "the engine of w1 stands still" in reasons
+
+
+def test_an_engine_that_goes_on_does_not_stand_in_the_way_of_its_group() -> None:
+    store = merged()
+    hung(store, "w1")
+    store.now_s += HUNG_FOR_S
+    assert isinstance(renewal(store), PrepareMembers)
+
+
+def test_engines_of_others_and_of_processes_before_do_not_count() -> None:
+    store = merged()
+    assert hung(store, "w1", "w1-before") == hung(store, "nobody", "x") == []
+    assert isinstance(renewal(store), PrepareMembers)
+
+
+def test_a_change_that_somebody_asked_for_waits_for_an_engine_that_stands_still() -> None:
+    store = merged()
+    attempt = store.prepare(SPLIT).attempt
+    assert hung(store, "w1") == []
+    store.answer("w0", attempt)
+    assert store.answer("w1", attempt), "it went on in time"
 
 
 def test_a_change_that_is_being_prepared_gives_way() -> None:
