@@ -5,7 +5,8 @@ to start, so it is done once.
 """
 
 import os
-from collections.abc import Mapping
+import sys
+import sysconfig
 
 from tideserve.cli.cache import cache_root
 
@@ -14,13 +15,13 @@ NOT_WRITTEN = "PYTHONDONTWRITEBYTECODE"
 PREFIX = "PYTHONPYCACHEPREFIX"
 
 
-def with_bytecode(environment: Mapping[str, str], cached: str | None) -> dict[str, str]:
-    """The environment for a Python that keeps bytecode.
+def keep_bytecode(packages: str = sysconfig.get_path("purelib")) -> None:
+    """From here on this process, and those that it starts, keep bytecode in the cache folder.
 
-    `cached`: where the bytecode of a module is that this process has imported. If it is not there,
-    Python was told to write none beside the sources, or may not. Then it goes to the cache folder.
+    No effect if Python writes it beside the sources, as into the folder of installed packages.
     """
-    if cached is None or os.path.exists(cached):
-        return dict(environment)
-    kept = {key: value for key, value in environment.items() if key != NOT_WRITTEN}
-    return {PREFIX: str(cache_root(environment) / FOLDER), **kept}
+    if not sys.dont_write_bytecode and os.access(packages, os.W_OK):
+        return
+    os.environ.pop(NOT_WRITTEN, None)
+    sys.dont_write_bytecode = False
+    sys.pycache_prefix = os.environ.setdefault(PREFIX, str(cache_root() / FOLDER))

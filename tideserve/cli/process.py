@@ -17,7 +17,6 @@ from pathlib import Path
 from services.common.clock import monotonic_s
 from services.common.logging import JsonFormatter
 from services.common.settings import PREFIX
-from tideserve.cli.bytecode import with_bytecode
 
 TAIL_BYTES = 64 * 2**10
 # Secrets of the operator: a service reads those that it needs from its configuration, and models
@@ -167,7 +166,7 @@ def child_environment(extra: Mapping[str, str]) -> dict[str, str]:
         if key not in NOT_INHERITED and not key.startswith(PREFIX)
     }
     return {
-        **with_bytecode(kept, __spec__.cached),
+        **kept,
         "PYTHONPATH": os.pathsep.join(paths),
         "PYTHONSAFEPATH": "1",
         "PYTHONUNBUFFERED": "1",

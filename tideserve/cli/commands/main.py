@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from tideserve.cli.bytecode import keep_bytecode
 from tideserve.cli.commands import bench, doctor, engine, key, profile, simulate, up
 from tideserve.cli.default import DEFAULT_PORT, DEFAULT_URL
 from tideserve.cli.errors import CommandError
@@ -248,6 +249,7 @@ def version() -> None:
 
 def main() -> None:
     """Entry point: errors are one sentence on standard error and an exit code."""
+    keep_bytecode()
     try:
         app()
     except CommandError as error:
