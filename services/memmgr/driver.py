@@ -147,10 +147,10 @@ class Driver:
 
     def note_report(self, report: MemoryReport) -> None:
         """A worker has reported; the group that it is in may be in trouble."""
+        before = self._memory.heard(report.worker_id)
         self._memory.report(report)
+        self._note_hung(report, before is not None and before.report.engine_hung)
         engine = report.engine
-        if report.engine_hung:
-            self._apply(EngineHung(monotonic_s(), report.worker_id, report.incarnation))
         if engine.trouble:
             group_id = self._group_of(report.worker_id)
             self._loss_log.note_trouble(report.worker_id, group_id, engine.epoch, engine.trouble)
@@ -164,6 +164,14 @@ class Driver:
                     engine.slowest_iteration_s,
                 )
             )
+
+    def _note_hung(self, report: MemoryReport, before: bool) -> None:
+        """The engine of a worker may have begun to stand still, or to go on."""
+        name, hung = report.worker_id, report.engine_hung
+        if hung == before:
+            return
+        log.warning("the engine of %s %s", name, "stands still" if hung else "goes on")
+        self._apply(EngineHung(monotonic_s(), name, report.incarnation, hung))
 
     async def reconfigure(
         self, targets: Targets, cause: ChangeCause, urgent: bool = False

@@ -21,6 +21,7 @@ from services.worker.config import WorkerConfig
 from services.worker.engine_command import engine_command, engine_environment
 from services.worker.ipc import (
     FRAMES_MAX,
+    PULSE_S,
     AbortAttempt,
     AbortRequest,
     ApplyConfiguration,
@@ -38,6 +39,8 @@ from services.worker.ipc import (
 
 SEND_TIMEOUT_S = 5.0
 WATCH_INTERVAL_S = 0.5
+PULSES_MISSED = 3
+"""An engine does not stand still before it has missed so many."""
 OVERSLEPT_S = 2.0
 """The servicer stood still itself if it looks so much later than it meant to."""
 
@@ -68,6 +71,7 @@ class EngineClient:
         self._process: Child | None = None
         self._heard_s = 0.0
         self._pulse_s = 0.0  # 0 for an engine without one
+        self._hung = False
         self._stall = StallLimit(config.engine_unready_s / 2)
         self._preparing: dict[str, asyncio.Future[Prepared]] = {}
         self.report = EngineReport(Load(0, 0, 0, 0))
@@ -85,13 +89,12 @@ class EngineClient:
 
     @property
     def hung(self) -> bool:
-        """Whether the engine stands still: it has had no pulse for half of `engine_unready_s`.
+        """Whether the engine was found to stand still, and has given no sign of life since.
 
-        One that never had any has been silent for so long, or longer if it was so lately.
+        It has had no pulse for half of `engine_unready_s`. One that never had any has been silent
+        for so long, or longer if it was so lately.
         """
-        if self._pulse_s:
-            return self.lifeless_s > self._config.engine_unready_s / 2
-        return self.silent_s > self._stall.limit_s
+        return self._hung
 
     @property
     def silent_s(self) -> float:
@@ -217,6 +220,7 @@ class EngineClient:
             frame = from_engine_decoder.decode(await self._socket.recv())
             self._stall.came(self.silent_s)
             self._heard_s = monotonic_s()
+            self._hung = False
             if isinstance(frame, Prepared):
                 answer = self._preparing.get(frame.attempt)
                 if answer is not None and not answer.done():
@@ -231,20 +235,25 @@ class EngineClient:
         while True:
             await self._pulses.recv()
             self._pulse_s = monotonic_s()
+            self._hung = False
 
     async def _watch(self, on_hung: Callable[[], None]) -> None:
-        was_hung = False
         while True:
             looked_s = monotonic_s()
             await asyncio.sleep(WATCH_INTERVAL_S)
             if monotonic_s() - looked_s > WATCH_INTERVAL_S + OVERSLEPT_S:
                 # It was this process that stood still, perhaps with its engine.
                 self._heard_s = monotonic_s()
-            if self.hung and not was_hung:
+            was_hung, self._hung = self._hung, self._stands_still()
+            if self._hung and not was_hung:
                 on_hung()
-            was_hung = self.hung
             if self.silent_s > self._config.engine_dead_s:
                 raise EngineStopped(f"the engine process has been silent for {self.silent_s:.0f} s")
+
+    def _stands_still(self) -> bool:
+        if self._pulse_s:
+            return self.lifeless_s > max(self._config.engine_unready_s / 2, PULSES_MISSED * PULSE_S)
+        return self.silent_s > self._stall.limit_s
 
     def _start_failure(self, timeout_s: float) -> str:
         assert self._process is not None

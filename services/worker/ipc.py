@@ -194,6 +194,10 @@ to_engine_decoder: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(T
 from_engine_decoder: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
 
 
+PULSE_S = 0.5
+"""An engine gives a sign of life so often."""
+
+
 def pulse_address(address: str) -> str:
     """Where an engine's signs of life go, for the address of its socket."""
     return f"{address}.pulse"

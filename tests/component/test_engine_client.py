@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -51,6 +52,26 @@ async def test_an_engine_that_stands_still_is_noticed_each_time(tmp_path: Path) 
             assert engine.hung and hung[0] > 2.0
             os.kill(engine.pid, signal.SIGCONT)
             await eventually(lambda: not engine.hung)
+        running.cancel()
+        await asyncio.wait([running])
+    finally:
+        await engine.stop()
+
+
+async def test_a_servicer_that_stood_still_itself_accuses_nobody(tmp_path: Path) -> None:
+    """As when a whole machine pauses: no sign of life could come, and none has been read yet."""
+    engine = EngineClient(replace(config_in(tmp_path), engine_unready_s=4.0), "incarnation")
+    try:
+        await engine.start()
+        running = asyncio.create_task(engine.run(lambda _: None, lambda: None))
+        await eventually(lambda: 0 < engine.lifeless_s < 0.4)
+        os.kill(engine.pid, signal.SIGSTOP)
+        time.sleep(3.0)
+        assert engine.lifeless_s > 2.0
+        for _ in range(3):
+            assert not engine.hung
+            await asyncio.sleep(0)
+        os.kill(engine.pid, signal.SIGCONT)
         running.cancel()
         await asyncio.wait([running])
     finally:

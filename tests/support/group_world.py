@@ -349,11 +349,12 @@ class World:
         self._feed(self.rng.randrange(2), report)
 
     def _report_hung(self) -> None:
-        """A worker says that its engine stands still; it may be the engine of a process before."""
-        if not self.processes or self.rng.random() < 0.8:
+        """A worker says that its engine stands still, or goes on; perhaps wrongly."""
+        if not self.processes or self.rng.random() < 0.5:
             return
         process = self.rng.choice(sorted(self.processes.values(), key=lambda one: one.name))
-        report = EngineHung(self.now_s, process.name, process.state.incarnation)
+        still = self.rng.random() < 0.3
+        report = EngineHung(self.now_s, process.name, process.state.incarnation, still)
         self._feed(self.rng.randrange(2), report)
 
     def _some_targets(self) -> Targets:

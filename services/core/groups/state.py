@@ -296,9 +296,7 @@ class GroupState:
         for attempt in list(self._attempts.values()):
             if attempt.phase is not AttemptPhase.PREPARING:
                 continue
-            reason = attempt.change_in(self.records) or self._stuck.reason_against(
-                attempt, self._now_s
-            )
+            reason = attempt.change_in(self.records) or self._stuck.reason_against(attempt)
             if reason is None and self._now_s >= attempt.deadline_s:
                 silent = ", ".join(sorted(attempt.workers.keys() - attempt.ready))
                 reason = f"{silent} was not ready within {self._timeout_s(attempt):g} s"
@@ -334,7 +332,7 @@ class GroupState:
         stored = self.records.groups[group_id]
         if self._awaits(stored.group):
             return []
-        hopeless = self._stuck.is_hopeless(stored.group, self._now_s)
+        hopeless = self._stuck.is_hopeless(stored.group)
         if hopeless or not self.records.is_sound(group_id):
             names = {member.worker_id for member in stored.group.members}
             return self._settle(group_id, names, busy)

@@ -12,8 +12,6 @@ RENEWALS_MAX = 2
 IN_A_ROW_S = 120.0
 """A group that goes on for so long has been cured. Longer than a leader waits for a microbatch that
 is in its way for the `RENEWALS_MAX` + 1st time, which is 20 s."""
-HUNG_FOR_S = 3.0
-"""A worker whose engine stands still says so once a second at least."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +40,8 @@ class Stuck:
     _hopeless: dict[str, int] = field(default_factory=dict)
     _renewed: dict[str, _Renewed] = field(default_factory=dict)
     _renewals: dict[str, Group] = field(default_factory=dict)  # by attempt: the group that is stuck
-    _hung_until_s: dict[str, float] = field(default_factory=dict)  # engines that stand still
+    # The processes, by worker, whose engines stand still.
+    _hung: dict[str, str] = field(default_factory=dict)
 
     def note(self, records: Records, event: GroupStuck | EngineHung) -> None:
         """Take a report; one of another process or epoch has no effect."""
@@ -74,32 +73,38 @@ class Stuck:
                 del entries[group_id]
 
     def _note_hung(self, records: Records, event: EngineHung) -> None:
-        worker = records.workers.get(event.worker_id)
-        if worker is not None and worker.incarnation == event.incarnation:
-            self._hung_until_s[event.worker_id] = event.now_s + HUNG_FOR_S
-        for name in self._hung_until_s.keys() - records.workers.keys():
-            del self._hung_until_s[name]
+        if event.hung:
+            self._hung[event.worker_id] = event.incarnation
+        elif self._hung.get(event.worker_id) == event.incarnation:
+            del self._hung[event.worker_id]
+        self._hung = {
+            name: incarnation
+            for name, incarnation in self._hung.items()
+            if name in records.workers and records.workers[name].incarnation == incarnation
+        }
 
-    def _hung(self, names: Iterable[str], now_s: float) -> list[str]:
-        """The workers among `names` whose engines stand still."""
-        return sorted(one for one in names if now_s < self._hung_until_s.get(one, 0.0))
+    def _hung_of(self, processes: Iterable[tuple[str, str]]) -> list[str]:
+        """The workers among these (id, incarnation) whose engines stand still."""
+        return sorted(name for name, process in processes if self._hung.get(name) == process)
 
     def is_stuck(self, group: Group) -> bool:
         """Whether a member has said so of the group at its present epoch."""
         epoch, _ = self._reasons.get(group.group_id, (-1, ""))
         return epoch == group.epoch and group.phase is GroupPhase.STABLE
 
-    def is_hopeless(self, group: Group, now_s: float) -> bool:
+    def is_hopeless(self, group: Group) -> bool:
         """Whether the group is stuck, and its members did not find together again or cannot."""
         if not self.is_stuck(group):
             return False
         failed = self._hopeless.get(group.group_id) == group.epoch
-        return failed or bool(self._hung((one.worker_id for one in group.members), now_s))
+        members = [(one.worker_id, one.incarnation) for one in group.members]
+        return failed or bool(self._hung_of(members))
 
-    def reason_against(self, attempt: Attempt, now_s: float) -> str | None:
+    def reason_against(self, attempt: Attempt) -> str | None:
         """Why an attempt cannot succeed: a group that it changes is stuck, or beyond renewal."""
         if self.is_renewal(attempt):
-            hung = self._hung(attempt.workers, now_s)
+            asked = [(name, worker.incarnation) for name, worker in attempt.workers.items()]
+            hung = self._hung_of(asked)
             return f"the engine of {', '.join(hung)} stands still" if hung else None
         for group in attempt.sources:
             if self.is_stuck(group):

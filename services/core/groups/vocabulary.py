@@ -188,11 +188,12 @@ class GroupStuck:
 
 @dataclass(frozen=True, slots=True)
 class EngineHung:
-    """A worker reports that its engine stands still, and repeats it while that is so."""
+    """A worker reports that its engine stands still, or does so no longer (`hung`)."""
 
     now_s: float
     worker_id: str
     incarnation: str
+    hung: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,9 +9,8 @@ from time import sleep
 
 import zmq
 
-from services.worker.ipc import pulse_address
+from services.worker.ipc import PULSE_S, pulse_address
 
-PULSE_S = 0.5
 KEPT_MAX = 4
 """Signs that wait for a servicer that stands still; more say nothing new."""
 

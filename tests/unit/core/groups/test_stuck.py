@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from services.core.groups.stuck import HUNG_FOR_S, IN_A_ROW_S, RENEWALS_MAX
+from services.core.groups.stuck import IN_A_ROW_S, RENEWALS_MAX
 from services.core.groups.vocabulary import (
     Command,
     EngineHung,
@@ -121,9 +121,9 @@ def test_members_that_do_not_find_together_are_divided_at_once() -> None:
         assert len(restores) == 2, "each gets its layers back"
 
 
-def hung(store: Store, worker_id: str, process: str = "") -> list[Command]:
+def hung(store: Store, worker_id: str, process: str = "", still: bool = True) -> list[Command]:
     incarnation = process or store.workers[worker_id].incarnation
-    return store.feed(EngineHung(store.now_s, worker_id, incarnation))
+    return store.feed(EngineHung(store.now_s, worker_id, incarnation, still))
 
 
 def divided(commands: list[Command]) -> bool:
@@ -150,7 +150,7 @@ def test_nobody_waits_longer_for_an_engine_that_turns_out_to_stand_still() -> No
 def test_an_engine_that_goes_on_does_not_stand_in_the_way_of_its_group() -> None:
     store = merged()
     hung(store, "w1")
-    store.now_s += HUNG_FOR_S
+    assert hung(store, "w1", still=False) == []
     assert isinstance(renewal(store), PrepareMembers)
 
 
@@ -158,6 +158,13 @@ def test_engines_of_others_and_of_processes_before_do_not_count() -> None:
     store = merged()
     assert hung(store, "w1", "w1-before") == hung(store, "nobody", "x") == []
     assert isinstance(renewal(store), PrepareMembers)
+
+
+def test_what_a_process_before_says_of_its_engine_does_not_count() -> None:
+    store = merged()
+    hung(store, "w1")
+    assert hung(store, "w1", "w1-before", still=False) == []
+    assert divided(report(store, "w0"))
 
 
 def test_a_change_that_somebody_asked_for_waits_for_an_engine_that_stands_still() -> None:

@@ -5,21 +5,22 @@ from pathlib import Path
 
 import pytest
 
-from tideserve.cli.bytecode import NOT_WRITTEN, PREFIX
+from tideserve.cli.bytecode import FOLDER, NOT_WRITTEN, PREFIX, keep_bytecode
+from tideserve.cli.cache import TAG_NAME
 
 CHILD = "import module; print(module.__spec__.cached)"
 PARENT = f"""
 import subprocess, sys
 from tideserve.cli.bytecode import keep_bytecode
 
-keep_bytecode(*sys.argv[1:])
+keep_bytecode("module")
 {CHILD}
 sys.stdout.flush()
 subprocess.run([sys.executable, "-c", {CHILD!r}], check=True)
 """
 
 
-def bytecode(folder: Path, settings: dict[str, str], *arguments: str) -> list[Path]:
+def bytecode(folder: Path, **settings: str) -> Path:
     """Where a process and its child keep the bytecode of a module of `folder`."""
     (folder / "module.py").write_text("A = 1\n")
     environment = {k: v for k, v in os.environ.items() if k not in (NOT_WRITTEN, PREFIX)}
@@ -27,35 +28,63 @@ def bytecode(folder: Path, settings: dict[str, str], *arguments: str) -> list[Pa
         "PYTHONPATH": os.pathsep.join([str(folder), *sys.path]),
         "TIDESERVE_CACHE": str(folder / "cache"),
     }
-    command = [sys.executable, "-c", PARENT, *arguments]
+    command = [sys.executable, "-c", PARENT]
     output = subprocess.check_output(command, env=environment | settings, text=True)
-    return [Path(line) for line in output.splitlines()]
+    of_process, of_child = output.splitlines()
+    assert of_process == of_child
+    return Path(of_process)
 
 
-@pytest.mark.parametrize("unwritable", [False, True])
-def test_what_may_not_be_written_beside_the_sources_is_in_the_cache(
-    unwritable: bool, tmp_path: Path
-) -> None:
-    found = (
-        bytecode(tmp_path, {}, "/proc/sys")
-        if unwritable
-        else bytecode(tmp_path, {NOT_WRITTEN: "1"})
-    )
-    kept = found[0]
-    assert found == [kept, kept]
-    assert kept.is_relative_to(tmp_path / "cache")
+def test_what_is_not_written_beside_the_sources_is_in_the_cache(tmp_path: Path) -> None:
+    kept = bytecode(tmp_path, **{NOT_WRITTEN: "1"})
+    folder = tmp_path / "cache" / FOLDER
+    assert kept.is_relative_to(folder)
     assert kept.is_file()
     assert not (tmp_path / "__pycache__").exists()
+    assert (tmp_path / "cache" / TAG_NAME).is_file()
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert bytecode(tmp_path, **{NOT_WRITTEN: "1"}) == kept
+
+
+def test_what_cannot_be_written_beside_the_sources_is_in_the_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sources").mkdir()
+    (tmp_path / "sources" / "not_imported.py").touch()
+    monkeypatch.syspath_prepend(tmp_path / "sources")
+    monkeypatch.setenv("TIDESERVE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delenv(PREFIX, raising=False)
+    for name, value in (("dont_write_bytecode", False), ("pycache_prefix", None)):
+        monkeypatch.setattr(sys, name, value)
+    # Root may write everywhere.
+    monkeypatch.setattr(os, "access", lambda path, _: Path(path).name != "sources")
+    keep_bytecode("not_imported")
+    assert sys.pycache_prefix == os.environ[PREFIX] == str(tmp_path / "cache" / FOLDER)
 
 
 def test_a_chosen_folder_is_used(tmp_path: Path) -> None:
-    chosen = tmp_path / "chosen"
-    found = bytecode(tmp_path, {NOT_WRITTEN: "1", PREFIX: str(chosen)})
-    assert all(one.is_relative_to(chosen) and one.is_file() for one in found)
+    kept = bytecode(tmp_path, **{NOT_WRITTEN: "1", PREFIX: str(tmp_path / "chosen")})
+    assert kept.is_relative_to(tmp_path / "chosen")
+    assert kept.is_file()
     assert not (tmp_path / "cache").exists()
 
 
-def test_bytecode_stays_beside_sources_where_it_may(tmp_path: Path) -> None:
-    found = bytecode(tmp_path, {}, str(tmp_path))
-    assert {one.parent for one in found} == {tmp_path / "__pycache__"}
+def test_bytecode_that_is_there_is_used(tmp_path: Path) -> None:
+    """Whether it may be written or not."""
+    kept = bytecode(tmp_path)
+    assert kept.parent == tmp_path / "__pycache__"
+    assert bytecode(tmp_path, **{NOT_WRITTEN: "1"}) == kept
     assert not (tmp_path / "cache").exists()
+
+
+def test_a_cache_that_others_can_write_is_not_used(tmp_path: Path) -> None:
+    folder = tmp_path / "cache" / FOLDER
+    folder.mkdir(parents=True)
+    folder.chmod(0o770)
+    assert not bytecode(tmp_path, **{NOT_WRITTEN: "1"}).exists()
+    assert not list(folder.iterdir())
+
+
+def test_without_a_cache_all_is_as_before(tmp_path: Path) -> None:
+    (tmp_path / "cache").touch()
+    assert not bytecode(tmp_path, **{NOT_WRITTEN: "1"}).exists()
