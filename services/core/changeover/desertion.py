@@ -10,6 +10,11 @@ from dataclasses import dataclass
 
 FAREWELL_WAIT_S = 2.0
 """After a `Farewell`: the record that the other member followed is on its way here, too."""
+UNFINISHED_WAIT_S = 0.3
+"""After the loss of a member amid a change: what the change still needs of the others comes sooner.
+
+What it needs of the lost one never comes.
+"""
 ALONE_WAIT_S = 15.0
 """After the loss of a member: longer than a lease takes to end, and a change-over."""
 
@@ -26,6 +31,10 @@ class Desertion:
     def lost_member(self) -> bool:
         """Whether a member of the own group was lost: what is in flight does not come back."""
         return self._lost_s is not None
+
+    def ends_no_change(self, now_s: float) -> bool:
+        """Whether a change that is not over by now never will be in this configuration."""
+        return self._lost_s is not None and now_s - self._lost_s > UNFINISHED_WAIT_S
 
     @property
     def waiting(self) -> bool:

@@ -43,6 +43,7 @@ from services.core.planner.configuration_events import (
 MOVES_PER_TURN = 64
 FAILURES_MAX = 3
 BUSY = "another change is being prepared here; try again"
+UNFINISHED = "the last change cannot be finished: the connection to a member is lost"
 NO_ROOM = "the parameters of the returning layers leave no room for KV"
 
 
@@ -119,6 +120,20 @@ class Preparation:
         if self._now is not None and self._now.attempt == attempt:
             self._undo()
 
+    def outdate(self, new: Configuration) -> None:
+        """`new` is committed: an attempt that waits for the last change cannot be any more.
+
+        A later one may be asked for at once. One of the change after `new` goes on waiting.
+        """
+        if self._next is not None and self._next.new.epoch <= new.epoch:
+            self._next = None
+
+    def refuse_waiting(self) -> None:
+        """The last change is never over here, so no attempt can wait for its end."""
+        if self._next is not None:
+            self._context.commands.append(EndPreparation(self._next.attempt, UNFINISHED))
+            self._next = None
+
     def ready_before(self, new: Configuration) -> Configuration | None:
         """What is ready here and older than `new`: it may have been committed unheard."""
         now = self._now
@@ -130,8 +145,7 @@ class Preparation:
         """A change is carried out: keep what was prepared if it fits, or else abort it.
 
         It fits if this worker runs the prepared layers in `new`. `new` may be a later change: a
-        member of the prepared groups was lost before this worker entered them. A preparation of the
-        change after `new` goes on waiting.
+        member of the prepared groups was lost before this worker entered them.
         """
         now = self._now
         if now is not None:
@@ -139,8 +153,6 @@ class Preparation:
             if not ready:
                 self._undo()
         self._now = None
-        if self._next is not None and self._next.new.epoch <= new.epoch:
-            self._next = None
 
     # --- answers
 

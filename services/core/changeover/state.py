@@ -358,12 +358,16 @@ class Changeover:
             for peer in sorted(passed.members - {new.worker_id}):
                 self._context.commands.append(words.SendFrame(peer, frames.Passed(), passed.own))
         self._next = new
+        self._preparation.outdate(new)
         timeout_s = DRAIN_TIMEOUT_S if self._context.leads else DRAINED_TIMEOUT_S
         self._drain_until_s = event.now_s + timeout_s
 
     def _take_turn(self, event: words.TurnTaken) -> None:
         if self._next is None and self._lost.desertion.leave(event.now_s):
             self._leave_group()
+        unfinished = self._next is None and not self.settled
+        if unfinished and self._lost.desertion.ends_no_change(event.now_s):
+            self._preparation.refuse_waiting()
         self._preparation.advance(self.settled)
         if self._next is not None and self._is_drained(self._next, event.now_s):
             self._end_configuration(self._next)

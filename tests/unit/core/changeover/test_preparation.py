@@ -5,8 +5,9 @@ import pytest
 from services.core.changeover import preparation
 from services.core.changeover import vocabulary as words
 from services.core.changeover.configuration import GroupStages
+from services.core.changeover.desertion import UNFINISHED_WAIT_S
 from services.core.changeover.frames import Capacity
-from services.core.changeover.preparation import BUSY, NO_ROOM
+from services.core.changeover.preparation import BUSY, NO_ROOM, UNFINISHED
 from services.core.groups.layer_map import Stage
 from tests.support.changeover_scenes import restoring
 from tests.support.changeover_script import LAYERS, Script, groups
@@ -55,6 +56,60 @@ def test_one_attempt_at_a_time(begun: bool) -> None:
     assert refusals(script.go_on("a")) == [None]
     assert refusals(script.do("a", words.PreparationAsked("u", groups(2, "ab")))) == [BUSY]
     assert not script.members["a"].busy, "a member that is ready needs no turns"
+
+
+def test_an_attempt_that_a_commit_has_outdated_is_in_nobodys_way() -> None:
+    """As where a member dies while its group is made anew, before the others have entered it.
+
+    The survivors are asked for their layers as soon as they have groups of their own.
+    """
+    script = Script("ab")
+    script.hear(groups(1, "a", "b"))
+    script.settle()
+    script.hear(groups(2, "ab"))
+    script.do("b", words.PreparationAsked("made anew", groups(3, "ab")))
+    alone = (GroupStages("g-b", 3, (Stage("b", LAYERS // 2, LAYERS),)),)
+    script.hear(alone, "b")
+    assert not refusals(script.do("b", words.PreparationAsked("restored", groups(4, "b"))))
+    script.settle()
+    assert script.steps["b"] == words.ConnectMembers("restored")
+
+
+def cut_amid_a_merge() -> Script:
+    """ "b" and "c" have lost "a", of whose requests they have yet to get the KV."""
+    script = Script("abc")
+    script.hear(groups(1, "a", "b", "c"))
+    script.settle()
+    for leader in "abc":
+        script.ask(leader, f"of {leader}", 6)
+        script.launch(leader)
+    script.stopped |= {("a", "b"), ("a", "c")}
+    script.hear(groups(2, "abc"))
+    script.settle()
+    assert not script.members["b"].settled
+    script.lose("a")
+    return script
+
+
+def test_a_change_that_a_loss_keeps_from_ending_holds_no_attempt_up() -> None:
+    script = cut_amid_a_merge()
+    script.do("b", words.PreparationAsked("again", groups(3, "abc")))
+    assert refusals(script.turn("b")) == [], "what the others owe may still come"
+    script.now_s += UNFINISHED_WAIT_S + 0.01
+    assert refusals(script.turn("b")) == [UNFINISHED]
+    script.do("b", words.PreparationAsked("and again", groups(3, "abc")))
+    assert refusals(script.turn("b")) == [UNFINISHED]
+
+
+def test_an_attempt_waits_for_a_configuration_that_follows_the_loss() -> None:
+    script = cut_amid_a_merge()
+    alone = (GroupStages("g-b", 3, (Stage("b", 1, 2),)),)
+    script.now_s += UNFINISHED_WAIT_S + 0.01
+    script.hear(alone, "b")
+    commands = script.do("b", words.PreparationAsked("restored", groups(4, "b")))
+    script.settle()
+    assert not refusals(commands)
+    assert script.steps["b"] == words.ConnectMembers("restored")
 
 
 def test_a_member_that_cannot_be_reached_is_named() -> None:
