@@ -149,7 +149,9 @@ class Driver:
         """A worker has reported; the group that it is in may be in trouble."""
         before = self._memory.heard(report.worker_id)
         self._memory.report(report)
-        self._note_hung(report, before is not None and before.report.engine_hung)
+        heard = self._memory.heard(report.worker_id)
+        if heard is not None and heard.report is report:
+            self._note_hung(report, before.report if before is not None else None)
         engine = report.engine
         if engine.trouble:
             group_id = self._group_of(report.worker_id)
@@ -165,12 +167,18 @@ class Driver:
                 )
             )
 
-    def _note_hung(self, report: MemoryReport, before: bool) -> None:
-        """The engine of a worker may have begun to stand still, or to go on."""
+    def _note_hung(self, report: MemoryReport, before: MemoryReport | None) -> None:
+        """The engine of a worker may have begun to stand still, or to go on.
+
+        `before`: the last report; None if none is known since the worker has registered.
+        """
         name, hung = report.worker_id, report.engine_hung
-        if hung == before:
+        knew = before is not None and before.incarnation == report.incarnation
+        was_hung = before is not None and before.engine_hung
+        if knew and hung == was_hung:
             return
-        log.warning("the engine of %s %s", name, "stands still" if hung else "goes on")
+        if hung != was_hung:
+            log.warning("the engine of %s %s", name, "stands still" if hung else "goes on")
         self._apply(EngineHung(monotonic_s(), name, report.incarnation, hung))
 
     async def reconfigure(

@@ -209,7 +209,12 @@ class Script:
     def _end_transfer(self) -> bool:
         if not (self.sending and self.transfers_run):
             return False
-        transfer_id, command = self.sending.popitem()
+        self.end_transfer(next(reversed(self.sending)))
+        return True
+
+    def end_transfer(self, transfer_id: str) -> None:
+        """KV that was sent has arrived, if both ends are still in that epoch."""
+        command = self.sending.pop(transfer_id)
         source, peer = command.transfer.source, command.transfer.destination
         epoch = int(transfer_id.split("/")[0])
         ends = [name for name in (source, peer) if name in self.members]
@@ -217,7 +222,6 @@ class Script:
         for name in ends:
             sent = words.KvSent(transfer_id) if name == source else words.KvArrived(transfer_id)
             self.do(name, sent if intact else words.KvFailed(transfer_id))
-        return True
 
     def _handle(self, name: str, event: words.Event) -> list[words.Command]:
         found: list[words.Command] = []

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 FAREWELL_WAIT_S = 2.0
 """After a `Farewell`: the record that the other member followed is on its way here, too."""
 UNFINISHED_WAIT_S = 0.3
-"""After the loss of a member amid a change: what the change still needs of the others comes sooner.
+"""After the loss of a member amid a change: what its group still needs of the others comes sooner.
 
 What it needs of the lost one never comes.
 """

@@ -120,13 +120,13 @@ class Preparation:
         if self._now is not None and self._now.attempt == attempt:
             self._undo()
 
-    def outdate(self, new: Configuration) -> None:
-        """`new` is committed: an attempt that waits for the last change cannot be any more.
+    def outdate(self) -> None:
+        """A configuration is committed: an attempt that waits for the last change is over.
 
-        A later one may be asked for at once. One of the change after `new` goes on waiting.
+        It starts from an older configuration, whatever its epoch: that is above those of all groups
+        that it would change, and the committed one above that of this worker's group alone.
         """
-        if self._next is not None and self._next.new.epoch <= new.epoch:
-            self._next = None
+        self._next = None
 
     def refuse_waiting(self) -> None:
         """The last change is never over here, so no attempt can wait for its end."""

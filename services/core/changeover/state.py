@@ -195,6 +195,14 @@ class Changeover:
         return not settled or not self._unclaimed.settled
 
     @property
+    def _group_waits(self) -> bool:
+        """Whether the last change is not over in the own group; what is left may be of others."""
+        if self._next is not None or self.settled:
+            return False
+        settled = self._takeover.settled and self._handover.settled and self._moves.settled
+        return not (settled and self._unclaimed.leader_is_through)
+
+    @property
     def settled(self) -> bool:
         """Whether the last change is wholly over, so that another one may be prepared."""
         return self.phase is MemberPhase.SERVING
@@ -358,15 +366,14 @@ class Changeover:
             for peer in sorted(passed.members - {new.worker_id}):
                 self._context.commands.append(words.SendFrame(peer, frames.Passed(), passed.own))
         self._next = new
-        self._preparation.outdate(new)
+        self._preparation.outdate()
         timeout_s = DRAIN_TIMEOUT_S if self._context.leads else DRAINED_TIMEOUT_S
         self._drain_until_s = event.now_s + timeout_s
 
     def _take_turn(self, event: words.TurnTaken) -> None:
         if self._next is None and self._lost.desertion.leave(event.now_s):
             self._leave_group()
-        unfinished = self._next is None and not self.settled
-        if unfinished and self._lost.desertion.ends_no_change(event.now_s):
+        if self._group_waits and self._lost.desertion.ends_no_change(event.now_s):
             self._preparation.refuse_waiting()
         self._preparation.advance(self.settled)
         if self._next is not None and self._is_drained(self._next, event.now_s):

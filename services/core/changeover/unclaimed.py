@@ -25,6 +25,11 @@ class Unclaimed:
         """Whether this member has nothing left to say, and no KV that may be another group's."""
         return not self._to_tell and not self._kv.has_unclaimed
 
+    @property
+    def leader_is_through(self) -> bool:
+        """Whether the leader of the own group has all that it moves."""
+        return self._context.leader in self._through
+
     def enter(self) -> None:
         """Begin the present configuration."""
         self._through.clear()

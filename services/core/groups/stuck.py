@@ -73,15 +73,13 @@ class Stuck:
                 del entries[group_id]
 
     def _note_hung(self, records: Records, event: EngineHung) -> None:
-        if event.hung:
-            self._hung[event.worker_id] = event.incarnation
-        elif self._hung.get(event.worker_id) == event.incarnation:
-            del self._hung[event.worker_id]
-        self._hung = {
-            name: incarnation
-            for name, incarnation in self._hung.items()
-            if name in records.workers and records.workers[name].incarnation == incarnation
-        }
+        worker = records.workers.get(event.worker_id)
+        if worker is not None and worker.incarnation == event.incarnation:
+            self._hung.pop(event.worker_id, None)
+            if event.hung:
+                self._hung[event.worker_id] = event.incarnation
+        for name in self._hung.keys() - records.workers.keys():
+            del self._hung[name]
 
     def _hung_of(self, processes: Iterable[tuple[str, str]]) -> list[str]:
         """The workers among these (id, incarnation) whose engines stand still."""

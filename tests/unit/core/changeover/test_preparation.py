@@ -58,16 +58,17 @@ def test_one_attempt_at_a_time(begun: bool) -> None:
     assert not script.members["a"].busy, "a member that is ready needs no turns"
 
 
-def test_an_attempt_that_a_commit_has_outdated_is_in_nobodys_way() -> None:
-    """As where a member dies while its group is made anew, before the others have entered it.
+@pytest.mark.parametrize(("members", "epoch"), [("ab", 3), ("abc", 10)])
+def test_an_attempt_that_a_commit_has_outdated_is_in_nobodys_way(members: str, epoch: int) -> None:
+    """As where a member dies while its group is made anew, or is to merge with one of high epochs.
 
     The survivors are asked for their layers as soon as they have groups of their own.
     """
-    script = Script("ab")
+    script = Script("abc")
     script.hear(groups(1, "a", "b"))
     script.settle()
     script.hear(groups(2, "ab"))
-    script.do("b", words.PreparationAsked("made anew", groups(3, "ab")))
+    script.do("b", words.PreparationAsked("outdated", groups(epoch, members)))
     alone = (GroupStages("g-b", 3, (Stage("b", LAYERS // 2, LAYERS),)),)
     script.hear(alone, "b")
     assert not refusals(script.do("b", words.PreparationAsked("restored", groups(4, "b"))))
@@ -99,6 +100,34 @@ def test_a_change_that_a_loss_keeps_from_ending_holds_no_attempt_up() -> None:
     assert refusals(script.turn("b")) == [UNFINISHED]
     script.do("b", words.PreparationAsked("and again", groups(3, "abc")))
     assert refusals(script.turn("b")) == [UNFINISHED]
+
+
+def test_an_attempt_waits_for_what_another_group_of_the_split_has_to_fetch() -> None:
+    """The lost connection is not needed for that, so both members wait for its end."""
+    script = Script("abcd", blocks=64)
+    script.hear(groups(1, "abcd"))
+    script.settle()
+    for number in range(4):
+        script.ask("a", f"r{number}", 6)
+    script.launch("a")
+    script.settle()
+    script.transfers_run = False
+    script.hear(groups(2, "ab", "cd"))
+    script.settle()
+    while arriving := [t for t, one in script.sending.items() if one.transfer.destination in "ab"]:
+        for transfer in arriving:
+            script.end_transfer(transfer)
+        script.settle()
+    script.stopped |= {("a", "b"), ("b", "a")}
+    for name, lost in ("ab", "ba"):
+        script.do(name, words.PeersLost(script.now_s, frozenset(lost)))
+        script.do(name, words.PreparationAsked("again", groups(3, "ab")))
+    script.now_s += UNFINISHED_WAIT_S + 0.01
+    assert not [refusal for name in "ab" for refusal in refusals(script.turn(name))]
+    assert not script.members["a"].settled, "c has yet to fetch KV from a"
+    script.transfers_run = True
+    script.settle()
+    assert [script.steps[name] for name in "ab"] == [words.ConnectMembers("again")] * 2
 
 
 def test_an_attempt_waits_for_a_configuration_that_follows_the_loss() -> None:
@@ -221,14 +250,19 @@ def test_what_was_prepared_is_used() -> None:
         assert script.members[name].planner.pool.usable == 8
 
 
-@pytest.mark.parametrize("epoch", [2, 3])
-def test_an_attempt_for_a_later_change_waits_on(epoch: int) -> None:
+@pytest.mark.parametrize("later", [False, True])
+def test_an_attempt_for_a_later_change_waits_on(later: bool) -> None:
+    """It was asked for after the commit of the change that this member has yet to enter."""
     script = Script("ab")
     script.hear(groups(1, "a", "b"), "a")
-    script.do("a", words.PreparationAsked("t", groups(epoch, "ab")))
-    script.hear(groups(2, "a"), "a")
+    asked, commit = words.PreparationAsked("t", groups(3, "ab")), groups(2, "a")
+    if not later:
+        script.do("a", asked)
+    script.hear(commit, "a")
+    if later:
+        script.do("a", asked)
     script.settle()
-    assert ("a" in script.steps) is (epoch == 3)
+    assert ("a" in script.steps) is later
 
 
 def test_a_stage_with_room_for_what_returns_gives_no_block_up() -> None:

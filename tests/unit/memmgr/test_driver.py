@@ -1,0 +1,84 @@
+from dataclasses import replace
+from typing import Any, cast
+
+import pytest
+
+from services.core.groups.coordinator import CoordinatorState
+from services.core.groups.vocabulary import EngineHung, Event
+from services.core.report import EngineReport, Load
+from services.memmgr.driver import Driver
+from services.memmgr.worker_memory import MemoryView
+from tests.support.reports import memory_report
+
+UNUSED = cast(Any, None)
+
+
+class Heard(CoordinatorState):
+    """Takes events and decides nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.events: list[Event] = []
+
+    def handle(self, event: Event) -> list[Any]:
+        self.events.append(event)
+        return []
+
+
+class Worker:
+    """Reports of one worker to a memory manager."""
+
+    def __init__(self) -> None:
+        self.memory, self.state = MemoryView(), Heard()
+        self.driver = Driver(self.state, UNUSED, UNUSED, self.memory)
+        self.register("i1")
+
+    def register(self, incarnation: str) -> None:
+        """Register this process alone; none for ""."""
+        self.memory.set_registered({"w": incarnation} if incarnation else {})
+
+    def tell(self, hung: bool, incarnation: str = "i1") -> list[tuple[str, bool]]:
+        """Which events a report leads to."""
+        self.state.events.clear()
+        report = memory_report("w", EngineReport(Load(0, 0, 4, 0)), incarnation)
+        self.driver.note_report(replace(report, engine_hung=hung))
+        told = [one for one in self.state.events if isinstance(one, EngineHung)]
+        return [(one.incarnation, one.hung) for one in told]
+
+
+def test_that_an_engine_stands_still_is_told_when_it_begins_and_when_it_ends() -> None:
+    worker = Worker()
+    assert worker.tell(False) == [("i1", False)]
+    assert [worker.tell(hung) for hung in (False, True, True, False, False)] == [
+        [],
+        [("i1", True)],
+        [],
+        [("i1", False)],
+        [],
+    ]
+
+
+def test_a_worker_that_registers_again_tells_anew_how_its_engine_is() -> None:
+    """Its lease ended while its engine stood still, and the engine has gone on."""
+    worker = Worker()
+    worker.tell(True)
+    worker.register("")
+    worker.register("i1")
+    assert worker.tell(False) == [("i1", False)]
+
+
+def test_a_report_of_a_worker_that_is_not_registered_tells_nothing(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    worker = Worker()
+    worker.register("")
+    assert worker.tell(True) == worker.tell(True) == []
+    assert not caplog.records
+
+
+def test_a_late_report_of_a_former_process_tells_nothing() -> None:
+    worker = Worker()
+    worker.register("i2")
+    assert worker.tell(True, "i2") == [("i2", True)]
+    assert worker.tell(False, "i1") == []
+    assert worker.tell(True, "i2") == []
