@@ -23,6 +23,8 @@ from tideserve.cli.process import Program, child_environment
 GIVEN_TIMEOUT_S = 3.0
 STOP_GRACE_S = 5.0
 PROBE_TIMEOUT_S = 1.0
+HISTORY = "10m"
+"""So long etcd remembers what was. A service that has stood still for longer reads all anew."""
 
 
 def check_given_etcd(access: Mapping[str, Any]) -> None:
@@ -90,7 +92,7 @@ def private_etcd(binary: EtcdBinary, folder: ClusterFolder) -> tuple[Program, st
         *("--initial-advertise-peer-urls", peer_url),
         *("--initial-cluster", f"tideserve={peer_url}"),
         *("--auto-compaction-mode", "periodic"),
-        *("--auto-compaction-retention", "1h"),
+        *("--auto-compaction-retention", HISTORY),
         *("--logger", "zap"),
         *("--log-level", "warn"),
         *binary.checks,
