@@ -223,8 +223,8 @@ class WorkerConfig(SchedulingConfig):
     engine_unready_s: float = number(
         10.0,
         "Seconds without a sign of life after which an engine gets no new requests. After half of"
-        " them its requests go on at another worker. One of tideserve gives signs also while an"
-        " iteration runs; vLLM may be silent for ten times as long as it was lately.",
+        " them, and 1.5 s, its requests go on at another worker. One of tideserve gives signs also"
+        " while an iteration runs; vLLM may be silent for ten times as long as it was lately.",
         minimum=1,
         maximum=3600,
     )

@@ -190,17 +190,19 @@ class Changeover:
     @property
     def _moving(self) -> bool:
         """Whether requests or KV of the present configuration's change still move."""
-        settled = self._takeover.settled and self._handover.settled
-        settled = settled and self._moves.settled and self._kv.settled
-        return not settled or not self._unclaimed.settled
+        return not (self._has_all and self._kv.settled and self._unclaimed.settled)
+
+    @property
+    def _has_all(self) -> bool:
+        """Whether every request has found its leader, and KV that is moved here is here."""
+        return self._takeover.settled and self._handover.settled and self._moves.settled
 
     @property
     def _group_waits(self) -> bool:
         """Whether the last change is not over in the own group; what is left may be of others."""
         if self._next is not None or self.settled:
             return False
-        settled = self._takeover.settled and self._handover.settled and self._moves.settled
-        return not (settled and self._unclaimed.leader_is_through)
+        return not (self._has_all and self._unclaimed.leader_is_through)
 
     @property
     def settled(self) -> bool:
@@ -373,7 +375,7 @@ class Changeover:
     def _take_turn(self, event: words.TurnTaken) -> None:
         if self._next is None and self._lost.desertion.leave(event.now_s):
             self._leave_group()
-        if self._group_waits and self._lost.desertion.ends_no_change(event.now_s):
+        if self._lost.desertion.ends_no_change(event.now_s) and self._group_waits:
             self._preparation.refuse_waiting()
         self._preparation.advance(self.settled)
         if self._next is not None and self._is_drained(self._next, event.now_s):
@@ -386,7 +388,7 @@ class Changeover:
             self._handover.clear_shelf()
         if not self._takeover.waiting:
             self._moves.advance()
-            if self._takeover.settled and self._handover.settled and self._moves.settled:
+            if self._has_all:
                 self._unclaimed.tell(self._lost.left)
         self._capacity.answer()
         self._kv.sweep()

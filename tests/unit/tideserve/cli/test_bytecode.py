@@ -53,7 +53,8 @@ def test_what_cannot_be_written_beside_the_sources_is_in_the_cache(
     (tmp_path / "sources" / "not_imported.py").touch()
     monkeypatch.syspath_prepend(tmp_path / "sources")
     monkeypatch.setenv("TIDESERVE_CACHE", str(tmp_path / "cache"))
-    monkeypatch.delenv(PREFIX, raising=False)
+    monkeypatch.setenv(PREFIX, "")  # as if unset, and what is set is taken back
+    monkeypatch.delenv(NOT_WRITTEN, raising=False)
     for name, value in (("dont_write_bytecode", False), ("pycache_prefix", None)):
         monkeypatch.setattr(sys, name, value)
     # Root may write everywhere.
