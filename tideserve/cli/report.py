@@ -118,17 +118,21 @@ class Report:
             self.line(f"  done{took}")
 
     def box(self, title: str, rows: list[tuple[str, str]]) -> None:
-        """Print the rows between two rules; without bars at the sides, commands can be copied."""
+        """Print the rows between two rules; without bars at the sides, commands can be copied.
+
+        All in one write: whoever waits for the title in a log finds the rows there, too.
+        """
         width = max(len(name) for name, _ in rows)
-        if self.fancy:
-            self.console.rule(f"[bold green]{escape(title)}", style="green", align="left")
-        else:
-            self.line(f"--- {title}")
-        for name, text in rows:
-            self.console.print(
-                f"[bold]{escape(name.ljust(width))}[/]  {escape(text)}", soft_wrap=True
-            )
-        if self.fancy:
-            self.console.rule(style="green")
-        else:
-            self.line("---")
+        with self.console:
+            if self.fancy:
+                self.console.rule(f"[bold green]{escape(title)}", style="green", align="left")
+            else:
+                self.line(f"--- {title}")
+            for name, text in rows:
+                self.console.print(
+                    f"[bold]{escape(name.ljust(width))}[/]  {escape(text)}", soft_wrap=True
+                )
+            if self.fancy:
+                self.console.rule(style="green")
+            else:
+                self.line("---")

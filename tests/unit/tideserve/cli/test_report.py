@@ -1,0 +1,32 @@
+"""What a command prints, as whoever reads its log while it is written sees it."""
+
+import io
+
+import pytest
+
+from tideserve.cli.report import Report
+
+
+class Recorder(io.StringIO):
+    """A stream that keeps each write by itself."""
+
+    def __init__(self, terminal: bool) -> None:
+        super().__init__()
+        self.writes: list[str] = []
+        self._terminal = terminal
+
+    def write(self, text: str) -> int:
+        self.writes.append(text)
+        return len(text)
+
+    def isatty(self) -> bool:
+        return self._terminal
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_a_reader_of_the_log_who_finds_the_title_of_a_box_finds_its_rows(terminal: bool) -> None:
+    stream = Recorder(terminal)
+    Report(stream).box("it is ready", [("URL", "http://here"), ("Stop", "Ctrl-C")])
+    [write] = [text for text in stream.writes if "it is ready" in text]
+    assert "http://here" in write
+    assert "Ctrl-C" in write
