@@ -1,5 +1,6 @@
 """What metrics each service exports, asked from the code that exports them."""
 
+import asyncio
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -96,7 +97,7 @@ def _memmgr() -> MemmgrCollector:
     driver = SimpleNamespace(leads=True, groups=(group,), changes=ChangeCount())
     watch = SimpleNamespace(decided=dict.fromkeys(Action, 0))
     watch.shortfalls = {"m": 0}
-    return MemmgrCollector(cast(Any, driver), MemoryView(), cast(Any, watch))
+    return MemmgrCollector(cast(Any, driver), MemoryView(asyncio.Event()), cast(Any, watch))
 
 
 def _worker() -> WorkerCollector:

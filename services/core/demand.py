@@ -1,6 +1,10 @@
 """Demand that waits at the scheduler, as the memory manager learns it."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
+
+RATE_RISE = 1.1
+"""A rate of arrivals is news if it is so many times the one that was told."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,3 +31,18 @@ class ModelDemand:
         assert self.model == other.model
         names = [one.name for one in fields(self) if one.name != "model"]
         return replace(self, **{name: getattr(self, name) + getattr(other, name) for name in names})
+
+
+def is_news(told: Iterable[ModelDemand], demands: Iterable[ModelDemand]) -> bool:
+    """Whether the memory manager must learn of `demands` at once, after what it was `told`.
+
+    A rate of arrivals moves with every request and as time passes: only a higher one is urgent.
+    """
+    before, now = ({one.model: one for one in each} for each in (told, demands))
+    for model in before.keys() | now.keys():
+        was, one = (each.get(model) or ModelDemand(model) for each in (before, now))
+        if replace(was, arriving_tokens_per_s=one.arriving_tokens_per_s) != one:
+            return True
+        if one.arriving_tokens_per_s > RATE_RISE * was.arriving_tokens_per_s:
+            return True
+    return False

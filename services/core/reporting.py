@@ -1,53 +1,71 @@
 """When a worker reports and what it numbers; the worker and the simulator drive it.
 
-A change is reported at once, those soon after a report together in the next one, and there is a
+A change that somebody decides by is reported at once, those soon after a report together in the
+next one. What every iteration moves a little, the use of KV blocks, can wait longer. There is a
 report now and then without any change. A report of what has been told already is left out.
 """
 
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from enum import IntEnum
+from operator import attrgetter
 
 from services.core.prefix.dropped_prefixes import DROPPED_MAX
-from services.core.report import Load, LoadReport
+from services.core.report import Load, LoadReport, MemoryReport
 
 RECEIVED_IDS_MAX = 10_000
+TIGHT_SHARE = 0.25
+"""If less than this share of an engine's blocks is free, each change of it may decide something."""
+
+
+class ReportNews(IntEnum):
+    """What a report would tell; the higher one is told sooner."""
+
+    NONE = 0
+    MINOR = 1
+    MAJOR = 2
 
 
 @dataclass(slots=True)
 class ReportRhythm:
     """When the next report of a stream is due; the first one is at once.
 
-    Two reports are `pause_s` apart at least, and `heartbeat_s` at most.
+    Two reports are `pause_s` apart at least, `minor_pause_s` if there is minor news alone, and
+    `heartbeat_s` at most.
     """
 
     pause_s: float
     heartbeat_s: float
-    _changed: bool = False
+    minor_pause_s: float = 0.0
+    _news: ReportNews = ReportNews.NONE
     _last_s: float = -math.inf
 
     @property
     def due_s(self) -> float:
         """When the next report is due, if nothing changes until then."""
-        return self._last_s + self.pause_s if self._changed else self.heartbeat_due_s
+        if self._news is ReportNews.NONE:
+            return self.heartbeat_due_s
+        minor = self._news is ReportNews.MINOR
+        return self._last_s + (max(self.pause_s, self.minor_pause_s) if minor else self.pause_s)
 
     @property
     def heartbeat_due_s(self) -> float:
         """When the next report would be due without a change."""
         return self._last_s + self.heartbeat_s
 
-    def note_change(self) -> bool:
+    def note_change(self, news: ReportNews = ReportNews.MAJOR) -> bool:
         """What is reported has changed; returns whether that alters when a report is due."""
-        was, self._changed = self._changed, True
-        return not was
+        was, self._news = self._news, max(self._news, news)
+        return self._news is not was
 
     def passed(self, now_s: float) -> None:
         """A report was sent, or left out since the reporter may not speak."""
-        self._changed, self._last_s = False, now_s
+        self._news, self._last_s = ReportNews.NONE, now_s
 
     def unchanged(self) -> None:
         """What is reported is as it was told; the next heartbeat is due when it was."""
-        self._changed = False
+        self._news = ReportNews.NONE
 
 
 @dataclass(slots=True)
@@ -105,13 +123,23 @@ class LoadReporting:
         """What was told does not count: the reader is another one, or may have forgotten it."""
         self._known = None
 
-    def has_news(self, epoch: int, load: Load) -> bool:
-        """Whether a report of the stream would say what it has not said."""
-        return bool(self._received or self._dropped) or self._known != (epoch, load)
+    def note_change(self, epoch: int, load: Load) -> bool:
+        """The load may have changed; returns whether that alters when a report is due."""
+        return self.rhythm.note_change(self.news(epoch, load))
+
+    def news(self, epoch: int, load: Load) -> ReportNews:
+        """What a report of the stream would say that it has not said."""
+        known = self._known
+        if self._received or known is None or known[0] != epoch:
+            return ReportNews.MAJOR
+        if _DISPATCHED_BY(known[1]) != _DISPATCHED_BY(load):
+            return ReportNews.MAJOR
+        moved = _BLOCKS(known[1]) != _BLOCKS(load)
+        return ReportNews.MINOR if moved or self._dropped else ReportNews.NONE
 
     def due(self, epoch: int, load: Load, now_s: float) -> LoadReport | None:
         """The next report of the stream, None if it would say nothing new and is no heartbeat."""
-        if self.has_news(epoch, load) or now_s >= self.rhythm.heartbeat_due_s:
+        if self.news(epoch, load) or now_s >= self.rhythm.heartbeat_due_s:
             return self.next(epoch, load, now_s)
         self.rhythm.unchanged()
         return None
@@ -124,3 +152,29 @@ class LoadReporting:
         self._dropped_reported, self._dropped = self._dropped, []
         self.rhythm.passed(now_s)
         return report
+
+
+def memory_news(told: MemoryReport | None, report: MemoryReport) -> ReportNews:
+    """What a worker's report would tell the memory manager after that which it has `told`."""
+    if told is None or _DECIDED_BY(told) != _DECIDED_BY(report):
+        return ReportNews.MAJOR
+    load = report.engine.load
+    free = load.kv_blocks_free + load.kv_blocks_yielding
+    tight = load.waiting > 0 or free < TIGHT_SHARE * load.kv_blocks_total
+    return ReportNews.MAJOR if tight else ReportNews.MINOR
+
+
+_BLOCKS = attrgetter("kv_blocks_free", "kv_blocks_batch")
+_DISPATCHED_BY = attrgetter(
+    *("running", "waiting", "kv_blocks_wanted", "kv_blocks_total", "batch_running"),
+    *("batch_waiting", "batch_yields", "prefill_tokens"),
+    *("prefix_queries_total", "prefix_hits_total"),
+)
+"""What the scheduler is told of a load, but for the blocks in use."""
+_DECIDED_BY = attrgetter(
+    *("incarnation", "pids", "engine_hung", "engine.epoch", "engine.unsettled"),
+    *("engine.trouble", "engine.parameter_bytes", "engine.load.running", "engine.load.waiting"),
+    *("engine.load.kv_blocks_wanted", "engine.load.kv_blocks_total"),
+    *("engine.load.batch_running", "engine.load.batch_waiting", "engine.load.batch_yields"),
+)
+"""What groups are changed by, but for the blocks in use; all else is sums, for people."""

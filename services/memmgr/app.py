@@ -53,8 +53,8 @@ async def _serve(
     config: MemmgrConfig, store: Store, stop: asyncio.Event, incarnation: str, tracer: Tracer | None
 ) -> None:
     transport = transport_of(config)
-    memory = MemoryView()
-    demand = DemandView()
+    news = asyncio.Event()  # of memory or demand, for the watch
+    memory, demand = MemoryView(news), DemandView(news)
     protocol = ProtocolConfig(
         prepare_timeout_s=config.prepare_timeout_s,
         backoff_s=config.backoff_s,
@@ -79,6 +79,7 @@ async def _serve(
         lambda: driver.stable_groups,
         lambda: driver.facts,
         actor.act,
+        news,
         event_log,
     )
     server = Server(

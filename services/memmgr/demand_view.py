@@ -12,13 +12,13 @@ Demands = tuple[ModelDemand, ...]
 class DemandView:
     """Keeps one report per open stream, so it is bounded by the number of schedulers.
 
-    Each report is bounded by `translate`. `changed` is set by every report; the task that waits for
-    it clears it.
+    Each report is bounded by `translate`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, news: asyncio.Event) -> None:
+        """`news` is set by every report, and at the end of a stream."""
         self._latest: dict[object, Demands] = {}
-        self.changed = asyncio.Event()
+        self._news = news
 
     @contextmanager
     def stream(self) -> Iterator["DemandStream"]:
@@ -28,12 +28,12 @@ class DemandView:
             yield stream
         finally:
             self._latest.pop(stream, None)
-            self.changed.set()
+            self._news.set()
 
     def put(self, stream: object, demands: Demands) -> None:
         """Take a report in place of the stream's last one."""
         self._latest[stream] = demands
-        self.changed.set()
+        self._news.set()
 
     def demands(self) -> Demands:
         """The demand of each model. A queue is at one scheduler only, so they add up."""

@@ -1,5 +1,6 @@
 """Watches for overload and subsided demand: feeds the monitor, logs and keeps what it decides."""
 
+import asyncio
 import logging
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
@@ -28,7 +29,9 @@ from services.core.overload.worker_facts import WorkerFacts
 from services.memmgr.demand_view import DemandView
 from services.memmgr.worker_memory import MemoryView
 
-TICK_S = 0.1
+PAUSE_S = 0.05
+"""Reports within this time are looked at together."""
+ALERT_S, CALM_S = 0.1, 0.5
 DECISIONS_MAX = 100
 OUTCOMES_MAX = 3
 
@@ -69,9 +72,10 @@ class OverloadWatch:
         groups: Callable[[], Iterable[Group]],
         facts: Callable[[], Mapping[str, WorkerFacts]],
         act: Callable[[LoggedDecision], ActionPlan | None],
+        news: asyncio.Event,
         event_log: EventLog | None = None,
     ) -> None:
-        """`groups`: those that serve.
+        """`groups`: those that serve. `news`: what the two views set.
 
         `act` begins what a decision asks for and returns the plan, or None if it is not its to do.
         """
@@ -81,15 +85,24 @@ class OverloadWatch:
         self._groups = groups
         self._facts = facts
         self._act = act
+        self._news = news
         self._event_log = event_log
         self.decisions: deque[LoggedDecision] = deque(maxlen=DECISIONS_MAX)
         self.decided: Counter[Action] = Counter()
+        self._shortfalls_before: dict[str, int] = {}
+        # It is set when the shortfalls change, and then another one takes its place.
+        self.shortfalls_changed = asyncio.Event()
 
     async def run(self) -> None:
-        """Look at every report of demand, and ten times a second, until cancelled."""
+        """Look at every report soon, and now and then without any, until cancelled.
+
+        That is ten times a second in an overload, else twice.
+        """
         while True:
-            await wait_set(self._demand.changed, TICK_S)
+            every_s = ALERT_S if self._monitor.is_alert else CALM_S
+            await wait_set(self._news, every_s - PAUSE_S)
             self.look()
+            await asyncio.sleep(PAUSE_S)
 
     @property
     def shortfalls(self) -> dict[str, int]:
@@ -102,6 +115,10 @@ class OverloadWatch:
         reports = self._memory.engines(now_s)
         self._apply(DemandReported(now_s, self._demand.demands()))
         self._apply(GroupsSeen(now_s, group_uses(self._groups(), reports, self._facts())))
+        if self.shortfalls != self._shortfalls_before:
+            self._shortfalls_before = self.shortfalls
+            changed, self.shortfalls_changed = self.shortfalls_changed, asyncio.Event()
+            changed.set()
 
     def changed_by_hand(
         self, model: str, action: Action, group_ids: Iterable[str]

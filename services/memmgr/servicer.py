@@ -1,6 +1,6 @@
 """The memory manager's gRPC service."""
 
-import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from typing import Any
@@ -8,8 +8,8 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from services.common.clock import monotonic_s
 from services.common.report import InvalidReport, to_memory_report
+from services.common.timeouts import timeout
 from services.core.groups.coordinator import ChangePhase
 from services.core.overload.action_plan import Change
 from services.core.overload.by_hand import InvalidChange, merge_of, split_of
@@ -17,7 +17,7 @@ from services.core.overload.events import Action
 from services.memmgr.change_trace import by_hand
 from services.memmgr.demand_view import DemandView
 from services.memmgr.driver import Driver
-from services.memmgr.overload_watch import TICK_S, OverloadWatch
+from services.memmgr.overload_watch import OverloadWatch
 from services.memmgr.translate import (
     to_demands,
     to_get_cluster,
@@ -75,13 +75,12 @@ class MemmgrServicer(memmgr_pb2_grpc.MemmgrServiceServicer):
     async def WatchShortfalls(
         self, request: memmgr_pb2.WatchShortfallsRequest, context: Context
     ) -> AsyncIterator[memmgr_pb2.WatchShortfallsResponse]:
-        told, told_s = None, 0.0
         while True:
-            found, now_s = self._watch.shortfalls, monotonic_s()
-            if found != told or now_s - told_s >= REPEAT_S:
-                yield memmgr_pb2.WatchShortfallsResponse(shortfalls=to_shortfalls(found))
-                told, told_s = found, now_s
-            await asyncio.sleep(TICK_S)
+            changed, found = self._watch.shortfalls_changed, self._watch.shortfalls
+            yield memmgr_pb2.WatchShortfallsResponse(shortfalls=to_shortfalls(found))
+            with contextlib.suppress(TimeoutError):
+                async with timeout(REPEAT_S):
+                    await changed.wait()
 
     async def ListGroups(
         self, request: memmgr_pb2.ListGroupsRequest, context: Context

@@ -1,5 +1,6 @@
 """The latest memory report of every registered worker."""
 
+import asyncio
 from dataclasses import dataclass
 
 from services.common.clock import monotonic_s
@@ -31,7 +32,9 @@ class HeardWorker:
 class MemoryView:
     """Keeps one report per registered worker, so it is bounded by their number."""
 
-    def __init__(self) -> None:
+    def __init__(self, news: asyncio.Event) -> None:
+        """`news` is set by every report that is taken."""
+        self._news = news
         self._registered: dict[str, str] = {}
         self._heard: dict[str, HeardWorker] = {}
 
@@ -59,6 +62,7 @@ class MemoryView:
         if settled_s is None and not report.engine.unsettled:
             settled_s = now_s
         self._heard[report.worker_id] = HeardWorker(report, now_s, served_s, settled_s)
+        self._news.set()
 
     def fresh(self, now_s: float) -> dict[str, MemoryReport]:
         """The reports of workers that are not silent, by worker."""

@@ -1,14 +1,15 @@
-"""Pushes the demand that waits here to the memory manager, on change and as a heartbeat."""
+"""Pushes the demand that waits here to the memory manager, on news and as a heartbeat."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
 
 import grpc.aio
 
+from services.common.clock import monotonic_s
 from services.common.grpc_client import Dial
 from services.common.membership import Directory
 from services.common.push import keep_pushing, wait_set
-from services.core.demand import ModelDemand
+from services.core.demand import ModelDemand, is_news
 from services.scheduler.translate import to_demand_report
 from tideserve.common.v1 import record_pb2
 from tideserve.memmgr.v1 import memmgr_pb2, memmgr_pb2_grpc
@@ -39,10 +40,15 @@ class DemandReporter:
         await keep_pushing(self._services, "memmgr", self._push, self._dial)
 
     async def _push(self, channel: grpc.aio.Channel) -> None:
-        async def reports() -> AsyncIterator[memmgr_pb2.ReportDemandRequest]:
-            while True:
-                yield to_demand_report(self._demands())
-                await wait_set(self._changed, INTERVAL_S)
-                await asyncio.sleep(PAUSE_S)
+        await memmgr_pb2_grpc.MemmgrServiceStub(channel).ReportDemand(self.reports())
 
-        await memmgr_pb2_grpc.MemmgrServiceStub(channel).ReportDemand(reports())
+    async def reports(self) -> AsyncIterator[memmgr_pb2.ReportDemandRequest]:
+        """The demand now, at every news and as a heartbeat, without end."""
+        due_s, told = 0.0, tuple[ModelDemand, ...]()
+        while True:
+            demands, now_s = self._demands(), monotonic_s()
+            if now_s >= due_s or is_news(told, demands):
+                yield to_demand_report(demands)
+                due_s, told = monotonic_s() + INTERVAL_S, demands
+            await wait_set(self._changed, due_s - monotonic_s())
+            await asyncio.sleep(PAUSE_S)

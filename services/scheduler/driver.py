@@ -5,6 +5,7 @@ import logging
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import count
 
 from services.common.clock import monotonic_s
 from services.common.event_log import EventLog
@@ -12,9 +13,17 @@ from services.common.timeouts import timeout
 from services.core.audit.record import COMMAND, EVENT
 from services.core.demand import ModelDemand
 from services.core.scheduler.state import SchedulerState
-from services.core.scheduler.vocabulary import Command, Event, GatewayGone, Snapshot, Ticked
+from services.core.scheduler.vocabulary import (
+    Command,
+    Event,
+    GatewayGone,
+    LoadReported,
+    Snapshot,
+    Ticked,
+)
 
 TICK_S = 0.1
+SNAPSHOT_TICKS = 5
 
 log = logging.getLogger(__name__)
 
@@ -78,25 +87,26 @@ class SchedulerDriver:
         self._gone: deque[tuple[float, int]] = deque()
         self._next_stream_id = 1
         self._draining = False
-        # Set after every event but the passing of time; the task that waits for it clears it.
+        # Set after what may change the demand; the task that waits for it clears it.
         self.changed = asyncio.Event()
         self.snapshot: Snapshot = state.snapshot(monotonic_s())
 
     async def run(self) -> None:
         """Let time pass in the state until cancelled."""
-        while True:
+        for tick in count(1):
             await asyncio.sleep(TICK_S)
             now_s = monotonic_s()
             while self._gone and self._gone[0][0] <= now_s:
                 _, stream_id = self._gone.popleft()
                 self.apply(GatewayGone(now_s, stream_id))
             self.apply(Ticked(now_s))
-            self.snapshot = self._state.snapshot(now_s)
+            if tick % SNAPSHOT_TICKS == 0:
+                self.snapshot = self._state.snapshot(now_s)
 
     def apply(self, event: Event) -> None:
         """Feed one event; commands for a stream that has ended are dropped."""
         commands = self._state.handle(event)
-        if commands or not isinstance(event, Ticked):
+        if commands or not isinstance(event, Ticked | LoadReported):
             self.changed.set()
         if self._event_log is not None:
             self._event_log.append(EVENT, [event])

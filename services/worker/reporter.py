@@ -11,15 +11,15 @@ from services.common.membership import Directory
 from services.common.push import keep_pushing, wait_set
 from services.common.report import load_message, memory_message
 from services.core.report import MemoryReport
-from services.core.reporting import LoadReporting, ReportRhythm
+from services.core.reporting import LoadReporting, ReportNews, ReportRhythm, memory_news
 from services.worker.engine_client import EngineClient
 from services.worker.ipc import EngineReady
 from tideserve.common.v1 import load_pb2, record_pb2
 from tideserve.memmgr.v1 import memmgr_pb2, memmgr_pb2_grpc
 from tideserve.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 
-LOAD_PAUSE_S, LOAD_INTERVAL_S = 0.005, 0.5
-MEMORY_PAUSE_S, MEMORY_INTERVAL_S = 0.1, 1.0
+LOAD_PAUSE_S, LOAD_MINOR_PAUSE_S, LOAD_INTERVAL_S = 0.005, 0.1, 0.5
+MEMORY_PAUSE_S, MEMORY_MINOR_PAUSE_S, MEMORY_INTERVAL_S = 0.1, 0.5, 1.0
 
 
 class ReportSender:
@@ -45,10 +45,12 @@ class ReportSender:
         self._epoch = epoch
         self._pids = pids
         self._dial = dial
-        load_rhythm = ReportRhythm(LOAD_PAUSE_S, LOAD_INTERVAL_S)
+        load_rhythm = ReportRhythm(LOAD_PAUSE_S, LOAD_INTERVAL_S, LOAD_MINOR_PAUSE_S)
         self._loads = LoadReporting(worker_id, incarnation, load_rhythm)
         self._load_due = _Due(load_rhythm)
-        self._memory_due = _Due(ReportRhythm(MEMORY_PAUSE_S, MEMORY_INTERVAL_S))
+        memory_rhythm = ReportRhythm(MEMORY_PAUSE_S, MEMORY_INTERVAL_S, MEMORY_MINOR_PAUSE_S)
+        self._memory_due = _Due(memory_rhythm)
+        self._memory_told: MemoryReport | None = None
 
     async def run(self) -> None:
         """Report until cancelled."""
@@ -58,15 +60,13 @@ class ReportSender:
 
     def note_change(self) -> None:
         """Something that is reported may have changed."""
-        # Most iterations leave the load as it is: then nothing wakes up.
-        if self._loads.has_news(self._epoch(), self._engine.report.load):
-            self._load_due.note_change()
-        self._memory_due.note_change()
+        self._load_due.note(self._loads.news(self._epoch(), self._engine.report.load))
+        self._memory_due.note(memory_news(self._memory_told, self._memory()))
 
     def note_received(self, request_id: str) -> None:
         """A request has arrived, so its reservation at the scheduler can go."""
         self._loads.note_received(request_id)
-        self._load_due.note_change()
+        self._load_due.note(ReportNews.MAJOR)
 
     def note_dropped(self, thin_hashes: tuple[int, ...]) -> None:
         """The engine has dropped these from its prefix cache."""
@@ -95,7 +95,8 @@ class ReportSender:
             self._memory_due.rhythm.passed(monotonic_s())
             # Numbers of a frozen engine mean nothing; the memory manager notices the silence.
             if self._engine.responsive:
-                yield memmgr_pb2.ReportMemoryRequest(memory=memory_message(self._memory()))
+                self._memory_told = report = self._memory()
+                yield memmgr_pb2.ReportMemoryRequest(memory=memory_message(report))
             await self._memory_due.wait()
 
     async def _push_load(self, channel: grpc.aio.Channel) -> None:
@@ -125,9 +126,9 @@ class _Due:
         self.rhythm = rhythm
         self._moved = asyncio.Event()
 
-    def note_change(self) -> None:
-        """The report has changed."""
-        if self.rhythm.note_change():
+    def note(self, news: ReportNews) -> None:
+        """The report would tell this."""
+        if self.rhythm.note_change(news):
             self._moved.set()
 
     async def wait(self) -> None:

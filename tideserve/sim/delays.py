@@ -9,8 +9,8 @@ class Delays:
 
     `ask_s` from the client to the scheduler, `start_s` from there to the worker's planner,
     `token_s` from the planner to the client, `report_s` from a worker to the scheduler. A worker
-    reports a change at once, but no sooner than `report_pause_s` after its last report, and
-    `heartbeat_s` after that in any case.
+    reports a change at once, but no sooner than `report_pause_s` after its last report, one of the
+    blocks in use alone `report_minor_pause_s` after it, and `heartbeat_s` after it in any case.
     """
 
     ask_s: float = 0.002
@@ -18,4 +18,5 @@ class Delays:
     token_s: float = 0.001
     report_s: float = 0.0005
     report_pause_s: float = 0.005
+    report_minor_pause_s: float = 0.1
     heartbeat_s: float = 0.5

@@ -20,7 +20,9 @@ class LoadSender:
         self.epoch = 1
         self._simulation = simulation
         self._report = report
-        self._rhythm = ReportRhythm(delays.report_pause_s, delays.heartbeat_s)
+        self._rhythm = ReportRhythm(
+            delays.report_pause_s, delays.heartbeat_s, delays.report_minor_pause_s
+        )
         self._reporting = LoadReporting(name, name, self._rhythm)
 
     def start(self, offset_s: float) -> None:
@@ -35,7 +37,7 @@ class LoadSender:
         self.load = load
         self._reporting.note_received(*received)
         self._reporting.note_dropped(dropped)
-        if self._rhythm.note_change():
+        if self._reporting.note_change(self.epoch, load):
             self._simulation.at(max(self._rhythm.due_s, self._simulation.now_s), self._send_if_due)
 
     def tell(self) -> LoadReport:

@@ -110,6 +110,11 @@ class OverloadMonitor:
             for name, state in self._models.items()
         }
 
+    @property
+    def is_alert(self) -> bool:
+        """Whether a model was overloaded lately: a decision may be due although nothing changes."""
+        return any(state.calm_since_s is None for state in self._models.values())
+
     def numbers(self, model: str) -> Numbers:
         """The numbers of a model that groups serve, as of the last events."""
         groups = self._staying(model)

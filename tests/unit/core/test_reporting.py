@@ -2,12 +2,22 @@
 
 import math
 import random
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
+from services.core.cost.iteration_tokens import IterationTokens
 from services.core.prefix.dropped_prefixes import DROPPED_MAX
-from services.core.report import Load
-from services.core.reporting import RECEIVED_IDS_MAX, LoadReporting, ReportRhythm
+from services.core.report import EngineReport, Load, MemoryReport
+from services.core.reporting import (
+    RECEIVED_IDS_MAX,
+    LoadReporting,
+    ReportNews,
+    ReportRhythm,
+    memory_news,
+)
+from tests.support.reports import memory_report
 
 IDLE = Load(0, 0, 9, 0)
 
@@ -27,6 +37,17 @@ def test_changes_soon_after_a_report_travel_together_in_the_next() -> None:
     rhythm.passed(1.5)
     assert rhythm.due_s == 5.5
     assert rhythm.note_change() and rhythm.due_s == 2.0
+
+
+def test_minor_news_waits_for_longer_unless_there_is_other_news() -> None:
+    rhythm = ReportRhythm(0.5, 4.0, 2.0)
+    rhythm.passed(1.0)
+    assert rhythm.note_change(ReportNews.MINOR) and rhythm.due_s == 3.0
+    assert not rhythm.note_change(ReportNews.MINOR) and not rhythm.note_change(ReportNews.NONE)
+    assert rhythm.note_change(ReportNews.MAJOR) and rhythm.due_s == 1.5
+    assert not rhythm.note_change(ReportNews.MINOR) and rhythm.due_s == 1.5
+    rhythm.passed(1.5)
+    assert not rhythm.note_change(ReportNews.NONE) and rhythm.due_s == 5.5
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -123,3 +144,21 @@ def test_what_was_told_beside_the_stream_is_corrected_by_it() -> None:
     assert loads.due(7, IDLE, 1.0) is None
     loads.told_beside(7, busy)
     assert loads.due(7, IDLE, 2.0) is not None, "the reader may have the other one"
+
+
+def test_use_of_blocks_is_minor_to_the_memory_manager_until_they_are_scarce() -> None:
+    def report(free: int, waiting: int = 0, **changes: Any) -> MemoryReport:
+        load = Load(2, waiting, free, 0, kv_blocks_total=100)
+        return memory_report("w", replace(EngineReport(load, 1), **changes))
+
+    told = report(80)
+    assert memory_news(None, told) is ReportNews.MAJOR
+    assert memory_news(told, report(70, iteration_tokens=IterationTokens(1))) is ReportNews.MINOR
+    assert memory_news(told, report(24)) is ReportNews.MAJOR
+    assert memory_news(report(80, 1), report(79, 1)) is ReportNews.MAJOR
+    assert memory_news(told, report(80, 1)) is ReportNews.MAJOR
+    changes = {"epoch": 2, "unsettled": True, "trouble": "lost", "parameter_bytes": 1}
+    for name, value in changes.items():
+        assert memory_news(told, report(80, **{name: value})) is ReportNews.MAJOR, name
+    assert memory_news(told, replace(told, engine_hung=True)) is ReportNews.MAJOR
+    assert memory_news(told, replace(told, incarnation="another")) is ReportNews.MAJOR

@@ -257,7 +257,7 @@ class FakeDriver:
 class Bench:
     def __init__(self, pause_s: float) -> None:
         self.driver = FakeDriver()
-        self.actor = ActionRunner(self.driver, MemoryView(), pause_s, pause_s)
+        self.actor = ActionRunner(self.driver, MemoryView(asyncio.Event()), pause_s, pause_s)
 
     async def act(self, action: Action, *group_ids: str) -> str:
         """What has become of a decision a moment later."""

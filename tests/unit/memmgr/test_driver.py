@@ -1,3 +1,4 @@
+import asyncio
 from dataclasses import replace
 from typing import Any, cast
 
@@ -29,7 +30,7 @@ class Worker:
     """Reports of one worker to a memory manager."""
 
     def __init__(self) -> None:
-        self.memory, self.state = MemoryView(), Heard()
+        self.memory, self.state = MemoryView(asyncio.Event()), Heard()
         self.driver = Driver(self.state, UNUSED, UNUSED, self.memory)
         self.register("i1")
 

@@ -1,5 +1,6 @@
 """What a memory manager tells while it leads, and what while it stands by."""
 
+import asyncio
 from collections import Counter
 from types import SimpleNamespace
 from typing import Any, cast
@@ -20,7 +21,7 @@ def group(*names: str, phase: GroupPhase = GroupPhase.STABLE) -> Group:
 
 
 def memory() -> MemoryView:
-    view = MemoryView()
+    view = MemoryView(asyncio.Event())
     view.set_registered({"a": "i", "b": "i", "c": "i"})
     for name, blocks in (("a", 10), ("b", 7), ("c", 5)):
         load = Load(1, 0, 4, 0, kv_blocks_total=blocks)

@@ -1,5 +1,6 @@
 """What the monitor is shown, and what becomes of its decisions."""
 
+import asyncio
 import logging
 
 import pytest
@@ -18,10 +19,12 @@ from services.core.overload.group_use import group_uses
 from services.core.overload.monitor import OverloadMonitor
 from services.core.overload.worker_facts import WorkerFacts
 from services.core.report import EngineReport, Load, MemoryReport
+from services.memmgr import overload_watch
 from services.memmgr.demand_view import DemandView
 from services.memmgr.overload_watch import DECISIONS_MAX, LoggedDecision, OverloadWatch, text_of
 from services.memmgr.worker_memory import MemoryView
 from tests.support.reports import memory_report
+from tests.support.waiting import DEADLINE_S, eventually
 
 
 def engine(total: int = 10, free: int = 3, epoch: int = 1) -> EngineReport:
@@ -67,20 +70,24 @@ class Watched:
     """Two full workers and a queue, watched without dwell."""
 
     def __init__(self) -> None:
-        self.view, self.demand, self.acted = MemoryView(), DemandView(), list[LoggedDecision]()
+        news = asyncio.Event()
+        self.view, self.demand = MemoryView(news), DemandView(news)
+        self.acted = list[LoggedDecision]()
         self.short_tokens = 0
         self.groups = [group("w0"), group("w1")]
         self.view.set_registered({"w0": "i", "w1": "i"})
         for name in ("w0", "w1"):
             self.view.report(memory(name, free=0))
         config = OverloadConfig(overload_dwell_s=0, report_s=0, settle_s=0)
+        self.monitor = OverloadMonitor(config)
         self.watch = OverloadWatch(
-            OverloadMonitor(config),
+            self.monitor,
             self.view,
             self.demand,
             lambda: self.groups,
             lambda: FACTS,
             self.act,
+            news,
         )
 
     def act(self, logged: LoggedDecision) -> ActionPlan:
@@ -148,3 +155,40 @@ def test_the_outcome_of_many_changes_is_short() -> None:
         logged.note(f"g{number}", "preparing")
         logged.note(f"g{number}", f"g{number} stable")
     assert logged.outcome == "g0 stable; g1 stable; g2 stable; and 2 more"
+
+
+async def test_a_calm_cluster_is_looked_at_seldom_and_a_report_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(overload_watch, "PAUSE_S", 0.001)
+    monkeypatch.setattr(overload_watch, "ALERT_S", 0.002)
+    monkeypatch.setattr(overload_watch, "CALM_S", 10 * DEADLINE_S)
+    watched, looks = Watched(), list[bool]()
+    idle = EngineReport(Load(0, 0, 10, 0, kv_blocks_total=10), 1)
+    for name in ("w0", "w1"):
+        watched.view.report(memory_report(name, idle))
+    look = watched.watch.look
+
+    def noted() -> None:
+        look()
+        looks.append(watched.monitor.is_alert)
+
+    monkeypatch.setattr(watched.watch, "look", noted)
+    running = asyncio.create_task(watched.watch.run())
+    await eventually(lambda: len(looks) == 1)
+    await asyncio.sleep(0.05)
+    assert looks == [False], "nothing was reported"
+    watched.view.report(memory_report("w0", idle))
+    await eventually(lambda: looks == [False, False])
+    watched.view.report(memory("w0", free=0))
+    watched.view.report(memory("w1", free=0))
+    told = watched.watch.shortfalls_changed
+    watched.short_tokens = 40
+    with watched.demand.stream() as stream:
+        stream.report((ModelDemand("m", 3, 300),))
+        await eventually(lambda: looks[-1])
+        seen = len(looks)
+        await eventually(lambda: len(looks) > seen + 3)  # an overload: it may be time to decide
+    await eventually(told.is_set)
+    assert not watched.watch.shortfalls_changed.is_set()
+    running.cancel()

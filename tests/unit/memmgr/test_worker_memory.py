@@ -1,5 +1,6 @@
 """Only registered workers are shown, under their registered incarnation."""
 
+import asyncio
 from dataclasses import replace
 
 from services.common.clock import monotonic_s
@@ -12,7 +13,7 @@ MEMORY = memory_report("w0", EngineReport(LOAD, epoch=3), "a")
 
 
 def test_reports_of_unregistered_workers_are_ignored() -> None:
-    view = MemoryView()
+    view = MemoryView(asyncio.Event())
     view.report(MEMORY)
     assert view.workers() == []
     view.set_registered({"w0": "b"})
@@ -21,7 +22,7 @@ def test_reports_of_unregistered_workers_are_ignored() -> None:
 
 
 def test_the_latest_report_is_shown_until_the_registration_ends() -> None:
-    view = MemoryView()
+    view = MemoryView(asyncio.Event())
     view.set_registered({"w1": "a", "w0": "a"})
     other = replace(MEMORY, worker_id="w1")
     view.report(other)
@@ -35,7 +36,7 @@ def test_the_latest_report_is_shown_until_the_registration_ends() -> None:
 
 
 def test_a_silent_worker_is_shown_but_not_fresh() -> None:
-    view = MemoryView()
+    view = MemoryView(asyncio.Event())
     view.set_registered({"w0": "a"})
     view.report(MEMORY)
     now_s = monotonic_s()
@@ -45,7 +46,7 @@ def test_a_silent_worker_is_shown_but_not_fresh() -> None:
 
 
 def test_since_when_an_epoch_is_served_and_settled() -> None:
-    view = MemoryView()
+    view = MemoryView(asyncio.Event())
     view.set_registered({"w0": "a"})
     assert view.heard("w0") is None
 

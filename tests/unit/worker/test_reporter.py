@@ -39,6 +39,7 @@ def only_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     """No heartbeat comes in time, and no pause is waited for."""
     for name in ("LOAD", "MEMORY"):
         monkeypatch.setattr(reporter, f"{name}_PAUSE_S", 0.0)
+        monkeypatch.setattr(reporter, f"{name}_MINOR_PAUSE_S", 0.0)
         monkeypatch.setattr(reporter, f"{name}_INTERVAL_S", 10 * DEADLINE_S)
 
 

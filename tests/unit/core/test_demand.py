@@ -1,0 +1,33 @@
+"""Which demand the memory manager must learn of at once."""
+
+import pytest
+
+from services.core.demand import ModelDemand, is_news
+
+TOLD = (ModelDemand("m", 2, 200, arriving_tokens_per_s=100.0), ModelDemand("n", refused=1))
+
+
+@pytest.mark.parametrize(
+    ("now", "news"),
+    [
+        (TOLD, False),
+        (TOLD[::-1], False),
+        ((ModelDemand("m", 2, 200, arriving_tokens_per_s=109.0), TOLD[1]), False),
+        ((ModelDemand("m", 2, 200, arriving_tokens_per_s=111.0), TOLD[1]), True),
+        ((ModelDemand("m", 2, 200), TOLD[1]), False),
+        ((ModelDemand("m", 3, 200, arriving_tokens_per_s=100.0), TOLD[1]), True),
+        ((ModelDemand("m", 2, 200, 0, 0, 100.0, batch_queued=1), TOLD[1]), True),
+        ((*TOLD, ModelDemand("o", arriving_tokens_per_s=1.0)), True),
+        (TOLD[:1], True),
+        (TOLD[1:], True),
+    ],
+)
+def test_more_requests_are_news_and_a_rate_that_falls_is_not(
+    now: tuple[ModelDemand, ...], news: bool
+) -> None:
+    assert is_news(TOLD, now) is news
+
+
+def test_a_model_whose_rate_alone_is_over_is_no_news() -> None:
+    assert not is_news((ModelDemand("m", arriving_tokens_per_s=5.0),), ())
+    assert is_news((), (ModelDemand("m", arriving_tokens_per_s=5.0),))
