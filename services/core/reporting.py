@@ -132,10 +132,13 @@ class LoadReporting:
         known = self._known
         if self._received or known is None or known[0] != epoch:
             return ReportNews.MAJOR
-        if _DISPATCHED_BY(known[1]) != _DISPATCHED_BY(load):
+        before = known[1]
+        if _DISPATCHED_BY(before) != _DISPATCHED_BY(load):
             return ReportNews.MAJOR
-        moved = _BLOCKS(known[1]) != _BLOCKS(load)
-        return ReportNews.MINOR if moved or self._dropped else ReportNews.NONE
+        if _BLOCKS(before) != _BLOCKS(load):
+            more = load.kv_blocks_free > before.kv_blocks_free
+            return ReportNews.MAJOR if more or _is_tight(load) else ReportNews.MINOR
+        return ReportNews.MINOR if self._dropped else ReportNews.NONE
 
     def due(self, epoch: int, load: Load, now_s: float) -> LoadReport | None:
         """The next report of the stream, None if it would say nothing new and is no heartbeat."""
@@ -158,10 +161,16 @@ def memory_news(told: MemoryReport | None, report: MemoryReport) -> ReportNews:
     """What a worker's report would tell the memory manager after that which it has `told`."""
     if told is None or _DECIDED_BY(told) != _DECIDED_BY(report):
         return ReportNews.MAJOR
-    load = report.engine.load
+    if told == report:
+        return ReportNews.NONE
+    engine = report.engine
+    urgent = engine.trouble or engine.load.waiting_demand > 0 or _is_tight(engine.load)
+    return ReportNews.MAJOR if urgent else ReportNews.MINOR
+
+
+def _is_tight(load: Load) -> bool:
     free = load.kv_blocks_free + load.kv_blocks_yielding
-    tight = load.waiting > 0 or free < TIGHT_SHARE * load.kv_blocks_total
-    return ReportNews.MAJOR if tight else ReportNews.MINOR
+    return free < TIGHT_SHARE * load.kv_blocks_total
 
 
 _BLOCKS = attrgetter("kv_blocks_free", "kv_blocks_batch")
@@ -177,4 +186,5 @@ _DECIDED_BY = attrgetter(
     *("engine.load.kv_blocks_wanted", "engine.load.kv_blocks_total"),
     *("engine.load.batch_running", "engine.load.batch_waiting", "engine.load.batch_yields"),
 )
-"""What groups are changed by, but for the blocks in use; all else is sums, for people."""
+"""What groups are changed by, but for the blocks in use. All else is sums, and what goes with
+`trouble`."""

@@ -30,7 +30,7 @@ from services.memmgr.demand_view import DemandView
 from services.memmgr.worker_memory import MemoryView
 
 PAUSE_S = 0.05
-"""Reports within this time are looked at together."""
+"""News within this time is looked at together."""
 ALERT_S, CALM_S = 0.1, 0.5
 DECISIONS_MAX = 100
 OUTCOMES_MAX = 3
@@ -75,7 +75,7 @@ class OverloadWatch:
         news: asyncio.Event,
         event_log: EventLog | None = None,
     ) -> None:
-        """`groups`: those that serve. `news`: what the two views set.
+        """`groups`: those that serve. `news` is set by the two views.
 
         `act` begins what a decision asks for and returns the plan, or None if it is not its to do.
         """
@@ -89,12 +89,12 @@ class OverloadWatch:
         self._event_log = event_log
         self.decisions: deque[LoggedDecision] = deque(maxlen=DECISIONS_MAX)
         self.decided: Counter[Action] = Counter()
-        self._shortfalls_before: dict[str, int] = {}
-        # It is set when the shortfalls change, and then another one takes its place.
+        self._short = set[str]()
+        # It is set when another model lacks tokens, or one no longer; another one takes its place.
         self.shortfalls_changed = asyncio.Event()
 
     async def run(self) -> None:
-        """Look at every report soon, and now and then without any, until cancelled.
+        """Look at news soon, and now and then without any, until cancelled.
 
         That is ten times a second in an overload, else twice.
         """
@@ -115,8 +115,9 @@ class OverloadWatch:
         reports = self._memory.engines(now_s)
         self._apply(DemandReported(now_s, self._demand.demands()))
         self._apply(GroupsSeen(now_s, group_uses(self._groups(), reports, self._facts())))
-        if self.shortfalls != self._shortfalls_before:
-            self._shortfalls_before = self.shortfalls
+        short = {model for model, tokens in self.shortfalls.items() if tokens}
+        if short != self._short:
+            self._short = short
             changed, self.shortfalls_changed = self.shortfalls_changed, asyncio.Event()
             changed.set()
 

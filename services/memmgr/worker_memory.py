@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from services.common.clock import monotonic_s
 from services.core.report import EngineReport, MemoryReport
+from services.core.reporting import ReportNews, memory_news
 
 REPORT_FRESH_S = 3.0
 """A worker that has not reported for so long may be frozen; it reports once a second at least."""
@@ -33,7 +34,7 @@ class MemoryView:
     """Keeps one report per registered worker, so it is bounded by their number."""
 
     def __init__(self, news: asyncio.Event) -> None:
-        """`news` is set by every report that is taken."""
+        """`news` is set by reports that may decide something, and when workers come or go."""
         self._news = news
         self._registered: dict[str, str] = {}
         self._heard: dict[str, HeardWorker] = {}
@@ -41,6 +42,7 @@ class MemoryView:
     def set_registered(self, incarnations: dict[str, str]) -> None:
         """The workers that are registered now and their incarnations; others are forgotten."""
         self._registered = incarnations
+        self._news.set()
         self._heard = {
             worker_id: heard
             for worker_id, heard in self._heard.items()
@@ -62,7 +64,8 @@ class MemoryView:
         if settled_s is None and not report.engine.unsettled:
             settled_s = now_s
         self._heard[report.worker_id] = HeardWorker(report, now_s, served_s, settled_s)
-        self._news.set()
+        if memory_news(before and before.report, report) is ReportNews.MAJOR:
+            self._news.set()
 
     def fresh(self, now_s: float) -> dict[str, MemoryReport]:
         """The reports of workers that are not silent, by worker."""

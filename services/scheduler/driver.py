@@ -116,6 +116,10 @@ class SchedulerDriver:
             if outbox is not None:
                 outbox.put(command)
 
+    def look(self) -> Snapshot:
+        """The state in numbers now; `snapshot` is that of a moment ago, for other threads."""
+        return self._state.snapshot(monotonic_s())
+
     def demands(self) -> tuple[ModelDemand, ...]:
         """The demand for the groups of each model now."""
         return self._state.demands(monotonic_s())

@@ -108,7 +108,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         heartbeat_s = monotonic_s()
         while not outbox.overflowed:
             if monotonic_s() >= heartbeat_s:
-                await _send(context, to_heartbeat(self._driver.snapshot))
+                await _send(context, to_heartbeat(self._driver.look()))
                 heartbeat_s = monotonic_s() + HEARTBEAT_S
             commands = await outbox.take(max(0.0, heartbeat_s - monotonic_s()))
             frames = [to_frame(command) for command in commands]

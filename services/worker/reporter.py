@@ -1,4 +1,4 @@
-"""Pushes load to the scheduler and memory to the memory manager, on change and as a heartbeat."""
+"""Pushes load to the scheduler and memory to the memory manager, on news and as a heartbeat."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -51,6 +51,8 @@ class ReportSender:
         memory_rhythm = ReportRhythm(MEMORY_PAUSE_S, MEMORY_INTERVAL_S, MEMORY_MINOR_PAUSE_S)
         self._memory_due = _Due(memory_rhythm)
         self._memory_told: MemoryReport | None = None
+        # A stream that has ended may be read on; what it took would not be told by the next one.
+        self._load_stream = self._memory_stream = object()
 
     async def run(self) -> None:
         """Report until cancelled."""
@@ -77,9 +79,10 @@ class ReportSender:
         return load_message(self._loads.told_beside(self._epoch(), self._engine.report.load))
 
     async def load_reports(self) -> AsyncIterator[scheduler_pb2.ReportLoadRequest]:
-        """The load now, at every change and as a heartbeat, without end."""
+        """The load now, at news and as a heartbeat, until another stream begins."""
         self._loads.forget()
-        while True:
+        stream = self._load_stream = object()
+        while stream is self._load_stream:
             now_s = monotonic_s()
             # For a hung engine no reports are sent, so the scheduler sends it nothing more.
             if self._engine.hung or not self._engine.responsive:
@@ -90,12 +93,13 @@ class ReportSender:
             await self._load_due.wait()
 
     async def memory_reports(self) -> AsyncIterator[memmgr_pb2.ReportMemoryRequest]:
-        """The memory now, at every change and as a heartbeat, without end."""
-        while True:
+        """The memory now, at news and as a heartbeat, until another stream begins."""
+        stream = self._memory_stream = object()
+        while stream is self._memory_stream:
             self._memory_due.rhythm.passed(monotonic_s())
             # Numbers of a frozen engine mean nothing; the memory manager notices the silence.
-            if self._engine.responsive:
-                self._memory_told = report = self._memory()
+            self._memory_told = report = self._memory() if self._engine.responsive else None
+            if report is not None:
                 yield memmgr_pb2.ReportMemoryRequest(memory=memory_message(report))
             await self._memory_due.wait()
 

@@ -1,7 +1,7 @@
 """The memory manager of a simulated cluster: monitor, plan and protocol of `services.core`.
 
-A record store and delays stand for what the service does over etcd and gRPC. Memory
-reports are at most a tick old.
+A record store and delays stand for what the service does over etcd and gRPC. Every tick sees the
+memory of that moment; the service's reports are older, but not of what decides.
 """
 
 from collections.abc import Callable

@@ -112,7 +112,7 @@ class OverloadMonitor:
 
     @property
     def is_alert(self) -> bool:
-        """Whether a model was overloaded lately: a decision may be due although nothing changes."""
+        """Whether a model was overloaded when last seen: time alone may then decide."""
         return any(state.calm_since_s is None for state in self._models.values())
 
     def numbers(self, model: str) -> Numbers:

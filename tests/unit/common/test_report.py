@@ -115,6 +115,9 @@ def test_only_what_the_scheduler_is_told_is_news_and_blocks_alone_are_minor() ->
         if one.name in ("kv_blocks_free", "kv_blocks_batch"):
             expected = ReportNews.MINOR
         assert loads.news(7, replace(known, **{one.name: other})) is expected, one.name
+    scarce = replace(known, kv_blocks_free=2)
+    assert loads.news(7, scarce) is ReportNews.MAJOR, "one more request may not fit"
+    assert loads.news(7, replace(known, kv_blocks_free=10)) is ReportNews.MAJOR
     loads.note_dropped([1])
     assert loads.news(7, known) is ReportNews.MINOR
     loads.note_received("a")

@@ -155,10 +155,21 @@ def test_use_of_blocks_is_minor_to_the_memory_manager_until_they_are_scarce() ->
     assert memory_news(None, told) is ReportNews.MAJOR
     assert memory_news(told, report(70, iteration_tokens=IterationTokens(1))) is ReportNews.MINOR
     assert memory_news(told, report(24)) is ReportNews.MAJOR
+    assert memory_news(told, report(80)) is ReportNews.NONE
     assert memory_news(report(80, 1), report(79, 1)) is ReportNews.MAJOR
+    lost, lost_on = report(80, trouble="lost"), report(79, trouble="lost")
+    assert memory_news(lost, lost_on) is ReportNews.MAJOR
     assert memory_news(told, report(80, 1)) is ReportNews.MAJOR
     changes = {"epoch": 2, "unsettled": True, "trouble": "lost", "parameter_bytes": 1}
     for name, value in changes.items():
         assert memory_news(told, report(80, **{name: value})) is ReportNews.MAJOR, name
     assert memory_news(told, replace(told, engine_hung=True)) is ReportNews.MAJOR
     assert memory_news(told, replace(told, incarnation="another")) is ReportNews.MAJOR
+
+
+def test_batch_work_that_waits_and_yields_makes_no_report_urgent() -> None:
+    def report(free: int) -> MemoryReport:
+        load = Load(2, 3, free, 0, kv_blocks_total=100, batch_waiting=3, batch_yields=True)
+        return memory_report("w", EngineReport(load, 1))
+
+    assert memory_news(report(80), report(79)) is ReportNews.MINOR

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from dataclasses import replace
 
 import pytest
 
@@ -178,7 +179,11 @@ async def test_a_calm_cluster_is_looked_at_seldom_and_a_report_at_once(
     await eventually(lambda: len(looks) == 1)
     await asyncio.sleep(0.05)
     assert looks == [False], "nothing was reported"
-    watched.view.report(memory_report("w0", idle))
+    moved = replace(idle, load=replace(idle.load, kv_blocks_free=9))
+    watched.view.report(memory_report("w0", moved))
+    await asyncio.sleep(0.05)
+    assert looks == [False], "what was reported decides nothing"
+    watched.view.report(memory_report("w0", replace(idle, load=replace(idle.load, running=1))))
     await eventually(lambda: looks == [False, False])
     watched.view.report(memory("w0", free=0))
     watched.view.report(memory("w1", free=0))

@@ -8,6 +8,7 @@ from typing import Any, cast
 import pytest
 
 from services.core.report import EngineReport, Load
+from services.core.reporting import ReportNews, memory_news
 from services.worker import reporter
 from services.worker.ipc import EngineReady
 from services.worker.reporter import ReportSender
@@ -156,3 +157,37 @@ async def test_the_memory_manager_hears_that_an_engine_stands_still() -> None:
     still.note_change()
     memory = (await anext(memories)).memory
     assert (memory.engine_hung, memory.epoch) == (True, 6)
+
+
+async def test_a_stream_that_is_read_on_after_its_end_takes_no_news_from_the_next() -> None:
+    busy = make_reporter()
+    ended = busy.load_reports(), busy.memory_reports()
+    await asyncio.gather(*map(anext, ended))
+    read_on = [asyncio.ensure_future(anext(one)) for one in ended]
+    await asyncio.sleep(0)
+    streams = busy.load_reports(), busy.memory_reports()
+    await asyncio.gather(*map(anext, streams))
+    change_load(busy)
+    async with asyncio.timeout(DEADLINE_S):
+        await asyncio.gather(*map(anext, streams))
+        for one in read_on:
+            with pytest.raises(StopAsyncIteration):
+                await one
+
+
+async def test_an_engine_that_answers_again_is_reported_at_once() -> None:
+    still = make_reporter()
+    memories = still.memory_reports()
+    await anext(memories)
+    engine = cast(Any, still)._engine
+    engine.responsive = False
+    following = asyncio.ensure_future(anext(memories))
+    change_load(still)
+    await asyncio.sleep(0.001)
+    engine.responsive = True
+    assert (
+        memory_news(cast(Any, still)._memory_told, cast(Any, still)._memory()) is ReportNews.MAJOR
+    )
+    still.note_change()
+    async with asyncio.timeout(DEADLINE_S):
+        await following
