@@ -16,6 +16,8 @@ import psutil
 
 from services.common.clock import monotonic_s
 from services.common.failpoint import (
+    HOLD,
+    HOLD_MAX_S,
     KILL,
     KILL_PARENT,
     KILL_WORKER,
@@ -116,6 +118,8 @@ class FaultCluster:
         The process that has hit the failpoint stands still until the fault has begun.
         """
         fault = FAULTS[self.cell.fault]
+        held = [int(one["pid"]) for one in read_hits(self._hits) if one["action"] == HOLD]
+        await_stopped(held)
         ends_s = monotonic_s() + fault.lasts_s
         match fault.by_hand:
             case "etcd-stop":
@@ -189,6 +193,24 @@ class FaultCluster:
             return read_status(self._system.admin_url)
         except SystemUnavailable:
             return None
+
+
+def await_stopped(pids: Collection[int]) -> None:
+    """Return when each of the processes stands still or is gone, in `HOLD_MAX_S` at the latest.
+
+    A process that holds notes its hit first, and starts what ends the hold: a signal to go on that
+    comes in between is lost, and it stands still for the whole of that time.
+    """
+    ends_s = monotonic_s() + HOLD_MAX_S
+    while monotonic_s() < ends_s and any(map(_runs, pids)):
+        time.sleep(WATCH_S / 5)
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return bool(psutil.Process(pid).status() != psutil.STATUS_STOPPED)
+    except psutil.NoSuchProcess:
+        return False
 
 
 class StableWatch:

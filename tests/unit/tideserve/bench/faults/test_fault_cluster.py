@@ -1,16 +1,25 @@
 """When a cluster counts as stable again."""
 
 import copy
+import os
+import subprocess
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain, repeat
 from typing import Any
 
+import psutil
 import pytest
 
 from services.common.clock import monotonic_s
 from tests.support.waiting import eventually
 from tideserve.bench.faults import cluster
-from tideserve.bench.faults.cluster import StableWatch, blocks_free, is_stable, serve_alone
+from tideserve.bench.faults.cluster import (
+    StableWatch,
+    await_stopped,
+    blocks_free,
+    is_stable,
+    serve_alone,
+)
 
 STATUS: dict[str, Any] = {
     "workers": [
@@ -149,3 +158,23 @@ def test_blocks_are_free_only_if_there_are_workers_that_have_some(
 ) -> None:
     rows = [{"kv_blocks_free": one, "kv_blocks_total": all_} for one, all_ in blocks]
     assert blocks_free({"workers": rows}) is free
+
+
+def test_a_process_that_holds_is_waited_for_before_anything_is_done_to_others() -> None:
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    # It stops itself a moment after it was told of, as a process with a failpoint does.
+    holding = subprocess.Popen(["sh", "-c", "sleep 0.2; kill -STOP $$; exec sleep 60"])
+    try:
+        await_stopped([gone.pid, holding.pid])
+        assert psutil.Process(holding.pid).status() == psutil.STATUS_STOPPED
+    finally:
+        holding.kill()
+        holding.wait()
+
+
+def test_a_process_that_does_not_hold_is_not_waited_for_without_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(cluster, "HOLD_MAX_S", 0.01)
+    await_stopped([os.getpid()])
