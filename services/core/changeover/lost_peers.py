@@ -4,6 +4,7 @@ Two kinds matter: members of the own group, whose loss holds the microbatches up
 (`Desertion`), and workers of the newest change that are in other groups, which owe KV or answers.
 """
 
+from services.core.changeover.configuration import Configuration
 from services.core.changeover.desertion import Desertion
 from services.core.changeover.handover import Handover
 from services.core.changeover.leader_moves import LeaderMoves
@@ -11,7 +12,7 @@ from services.core.changeover.member_context import MemberContext
 from services.core.changeover.takeover import Takeover
 from services.core.changeover.unclaimed import Unclaimed
 from services.core.changeover.vocabulary import PeersLost
-from services.core.planner.configuration_events import SequenceResumed
+from services.core.planner.configuration_events import GroupDivided, SequenceResumed
 
 
 class LostPeers:
@@ -55,8 +56,12 @@ class LostPeers:
         configuration = self._context.configuration
         if configuration is None or self._takeover.waiting:
             return
-        for worker_id in sorted(self.told - configuration.own.workers - self.left):
-            self._leave(worker_id)
+        back = [
+            name
+            for worker_id in sorted(self.told - configuration.own.workers - self.left)
+            for name in self._leave(worker_id)
+        ]
+        self._share_out(frozenset(back), configuration)
 
     def note_passed(self, peer: str) -> None:
         """A worker of this change has passed it over."""
@@ -77,15 +82,26 @@ class LostPeers:
         else:
             self._handover.send(name, self._context.leader)
 
-    def _leave(self, worker_id: str) -> None:
+    def _share_out(self, back: frozenset[str], configuration: Configuration) -> None:
+        """The others may compute some of the requests that come back; their gateways see to it.
+
+        A lane that is lost says nothing of the worker at its end: each counts as one that lives.
+        """
+        if back and self._context.leads:
+            old = {stage.worker_id for stage in self._handover.old_stages}
+            self._context.change(GroupDivided(len(configuration.leaders_for(old)), back))
+
+    def _leave(self, worker_id: str) -> list[str]:
         """Stop waiting for a lost worker of another group of this change.
 
-        Its KV is computed again, and requests that it leads now are over.
+        Its KV is computed again, and requests that it leads now are over. Returns those that come
+        back from it.
         """
         self.left |= {worker_id}
-        self._handover.lose(worker_id, self.left)
+        back = self._handover.lose(worker_id, self.left)
         for name in self._handover.forget_stage(worker_id):
             self.go_on(name)
         self._takeover.note_all_adopted(worker_id)
         self._moves.lose(worker_id)
         self._unclaimed.release(self.left)
+        return back

@@ -36,10 +36,12 @@ class StagesConfigured:
 class GroupDivided:
     """A loss has ended the group that this worker led, of which `members` live, with this one.
 
-    Answered by a refusal for each sequence that is given back; see `lost_share`.
+    Only `request_ids` have lost their KV by it; None: all that have none now. Answered by a refusal
+    for each sequence that is given back; see `lost_share`.
     """
 
     members: int
+    request_ids: frozenset[str] | None = None
 
 
 @dataclass(frozen=True, slots=True)

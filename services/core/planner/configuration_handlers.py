@@ -89,10 +89,9 @@ class ConfigurationHandlers:
     def _divide(self, event: changes.GroupDivided) -> list[Command]:
         if not self.config.spread_after_loss:
             return []
-        table = self.sequence_table
-        found = beyond_share(
-            table.sequences.values(), event.members, batch_yields=table.precedence.batch_yields
-        )
+        table, names = self.sequence_table, event.request_ids
+        lost = [one for one in table.sequences.values() if names is None or one.request_id in names]
+        found = beyond_share(lost, event.members, batch_yields=table.precedence.batch_yields)
         for sequence in found:
             table.end(sequence)
         return [given_back(sequence.request_id) for sequence in found]

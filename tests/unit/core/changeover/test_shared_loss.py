@@ -76,3 +76,43 @@ def test_a_change_without_a_loss_gives_nothing_back() -> None:
     script.hear(groups(3, "ab", "cd"))
     script.settle()
     assert sorted(script.names_at("a") + script.names_at("c")) == ["r0", "r1", "r2", "r3"]
+
+
+def cut_off(resumable: bool = True) -> tuple[Script, list[str]]:
+    """A group of four splits; its leader cannot be answered, and then the ways to it are lost.
+
+    Returns the requests that it gives back, too.
+    """
+    script = merged("abcd", 8, resumable=resumable)
+    script.stopped = {(peer, "a") for peer in "bcd"}
+    script.hear(groups(3, *"abcd"))
+    script.settle()
+    assert len(script.names_at("a")) == 8, "nobody is known to have taken any"
+    commands = script.do("a", words.PeersLost(script.now_s, frozenset("bcd")))
+    refused = [one for one in commands if isinstance(one, RefuseRequest)]
+    assert all(one.returned for one in refused)
+    return script, [one.request_id for one in refused]
+
+
+def test_the_leader_of_a_split_that_reaches_nobody_keeps_its_share_of_what_comes_back() -> None:
+    script, back = cut_off()
+    kept = [name for name in script.names_at("a") if name not in back]
+    assert (len(kept), len(back)) == (4, 4), "two that were its own, and two of six"
+    script.stopped.clear()
+    script.settle()
+    script.run("a")
+    assert script.names_at("a") == [] and script.taken_at("a") == 0
+    assert script.members["a"].settled
+
+
+def test_what_comes_back_stays_if_no_gateway_would_go_on_with_it() -> None:
+    script, back = cut_off(resumable=False)
+    assert back == [] and len(script.names_at("a")) == 8
+
+
+def test_a_former_leader_that_serves_under_another_hands_on_what_comes_back() -> None:
+    script = merged("abcd", 8)
+    script.stopped = {(peer, "a") for peer in "bcd"}
+    script.hear(groups(3, "ba", "cd"))
+    commands = script.do("a", words.PeersLost(script.now_s, frozenset("cd")))
+    assert not any(isinstance(one, RefuseRequest) for one in commands)
