@@ -64,7 +64,8 @@ class MemoryView:
         if settled_s is None and not report.engine.unsettled:
             settled_s = now_s
         self._heard[report.worker_id] = HeardWorker(report, now_s, served_s, settled_s)
-        if memory_news(before and before.report, report) is ReportNews.MAJOR:
+        told = before.report if before is not None else None
+        if memory_news(told, report) is ReportNews.MAJOR:
             self._news.set()
 
     def fresh(self, now_s: float) -> dict[str, MemoryReport]:
