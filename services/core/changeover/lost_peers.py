@@ -67,7 +67,7 @@ class LostPeers:
         """A worker of this change has passed it over."""
         configuration = self._context.configuration
         if configuration is not None and peer not in configuration.own.workers | self.left:
-            self._leave(peer)
+            self._share_out(frozenset(self._leave(peer)), configuration)
 
     def note_farewell(self, peer: str) -> None:
         """A member of the own group has gone on without this one."""
@@ -85,11 +85,17 @@ class LostPeers:
     def _share_out(self, back: frozenset[str], configuration: Configuration) -> None:
         """The others may compute some of the requests that come back; their gateways see to it.
 
-        A lane that is lost says nothing of the worker at its end: each counts as one that lives.
+        If several are lost and none is left, it is rather this worker that is cut off from them:
+        then they count as living.
         """
-        if back and self._context.leads:
-            old = {stage.worker_id for stage in self._handover.old_stages}
-            self._context.change(GroupDivided(len(configuration.leaders_for(old)), back))
+        if not (back and self._context.leads):
+            return
+        leaders = configuration.leaders_for(
+            {stage.worker_id for stage in self._handover.old_stages}
+        )
+        others = leaders - {self._context.worker_id}
+        living = others - self.told or (others if len(others) > 1 else frozenset())
+        self._context.change(GroupDivided(1 + len(living), back))
 
     def _leave(self, worker_id: str) -> list[str]:
         """Stop waiting for a lost worker of another group of this change.

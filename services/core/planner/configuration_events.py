@@ -34,10 +34,11 @@ class StagesConfigured:
 
 @dataclass(frozen=True, slots=True)
 class GroupDivided:
-    """A loss has ended the group that this worker led, of which `members` live, with this one.
+    """A loss has ended the group that this worker led, or a split of it that was not over.
 
-    Only `request_ids` have lost their KV by it; None: all that have none now. Answered by a refusal
-    for each sequence that is given back; see `lost_share`.
+    Of those that could serve its requests `members` live, with this one. Only `request_ids` have
+    lost their KV by it; None: all that have none now. Answered by a refusal for each sequence that
+    is given back; see `lost_share`.
     """
 
     members: int

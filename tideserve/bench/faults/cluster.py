@@ -208,7 +208,7 @@ def await_stopped(pids: Collection[int]) -> None:
 
 def _runs(pid: int) -> bool:
     try:
-        return bool(psutil.Process(pid).status() != psutil.STATUS_STOPPED)
+        return psutil.Process(pid).status() not in (psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
         return False
 

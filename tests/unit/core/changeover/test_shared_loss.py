@@ -4,6 +4,7 @@ import pytest
 
 from services.core.changeover import vocabulary as words
 from services.core.changeover.configuration import GroupStages
+from services.core.changeover.frames import Passed
 from services.core.groups.layer_map import Stage
 from services.core.planner.events import RefuseRequest, RequestAborted
 from tests.support.changeover_script import Groups, Script, groups
@@ -116,3 +117,27 @@ def test_a_former_leader_that_serves_under_another_hands_on_what_comes_back() ->
     script.hear(groups(3, "ba", "cd"))
     commands = script.do("a", words.PeersLost(script.now_s, frozenset("cd")))
     assert not any(isinstance(one, RefuseRequest) for one in commands)
+
+
+@pytest.mark.parametrize(
+    ("workers", "lost", "back"),
+    [("ab", "b", 0), ("abcd", "b", 1), ("abc", "bc", 3)],
+)
+def test_a_leader_that_is_lost_counts_as_gone_unless_all_are(
+    workers: str, lost: str, back: int
+) -> None:
+    script = merged(workers, 8)
+    script.stopped = {(peer, "a") for peer in workers[1:]}
+    script.hear(groups(3, *workers))
+    script.settle()
+    commands = script.do("a", words.PeersLost(script.now_s, frozenset(lost)))
+    assert sum(isinstance(one, RefuseRequest) for one in commands) == back
+
+
+def test_what_comes_back_from_leaders_that_have_gone_on_is_shared_with_them() -> None:
+    script = merged("abcd", 8)
+    script.stopped = {(peer, "a") for peer in "bcd"}
+    script.hear(groups(3, *"abcd"))
+    script.settle()
+    commands = [one for peer in "bcd" for one in script.receive(peer, "a", Passed())]
+    assert sum(isinstance(one, RefuseRequest) for one in commands) == 3
