@@ -36,18 +36,14 @@ async def keep_pushing(
         await asyncio.sleep(RETRY_S)
 
 
-async def wait_set(event: asyncio.Event, timeout_s: float) -> bool:
-    """Return when `event` is set, which it then no longer is, or after `timeout_s`.
-
-    Returns whether it was set.
-    """
+async def wait_set(event: asyncio.Event, timeout_s: float) -> None:
+    """Return when `event` is set, which it then no longer is, or after `timeout_s`."""
     try:
         async with timeout(timeout_s):
             await event.wait()
     except TimeoutError:
-        return False
+        return
     event.clear()
-    return True
 
 
 async def _push_while_newest(

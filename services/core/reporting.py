@@ -123,10 +123,6 @@ class LoadReporting:
         """What was told does not count: the reader is another one, or may have forgotten it."""
         self._known = None
 
-    def note_change(self, epoch: int, load: Load) -> bool:
-        """The load may have changed; returns whether that alters when a report is due."""
-        return self.rhythm.note_change(self.news(epoch, load))
-
     def news(self, epoch: int, load: Load) -> ReportNews:
         """What a report of the stream would say that it has not said."""
         known = self._known

@@ -37,7 +37,7 @@ class LoadSender:
         self.load = load
         self._reporting.note_received(*received)
         self._reporting.note_dropped(dropped)
-        if self._reporting.note_change(self.epoch, load):
+        if self._rhythm.note_change(self._reporting.news(self.epoch, load)):
             self._simulation.at(max(self._rhythm.due_s, self._simulation.now_s), self._send_if_due)
 
     def tell(self) -> LoadReport:
