@@ -4,14 +4,21 @@ import json
 import struct
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.support.fake_openai import fake_openai
 from tests.support.refusing_address import refusing_address
 from tideserve.bench.client_process import python_environment
+from tideserve.bench.scenarios.scenario import LoadChoice, Trial, TrialVerdict
+from tideserve.bench.systems.system import Deployment
 from tideserve.bench.workload import TOKEN_ID_MAX, TOKEN_ID_MIN
+from tideserve.cli import bench as cli_bench
+from tideserve.cli import cluster_options
+from tideserve.cli.bench import BenchArguments, run_bench
 from tideserve.cli.commands.main import main
 
 TIMEOUT_S = 240.0
@@ -108,15 +115,72 @@ def test_what_cannot_be_done_is_one_sentence(
             (["burst", "--dtype", "float16"], "'float16', but must be one of bfloat16"),
             (["burst", "--dtype", "int3"], "'int3', but must be one of bfloat16"),
             (["churn", "--workers", "0"], "'workers' in the command line is 0"),
+            (["engine", "--device", "cpu"], "'engine' runs on processors"),
+            (["drop", "--load-format", "dummy"], "weights of its own; leave --load-format out"),
+            (["steady", "--load-format", "dummy"], "no weights, so vllm cannot serve it"),
         ]
         left = tmp_path / "left.json"
         cases.append((["tsunami", "--json", left], "unknown scenario"))
         for arguments, sentence in cases:
-            monkeypatch.setattr(sys, "argv", ["tideserve", "bench", *map(str, arguments)])
-            with pytest.raises(SystemExit) as ended:
-                main()
-            assert ended.value.code == 2, arguments
-            said = capsys.readouterr().err
-            assert sentence in said
-            assert len(said.strip().splitlines()) == 1
+            assert sentence in refused(arguments, monkeypatch, capsys)
     assert not left.exists()
+
+
+def refused(
+    arguments: Sequence[str | Path],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> str:
+    """The one line in which the command says why it does not begin."""
+    monkeypatch.setattr(sys, "argv", ["tideserve", "bench", *map(str, arguments)])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2, arguments
+    said = capsys.readouterr().err
+    assert len(said.strip().splitlines()) == 1
+    return said
+
+
+def test_what_cannot_be_done_on_a_gpu(
+    model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cluster_options, "version", lambda name: "2.13.0+cu130")
+    on_gpu = ["burst", "--device", "cuda:0", "--model", str(model)]
+    cases = {
+        ("--systems", "drop,vllm"): "vllm is started on processors only",
+        (): "the --memory of a worker",
+        ("--memory", "16GiB", "--cells", "x"): "has no cells",
+    }
+    for more, sentence in cases.items():
+        assert sentence in refused([*on_gpu, *more], monkeypatch, capsys)
+    assert "a --model" in refused(["burst", "--device", "cuda"], monkeypatch, capsys)
+
+
+@pytest.mark.parametrize(
+    ("given", "memory_bytes", "options"),
+    [
+        ({}, 32 << 20, {"load_format": "dummy", "chunk_size": "64KiB"}),
+        ({"device": "cuda:0"}, 1 << 30, {"load_format": "dummy"}),
+        ({"device": "cuda:0", "memory": "3GiB"}, 3 << 30, {"load_format": "dummy"}),
+    ],
+)
+def test_the_tiny_model_of_a_trial_fits_its_device(
+    monkeypatch: pytest.MonkeyPatch,
+    given: dict[str, Any],
+    memory_bytes: int,
+    options: dict[str, str],
+) -> None:
+    seen = []
+
+    def note(deployment: Deployment, *_: object) -> TrialVerdict:
+        seen.append(deployment)
+        return TrialVerdict({}, [("noted", "once")], ())
+
+    trial = Trial("churn", "noted", "32MiB", note, on_gpus=True)
+    monkeypatch.setattr(cluster_options, "version", lambda name: "2.13.0+cu130")
+    monkeypatch.setattr(cli_bench, "find_trials", lambda: {"churn": trial})
+    run_bench(BenchArguments("churn", LoadChoice(on_gpu="device" in given), **given))
+    (deployment,) = seen
+    assert deployment.device == given.get("device", "cpu")
+    assert deployment.memory_bytes == memory_bytes
+    assert deployment.options == options

@@ -28,9 +28,9 @@ from tideserve.bench.scenarios.scenario import (
     find_trials,
 )
 from tideserve.bench.stats import LATENCIES, LatencyTarget
-from tideserve.bench.systems.catalog import check_names, is_tideserve, is_vllm
+from tideserve.bench.systems.catalog import check_names, is_reference, is_tideserve, is_vllm
 from tideserve.bench.systems.processor import fastest_dtype, read_processor
-from tideserve.bench.systems.system import Deployment
+from tideserve.bench.systems.system import RUNNING_MAX, Deployment
 from tideserve.cli.cache import cache_root
 from tideserve.cli.cluster_options import profile_name, read_options
 from tideserve.cli.default import DEFAULT_WORKERS
@@ -38,7 +38,15 @@ from tideserve.cli.errors import EXIT_FAILED, EXIT_UNUSABLE, CommandError, unusa
 from tideserve.cli.files import check_writable
 from tideserve.cli.model_store import ModelUnavailable, resolve_model
 from tideserve.cli.report import Report
-from tideserve.cli.tiny_model import DEEP, NUM_LAYERS, TINY_OPTIONS, write_tiny_model
+from tideserve.cli.service_config import GPU_DEFAULTS
+from tideserve.cli.tiny_model import (
+    DEEP,
+    NUM_LAYERS,
+    TINY_GPU_MEMORY,
+    TINY_ON_GPU,
+    TINY_OPTIONS,
+    write_tiny_model,
+)
 from tideserve.cli.up import name_of
 
 AMPLE_FACTOR = 5
@@ -57,6 +65,8 @@ class BenchArguments:
     workers: int = DEFAULT_WORKERS
     memory: str | None = None
     dtype: str | None = None
+    device: str | None = None
+    load_format: str | None = None
     paced: str | None = None
     slos: Sequence[str] = ()
     api_key: str | None = None
@@ -97,6 +107,7 @@ def _run_drop_cost(arguments: BenchArguments, report: Report) -> None:
     with _told():
         _check_options(arguments)
         _refuse_load(arguments, "serves no requests")
+        _refuse_devices(arguments)
         _refuse_cells(arguments)
         _refuse_cycles(arguments)
         check_writable(arguments.json)
@@ -123,6 +134,8 @@ def _run_trial(arguments: BenchArguments, trial: Trial, report: Report) -> None:
             _refuse_cells(arguments, trial.timed)
         if not trial.cycled:
             _refuse_cycles(arguments)
+        if not trial.on_gpus:
+            _refuse_devices(arguments)
         check_writable(arguments.json)
         with _trial_deployment(arguments, trial, report) as deployment:
             machine = describe_machine(deployment)
@@ -161,7 +174,9 @@ def _trial_deployment(
     arguments: BenchArguments, trial: Trial, report: Report
 ) -> Iterator[Deployment]:
     """A cluster of the given model, or of a tiny made-up one if none is given and it will do."""
-    memory_bytes = parse_size_bytes(arguments.memory or trial.memory)
+    on_gpu = arguments.choice.on_gpu
+    memory = TINY_GPU_MEMORY if on_gpu else trial.memory
+    memory_bytes = parse_size_bytes(arguments.memory or memory)
     if trial.real_model:
         dtype = fastest_dtype(read_processor().flags)
         yield _deployment(arguments, memory_bytes, report, dtype)
@@ -178,7 +193,8 @@ def _trial_deployment(
             workers=arguments.workers,
             memory_bytes=memory_bytes,
             dtype=arguments.dtype or trial.dtype,
-            options=TINY_OPTIONS,
+            device=arguments.device or "cpu",
+            options=TINY_ON_GPU if on_gpu else TINY_OPTIONS,
         )
 
 
@@ -219,6 +235,11 @@ def _refuse_cells(arguments: BenchArguments, timed: bool = False) -> None:
     _refuse(arguments, given, "has no cells")
 
 
+def _refuse_devices(arguments: BenchArguments) -> None:
+    given = {"--device": arguments.device, "--load-format": arguments.load_format}
+    _refuse(arguments, given, "runs on processors, with weights of its own")
+
+
 def _refuse_cycles(arguments: BenchArguments) -> None:
     _refuse(arguments, {"--cycles": arguments.choice.cycles}, "has no cycles")
 
@@ -231,7 +252,7 @@ def _refuse(arguments: BenchArguments, given: Mapping[str, Any], why: str) -> No
 
 def _check_options(arguments: BenchArguments) -> None:
     """Check the options that `tideserve up` has, too, by its rules. Raises ConfigError."""
-    names = ("workers", "memory", "dtype", "paced")
+    names = ("workers", "memory", "dtype", "device", "load_format", "paced")
     read_options(None, {name: getattr(arguments, name) for name in names})
 
 
@@ -245,12 +266,11 @@ def _plan(arguments: BenchArguments, report: Report, folder: Path) -> BenchPlan:
     if tiny and not memory:
         raise BenchError(f"'{scenario.name}' has no load for --paced's tiny model; give a --model")
     dtype = _dtype(arguments, scenario)
-    names = _names(arguments.systems, scenario.paced_systems if tiny else scenario.systems)
+    names = _names(arguments.systems, _default_systems(arguments.choice, scenario))
     if arguments.systems is None and arguments.dtype is None:
         names += _second_names(scenario, dtype)
     check_names(names)
-    if tiny and any(map(is_vllm, names)):
-        raise BenchError("the tiny model of --paced has no weights, so vllm cannot serve it")
+    _check_servable(arguments, names)
     if arguments.choice.rate_per_s is not None and arguments.choice.time_scale is not None:
         raise BenchError("--rate and --time-scale both say how dense arrivals are; give one")
     if not scenario.traced:
@@ -276,10 +296,28 @@ def _plan(arguments: BenchArguments, report: Report, folder: Path) -> BenchPlan:
     )
 
 
+def _check_servable(arguments: BenchArguments, names: Sequence[str]) -> None:
+    """Refuse what these systems cannot serve. Raises BenchError."""
+    vllm = any(map(is_vllm, names))
+    if vllm and (arguments.choice.paced or arguments.load_format == "dummy"):
+        raise BenchError("the model has no weights, so vllm cannot serve it; leave it out")
+    if not arguments.choice.on_gpu:
+        return
+    if vllm:
+        raise BenchError(
+            "vllm is started on processors only; choose --systems without it, and name=URL for"
+            " one that you start on a GPU"
+        )
+    if arguments.memory is None or arguments.model is None:
+        raise BenchError("on a GPU, give a --model that fills it, and the --memory of a worker")
+
+
 def _dtype(arguments: BenchArguments, scenario: Scenario) -> str:
     """The dtype of every system whose name asks for none."""
     if arguments.dtype is not None:
         return arguments.dtype
+    if arguments.choice.on_gpu:
+        return "bfloat16"
     if scenario.dtype == FASTEST:
         return fastest_dtype(read_processor().flags)
     return scenario.dtype
@@ -297,7 +335,9 @@ def _deployment(
 ) -> Deployment:
     """The deployment that every system gets. Raises ModelUnavailable."""
     cache = cache_root()
-    model_dir = resolve_model(arguments.model, cache, report.line, "auto")
+    format = arguments.load_format or "auto"
+    model_dir = resolve_model(arguments.model, cache, report.line, format)
+    on_gpu = arguments.choice.on_gpu
     return Deployment(
         model_dir=model_dir,
         model_name=name_of(arguments.model, model_dir),
@@ -306,6 +346,9 @@ def _deployment(
         memory_bytes=memory_bytes,
         ample_memory_bytes=AMPLE_FACTOR * memory_bytes,
         dtype=arguments.dtype or default_dtype,
+        device=arguments.device or "cpu",
+        max_running=GPU_DEFAULTS["max_running"] if on_gpu else RUNNING_MAX,
+        options={"load_format": format},
         paced=None if arguments.paced is None else profile_name(arguments.paced),
     )
 
@@ -320,6 +363,15 @@ def _tiny(deployment: Deployment, folder: Path, scenario: Scenario) -> Deploymen
         dtype="float32",
         options=TINY_OPTIONS,
     )
+
+
+def _default_systems(choice: LoadChoice, scenario: Scenario) -> tuple[str, ...]:
+    if choice.paced:
+        return scenario.paced_systems
+    if not choice.on_gpu:
+        return scenario.systems
+    # vLLM is started on processors only, and ample memory is more than a GPU has.
+    return tuple(name for name in scenario.systems if not (is_vllm(name) or is_reference(name)))
 
 
 def _names(given: str | None, default: tuple[str, ...]) -> tuple[str, ...]:

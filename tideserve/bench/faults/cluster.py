@@ -53,6 +53,7 @@ class FaultCluster:
             "failpoints": [cell.armed],
             "failpoint_file": str(self._hits),
         }
+        self._over = threading.Event()
         self._workers: dict[str, frozenset[int]] = {}
         self._system = changed_by_hand(
             deployment, cell.size, common, classes=PHASES[cell.phase].batch > 0
@@ -64,6 +65,7 @@ class FaultCluster:
 
     def stop(self) -> None:
         """End it."""
+        self._over.set()
         self._system.stop()
 
     @property
@@ -90,15 +92,17 @@ class FaultCluster:
 
     def begin_change(self, kind: str) -> None:
         """Ask for a change and go on; a fault comes into it, so that its answer says nothing."""
-        threading.Thread(target=self._ask, args=(kind,), daemon=True).start()
+        asked = (self._system.admin_url, PATHS[kind])
+        threading.Thread(target=self._ask, args=asked, daemon=True).start()
 
-    def _ask(self, kind: str) -> None:
+    def _ask(self, url: str, path: str) -> None:
         """Ask until the fault comes: right after another change, a change is refused."""
         while not read_hits(self._hits):
             try:
-                change_groups(self._system.admin_url, PATHS[kind], 0.0)
+                change_groups(url, path, 0.0)
             except ChangeFailed:
-                time.sleep(POLL_S)
+                if self._over.wait(POLL_S):
+                    return
             else:
                 return
 

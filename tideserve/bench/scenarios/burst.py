@@ -66,6 +66,16 @@ PACED = TraceSlice(
     rate_per_s=1.85,
     drain_s=20.0,
 )
+# Lengths as they are. An H100 decodes a model of 7B for tens of such requests at once, and what one
+# of them holds is a thousand tokens or more: a memory that leaves KV for 16,000 tokens a worker is
+# overflowed. Others choose a rate.
+ON_GPU = TraceSlice(
+    LengthScale(prompt_range=(64, 2048), output_range=(64, 512)),
+    start_s=140.0,
+    duration_s=20.0,
+    rate_per_s=16.0,
+    drain_s=25.0,
+)
 # Few layers, which take long to compute here whatever their width, with much KV of each token: so
 # that so few requests fill what the parameters leave. A merge of two gives 2.2 times that.
 PACED_MODEL = {
@@ -79,7 +89,8 @@ PACED_MODEL = {
 
 def cases(choice: LoadChoice) -> Sequence[Case]:
     """One open loop."""
-    return (flood_case(choice, "burst", load_for(choice, PACED, UNPACED)),)
+    unpaced = ON_GPU if choice.on_gpu else UNPACED
+    return (flood_case(choice, "burst", load_for(choice, PACED, unpaced)),)
 
 
 def flood_case(choice: LoadChoice, name: str, load: TraceSlice, time_share: float = 1.0) -> Case:

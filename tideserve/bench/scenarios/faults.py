@@ -115,6 +115,7 @@ TRIAL = Trial(
     summary="kills, freezes and cuts in each phase of a change-over; every stream must go on",
     memory="384MiB",
     run=run,
+    on_gpus=True,
     dtype="float64",
     resumable=True,
     details=told_cells,

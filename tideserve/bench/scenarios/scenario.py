@@ -18,7 +18,8 @@ from tideserve.bench.systems.system import Deployment, Say, System
 from tideserve.bench.workload import Backlog, Workload
 
 OF_ALL = frozenset({"model", "workers", "memory", "dtype", "quick", "json", "seed"})
-OF_COMPARISONS = frozenset({"systems", "paced", "slo", "plot", "api_key"})
+OF_DEVICES = frozenset({"device", "load_format"})
+OF_COMPARISONS = frozenset({"systems", "paced", "slo", "plot", "api_key"}) | OF_DEVICES
 OF_TRACES = frozenset({"trace", "trace_start", "trace_duration", "trace_repeat", "time_scale"})
 OF_CELLS = frozenset({"cells", "append", "minutes"})
 """Parameters of the command by what reads them."""
@@ -46,6 +47,8 @@ class LoadChoice:
     """Times between arrivals become so many times as long, instead of a rate."""
     paced: bool = False
     """Whether the load is for the device that is paced to, instead of for this machine."""
+    on_gpu: bool = False
+    """Whether the load is for workers on GPUs, instead of for processors."""
     slowdown: float = 1.0
     """How many times slower that device is.
 
@@ -163,8 +166,8 @@ class Trial:
     may raise SystemUnavailable. Unless a model is given, it gets a tiny one; with `real_model`, the
     default one, in the dtype that the processor is fastest with; `dtype` is that of the tiny one.
     `traced`: a trace may be chosen. `resumable`: it has cells, which may be chosen and resumed.
-    `timed`: it lasts as long as is chosen. `cycled`: so are its cycles. `details`: lines for its
-    help.
+    `timed`: it lasts as long as is chosen. `cycled`: so are its cycles. `on_gpus`: its workers may
+    have GPUs. `details`: lines for its help.
     """
 
     name: str
@@ -177,6 +180,7 @@ class Trial:
     resumable: bool = False
     timed: bool = False
     cycled: bool = False
+    on_gpus: bool = False
     details: Callable[[], Sequence[str]] = lambda: ()
 
     @property
@@ -185,6 +189,7 @@ class Trial:
         own = {"trace": self.traced, "minutes": self.timed, "cycles": self.cycled}
         # Cells have numbers of workers of their own.
         common = OF_ALL - {"workers"} | OF_CELLS if self.resumable else OF_ALL
+        common |= OF_DEVICES if self.on_gpus else frozenset()
         return common | {name for name, read in own.items() if read}
 
 

@@ -272,6 +272,7 @@ TRIAL = Trial(
     summary="random faults and floods: no request is lost, memory stays flat",
     memory="64MiB",
     run=run,
+    on_gpus=True,
     dtype="float64",
     timed=True,
 )

@@ -26,6 +26,7 @@ AMPLE = "ample"
 _CLASS = re.compile(r'[{,]class="(\w+)"')
 _SAMPLE = re.compile(r"^([a-zA-Z_:][a-zA-Z0-9_:]*)(\{.*\})?\s+(\S+)", re.MULTILINE)
 OUTPUT_METRIC = "vllm:generation_tokens_total"
+RUNNING_MAX = 128
 DTYPE_BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
 
 Say = Callable[[str], None]
@@ -33,7 +34,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class Deployment:
-    """The same model, cores and memory for every system. Sizes in bytes.
+    """The same model, device, cores and memory for every system. Sizes in bytes.
 
     `memory_bytes` is each worker's for parameters, KV cache and staging together. `kv_bytes` is
     what of it is KV cache, once a tideserve worker has said so. `ample_memory_bytes` holds the
@@ -48,7 +49,8 @@ class Deployment:
     workers: int
     memory_bytes: int
     dtype: str = "bfloat16"
-    max_running: int = 128
+    device: str = "cpu"
+    max_running: int = RUNNING_MAX
     ample_memory_bytes: int = 2 << 30
     paced: str | None = None
     kv_bytes: int | None = None

@@ -104,6 +104,7 @@ class Tideserve:
             "workers": deployment.workers,
             "memory": deployment.ample_memory_bytes if ample else deployment.memory_bytes,
             "dtype": deployment.dtype,
+            "device": deployment.device,
             "block_size": BLOCK_TOKENS,
             "max_running": deployment.max_running,
             "queue_deadline": QUEUE_DEADLINE_S,

@@ -14,11 +14,15 @@ from tideserve.cli.option_types import ApiKey
 
 OF_SCENARIO = Wording(default="the scenario's")
 FLAGS = Flags(
-    ("model", "workers", "memory", "dtype", "paced"),
+    ("model", "load_format", "workers", "memory", "dtype", "device", "paced"),
     {
         "workers": Wording("Workers, and instances of vLLM."),
         "memory": OF_SCENARIO,
         "dtype": OF_SCENARIO,
+        "device": Wording(
+            "Device of tideserve's workers. On GPUs give a --model and the --memory for it; churn,"
+            " faults, soak and survive can do without."
+        ),
         "paced": Wording(
             "Device profile (A100-14B, or A100-14B:2 at half its speed) whose iteration times are"
             " kept, too; without --model, by a tiny model that this machine computes fast enough."
@@ -193,6 +197,7 @@ def bench(
         rate_per_s=rate,
         time_scale=time_scale,
         paced=tiny,
+        on_gpu=given.get("device", "cpu") != "cpu",
         slowdown=split_slowdown(paced)[1] if paced is not None and tiny else 1.0,
         cycles=cycles,
         cells=cells,

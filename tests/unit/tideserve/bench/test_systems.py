@@ -115,6 +115,13 @@ def test_every_kind_of_name(deployment: Deployment) -> None:
     assert systems[-1].urls == ("http://127.0.0.1:9",)
 
 
+def test_workers_have_the_device_of_the_run(deployment: Deployment) -> None:
+    for device in ("cpu", "cuda:1"):
+        system = make_system("drop", replace(deployment, device=device))
+        assert isinstance(system, Tideserve)
+        assert system.options()["device"] == device
+
+
 def test_a_system_may_have_a_dtype_of_its_own(deployment: Deployment) -> None:
     url = "mine-float32=http://x"
     names = ["tideserve", "tideserve-float32", "vllm", "vllm-ample-float32", url]
