@@ -98,7 +98,7 @@ def test_what_cannot_be_done_is_one_sentence(
     figures = tmp_path / "no" / "out.json"
     with refusing_address() as address:
         nobody = f"a=http://{address}"
-        cases = [
+        cases: list[tuple[list[str | Path], str]] = [
             (["tsunami"], "unknown scenario 'tsunami'"),
             (["steady", "--systems", nobody, "--model", model], "no server answers at"),
             (["burst", "--trace", empty], "has no usable row (1 malformed)"),
