@@ -29,7 +29,8 @@ class Ask:
 
     `failed` is the latest assignment if that has failed. `traceparent` is W3C's, "" if the request
     is not traced. `prefix` stands for the beginnings of the prompt that a group may have cached.
-    `resumed`: the request has run, and goes on with `prompt_tokens` that hold its output so far.
+    `resumed`: the request has run, or a worker has failed under it; it goes on with `prompt_tokens`
+    that hold its output so far.
     `alone`: engines have died with it, so it gets a group without other requests if it can.
     Its gateway cannot reach the workers whose addresses are `avoided`, and does not want them for
     `avoided_s` unless there are no others.

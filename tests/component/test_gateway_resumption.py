@@ -167,12 +167,33 @@ async def test_an_engine_that_fails_and_a_group_that_changes_are_losses(
     assert answer.json()["choices"][0]["text"] == TEXT[:TOKENS]
 
 
+@pytest.mark.parametrize(
+    ("reason", "returned"),
+    [(worker_pb2.FINISH_REASON_KV_LOST, True), (worker_pb2.FINISH_REASON_ENGINE_DIED, False)],
+)
+async def test_a_request_that_loses_its_worker_before_a_token_goes_before_newcomers(
+    case: Case, reason: "worker_pb2.FinishReason.ValueType", returned: bool
+) -> None:
+    """It may have waited for longer than the queue lets it."""
+    alive, failing = case.cluster.workers
+    failing.fails_after, failing.failure = 0, reason
+    answer = await case.complete(max_tokens=TOKENS)
+    assert answer.json()["choices"][0]["text"] == TEXT[:TOKENS]
+    assert not alive.starts[0].output_ids
+    asked, again = case.cluster.scheduler.asks
+    assert (asked.resumed, again.resumed, again.returned) == (False, True, returned)
+    assert (again.prompt_tokens, again.max_tokens) == (asked.prompt_tokens, asked.max_tokens)
+
+
+@pytest.mark.parametrize(
+    "reason", [worker_pb2.FINISH_REASON_KV_LOST, worker_pb2.FINISH_REASON_RETURNED]
+)
 async def test_a_request_that_a_worker_gives_back_after_tokens_goes_on_at_another_one(
-    case: Case,
+    case: Case, reason: "worker_pb2.FinishReason"
 ) -> None:
     """Six times, with a token between them."""
     for worker in case.cluster.workers:
-        worker.fails_after, worker.failure = 1, worker_pb2.FINISH_REASON_RETURNED
+        worker.fails_after, worker.failure = 1, reason
     *chunks, last = await chunks_of(case, max_tokens=7, stream_options={"include_usage": True})
     assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == TEXT[:7]
     assert last["usage"]["completion_tokens"] == 7

@@ -98,12 +98,14 @@ class RefuseRequest:
 
     `retryable`: it could be served at another time. A running request ends with it. `returned`: the
     request has not begun here, or its KV is lost, and it shall get another place under the same id.
+    `kv_lost`: the latter.
     """
 
     request_id: str
     message: str
     retryable: bool = False
     returned: bool = False
+    kv_lost: bool = False
 
 
 @dataclass(frozen=True, slots=True)

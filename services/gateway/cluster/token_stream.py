@@ -21,6 +21,10 @@ class Returned(Exception):
     """The worker has had no room to begin, or has lost the KV: ask for another place."""
 
 
+class KvLost(Returned):
+    """The worker has lost the KV with a member of its group."""
+
+
 class TokenStream:
     """The tokens of one start of a request, journalled as they come and read at the client's pace.
 
@@ -135,6 +139,8 @@ class TokenStream:
                 raise StaleEpoch
             case Finish.RETURNED:
                 raise Returned
+            case Finish.KV_LOST:
+                raise KvLost
             case Finish.INVALID:
                 raise BadRequest(journal.message or "the worker refuses the request")
             case Finish.OVERLOADED:

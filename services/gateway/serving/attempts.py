@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 from services.core.ask import Ask, Assignment, FailedAssignment
 from services.core.request import Request
-from services.gateway.cluster.token_stream import Returned, StaleEpoch
+from services.gateway.cluster.token_stream import KvLost, Returned, StaleEpoch
 from services.gateway.records.request_record import Stay
 from services.gateway.vocabulary.errors import (
     EngineFailed,
@@ -38,6 +38,7 @@ class Attempts:
     _lost: int = 0  # of these, workers that were lost, or were full for a request that had run
     _died: float = 0.0  # engines that have died with it lately
     _died_at: int = 0  # its output then
+    _stricken: bool = False  # whether a worker has failed under it
 
     @property
     def alone(self) -> bool:
@@ -57,6 +58,7 @@ class Attempts:
         else:
             self._empty += 1
             self._lost += isinstance(failure, (WorkerLost, QueueFull))
+        self._stricken = self._stricken or _is_loss(failure)
         if isinstance(failure, WorkerLost):
             self._note_loss(failure.engine_died, output)
         if self._died >= DIED_MAX:
@@ -80,10 +82,15 @@ class Attempts:
         self._died += 1.0 if engine_died else LOST_SHARE
 
     def _check_unbegun(self, failure: Failure) -> None:
-        if isinstance(failure, QueueFull):
+        if not isinstance(failure, (WorkerLost, QueueFull)):
+            return
+        if self._lost >= LOST_MAX or not self._stricken:
             raise failure
-        if isinstance(failure, WorkerLost) and self._lost >= LOST_MAX:
-            raise failure
+
+
+def _is_loss(failure: Failure) -> bool:
+    """Whether a request was at a worker that has failed, or that has lost its KV."""
+    return isinstance(failure, (WorkerLost, KvLost))
 
 
 def _ended(failure: Failure) -> Exception:
@@ -107,7 +114,8 @@ def asked_again(
 ) -> Ask:
     """What the scheduler is asked once a start has failed at `place`, after `output` tokens.
 
-    Under the same id, so that the request keeps its place in the line.
+    Under the same id, so that the request keeps its place in the line. Once it has run, or a worker
+    has failed under it, it goes before all newcomers.
     """
     returned = isinstance(failure, Returned)
     return replace(
@@ -115,7 +123,7 @@ def asked_again(
         prompt_tokens=len(request.prompt_ids) + output,
         max_tokens=request.limits.max_tokens - output,
         failed=FailedAssignment(place.group_id, place.epoch, returned),
-        resumed=output > 0,
+        resumed=output > 0 or ask.resumed or _is_loss(failure),
         alone=alone,
     )
 

@@ -115,7 +115,7 @@ class ChoiceRunner:
         except GatewayError as refused:
             if not ask.resumed:
                 raise
-            # Its client knows nothing of queues any more: it has a part of the answer.
+            # It had a place, maybe a part of its answer: what its client has to know is the loss.
             raise WorkerLost(
                 f"the worker of this request was lost, and no other goes on with it"
                 f" ({refused.message}); send the request again"

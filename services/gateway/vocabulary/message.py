@@ -49,6 +49,7 @@ class Finish(Enum):
     OVERLOADED = auto()
     RETURNED = auto()
     ENGINE_DIED = auto()
+    KV_LOST = auto()
     ERROR = auto()
 
 

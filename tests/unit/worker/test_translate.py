@@ -3,7 +3,8 @@
 import pytest
 
 from services.core.logprobs import LogprobRows
-from services.core.planner.events import EmitToken
+from services.core.planner.events import EmitToken, RefuseRequest
+from services.core.planner.refusal import given_back, known_already, queue_full, returned
 from services.core.report import EngineReport, Load
 from services.core.request import FinishReason
 from services.worker.arrivals import Arrivals
@@ -14,7 +15,7 @@ from services.worker.ipc import (
     encode,
     from_engine_decoder,
 )
-from services.worker.translate import to_event, to_replay
+from services.worker.translate import to_event, to_refusal, to_replay
 from tests.support.told_sampler import row_of, rows_of
 from tideserve.worker.v1 import worker_pb2 as pb
 
@@ -41,6 +42,22 @@ def test_an_event_tells_what_was_asked_for() -> None:
     assert numbers(event.prompt_logprobs) == [(-6.0, 1, [0]), (-7.0, 2, [0])]
     event = to_event(EmitToken("a", 0, 5, FinishReason.STOP))
     assert not event.logprobs and not event.prompt_logprobs
+
+
+@pytest.mark.parametrize(
+    ("refusal", "reason"),
+    [
+        (queue_full("a"), pb.FINISH_REASON_OVERLOADED),
+        (known_already("a"), pb.FINISH_REASON_INVALID),
+        (returned("a"), pb.FINISH_REASON_RETURNED),
+        (given_back("a"), pb.FINISH_REASON_KV_LOST),
+    ],
+)
+def test_a_gateway_learns_why_a_request_has_no_place_here(
+    refusal: RefuseRequest, reason: "pb.FinishReason.ValueType"
+) -> None:
+    event = to_refusal(refusal)
+    assert (event.request_id, event.finish_reason) == ("a", reason) and event.message
 
 
 def arrivals(known: LogprobRows | None, emitted: int) -> Arrivals[None]:

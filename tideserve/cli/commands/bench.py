@@ -205,7 +205,5 @@ def bench(
         minutes=minutes,
         workers=given.get("workers", DEFAULT_WORKERS),
     )
-    files: dict[str, Any] = {"json": json, "plot": plot}
-    run_bench(
-        BenchArguments(scenario, choice, systems, slos=slo or (), api_key=api_key, **files, **given)
-    )
+    own: dict[str, Any] = {"slos": slo or (), "api_key": api_key, "json": json, "plot": plot}
+    run_bench(BenchArguments(scenario, choice, systems, **own, **given))

@@ -154,8 +154,8 @@ class Ask(_message.Message):
     workers' KV blocks.
     """
     resumed: _builtins.bool
-    """The request has run, and its worker was lost: `prompt_tokens` counts its output so far, too. It
-    goes before all that have not run, and neither the queue's limit nor its deadline holds for it.
+    """The request has run, or its worker was lost: `prompt_tokens` counts its output so far, too. It
+    goes before all newcomers, and neither the queue's limit nor its deadline holds for it.
     """
     alone: _builtins.bool
     """Two engines have died with the request in them. It gets a group in which nothing else runs or

@@ -75,11 +75,13 @@ class _FinishReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FinishRe
     FINISH_REASON_OVERLOADED: _FinishReason.ValueType  # 6
     """The worker's queue is full; the request could be served at another time or elsewhere."""
     FINISH_REASON_RETURNED: _FinishReason.ValueType  # 7
-    """The request was `returnable` and has not begun, or was `resumable` and its KV is lost, maybe after
-    some tokens: ask the scheduler for another place.
-    """
+    """The request was `returnable` and has not begun: ask the scheduler for another place."""
     FINISH_REASON_ENGINE_DIED: _FinishReason.ValueType  # 8
     """The engine's process ended, or was ended because it was silent, with the request in it."""
+    FINISH_REASON_KV_LOST: _FinishReason.ValueType  # 9
+    """The request was `resumable` and its KV is lost with a member of the worker's group, maybe after
+    some tokens: ask the scheduler for another place, as for a request that has lost its worker.
+    """
 
 class FinishReason(_FinishReason, metaclass=_FinishReasonEnumTypeWrapper):
     """Why a request ended."""
@@ -103,11 +105,13 @@ FINISH_REASON_ERROR: FinishReason.ValueType  # 5
 FINISH_REASON_OVERLOADED: FinishReason.ValueType  # 6
 """The worker's queue is full; the request could be served at another time or elsewhere."""
 FINISH_REASON_RETURNED: FinishReason.ValueType  # 7
-"""The request was `returnable` and has not begun, or was `resumable` and its KV is lost, maybe after
-some tokens: ask the scheduler for another place.
-"""
+"""The request was `returnable` and has not begun: ask the scheduler for another place."""
 FINISH_REASON_ENGINE_DIED: FinishReason.ValueType  # 8
 """The engine's process ended, or was ended because it was silent, with the request in it."""
+FINISH_REASON_KV_LOST: FinishReason.ValueType  # 9
+"""The request was `resumable` and its KV is lost with a member of the worker's group, maybe after
+some tokens: ask the scheduler for another place, as for a request that has lost its worker.
+"""
 Global___FinishReason: _TypeAlias = FinishReason  # noqa: Y015
 
 @_typing.final
@@ -397,7 +401,7 @@ class Start(_message.Message):
     """How its output travels; unspecified: with each step."""
     resumable: _builtins.bool
     """The gateway goes on with the request at another worker, after the tokens that have come, if this
-    one ends it with RETURNED. A worker whose group has lost a member does so with a part of them.
+    one ends it with KV_LOST. A worker whose group has lost a member does so with a part of them.
     """
     @_builtins.property
     def prompt_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:

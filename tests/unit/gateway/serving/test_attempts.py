@@ -1,10 +1,12 @@
 """When a request that failed at a worker is started again."""
 
+from dataclasses import replace
+
 import pytest
 
 from services.core.ask import Ask, Assignment
 from services.core.request import Limits, LogprobOptions, Request, Sampling
-from services.gateway.cluster.token_stream import Returned, StaleEpoch
+from services.gateway.cluster.token_stream import KvLost, Returned, StaleEpoch
 from services.gateway.serving.attempts import (
     DIED_LAPSE,
     EMPTY_MAX,
@@ -24,6 +26,7 @@ from services.gateway.vocabulary.errors import (
 LOST = WorkerLost("lost")
 DIED = WorkerLost("died", engine_died=True)
 PLACE = Assignment("r", "g", 3, "w", "host:1")
+REQUEST = Request("r", (5, 6, 7), Sampling(seed=8), Limits(9, 2), 0.0)
 
 
 def test_before_a_token_a_request_may_lose_two_workers() -> None:
@@ -116,7 +119,7 @@ def test_nothing_is_left_of_a_request_with_all_its_tokens() -> None:
 
 def test_it_goes_on_with_the_same_request_and_asks_for_what_is_left() -> None:
     options = LogprobOptions(output=2, prompt=1)
-    request = Request("r", (5, 6, 7), Sampling(seed=8), Limits(9, 2), 0.0, logprobs=options)
+    request = replace(REQUEST, logprobs=options)
     assert resumed(request, ()) is request
     later = resumed(request, (1, 2))
     assert (later.prompt_ids, later.output_ids, later.limits) == ((5, 6, 7), (1, 2), Limits(9, 2))
@@ -130,3 +133,18 @@ def test_it_goes_on_with_the_same_request_and_asks_for_what_is_left() -> None:
     unbegun = asked_again(ask, request, 0, PLACE, Returned())
     assert (unbegun.prompt_tokens, unbegun.max_tokens, unbegun.resumed) == (3, 9, False)
     assert unbegun.failed is not None and unbegun.failed.returned
+
+
+@pytest.mark.parametrize("loss", [LOST, KvLost()])
+def test_one_that_a_worker_has_failed_goes_before_newcomers(loss: WorkerLost | KvLost) -> None:
+    """Though it has no token: it had a place, and its time in the line is over."""
+    ask = asked_again(Ask("r", "m", 3, 9), REQUEST, 0, PLACE, loss)
+    assert (ask.prompt_tokens, ask.max_tokens, ask.resumed) == (3, 9, True)
+    assert ask.failed is not None and ask.failed.returned == isinstance(loss, KvLost)
+    assert asked_again(ask, REQUEST, 0, PLACE, StaleEpoch()).resumed
+    attempts = Attempts(resumes=True)
+    attempts.fail(loss, 0, 9)
+    attempts.fail(QueueFull("full"), 0, 9)  # elsewhere there may be room
+    with pytest.raises(QueueFull):
+        for _ in range(LOST_MAX):
+            attempts.fail(QueueFull("full"), 0, 9)
