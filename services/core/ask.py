@@ -29,11 +29,11 @@ class Ask:
 
     `failed` is the latest assignment if that has failed. `traceparent` is W3C's, "" if the request
     is not traced. `prefix` stands for the beginnings of the prompt that a group may have cached.
-    `resumed`: the request has run, or a worker has failed under it; it goes on with `prompt_tokens`
-    that hold its output so far.
+    `resumed`: the request has run, and goes on with `prompt_tokens` that hold its output so far.
     `alone`: engines have died with it, so it gets a group without other requests if it can.
     Its gateway cannot reach the workers whose addresses are `avoided`, and does not want them for
-    `avoided_s` unless there are no others.
+    `avoided_s` unless there are no others. `excused_s` of its wait were over when a worker failed
+    under it last.
     """
 
     request_id: str
@@ -48,6 +48,7 @@ class Ask:
     alone: bool = False
     avoided: tuple[str, ...] = ()
     avoided_s: float = 0.0
+    excused_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

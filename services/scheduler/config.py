@@ -21,7 +21,10 @@ class SchedulerConfig(SchedulingConfig):
         1024, "Requests that may wait; more get 503.", minimum=1, maximum=1_000_000
     )
     queue_deadline_s: float = number(
-        120.0, "Seconds that a request may wait; then 504.", minimum=0.1, maximum=86_400
+        120.0,
+        "Seconds that a request may wait, counted anew when a worker fails under it; then 504.",
+        minimum=0.1,
+        maximum=86_400,
     )
     order: str = choice(
         "class",

@@ -53,6 +53,7 @@ def to_admit_event(
                 alone=ask.alone,
                 avoided=tuple(ask.avoided_addresses),
                 avoided_s=ask.avoided_s,
+                excused_s=ask.excused_s,
                 now_s=now_s,
                 stream_id=stream_id,
                 waited_s=ask.waited_s,

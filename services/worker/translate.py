@@ -104,9 +104,10 @@ def to_refusal(refusal: RefuseRequest) -> pb.RequestEvent:
     """The last event of a request that the engine does not take."""
     reason = pb.FINISH_REASON_OVERLOADED if refusal.retryable else pb.FINISH_REASON_INVALID
     if refusal.returned:
-        kv_lost = refusal.kv_lost
-        reason = pb.FINISH_REASON_KV_LOST if kv_lost else pb.FINISH_REASON_RETURNED
-    return failure(refusal.request_id, reason, refusal.message)
+        reason = pb.FINISH_REASON_RETURNED
+    event = failure(refusal.request_id, reason, refusal.message)
+    event.kv_lost = refusal.kv_lost
+    return event
 
 
 def failure(request_id: str, reason: "pb.FinishReason.ValueType", message: str) -> pb.RequestEvent:

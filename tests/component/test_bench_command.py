@@ -115,8 +115,10 @@ def test_what_cannot_be_done_is_one_sentence(
             (["burst", "--dtype", "float16"], "'float16', but must be one of bfloat16"),
             (["burst", "--dtype", "int3"], "'int3', but must be one of bfloat16"),
             (["churn", "--workers", "0"], "'workers' in the command line is 0"),
-            (["engine", "--device", "cpu"], "'engine' runs on processors"),
-            (["drop", "--load-format", "dummy"], "weights of its own; leave --load-format out"),
+            (["engine", "--device", "cpu"], "'engine' is for processors; leave --device out"),
+            (["drop", "--load-format", "dummy"], "for processors; leave --load-format out"),
+            (["flood", "--device", "cpu"], "'flood' is for processors; leave --device out"),
+            (["churn", "--load-format", "auto"], "makes up the weights of its tiny model"),
             (["steady", "--load-format", "dummy"], "no weights, so vllm cannot serve it"),
         ]
         left = tmp_path / "left.json"
@@ -149,18 +151,24 @@ def test_what_cannot_be_done_on_a_gpu(
     cases = {
         ("--systems", "drop,vllm"): "vllm is started on processors only",
         (): "the --memory of a worker",
+        ("--systems", "drop-chunking"): "leave its suffix out",
+        ("--systems", "mine=http://x"): "no system of this run is one",
         ("--memory", "16GiB", "--cells", "x"): "has no cells",
     }
     for more, sentence in cases.items():
         assert sentence in refused([*on_gpu, *more], monkeypatch, capsys)
-    assert "a --model" in refused(["burst", "--device", "cuda"], monkeypatch, capsys)
+    for arguments in (["burst"], ["steady"], ["churn", "--model", str(model)]):
+        said = refused([*arguments, "--device", "cuda"], monkeypatch, capsys)
+        assert "the --memory of a worker" in said
+    paced = refused(["burst", "--device", "cuda", "--paced", "A100-14B"], monkeypatch, capsys)
+    assert "'burst' with --paced is for processors" in paced
 
 
 @pytest.mark.parametrize(
     ("given", "memory_bytes", "options"),
     [
         ({}, 32 << 20, {"load_format": "dummy", "chunk_size": "64KiB"}),
-        ({"device": "cuda:0"}, 1 << 30, {"load_format": "dummy"}),
+        ({"device": "cuda:0"}, 64 << 20, {"load_format": "dummy"}),
         ({"device": "cuda:0", "memory": "3GiB"}, 3 << 30, {"load_format": "dummy"}),
     ],
 )
@@ -176,7 +184,7 @@ def test_the_tiny_model_of_a_trial_fits_its_device(
         seen.append(deployment)
         return TrialVerdict({}, [("noted", "once")], ())
 
-    trial = Trial("churn", "noted", "32MiB", note, on_gpus=True)
+    trial = Trial("churn", "noted", "32MiB", note, gpu_memory="64MiB")
     monkeypatch.setattr(cluster_options, "version", lambda name: "2.13.0+cu130")
     monkeypatch.setattr(cli_bench, "find_trials", lambda: {"churn": trial})
     run_bench(BenchArguments("churn", LoadChoice(on_gpu="device" in given), **given))

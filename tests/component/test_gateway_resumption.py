@@ -168,32 +168,38 @@ async def test_an_engine_that_fails_and_a_group_that_changes_are_losses(
 
 
 @pytest.mark.parametrize(
-    ("reason", "returned"),
-    [(worker_pb2.FINISH_REASON_KV_LOST, True), (worker_pb2.FINISH_REASON_ENGINE_DIED, False)],
+    ("reason", "kv_lost", "is_loss"),
+    [
+        (worker_pb2.FINISH_REASON_RETURNED, True, True),
+        (worker_pb2.FINISH_REASON_RETURNED, False, False),
+        (worker_pb2.FINISH_REASON_ENGINE_DIED, False, True),
+    ],
 )
-async def test_a_request_that_loses_its_worker_before_a_token_goes_before_newcomers(
-    case: Case, reason: "worker_pb2.FinishReason.ValueType", returned: bool
+async def test_the_deadline_of_a_request_without_a_token_counts_from_the_loss_of_its_worker(
+    case: Case, reason: "worker_pb2.FinishReason.ValueType", kv_lost: bool, is_loss: bool
 ) -> None:
     """It may have waited for longer than the queue lets it."""
     alive, failing = case.cluster.workers
-    failing.fails_after, failing.failure = 0, reason
+    failing.fails_after, failing.failure, failing.kv_lost = 0, reason, kv_lost
     answer = await case.complete(max_tokens=TOKENS)
     assert answer.json()["choices"][0]["text"] == TEXT[:TOKENS]
     assert not alive.starts[0].output_ids
     asked, again = case.cluster.scheduler.asks
-    assert (asked.resumed, again.resumed, again.returned) == (False, True, returned)
+    assert not (asked.resumed or again.resumed)
+    assert again.returned == (reason == worker_pb2.FINISH_REASON_RETURNED)
+    assert asked.excused_s == 0 and (again.excused_s > 0) == is_loss
+    assert again.excused_s <= again.waited_s
     assert (again.prompt_tokens, again.max_tokens) == (asked.prompt_tokens, asked.max_tokens)
 
 
-@pytest.mark.parametrize(
-    "reason", [worker_pb2.FINISH_REASON_KV_LOST, worker_pb2.FINISH_REASON_RETURNED]
-)
+@pytest.mark.parametrize("kv_lost", [True, False])
 async def test_a_request_that_a_worker_gives_back_after_tokens_goes_on_at_another_one(
-    case: Case, reason: "worker_pb2.FinishReason"
+    case: Case, kv_lost: bool
 ) -> None:
-    """Six times, with a token between them."""
+    """Six times, with a token between them. Earlier versions do not tell that KV was lost."""
     for worker in case.cluster.workers:
-        worker.fails_after, worker.failure = 1, reason
+        worker.fails_after, worker.failure = 1, worker_pb2.FINISH_REASON_RETURNED
+        worker.kv_lost = kv_lost
     *chunks, last = await chunks_of(case, max_tokens=7, stream_options={"include_usage": True})
     assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == TEXT[:7]
     assert last["usage"]["completion_tokens"] == 7

@@ -141,6 +141,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
     # Requests fail after so many tokens of this worker, unless they end before, and as what.
     fails_after: int | None = None
     failure: "worker_pb2.FinishReason" = worker_pb2.FINISH_REASON_ERROR
+    kv_lost: bool = False
     # The index after the last token that was emitted.
     emitted: int = 0
     # Where its requests go on, and the token before which they do.
@@ -307,6 +308,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
             token_ids=token_ids,
             finish_reason=reason,
             message=message,
+            kv_lost=self.kv_lost and reason == worker_pb2.FINISH_REASON_RETURNED,
             **self._told(start, first_index, token_ids),
             times=None if reason == worker_pb2.FINISH_REASON_UNSPECIFIED else self.times,
         )

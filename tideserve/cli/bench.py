@@ -42,7 +42,6 @@ from tideserve.cli.service_config import GPU_DEFAULTS
 from tideserve.cli.tiny_model import (
     DEEP,
     NUM_LAYERS,
-    TINY_GPU_MEMORY,
     TINY_ON_GPU,
     TINY_OPTIONS,
     write_tiny_model,
@@ -52,6 +51,8 @@ from tideserve.cli.up import name_of
 AMPLE_FACTOR = 5
 TRIAL_MODEL = "tiny-16-layers"
 PICTURES = (".png", ".svg", ".pdf")
+NO_WEIGHTS = "makes up the weights of its tiny model"
+NO_MEMORY = "on a GPU, give a --model that fills it, and the --memory of a worker"
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +135,7 @@ def _run_trial(arguments: BenchArguments, trial: Trial, report: Report) -> None:
             _refuse_cells(arguments, trial.timed)
         if not trial.cycled:
             _refuse_cycles(arguments)
-        if not trial.on_gpus:
+        if not trial.gpu_memory:
             _refuse_devices(arguments)
         check_writable(arguments.json)
         with _trial_deployment(arguments, trial, report) as deployment:
@@ -175,8 +176,11 @@ def _trial_deployment(
 ) -> Iterator[Deployment]:
     """A cluster of the given model, or of a tiny made-up one if none is given and it will do."""
     on_gpu = arguments.choice.on_gpu
-    memory = TINY_GPU_MEMORY if on_gpu else trial.memory
-    memory_bytes = parse_size_bytes(arguments.memory or memory)
+    if on_gpu and arguments.model is not None and arguments.memory is None:
+        raise BenchError(NO_MEMORY)
+    memory_bytes = parse_size_bytes(
+        arguments.memory or (trial.gpu_memory if on_gpu else trial.memory)
+    )
     if trial.real_model:
         dtype = fastest_dtype(read_processor().flags)
         yield _deployment(arguments, memory_bytes, report, dtype)
@@ -184,6 +188,7 @@ def _trial_deployment(
     if arguments.model is not None:
         yield _deployment(arguments, memory_bytes, report, "bfloat16")
         return
+    _refuse(arguments, {"--load-format": arguments.load_format}, NO_WEIGHTS)
     tokenizer_dir = resolve_model(None, cache_root(), report.line, "auto")
     with tempfile.TemporaryDirectory(prefix="tideserve-bench-") as folder:
         yield Deployment(
@@ -235,9 +240,9 @@ def _refuse_cells(arguments: BenchArguments, timed: bool = False) -> None:
     _refuse(arguments, given, "has no cells")
 
 
-def _refuse_devices(arguments: BenchArguments) -> None:
+def _refuse_devices(arguments: BenchArguments, why: str = "is for processors") -> None:
     given = {"--device": arguments.device, "--load-format": arguments.load_format}
-    _refuse(arguments, given, "runs on processors, with weights of its own")
+    _refuse(arguments, given, why)
 
 
 def _refuse_cycles(arguments: BenchArguments) -> None:
@@ -261,6 +266,8 @@ def _plan(arguments: BenchArguments, report: Report, folder: Path) -> BenchPlan:
     scenario = find_scenario(arguments.scenario)
     _refuse_cycles(arguments)
     _refuse_cells(arguments)
+    if not scenario.on_gpus:
+        _refuse_devices(arguments)
     tiny = arguments.choice.paced
     memory = scenario.paced_memory if tiny else scenario.memory
     if tiny and not memory:
@@ -268,7 +275,7 @@ def _plan(arguments: BenchArguments, report: Report, folder: Path) -> BenchPlan:
     dtype = _dtype(arguments, scenario)
     names = _names(arguments.systems, _default_systems(arguments.choice, scenario))
     if arguments.systems is None and arguments.dtype is None:
-        names += _second_names(scenario, dtype)
+        names += _second_names(names, scenario, dtype)
     check_names(names)
     _check_servable(arguments, names)
     if arguments.choice.rate_per_s is not None and arguments.choice.time_scale is not None:
@@ -299,17 +306,26 @@ def _plan(arguments: BenchArguments, report: Report, folder: Path) -> BenchPlan:
 def _check_servable(arguments: BenchArguments, names: Sequence[str]) -> None:
     """Refuse what these systems cannot serve. Raises BenchError."""
     vllm = any(map(is_vllm, names))
+    if arguments.choice.paced:
+        _refuse_devices(arguments, "with --paced is for processors")
     if vllm and (arguments.choice.paced or arguments.load_format == "dummy"):
         raise BenchError("the model has no weights, so vllm cannot serve it; leave it out")
-    if not arguments.choice.on_gpu:
-        return
-    if vllm:
+    if arguments.choice.on_gpu:
+        _check_for_gpus(arguments, names)
+
+
+def _check_for_gpus(arguments: BenchArguments, names: Sequence[str]) -> None:
+    if any(map(is_vllm, names)):
         raise BenchError(
             "vllm is started on processors only; choose --systems without it, and name=URL for"
             " one that you start on a GPU"
         )
+    if not any(map(is_tideserve, names)):
+        raise BenchError("--device is for tideserve, and no system of this run is one")
+    if any("chunking" in name.split("-") for name in names):
+        raise BenchError("on a GPU, iterations are as long without chunking; leave its suffix out")
     if arguments.memory is None or arguments.model is None:
-        raise BenchError("on a GPU, give a --model that fills it, and the --memory of a worker")
+        raise BenchError(NO_MEMORY)
 
 
 def _dtype(arguments: BenchArguments, scenario: Scenario) -> str:
@@ -323,11 +339,11 @@ def _dtype(arguments: BenchArguments, scenario: Scenario) -> str:
     return scenario.dtype
 
 
-def _second_names(scenario: Scenario, dtype: str) -> tuple[str, ...]:
+def _second_names(names: Sequence[str], scenario: Scenario, dtype: str) -> tuple[str, ...]:
     """The same systems in the second dtype of the scenario, if it has one beside `dtype`."""
     if scenario.second_dtype in (None, dtype):
         return ()
-    return tuple(f"{name}-{scenario.second_dtype}" for name in scenario.systems)
+    return tuple(f"{name}-{scenario.second_dtype}" for name in names)
 
 
 def _deployment(

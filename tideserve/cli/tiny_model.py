@@ -46,8 +46,7 @@ CONFIG: Mapping[str, Any] = {
 # Options of a cluster that serves it. Small chunks, because the whole memory is small.
 TINY_OPTIONS = {"load_format": "dummy", "chunk_size": "64KiB"}
 TINY_ON_GPU = {"load_format": "dummy"}
-TINY_GPU_MEMORY = "1GiB"
-"""A GPU's chunks are 2 MiB at least, and even one layer's KV takes whole ones."""
+"""A GPU's driver has no chunks of less than 2 MiB."""
 COPIED = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
 

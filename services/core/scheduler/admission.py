@@ -56,9 +56,11 @@ class Admission:
     shortfalls: dict[str, int] = field(default_factory=dict)
 
     def refusal(
-        self, ask: Asked, model: ModelGroups | None, arrival_s: float, placed: bool
+        self, ask: Asked, model: ModelGroups | None, counted_s: float, placed: bool
     ) -> NotAdmitted | None:
-        """Why a request for `model` may not wait; None if it may. `placed`: as in Waiting.
+        """Why a request for `model` may not wait; None if it may.
+
+        `counted_s`, `placed`: as in Waiting.
 
         For want of room only newcomers are refused. They wait also for groups that have just left;
         one that was assigned before, for workers that have been away for longer: until its
@@ -72,11 +74,11 @@ class Admission:
             refused = self._away(ask, ask.now_s)
         if refused is not None or ask.resumed:
             return refused
-        if ask.now_s - arrival_s >= self._deadline_s(ask.service):
+        if ask.now_s - counted_s >= self._deadline_s(ask.service):
             return self._expired(ask.service)
         if placed:
             return None
-        return self._no_place(ask.service) or self._too_late(ask, model, arrival_s)
+        return self._no_place(ask.service) or self._too_late(ask, model, counted_s)
 
     def displaced(self, ask: Asked, placed: bool) -> tuple[Waiting, NotAdmitted] | None:
         """The request that leaves a full queue so that `ask`, which may wait, gets its place."""
@@ -99,7 +101,7 @@ class Admission:
         that wait for a larger group are passed over.
         """
         for oldest in self.queue.oldest(name):
-            if now_s - oldest.arrival_s >= self._deadline_s(oldest.ask.service):
+            if now_s - oldest.counted_s >= self._deadline_s(oldest.ask.service):
                 return oldest, self._expired(oldest.ask.service)
         model = self.groups.of_model(name)
         if model is None:
@@ -156,7 +158,7 @@ class Admission:
         return check_size(ask.prompt_tokens, ask.max_tokens, longest)
 
     def _too_late(
-        self, ask: Asked, model: ModelGroups | None, arrival_s: float
+        self, ask: Asked, model: ModelGroups | None, counted_s: float
     ) -> NotAdmitted | None:
         """Refuses a newcomer that would expire, where no merge can make room.
 
@@ -168,7 +170,7 @@ class Admission:
             return None
         if model is None or ask.failed is not None or not self.shortfalls.get(ask.model):
             return None
-        left_s = arrival_s + self.queue_deadline_s - ask.now_s
+        left_s = counted_s + self.queue_deadline_s - ask.now_s
         window_s = max(RATE_WINDOW_S, self.queue_deadline_s)
         rate_per_s = model.meter.pace.per_s(ask.now_s, window_s)
         if rate_per_s is None:
@@ -221,8 +223,8 @@ def check_fields(ask: Asked) -> NotAdmitted | None:
         cause = f"prompt_tokens is {ask.prompt_tokens}, but must be at least 1"
     elif not 1 <= ask.max_tokens <= TOKENS_MAX:
         cause = f"max_tokens is {ask.max_tokens}, but must be at least 1"
-    elif not (math.isfinite(ask.waited_s) and ask.waited_s >= 0):
-        cause = f"waited_s is {ask.waited_s}, but must be 0 or more"
+    elif not (math.isfinite(ask.waited_s) and 0 <= ask.excused_s <= ask.waited_s):
+        cause = f"waited_s is {ask.waited_s} with an excused_s of {ask.excused_s}, not 0 or more"
     elif len(ask.prefix.hashes) > THIN_MAX:
         cause = f"there are {len(ask.prefix.hashes)} hashes of its prefix, above {THIN_MAX}"
     elif len(ask.avoided) > AVOIDED_MAX or not math.isfinite(ask.avoided_s):

@@ -25,7 +25,8 @@ class Waiting:
 
     `stream_id` is where its answer goes: that of the latest ask. `start_tokens` of KV must be free
     before it can run. `overtaken` counts requests behind it in the line that were assigned before
-    it; `returns` counts workers that have given it back. One that is `placed` was assigned before:
+    it; `returns` counts workers that have given it back. Its deadline counts from `counted_s`: its
+    arrival, or when a worker failed under it. One that is `placed` was assigned before:
     by a return, a change of groups or the loss of a worker, it is here again. Until `alone_until_s`
     it may start only where nothing else runs, until `spread_until_s` only where few prompts wait.
     """
@@ -33,6 +34,7 @@ class Waiting:
     ask: Asked
     stream_id: int
     arrival_s: float
+    counted_s: float
     start_tokens: int = 0
     overtaken: int = 0
     returns: int = 0
@@ -111,15 +113,18 @@ class WaitQueue:
         return (self._live[one][1] for one in (line.turns if line is not None else ()))
 
     def oldest(self, model: str) -> list[Waiting]:
-        """The longest-waiting request for `model` of each class that can expire, oldest first."""
+        """The request for `model` of each class whose deadline is next, by their `counted_s`.
+
+        Those that have run have none.
+        """
         line = self._lines.get(model)
         of = line.by_class.values() if line is not None else ()
         return [
             self._live[entry[-1]][1] for entry in sorted(o.expiring[0] for o in of if o.expiring)
         ]
 
-    def oldest_arrival_s(self, classes: Collection[ServiceClass] = ALL) -> float | None:
-        """When the longest-waiting request of `classes` that can expire arrived, or None."""
+    def oldest_counted_s(self, classes: Collection[ServiceClass] = ALL) -> float | None:
+        """The least `counted_s` of the requests of `classes` that can expire, or None."""
         of = (line.by_class[one].expiring for line in self._lines.values() for one in classes)
         return min((expiring[0][0] for expiring in of if expiring), default=None)
 
@@ -143,11 +148,10 @@ class WaitQueue:
         entry = self._key(waiting), number, ask.request_id
         line.turns.add(*self._place(waiting), entry, waiting.start_tokens)
         of_class = line.by_class[ask.service.service_class]
-        place = waiting.arrival_s, number, ask.request_id
         if not ask.resumed:
-            insort(of_class.expiring, place)
+            insort(of_class.expiring, (waiting.counted_s, number, ask.request_id))
         if not waiting.placed:
-            self._places.add(ask.service, place)
+            self._places.add(ask.service, (waiting.arrival_s, number, ask.request_id))
         of_class.requests += 1
         of_class.start_tokens += waiting.start_tokens
         self._by_stream.setdefault(waiting.stream_id, set()).add(ask.request_id)
@@ -173,11 +177,11 @@ class WaitQueue:
         line = self._lines[ask.model]
         line.turns.remove(*self._place(waiting), (self._key(waiting), number, request_id))
         of_class = line.by_class[ask.service.service_class]
-        place = waiting.arrival_s, number, request_id
         if not ask.resumed:
+            place = waiting.counted_s, number, request_id
             del of_class.expiring[bisect_left(of_class.expiring, place)]
         if not waiting.placed:
-            self._places.remove(ask.service, place)
+            self._places.remove(ask.service, (waiting.arrival_s, number, request_id))
         of_class.requests -= 1
         of_class.start_tokens -= waiting.start_tokens
         if not any(one.requests for one in line.by_class.values()):
@@ -206,7 +210,7 @@ class WaitQueue:
                 assert of_class.requests == len(alike)
                 assert of_class.start_tokens == sum(one.start_tokens for one in alike)
                 assert of_class.expiring == sorted(
-                    (one.arrival_s, self._live[one.ask.request_id][0], one.ask.request_id)
+                    (one.counted_s, self._live[one.ask.request_id][0], one.ask.request_id)
                     for one in alike
                     if not one.ask.resumed
                 )

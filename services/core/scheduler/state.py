@@ -146,7 +146,7 @@ class SchedulerState:
         )
 
     def _oldest_wait_s(self, classes: Collection[ServiceClass], now_s: float) -> float:
-        oldest_s = self._queue.oldest_arrival_s(classes)
+        oldest_s = self._queue.oldest_counted_s(classes)
         return max(0.0, now_s - oldest_s) if oldest_s is not None else 0.0
 
     def demands(self, now_s: float) -> tuple[ModelDemand, ...]:
@@ -197,7 +197,7 @@ class SchedulerState:
                 return [repeated]
             arrival_s = min(arrival_s, remembered.arrival_s)
             returns, placed = remembered.returns + returned, True
-        if ask.resumed:
+        if ask.resumed or ask.excused_s:
             placed = True
             self._forget_lost(ask)
         self._totals.returned += returned
@@ -235,7 +235,8 @@ class SchedulerState:
         """Let a request wait, or refuse it; then serve the line."""
         model = self._groups.of_model(ask.model)
         start_tokens = _start_tokens(ask, model)
-        refused = self._admission.refusal(ask, model, arrival_s, placed)
+        counted_s = max(arrival_s, ask.now_s - ask.waited_s + ask.excused_s)
+        refused = self._admission.refusal(ask, model, counted_s, placed)
         meter = self._demand_meter(ask)
         if meter is not None and not placed and (refused is None or refused.for_want_of_room):
             meter.arrived.add(start_tokens, ask.now_s)
@@ -249,7 +250,7 @@ class SchedulerState:
         if model is not None and paced and not self._waiting_online(ask.model):
             model.meter.pace.begin(ask.now_s)
         waiting = Waiting(
-            ask, ask.stream_id, arrival_s, start_tokens, returns=returns, placed=placed
+            ask, ask.stream_id, arrival_s, counted_s, start_tokens, returns=returns, placed=placed
         )
         if ask.alone:
             waiting.alone_until_s = ask.now_s + ALONE_S

@@ -53,6 +53,7 @@ def ask_frame(ask: Ask, waited_s: float) -> scheduler_pb2.AdmitRequest:
             alone=ask.alone,
             avoided_addresses=ask.avoided,
             avoided_s=ask.avoided_s,
+            excused_s=ask.excused_s,
         )
     )
 

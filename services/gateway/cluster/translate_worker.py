@@ -128,6 +128,8 @@ def token_events(frame: worker_pb2.GenerateResponse) -> Iterable[TokenEvent]:
         finish = None
         if event.finish_reason != worker_pb2.FINISH_REASON_UNSPECIFIED:
             finish = _FINISHES.get(event.finish_reason, Finish.ERROR)
+            if finish is Finish.RETURNED and event.kv_lost:
+                finish = Finish.KV_LOST
         yield TokenEvent(
             request_id=event.request_id,
             first_index=event.first_index,

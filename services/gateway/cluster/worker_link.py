@@ -94,7 +94,9 @@ class WorkerLink:
             self._stop.set()
             self._outbox.close()
             log.info("link to the worker at %s ended: %s", self.address, reason)
-            error = WorkerLost("the worker of this request was lost; send the request again")
+            error = WorkerLost(
+                "the worker of this request was lost; send the request again", reached=self.answered
+            )
             for stream in self.streams.values():
                 stream.lose(error)
 

@@ -82,15 +82,14 @@ class Attempts:
         self._died += 1.0 if engine_died else LOST_SHARE
 
     def _check_unbegun(self, failure: Failure) -> None:
-        if not isinstance(failure, (WorkerLost, QueueFull)):
-            return
-        if self._lost >= LOST_MAX or not self._stricken:
+        full = isinstance(failure, QueueFull) and not self._stricken
+        if full or self._lost >= LOST_MAX:
             raise failure
 
 
 def _is_loss(failure: Failure) -> bool:
     """Whether a request was at a worker that has failed, or that has lost its KV."""
-    return isinstance(failure, (WorkerLost, KvLost))
+    return isinstance(failure, KvLost) or (isinstance(failure, WorkerLost) and failure.reached)
 
 
 def _ended(failure: Failure) -> Exception:
@@ -110,12 +109,14 @@ def asked_again(
     output: int,
     place: Assignment | Stay,
     failure: Failure,
+    since_s: float,
     alone: bool = False,
 ) -> Ask:
     """What the scheduler is asked once a start has failed at `place`, after `output` tokens.
 
-    Under the same id, so that the request keeps its place in the line. Once it has run, or a worker
-    has failed under it, it goes before all newcomers.
+    Under the same id, so that the request keeps its place in the line. It came `since_s` ago; what
+    of that has passed until a worker fails under it is no wait in the line, whose deadline begins
+    anew.
     """
     returned = isinstance(failure, Returned)
     return replace(
@@ -123,7 +124,8 @@ def asked_again(
         prompt_tokens=len(request.prompt_ids) + output,
         max_tokens=request.limits.max_tokens - output,
         failed=FailedAssignment(place.group_id, place.epoch, returned),
-        resumed=output > 0 or ask.resumed or _is_loss(failure),
+        resumed=output > 0,
+        excused_s=since_s if _is_loss(failure) else ask.excused_s,
         alone=alone,
     )
 

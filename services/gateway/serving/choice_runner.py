@@ -15,7 +15,7 @@ from services.core.ask import AVOIDED_MAX, Ask, Assignment
 from services.core.request import Request
 from services.gateway.cluster.admission_client import AdmissionClient
 from services.gateway.cluster.journal import Journal
-from services.gateway.cluster.token_stream import Returned, StaleEpoch
+from services.gateway.cluster.token_stream import KvLost, Returned, StaleEpoch
 from services.gateway.cluster.worker_client import WorkerClient
 from services.gateway.records.metrics import Metrics
 from services.gateway.records.request_record import ChoiceRecord
@@ -104,7 +104,10 @@ class ChoiceRunner:
                     attempts.fail(failure, output, request.limits.max_tokens)
                     last = record.stays[-1] if len(record.stays) > stays else place
                     self._note_failure(failure, request, output, last.worker_id, record)
-                    ask = asked_again(ask, request, output, last, failure, attempts.alone)
+                    since_s = monotonic_s() - began_s
+                    ask = asked_again(
+                        ask, request, output, last, failure, since_s, alone=attempts.alone
+                    )
 
     async def _admit(self, ask: Ask, began_s: float, record: ChoiceRecord) -> Assignment:
         asked_s = monotonic_s()
@@ -115,7 +118,7 @@ class ChoiceRunner:
         except GatewayError as refused:
             if not ask.resumed:
                 raise
-            # It had a place, maybe a part of its answer: what its client has to know is the loss.
+            # Its client knows nothing of queues any more: it has a part of the answer.
             raise WorkerLost(
                 f"the worker of this request was lost, and no other goes on with it"
                 f" ({refused.message}); send the request again"
@@ -135,7 +138,7 @@ class ChoiceRunner:
             )
             record.resumed += 1
             self._metrics.stream_resumed()
-        elif isinstance(failure, WorkerLost):
+        elif isinstance(failure, (WorkerLost, KvLost)):
             log.info("request %s lost %s before a token and starts again", request_id, worker_id)
 
     async def _pieces(

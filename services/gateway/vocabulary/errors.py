@@ -195,15 +195,24 @@ class QueueFull(ServiceUnavailable):
 
 
 class WorkerLost(ServiceUnavailable):
-    """The worker went away with the request; `engine_died`: its engine did, for certain."""
+    """The worker went away with the request; `engine_died`: its engine did, for certain.
+
+    Unless it was `reached`, it may never have had the request.
+    """
 
     code = "worker_lost"
 
     def __init__(
-        self, message: str, *, retry_after_s: float = 1.0, engine_died: bool = False
+        self,
+        message: str,
+        *,
+        retry_after_s: float = 1.0,
+        engine_died: bool = False,
+        reached: bool = True,
     ) -> None:
         super().__init__(message, retry_after_s=retry_after_s)
         self.engine_died = engine_died
+        self.reached = reached
 
 
 class ShuttingDown(ServiceUnavailable):

@@ -45,19 +45,20 @@ def test_an_event_tells_what_was_asked_for() -> None:
 
 
 @pytest.mark.parametrize(
-    ("refusal", "reason"),
+    ("refusal", "reason", "kv_lost"),
     [
-        (queue_full("a"), pb.FINISH_REASON_OVERLOADED),
-        (known_already("a"), pb.FINISH_REASON_INVALID),
-        (returned("a"), pb.FINISH_REASON_RETURNED),
-        (given_back("a"), pb.FINISH_REASON_KV_LOST),
+        (queue_full("a"), pb.FINISH_REASON_OVERLOADED, False),
+        (known_already("a"), pb.FINISH_REASON_INVALID, False),
+        (returned("a"), pb.FINISH_REASON_RETURNED, False),
+        (given_back("a"), pb.FINISH_REASON_RETURNED, True),
     ],
 )
 def test_a_gateway_learns_why_a_request_has_no_place_here(
-    refusal: RefuseRequest, reason: "pb.FinishReason.ValueType"
+    refusal: RefuseRequest, reason: "pb.FinishReason.ValueType", kv_lost: bool
 ) -> None:
     event = to_refusal(refusal)
     assert (event.request_id, event.finish_reason) == ("a", reason) and event.message
+    assert event.kv_lost == kv_lost
 
 
 def arrivals(known: LogprobRows | None, emitted: int) -> Arrivals[None]:

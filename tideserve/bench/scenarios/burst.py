@@ -66,9 +66,9 @@ PACED = TraceSlice(
     rate_per_s=1.85,
     drain_s=20.0,
 )
-# Lengths as they are. An H100 decodes a model of 7B for tens of such requests at once, and what one
-# of them holds is a thousand tokens or more: a memory that leaves KV for 16,000 tokens a worker is
-# overflowed. Others choose a rate.
+# Lengths as they are: a request holds a thousand tokens or more. By estimate, two workers that
+# share an H100 run some sixty of a 7B model's at once, which overflow memory that leaves each of
+# them KV for 16,000 tokens. For another model or GPU choose a rate.
 ON_GPU = TraceSlice(
     LengthScale(prompt_range=(64, 2048), output_range=(64, 512)),
     start_s=140.0,
@@ -182,4 +182,5 @@ SCENARIO = Scenario(
     rounds=lambda quick: ROUNDS,
     traced=True,
     demand_min=1.5,
+    on_gpus=True,
 )

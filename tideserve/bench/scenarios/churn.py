@@ -220,6 +220,6 @@ TRIAL = Trial(
     summary="merges and splits in a row under load: requests, memory, invariants I1-I11",
     memory="32MiB",
     run=run,
-    on_gpus=True,
+    gpu_memory="256MiB",
     cycled=True,
 )

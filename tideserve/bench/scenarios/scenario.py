@@ -19,7 +19,7 @@ from tideserve.bench.workload import Backlog, Workload
 
 OF_ALL = frozenset({"model", "workers", "memory", "dtype", "quick", "json", "seed"})
 OF_DEVICES = frozenset({"device", "load_format"})
-OF_COMPARISONS = frozenset({"systems", "paced", "slo", "plot", "api_key"}) | OF_DEVICES
+OF_COMPARISONS = frozenset({"systems", "paced", "slo", "plot", "api_key"})
 OF_TRACES = frozenset({"trace", "trace_start", "trace_duration", "trace_repeat", "time_scale"})
 OF_CELLS = frozenset({"cells", "append", "minutes"})
 """Parameters of the command by what reads them."""
@@ -113,6 +113,7 @@ class Scenario:
     traced         whether the arrivals are those of a trace, which may then be chosen
     demand_min     peak KV demand that the load is meant to have, in multiples of the capacity
     rated          whether a rate of requests may be chosen without a trace
+    on_gpus        its load also keeps GPUs busy, so its workers may have some
     co_serving     cases have a backlog of batch requests beside online ones: figures are those of
                    co-serving, and a paced run has no unpaced systems
     """
@@ -140,13 +141,15 @@ class Scenario:
     traced: bool = False
     demand_min: float = 0.0
     rated: bool = False
+    on_gpus: bool = False
     co_serving: CoServing | None = None
 
     @property
     def reads(self) -> frozenset[str]:
         """Parameters of `tideserve bench` that make a difference to it."""
-        traced = OF_TRACES | {"rate"} if self.traced else frozenset()
-        return OF_ALL | OF_COMPARISONS | traced | ({"rate"} if self.rated else frozenset())
+        own = OF_TRACES | {"rate"} if self.traced else frozenset()
+        own |= {"rate"} if self.rated else frozenset()
+        return OF_ALL | OF_COMPARISONS | own | (OF_DEVICES if self.on_gpus else frozenset())
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,8 +169,9 @@ class Trial:
     may raise SystemUnavailable. Unless a model is given, it gets a tiny one; with `real_model`, the
     default one, in the dtype that the processor is fastest with; `dtype` is that of the tiny one.
     `traced`: a trace may be chosen. `resumable`: it has cells, which may be chosen and resumed.
-    `timed`: it lasts as long as is chosen. `cycled`: so are its cycles. `on_gpus`: its workers may
-    have GPUs. `details`: lines for its help.
+    `timed`: it lasts as long as is chosen. `cycled`: so are its cycles. With `gpu_memory`, which
+    leaves the tiny model about as much KV, its workers may have GPUs. `details`: lines for its
+    help.
     """
 
     name: str
@@ -180,7 +184,7 @@ class Trial:
     resumable: bool = False
     timed: bool = False
     cycled: bool = False
-    on_gpus: bool = False
+    gpu_memory: str = ""
     details: Callable[[], Sequence[str]] = lambda: ()
 
     @property
@@ -189,7 +193,7 @@ class Trial:
         own = {"trace": self.traced, "minutes": self.timed, "cycles": self.cycled}
         # Cells have numbers of workers of their own.
         common = OF_ALL - {"workers"} | OF_CELLS if self.resumable else OF_ALL
-        common |= OF_DEVICES if self.on_gpus else frozenset()
+        common |= OF_DEVICES if self.gpu_memory else frozenset()
         return common | {name for name, read in own.items() if read}
 
 

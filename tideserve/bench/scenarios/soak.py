@@ -272,7 +272,7 @@ TRIAL = Trial(
     summary="random faults and floods: no request is lost, memory stays flat",
     memory="64MiB",
     run=run,
-    on_gpus=True,
+    gpu_memory="256MiB",
     dtype="float64",
     timed=True,
 )

@@ -83,4 +83,5 @@ SCENARIO = Scenario(
     cases=cases,
     rounds=lambda quick: ROUNDS,
     paired=True,
+    on_gpus=True,
 )

@@ -370,6 +370,6 @@ TRIAL = Trial(
     summary="one of four workers is killed, etcd stands still: no request fails, the rest serve on",
     memory="384MiB",
     run=run,
-    on_gpus=True,
+    gpu_memory="576MiB",
     dtype="float64",
 )

@@ -20,8 +20,8 @@ FLAGS = Flags(
         "memory": OF_SCENARIO,
         "dtype": OF_SCENARIO,
         "device": Wording(
-            "Device of tideserve's workers. On GPUs give a --model and the --memory for it; churn,"
-            " faults, soak and survive can do without."
+            "Device of tideserve's workers; cuda:0 is one GPU that they share. Give a --model and"
+            " the --memory for it; churn, faults, soak and survive can do without."
         ),
         "paced": Wording(
             "Device profile (A100-14B, or A100-14B:2 at half its speed) whose iteration times are"

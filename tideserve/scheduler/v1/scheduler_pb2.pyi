@@ -127,6 +127,7 @@ class Ask(_message.Message):
     ALONE_FIELD_NUMBER: _builtins.int
     AVOIDED_ADDRESSES_FIELD_NUMBER: _builtins.int
     AVOIDED_S_FIELD_NUMBER: _builtins.int
+    EXCUSED_S_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Unique id of the request, drawn by the gateway."""
     model: _builtins.str
@@ -154,8 +155,8 @@ class Ask(_message.Message):
     workers' KV blocks.
     """
     resumed: _builtins.bool
-    """The request has run, or its worker was lost: `prompt_tokens` counts its output so far, too. It
-    goes before all newcomers, and neither the queue's limit nor its deadline holds for it.
+    """The request has run, and its worker was lost: `prompt_tokens` counts its output so far, too. It
+    goes before all that have not run, and neither the queue's limit nor its deadline holds for it.
     """
     alone: _builtins.bool
     """Two engines have died with the request in them. It gets a group in which nothing else runs or
@@ -164,6 +165,10 @@ class Ask(_message.Message):
     """
     avoided_s: _builtins.float
     """Seconds from this ask on for which that holds."""
+    excused_s: _builtins.float
+    """The part of `waited_s` until a worker failed under the request: the queue's deadline counts from
+    then on. 0 if none has.
+    """
     @_builtins.property
     def service(self) -> _service_pb2.Service:
         """What the request is promised."""
@@ -200,10 +205,11 @@ class Ask(_message.Message):
         alone: _builtins.bool = ...,
         avoided_addresses: _abc.Iterable[_builtins.str] | None = ...,
         avoided_s: _builtins.float = ...,
+        excused_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["service", b"service"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["alone", b"alone", "avoided_addresses", b"avoided_addresses", "avoided_s", b"avoided_s", "max_tokens", b"max_tokens", "model", b"model", "prefix_hashes", b"prefix_hashes", "prefix_stride", b"prefix_stride", "prompt_tokens", b"prompt_tokens", "refused_epoch", b"refused_epoch", "refused_group_id", b"refused_group_id", "request_id", b"request_id", "resumed", b"resumed", "returned", b"returned", "service", b"service", "traceparent", b"traceparent", "waited_s", b"waited_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["alone", b"alone", "avoided_addresses", b"avoided_addresses", "avoided_s", b"avoided_s", "excused_s", b"excused_s", "max_tokens", b"max_tokens", "model", b"model", "prefix_hashes", b"prefix_hashes", "prefix_stride", b"prefix_stride", "prompt_tokens", b"prompt_tokens", "refused_epoch", b"refused_epoch", "refused_group_id", b"refused_group_id", "request_id", b"request_id", "resumed", b"resumed", "returned", b"returned", "service", b"service", "traceparent", b"traceparent", "waited_s", b"waited_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -75,13 +75,11 @@ class _FinishReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FinishRe
     FINISH_REASON_OVERLOADED: _FinishReason.ValueType  # 6
     """The worker's queue is full; the request could be served at another time or elsewhere."""
     FINISH_REASON_RETURNED: _FinishReason.ValueType  # 7
-    """The request was `returnable` and has not begun: ask the scheduler for another place."""
+    """The request was `returnable` and has not begun, or was `resumable` and its KV is lost, maybe after
+    some tokens: ask the scheduler for another place.
+    """
     FINISH_REASON_ENGINE_DIED: _FinishReason.ValueType  # 8
     """The engine's process ended, or was ended because it was silent, with the request in it."""
-    FINISH_REASON_KV_LOST: _FinishReason.ValueType  # 9
-    """The request was `resumable` and its KV is lost with a member of the worker's group, maybe after
-    some tokens: ask the scheduler for another place, as for a request that has lost its worker.
-    """
 
 class FinishReason(_FinishReason, metaclass=_FinishReasonEnumTypeWrapper):
     """Why a request ended."""
@@ -105,13 +103,11 @@ FINISH_REASON_ERROR: FinishReason.ValueType  # 5
 FINISH_REASON_OVERLOADED: FinishReason.ValueType  # 6
 """The worker's queue is full; the request could be served at another time or elsewhere."""
 FINISH_REASON_RETURNED: FinishReason.ValueType  # 7
-"""The request was `returnable` and has not begun: ask the scheduler for another place."""
+"""The request was `returnable` and has not begun, or was `resumable` and its KV is lost, maybe after
+some tokens: ask the scheduler for another place.
+"""
 FINISH_REASON_ENGINE_DIED: FinishReason.ValueType  # 8
 """The engine's process ended, or was ended because it was silent, with the request in it."""
-FINISH_REASON_KV_LOST: FinishReason.ValueType  # 9
-"""The request was `resumable` and its KV is lost with a member of the worker's group, maybe after
-some tokens: ask the scheduler for another place, as for a request that has lost its worker.
-"""
 Global___FinishReason: _TypeAlias = FinishReason  # noqa: Y015
 
 @_typing.final
@@ -401,7 +397,7 @@ class Start(_message.Message):
     """How its output travels; unspecified: with each step."""
     resumable: _builtins.bool
     """The gateway goes on with the request at another worker, after the tokens that have come, if this
-    one ends it with KV_LOST. A worker whose group has lost a member does so with a part of them.
+    one ends it with RETURNED. A worker whose group has lost a member does so with a part of them.
     """
     @_builtins.property
     def prompt_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -804,6 +800,7 @@ class RequestEvent(_message.Message):
     LOGPROBS_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    KV_LOST_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Id of the request."""
     first_index: _builtins.int
@@ -814,6 +811,8 @@ class RequestEvent(_message.Message):
     """Cause and remedy when the request failed."""
     cached_tokens: _builtins.int
     """With the first output token: how many tokens of the prompt were in the prefix cache."""
+    kv_lost: _builtins.bool
+    """With RETURNED: the request had begun, and its KV is lost with a member of the worker's group."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """New output tokens."""
@@ -855,10 +854,11 @@ class RequestEvent(_message.Message):
         logprobs: _abc.Iterable[Global___TokenLogprobs] | None = ...,
         prompt_logprobs: _abc.Iterable[Global___TokenLogprobs] | None = ...,
         cached_tokens: _builtins.int = ...,
+        kv_lost: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["moved", b"moved", "times", b"times"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "finish_reason", b"finish_reason", "first_index", b"first_index", "logprobs", b"logprobs", "message", b"message", "moved", b"moved", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "times", b"times", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "finish_reason", b"finish_reason", "first_index", b"first_index", "kv_lost", b"kv_lost", "logprobs", b"logprobs", "message", b"message", "moved", b"moved", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "times", b"times", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

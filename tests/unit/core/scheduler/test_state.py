@@ -1022,6 +1022,35 @@ def test_neither_the_limit_nor_the_deadline_of_the_queue_ends_what_has_run() -> 
     assert scheduler.state.snapshot(600.0).oldest_wait_s == 0.0
 
 
+def test_the_deadline_counts_from_the_loss_of_a_worker_under_a_request() -> None:
+    """A request that was at a worker until then has not waited in the line; its place is as old."""
+    scheduler = full(queue_limit=2, queue_deadline_s=5.0)
+    scheduler.ask("a", now_s=98.0)
+    scheduler.ask("b", now_s=98.0)
+    failed = FailedAssignment("group-w1", 1)
+    lost: dict[str, Any] = {"now_s": 99.0, "waited_s": 99.0, "failed": failed}
+    assert kinds(scheduler.ask("late", **lost)) == [SendRefusal]
+    assert kinds(scheduler.ask("lost", **lost, excused_s=98.5)) == [SendTicket]
+    assert scheduler(Ticked(102.9)) == []
+    assert scheduler.state.snapshot(102.9).oldest_wait_s == pytest.approx(4.9)
+    assert {one.request_id for one in scheduler(Ticked(103.2))} == {"a", "b"}
+    assert scheduler(Ticked(103.4)) == []
+    (expired,) = scheduler(Ticked(103.5))
+    assert expired.request_id == "lost"
+    scheduler.state.check_invariants()
+
+    scheduler = full(queue_deadline_s=5.0)
+    scheduler.ask("young", now_s=98.0)
+    scheduler.ask("lost", **lost, excused_s=98.5)
+    assert assigned(scheduler.report(free=100, now_s=99.0)) == ["lost", "young"]
+
+
+@pytest.mark.parametrize("excused_s", [-1.0, 3.1, float("nan"), float("inf")])
+def test_no_more_is_excused_than_a_request_has_waited(excused_s: float) -> None:
+    found = refusal(full().ask("r", waited_s=3.0, excused_s=excused_s))
+    assert found.reason is RefusalReason.INVALID and "excused_s" in found.message
+
+
 def test_it_waits_for_the_workers_of_its_model_to_come_back(scheduler: Scheduler) -> None:
     scheduler.join()
     scheduler.join("other", model="other")

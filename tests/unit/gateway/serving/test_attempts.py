@@ -127,24 +127,38 @@ def test_it_goes_on_with_the_same_request_and_asks_for_what_is_left() -> None:
     assert later.logprobs == LogprobOptions(output=2, prompt=None)
 
     ask = Ask("r", "m", 3, 9)
-    again = asked_again(ask, request, 2, PLACE, LOST)
+    again = asked_again(ask, request, 2, PLACE, LOST, 4.0)
     assert (again.prompt_tokens, again.max_tokens, again.resumed) == (5, 7, True)
     assert again.failed is not None and not again.failed.returned
-    unbegun = asked_again(ask, request, 0, PLACE, Returned())
+    unbegun = asked_again(ask, request, 0, PLACE, Returned(), 4.0)
     assert (unbegun.prompt_tokens, unbegun.max_tokens, unbegun.resumed) == (3, 9, False)
     assert unbegun.failed is not None and unbegun.failed.returned
+    assert unbegun.excused_s == 0.0, "it had no room, so it still waits in the line"
 
 
 @pytest.mark.parametrize("loss", [LOST, KvLost()])
-def test_one_that_a_worker_has_failed_goes_before_newcomers(loss: WorkerLost | KvLost) -> None:
-    """Though it has no token: it had a place, and its time in the line is over."""
-    ask = asked_again(Ask("r", "m", 3, 9), REQUEST, 0, PLACE, loss)
-    assert (ask.prompt_tokens, ask.max_tokens, ask.resumed) == (3, 9, True)
+def test_the_deadline_of_one_that_a_worker_has_failed_counts_from_then(
+    loss: WorkerLost | KvLost,
+) -> None:
+    """Though it has no token: it had a place, and its wait in the line was over."""
+    ask = asked_again(Ask("r", "m", 3, 9), REQUEST, 0, PLACE, loss, 4.0)
+    assert (ask.prompt_tokens, ask.max_tokens, ask.resumed) == (3, 9, False)
     assert ask.failed is not None and ask.failed.returned == isinstance(loss, KvLost)
-    assert asked_again(ask, REQUEST, 0, PLACE, StaleEpoch()).resumed
+    assert ask.excused_s == 4.0
+    assert asked_again(ask, REQUEST, 0, PLACE, StaleEpoch(), 7.0).excused_s == 4.0
+    assert asked_again(ask, REQUEST, 0, PLACE, loss, 9.0).excused_s == 9.0
     attempts = Attempts(resumes=True)
     attempts.fail(loss, 0, 9)
     attempts.fail(QueueFull("full"), 0, 9)  # elsewhere there may be room
     with pytest.raises(QueueFull):
         for _ in range(LOST_MAX):
             attempts.fail(QueueFull("full"), 0, 9)
+
+
+def test_a_worker_that_was_never_reached_has_not_failed_a_request() -> None:
+    unreached = WorkerLost("refused", reached=False)
+    assert asked_again(Ask("r", "m", 3, 9), REQUEST, 0, PLACE, unreached, 4.0).excused_s == 0.0
+    attempts = Attempts(resumes=True)
+    attempts.fail(unreached, 0, 9)
+    with pytest.raises(QueueFull):
+        attempts.fail(QueueFull("full"), 0, 9)
