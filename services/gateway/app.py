@@ -191,7 +191,7 @@ class _Gateway:
                     tasks.create_task(operators.run(admin))
                 await stop.wait()
                 await self._leave(server, operators)
-                self._http.should_exit = True
+                self._http.stop()
                 await http
                 for task in background:
                     task.cancel()

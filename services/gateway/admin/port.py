@@ -58,4 +58,4 @@ class AdminPort:
     def close(self) -> None:
         """End `run` within seconds."""
         self._feed.close()
-        self._http.should_exit = True
+        self._http.stop()

@@ -1,5 +1,6 @@
 """The HTTP server: uvicorn inside the service's own event loop."""
 
+import asyncio
 import contextlib
 import socket
 from collections.abc import Iterator
@@ -8,11 +9,13 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from services.common.address import listen
+from services.common.push import wait_set
 from services.gateway.http.protocol import BoundedProtocol
 from services.gateway.http.tls import ServerTls
 
 BACKLOG = 2048
 SHUTDOWN_S = 2
+TICK_S = 1.0
 
 
 def bind(host: str, port: int, stall_s: float) -> socket.socket:
@@ -28,7 +31,7 @@ def bind(host: str, port: int, stall_s: float) -> socket.socket:
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn that leaves signals to the service."""
+    """uvicorn that leaves signals to the service, and rests between requests."""
 
     def __init__(self, app: ASGIApp, tls: ServerTls | None, keep_alive_s: float) -> None:
         """`tls`: for HTTPS; None: in clear. Idle connections are closed after `keep_alive_s`."""
@@ -49,6 +52,17 @@ class HttpServer(uvicorn.Server):
                 ssl_context_factory=None if tls is None else lambda *_: tls.context,
             )
         )
+        self._stopping = asyncio.Event()
+
+    def stop(self) -> None:
+        """End `serve` soon: requests that run may finish, for `SHUTDOWN_S` at most."""
+        self.should_exit = True
+        self._stopping.set()
+
+    async def main_loop(self) -> None:
+        """Wake once a second, for the date that answers have; uvicorn's own wakes ten times."""
+        while not await self.on_tick(0):
+            await wait_set(self._stopping, TICK_S)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -58,7 +58,7 @@ async def serving(tls: ServerTls) -> AsyncIterator[int]:
     try:
         yield listener.getsockname()[1]
     finally:
-        server.should_exit = True
+        server.stop()
         await running
         listener.close()
 
