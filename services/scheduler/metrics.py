@@ -40,7 +40,7 @@ def _queue(now: Snapshot) -> Iterable[Metric]:
     """Metrics of this instance; a standby has nothing."""
     gauges = {
         "queued_requests": (now.queued, "Requests that wait for a group with room."),
-        "oldest_wait_seconds": (now.oldest_wait_s, "Longest wait that the queue's deadline counts."),
+        "oldest_wait_seconds": (now.oldest_wait_s, "Longest wait that a deadline counts."),
         "queue_deadline_seconds": (now.queue_deadline_s, "Wait after which a request gets 504."),
         "reserved_blocks": (now.reserved_blocks, "KV blocks held for assignments on the way."),
         "dispatch_rate_per_second": (now.dispatch_rate_per_s, "Recent assignments a second."),
