@@ -153,6 +153,7 @@ def test_what_cannot_be_done_on_a_gpu(
         (): "the --memory of a worker",
         ("--systems", "drop-chunking"): "leave its suffix out",
         ("--systems", "mine=http://x"): "no system of this run is one",
+        ("--systems", "drop,recompute-ample"): "leave systems with -ample out",
         ("--memory", "16GiB", "--cells", "x"): "has no cells",
     }
     for more, sentence in cases.items():

@@ -30,7 +30,7 @@ from tideserve.bench.scenarios.scenario import (
 from tideserve.bench.stats import LATENCIES, LatencyTarget
 from tideserve.bench.systems.catalog import check_names, is_reference, is_tideserve, is_vllm
 from tideserve.bench.systems.processor import fastest_dtype, read_processor
-from tideserve.bench.systems.system import RUNNING_MAX, Deployment
+from tideserve.bench.systems.system import CPU, RUNNING_MAX, Deployment
 from tideserve.cli.cache import cache_root
 from tideserve.cli.cluster_options import profile_name, read_options
 from tideserve.cli.default import DEFAULT_WORKERS
@@ -198,7 +198,7 @@ def _trial_deployment(
             workers=arguments.workers,
             memory_bytes=memory_bytes,
             dtype=arguments.dtype or trial.dtype,
-            device=arguments.device or "cpu",
+            device=arguments.device or CPU,
             options=TINY_ON_GPU if on_gpu else TINY_OPTIONS,
         )
 
@@ -274,7 +274,7 @@ def _plan(arguments: BenchArguments, report: Report, folder: Path) -> BenchPlan:
         raise BenchError(f"'{scenario.name}' has no load for --paced's tiny model; give a --model")
     dtype = _dtype(arguments, scenario)
     names = _names(arguments.systems, _default_systems(arguments.choice, scenario))
-    if arguments.systems is None and arguments.dtype is None:
+    if arguments.systems is None and arguments.dtype is None and not arguments.choice.on_gpu:
         names += _second_names(names, scenario, dtype)
     check_names(names)
     _check_servable(arguments, names)
@@ -322,6 +322,8 @@ def _check_for_gpus(arguments: BenchArguments, names: Sequence[str]) -> None:
         )
     if not any(map(is_tideserve, names)):
         raise BenchError("--device is for tideserve, and no system of this run is one")
+    if any(map(is_reference, names)):
+        raise BenchError("ample memory is more than a GPU has; leave systems with -ample out")
     if any("chunking" in name.split("-") for name in names):
         raise BenchError("on a GPU, iterations are as long without chunking; leave its suffix out")
     if arguments.memory is None or arguments.model is None:
@@ -362,7 +364,7 @@ def _deployment(
         memory_bytes=memory_bytes,
         ample_memory_bytes=AMPLE_FACTOR * memory_bytes,
         dtype=arguments.dtype or default_dtype,
-        device=arguments.device or "cpu",
+        device=arguments.device or CPU,
         max_running=GPU_DEFAULTS["max_running"] if on_gpu else RUNNING_MAX,
         options={"load_format": format},
         paced=None if arguments.paced is None else profile_name(arguments.paced),

@@ -11,7 +11,7 @@ from services.core.planner.events import BlocksFreed, Command, MoveBlocks
 from services.core.planner.feedback import Feedback
 from services.core.planner.flight import Flight
 from services.core.planner.lost_share import beyond_share
-from services.core.planner.refusal import given_back, returned, too_large
+from services.core.planner.refusal import given_back, too_large
 from services.core.planner.sequence import Phase, Sequence, SequenceState
 from services.core.planner.sequence_table import SequenceTable
 from services.core.prefix.news import NO_NEWS
@@ -94,7 +94,7 @@ class ConfigurationHandlers:
         found = beyond_share(lost, event.members, batch_yields=table.precedence.batch_yields)
         for sequence in found:
             table.end(sequence)
-        return [(given_back if one.begun else returned)(one.request_id) for one in found]
+        return [given_back(sequence.request_id) for sequence in found]
 
     def _assert_nothing_flies(self) -> None:
         assert not self.flight.plans, "drain or discard the microbatches in flight first"

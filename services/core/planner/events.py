@@ -98,7 +98,7 @@ class RefuseRequest:
 
     `retryable`: it could be served at another time. A running request ends with it. `returned`: the
     request has not begun here, or its KV is lost, and it shall get another place under the same id.
-    `kv_lost`: it had begun.
+    `kv_lost`: its worker's group has lost a member, and with it what KV the request had.
     """
 
     request_id: str

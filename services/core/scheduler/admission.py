@@ -162,9 +162,9 @@ class Admission:
     ) -> NotAdmitted | None:
         """Refuses a newcomer that would expire, where no merge can make room.
 
-        A gateway's word that it was assigned is enough here, as after a restart of the scheduler;
-        the limit of the queue holds for what this scheduler does not remember. Batch requests have
-        time, and are not refused for that.
+        A gateway's word that it was assigned is enough here, as after a restart of the scheduler.
+        The limit of the queue holds for what this scheduler does not remember, unless it has run or
+        a worker has failed under it. Batch requests have time, and are not refused for that.
         """
         if self.rules.is_batch(ask.service):
             return None

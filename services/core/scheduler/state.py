@@ -235,7 +235,9 @@ class SchedulerState:
         """Let a request wait, or refuse it; then serve the line."""
         model = self._groups.of_model(ask.model)
         start_tokens = _start_tokens(ask, model)
-        counted_s = max(arrival_s, ask.now_s - ask.waited_s + ask.excused_s)
+        counted_s = arrival_s
+        if ask.excused_s:
+            counted_s = max(arrival_s, ask.now_s - ask.waited_s + ask.excused_s)
         refused = self._admission.refusal(ask, model, counted_s, placed)
         meter = self._demand_meter(ask)
         if meter is not None and not placed and (refused is None or refused.for_want_of_room):

@@ -40,7 +40,7 @@ SchedulerMessage = Ticket | Assignment | Refusal | Heartbeat
 
 
 class Finish(Enum):
-    """Why a worker ended a request; `KV_LOST` is a return of one that had begun."""
+    """Why a worker ended a request; `KV_LOST` is a return after the loss of a member."""
 
     STOP = auto()
     LENGTH = auto()

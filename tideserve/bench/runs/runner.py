@@ -27,9 +27,9 @@ from tideserve.bench.systems.catalog import (
     make_system,
     marks_of,
 )
-from tideserve.bench.systems.processor import read_bytes_per_s, read_processor
+from tideserve.bench.systems.processor import read_bytes_per_s, read_gpus, read_processor
 from tideserve.bench.systems.schedulings import serves_batch
-from tideserve.bench.systems.system import Deployment, Say, System
+from tideserve.bench.systems.system import CPU, Deployment, Say, System
 from tideserve.bench.systems.tideserve import TIMES, Tideserve
 from tideserve.bench.workload import fixed
 
@@ -357,7 +357,8 @@ def _difference(after: Number | None, before: Number | None) -> Number | None:
 def describe_machine(deployment: Deployment) -> dict[str, Any]:
     """The machine on which the figures were measured, and how busy it was before."""
     processor = read_processor()
-    return {
+    gpus = {} if deployment.device == CPU else {"device": deployment.device, "gpus": read_gpus()}
+    return gpus | {
         "cpu": processor.name,
         "cpu_flags": list(processor.flags),
         "cores": len(deployment.cores),

@@ -169,8 +169,8 @@ class Trial:
     may raise SystemUnavailable. Unless a model is given, it gets a tiny one; with `real_model`, the
     default one, in the dtype that the processor is fastest with; `dtype` is that of the tiny one.
     `traced`: a trace may be chosen. `resumable`: it has cells, which may be chosen and resumed.
-    `timed`: it lasts as long as is chosen. `cycled`: so are its cycles. With `gpu_memory`, which
-    leaves the tiny model about as much KV, its workers may have GPUs. `details`: lines for its
+    `timed`: it lasts as long as is chosen. `cycled`: so are its cycles. With `gpu_memory`, that
+    of the tiny model there, its workers may have GPUs. `details`: lines for its
     help.
     """
 

@@ -1,6 +1,7 @@
 """The processor that is measured on, and the dtype in which it serves a model fastest."""
 
 import platform
+import subprocess
 import time
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ TOLD = (
 READ_BYTES = 128 << 20
 """More than caches hold."""
 READS = 3
+GPUS_TIMEOUT_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +44,18 @@ def read_processor(path: Path = CPUINFO) -> Processor:
     name = found.get("model name") or platform.processor() or platform.machine()
     flags = (found.get("flags") or found.get("Features") or "").split()
     return Processor(name, tuple(flag for flag in TOLD if flag in flags))
+
+
+def read_gpus() -> list[str]:
+    """Name and driver of each NVIDIA GPU, as nvidia-smi tells them; none without it."""
+    command = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    try:
+        told = subprocess.run(
+            command, capture_output=True, text=True, timeout=GPUS_TIMEOUT_S, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return told.stdout.splitlines()
 
 
 def fastest_dtype(flags: Collection[str]) -> str:

@@ -27,6 +27,7 @@ _CLASS = re.compile(r'[{,]class="(\w+)"')
 _SAMPLE = re.compile(r"^([a-zA-Z_:][a-zA-Z0-9_:]*)(\{.*\})?\s+(\S+)", re.MULTILINE)
 OUTPUT_METRIC = "vllm:generation_tokens_total"
 RUNNING_MAX = 128
+CPU = "cpu"
 DTYPE_BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
 
 Say = Callable[[str], None]
@@ -49,7 +50,7 @@ class Deployment:
     workers: int
     memory_bytes: int
     dtype: str = "bfloat16"
-    device: str = "cpu"
+    device: str = CPU
     max_running: int = RUNNING_MAX
     ample_memory_bytes: int = 2 << 30
     paced: str | None = None

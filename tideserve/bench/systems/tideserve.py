@@ -18,6 +18,7 @@ from tideserve.bench.systems.process_cost import ProcessCost, read_process_cost
 from tideserve.bench.systems.schedulings import SCHEDULINGS, merged, scheduling_of
 from tideserve.bench.systems.system import (
     AMPLE,
+    CPU,
     OUTPUT_METRIC,
     Counters,
     Deployment,
@@ -27,7 +28,8 @@ from tideserve.bench.systems.system import (
     read_metrics,
 )
 
-READY_TIMEOUT_S = 300.0
+READY_TIMEOUT_S, GPU_READY_TIMEOUT_S = 300.0, 900.0
+"""On a GPU, weights of a large model are read, and kernels compiled when they first run."""
 BLOCK_TOKENS = 16
 # A run has to show waiting, not refusals.
 QUEUE_DEADLINE_S = 3600.0
@@ -126,6 +128,8 @@ class Tideserve:
             options["memmgr"] = {"split_dwell_s": RESTORE_OFF_S}
         if deployment.paced:
             options["paced"] = deployment.paced
+        if deployment.device != CPU:
+            options["ready_timeout"] = GPU_READY_TIMEOUT_S
         return merged(options, deployment.options)
 
     def start(self, say: Say) -> None:
@@ -138,7 +142,8 @@ class Tideserve:
         command = up_command(config, self._folder / "cluster")
         self._process = ServerProcess(command, self._folder / "up.log", python_environment())
         try:
-            self._process.wait_until(lambda: answers(f"{url}/ready"), READY_TIMEOUT_S)
+            timeout_s = READY_TIMEOUT_S if self._deployment.device == CPU else GPU_READY_TIMEOUT_S
+            self._process.wait_until(lambda: answers(f"{url}/ready"), timeout_s)
         except SystemUnavailable:
             # It says where the logs are.
             self._keeps_folder = True

@@ -20,8 +20,13 @@ FLAGS = Flags(
         "memory": OF_SCENARIO,
         "dtype": OF_SCENARIO,
         "device": Wording(
-            "Device of tideserve's workers; cuda:0 is one GPU that they share. Give a --model and"
-            " the --memory for it; churn, faults, soak and survive can do without."
+            "Device of tideserve's workers, in burst, steady, churn, faults, soak and survive;"
+            " cuda:0 is one GPU that they share. Give a --model and the --memory of a worker for"
+            " it; the last four can do without."
+        ),
+        "load_format": Wording(
+            "Of a --model, auto: weights of its files; dummy: random ones. In the scenarios that"
+            " have --device."
         ),
         "paced": Wording(
             "Device profile (A100-14B, or A100-14B:2 at half its speed) whose iteration times are"

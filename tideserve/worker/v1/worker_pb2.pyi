@@ -812,7 +812,7 @@ class RequestEvent(_message.Message):
     cached_tokens: _builtins.int
     """With the first output token: how many tokens of the prompt were in the prefix cache."""
     kv_lost: _builtins.bool
-    """With RETURNED: the request had begun, and its KV is lost with a member of the worker's group."""
+    """With RETURNED: the worker's group has lost a member, and with it what KV the request had."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """New output tokens."""

@@ -40,7 +40,7 @@ def divided(state: PlannerState, members: int) -> list[str]:
     names = []
     for command in state.handle(GroupDivided(members)):
         assert isinstance(command, RefuseRequest)
-        assert command.returned and command.retryable
+        assert command.returned and command.retryable and command.kv_lost
         names.append(command.request_id)
     state.check_invariants()
     assert not names or not state.sequences.keys() & set(names)

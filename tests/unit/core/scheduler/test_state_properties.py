@@ -92,7 +92,7 @@ class World:
         arrival_s = self.waiting.pop(request_id, None)
         if isinstance(command, SendAssignment):
             assert arrival_s is not None
-            assert self.now_s - arrival_s < DEADLINE_S
+            assert self.now_s - arrival_s - self.asks[request_id].excused_s < DEADLINE_S
             for request_id, other_s in self.waiting.items():
                 if other_s < arrival_s:
                     assert not self.could_start(request_id), "it is older, and would fit"
@@ -135,13 +135,15 @@ class World:
 
     def ask(self) -> None:
         request_id = f"r{len(self.asks)}"
+        waited_s, excused_s = self.rng.choice([(0.0, 0.0), (0.0, 0.0), (3.0, 0.0), (3.0, 2.0)])
         ask = Asked(
             stream_id=self.rng.randrange(2),
             request_id=request_id,
             model="m",
             prompt_tokens=self.rng.randrange(1, 200),
             max_tokens=self.rng.randrange(1, 80),
-            waited_s=self.rng.choice([0.0, 0.0, 3.0]),
+            waited_s=waited_s,
+            excused_s=excused_s,
             now_s=self.now_s,
             prefix=self.some_prefix(),
         )
@@ -176,6 +178,7 @@ class World:
             now_s=self.now_s,
             stream_id=stream_id,
             waited_s=waited_s,
+            excused_s=first.excused_s,
             prefix=first.prefix,
         )
         self.stream_of[request_id] = stream_id

@@ -119,7 +119,9 @@ def test_workers_have_the_device_of_the_run(deployment: Deployment) -> None:
     for device in ("cpu", "cuda:1"):
         system = make_system("drop", replace(deployment, device=device))
         assert isinstance(system, Tideserve)
-        assert system.options()["device"] == device
+        options = system.options()
+        assert options["device"] == device
+        assert ("ready_timeout" in options) == (device != "cpu"), "a first start compiles there"
 
 
 def test_a_system_may_have_a_dtype_of_its_own(deployment: Deployment) -> None:
