@@ -10,7 +10,6 @@ import grpc.aio
 
 from services.common.grpc_client import Dial
 from services.common.membership import SERVICES, Directory
-from services.common.timeouts import timeout
 from tideserve.common.v1 import record_pb2
 
 RETRY_S = 0.2
@@ -34,16 +33,6 @@ async def keep_pushing(
         except grpc.RpcError as error:
             log.info("reports to the %s interrupted: %s", name, _code(error))
         await asyncio.sleep(RETRY_S)
-
-
-async def wait_set(event: asyncio.Event, timeout_s: float) -> None:
-    """Return when `event` is set, which it then no longer is, or after `timeout_s`."""
-    try:
-        async with timeout(timeout_s):
-            await event.wait()
-    except TimeoutError:
-        return
-    event.clear()
 
 
 async def _push_while_newest(

@@ -33,3 +33,13 @@ def _cancelling() -> int:
 
 timeout = asyncio.timeout if sys.version_info >= (3, 11, 3) else timeout_by_marks
 """`asyncio.timeout`, as it has been since Python 3.11.3; for everything but tests."""
+
+
+async def wait_set(event: asyncio.Event, timeout_s: float) -> None:
+    """Return when `event` is set, which it then no longer is, or after `timeout_s`."""
+    try:
+        async with timeout(timeout_s):
+            await event.wait()
+    except TimeoutError:
+        return
+    event.clear()

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from services.common.clock import monotonic_s, unix_s
 from services.common.event_log import EventLog
-from services.common.push import wait_set
+from services.common.timeouts import wait_set
 from services.core.audit.facts import MemoryDecided
 from services.core.audit.record import FACT
 from services.core.groups.vocabulary import Group

@@ -8,7 +8,8 @@ import grpc.aio
 from services.common.clock import monotonic_s
 from services.common.grpc_client import Dial
 from services.common.membership import Directory
-from services.common.push import keep_pushing, wait_set
+from services.common.push import keep_pushing
+from services.common.timeouts import wait_set
 from services.core.demand import ModelDemand, is_news
 from services.scheduler.translate import to_demand_report
 from tideserve.common.v1 import record_pb2

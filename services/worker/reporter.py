@@ -8,8 +8,9 @@ import grpc.aio
 from services.common.clock import monotonic_s
 from services.common.grpc_client import Dial
 from services.common.membership import Directory
-from services.common.push import keep_pushing, wait_set
+from services.common.push import keep_pushing
 from services.common.report import load_message, memory_message
+from services.common.timeouts import wait_set
 from services.core.report import MemoryReport
 from services.core.reporting import LoadReporting, ReportNews, ReportRhythm, memory_news
 from services.worker.engine_client import EngineClient

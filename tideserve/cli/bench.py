@@ -324,7 +324,7 @@ def _check_for_gpus(arguments: BenchArguments, names: Sequence[str]) -> None:
         raise BenchError("--device is for tideserve, and no system of this run is one")
     if any(map(is_reference, names)):
         raise BenchError("ample memory is more than a GPU has; leave systems with -ample out")
-    if any("chunking" in name.split("-") for name in names):
+    if any(is_tideserve(name) and "chunking" in name.split("-") for name in names):
         raise BenchError("on a GPU, iterations are as long without chunking; leave its suffix out")
     if arguments.memory is None or arguments.model is None:
         raise BenchError(NO_MEMORY)

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from services.common.clock import monotonic_s
-from services.common.push import wait_set
+from services.common.timeouts import wait_set
 from services.gateway.vocabulary.errors import ServiceUnavailable
 
 PERIOD_S = 0.25

@@ -9,7 +9,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from services.common.address import listen
-from services.common.push import wait_set
+from services.common.timeouts import wait_set
 from services.gateway.http.protocol import BoundedProtocol
 from services.gateway.http.tls import ServerTls
 

@@ -142,7 +142,7 @@ class Tideserve:
         command = up_command(config, self._folder / "cluster")
         self._process = ServerProcess(command, self._folder / "up.log", python_environment())
         try:
-            timeout_s = READY_TIMEOUT_S if self._deployment.device == CPU else GPU_READY_TIMEOUT_S
+            timeout_s = float(self.options().get("ready_timeout", READY_TIMEOUT_S))
             self._process.wait_until(lambda: answers(f"{url}/ready"), timeout_s)
         except SystemUnavailable:
             # It says where the logs are.

@@ -187,6 +187,7 @@ def bench(
     """Compare systems: latencies, throughput, service levels, KV demand."""
     from services.common.device_profile import split_slowdown
     from tideserve.bench.scenarios.scenario import LoadChoice
+    from tideserve.bench.systems.system import CPU
     from tideserve.cli.bench import BenchArguments, run_bench
 
     given = {name: value for name, value in context.obj.items() if value is not None}
@@ -202,7 +203,7 @@ def bench(
         rate_per_s=rate,
         time_scale=time_scale,
         paced=tiny,
-        on_gpu=given.get("device", "cpu") != "cpu",
+        on_gpu=given.get("device", CPU) != CPU,
         slowdown=split_slowdown(paced)[1] if paced is not None and tiny else 1.0,
         cycles=cycles,
         cells=cells,
