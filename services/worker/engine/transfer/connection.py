@@ -12,7 +12,7 @@ import numpy as np
 
 from services.worker.engine.transfer.control_link import Beat, ControlLink
 from services.worker.engine.transfer.errors import FrameError, LaneFull, PeerUnknown
-from services.worker.engine.transfer.frame import Bytes, Frame, FrameCodec
+from services.worker.engine.transfer.frame import Bytes, Frame, FrameCodec, PayloadRoom
 from services.worker.engine.transfer.handshake import Facts
 from services.worker.engine.transfer.lane import Identity, Sent
 from services.worker.engine.transfer.ucx_transport import (
@@ -40,6 +40,7 @@ class _Sending:
     size_bytes: int
     sent: Sent
     until_s: float
+    awaited: bool
 
 
 class Connection:
@@ -64,7 +65,7 @@ class Connection:
         self._codec = codec
         self._bounds = bounds
         self._lock = Lock()
-        self._outbox: deque[tuple[Bytes, Sent]] = deque()
+        self._outbox: deque[tuple[Bytes, Sent, bool]] = deque()
         self._queued_bytes = 0
         self._queued_frames = 0
         self._acknowledged = 0
@@ -83,6 +84,15 @@ class Connection:
     def has_queued(self) -> bool:
         """Whether frames wait to be handed to UCX."""
         return bool(self._outbox)
+
+    @property
+    def has_completed(self) -> bool:
+        """Whether UCX has completed something that `reap_sends` or `reap_fetches` would take."""
+        sending, fetching = self._sending, self._fetching
+        return bool(
+            (sending and sending[0].request.completed)
+            or (fetching and fetching[0][0].completed)
+        )
 
     @property
     def is_quiet(self) -> bool:
@@ -110,12 +120,13 @@ class Connection:
             if self._queued_bytes >= bounds.queue_bytes:
                 raise LaneFull(f"{self._queued_bytes} bytes wait for {self.peer.worker_id}")
             facts = self.facts
-            stamped = frame.stamped(facts.worker_id, facts.incarnation, self._queued_frames)
-            encoded = self._codec.encode(stamped)
+            encoded = self._codec.encode(
+                frame.stamped(facts.worker_id, facts.incarnation, self._queued_frames)
+            )
             sent = Sent()
             self._queued_frames += 1
             self._queued_bytes += encoded.size
-            self._outbox.append((encoded, sent))
+            self._outbox.append((encoded, sent, isinstance(frame.payload, PayloadRoom)))
         return sent
 
     def open(
@@ -132,45 +143,44 @@ class Connection:
         self.deadline_s = until_s
         self.heard_s = now_s
         opening = self._endpoint.send(OPENING, self._send_tag)
-        self._sending.append(_Sending(opening, 0, Sent(), until_s))
+        self._sending.append(_Sending(opening, 0, Sent(), until_s, awaited=False))
         routes = self._endpoint.routes
         self.shares_memory = not routes or any(route.endswith("/memory") for route in routes)
         return routes
 
-    def submit(self, until_s: float) -> bool:
-        """Hand queued frames to UCX; whether there were any. Raises ConnectionError."""
-        if self._endpoint is None or not self._outbox:
-            return False
+    def submit(self, until_s: float) -> None:
+        """Hand queued frames to UCX. Raises ConnectionError."""
+        if self._endpoint is None:
+            return
         while self._outbox:
-            encoded, sent = self._outbox.popleft()
+            encoded, sent, awaited = self._outbox.popleft()
             try:
                 request = self._endpoint.send(encoded, self._send_tag)
             except ConnectionError:
                 sent.finish(_lost("UCX has refused a frame"))
                 raise
-            self._sending.append(_Sending(request, encoded.size, sent, until_s))
-        return True
+            self._sending.append(_Sending(request, encoded.size, sent, until_s, awaited))
 
     def fetch(self, transport: UcxTransport, arrival: IncomingMessage, memory: Bytes) -> None:
         """Begin to receive a frame into `memory`, of its size."""
         self._fetching.append((transport.fetch(arrival, memory), memory))
 
     def reap_sends(self) -> bool:
-        """Finish the sends that UCX has completed; whether there were any.
+        """Finish the sends that UCX has completed; whether somebody waits for one of them.
 
         Raises ConnectionError if one failed.
         """
-        reaped = False
+        awaited = False
         while self._sending and self._sending[0].request.completed:
             sending = self._sending.popleft()
             with self._lock:
                 self._queued_bytes -= sending.size_bytes
             problem = sending.request.error()
             sending.sent.finish(_lost(self.lost or problem) if problem is not None else None)
-            reaped = True
+            awaited |= sending.awaited
             if problem is not None and self.lost is None:
                 raise ConnectionError(problem)
-        return reaped
+        return awaited
 
     def reap_fetches(self, verify: bool) -> list[Frame]:
         """The frames whose bytes are all here, in order. Raises ConnectionError, FrameError.
@@ -233,7 +243,7 @@ class Connection:
             self.lost = reason
             waiting = list(self._outbox)
             self._outbox.clear()
-        for _, sent in waiting:
+        for _, sent, _ in waiting:
             sent.finish(_lost(reason))
         self.link.close()
         if self._endpoint is not None:
@@ -241,7 +251,8 @@ class Connection:
             self._endpoint = None  # it keeps its UCX worker
 
     def _checked(self, frame: Frame, verify: bool) -> Frame:
-        if Identity(frame.sender, frame.incarnation) != self.peer:
+        peer = self.peer
+        if frame.sender != peer.worker_id or frame.incarnation != peer.incarnation:
             raise FrameError("a frame names another sender")
         if frame.sequence != self._expected:
             raise FrameError(f"frame {frame.sequence} came instead of {self._expected}")

@@ -12,7 +12,7 @@ so there is no switch to leave it out. It detects accidents; it does not authent
 
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import msgspec
@@ -78,7 +78,9 @@ class Frame:
 
     def stamped(self, sender: str, incarnation: str, sequence: int) -> "Frame":
         """This frame with the fields that the sending lane fills in."""
-        return replace(self, sender=sender, incarnation=incarnation, sequence=sequence)
+        return Frame(
+            self.group_id, self.epoch, self.header, self.payload, sender, incarnation, sequence
+        )
 
     @property
     def size_bytes(self) -> int:

@@ -137,7 +137,10 @@ class Lane(ABC):
 
     @abstractmethod
     def fileno(self) -> int:
-        """A descriptor that is readable when a frame, an event or a completed send waits."""
+        """A descriptor that is readable when a frame or an event waits, or a send has completed.
+
+        The latter only if its payload lay in a `PayloadRoom`: of any other there is a copy.
+        """
 
     @contextmanager
     def attended(self) -> Iterator[None]:

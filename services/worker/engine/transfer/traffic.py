@@ -33,7 +33,7 @@ class Traffic:
         check: ReceiveCheck,
         happened: Callable[[], None],
     ) -> None:
-        """`happened` is called when frames have arrived or sends have ended."""
+        """`happened` is called when frames have arrived, or a send has ended that is awaited."""
         self._transport = transport
         self._connections = connections
         self._config = config
@@ -50,6 +50,8 @@ class Traffic:
 
         Frames of the peers in `leave` stay. May be called from any thread.
         """
+        if not self._arrived:
+            return [], False
         with self._lock:
             taken = [one for one in self._arrived if one[0].peer.worker_id not in leave]
             self._arrived = deque(one for one in self._arrived if one[0].peer.worker_id in leave)
@@ -60,38 +62,35 @@ class Traffic:
         return taken, was_full
 
     def drive(self, until_s: float) -> bool:
-        """Let UCX work, send queued frames, receive frames; returns whether there were any.
+        """Let UCX work, send queued frames, receive frames; returns whether it rang for any.
 
         `until_s`: the time by which UCX must have sent a frame that is handed to it now.
         """
         self._transport.progress()
-        busy = False
-        for connection in list(self._connections.by_tag.values()):
-            if connection.has_queued:
-                with self._connections.losing(connection):
-                    busy |= connection.submit(until_s)
-        busy |= self._probe()
-        busy |= self.reap()
-        return busy
+        for connection in [one for one in self._connections.by_tag.values() if one.has_queued]:
+            with self._connections.losing(connection):
+                connection.submit(until_s)
+        self._probe()
+        return self.reap()
 
-    def send_now(self, connection: Connection, until_s: float) -> bool:
-        """Send queued frames of one peer; returns whether UCX has received any meanwhile."""
+    def send_now(self, connection: Connection, until_s: float) -> None:
+        """Send queued frames of one peer, and take what has come meanwhile."""
         with self._connections.losing(connection):
             connection.submit(until_s)
             self._transport.progress()
             connection.reap_sends()
         # UCX does not signal again what it has received in `progress`.
-        return self._probe() | self.reap()
+        self._probe()
+        self.reap()
 
     def reap(self) -> bool:
-        """Deliver received frames, finish sent ones; returns whether there were any."""
+        """Deliver received frames, finish sent ones; returns whether anybody waits for one."""
         frames: list[tuple[Connection, Frame]] = []
-        reaped = False
-        for connection in [*self._connections.by_tag.values(), *self._connections.lingering]:
-            if connection.is_quiet:
-                continue
+        awaited = False
+        every = (*self._connections.by_tag.values(), *self._connections.lingering)
+        for connection in [one for one in every if one.has_completed]:
             with self._connections.losing(connection):
-                reaped |= connection.reap_sends()
+                awaited |= connection.reap_sends()
             with self._connections.losing(connection):
                 received = connection.reap_fetches(self._config.verify)
                 frames += [(connection, frame) for frame in received]
@@ -102,17 +101,16 @@ class Traffic:
             with self._lock:
                 self._arrived += frames
                 self._arrived_bytes += sum(frame.size_bytes for _, frame in frames)
-        if frames or reaped:
+        if frames or awaited:
             self._happened()
-        return bool(frames) or reaped
+        return bool(frames) or awaited
 
     def forget_strays(self) -> None:
         """The UCX worker that received them is driven no more."""
         self._stray.clear()
 
-    def _probe(self) -> bool:
-        """Begin to receive messages while there is room; returns whether there were any."""
-        begun = False
+    def _probe(self) -> None:
+        """Begin to receive messages while there is room."""
         by_tag = self._connections.by_tag
         fetching = sum(connection.fetching_bytes for connection in by_tag.values())
         while self._arrived_bytes + fetching < self._config.received_bytes_max:
@@ -120,7 +118,6 @@ class Traffic:
             if arrival is None:
                 self._check.nothing_came()
                 break
-            begun = True
             connection = by_tag.get(arrival.tag)
             if connection is None:
                 self._check.came(arrival.tag)
@@ -133,7 +130,6 @@ class Traffic:
                 with self._connections.losing(connection):
                     memory = self._memory.take(arrival.size_bytes)
                     connection.fetch(self._transport, arrival, memory)
-        return begun
 
     def _discard(self, arrival: IncomingMessage) -> None:
         """Receive a frame without a connection, so that UCX forgets it.

@@ -172,12 +172,12 @@ class UcxLane(Lane):
         with self._driving:
             while self._commands:
                 self._commands.popleft()()
-            busy = self._drive()
+            self._drive()
             now_s = monotonic_s()
             if now_s - self._heartbeats.ticked_s >= self._tick_s:
                 self._heartbeats.tick(now_s)
             self._look_after_memory()
-            asleep = not busy and self._transport.arm()
+            asleep = self._transport.arm()
             pause_s = PAUSE_S if self._check.under_way else self._tick_s
         ready = self._poll.poll(pause_s if asleep else 0)
         with self._driving:
@@ -263,8 +263,7 @@ class UcxLane(Lane):
         if not self._driving.acquire(blocking=False):
             return False
         try:
-            if self._traffic.send_now(connection, self._send_until_s):
-                return False
+            self._traffic.send_now(connection, self._send_until_s)
             return sent.done or self._transport.arm()
         finally:
             self._driving.release()
@@ -279,10 +278,11 @@ class UcxLane(Lane):
         try:
             if self._ended or not self._connections.by_tag:
                 return False
-            if self._drive() or not self._transport.arm():
-                # There is work left, and the caller may have other work to do before it waits.
-                self._out_bell.ring()
+            delivered = self._drive()
+            if not self._transport.arm():
                 self._in_bell.ring()
+                return False
+            if delivered:
                 return False
             self._attended = True
             self._watch_transport()
@@ -296,7 +296,8 @@ class UcxLane(Lane):
             if self._ended or self._stopping:
                 return
             self._attended = False
-            if self._drive() or not self._transport.arm():
+            self._drive()
+            if not self._transport.arm():
                 self._in_bell.ring()
             self._watch_transport()
 

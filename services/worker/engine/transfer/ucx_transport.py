@@ -81,9 +81,10 @@ class UcxRequest:
 class Endpoint:
     """UCX's connection to one peer."""
 
-    def __init__(self, ucxx: Any, endpoint: Any) -> None:
+    def __init__(self, ucxx: Any, endpoint: Any, array: Any) -> None:
         self._ucxx = ucxx
         self._endpoint = endpoint
+        self._array = array
 
     @property
     def alive(self) -> bool:
@@ -97,7 +98,7 @@ class Endpoint:
 
     def send(self, message: Bytes, tag: int) -> UcxRequest:
         """Begin to send. Raises ConnectionError."""
-        array = _array(message)
+        array = self._array(message)
         try:
             request = self._endpoint.tag_send(array, tag=self._ucxx.UCXXTag(tag))
         except self._ucxx.UCXError as error:
@@ -117,6 +118,9 @@ class UcxTransport:
 
     def __init__(self, config: UcxConfig) -> None:
         self._ucxx = load_ucxx()
+        from ucxx._lib.arr import Array
+
+        self._array = Array  # ucxx's type for memory
         features = (self._ucxx.Feature.TAG, self._ucxx.Feature.WAKEUP)
         self._worker: Any = None
         try:
@@ -175,7 +179,7 @@ class UcxTransport:
             )
         except ucxx.UCXError as error:
             raise ConnectionError(str(error)) from error
-        return Endpoint(ucxx, endpoint)
+        return Endpoint(ucxx, endpoint, self._array)
 
     def probe(self) -> IncomingMessage | None:
         """Take the oldest message that has begun to arrive; it must be fetched."""
@@ -184,16 +188,10 @@ class UcxTransport:
 
     def fetch(self, arrival: IncomingMessage, memory: Bytes) -> UcxRequest:
         """Begin to receive into `memory`, as large as the message. Raises ConnectionError."""
-        array = _array(memory)
+        array = self._array(memory)
         try:
             request = self._worker.tag_recv_with_handle(array, arrival.handle)
         except self._ucxx.UCXError as error:
             raise ConnectionError(str(error)) from error
         return UcxRequest(self._ucxx, request, array)
 
-
-def _array(memory: Bytes) -> Any:
-    """The memory as a type of ucxx; call `load_ucxx` before."""
-    from ucxx._lib.arr import Array
-
-    return Array(memory)
