@@ -13,6 +13,8 @@ import pytest
 from tests.support.fake_openai import fake_openai
 from tests.support.refusing_address import refusing_address
 from tideserve.bench.client_process import python_environment
+from tideserve.bench.errors import SystemUnavailable
+from tideserve.bench.runs.runner import BenchPlan, RunOutcomes
 from tideserve.bench.scenarios.scenario import LoadChoice, Trial, TrialVerdict
 from tideserve.bench.systems.system import Deployment
 from tideserve.bench.workload import TOKEN_ID_MAX, TOKEN_ID_MIN
@@ -20,6 +22,7 @@ from tideserve.cli import bench as cli_bench
 from tideserve.cli import cluster_options
 from tideserve.cli.bench import BenchArguments, run_bench
 from tideserve.cli.commands.main import main
+from tideserve.cli.errors import CommandError
 
 TIMEOUT_S = 240.0
 
@@ -193,3 +196,32 @@ def test_the_tiny_model_of_a_trial_fits_its_device(
     assert deployment.device == given.get("device", "cpu")
     assert deployment.memory_bytes == memory_bytes
     assert deployment.options == options
+
+
+@pytest.mark.parametrize(
+    ("given", "names"),
+    [
+        ({"device": "cuda:0", "memory": "16GiB"}, ("tideserve",)),
+        ({}, ("tideserve", "vllm", "tideserve-float32", "vllm-float32")),
+    ],
+)
+def test_steady_has_a_second_dtype_on_processors_alone(
+    monkeypatch: pytest.MonkeyPatch, model: Path, given: dict[str, Any], names: Sequence[str]
+) -> None:
+    planned = []
+
+    class Noting:
+        def __init__(self, plan: BenchPlan, *_: object) -> None:
+            planned.append(plan)
+
+        def run(self) -> RunOutcomes:
+            raise SystemUnavailable("nothing is measured")
+
+    monkeypatch.setattr(cluster_options, "version", lambda name: "2.13.0+cu130")
+    monkeypatch.setattr(cli_bench, "fastest_dtype", lambda flags: "bfloat16")
+    monkeypatch.setattr(cli_bench, "Runner", Noting)
+    choice = LoadChoice(on_gpu="device" in given)
+    with pytest.raises(CommandError, match="nothing is measured"):
+        run_bench(BenchArguments("steady", choice, model=str(model), **given))
+    (plan,) = planned
+    assert plan.system_names == names and plan.deployment.dtype == "bfloat16"

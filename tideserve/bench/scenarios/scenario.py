@@ -220,16 +220,29 @@ def _found(attribute: str, kind: type[Kind]) -> dict[str, Kind]:
     return dict(sorted(found.items()))
 
 
-def describe(name: str) -> tuple[str, Sequence[str], frozenset[str]] | None:
-    """What there is to say of a scenario or trial, its details, and the parameters that it reads.
+@dataclass(frozen=True, slots=True)
+class Description:
+    """What there is to say of a scenario: its details, and the parameters that it reads.
 
-    None for one that is measured without either.
+    `default_model`: what it runs without `--model`, where that is not the usual one.
     """
+
+    text: str
+    details: Sequence[str] = ()
+    reads: frozenset[str] = OF_ALL
+    default_model: str = ""
+
+
+def describe(name: str) -> Description | None:
+    """What there is to say of a scenario or trial; None for one that is measured without either."""
     one = find_scenarios().get(name) or find_trials().get(name)
     if one is None:
         return None
     text = importlib.import_module(f"tideserve.bench.scenarios.{name}").__doc__ or one.summary
-    return text, one.details() if isinstance(one, Trial) else (), one.reads
+    if isinstance(one, Scenario):
+        return Description(text, reads=one.reads)
+    default = "" if one.real_model else "a tiny one, made up"
+    return Description(text, one.details(), one.reads, default)
 
 
 def find_scenario(name: str) -> Scenario:

@@ -1,11 +1,12 @@
 """`tideserve bench`. Everything heavy is imported when it runs."""
 
 from collections.abc import Sequence
+from copy import copy
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperOption
 
 from tideserve.bench.scenarios import scenario_names, scenario_summaries
 from tideserve.cli.default import DEFAULT_WORKERS
@@ -149,15 +150,19 @@ def of_scenario(command: TyperCommand, arguments: Sequence[str]) -> TyperCommand
     name = next((one for one in arguments if one in scenario_names()), None)
     if name is None:
         return None
-    from tideserve.bench.scenarios.scenario import OF_ALL, describe
+    from tideserve.bench.scenarios.scenario import Description, describe
 
-    text, details, reads = describe(name) or (scenario_summaries()[name], (), OF_ALL)
+    scenario = describe(name) or Description(scenario_summaries()[name])
+    params = [copy(one) for one in command.params if one.name in scenario.reads | {"scenario"}]
+    for one in params:
+        if one.name == "model" and isinstance(one, TyperOption) and scenario.default_model:
+            one.show_default = scenario.default_model
     return TyperCommand(
         name=command.name,
         callback=command.callback,
-        params=[one for one in command.params if one.name in reads | {"scenario"}],
-        help=text,
-        epilog="\n\n".join(details),
+        params=params,
+        help=scenario.text,
+        epilog="\n\n".join(scenario.details),
         rich_markup_mode=command.rich_markup_mode,
         context_settings=dict(command.context_settings),
     )

@@ -120,6 +120,10 @@ def test_a_scenario_has_a_help_of_its_own() -> None:
     assert " --cycles " in help_of("bench churn") and " --cells " not in help_of("bench churn")
     assert " --systems " in help_of("bench steady") and " --trace " in help_of("bench burst")
     assert " --systems " not in help_of("bench drop")
+    usual, own = "[default: (SmolLM2-135M-Instruct)]", "[default: (a tiny one, made up)]"
+    for name, default in (("steady", usual), ("clients", usual), ("drop", usual), ("churn", own)):
+        assert default in help_of(f"bench {name}"), name
+    assert usual in help_of("bench")
 
 
 def test_the_command_has_all_options_after_the_help_of_a_scenario() -> None:
