@@ -35,6 +35,7 @@ class GatewayOutbox:
         self.stream_id = stream_id
         self.overflowed = False
         self.closed = False
+        self._hurried = False
         self._limit = limit
         self._commands: deque[Command] = deque()
         self._changed = asyncio.Event()
@@ -55,8 +56,18 @@ class GatewayOutbox:
         self.closed = True
         self._changed.set()
 
+    def hurry(self) -> None:
+        """Have the gateway get a heartbeat now, since that would tell it something new."""
+        self._hurried = True
+        self._changed.set()
+
+    def take_hurry(self) -> bool:
+        """Whether a heartbeat is wanted before it is due; once for each time."""
+        hurried, self._hurried = self._hurried, False
+        return hurried
+
     async def take(self, timeout_s: float) -> list[Command]:
-        """All commands, waiting at most `timeout_s` for one; empty on time-out or when closed."""
+        """All commands, waiting at most `timeout_s` for one or for a hurry; empty when closed."""
         try:
             async with timeout(timeout_s):
                 await self._changed.wait()
@@ -89,6 +100,7 @@ class SchedulerDriver:
         self._draining = False
         # Set after what may change the demand; the task that waits for it clears it.
         self.changed = asyncio.Event()
+        self._groups_serving = 0
         self.snapshot: Snapshot = state.snapshot(monotonic_s())
 
     async def run(self) -> None:
@@ -100,6 +112,7 @@ class SchedulerDriver:
                 _, stream_id = self._gone.popleft()
                 self.apply(GatewayGone(now_s, stream_id))
             self.apply(Ticked(now_s))
+            self._note_serving(now_s)
             if tick % SNAPSHOT_TICKS == 0:
                 self.snapshot = self._state.snapshot(now_s)
 
@@ -115,6 +128,13 @@ class SchedulerDriver:
             outbox = self._outboxes.get(command.stream_id)
             if outbox is not None:
                 outbox.put(command)
+
+    def _note_serving(self, now_s: float) -> None:
+        """Gateways count as ready by the groups that serve: tell them soon if these have changed."""
+        before, self._groups_serving = self._groups_serving, self._state.groups_serving(now_s)
+        if self._groups_serving != before:
+            for outbox in self._outboxes.values():
+                outbox.hurry()
 
     def look(self) -> Snapshot:
         """The state in numbers now; `snapshot` is that of a moment ago, for other threads."""

@@ -107,7 +107,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         many = takes_many(context.invocation_metadata())
         heartbeat_s = monotonic_s()
         while not outbox.overflowed:
-            if monotonic_s() >= heartbeat_s:
+            if outbox.take_hurry() or monotonic_s() >= heartbeat_s:
                 await _send(context, to_heartbeat(self._driver.look()))
                 heartbeat_s = monotonic_s() + HEARTBEAT_S
             commands = await outbox.take(max(0.0, heartbeat_s - monotonic_s()))

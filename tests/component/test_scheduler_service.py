@@ -11,6 +11,7 @@ from services.common.etcd import Store
 from services.common.grpc_client import open_channel
 from services.common.membership import GROUPS, SERVICES, WORKERS
 from services.common.records import decode_record
+from services.scheduler import servicer
 from services.scheduler.app import serve
 from services.scheduler.config import SchedulerConfig
 from tests.support.control_plane import (
@@ -69,6 +70,19 @@ async def test_ask_ticket_assignment(store: Store) -> None:
         kinds = [frame.WhichOneof("body") for frame in gateway.frames["r1"]]
         assert kinds == ["ticket", "assignment"]
         await groups_serving(gateway, 1)
+
+
+async def test_a_gateway_learns_at_once_which_groups_serve(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(servicer, "HEARTBEAT_S", 3600.0)
+    record = worker_record()
+    async with scheduler(store) as address, FakeGateway.connected(address) as gateway:
+        await groups_serving(gateway, 0)
+        async with worker_in_group(store, record), FakeWorker(record).reporting(address):
+            await groups_serving(gateway, 1)
+        await groups_serving(gateway, 0)
+        assert [one.groups_serving for one in gateway.heartbeats] == [0, 1, 0]
 
 
 async def test_workers_with_another_scheduling_are_told_once(

@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from services.common.address import is_loopback
 from services.common.clock import monotonic_s
@@ -18,7 +18,6 @@ from services.gateway.config import GatewayConfig
 from services.gateway.keys.key_file import read_keys
 from services.worker.config import WorkerConfig
 from tideserve.cli.cache import PROFILES, cache_root
-from tideserve.cli.client import HttpClient
 from tideserve.cli.cluster import TICK_S, ClusterProcesses
 from tideserve.cli.cluster_folder import (
     ClusterFolder,
@@ -47,6 +46,9 @@ from tideserve.cli.report import Report
 from tideserve.cli.service_config import Placement, service_configs, worker_names
 from tideserve.cli.stop_signals import StopRequested, StopSignals
 
+if TYPE_CHECKING:
+    from tideserve.cli.client import HttpClient
+
 SERVICE_MODULES = {name: f"services.{name}" for name in CONFIGS}
 # These let their requests finish first, as long as their configuration says.
 DRAINING = {"gateway": GatewayConfig, "worker": WorkerConfig}
@@ -57,7 +59,7 @@ ETCD_STARTS_MAX = 3
 ADMIN_PORT_OFFSET = 10_000
 GRPC_PORT_OFFSET = 20_000
 LOGS_CHECK_S = 10.0
-READY_POLL_S = 0.3
+READY_POLL_S = 0.2
 READY_PROBE_TIMEOUT_S = 1.0
 WAITS_NO_MORE = {"expected_wait_s": 0}
 
@@ -273,6 +275,9 @@ class Up:
 
     def _wait_until_ready(self) -> bool:
         """False if somebody asked to stop before the cluster was ready."""
+        # Loading httpx takes a while, in which the processes have been started.
+        from tideserve.cli.client import HttpClient
+
         deadline_s = monotonic_s() + self.options.ready_timeout_s
         workers = self.options.workers
         with (
@@ -422,7 +427,7 @@ class Missing(NamedTuple):
     line: str
 
 
-def what_is_missing(client: HttpClient) -> Missing | None:
+def what_is_missing(client: "HttpClient") -> Missing | None:
     """What the gateway still waits for, in words; None when the cluster is ready."""
     response = client.probe("/ready")
     if response is None:

@@ -118,6 +118,10 @@ class SchedulerState:
                 self._admission.shortfalls = event.shortfalls
         return []
 
+    def groups_serving(self, now_s: float) -> int:
+        """Groups that requests can be placed in: their leaders have reported not long ago."""
+        return sum(load.is_fresh(now_s) for load in self._groups.loads)
+
     def snapshot(self, now_s: float) -> Snapshot:
         """The state in numbers."""
         loads, totals = list(self._groups.loads), self._totals
@@ -125,7 +129,7 @@ class SchedulerState:
             queued=len(self._queue),
             oldest_wait_s=self._oldest_wait_s(ALL, now_s),
             groups_known=len(loads),
-            groups_serving=sum(load.is_fresh(now_s) for load in loads),
+            groups_serving=self.groups_serving(now_s),
             reserved_blocks=sum(load.reserved_blocks for load in loads),
             dispatch_rate_per_s=self._rates.every.per_s(now_s),
             assigned_total=totals.assigned,
