@@ -67,7 +67,7 @@ class GatewayOutbox:
         return hurried
 
     async def take(self, timeout_s: float) -> list[Command]:
-        """All commands, waiting at most `timeout_s` for one or for a hurry; empty when closed."""
+        """All commands, waiting at most `timeout_s` for one, for a hurry or for the end."""
         try:
             async with timeout(timeout_s):
                 await self._changed.wait()
@@ -130,9 +130,12 @@ class SchedulerDriver:
                 outbox.put(command)
 
     def _note_serving(self, now_s: float) -> None:
-        """Gateways count as ready by the groups that serve: tell them soon if these have changed."""
+        """Gateways count as ready by the groups that serve: tell them soon if there are more.
+
+        Fewer, which may be so for a moment only, they learn by the next heartbeat.
+        """
         before, self._groups_serving = self._groups_serving, self._state.groups_serving(now_s)
-        if self._groups_serving != before:
+        if self._groups_serving > before:
             for outbox in self._outboxes.values():
                 outbox.hurry()
 

@@ -275,7 +275,7 @@ class Up:
 
     def _wait_until_ready(self) -> bool:
         """False if somebody asked to stop before the cluster was ready."""
-        # Loading httpx takes a while, in which the processes have been started.
+        # Not before a given etcd's processes run; a private etcd starts while this is loaded.
         from tideserve.cli.client import HttpClient
 
         deadline_s = monotonic_s() + self.options.ready_timeout_s
@@ -447,5 +447,5 @@ def missing_of(ready: Mapping[str, Any]) -> Missing:
     expected, there = ready.get("workers_expected"), ready.get("workers_registered", 0)
     if expected is None or there >= expected:
         return Missing(sentences, sentences)
-    doing = "workers load the model (the first start compiles kernels)"
+    doing = "workers load the model (the first start with a dtype compiles kernels)"
     return Missing(sentences, f"{doing}: {there} of {expected} ready")

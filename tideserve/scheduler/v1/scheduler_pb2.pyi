@@ -391,7 +391,7 @@ Global___Refusal: _TypeAlias = Refusal  # noqa: Y015
 
 @_typing.final
 class Heartbeat(_message.Message):
-    """Sent every second on an Admit stream."""
+    """Sent every second and when further groups serve on an Admit stream."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -54,8 +54,7 @@ class SchedulerServiceServicer:
     def Admit(self, request_iterator, context):
         """One long-lived stream per gateway carries all its requests, and the loads that workers tell with
         their ends. The scheduler answers every ask at once with a ticket or a refusal, later with an
-        assignment, and sends a heartbeat each second, and soon after the number of serving groups has
-        changed.
+        assignment, and sends a heartbeat each second, and soon after further groups serve.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

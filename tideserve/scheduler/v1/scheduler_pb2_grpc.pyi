@@ -36,8 +36,7 @@ class SchedulerServiceStub:
     Admit: _grpc.StreamStreamMultiCallable[_scheduler_pb2.AdmitRequest, _scheduler_pb2.AdmitResponse]
     """One long-lived stream per gateway carries all its requests, and the loads that workers tell with
     their ends. The scheduler answers every ask at once with a ticket or a refusal, later with an
-    assignment, and sends a heartbeat each second, and soon after the number of serving groups has
-    changed.
+    assignment, and sends a heartbeat each second, and soon after further groups serve.
     """
     ReportLoad: _grpc.StreamUnaryMultiCallable[_scheduler_pb2.ReportLoadRequest, _scheduler_pb2.ReportLoadResponse]
     """One long-lived stream per worker carries its load, on change and at least every 500 ms. When it
@@ -52,8 +51,7 @@ class SchedulerServiceAsyncStub(SchedulerServiceStub):
     Admit: _aio.StreamStreamMultiCallable[_scheduler_pb2.AdmitRequest, _scheduler_pb2.AdmitResponse]  # type: ignore[assignment]
     """One long-lived stream per gateway carries all its requests, and the loads that workers tell with
     their ends. The scheduler answers every ask at once with a ticket or a refusal, later with an
-    assignment, and sends a heartbeat each second, and soon after the number of serving groups has
-    changed.
+    assignment, and sends a heartbeat each second, and soon after further groups serve.
     """
     ReportLoad: _aio.StreamUnaryMultiCallable[_scheduler_pb2.ReportLoadRequest, _scheduler_pb2.ReportLoadResponse]  # type: ignore[assignment]
     """One long-lived stream per worker carries its load, on change and at least every 500 ms. When it
@@ -71,8 +69,7 @@ class SchedulerServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_abc.Iterator[_scheduler_pb2.AdmitResponse], _abc.AsyncIterator[_scheduler_pb2.AdmitResponse]]:
         """One long-lived stream per gateway carries all its requests, and the loads that workers tell with
         their ends. The scheduler answers every ask at once with a ticket or a refusal, later with an
-        assignment, and sends a heartbeat each second, and soon after the number of serving groups has
-        changed.
+        assignment, and sends a heartbeat each second, and soon after further groups serve.
         """
 
     @_abc_1.abstractmethod

@@ -67,6 +67,7 @@ class Connection:
         self._lock = Lock()
         self._outbox: deque[tuple[Bytes, Sent, bool]] = deque()
         self._queued_bytes = 0
+        self._refused = False  # a frame for want of room, since when there has been none
         self._queued_frames = 0
         self._acknowledged = 0
         self._endpoint: Endpoint | None = None
@@ -90,8 +91,7 @@ class Connection:
         """Whether UCX has completed something that `reap_sends` or `reap_fetches` would take."""
         sending, fetching = self._sending, self._fetching
         return bool(
-            (sending and sending[0].request.completed)
-            or (fetching and fetching[0][0].completed)
+            (sending and sending[0].request.completed) or (fetching and fetching[0][0].completed)
         )
 
     @property
@@ -118,6 +118,7 @@ class Connection:
             if self._queued_frames - self._acknowledged >= bounds.frames_in_flight:
                 raise LaneFull(f"{self.peer.worker_id} has yet to take {bounds.frames_in_flight}")
             if self._queued_bytes >= bounds.queue_bytes:
+                self._refused = True
                 raise LaneFull(f"{self._queued_bytes} bytes wait for {self.peer.worker_id}")
             facts = self.facts
             encoded = self._codec.encode(
@@ -168,13 +169,15 @@ class Connection:
     def reap_sends(self) -> bool:
         """Finish the sends that UCX has completed; whether somebody waits for one of them.
 
-        Raises ConnectionError if one failed.
+        A caller whose frame was refused waits for room. Raises ConnectionError if one failed.
         """
         awaited = False
         while self._sending and self._sending[0].request.completed:
             sending = self._sending.popleft()
             with self._lock:
                 self._queued_bytes -= sending.size_bytes
+                if self._refused and self._queued_bytes < self._bounds.queue_bytes:
+                    self._refused, awaited = False, True
             problem = sending.request.error()
             sending.sent.finish(_lost(self.lost or problem) if problem is not None else None)
             awaited |= sending.awaited

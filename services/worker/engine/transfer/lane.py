@@ -139,7 +139,8 @@ class Lane(ABC):
     def fileno(self) -> int:
         """A descriptor that is readable when a frame or an event waits, or a send has completed.
 
-        The latter only if its payload lay in a `PayloadRoom`: of any other there is a copy.
+        The latter only if its payload lay in a `PayloadRoom`, since of any other there is a copy,
+        or if frames were refused for want of room, and there is some again.
         """
 
     @contextmanager

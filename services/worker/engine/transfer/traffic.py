@@ -43,10 +43,11 @@ class Traffic:
         self._lock = Lock()  # guards the next two
         self._arrived: deque[tuple[Connection, Frame]] = deque()
         self._arrived_bytes = 0
+        self._waits_for_room = False  # there may be messages that were not probed for
         self._stray: deque[UcxRequest] = deque()
 
     def take(self, leave: Collection[str]) -> tuple[list[tuple[Connection, Frame]], bool]:
-        """The frames that arrived, and whether there was no room left for more.
+        """The frames that arrived, and whether there may be more, for which there was no room.
 
         Frames of the peers in `leave` stay. May be called from any thread.
         """
@@ -55,8 +56,8 @@ class Traffic:
         with self._lock:
             taken = [one for one in self._arrived if one[0].peer.worker_id not in leave]
             self._arrived = deque(one for one in self._arrived if one[0].peer.worker_id in leave)
-            was_full = self._arrived_bytes >= self._config.received_bytes_max
             self._arrived_bytes = sum(frame.size_bytes for _, frame in self._arrived)
+        was_full = self._waits_for_room
         for connection, _ in taken:
             connection.taken += 1
         return taken, was_full
@@ -113,7 +114,7 @@ class Traffic:
         """Begin to receive messages while there is room."""
         by_tag = self._connections.by_tag
         fetching = sum(connection.fetching_bytes for connection in by_tag.values())
-        while self._arrived_bytes + fetching < self._config.received_bytes_max:
+        while self._has_room(fetching):
             arrival = self._transport.probe()
             if arrival is None:
                 self._check.nothing_came()
@@ -130,6 +131,14 @@ class Traffic:
                 with self._connections.losing(connection):
                     memory = self._memory.take(arrival.size_bytes)
                     connection.fetch(self._transport, arrival, memory)
+
+    def _has_room(self, fetching_bytes: int) -> bool:
+        """Whether more may be received beside so much; if not, `take` tells that it makes room."""
+        most = self._config.received_bytes_max - fetching_bytes
+        self._waits_for_room = self._arrived_bytes >= most
+        if self._waits_for_room and self._arrived_bytes < most:
+            self._waits_for_room = False  # `take` came in between
+        return not self._waits_for_room
 
     def _discard(self, arrival: IncomingMessage) -> None:
         """Receive a frame without a connection, so that UCX forgets it.

@@ -264,6 +264,7 @@ class UcxLane(Lane):
             return False
         try:
             self._traffic.send_now(connection, self._send_until_s)
+            # All that UCX has done is delivered by now, and it wakes a thread when it does more.
             return sent.done or self._transport.arm()
         finally:
             self._driving.release()

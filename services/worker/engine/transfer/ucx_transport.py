@@ -194,4 +194,3 @@ class UcxTransport:
         except self._ucxx.UCXError as error:
             raise ConnectionError(str(error)) from error
         return UcxRequest(self._ucxx, request, array)
-

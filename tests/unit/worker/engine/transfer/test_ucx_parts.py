@@ -299,6 +299,59 @@ def test_a_thread_that_sends_drives_its_own_connection(opened: Open) -> None:
     assert texts(ours.take()) == ["y"]
 
 
+def test_a_sender_that_was_refused_for_want_of_room_is_woken_when_there_is_some(opened: Open) -> None:
+    ours, theirs = pair(opened, queue_bytes_max=1000)
+    ours.transport.hold = True
+    queue(ours, note("x", 2000))
+    ours.traffic.drive(monotonic_s() + 60)
+    with pytest.raises(LaneFull):
+        queue(ours, note("y"))
+    woken = ours.happened
+    ours.transport.release()
+    assert ours.traffic.drive(monotonic_s() + 60) and ours.happened == woken + 1
+    queue(ours, note("y"))
+    ours.transport.release()
+    assert not ours.traffic.drive(monotonic_s() + 60) and ours.happened == woken + 1
+    step_until(lambda: len(theirs.frames) == 2, theirs)
+
+
+def test_room_that_is_made_while_frames_are_reaped_is_noticed(opened: Open) -> None:
+    ours, theirs = pair(opened, received_bytes_max=3000)
+    for text in "abc":
+        queue(ours, note(text, 2000))
+    ours.step()
+    until_s = monotonic_s() + 60
+    theirs.traffic.drive(until_s)  # has room for two of them
+    assert len(theirs.transport.inbox) == 1
+    taken, waits = theirs.traffic.take(())
+    assert len(taken) == 2 and waits, "a lane that is not told would sleep now"
+    theirs.traffic.drive(until_s)
+    ((_, frame),), waits = theirs.traffic.take(())
+    assert (frame.header.text, waits) == ("c", False)
+
+
+def test_a_take_between_the_probe_and_the_end_of_a_drive_is_told_of_messages_that_wait(
+    opened: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours, theirs = pair(opened, received_bytes_max=3000)
+    queue(ours, note("a", 2000))
+    ours.step()
+    until_s = monotonic_s() + 60
+    theirs.traffic.drive(until_s)
+    for text in "bc":
+        queue(ours, note(text, 2000))
+    ours.step()
+    reap, told = theirs.traffic.reap, []
+
+    def take_first() -> bool:
+        told.append(theirs.traffic.take(())[1])
+        return reap()
+
+    monkeypatch.setattr(theirs.traffic, "reap", take_first)
+    theirs.traffic.drive(until_s)
+    assert len(theirs.transport.inbox) == 1 and told == [True]
+
+
 def test_frames_without_a_connection_are_discarded(opened: Open) -> None:
     ours, _ = pair(opened, frame_bytes_max=1000)
     for size_bytes in (10, 1001):
