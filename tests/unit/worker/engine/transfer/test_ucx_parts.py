@@ -299,7 +299,7 @@ def test_a_thread_that_sends_drives_its_own_connection(opened: Open) -> None:
     assert texts(ours.take()) == ["y"]
 
 
-def test_a_sender_that_was_refused_for_want_of_room_is_woken_when_there_is_some(opened: Open) -> None:
+def test_a_sender_refused_for_want_of_room_is_woken_when_there_is_some(opened: Open) -> None:
     ours, theirs = pair(opened, queue_bytes_max=1000)
     ours.transport.hold = True
     queue(ours, note("x", 2000))
