@@ -300,8 +300,10 @@ def _check_device(device: str, engine: str) -> None:
 
 
 def _check_section(section: Mapping[Any, Any], name: str, path: Path | None) -> None:
-    """Refuse what would break the cluster, and what a service would refuse later."""
-    config, place = CONFIGS.get(name, ServiceConfig), f"section '{name}' of {path or COMMAND_LINE}"
+    """Refuse what would break the cluster, and values that a service would refuse later.
+
+    Which keys there are the service itself knows.
+    """
     for key in section:
         if not isinstance(key, str):
             raise ConfigError(f"the key {key!r} of section '{name}' must be text")
@@ -310,5 +312,6 @@ def _check_section(section: Mapping[Any, Any], name: str, path: Path | None) -> 
                 f"'{key}' cannot be set in section '{name}': it follows from the options of the"
                 " cluster; take it out"
             )
-    check_keys(section, field_names(config), place)
-    check_values(config, section, place)
+    check_values(
+        CONFIGS.get(name, ServiceConfig), section, f"section '{name}' of {path or COMMAND_LINE}"
+    )
