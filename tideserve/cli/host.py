@@ -12,7 +12,6 @@ from typing import Any
 import psutil
 
 from services.common.clock import monotonic_s
-from services.common.config import format_size
 from services.common.settings import PREFIX
 from tideserve.cli.errors import EXIT_UNUSABLE, CommandError
 
@@ -112,7 +111,7 @@ def shortages(device: str, memory_bytes: int, folder: Path) -> list[str]:
     free_bytes = psutil.virtual_memory().available
     if device == "cpu" and memory_bytes > free_bytes:
         found.append(
-            f"the workers may use {format_size(memory_bytes)} together, but the machine has only"
+            f"the workers may use {memory_bytes / 2**30:.1f} GiB together, but the machine has only"
             f" {free_bytes / 2**30:.1f} GiB available, so it may kill some; lower --memory or"
             " --workers"
         )
