@@ -21,8 +21,8 @@ GIVEN_TIMEOUT_S = 3.0
 STOP_GRACE_S = 5.0
 PROBE_TIMEOUT_S = 1.0
 HEARTBEAT_MS, ELECTION_MS = "50", "250"
-"""A single member elects itself after such a time: it answers within 0.3 s, and after up to 1 s with
-etcd's own. Shorter ones would cost more of a processor while nothing happens."""
+"""A single member elects itself after such a time: it answers within 0.3 s, and after up to 1 s
+with etcd's own times. Shorter ones would cost more of a processor while nothing happens."""
 HISTORY = "10m"
 """So long etcd remembers what was. A service that has stood still for longer reads all anew."""
 
