@@ -42,7 +42,9 @@ class TokenStream:
         journal.reopen()
         self._journal = journal
         self._read = len(journal.token_ids)
-        self._news = asyncio.Event()
+        # Whether `next` has something to look at, and what it waits for if it has not.
+        self._news = False
+        self._waiting: asyncio.Future[None] | None = None
         self._error: GatewayError | None = None
 
     @property
@@ -92,13 +94,13 @@ class TokenStream:
         if event.cached_tokens:
             self.record.cached_tokens = event.cached_tokens
         self._journal.apply(event)
-        self._news.set()
+        self._tell()
 
     def fail(self, error: GatewayError) -> None:
         """End the stream with an error, unless it has ended already."""
         if not self.over:
             self._error = error
-            self._news.set()
+            self._tell()
             self._changed.set()
 
     async def next(self) -> Fresh:
@@ -110,16 +112,29 @@ class TokenStream:
             GatewayError: if the request failed; tokens that came before are returned first.
         """
         while True:
-            await self._news.wait()
-            self._news.clear()
+            if not self._news:
+                await self._told()
+            self._news = False
             fresh = self._take()
             if fresh.finish is not None:
                 return fresh
             if fresh.token_ids:
-                if self.over:
-                    self._news.set()
+                self._news = self.over
                 return fresh
             self._raise_failure()
+
+    def _tell(self) -> None:
+        self._news = True
+        if self._waiting is not None and not self._waiting.done():
+            self._waiting.set_result(None)
+
+    async def _told(self) -> None:
+        """There is one reader, and it waits for each token: an Event would cost more."""
+        self._waiting = asyncio.get_running_loop().create_future()
+        try:
+            await self._waiting
+        finally:
+            self._waiting = None
 
     def _take(self) -> Fresh:
         journal, first = self._journal, self._read

@@ -1,6 +1,7 @@
 """The first layer of every HTTP request: its id, limits, its key."""
 
 import logging
+from collections.abc import Awaitable
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -49,13 +50,13 @@ class HttpFrontDoor:
 
         started = False
 
-        async def noted_send(message: Message) -> None:
+        def noted_send(message: Message) -> Awaitable[None]:
             nonlocal started
             if message["type"] == "http.response.start":
                 started = True
                 record.status = message["status"]
                 message["headers"] = [*message.get("headers", ()), *_headers(record)]
-            await send(message)
+            return send(message)
 
         with request_ids(record.request_id, record.trace_id):
             try:

@@ -1,5 +1,7 @@
 """Makes clients of a leaving gateway reconnect: they then reach another gateway."""
 
+from collections.abc import Awaitable
+
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from services.gateway.bounds.drain import Drain
@@ -21,9 +23,9 @@ class Parting:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on."""
 
-        async def parting_send(message: Message) -> None:
+        def parting_send(message: Message) -> Awaitable[None]:
             if self._drain.leaving and message["type"] == "http.response.start":
                 message = {**message, "headers": [*message.get("headers", ()), _CLOSE]}
-            await send(message)
+            return send(message)
 
         await self._app(scope, receive, parting_send if scope["type"] == "http" else send)

@@ -89,9 +89,11 @@ class EventStream:
         data = b"" if index in self._opened else self._open(index)
         self._counts[index] += len(piece.token_ids)
         if self._has_event(piece):
-            write = partial(self._written, index, piece)
-            numbers = numbers_in(piece.prompt_logprobs)
-            data += await self._pool.run(write, numbers) if numbers else write()
+            if piece.prompt_logprobs:
+                write = partial(self._written, index, piece)
+                data += await self._pool.run(write, numbers_in(piece.prompt_logprobs))
+            else:
+                data += self._written(index, piece)
         if data:
             await self._channel.send(data)
 

@@ -4,6 +4,8 @@ import secrets
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
+from msgspec import structs
+
 from services.core.request import FinishReason
 from services.gateway.model.chat_form import ChatForm
 from services.gateway.serving.output import OutputPiece
@@ -53,10 +55,10 @@ class ChatOutput:
         stopped = piece.finish_reason is FinishReason.STOP
         if stopped and self._called and not any(isinstance(event, CallEnd) for event in cut):
             reason = TOOL_CALLS
-        said[-1] = replace(said[-1], finish_reason=reason)
+        said[-1] = structs.replace(said[-1], finish_reason=reason)
         if len(said) == 1:
-            return [replace(piece, delta=said[0])]
-        first = replace(piece, delta=said[0], finish_reason=None, stop_reason=None)
+            return [structs.replace(piece, delta=said[0])]
+        first = structs.replace(piece, delta=said[0], finish_reason=None, stop_reason=None)
         ending = OutputPiece("", (), piece.finish_reason, piece.stop_reason, delta=said[-1])
         return [first, *(OutputPiece("", delta=delta) for delta in said[1:-1]), ending]
 

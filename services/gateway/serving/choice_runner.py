@@ -3,9 +3,8 @@
 A request whose worker is lost goes on at another one, from the tokens that have come.
 """
 
-import contextlib
 import logging
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -15,7 +14,7 @@ from services.core.ask import AVOIDED_MAX, Ask, Assignment
 from services.core.request import Request
 from services.gateway.cluster.admission_client import AdmissionClient
 from services.gateway.cluster.journal import Journal
-from services.gateway.cluster.token_stream import KvLost, Returned, StaleEpoch
+from services.gateway.cluster.token_stream import KvLost, Returned, StaleEpoch, TokenStream
 from services.gateway.cluster.worker_client import WorkerClient
 from services.gateway.records.metrics import Metrics
 from services.gateway.records.request_record import ChoiceRecord
@@ -88,16 +87,15 @@ class ChoiceRunner:
                 stays = len(record.stays)
                 started = resumed(request, tuple(journal.token_ids))
                 try:
-                    async with contextlib.aclosing(
-                        self._pieces(
-                            replace(choice, request=started), place, reading, record, meter
-                        )
-                    ) as pieces:
-                        async for piece in pieces:
-                            note_finish(piece.finish_reason)
-                            if piece.finish_reason is not None:
-                                meter.finish(piece.finish_reason)
-                            yield piece
+                    async with self._workers.open(
+                        started, place, record, journal, choice.coalesced
+                    ) as stream:
+                        while meter.reason is None:
+                            for piece in await self._next(stream, started, reading, record, meter):
+                                note_finish(piece.finish_reason)
+                                if piece.finish_reason is not None:
+                                    meter.finish(piece.finish_reason)
+                                yield piece
                     return
                 except (StaleEpoch, Returned, WorkerLost, QueueFull) as failure:
                     output = len(journal.token_ids)
@@ -141,37 +139,33 @@ class ChoiceRunner:
         elif isinstance(failure, (WorkerLost, KvLost)):
             log.info("request %s lost %s before a token and starts again", request_id, worker_id)
 
-    async def _pieces(
+    async def _next(
         self,
-        choice: PreparedChoice,
-        place: Assignment,
+        stream: TokenStream,
+        request: Request,
         reading: Reading,
         record: ChoiceRecord,
         meter: RequestMeter,
-    ) -> AsyncGenerator[OutputPiece, None]:
-        output, chat, request = reading.output, reading.chat, choice.request
-        async with self._workers.open(
-            request, place, record, reading.journal, choice.coalesced
-        ) as stream:
-            while True:
-                first_index = stream.read_index
-                fresh = await stream.next()
-                self._record.forwarded(request.request_id, first_index, fresh.token_ids)
-                if fresh.token_ids:
-                    failpoint.hit("gateway.token")
-                    now_s = monotonic_s()
-                    if not meter.tokens(len(fresh.token_ids), now_s):
-                        record.stays[-1].first_token_s = now_s
-                if numbers := fresh.prompt_numbers:
-                    piece = await self._pool.run(partial(output.push, fresh), numbers)
-                else:
-                    piece = output.push(fresh)
-                said = [piece] if chat is None else chat.push(piece)
-                if piece.text or piece.token_ids or piece.finish_reason is not None:
-                    for one in said:
-                        yield one
-                if piece.finish_reason is not None:
-                    return
+    ) -> Sequence[OutputPiece]:
+        """What the next tokens give: no piece if they show nothing yet, several of a chat."""
+        first_index = stream.read_index
+        fresh = await stream.next()
+        self._record.forwarded(request.request_id, first_index, fresh.token_ids)
+        if fresh.token_ids:
+            failpoint.hit("gateway.token")
+            now_s = monotonic_s()
+            if not meter.tokens(len(fresh.token_ids), now_s):
+                record.stays[-1].first_token_s = now_s
+        output, chat = reading.output, reading.chat
+        if fresh.prompt_logprobs:
+            push = partial(output.push, fresh)
+            piece = await self._pool.run(push, fresh.prompt_numbers)
+        else:
+            piece = output.push(fresh)
+        said = (piece,) if chat is None else chat.push(piece)
+        if piece.text or piece.token_ids or piece.finish_reason is not None:
+            return said
+        return ()
 
     def _output(self, choice: PreparedChoice) -> OutputText:
         tokenizer, skip = self._tokenizer, choice.skip_special_tokens

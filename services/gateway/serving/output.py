@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+import msgspec
+
 from services.core.request import FinishReason, TokenLogprobs
 from services.gateway.serving.prepared import PreparedChoice
 from services.gateway.text.detokenizer import Detokenizer
@@ -73,8 +75,7 @@ def with_top(notes: Sequence[TokenNote], top: int | None) -> Sequence[TokenNote]
     ]
 
 
-@dataclass(frozen=True, slots=True)
-class OutputPiece:
+class OutputPiece(msgspec.Struct, frozen=True):
     """New output of a choice.
 
     `text` may be empty, and belongs to tokens of this piece and earlier ones. `logprobs` are those

@@ -23,12 +23,19 @@ class Detokenizer:
     """
 
     def __init__(
-        self, decode: Callable[[Sequence[int]], str], bytes_of: Mapping[int, int] | None = None
+        self,
+        decode: Callable[[Sequence[int]], str],
+        bytes_of: Mapping[int, int] | None = None,
+        alone: Callable[[int], str] | None = None,
     ) -> None:
         """`decode`: text of token ids, invalid bytes shown as U+FFFD; `bytes_of`: tokens of bytes
         that are no text by themselves.
+
+        `alone`: the text of one token, if the bytes of an output are those of its tokens one after
+        the other. Most tokens are whole characters and then cost no decoding.
         """
         self._decode = decode
+        self._alone = alone
         self._bytes_of = bytes_of or {}
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         # The latest tokens of bytes, while no other token has come after them.
@@ -40,6 +47,10 @@ class Detokenizer:
 
     def push(self, token_id: int) -> str:
         """Text that this token completes, possibly none."""
+        if self._alone is not None and self._settled_tokens == len(self._window):
+            text = self._alone(token_id)
+            if REPLACEMENT not in text:
+                return text
         if token_id in self._bytes_of:
             return self._push_byte(token_id)
         if self._run:

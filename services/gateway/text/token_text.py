@@ -37,6 +37,8 @@ class TokenTexts:
         self._byte_level = "ByteLevel" in kinds
         self.byte_fallback = "ByteFallback" in kinds
         """Whether what no token spells is spelt in tokens of single bytes."""
+        self.concatenates = kinds in ({"ByteLevel"}, {"ByteLevel", "Sequence"})
+        """Whether the bytes of an output are those of its tokens, one after the other."""
 
     def data(self, token_id: int) -> bytes:
         """The bytes that the token adds to the output; none for an id without an entry."""

@@ -49,6 +49,8 @@ class Tokenizer:
             self._added,
         )
         self._bytes_of: dict[int, int] = {}
+        # What single tokens show, as they come to be asked for.
+        self._alone: dict[int, str] = {}
         if self.texts.byte_fallback:
             ids = (backend.token_to_id(f"<0x{byte:02X}>") for byte in range(256))
             self._bytes_of = {one: byte for byte, one in enumerate(ids) if one is not None}
@@ -147,16 +149,39 @@ class Tokenizer:
         self, skip_special_tokens: bool = True, shown: frozenset[int] = frozenset()
     ) -> Detokenizer:
         """A fresh incremental decoder; of special tokens that are skipped, `shown` are not."""
-        decode = self._backend.decode
-        if not skip_special_tokens or not shown & self._special:
+        decode, special = self._backend.decode, self._special
+        if not skip_special_tokens or not shown & special:
+            hidden = special if skip_special_tokens else frozenset[int]()
             return Detokenizer(
-                lambda ids: decode(ids, skip_special_tokens=skip_special_tokens), self._bytes_of
+                lambda ids: decode(ids, skip_special_tokens=skip_special_tokens),
+                self._bytes_of,
+                self._alone_without(hidden),
             )
-        hidden = self._special - shown
+        hidden = special - shown
         return Detokenizer(
             lambda ids: decode([i for i in ids if i not in hidden], skip_special_tokens=False),
             self._bytes_of,
+            self._alone_without(hidden),
         )
+
+    def _alone_without(self, hidden: frozenset[int]) -> Callable[[int], str] | None:
+        """The text of one token, none of those that are hidden; None if it depends on others."""
+        if not self.texts.concatenates:
+            return None
+        known = self._alone
+
+        def alone(token_id: int) -> str:
+            if token_id in hidden:
+                return ""
+            text = known.get(token_id)
+            if text is None:
+                text = self._backend.decode([token_id], skip_special_tokens=False)
+                # A worker may tell ids that no vocabulary has.
+                if token_id < self.size:
+                    known[token_id] = text
+            return text
+
+        return alone
 
 
 def _too_long(size: str, tokens_max: int, param: str) -> ContextExceeded:

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+import msgspec
+
 TOOL_CALLS = "tool_calls"
 """Why an output ended that ended with calls; other reasons are core's."""
 
@@ -20,8 +22,7 @@ class ToolCallDelta:
     ended: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Delta:
+class Delta(msgspec.Struct, frozen=True):
     """What was added to an answer, in this order: reasoning, content, calls (one delta for each).
 
     `finish_reason` is set on the last one.

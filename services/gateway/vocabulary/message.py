@@ -1,9 +1,14 @@
-"""Messages between the gateway and scheduler or workers, without protobuf."""
+"""Messages between the gateway and scheduler or workers, without protobuf.
+
+What is made for each token is a Struct: a frozen dataclass takes ten times as long to make.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any
+
+import msgspec
 
 from services.core.ask import Assignment, Refusal
 from services.core.groups.vocabulary import Group
@@ -77,8 +82,7 @@ class WorkerTimes:
     preempted_s: tuple[float, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class TokenEvent:
+class TokenEvent(msgspec.Struct, frozen=True):
     """New tokens of a request; `first_index` is the output index of the first of them.
 
     `logprobs` has one entry for each token, or none; `prompt_logprobs` come with the first tokens
@@ -100,8 +104,7 @@ class TokenEvent:
     cached_tokens: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Fresh:
+class Fresh(msgspec.Struct, frozen=True):
     """Tokens of a request that its reader has not taken yet, and the ending if it is reached."""
 
     token_ids: Sequence[int]

@@ -4,6 +4,7 @@ import itertools
 from dataclasses import replace
 
 import pytest
+from msgspec import structs
 
 from services.core.request import FinishReason
 from services.gateway.model.chat_form import ChatForm
@@ -90,7 +91,7 @@ def test_a_piece_tells_the_order_of_what_it_says() -> None:
     def calls(index: int) -> tuple[ToolCallDelta, ...]:
         return (ToolCallDelta(index, "id", "get", '{"a": 1}', ended=True),)
 
-    assert first == replace(
+    assert first == structs.replace(
         given, delta=Delta("a", "hm", calls(0)), finish_reason=None, stop_reason=None
     )
     assert second == OutputPiece("", delta=Delta(" b", tool_calls=calls(1)))

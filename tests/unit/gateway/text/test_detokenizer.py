@@ -33,9 +33,11 @@ def decode(ids: Sequence[int]) -> str:
 
 
 def pieces_of(ids: Sequence[int]) -> list[str]:
-    """One by one; the last piece is the rest."""
-    detokenizer = Detokenizer(decode)
-    return [*(detokenizer.push(token_id) for token_id in ids), detokenizer.flush()]
+    """One by one; the last piece is the rest. Knowing what each token shows changes nothing."""
+    by_all, by_each = Detokenizer(decode), Detokenizer(decode, alone=lambda one: decode([one]))
+    pieces = [*(by_all.push(token_id) for token_id in ids), by_all.flush()]
+    assert pieces == [*(by_each.push(token_id) for token_id in ids), by_each.flush()]
+    return pieces
 
 
 @pytest.mark.parametrize("text", ["plain", "naïve café", "日本語", "👩‍👩‍👧 families", "\ufffd", ""])
@@ -49,6 +51,26 @@ def test_characters_are_never_shown_in_halves(text: str) -> None:
 def test_any_bytes_give_the_same_text_as_decoding_at_once(data: bytes) -> None:
     ids = ids_of(data)
     assert "".join(pieces_of(ids)) == decode(ids)
+
+
+@given(st.text(max_size=40), st.binary(max_size=3), st.text(max_size=40))
+def test_characters_among_bytes_that_are_none(before: str, data: bytes, after: str) -> None:
+    ids = ids_of(before.encode(errors="replace") + data + after.encode(errors="replace"))
+    assert "".join(pieces_of(ids)) == decode(ids)
+
+
+def test_whole_characters_are_decoded_once() -> None:
+    calls = 0
+
+    def counted(ids: Sequence[int]) -> str:
+        nonlocal calls
+        calls += 1
+        return decode(ids)
+
+    known = {one: decode([one]) for one in ids_of(b"abc")}
+    detokenizer = Detokenizer(counted, alone=known.__getitem__)
+    assert "".join(detokenizer.push(one) for one in ids_of(b"abc" * 100)) == "abc" * 100
+    assert calls == 0
 
 
 @given(st.lists(st.integers(0, 258), max_size=80))
