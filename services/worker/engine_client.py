@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import zmq
-import zmq.asyncio
 
 from services.common.child import Child
 from services.common.clock import monotonic_s
@@ -19,6 +18,7 @@ from services.core.request import Request
 from services.core.stall import StallLimit
 from services.worker.config import WorkerConfig
 from services.worker.engine_command import engine_command, engine_environment
+from services.worker.frame_socket import FrameSocket
 from services.worker.ipc import (
     FRAMES_MAX,
     PULSE_S,
@@ -39,6 +39,8 @@ from services.worker.ipc import (
 
 SEND_TIMEOUT_S = 5.0
 WATCH_INTERVAL_S = 0.5
+PULSES_MAX = 1000
+"""Pulses that may wait; so many are more than 8 minutes of them."""
 PULSES_MISSED = 3
 """An engine does not stand still before it has missed so many."""
 OVERSLEPT_S = 2.0
@@ -63,11 +65,8 @@ class EngineClient:
         self._config = config
         self._incarnation = incarnation
         self._path = config.run_dir / f"engine-{os.getpid()}.sock"
-        self._socket: zmq.asyncio.Socket = zmq.asyncio.Context.instance().socket(zmq.PAIR)
-        self._socket.setsockopt(zmq.SNDHWM, FRAMES_MAX)
-        self._socket.setsockopt(zmq.RCVHWM, FRAMES_MAX)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._pulses: zmq.asyncio.Socket = zmq.asyncio.Context.instance().socket(zmq.PULL)
+        self._socket = FrameSocket(zmq.PAIR, FRAMES_MAX)
+        self._pulses = FrameSocket(zmq.PULL, PULSES_MAX)
         self._process: Child | None = None
         self._heard_s = 0.0
         self._pulse_s = 0.0  # 0 for an engine without one

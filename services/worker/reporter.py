@@ -19,7 +19,7 @@ from tideserve.common.v1 import load_pb2, record_pb2
 from tideserve.memmgr.v1 import memmgr_pb2, memmgr_pb2_grpc
 from tideserve.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 
-LOAD_PAUSE_S, LOAD_MINOR_PAUSE_S, LOAD_INTERVAL_S = 0.005, 0.1, 0.5
+LOAD_PAUSE_S, LOAD_MINOR_PAUSE_S, LOAD_INTERVAL_S = 0.005, 0.25, 0.5
 MEMORY_PAUSE_S, MEMORY_MINOR_PAUSE_S, MEMORY_INTERVAL_S = 0.1, 0.5, 1.0
 
 

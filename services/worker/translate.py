@@ -20,13 +20,14 @@ _REASONS: dict[Any, Any] = {
 def to_event(token: EmitToken, times: RequestTimes | None = None) -> pb.RequestEvent:
     """The event of one output token; `times` go with the last."""
     event = pb.RequestEvent(
-        request_id=token.request_id,
-        first_index=token.index,
-        token_ids=[token.token_id],
-        finish_reason=_REASONS[token.finish_reason],
-        times=_to_times(times),
-        cached_tokens=token.cached_tokens,
+        request_id=token.request_id, first_index=token.index, token_ids=(token.token_id,)
     )
+    if token.finish_reason is not None:
+        event.finish_reason = _REASONS[token.finish_reason]
+    if times is not None:
+        event.times.CopyFrom(_to_times(times))
+    if token.cached_tokens:
+        event.cached_tokens = token.cached_tokens
     if token.logprobs is not None:
         event.logprobs.extend(_to_logprobs(token.logprobs))
     if token.prompt_logprobs is not None:
@@ -52,7 +53,7 @@ def to_moved(
             next_index=moved.next_index,
             traceparent=traceparent,
         ),
-        times=_to_times(times),
+        times=None if times is None else _to_times(times),
     )
 
 
@@ -70,8 +71,8 @@ def to_replay(request_id: str, arrival: UnreadOutput, from_index: int) -> list[p
             return [*events, to_refusal(arrival.ending)]
         case _:
             event.finish_reason = _REASONS[arrival.ending]
-            if (times := _to_times(arrival.times)) is not None:
-                event.times.CopyFrom(times)
+            if arrival.times is not None:
+                event.times.CopyFrom(_to_times(arrival.times))
             return events
 
 
@@ -115,9 +116,7 @@ def failure(request_id: str, reason: "pb.FinishReason.ValueType", message: str) 
     return pb.RequestEvent(request_id=request_id, finish_reason=reason, message=message)
 
 
-def _to_times(times: RequestTimes | None) -> pb.RequestTimes | None:
-    if times is None:
-        return None
+def _to_times(times: RequestTimes) -> pb.RequestTimes:
     return pb.RequestTimes(
         wait_s=times.wait_s,
         prefill_s=times.prefill_s,

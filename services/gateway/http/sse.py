@@ -1,6 +1,5 @@
 """Server-sent events to one client, and what is sent when."""
 
-import asyncio
 import contextlib
 from functools import partial
 from typing import Any
@@ -36,22 +35,20 @@ def typed_event(data: dict[str, Any]) -> bytes:
 
 
 class EventChannel:
-    """Sends events one after the other; the first ones start the response."""
+    """Sends events in the order in which they come; the first ones start the response."""
 
     def __init__(self, client: WatchedClient[Message]) -> None:
         self._client = client
-        self._turn = asyncio.Lock()
 
     async def send(self, events: bytes, last: bool = False) -> None:
         """Send events; after the `last` ones there is nothing more to come."""
-        async with self._turn:
-            if not self._client.started:
-                await self._client.send(
-                    {"type": "http.response.start", "status": 200, "headers": HEADERS}
-                )
+        if not self._client.started:
             await self._client.send(
-                {"type": "http.response.body", "body": events, "more_body": not last}
+                {"type": "http.response.start", "status": 200, "headers": HEADERS}
             )
+        await self._client.send(
+            {"type": "http.response.body", "body": events, "more_body": not last}
+        )
 
     async def send_farewell(self, events: bytes, timeout_s: float) -> None:
         """End the response; a client that does not take the events in that time learns nothing."""

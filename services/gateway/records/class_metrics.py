@@ -8,6 +8,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from services.common import vllm_names
 from services.core.service import Service, ServiceClass
+from services.gateway.records.token_metrics import TokenMetrics, TokenTimes
 
 SLO_METRICS = ("ttft", "tpot")
 
@@ -60,7 +61,7 @@ class ClassMetrics:
     """What is observed of each choice of one class, with its labels filled in."""
 
     ttft: Histogram
-    inter_token: Histogram
+    inter_token: TokenTimes
     per_token: Histogram
     inflight: Gauge
     slo: Mapping[str, SloCount]
@@ -79,16 +80,12 @@ class MetricsByClass:
             "From the end of reading the request's body to its first token.",
             vllm_names.TTFT_BUCKETS_S,
         )
-        inter_token = histogram(
-            "vllm:inter_token_latency_seconds",
-            "Time between one token and the next, as they reach the gateway.",
-            vllm_names.TOKEN_BUCKETS_S,
-        )
         per_token = histogram(
             "vllm:request_time_per_output_token_seconds",
             "Mean time between the tokens of a request that finished.",
             vllm_names.TOKEN_BUCKETS_S,
         )
+        self.tokens = TokenMetrics(model_name, registry)
         slo = _slo_counts(registry)
         inflight = Gauge(
             "tideserve_gateway_choices_inflight",
@@ -99,7 +96,7 @@ class MetricsByClass:
         self._of = {
             one: ClassMetrics(
                 ttft.labels(model_name, one.value),
-                inter_token.labels(model_name, one.value),
+                self.tokens.times_of(one),
                 per_token.labels(model_name, one.value),
                 inflight.labels(one.value),
                 slo[one],

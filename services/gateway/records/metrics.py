@@ -186,8 +186,8 @@ class Metrics:
 
     def totals(self) -> EndpointTotals:
         """What has been counted so far, for rates."""
-        (tokens,) = self.requests.output_tokens.collect()
-        return EndpointTotals(int(tokens.samples[0].value), *self.requests.by_class.first_tokens())
+        by_class = self.requests.by_class
+        return EndpointTotals(by_class.tokens.total, *by_class.first_tokens())
 
     def render(self) -> bytes:
         """Everything in Prometheus' text form."""
@@ -221,9 +221,6 @@ class RequestHistograms:
             registry=registry,
         )
         self.finished = {reason: finished.labels(model_name, reason) for reason in FINISHED_REASONS}
-        self.output_tokens = Counter(
-            "tideserve_gateway_output_tokens", "Tokens received.", registry=registry
-        )
 
     def _add_phases(self, histogram: MakeHistogram) -> None:
         """Histograms of the times of a request's phases."""

@@ -35,8 +35,8 @@ class RequestMeter:
 
     def tokens(self, count: int, now_s: float) -> bool:
         """`count` tokens have come together; returns whether there were some before."""
-        histograms, begun = self._histograms, self._first_s is not None
-        histograms.output_tokens.inc(count)
+        begun = self._first_s is not None
+        self._histograms.by_class.tokens.total += count
         if begun:
             per_token_s = (now_s - self._last_s) / count
             self._of_class.inter_token.observe(per_token_s)

@@ -201,9 +201,7 @@ class RequestServing:
                     _note_piece(record, piece)
                     await writer.piece(index, piece)
 
-        if len(prepared.choices) == 1:
-            await run(0, prepared.choices[0])
-            return
+        # A choice alone as well: each token resumes its task, which should not reach far.
         async with asyncio.TaskGroup() as tasks:
             for index, choice in enumerate(prepared.choices):
                 tasks.create_task(run(index, choice))

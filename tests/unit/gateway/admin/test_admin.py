@@ -159,7 +159,7 @@ def test_totals_count_what_the_metrics_count() -> None:
     metrics = Metrics("m", CollectorRegistry())
     for service_class in (ServiceClass.INTERACTIVE, ServiceClass.BATCH):
         metrics.requests.by_class.of(service_class).ttft.observe(0.25)
-    metrics.requests.output_tokens.inc(4)
+    metrics.requests.by_class.tokens.total += 4
     assert metrics.totals() == EndpointTotals(4, 2, 0.5)
 
 
