@@ -7,11 +7,12 @@ the first usable row. Scaling the rate stretches time evenly, so bursts keep the
 import csv
 import json
 import math
+import random
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
-from itertools import chain
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,13 @@ class Trace:
         if self.span_s == 0:
             return self
         return self.scale_time((len(self.rows) - 1) / rate_per_s / self.span_s)
+
+    def at_random(self, rate_per_s: float, seed: int) -> "Trace":
+        """The same requests in the same order, arriving by a Poisson process of that rate."""
+        draw = random.Random(seed).expovariate
+        times_s = accumulate(draw(rate_per_s) for _ in self.rows)
+        rows = zip(self.rows, times_s, strict=True)
+        return replace(self, rows=tuple(replace(row, arrival_s=time_s) for row, time_s in rows))
 
     def repeat(self, times: int, period_s: float) -> "Trace":
         """The same rows `times` times over, each time `period_s` after the one before."""

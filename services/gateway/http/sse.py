@@ -17,6 +17,8 @@ from services.gateway.text.tokenizer import TextPool
 from services.gateway.vocabulary.errors import GatewayError
 
 DONE = b"data: [DONE]\n\n"
+_NO_CHOICES = b'"choices":[]'
+"""In JSON no text looks so: a quote within one has a backslash before it."""
 HEADERS = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -80,6 +82,11 @@ class EventStream:
         self._envelope = envelope_of(prepared, self._tier)
         # Output tokens of each choice.
         self._counts = [0] * len(prepared.choices)
+        # What all events but those with counts share: what is around their one choice.
+        usage = {"usage": None} if self._include_usage else {}
+        none = event(self._envelope.wrap(self._layout.chunk_kind, []) | usage)
+        before, choices, after = none.partition(_NO_CHOICES)
+        self._head, self._tail = before + choices[:-1], choices[-1:] + after
 
     async def piece(self, index: int, piece: OutputPiece) -> None:
         """Send new output of a choice; the first one starts the response."""
@@ -99,7 +106,10 @@ class EventStream:
         return piece.finish_reason is not None or counted or self._layout.tells(piece)
 
     def _written(self, index: int, piece: OutputPiece) -> bytes:
-        return event(self._chunk(self._layout.chunk(index, piece)))
+        choice = self._layout.chunk(index, piece)
+        if self._continuous_usage:
+            return event(self._chunk(choice))
+        return self._head + msgspec.json.encode(choice) + self._tail
 
     def _open(self, index: int) -> bytes:
         """What comes before the output of a choice."""

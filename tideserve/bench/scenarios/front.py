@@ -3,14 +3,17 @@
 Both sides run the same vLLM with the same model, KV cache and threads: plain servers of vLLM, and
 workers of a cluster with `engine: vllm`. First one engine each, in pairs: one request at a time for
 the time to first token, then eight at a time for processor time by the token, which is what the
-kernel counts for all processes. Then two engines each: arrivals of a trace of code completions,
+kernel counts for all processes. Then two engines each: requests of a trace of code completions,
 once with its lengths and once all of one length, by the round-robin of a client over two plain
-servers and by one gateway. Plain servers are suspended while the cluster is measured.
+servers and by one gateway. They arrive by a Poisson process: in the trace they come in heaps that
+keep both engines busy whatever a dispatcher does. Plain servers are suspended while the cluster is
+measured.
 """
 
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -33,8 +36,8 @@ ALONE = (12, 1, 64, 8)
 """Requests, how many at a time, prompt tokens, output tokens."""
 TOGETHER = (24, 8, 64, 64)
 SLICE = Path(__file__).resolve().parents[1] / "data" / "azure_code_2023_slice.csv"
-SLICE_BEGIN_S, SLICE_S = 270.0, 30.0
-"""The evenest 30 s of the slice: 128 requests."""
+SLICE_BEGIN_S, SLICE_S = 250.0, 50.0
+"""A part of the slice: 187 requests."""
 ROUNDS, QUICK_ROUNDS = 5, 3
 LENGTHS = {
     "lengths of the trace": LengthScale(0.2, 1.0, (16, 1024), (4, 64)),
@@ -147,7 +150,7 @@ def compare_costs(sides: Sides, found: FrontRecord, choice: LoadChoice, progress
 
 
 def compare_dispatch(sides: Sides, found: FrontRecord, choice: LoadChoice, progress: Say) -> None:
-    """Rounds of the same arrivals with both kinds of lengths.
+    """Rounds with both kinds of lengths; in a round both systems get the same arrivals.
 
     Both systems get the load that tells the rate, so that neither begins cold. No prompt begins as
     one of the other lengths, or vLLM's prefix cache would skip that part.
@@ -165,10 +168,10 @@ def compare_dispatch(sides: Sides, found: FrontRecord, choice: LoadChoice, progr
         answered = {name: _answered_per_s(sides.send(name, load, SATURATING)) for name in by}
         rate = choice.rate_per_s or UTILISATION * answered[PLAIN]
         found.rates_per_s[lengths] = rate
-        part = recorded.scale_rate(rate)
         for turn in range(rounds):
             progress(f"{lengths}: round {turn + 1} of {rounds}")
-            load = from_trace(part, scale, first_seed + 1 + turn, lengths)
+            seed = first_seed + 1 + turn
+            load = from_trace(recorded.at_random(rate, seed), scale, seed, lengths)
             for name in sorted(by, reverse=bool(turn % 2)):
                 by[name].append(_ttfts(sides.send(name, load, None)))
 
@@ -209,17 +212,22 @@ def judge(found: FrontRecord) -> TrialVerdict:
     for lengths, ttfts in found.ttfts_s.items():
         p99s = {name: [_p99(one) for one in each] for name, each in ttfts.items()}
         ratios = [a / b for a, b in zip(p99s[FRONT], p99s[PLAIN], strict=True)]
+        together = {name: _p99([*chain.from_iterable(each)]) for name, each in ttfts.items()}
+        ratio = together[FRONT] / together[PLAIN]
         figures[lengths] = {
             "requests_per_s": found.rates_per_s[lengths],
             "requests": [len(one) for one in ttfts[FRONT]],
             "ttft_s": {name: [percentiles(one) for one in each] for name, each in ttfts.items()},
             "p99_ratios": ratios,
+            "p99_s": together,
+            "p99_ratio": ratio,
         }
-        told = ", ".join(f"{median(one):.2f} s {name}" for name, one in p99s.items())
+        told = ", ".join(f"{one:.2f} s {name}" for name, one in together.items())
+        rounds = ", ".join(f"{one:.2f}" for one in ratios)
         rate = f"{found.rates_per_s[lengths]:.1f} requests/s"
-        rows.append((lengths, f"{rate}: P99 TTFT {told}: {median(ratios):.2f} x"))
-        if median(ratios) > P99_SHARE_MAX[lengths]:
-            problems.append(f"{lengths}: P99 TTFT is {median(ratios):.2f} x that of round-robin")
+        rows.append((lengths, f"{rate}: P99 TTFT of all rounds {told}: {ratio:.2f} x ({rounds})"))
+        if ratio > P99_SHARE_MAX[lengths]:
+            problems.append(f"{lengths}: P99 TTFT is {ratio:.2f} x that of round-robin")
     return TrialVerdict(figures, rows, problems)
 
 

@@ -2,6 +2,7 @@
 
 from itertools import pairwise
 from pathlib import Path
+from statistics import fmean, pstdev
 
 import pytest
 
@@ -102,6 +103,16 @@ def test_scaling_the_rate_keeps_the_pattern() -> None:
     assert (len(scaled.rows) - 1) / scaled.span_s == pytest.approx(2.0)
     factor = scaled.span_s / trace.span_s
     assert gaps(scaled) == pytest.approx([gap * factor for gap in gaps(trace)])
+
+
+def test_arrivals_at_random_keep_the_requests_and_their_order() -> None:
+    trace = load_trace(SLICE)
+    drawn = trace.at_random(4.0, seed=1)
+    assert [row.prompt_tokens for row in drawn.rows] == [row.prompt_tokens for row in trace.rows]
+    assert drawn == trace.at_random(4.0, seed=1) != trace.at_random(4.0, seed=2)
+    mean_s, deviation_s = fmean(gaps(drawn)), pstdev(gaps(drawn))
+    assert mean_s == pytest.approx(0.25, rel=0.1)
+    assert deviation_s == pytest.approx(mean_s, rel=0.15)
 
 
 @pytest.mark.parametrize("value", [0, -1, float("inf"), float("nan")])
