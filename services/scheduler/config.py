@@ -81,13 +81,13 @@ class SchedulerConfig(SchedulingConfig):
         maximum=3600,
     )
     dispatch: str = choice(
-        "kv_share",
+        "prefix",
         DISPATCHES,
-        "How a group is chosen. kv_share: the one with the smallest share of its KV cache in use,"
-        " waited for or reserved, unless scheduling is fcfs or prefill_first first of all waited"
-        " for or reserved for online requests; least_loaded: the one with the fewest sequences;"
-        " prefix: the group with the lowest predicted TTFT, counting expected prefix cache hits;"
-        " kv_share breaks ties.",
+        "How a group is chosen. prefix: the one with the lowest predicted TTFT, by the prompts that"
+        " wait there and what its prefix cache is likely to have; kv_share breaks ties. kv_share:"
+        " the one with the smallest share of its KV cache in use, waited for or reserved, unless"
+        " scheduling is fcfs or prefill_first first of all waited for or reserved for online"
+        " requests. least_loaded: the one with the fewest sequences.",
     )
     cost_profile: str | None = option(
         None,

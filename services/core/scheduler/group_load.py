@@ -202,20 +202,24 @@ class GroupLoad:
         return reported + self._reserved_tokens
 
     @property
+    def tokens_ahead(self) -> int:
+        """Tokens that are prefilled before those of a new request that does not yield.
+
+        Beside batch requests that yield nobody knows how much there is, beyond what is on its way.
+        """
+        load = self._report.load if self._report is not None else None
+        if load is not None and load.batch_yields and load.batch_running + load.batch_waiting:
+            return self._reserved_tokens
+        return self.prefill_tokens
+
+    @property
     def is_behind(self) -> bool:
         """Whether requests that wait to go on had better wait for another group.
 
-        It has several iterations of prompts before it, those of batch requests that yield aside:
-        beside some of these nobody knows how much there is, beyond what is on its way.
+        It has several iterations of prompts before it.
         """
-        load = self._report.load if self._report is not None else None
-        beside_batch = load is not None and load.batch_yields
-        if beside_batch and load is not None and load.batch_running + load.batch_waiting:
-            tokens = self._reserved_tokens
-        else:
-            tokens = self.prefill_tokens
         group = self.group
-        return tokens >= AHEAD_ITERATIONS * group.members * group.max_batch_tokens
+        return self.tokens_ahead >= AHEAD_ITERATIONS * group.members * group.max_batch_tokens
 
     def reserve(
         self,

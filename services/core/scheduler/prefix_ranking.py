@@ -36,7 +36,7 @@ def predicted_ttft_s(
     yield do not count.
     """
     new = prompt_tokens - hit_tokens
-    waiting = load.prefill_tokens
+    waiting = load.tokens_ahead
     token_s = (cost.beyond_knee.chunk_s(0, prompt_tokens) - cost.lam) / prompt_tokens
     iterations = -(-(waiting + new) // load.group.max_batch_tokens)
     decodes_s = cost.decodes_alone_s(load.running, load.used_tokens)

@@ -112,6 +112,17 @@ def test_what_waits_in_the_group_may_outweigh_what_it_has() -> None:
     assert dispatch.ask(chat(1, 10)) == other
 
 
+def test_prompts_of_batch_requests_that_yield_make_nobody_wait() -> None:
+    dispatch = Dispatch(2)
+    home = dispatch.ask(chat(1, 10))
+    other = ({"w0", "w1"} - {home}).pop()
+    batch = {"prefill": 20 * HASHED, "running": 1, "batch_running": 1, "batch_blocks": 100}
+    dispatch.report(home, batch_yields=True, free=900, **batch)
+    assert dispatch.ask(chat(1, 10)) == home
+    dispatch.report(home, batch_yields=False, free=900, **batch)
+    assert dispatch.ask(chat(1, 10)) == other
+
+
 def test_what_is_on_its_way_waits_there_too() -> None:
     dispatch = Dispatch(2)
     home = dispatch.ask(chat(1, 4))
