@@ -82,7 +82,7 @@ class EventStream:
         self._envelope = envelope_of(prepared, self._tier)
         # Output tokens of each choice.
         self._counts = [0] * len(prepared.choices)
-        # What all events but those with counts share: what is around their one choice.
+        # All events but those with counts have the same around their one choice.
         usage = {"usage": None} if self._include_usage else {}
         none = event(self._envelope.wrap(self._layout.chunk_kind, []) | usage)
         before, choices, after = none.partition(_NO_CHOICES)

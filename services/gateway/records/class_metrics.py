@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from services.common import vllm_names
 from services.core.service import Service, ServiceClass
-from services.gateway.records.token_metrics import TokenMetrics, TokenTimes
+from services.gateway.records.token_metrics import TokenGaps, TokenMetrics
 
 SLO_METRICS = ("ttft", "tpot")
 
@@ -61,7 +61,7 @@ class ClassMetrics:
     """What is observed of each choice of one class, with its labels filled in."""
 
     ttft: Histogram
-    inter_token: TokenTimes
+    inter_token: TokenGaps
     per_token: Histogram
     inflight: Gauge
     slo: Mapping[str, SloCount]

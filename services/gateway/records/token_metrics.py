@@ -19,7 +19,7 @@ from services.core.service import ServiceClass
 _BOUNDS_S = (*vllm_names.TOKEN_BUCKETS_S, float("inf"))
 
 
-class TokenTimes:
+class TokenGaps:
     """Times between tokens, in seconds: how many are in each bucket, and their sum."""
 
     def __init__(self) -> None:
@@ -37,12 +37,12 @@ class TokenMetrics(Collector):
 
     def __init__(self, model_name: str, registry: CollectorRegistry) -> None:
         self._model_name = model_name
-        self._times = {one: TokenTimes() for one in ServiceClass}
+        self._times = {one: TokenGaps() for one in ServiceClass}
         self.total = 0
         """Output tokens that have come."""
         registry.register(self)
 
-    def times_of(self, service_class: ServiceClass) -> TokenTimes:
+    def times_of(self, service_class: ServiceClass) -> TokenGaps:
         """The times of a class."""
         return self._times[service_class]
 

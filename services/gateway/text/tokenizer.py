@@ -49,7 +49,7 @@ class Tokenizer:
             self._added,
         )
         self._bytes_of: dict[int, int] = {}
-        # What single tokens show, as they come to be asked for.
+        # The text of each token by itself, since it was asked for.
         self._alone: dict[int, str] = {}
         if self.texts.byte_fallback:
             ids = (backend.token_to_id(f"<0x{byte:02X}>") for byte in range(256))

@@ -209,26 +209,38 @@ def judge(found: FrontRecord) -> TrialVerdict:
     share = median(figures["eight at a time"]["cpu_beside_engine"])
     if share > CPU_SHARE_MAX:
         problems.append(f"the control plane takes {100 * share:.1f} % of the engine's processor")
-    for lengths, ttfts in found.ttfts_s.items():
-        p99s = {name: [_p99(one) for one in each] for name, each in ttfts.items()}
-        ratios = [a / b for a, b in zip(p99s[FRONT], p99s[PLAIN], strict=True)]
-        together = {name: _p99([*chain.from_iterable(each)]) for name, each in ttfts.items()}
-        ratio = together[FRONT] / together[PLAIN]
-        figures[lengths] = {
-            "requests_per_s": found.rates_per_s[lengths],
-            "requests": [len(one) for one in ttfts[FRONT]],
-            "ttft_s": {name: [percentiles(one) for one in each] for name, each in ttfts.items()},
-            "p99_ratios": ratios,
-            "p99_s": together,
-            "p99_ratio": ratio,
-        }
-        told = ", ".join(f"{one:.2f} s {name}" for name, one in together.items())
-        rounds = ", ".join(f"{one:.2f}" for one in ratios)
-        rate = f"{found.rates_per_s[lengths]:.1f} requests/s"
-        rows.append((lengths, f"{rate}: P99 TTFT of all rounds {told}: {ratio:.2f} x ({rounds})"))
-        if ratio > P99_SHARE_MAX[lengths]:
-            problems.append(f"{lengths}: P99 TTFT is {ratio:.2f} x that of round-robin")
+    for lengths in found.ttfts_s:
+        _judge_dispatch(found, lengths, figures, rows, problems)
     return TrialVerdict(figures, rows, problems)
+
+
+def _judge_dispatch(
+    found: FrontRecord,
+    lengths: str,
+    figures: dict[str, Any],
+    rows: list[tuple[str, str]],
+    problems: list[str],
+) -> None:
+    """Add what both systems' two engines did with requests of one kind of lengths."""
+    ttfts = found.ttfts_s[lengths]
+    p99s = {name: [_p99(one) for one in each] for name, each in ttfts.items()}
+    ratios = [a / b for a, b in zip(p99s[FRONT], p99s[PLAIN], strict=True)]
+    together = {name: _p99([*chain.from_iterable(each)]) for name, each in ttfts.items()}
+    ratio = together[FRONT] / together[PLAIN]
+    figures[lengths] = {
+        "requests_per_s": found.rates_per_s[lengths],
+        "requests": [len(one) for one in ttfts[FRONT]],
+        "ttft_s": {name: [percentiles(one) for one in each] for name, each in ttfts.items()},
+        "p99_ratios": ratios,
+        "p99_s": together,
+        "p99_ratio": ratio,
+    }
+    told = ", ".join(f"{one:.2f} s {name}" for name, one in together.items())
+    rounds = ", ".join(f"{one:.2f}" for one in ratios)
+    rate = f"{found.rates_per_s[lengths]:.1f} requests/s"
+    rows.append((lengths, f"{rate}: P99 TTFT of all rounds {told}: {ratio:.2f} x ({rounds})"))
+    if ratio > P99_SHARE_MAX[lengths]:
+        problems.append(f"{lengths}: P99 TTFT is {ratio:.2f} x that of round-robin")
 
 
 def _ttfts(records: Sequence[SentRequest]) -> list[float]:
