@@ -14,7 +14,6 @@ from services.common.membership import SERVICES, Registration
 from services.common.metrics_server import metrics_exposed
 from services.common.process_metrics import service_registry
 from services.common.transport import Transport, transport_of
-from services.core.cost.model import TOKENS
 from services.core.line_order import Scheduling
 from services.core.scheduler.class_rules import ClassRules, Order
 from services.core.scheduler.dispatch import PREFIX
@@ -79,7 +78,7 @@ def state_config(config: SchedulerConfig) -> StateConfig:
     """The settings of the state. Raises ConfigError if there is no such profile."""
     ttft = None
     if config.dispatch == PREFIX:
-        ttft = TOKENS if config.cost_profile is None else load_profile(config.cost_profile).model
+        ttft = load_profile(config.cost_profile).model
     return StateConfig(
         config.queue_limit,
         config.queue_deadline_s,

@@ -83,16 +83,18 @@ class SchedulerConfig(SchedulingConfig):
     dispatch: str = choice(
         "prefix",
         DISPATCHES,
-        "How a group is chosen. prefix: the one with the lowest predicted TTFT, by the prompts that"
-        " wait there and what its prefix cache is likely to have; kv_share breaks ties. kv_share:"
-        " the one with the smallest share of its KV cache in use, waited for or reserved, unless"
-        " scheduling is fcfs or prefill_first first of all waited for or reserved for online"
-        " requests. least_loaded: the one with the fewest sequences.",
+        "How a group is chosen; keep prefix unless KV is all that counts. prefix: the one with the"
+        " lowest predicted TTFT, by the prompts that wait there, the requests that decode there and"
+        " what its prefix cache is likely to have; kv_share breaks ties. kv_share: the one with the"
+        " smallest share of its KV cache in use, waited for or reserved; with scheduling slo and"
+        " others that know classes, what online requests wait for counts first. least_loaded: the"
+        " one with the fewest sequences.",
     )
-    cost_profile: str | None = option(
-        None,
-        "Device profile that predicts TTFT for dispatch prefix, by name or file; none: every token"
-        " of a prompt costs the same.",
+    cost_profile: str = option(
+        "A100-14B",
+        "Device profile by which dispatch prefix predicts TTFT, by name or file, such as"
+        " `tideserve profile` makes. It says how much a decode costs beside a prompt's token; that the device is"
+        " faster or slower altogether changes nothing.",
     )
     gateway_grace_s: float = number(
         10.0,

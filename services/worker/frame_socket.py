@@ -5,8 +5,11 @@ happens, which costs a servicer a tenth of its time. Here one reader waits for o
 """
 
 import asyncio
+import contextlib
 
 import zmq
+
+from services.common.timeouts import timeout
 
 _POLLIN = int(zmq.POLLIN)  # the flag itself takes as long to compare as a frame to receive
 FULL_PAUSE_S = 0.005
@@ -24,17 +27,24 @@ class FrameSocket:
         self._socket.setsockopt(zmq.LINGER, 0)
         self._watching: asyncio.AbstractEventLoop | None = None
         self._waiting: asyncio.Future[None] | None = None
+        self._sending = asyncio.Lock()
+        self._closed = asyncio.Event()
 
     def bind(self, address: str) -> None:
         """Listen there."""
         self._socket.bind(address)
 
+    def connect(self, address: str) -> None:
+        """Reach the other end there."""
+        self._socket.connect(address)
+
     async def recv(self) -> bytes:
-        """The next frame."""
+        """The next frame; cancelled if the socket is closed meanwhile."""
         if self._watching is None:
             self._watching = asyncio.get_running_loop()
             self._watching.add_reader(self._socket.fileno(), self._look)
         while not self._readable:
+            assert self._waiting is None, "one task receives"
             self._waiting = self._watching.create_future()
             try:
                 await self._waiting
@@ -43,23 +53,32 @@ class FrameSocket:
         return self._socket.recv(zmq.NOBLOCK)
 
     async def send(self, frame: bytes) -> None:
-        """Send a frame once there is room for it."""
-        while True:
-            try:
-                self._socket.send(frame, zmq.NOBLOCK)
-                break
-            except zmq.Again:
-                await asyncio.sleep(FULL_PAUSE_S)
-            finally:
-                # The descriptor tells once that something has come, and sending takes note of it.
-                self._look()
+        """Send a frame once there is room for it, and all before it are sent."""
+        async with self._sending:
+            while not self._closed.is_set() and not self._sent(frame):
+                with contextlib.suppress(TimeoutError):
+                    async with timeout(FULL_PAUSE_S):
+                        await self._closed.wait()
 
     def close(self) -> None:
         """Close it; what was not sent is dropped."""
         if self._watching is not None:
             self._watching.remove_reader(self._socket.fileno())
             self._watching = None
+        if self._waiting is not None:
+            self._waiting.cancel()
+        self._closed.set()
         self._socket.close()
+
+    def _sent(self, frame: bytes) -> bool:
+        try:
+            self._socket.send(frame, zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        finally:
+            # The descriptor tells once that something has come, and sending takes note of it.
+            self._look()
+        return True
 
     @property
     def _readable(self) -> bool:

@@ -205,21 +205,31 @@ class GroupLoad:
     def tokens_ahead(self) -> int:
         """Tokens that are prefilled before those of a new request that does not yield.
 
-        Beside batch requests that yield nobody knows how much there is, beyond what is on its way.
+        Beside batch requests that yield that is an estimate: a report does not tell whose prompts
+        are to be prefilled, so each sequence has the same part of them.
         """
         load = self._report.load if self._report is not None else None
-        if load is not None and load.batch_yields and load.batch_running + load.batch_waiting:
-            return self._reserved_tokens
-        return self.prefill_tokens
+        if load is None or not load.batch_yields or not load.prefill_tokens:
+            return self.prefill_tokens
+        every = load.running + load.waiting
+        online = every - load.batch_running - load.batch_waiting
+        return load.prefill_tokens * online // max(1, every) + self._reserved_tokens
 
     @property
     def is_behind(self) -> bool:
         """Whether requests that wait to go on had better wait for another group.
 
-        It has several iterations of prompts before it.
+        It has several iterations of prompts before it, those of batch requests that yield aside:
+        beside some of these nobody knows how much there is, beyond what is on its way.
         """
+        load = self._report.load if self._report is not None else None
+        beside_batch = load is not None and load.batch_yields
+        if beside_batch and load is not None and load.batch_running + load.batch_waiting:
+            tokens = self._reserved_tokens
+        else:
+            tokens = self.prefill_tokens
         group = self.group
-        return self.tokens_ahead >= AHEAD_ITERATIONS * group.members * group.max_batch_tokens
+        return tokens >= AHEAD_ITERATIONS * group.members * group.max_batch_tokens
 
     def reserve(
         self,

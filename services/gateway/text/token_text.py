@@ -33,11 +33,11 @@ class TokenTexts:
         """
         self._token_of = token_of
         self._added = frozenset(added)
-        kinds = set(_kinds(json.loads(decoder)))
+        kinds = _kinds(json.loads(decoder))
         self._byte_level = "ByteLevel" in kinds
         self.byte_fallback = "ByteFallback" in kinds
         """Whether what no token spells is spelt in tokens of single bytes."""
-        self.concatenates = kinds in ({"ByteLevel"}, {"ByteLevel", "Sequence"})
+        self.concatenates = kinds in (["ByteLevel"], ["Sequence", "ByteLevel"])
         """Whether the bytes of an output are those of its tokens, one after the other."""
 
     def data(self, token_id: int) -> bytes:

@@ -121,6 +121,9 @@ def test_prompts_of_batch_requests_that_yield_make_nobody_wait() -> None:
     assert dispatch.ask(chat(1, 10)) == home
     dispatch.report(home, batch_yields=False, free=900, **batch)
     assert dispatch.ask(chat(1, 10)) == other
+    # Three sequences in four are online: they are taken to have so much of the prompts.
+    dispatch.report(home, batch_yields=True, free=900, **batch | {"running": 4})
+    assert dispatch.ask(chat(1, 10)) == other
 
 
 def test_what_is_on_its_way_waits_there_too() -> None:

@@ -1,0 +1,110 @@
+"""Frames between two processes' sockets: all arrive, in order, whatever else happens."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+import uvloop
+import zmq
+
+from services.common.timeouts import timeout
+from services.worker.frame_socket import FrameSocket
+
+LOOPS = [asyncio.new_event_loop, uvloop.new_event_loop]
+Trial = Callable[[FrameSocket, FrameSocket], Awaitable[None]]
+
+
+def connected(loop: Callable[[], asyncio.AbstractEventLoop], path: Path, trial: Trial) -> None:
+    """Run a trial with both ends of a connection."""
+
+    async def run() -> None:
+        ends = FrameSocket(zmq.PAIR, 1000), FrameSocket(zmq.PAIR, 1000)
+        ends[0].bind(f"ipc://{path}/x")
+        ends[1].connect(f"ipc://{path}/x")
+        try:
+            async with timeout(30):
+                await trial(*ends)
+        finally:
+            for end in ends:
+                end.close()
+
+    with asyncio.Runner(loop_factory=loop) as runner:
+        runner.run(run())
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_frames_go_both_ways_at_once(
+    loop: Callable[[], asyncio.AbstractEventLoop], tmp_path: Path
+) -> None:
+    frames = [b"%d" % number for number in range(5000)]
+
+    async def trial(one: FrameSocket, other: FrameSocket) -> None:
+        async def send(end: FrameSocket) -> None:
+            for frame in frames:
+                await end.send(frame)
+
+        async def take(end: FrameSocket) -> None:
+            assert [await end.recv() for _ in frames] == frames
+
+        await asyncio.gather(send(one), send(other), take(one), take(other))
+
+    connected(loop, tmp_path, trial)
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_a_reader_that_gave_up_loses_nothing(
+    loop: Callable[[], asyncio.AbstractEventLoop], tmp_path: Path
+) -> None:
+    async def trial(one: FrameSocket, other: FrameSocket) -> None:
+        for number in range(50):
+            reader = asyncio.create_task(other.recv())
+            await asyncio.sleep(0)
+            reader.cancel()
+            await asyncio.wait([reader])
+            await one.send(b"%d" % number)
+            assert await other.recv() == b"%d" % number
+
+    connected(loop, tmp_path, trial)
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_frames_that_wait_for_room_keep_their_order(
+    loop: Callable[[], asyncio.AbstractEventLoop], tmp_path: Path
+) -> None:
+    async def run() -> None:
+        one, other = FrameSocket(zmq.PAIR, 10), FrameSocket(zmq.PAIR, 10)
+        one.bind(f"ipc://{tmp_path}/x")
+        sends = [asyncio.create_task(one.send(b"%d" % number)) for number in range(100)]
+        await asyncio.sleep(0.05)
+        assert not sends[-1].done()  # nobody is there
+        other.connect(f"ipc://{tmp_path}/x")
+        async with timeout(30):
+            assert [await other.recv() for _ in sends] == [b"%d" % n for n in range(100)]
+            await asyncio.gather(*sends)
+        one.close()
+        other.close()
+
+    with asyncio.Runner(loop_factory=loop) as runner:
+        runner.run(run())
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_closing_ends_who_waits(
+    loop: Callable[[], asyncio.AbstractEventLoop], tmp_path: Path
+) -> None:
+    async def trial(one: FrameSocket, other: FrameSocket) -> None:
+        reader = asyncio.create_task(other.recv())
+        await asyncio.sleep(0.01)
+        other.close()
+        await asyncio.wait([reader])
+        assert reader.cancelled()
+        alone = FrameSocket(zmq.PAIR, 1)
+        sender = asyncio.create_task(alone.send(b"to nobody"))
+        await asyncio.sleep(0.01)
+        alone.close()
+        sender.cancel()
+        await asyncio.wait([sender])
+        assert sender.cancelled()
+
+    connected(loop, tmp_path, trial)
