@@ -93,8 +93,8 @@ class SchedulerConfig(SchedulingConfig):
     cost_profile: str = option(
         "A100-14B",
         "Device profile by which dispatch prefix predicts TTFT, by name or file, such as"
-        " `tideserve profile` makes. It says how much a decode costs beside a prompt's token; that the device is"
-        " faster or slower altogether changes nothing.",
+        " `tideserve profile` makes. It says how much a decode costs beside a prompt's token; that"
+        " the device is faster or slower altogether changes nothing.",
     )
     gateway_grace_s: float = number(
         10.0,
