@@ -86,9 +86,9 @@ class SchedulerConfig(SchedulingConfig):
         "How a group is chosen; keep prefix unless KV is all that counts. prefix: the one with the"
         " lowest predicted TTFT, by the prompts that wait there, the requests that decode there and"
         " what its prefix cache is likely to have; kv_share breaks ties. kv_share: the one with the"
-        " smallest share of its KV cache in use, waited for or reserved; with scheduling slo and"
-        " others that know classes, what online requests wait for counts first. least_loaded: the"
-        " one with the fewest sequences.",
+        " smallest share of its KV cache in use, waited for or reserved; with a scheduling"
+        " other than fcfs and prefill_first, what online requests wait for counts first."
+        " least_loaded: the one with the fewest sequences.",
     )
     cost_profile: str = option(
         "A100-14B",

@@ -1,4 +1,4 @@
-"""Frames between two processes' sockets: all arrive, in order, whatever else happens."""
+"""Frames between the ends of a connection: all arrive, in order, whatever else happens."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -15,13 +15,20 @@ LOOPS = [asyncio.new_event_loop, uvloop.new_event_loop]
 Trial = Callable[[FrameSocket, FrameSocket], Awaitable[None]]
 
 
-def connected(loop: Callable[[], asyncio.AbstractEventLoop], path: Path, trial: Trial) -> None:
-    """Run a trial with both ends of a connection."""
+def address_in(folder: Path) -> str:
+    return f"ipc://{folder}/x"
+
+
+def connected(
+    loop: Callable[[], asyncio.AbstractEventLoop], path: Path, trial: Trial, met: bool = True
+) -> None:
+    """Run a trial with both ends of a connection; one that has not `met` yet connects itself."""
 
     async def run() -> None:
         ends = FrameSocket(zmq.PAIR, 1000), FrameSocket(zmq.PAIR, 1000)
-        ends[0].bind(f"ipc://{path}/x")
-        ends[1].connect(f"ipc://{path}/x")
+        ends[0].bind(address_in(path))
+        if met:
+            ends[1].connect(address_in(path))
         try:
             async with timeout(30):
                 await trial(*ends)
@@ -72,21 +79,16 @@ def test_a_reader_that_gave_up_loses_nothing(
 def test_frames_that_wait_for_room_keep_their_order(
     loop: Callable[[], asyncio.AbstractEventLoop], tmp_path: Path
 ) -> None:
-    async def run() -> None:
-        one, other = FrameSocket(zmq.PAIR, 10), FrameSocket(zmq.PAIR, 10)
-        one.bind(f"ipc://{tmp_path}/x")
-        sends = [asyncio.create_task(one.send(b"%d" % number)) for number in range(100)]
-        await asyncio.sleep(0.05)
-        assert not sends[-1].done()  # nobody is there
-        other.connect(f"ipc://{tmp_path}/x")
-        async with timeout(30):
-            assert [await other.recv() for _ in sends] == [b"%d" % n for n in range(100)]
-            await asyncio.gather(*sends)
-        one.close()
-        other.close()
+    async def trial(one: FrameSocket, other: FrameSocket) -> None:
+        frames = [b"%d" % number for number in range(100)]
+        sends = [asyncio.create_task(one.send(frame)) for frame in frames]
+        await asyncio.sleep(0)
+        assert not any(one.done() for one in sends)  # nobody is there
+        other.connect(address_in(tmp_path))
+        assert [await other.recv() for _ in sends] == frames
+        await asyncio.gather(*sends)
 
-    with asyncio.Runner(loop_factory=loop) as runner:
-        runner.run(run())
+    connected(loop, tmp_path, trial, met=False)
 
 
 @pytest.mark.parametrize("loop", LOOPS)

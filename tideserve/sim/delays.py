@@ -18,5 +18,5 @@ class Delays:
     token_s: float = 0.001
     report_s: float = 0.0005
     report_pause_s: float = 0.005
-    report_minor_pause_s: float = 0.1
+    report_minor_pause_s: float = 0.25
     heartbeat_s: float = 0.5

@@ -83,9 +83,7 @@ class EventStream:
         # Output tokens of each choice.
         self._counts = [0] * len(prepared.choices)
         # All events but those with counts have the same around their one choice.
-        usage = {"usage": None} if self._include_usage else {}
-        none = event(self._envelope.wrap(self._layout.chunk_kind, []) | usage)
-        before, choices, after = none.partition(_NO_CHOICES)
+        before, choices, after = event(self._around([])).partition(_NO_CHOICES)
         self._head, self._tail = before + choices[:-1], choices[-1:] + after
 
     async def piece(self, index: int, piece: OutputPiece) -> None:
@@ -133,9 +131,15 @@ class EventStream:
         await self._channel.send_farewell(event(error.body()), timeout_s)
 
     def _chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
-        chunk = self._envelope.wrap(self._layout.chunk_kind, [choice])
+        chunk = self._around([choice])
+        if self._continuous_usage:
+            chunk["usage"] = self._usage(choice["index"])
+        return chunk
+
+    def _around(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        chunk = self._envelope.wrap(self._layout.chunk_kind, choices)
         if self._include_usage:
-            chunk["usage"] = self._usage(choice["index"]) if self._continuous_usage else None
+            chunk["usage"] = None
         return chunk
 
     def _usage(self, index: int) -> dict[str, Any]:
