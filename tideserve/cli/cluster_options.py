@@ -223,13 +223,18 @@ class ClusterOptions:
         return with_absolute_paths(own) | {"etcd_url": url}
 
 
-def read_options(path: Path | None, flags: Mapping[str, Any]) -> ClusterOptions:
+def read_options(
+    path: Path | None, flags: Mapping[str, Any], defaults: Mapping[str, Any] | None = None
+) -> ClusterOptions:
     """Options from the file at `path`, overridden by those `flags` that are not None.
+
+    `defaults` stand in for the defaults of the options.
 
     Raises:
         ConfigError: one sentence about the first key or value that cannot be used.
     """
-    given = {} if path is None else _given_in(path)
+    given = {key: Given(value, COMMAND_LINE) for key, value in (defaults or {}).items()}
+    given |= {} if path is None else _given_in(path)
     check_keys(flags, field_names(ClusterOptions), COMMAND_LINE)
     given |= {key: Given(v, COMMAND_LINE) for key, v in flags.items() if v is not None}
     options = build(ClusterOptions, given, lambda key: f"missing in {path or COMMAND_LINE}")

@@ -19,10 +19,11 @@ NO_DEFAULT = ("none", "empty")
 
 @dataclass(frozen=True, slots=True)
 class Wording:
-    """A command's own words for an option, in place of the field's."""
+    """A command's own words for an option, in place of the field's; `flag` is its name there."""
 
     help: str | None = None
     default: str | None = None
+    flag: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +102,7 @@ def _function(chosen: Sequence[tuple[dataclasses.Field[Any], Any]], flags: Flags
     for one, hint in chosen:
         wording = flags.wordings.get(one.name, Wording())
         info = typer.Option(
+            *([wording.flag] if wording.flag else []),
             help=_help(one, hint, wording),
             show_default=_default(one, wording),
             rich_help_panel=one.metadata.get("panel") if flags.panels else None,
