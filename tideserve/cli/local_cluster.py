@@ -105,8 +105,8 @@ class ServerProcess:
 class LocalCluster:
     """A cluster that `tideserve up` runs in a temporary folder, on a free port of this machine."""
 
-    def __init__(self) -> None:
-        self.folder = Path(tempfile.mkdtemp(prefix="tideserve-"))
+    def __init__(self, folder: Path | None = None) -> None:
+        self.folder = folder or Path(tempfile.mkdtemp(prefix="tideserve-"))
         self.url = ""
         self._process: ServerProcess | None = None
 

@@ -27,7 +27,7 @@ from tests.support.refusing_address import refusing_address
 from tests.support.safetensors_file import write_safetensors
 from tideserve.cli.cluster_options import read_options
 from tideserve.cli.errors import SystemUnavailable
-from tideserve.cli.local_cluster import OWN_PORTS, fetch, free_port
+from tideserve.cli.local_cluster import OWN_PORTS, LocalCluster, fetch, free_port
 from tideserve.cli.vllm_install import (
     GPU_BUILD,
     VLLM_VERSION,
@@ -165,7 +165,7 @@ def test_systems_that_differ_in_scheduling(deployment: Deployment) -> None:
         changed = {key: one for key, one in system.options().items() if plain.get(key) != one}
         changed.pop("dtype", None)
         assert changed == own, name
-        system._folder = deployment.model_dir  # as if it were started
+        system._cluster = LocalCluster(deployment.model_dir)  # as if it were started
         assert system.describe()["switched_off"] == []
         read_options(None, own)  # `tideserve up` takes them
     assert serves_batch("slo@A100-14B") and serves_batch("vllm-priority")
@@ -264,7 +264,7 @@ def test_vllm_gets_all_cores(
 def test_results_hold_no_path_of_the_machine(deployment: Deployment) -> None:
     for name, logging in (("drop", "worker"), ("drop", "services"), ("vllm", "worker")):
         system = make_system(name, replace(deployment, event_log=logging), None)
-        system._folder = deployment.model_dir  # as if it were started
+        system._cluster = LocalCluster(deployment.model_dir)  # as if it were started
         with refusing_address() as address:
             system.urls = (f"http://{address}",)
             told = str(system.describe())
@@ -367,6 +367,6 @@ def test_a_port_that_does_not_speak_http_is_no_server() -> None:
 
         thread = threading.Thread(target=answer)
         thread.start()
-        with pytest.raises(OSError, match="gave no HTTP answer"):
+        with pytest.raises(OSError, match="did not send an HTTP response"):
             fetch(f"http://127.0.0.1:{port}/ready")
         thread.join(10)
