@@ -24,6 +24,7 @@ API = ROOT / "proto" / "tideserve-api.toml"
 CLIENT = ROOT / "proto" / "tideserve-client.toml"
 # Stubs of the server alone: a process can have one package's stubs of KServe's protocol.
 PRIVATE = ("kserve",)
+SERVER = tuple(name for name in (*WRITTEN, *PRIVATE) if name != "client")
 BUILD_TIMEOUT_S = 300
 IGNORED = shutil.ignore_patterns("__pycache__", "*.so")
 
@@ -63,7 +64,7 @@ def lay_out_server(folder: Path) -> None:
     for name in ("pyproject.toml", "LICENSE"):
         shutil.copy(ROOT / name, folder)
     shutil.copytree(ROOT / "services", folder / "services", ignore=IGNORED)
-    _copy(folder, [name for name in (*WRITTEN, *PRIVATE) if name != "client"])
+    _copy(folder, SERVER)
 
 
 def _describe(folder: Path, project: Path) -> None:

