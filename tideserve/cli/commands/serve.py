@@ -1,4 +1,4 @@
-"""`tideserve serve`: `tideserve up` with the flags of `vllm serve`.
+"""`tideserve serve`: `tideserve up` with the flag names of `vllm serve`.
 
 Everything heavy is imported when it runs.
 """
@@ -62,9 +62,9 @@ def serve(
     cluster_dir: ClusterDir = None,
     with_parent: WithParent = False,
 ) -> None:
-    """Serve a model: `tideserve up` with the flags of `vllm serve`.
+    """Serve a model on this machine: `tideserve up` with the flag names of `vllm serve`.
 
-    It runs until Ctrl-C. docs/vllm-flags.md has the setting for each flag of vLLM.
+    It runs until Ctrl-C. docs/vllm-flags.md lists the settings for vLLM's other flags.
     """
     if gpu_memory_utilization is not None and context.obj["memory"] is not None:
         raise CommandError(
