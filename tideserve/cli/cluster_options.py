@@ -52,7 +52,7 @@ CONFIGS: Mapping[str, type[ServiceConfig]] = {
     "memmgr": MemmgrConfig,
     "worker": WorkerConfig,
 }
-READY_TIMEOUTS_S = {EngineKind.TIDESERVE: 180.0, EngineKind.VLLM: 1800.0}
+READY_TIMEOUTS_S = {EngineKind.TIDESERVE: 600.0, EngineKind.VLLM: 1800.0}
 TORCH_THREADS_MIN = 8
 """Threads of torch that are about as fast as the compiled kernels on one. Two of them took 2.6
 times as long for a prompt, 3.6 times for a token (bfloat16, EPYC of family 26)."""
@@ -185,7 +185,7 @@ class ClusterOptions:
         "Seconds until the cluster must be ready.",
         minimum=1,
         maximum=86_400,
-        default_text="180; with vLLM, whose first start compiles, 1800",
+        default_text="600; with vLLM, 1800: the first start compiles kernels",
         panel=CLUSTER,
     )
     cluster_dir: Path | None = option(None, CLUSTER_DIR_HELP, default_text=CLUSTER_DIR_DEFAULT)

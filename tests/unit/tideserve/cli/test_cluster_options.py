@@ -159,7 +159,7 @@ def test_vllm_gets_its_python_and_defaults_that_suit_it() -> None:
     chosen = replace(options, block_size=16, max_batch_tokens=128)
     worker = service_configs(chosen, placement)["worker-0"]
     assert (worker["block_size"], worker["max_batch_tokens"]) == (16, 128)
-    assert (options.ready_timeout_s, ClusterOptions().ready_timeout_s) == (1800, 180)
+    assert (options.ready_timeout_s, ClusterOptions().ready_timeout_s) == (1800, 600)
     assert replace(options, ready_timeout=7.0).ready_timeout_s == 7
     assert ClusterOptions(worker={"engine": "vllm"}).ready_timeout_s == 1800
 

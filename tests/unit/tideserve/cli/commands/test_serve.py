@@ -67,6 +67,30 @@ def test_a_container_has_the_memory_of_its_limit(
     assert host.host_memory_bytes() == 1000
 
 
+class FakeDriver:
+    """Answers as libcuda with two GPUs does."""
+
+    def cuInit(self, flags: int) -> int:
+        return 0
+
+    def cuDeviceGetCount(self, count: Any) -> int:
+        count._obj.value = 2
+        return 0
+
+    def cuDeviceGet(self, device: Any, ordinal: int) -> int:
+        device._obj.value = 10 + ordinal
+        return 0
+
+    def cuDeviceTotalMem_v2(self, total: Any, device: Any) -> int:
+        total._obj.value = device.value * GIB
+        return 0
+
+
+def test_the_driver_says_how_much_memory_each_gpu_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ctypes.CDLL", lambda name: FakeDriver())
+    assert host.gpu_memory_bytes() == [10 * GIB, 11 * GIB]
+
+
 def test_each_gpu_gets_a_worker_and_the_smallest_says_the_memory(gpus: list[int]) -> None:
     options = options_of(device="cuda")
     assert (options.workers, options.memory) == (2, int(0.9 * 40 * GIB))
