@@ -101,7 +101,11 @@ def serve_options(
         defaults = {"workers": len(gpus)}
         sharing = read_options(config, flags, defaults).workers if index else 1
         share = min(gpus) // sharing
-        defaults["memory"] = int(GPU_MEMORY_PART * share)
+        defaults["memory"] = _whole_mib(GPU_MEMORY_PART * share)
     if part is not None:
-        flags = flags | {"memory": int(part * share)}
+        flags = flags | {"memory": _whole_mib(part * share)}
     return read_options(config, flags, defaults)
+
+
+def _whole_mib(size_bytes: float) -> int:
+    return int(size_bytes) >> 20 << 20

@@ -53,6 +53,7 @@ def test_the_memory_of_this_machine_is_divided_among_all_workers(
     monkeypatch.setattr(host, "host_memory_bytes", lambda: 16 * GIB)
     assert options_of(part=0.5).memory == 4 * GIB
     assert options_of(part=0.5, workers=1).memory == 8 * GIB
+    assert options_of(part=0.3).memory == 2457 * 2**20, "whole MiB are easier to read"
 
 
 def test_a_container_has_the_memory_of_its_limit(
