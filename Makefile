@@ -18,6 +18,8 @@ CLIENTS ?=
 export TORCH_INDEX PYTEST_ARGS PYTEST_WORKERS TESTS
 unexport PYTHONPATH PYTHONHOME VIRTUAL_ENV
 
+empty =
+space = $(empty) $(empty)
 PYTHON = .venv/bin/python
 SETUP = @exec sh scripts/setup.sh
 
@@ -36,7 +38,7 @@ help:
 	@echo '                TESTS=       only these folders, files or tests'
 	@echo '                PYTEST_ARGS= more arguments for pytest   PYTEST_WORKERS=3'
 	@echo 'make trace-store-test  fetches a trace store, sends it traces of a cluster and reads them back'
-	@echo 'make client-tours  clients that people use, each in an environment of its own, call a cluster;'
+	@echo 'make client-tours  tests of other projects' clients, each in an environment of its own;'
 	@echo '                fetches them, about 6 GiB in all. CLIENTS= only these: see docs/clients.md'
 	@echo 'make check    formatting, lint, types, import rules, contracts, generated files'
 	@echo 'make boards-check  queries of the Grafana boards on a loaded cluster and a real Prometheus'
@@ -75,7 +77,7 @@ trace-store-test:
 
 client-tours:
 	$(SETUP) test
-	@exec $(PYTHON) scripts/client_tours.py $(CLIENTS)
+	@exec $(PYTHON) -m pytest -s tests/clients/test_clients.py -k "$(subst $(space), or ,$(strip $(CLIENTS)))"
 
 check:
 	$(SETUP) test --no-model
