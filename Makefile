@@ -72,8 +72,7 @@ test-slow:
 
 trace-store-test:
 	$(SETUP) test --no-model
-	@$(PYTHON) scripts/trace_store.py
-	@TESTS=tests/integration/test_trace_store.py exec $(PYTHON) scripts/run_tests.py
+	@FETCH_TRACE_STORE=1 TESTS=tests/integration/test_trace_store.py exec $(PYTHON) scripts/run_tests.py
 
 client-tours:
 	$(SETUP) test
@@ -89,7 +88,7 @@ check-deploy:
 
 boards-check:
 	$(SETUP) test
-	@exec $(PYTHON) scripts/boards_check.py --fetch
+	@TESTS=tests/integration/test_boards.py exec $(PYTHON) scripts/run_tests.py
 
 containers-test:
 	$(SETUP) test

@@ -5,7 +5,6 @@ docs/metrics.md          every metric of every service
 docs/fields.md           every field of a chat and a completion request
 docs/grpc.md             its table of errors
 docs/states.md           a diagram of every machine of core that has a table
-deploy/observability/grafana/dashboards/*.json    the boards in boards.py
 
 In the first four, what is around the tables is written by hand.
 """
@@ -15,14 +14,12 @@ import dataclasses
 import sys
 import typing
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from boards import BOARDS, FOLDER, board_json  # noqa: E402
 from fields_reference import ENDPOINTS, fields_of  # noqa: E402
 from metrics_reference import reference  # noqa: E402
 from state_diagrams import page as states  # noqa: E402
@@ -100,7 +97,6 @@ PAGES: Mapping[str, Callable[[], str]] = {
     "docs/fields.md": fields,
     "docs/grpc.md": grpc,
     "docs/states.md": states,
-    **{f"{FOLDER}/{board.name}.json": partial(board_json, board) for board in BOARDS},
 }
 
 

@@ -37,7 +37,8 @@ def test_models() -> None:
 
 def test_count_tokens() -> None:
     counted = client.messages.count_tokens(model=s.MODEL, messages=s.MESSAGES)
-    assert counted.input_tokens == create(**ASK).usage.input_tokens
+    usage = create(**ASK).usage
+    assert counted.input_tokens == usage.input_tokens + usage.cache_read_input_tokens
 
 
 def test_create() -> None:
