@@ -45,7 +45,7 @@ help:
 	@echo 'make check-deploy  manifests and chart in deploy/; fetches the tools into the cache folder'
 	@echo 'make containers-test  build the images, run a cluster of them, disturb it; needs Docker, or'
 	@echo '                PRIVATE_ENGINE=1 as root on Debian: see docs/containers.md'
-	@echo 'make gen      make stubs, tables in docs/, chart in deploy/ and requirements/images/ again'
+	@echo 'make gen      make stubs, tables in docs/, alerts in deploy/ and requirements/images/ again'
 	@echo 'make wheels   build the packages tideserve-api, tideserve-client and tideserve into dist/'
 	@echo 'make clean    delete .venv and what tools left; CACHE=1: the converted model too'
 	@echo
@@ -99,7 +99,6 @@ gen:
 	@$(PYTHON) scripts/gen_stubs.py
 	@$(PYTHON) scripts/gen_docs.py
 	@$(PYTHON) scripts/image_requirements.py
-	@$(PYTHON) scripts/gen_deploy.py || [ $$? -eq 77 ]
 
 wheels:
 	$(SETUP) serve --no-model

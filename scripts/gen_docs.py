@@ -5,6 +5,7 @@ docs/metrics.md          every metric of every service
 docs/fields.md           every field of a chat and a completion request
 docs/grpc.md             its table of errors
 docs/states.md           a diagram of every machine of core that has a table
+deploy/components/monitoring/prometheus_rule.yaml, and the template of the chart for it: the alerts
 
 In the first four, what is around the tables is written by hand.
 """
@@ -16,6 +17,8 @@ import typing
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -36,6 +39,7 @@ SERVICES = {
     "memmgr": "Memory manager",
     "worker": "Worker",
 }
+RULES = "deploy/observability/prometheus/rules.yaml"
 BEGIN = "<!-- from here on made by `make gen` -->\n"
 END = "<!-- up to here -->\n"
 
@@ -91,12 +95,33 @@ def _with_made(page: str, *made: str) -> str:
     return first + "".join(f"{BEGIN}{new}{END}{old}" for new, old in zip(made, rest, strict=True))
 
 
+def alerts() -> str:
+    """The rules of Prometheus as an object for its operator, which takes no files."""
+    labels = {"app.kubernetes.io/name": "tideserve", "app.kubernetes.io/part-of": "tideserve"}
+    rule = {
+        "apiVersion": "monitoring.coreos.com/v1",
+        "kind": "PrometheusRule",
+        "metadata": {"name": "tideserve", "labels": labels},
+        "spec": {"groups": yaml.safe_load((ROOT / RULES).read_text())["groups"]},
+    }
+    notice = f"# Made by `make gen` from {RULES}; do not edit.\n"
+    return notice + yaml.safe_dump(rule, sort_keys=False, width=100)
+
+
+def alerts_template() -> str:
+    """The same in the chart; the braces of Prometheus' own templates are escaped."""
+    escaped = alerts().replace("{{", '{{ "{{" }}')
+    return f"{{{{- if .Values.monitoring.enabled }}}}\n---\n{escaped}{{{{- end }}}}\n"
+
+
 PAGES: Mapping[str, Callable[[], str]] = {
     "docs/configuration.md": configuration,
     "docs/metrics.md": metrics,
     "docs/fields.md": fields,
     "docs/grpc.md": grpc,
     "docs/states.md": states,
+    "deploy/components/monitoring/prometheus_rule.yaml": alerts,
+    "deploy/helm/tideserve/templates/prometheusrule.yaml": alerts_template,
 }
 
 

@@ -13,6 +13,8 @@ from agents import Agent, ModelSettings, Runner, function_tool
 agents.set_tracing_disabled(True)
 CHAT: Any = agents.OpenAIChatCompletionsModel
 RESPONSES: Any = agents.OpenAIResponsesModel
+# A response that max_tokens cuts is an error to it, as OpenAI's own is; a word ends these.
+ENDED: Any = {"max_tokens": s.ANSWER_TOKENS, "extra_body": {"stop": [" is", " the", ",", "."]}}
 LONG: Any = {"max_tokens": s.LONG_TOKENS, "extra_body": {"ignore_eos": True}}
 both = pytest.mark.parametrize("api", [CHAT, RESPONSES], ids=["chat", "responses"])
 calls: list[tuple[str, str]] = []
@@ -52,16 +54,13 @@ async def test_run(api: Any) -> None:
 
 @both
 async def test_instructions(api: Any) -> None:
-    # A response that max_tokens cuts is an error to it, as OpenAI's own is; a word ends this one.
-    ends: Any = {"stop": [" is", " the", ",", "."]}
-    settings = {"max_tokens": s.ANSWER_TOKENS, "extra_body": ends}
-    wanted = s.chat([s.BRIEFLY, *s.MESSAGES], s.ANSWER_TOKENS, **ends)
-    assert await run(agent(api, settings=settings, instructions="Answer briefly.")) == wanted
+    wanted = s.chat([s.BRIEFLY, *s.MESSAGES], s.ANSWER_TOKENS, **ENDED["extra_body"])
+    assert await run(agent(api, settings=ENDED, instructions="Answer briefly.")) == wanted
 
 
 @both
 async def test_settings(api: Any) -> None:
-    chosen = {"top_p": 0.9, "temperature": 0.7, "metadata": {"key": "1"}}
+    chosen = {**ENDED, "top_p": 0.9, "temperature": 0.7, "metadata": {"key": "1"}}
     if api is CHAT:
         chosen |= {"frequency_penalty": 0.1, "presence_penalty": 0.1}
     assert await run(agent(api, settings=chosen))
