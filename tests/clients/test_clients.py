@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 from build_wheels import build
 
+from benchmarks.systems.client_environment import ensure_client, install
 from tests.support.cluster import REPOSITORY, Cluster
-from tideserve.bench.systems.client_environment import ensure_client, install
-from tideserve.bench.systems.vllm_install import ensure_vllm
 from tideserve.cli.cache import cache_root, create_cache
 from tideserve.cli.model_store import resolve_model
+from tideserve.cli.vllm_install import ensure_vllm
 
 FOLDER = Path(__file__).parent
 TIMEOUT_S = 1800

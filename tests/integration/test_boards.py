@@ -22,9 +22,9 @@ import yaml
 from services.core.quota.limits import QuotaLimits
 from tests.support.cluster import REPOSITORY, Cluster
 from tests.support.waiting import eventually
-from tideserve.bench.systems.system import free_port
 from tideserve.cli.cache import cache_root
 from tideserve.cli.keys import add_key
+from tideserve.cli.local_cluster import free_port
 from tideserve.cli.model_store import resolve_model
 from tideserve.cli.tiny_model import DEEP, TINY_OPTIONS, write_tiny_model
 

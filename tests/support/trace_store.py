@@ -11,9 +11,9 @@ import venv
 from pathlib import Path
 from typing import Any, Self
 
-from tideserve.bench.systems.client_environment import install
-from tideserve.bench.systems.system import free_port
+from benchmarks.systems.client_environment import install
 from tideserve.cli.cache import cache_root, create_cache
+from tideserve.cli.local_cluster import free_port
 
 PACKAGE = "arize-phoenix==20.26.0"
 READY_TIMEOUT_S = 240.0

@@ -20,7 +20,7 @@ RUNBOOK = ROOT / "docs" / "runbook"
 RULES = yaml.safe_load(check_rules.RULES.read_text())["groups"]
 ALERTS = {rule["alert"]: rule for group in RULES for rule in group["rules"]}
 BOARDS = sorted((ROOT / "deploy" / "observability" / "grafana" / "dashboards").glob("*.json"))
-SECTIONS = ["## Meaning", "## First command", "## Remedy"]
+SECTIONS = ["## Meaning", "## Impact", "## Diagnosis", "## Remedy"]
 # Metrics of Prometheus and etcd themselves.
 FOREIGN = re.compile(r"up|etcd_(mvcc|server|disk)_\w+")
 METRIC = re.compile(r"(?<![\w\"'])((?:vllm:|tideserve_|process_|etcd_)\w+|up(?=\{))")
