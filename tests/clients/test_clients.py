@@ -57,7 +57,9 @@ def environment_of(client: str, folder: Path) -> Path:
     else:
         python = ensure_client(client, cache_root(), print, torch=client == "guidellm")
     if client == "tideserve-client":
-        ours = [w for w in build(folder) if w.name.startswith(("tideserve_api-", "tideserve_cli"))]
+        ours = [
+            w for w in build(folder) if w.name.startswith(("tideserve_api-", "tideserve_client-"))
+        ]
         install(python, ["--no-deps", "--force-reinstall", *map(str, ours)], "wheels of this tree")
     pins = (REPOSITORY / "requirements" / "dev.txt").read_text().splitlines()
     pytests = [pin for pin in pins if pin.startswith(("pytest==", "pytest-asyncio=="))]
