@@ -7,7 +7,7 @@ docs/grpc.md             its table of errors
 docs/states.md           a diagram of every machine of core that has a table
 docs/support.md          engines, models and APIs, and the groups that merge
 docs/vllm-flags.md       flags of `vllm serve` and the settings that stand for them
-deploy/observability/grafana/dashboards/*.json    the boards in boards.py
+deploy/components/monitoring/prometheus_rule.yaml, and the template of the chart for it: the alerts
 
 In the first four, what is around the tables is written by hand.
 """
@@ -17,16 +17,16 @@ import dataclasses
 import sys
 import typing
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import support_matrix as support  # noqa: E402
 import vllm_flags  # noqa: E402
-from boards import BOARDS, FOLDER, board_json  # noqa: E402
 from fields_reference import ENDPOINTS, fields_of  # noqa: E402
 from metrics_reference import reference  # noqa: E402
 from state_diagrams import page as states  # noqa: E402
@@ -44,6 +44,7 @@ SERVICES = {
     "worker": "Worker",
 }
 GENERATED = "<!-- generated -->\n"
+RULES = "deploy/observability/prometheus/rules.yaml"
 BEGIN = "<!-- from here on made by `make gen` -->\n"
 END = "<!-- up to here -->\n"
 
@@ -123,6 +124,25 @@ def _with_made(page: str, *made: str) -> str:
     return first + "".join(f"{BEGIN}{new}{END}{old}" for new, old in zip(made, rest, strict=True))
 
 
+def alerts() -> str:
+    """The rules of Prometheus as an object for its operator, which takes no files."""
+    labels = {"app.kubernetes.io/name": "tideserve", "app.kubernetes.io/part-of": "tideserve"}
+    rule = {
+        "apiVersion": "monitoring.coreos.com/v1",
+        "kind": "PrometheusRule",
+        "metadata": {"name": "tideserve", "labels": labels},
+        "spec": {"groups": yaml.safe_load((ROOT / RULES).read_text())["groups"]},
+    }
+    notice = f"# Made by `make gen` from {RULES}; do not edit.\n"
+    return notice + yaml.safe_dump(rule, sort_keys=False, width=100)
+
+
+def alerts_template() -> str:
+    """The same in the chart; the braces of Prometheus' own templates are escaped."""
+    escaped = alerts().replace("{{", '{{ "{{" }}')
+    return f"{{{{- if .Values.monitoring.enabled }}}}\n---\n{escaped}{{{{- end }}}}\n"
+
+
 PAGES: Mapping[str, Callable[[], str]] = {
     "docs/configuration.md": configuration,
     "docs/metrics.md": metrics,
@@ -131,7 +151,8 @@ PAGES: Mapping[str, Callable[[], str]] = {
     "docs/states.md": lambda: GENERATED + states(),
     "docs/support.md": supported,
     "docs/vllm-flags.md": flags_of_vllm,
-    **{f"{FOLDER}/{board.name}.json": partial(board_json, board) for board in BOARDS},
+    "deploy/components/monitoring/prometheus_rule.yaml": alerts,
+    "deploy/helm/tideserve/templates/prometheusrule.yaml": alerts_template,
 }
 
 

@@ -13,6 +13,8 @@ from packaging.utils import canonicalize_name
 ROOT = Path(__file__).resolve().parents[3]
 FOLDER = ROOT / "requirements"
 FILES = ("serve", "torch", "dev")
+CLIENTS = [f"clients/{path.stem}" for path in sorted((FOLDER / "clients").glob("*.txt"))]
+PAGE = FOLDER.parent / "docs" / "clients.md"
 TORCH = "torch"
 PYTHONS = ("3.11", "3.12", "3.13")
 
@@ -31,7 +33,7 @@ def needed_by(name: str, python: str) -> list[Requirement]:
     return [r for r in needed if r.marker is None or r.marker.evaluate(environment)]
 
 
-@pytest.mark.parametrize("name", [*FILES, "nodeps"])
+@pytest.mark.parametrize("name", [*FILES, *CLIENTS, "nodeps"])
 def test_every_version_is_exact(name: str) -> None:
     for requirement in pins(name).values():
         assert [s.operator for s in requirement.specifier] == ["=="], str(requirement)
@@ -54,7 +56,16 @@ def test_the_pins_are_complete_and_agree(python: str) -> None:
     assert wrong == []
 
 
-@pytest.mark.parametrize("name", [*FILES, "nodeps"])
+@pytest.mark.parametrize("name", CLIENTS)
+def test_the_page_of_clients_has_the_versions_that_are_tested(name: str) -> None:
+    client = name.partition("/")[2]
+    package = client.removesuffix("-2").removesuffix("-3")
+    pin = pins(name).get(canonicalize_name(package))
+    version = next(iter(pin.specifier)).version if pin else "of this tree"
+    assert f"\n| {client} | {version} |" in PAGE.read_text()
+
+
+@pytest.mark.parametrize("name", [*FILES, *CLIENTS, "nodeps"])
 def test_nothing_brings_another_torch(name: str) -> None:
     assert not {"torchvision", "torchaudio", "llama-cpp-python"} & pins(name).keys()
     assert (TORCH in pins(name)) == (name == "torch")

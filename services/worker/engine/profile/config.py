@@ -8,6 +8,7 @@ import torch
 from services.common.config import like, number
 from services.worker.config import WorkerConfig
 from services.worker.engine.compute.runner_config import RunnerConfig
+from services.worker.engine.profile.point import FULL, GPU, QUICK, Effort
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +30,13 @@ class ProfileConfig:
     max_running: int = like(WorkerConfig, "max_running")
     quick: bool = False
     companions: int = number(0, minimum=0, maximum=63)
+
+    @property
+    def effort(self) -> Effort:
+        """How much to measure on this device."""
+        if self.quick:
+            return QUICK
+        return GPU if torch.device(self.device).type == "cuda" else FULL
 
     def runner(self) -> RunnerConfig:
         """The configuration of the measured engine."""
