@@ -243,6 +243,11 @@ def _middle_round(system: Figures, key: str) -> float | None:
     return percentile([one[key] for one in system["rounds"] if one[key] is not None], 0.5)
 
 
+def quotient(one: float | None, other: float | None) -> float | None:
+    """Their ratio; None if one is unknown, or the second 0."""
+    return one / other if one is not None and other else None
+
+
 def _sum(values: Sequence[Number | None]) -> Number | None:
     known = [value for value in values if value is not None]
     return sum(known) if known else None

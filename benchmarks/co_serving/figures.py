@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
-from benchmarks.co_serving.judging import OnlineTargets
+from benchmarks.co_serving.online_load import WINDOW_FROM_S, OnlineTargets
 from benchmarks.stats import (
     Figures,
     LatencyTarget,
@@ -25,8 +25,6 @@ from tideserve.load.record import RequestOutcome, Round, SentRequest, TokenSampl
 from tideserve.load.workload import BATCH_CLASS
 from tideserve.sim.promises import NOTHING_KEPT, Kept, TokenGroups, attainment, goodput
 
-WINDOW_FROM_S = 15.0
-"""So long after the first online request a window begins, unless a scenario says another time."""
 Span = tuple[float, float]
 Count = Callable[[TokenSample], float | None]
 

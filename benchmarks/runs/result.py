@@ -5,10 +5,11 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any
 
-from benchmarks.ablation import effects
+from benchmarks.co_serving.bars import judge
 from benchmarks.co_serving.figures import co_serving_figures
 from benchmarks.runs.pairs import pairs
 from benchmarks.runs.runner import BenchPlan, RunOutcomes
+from benchmarks.runs.steps import effects
 from benchmarks.stats import Figures, best_p50_s, figures, ratios
 from benchmarks.systems.catalog import device_of, is_reference
 from tideserve.load.record import Round
@@ -41,9 +42,8 @@ def result_of(plan: BenchPlan, outcomes: RunOutcomes) -> dict[str, Any]:
         # The other loads are there to be looked at.
         judged = result.get("scenarios", {}).get(plan.scenario.name, result)
         targets = beside.load(plan.choice).targets
-        result["co_serving"] = beside.judge(
-            judged["systems"], targets, plan.deployment.paced is not None
-        )
+        paced = plan.deployment.paced is not None
+        result["co_serving"] = judge(beside.rules, judged["systems"], targets, paced)
     if sentences := _too_mild(plan, result["systems"]):
         result["too_mild"] = sentences
     if outcomes.unavailable:
@@ -98,7 +98,7 @@ def _config(plan: BenchPlan, outcomes: RunOutcomes) -> dict[str, Any]:
         "seed": plan.choice.seed,
         # Everything that a simulation needs to make the same requests.
         "load": asdict(plan.choice),
-        "rounds": plan.scenario.rounds(plan.choice.quick),
+        "rounds": plan.scenario.round_count(plan.choice.quick),
         "model": deployment.model_name,
         "dtype": deployment.dtype,
         "workers": deployment.workers,

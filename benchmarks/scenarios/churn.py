@@ -15,12 +15,13 @@ import psutil
 
 from benchmarks.audit_logs import Audited, audit_logs
 from benchmarks.group_changes import MERGE_PATH, SPLIT_PATH, ChangeFailed, change_groups
-from benchmarks.scenarios.scenario import LoadChoice, Trial, TrialVerdict
+from benchmarks.scenarios.scenario import GPU, LoadChoice, Scenario, TrialVerdict
 from benchmarks.steady_load import Shape, SteadyLoad, Tally
 from benchmarks.systems.cluster_status import read_status
 from benchmarks.systems.system import Deployment, Say
 from benchmarks.systems.tideserve import Tideserve
 from services.common.clock import monotonic_s
+from tideserve.cli.tiny_model import DEEP
 
 FULL_CYCLES, QUICK_CYCLES = 100, 10
 CHANGE_TIMEOUT_S = 60.0
@@ -215,11 +216,11 @@ def _rows(done: Churned, tally: Tally, audited: Audited) -> list[tuple[str, str]
     return rows
 
 
-TRIAL = Trial(
+SCENARIO = Scenario(
     name="churn",
-    summary="merges and splits in a row under load: requests, memory, invariants I1-I11",
     memory="32MiB",
     run=run,
+    options=GPU | {"cycles"},
+    tiny_model=DEEP,
     gpu_memory="256MiB",
-    cycled=True,
 )

@@ -13,7 +13,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks.client_process import run_job
-from benchmarks.scenarios.scenario import LoadChoice, Trial, TrialVerdict
+from benchmarks.scenarios.scenario import FASTEST, LoadChoice, Scenario, TrialVerdict
 from benchmarks.scenarios.steady import MIXES, Mix
 from benchmarks.systems.load_generators import (
     LOAD_GENERATORS,
@@ -156,10 +156,9 @@ def _median(values: Sequence[float | None]) -> float | None:
     return median(known) if known else None
 
 
-TRIAL = Trial(
+SCENARIO = Scenario(
     name="clients",
-    summary="loads of `steady` by vllm bench serve and guidellm; tideserve / vLLM, a core each",
     memory="1GiB",
     run=run,
-    real_model=True,
+    dtype=FASTEST,
 )

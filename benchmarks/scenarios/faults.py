@@ -16,11 +16,12 @@ from benchmarks.faults.cell_run import UndisturbedRuns, run_cell
 from benchmarks.faults.judge import key_of, matrix_figures, matrix_problems
 from benchmarks.faults.kept_logs import logs_folder
 from benchmarks.faults.matrix import FaultCell, fault_cells, told_cells
-from benchmarks.scenarios.scenario import LoadChoice, Trial, TrialVerdict
+from benchmarks.scenarios.scenario import GPU, LoadChoice, Scenario, TrialVerdict
 from benchmarks.systems.system import Deployment, Say
 from services.common.clock import monotonic_s
 from services.common.config import field_of
 from services.common.service_config import ServiceConfig
+from tideserve.cli.tiny_model import DEEP
 
 SEEDS = 8
 """Cells take the seeds of their streams by turns, so that few undisturbed runs serve them all."""
@@ -110,13 +111,14 @@ def _seconds(value: float | None) -> str:
     return "–" if value is None else f"{value:.1f} s"
 
 
-TRIAL = Trial(
+SCENARIO = Scenario(
     name="faults",
-    summary="kills, freezes and cuts in each phase of a change-over; every stream must go on",
     memory="384MiB",
     run=run,
+    options=GPU | {"append", "cells", "minutes"},
+    tiny_model=DEEP,
     gpu_memory="576MiB",
-    dtype="float64",
-    resumable=True,
+    tiny_dtype="float64",
+    not_options=frozenset({"workers"}),
     details=told_cells,
 )

@@ -19,7 +19,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks.client_process import run_answered
-from benchmarks.scenarios.scenario import LoadChoice, Trial, TrialVerdict
+from benchmarks.scenarios.scenario import FASTEST, LoadChoice, Scenario, TrialVerdict
 from benchmarks.stats import percentiles
 from benchmarks.systems.process_cost import ProcessCost
 from benchmarks.systems.system import Deployment, Say
@@ -261,11 +261,10 @@ def _answered_per_s(records: Sequence[SentRequest]) -> float:
     return len(records) / (last_s - min(one.sent_s for one in records))
 
 
-TRIAL = Trial(
+SCENARIO = Scenario(
     name="front",
-    summary="vLLM as the engine of workers: cost of the control plane, gain of its dispatch",
     memory="1GiB",
     run=run,
-    real_model=True,
-    traced=True,
+    options=frozenset({"trace"}),
+    dtype=FASTEST,
 )

@@ -109,11 +109,9 @@ def _window(records: Sequence[SentRequest]) -> tuple[float, float]:
 
 SCENARIO = Scenario(
     name="overhead",
-    summary="control-plane latency added to TTFT; planning share of iteration time",
     systems=("tideserve",),
     memory="1GiB",
     cases=cases,
-    rounds=lambda quick: ROUNDS,
     inspect=inspect,
     event_log="worker",
 )

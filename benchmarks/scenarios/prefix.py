@@ -25,7 +25,7 @@ from benchmarks.prefix_dispatch import (
     generated,
     serve,
 )
-from benchmarks.scenarios.scenario import LoadChoice, Trial, TrialVerdict
+from benchmarks.scenarios.scenario import FASTEST, LoadChoice, Scenario, TrialVerdict
 from benchmarks.systems.system import Deployment, Say
 from benchmarks.systems.tideserve import BLOCK_TOKENS, Tideserve
 from services.core.scheduler.dispatch import PREFIX
@@ -250,11 +250,10 @@ def _capacity(system: Tideserve) -> int:
     return tokens // BLOCK_TOKENS
 
 
-TRIAL = Trial(
+SCENARIO = Scenario(
     name="prefix",
-    summary="what a prefix cache saves, and which dispatch finds what is cached",
     memory="640MiB",
     run=run,
-    real_model=True,
-    traced=True,
+    options=frozenset({"trace"}),
+    dtype=FASTEST,
 )

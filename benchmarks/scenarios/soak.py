@@ -23,7 +23,7 @@ from benchmarks.faults.cluster import blocks_free, is_stable
 from benchmarks.faults.kept_logs import keep_if_failed
 from benchmarks.faults.random_faults import drawn, strike
 from benchmarks.faults.streams import undisturbed_answers
-from benchmarks.scenarios.scenario import LoadChoice, Trial, TrialVerdict
+from benchmarks.scenarios.scenario import GPU, LoadChoice, Scenario, TrialVerdict
 from benchmarks.steady_load import Shape, SteadyLoad, Tally
 from benchmarks.systems.cluster_status import read_status
 from benchmarks.systems.system import Deployment, Say
@@ -31,6 +31,7 @@ from benchmarks.systems.tideserve import Tideserve
 from benchmarks.undisturbed import Undisturbed
 from services.common.clock import monotonic_s
 from tideserve.cli.errors import SystemUnavailable
+from tideserve.cli.tiny_model import DEEP
 
 FULL_MINUTES, QUICK_MINUTES = 30.0, 3.0
 WORKERS_MIN = 3
@@ -267,12 +268,12 @@ def _rows(done: Soaked, tally: Tally, audited: Audited) -> list[tuple[str, str]]
     return [*rows, ("invariants checked", checked), ("violations", str(audited.findings.broken))]
 
 
-TRIAL = Trial(
+SCENARIO = Scenario(
     name="soak",
-    summary="random faults and floods: no request is lost, memory stays flat",
     memory="64MiB",
     run=run,
+    options=GPU | {"minutes"},
+    tiny_model=DEEP,
     gpu_memory="256MiB",
-    dtype="float64",
-    timed=True,
+    tiny_dtype="float64",
 )

@@ -48,7 +48,7 @@ from benchmarks.faults.survival import (
     outage_problems,
 )
 from benchmarks.group_changes import MERGE_PATH, ChangeFailed, change_groups
-from benchmarks.scenarios.scenario import LoadChoice, Trial, TrialVerdict
+from benchmarks.scenarios.scenario import GPU, LoadChoice, Scenario, TrialVerdict
 from benchmarks.steady_load import Shape, SteadyLoad
 from benchmarks.systems.cluster_status import read_status
 from benchmarks.systems.system import Deployment, Say
@@ -56,6 +56,7 @@ from benchmarks.systems.tideserve import Tideserve
 from benchmarks.undisturbed import Undisturbed
 from services.common.clock import monotonic_s
 from tideserve.cli.errors import SystemUnavailable
+from tideserve.cli.tiny_model import DEEP
 from tideserve.load.workload import PlannedRequest
 
 WORKERS_MIN = 4
@@ -365,11 +366,12 @@ def _seconds(value: float | None) -> str:
     return "–" if value is None else f"{value:.1f} s"
 
 
-TRIAL = Trial(
+SCENARIO = Scenario(
     name="survive",
-    summary="one of four workers is killed, etcd stands still: no request fails, the rest serve on",
     memory="384MiB",
     run=run,
+    options=GPU,
+    tiny_model=DEEP,
     gpu_memory="576MiB",
-    dtype="float64",
+    tiny_dtype="float64",
 )

@@ -83,7 +83,7 @@ class Tideserve:
     def _about(self) -> str:
         """What sets it apart, for the report."""
         if (scheduled := scheduling_of(self.name.split("@")[0])) is not None:
-            return SCHEDULINGS[scheduled[0]].about
+            return SCHEDULINGS[scheduled[0]][0]
         return POLICIES[self.policy]
 
     def options(self) -> dict[str, Any]:

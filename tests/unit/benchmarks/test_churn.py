@@ -7,7 +7,6 @@ import pytest
 from benchmarks.audit_logs import INVARIANTS, Audited
 from benchmarks.group_changes import MERGE_PATH, ChangeFailed, change_groups
 from benchmarks.scenarios.churn import Churned, judge
-from benchmarks.scenarios.scenario import find_scenarios, find_trials
 from benchmarks.steady_load import ERRORS_MAX, Shape, SteadyLoad, Tally
 from services.core.audit.findings import Findings
 from tests.support.fake_openai import fake_openai
@@ -75,24 +74,6 @@ def test_logs_that_break_or_miss_something_are_a_problem() -> None:
         "I2: nobody holds layer 3",
         "nothing in the logs tells of I9",
     ]
-
-
-def test_trials_are_found_beside_the_scenarios() -> None:
-    assert list(find_trials()) == [
-        "churn",
-        "clients",
-        "doors",
-        "engine",
-        "faults",
-        "front",
-        "planning",
-        "preempt",
-        "prefix",
-        "soak",
-        "survive",
-        "tracing",
-    ]
-    assert not find_trials().keys() & find_scenarios().keys()
 
 
 def test_requests_are_made_of_their_number() -> None:
