@@ -142,29 +142,24 @@ class Runner:
     def _announce(self) -> None:
         for case in self._cases:
             self._say(f"{case.name}: {self.outcomes.statements[case.name]}")
-        count = self._round_count
-        turn_s = {
-            key: sum(case.expected_s for case in self._cases_of(key)) for key in self._systems
-        }
-        limit_s = sum(case.limit_s for case in self._cases) * count
-        self._say(
-            f"{count} rounds of {len(turn_s)} systems in turn: about"
-            f" {sum(turn_s.values()) * count / 60:.0f} minutes of measuring on two cores (at most"
-            f" {limit_s / 60:.0f} per system), without starting the servers"
-        )
-        if rehearsing := [key for key, (name, _) in self._systems.items() if is_vllm(name)]:
-            times = 1 if self._fits else count
-            self._say(
-                f"{', '.join(rehearsing)}: each start is followed by a round that does not count:"
-                f" about {times * sum(turn_s[key] for key in rehearsing) / 60:.0f} minutes more"
-            )
-        for case in self._cases:
             if case.expected_s > case.limit_s:
                 self._say(
                     f"{case.name}: a round takes about {case.expected_s:.0f} s and is ended after"
                     f" {case.limit_s:.0f} s, so the last answers may be cut off; choose a higher"
                     " --rate, or leave --quick out"
                 )
+        count = self._round_count
+        turns = {key: sum(case.expected_s for case in self._cases_of(key)) for key in self._systems}
+        # Each start of vLLM is followed by a round that does not count.
+        rehearsals_s = (1 if self._fits else count) * sum(
+            turns[key] for key, (name, _) in self._systems.items() if is_vllm(name)
+        )
+        self._say(
+            f"{count} rounds of {len(turns)} systems in turn: about"
+            f" {(sum(turns.values()) * count + rehearsals_s) / 60:.0f} minutes on two cores (at"
+            f" most {sum(case.limit_s for case in self._cases) * count / 60:.0f} per system),"
+            " without starting the servers"
+        )
 
     def _check_memory(self) -> None:
         """Find out whether there is memory for all servers that are kept between their turns."""

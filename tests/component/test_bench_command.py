@@ -120,7 +120,10 @@ def test_what_cannot_be_done_is_one_sentence(
             (["burst", "--dtype", "float16"], "'float16', but must be one of bfloat16"),
             (["burst", "--dtype", "int3"], "'int3', but must be one of bfloat16"),
             (["churn", "--workers", "0"], "'workers' in the command line is 0"),
-            (["churn", "--load-format", "auto"], "the tiny model has random weights; leave --load-format out"),
+            (
+                ["churn", "--load-format", "auto"],
+                "the tiny model has random weights; leave --load-format out",
+            ),
             (["steady", "--load-format", "dummy"], "no weights, so vllm cannot serve it"),
         ]
         left = tmp_path / "left.json"
