@@ -21,9 +21,9 @@ FLAGS = Flags(
         "memory": OF_SCENARIO,
         "dtype": OF_SCENARIO,
         "device": Wording(
-            "Device of tideserve's workers, in burst, steady, churn, faults, soak and survive;"
-            " cuda:0 is one GPU that they share. Give a --model and the --memory of a worker for"
-            " it; the last four can do without."
+            "Device of tideserve's workers, in burst, steady, churn, faults and survive; cuda:0 is"
+            " one GPU that they share. Give a --model and the --memory of a worker for it; the last"
+            " three can do without."
         ),
         "load_format": Wording(
             "Of a --model, auto: weights of its files; dummy: random ones. In the scenarios that"
@@ -138,7 +138,11 @@ Append = Annotated[
 ]
 Minutes = Annotated[
     float | None,
-    typer.Option(min=0, help="No cell of faults begins after so many minutes; soak lasts so long."),
+    typer.Option(
+        min=0,
+        help="No cell of faults begins after so many minutes. Without --cells and --append: random"
+        " faults and floods for so long.",
+    ),
 ]
 Seed = Annotated[
     int, typer.Option(min=0, help="Seed of the prompts, and of the arrivals of a pattern.")

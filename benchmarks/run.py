@@ -139,7 +139,7 @@ def _run_trial(arguments: BenchArguments, trial: Trial, report: Report) -> None:
         _check_options(arguments)
         _refuse_load(arguments, "compares nothing", trial.traced)
         if not trial.resumable:
-            _refuse_cells(arguments, trial.timed)
+            _refuse_cells(arguments)
         if not trial.cycled:
             _refuse_cycles(arguments)
         if not trial.gpu_memory:
@@ -185,9 +185,7 @@ def _trial_deployment(
     on_gpu = arguments.choice.on_gpu
     if on_gpu and arguments.model is not None and arguments.memory is None:
         raise BenchError(NO_MEMORY)
-    memory_bytes = parse_size_bytes(
-        arguments.memory or (trial.gpu_memory if on_gpu else trial.memory)
-    )
+    memory_bytes = parse_size_bytes(arguments.memory or trial.memory_for(arguments.choice))
     if trial.real_model:
         dtype = fastest_dtype(read_processor().flags)
         yield _deployment(arguments, memory_bytes, report, dtype)
@@ -240,10 +238,9 @@ def _refuse_trace(
     _refuse(arguments, given, why)
 
 
-def _refuse_cells(arguments: BenchArguments, timed: bool = False) -> None:
+def _refuse_cells(arguments: BenchArguments) -> None:
     choice = arguments.choice
-    minutes = None if timed else choice.minutes
-    given = {"--cells": choice.cells, "--append": choice.append, "--minutes": minutes}
+    given = {"--cells": choice.cells, "--append": choice.append, "--minutes": choice.minutes}
     _refuse(arguments, given, "has no cells")
 
 

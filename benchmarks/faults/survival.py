@@ -6,16 +6,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from benchmarks.faults.judge import (
+from benchmarks.faults.judge import STABLE_WITHIN_S, first_of
+from benchmarks.faults.outcomes import (
     COMPLETED,
     KINDS,
-    PROBLEMS_MAX,
-    STABLE_WITHIN_S,
+    StreamOutcome,
+    Tally,
+    Undisturbed,
     ending_of,
+    ending_problem,
 )
-from benchmarks.faults.streams import StreamOutcome
-from benchmarks.steady_load import Tally
-from benchmarks.undisturbed import Undisturbed
 
 THROUGHPUT_MIN = 0.9
 """After the death, of what was before it times the part of the workers that lives."""
@@ -192,13 +192,16 @@ def loss_problems(loss: Loss) -> list[str]:
 
 
 def _end_problems(loss: Loss) -> list[str]:
-    problems = [
-        f"request {number} is {kind} after {len(one.token_ids)} tokens: {why}"
-        for number, (one, (kind, why)) in enumerate(zip(loss.outcomes, _endings(loss), strict=True))
-        if kind != COMPLETED
-    ]
-    if more := len(problems) - PROBLEMS_MAX:
-        problems[PROBLEMS_MAX:] = [f"and {more} more requests"] if more > 0 else []
+    endings = zip(loss.outcomes, loss.wanted, _endings(loss), strict=True)
+    problems = first_of(
+        [
+            ending_problem(
+                f"request {number}", kind, why, len(outcome.token_ids), len(wanted.token_ids)
+            )
+            for number, (outcome, wanted, (kind, why)) in enumerate(endings)
+            if kind != COMPLETED
+        ]
+    )
     alone_s = _after(loss.hit_s, loss.alone_s)
     if alone_s is None:
         problems.append("the survivors do not serve without the worker that was killed")

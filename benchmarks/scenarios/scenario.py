@@ -61,7 +61,12 @@ class LoadChoice:
     append: Path | None = None
     """File of the cells that are done, which are not run again."""
     minutes: float | None = None
-    """No cell begins after so long, or so long it lasts."""
+    """No cell begins after so long; random faults last so long."""
+
+    @property
+    def draws_faults(self) -> bool:
+        """Whether faults are drawn at random instead of from cells."""
+        return self.minutes is not None and self.cells is None and self.append is None
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,9 +174,8 @@ class Trial:
     may raise SystemUnavailable. Unless a model is given, it gets a tiny one; with `real_model`, the
     default one, in the dtype that the processor is fastest with; `dtype` is that of the tiny one.
     `traced`: a trace may be chosen. `resumable`: it has cells, which may be chosen and resumed.
-    `timed`: it lasts as long as is chosen. `cycled`: so are its cycles. With `gpu_memory`, that
-    of the tiny model there, its workers may have GPUs. `details`: lines for its
-    help.
+    `cycled`: so are its cycles. With `gpu_memory`, that of the tiny model there, its workers may
+    have GPUs. `random_memory`: both for faults that are drawn. `details`: lines for its help.
     """
 
     name: str
@@ -182,19 +186,25 @@ class Trial:
     traced: bool = False
     dtype: str = "float32"
     resumable: bool = False
-    timed: bool = False
     cycled: bool = False
     gpu_memory: str = ""
+    random_memory: tuple[str, str] | None = None
     details: Callable[[], Sequence[str]] = lambda: ()
 
     @property
     def reads(self) -> frozenset[str]:
         """Parameters of `tideserve bench` that make a difference to it."""
-        own = {"trace": self.traced, "minutes": self.timed, "cycles": self.cycled}
-        # Cells have numbers of workers of their own.
-        common = OF_ALL - {"workers"} | OF_CELLS if self.resumable else OF_ALL
+        own = {"trace": self.traced, "cycles": self.cycled}
+        common = OF_ALL | OF_CELLS if self.resumable else OF_ALL
         common |= OF_DEVICES if self.gpu_memory else frozenset()
         return common | {name for name, read in own.items() if read}
+
+    def memory_for(self, choice: LoadChoice) -> str:
+        """The memory of a worker, unless it is given."""
+        memory = (self.memory, self.gpu_memory)
+        if self.random_memory is not None and choice.draws_faults:
+            memory = self.random_memory
+        return memory[choice.on_gpu]
 
 
 Kind = TypeVar("Kind", Scenario, Trial)

@@ -117,7 +117,7 @@ def test_what_cannot_be_done_is_one_sentence(
             (["burst", "--dtype", "float16"], "'float16', but must be one of bfloat16"),
             (["burst", "--dtype", "int3"], "'int3', but must be one of bfloat16"),
             (["churn", "--workers", "0"], "'workers' in the command line is 0"),
-            (["engine", "--device", "cpu"], "'engine' is for processors; leave --device out"),
+            (["prefix", "--device", "cpu"], "'prefix' is for processors; leave --device out"),
             (["drop", "--load-format", "dummy"], "for processors; leave --load-format out"),
             (["flood", "--device", "cpu"], "'flood' is for processors; leave --device out"),
             (["churn", "--load-format", "auto"], "makes up the weights of its tiny model"),

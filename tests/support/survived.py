@@ -1,13 +1,14 @@
-"""Deaths and outages as a bench has seen them, in which all holds."""
+"""Deaths, outages and audits as a benchmark has seen them, in which all holds."""
 
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from benchmarks.faults.streams import StreamOutcome
+from benchmarks.audit_logs import INVARIANTS, Audited
+from benchmarks.faults.outcomes import StreamOutcome, Tally, Undisturbed
 from benchmarks.faults.survival import Crowd, Loss, Outage
-from benchmarks.steady_load import Tally
-from benchmarks.undisturbed import Undisturbed
+from services.core.audit.findings import Findings
+from tideserve.sim.replay import Replayed
 
 TOKENS = 10
 WANTED = Undisturbed(tuple(range(TOKENS)))
@@ -51,3 +52,11 @@ def outage(layouts: Sequence[Sequence[dict[str, Any]]] = ([GROUP],), **changes: 
     for groups in layouts:
         one.note(groups)
     return replace(one, **changes)
+
+
+def audited() -> Audited:
+    """Logs that replay alike and show every invariant."""
+    findings = Findings()
+    for name in INVARIANTS:
+        findings.check(name, True, "")
+    return Audited({"worker-0-1-2.jsonl": Replayed(10, 20)}, findings)

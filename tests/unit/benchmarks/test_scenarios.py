@@ -34,7 +34,7 @@ def test_all_are_found() -> None:
 def test_an_unknown_one_is_one_sentence() -> None:
     with pytest.raises(
         BenchError,
-        match="unknown scenario 'x'; there are ablation, burst, churn, clients, coserve, doors,",
+        match="unknown scenario 'x'; there are ablation, burst, churn, clients, coserve, drop,",
     ):
         find_scenario("x")
 

@@ -47,7 +47,7 @@ def test_a_crowd_waits_for_the_ends_of_those_that_fit() -> None:
 def test_a_crowd_may_wait_and_must_not_fail() -> None:
     assert crowd_problems(crowd()) == []
     assert crowd_problems(crowd(loss=loss([CUT]), prompts=[90] * 25)) == [
-        "request 24 is lost after 3 tokens: the server hung up"
+        "request 24 is lost after 3 of 10 tokens: the server hung up"
     ]
     assert crowd_problems(crowd(demand_tokens=299)) == ["the survivors have KV for all requests"]
 
@@ -75,8 +75,8 @@ OTHER = replace(stream(12.0, 5.0), token_ids=(*WANTED.token_ids[:-1], 99))
 @pytest.mark.parametrize(
     ("seen", "problem"),
     [
-        (loss([CUT]), "request 24 is lost after 3 tokens: the server hung up"),
-        (loss([OTHER]), "request 24 is different after 10 tokens: token 9 is 99 and not 9"),
+        (loss([CUT]), "request 24 is lost after 3 of 10 tokens: the server hung up"),
+        (loss([OTHER]), "request 24 is different after 10 of 10 tokens: token 9 is 99 and not 9"),
         (loss(whole_s=None), "not all workers serve again"),
         (
             loss(workers=2, alone_s=43.0, whole_s=50.0),
@@ -95,7 +95,7 @@ def test_whatever_a_death_must_not_do_is_a_problem(seen: Loss, problem: str) -> 
 def test_of_many_lost_requests_the_first_are_told() -> None:
     problems = loss_problems(loss([CUT] * (PROBLEMS_MAX + 3)))
     assert problems[PROBLEMS_MAX - 1].startswith(f"request {24 + PROBLEMS_MAX - 1} is lost")
-    assert problems[PROBLEMS_MAX:] == ["and 3 more requests"]
+    assert problems[PROBLEMS_MAX:] == ["and 3 more"]
     assert len(loss_problems(loss([CUT] * PROBLEMS_MAX))) == PROBLEMS_MAX
 
 
