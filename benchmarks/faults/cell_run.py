@@ -199,7 +199,7 @@ class CellRun:
                 time.sleep(fault.lasts_s)
                 os.kill(pids["etcd"], signal.SIGCONT)
             case "etcd-compact":
-                url = self._cluster.etcd_url
+                url = self._cluster.state["etcd_url"]
                 forget_history(url)
                 self._let_go()
                 while monotonic_s() < ends_s:

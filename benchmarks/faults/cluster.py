@@ -32,7 +32,7 @@ It does not merge by itself, and does not split when requests have ended.
 """
 
 
-class FaultCluster:
+class FaultCluster(Tideserve):
     """A cluster whose processes keep event logs."""
 
     def __init__(
@@ -49,37 +49,18 @@ class FaultCluster:
         if failpoints:
             services |= {"failpoints": failpoints, "failpoint_file": str(self.hits)}
         every = dict(deployment.options) | dict(options) | {"services": services}
-        self._system = Tideserve(
-            "tideserve", (), replace(deployment, options=every, workers=workers)
-        )
-        self.start, self.stop = self._system.start, self._system.stop
-        self.kv_bytes_per_worker = self._system.kv_bytes_per_worker
+        super().__init__("tideserve", (), replace(deployment, options=every, workers=workers))
 
     @property
     def url(self) -> str:
         """Where clients reach it."""
-        return self._system.urls[0]
-
-    @property
-    def admin_url(self) -> str:
-        """The operators' address."""
-        return self._system.admin_url
-
-    @property
-    def model(self) -> str:
-        """The name of its model."""
-        return self._system.model
+        return self.urls[0]
 
     @property
     def pids(self) -> Mapping[str, int]:
         """Process ids by the names of its processes."""
-        pids: Mapping[str, int] = self._system.state["pids"]
+        pids: Mapping[str, int] = self.state["pids"]
         return pids
-
-    @property
-    def etcd_url(self) -> str:
-        """The address of its etcd."""
-        return str(self._system.state["etcd_url"])
 
     @property
     def workers(self) -> list[str]:
@@ -124,7 +105,7 @@ class FaultCluster:
         """Copy the event logs and the logs of the processes to `target`; returns it."""
         shutil.rmtree(target, ignore_errors=True)
         shutil.copytree(self.folder, target)
-        shutil.copytree(self._system.state["logs"], target / "logs")
+        shutil.copytree(self.state["logs"], target / "logs")
         return target
 
     def keep_if(self, problems: Sequence[str], scenario: str, say: Say) -> None:

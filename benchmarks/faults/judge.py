@@ -96,14 +96,13 @@ def judge_cell(seen: CellSeen) -> CellVerdict:
     problems: list[str] = []
     for outcomes, when in ((seen.outcomes, ""), (seen.probed, " after the fault")):
         for number, (outcome, wanted) in enumerate(zip(outcomes, seen.wanted, strict=not when)):
-            kind, why = ending_of(outcome, wanted)
-            if gateway_lost and not when and kind == LOST and not outcome.finished:
+            ending, name = ending_of(outcome, wanted), f"request {number}{when}"
+            if gateway_lost and not when and ending[0] == LOST and not outcome.finished:
                 counted[CUT_OFF] += 1
                 continue
-            counted.update(("sent", kind))
-            if kind != COMPLETED:
-                got, tokens = len(outcome.token_ids), len(wanted.token_ids)
-                problems.append(ending_problem(f"request {number}{when}", kind, why, got, tokens))
+            counted.update(("sent", ending[0]))
+            if ending[0] != COMPLETED:
+                problems.append(ending_problem(name, ending, outcome, len(wanted.token_ids)))
     online = seen.outcomes[PHASES[seen.cell.phase].batch :]
     silence_s = max(
         (one.silence_s(hit_s) for one in online if hit_s is not None and one.runs(hit_s)),

@@ -115,8 +115,9 @@ def ending_by_length(outcome: StreamOutcome, tokens: int) -> tuple[str, str]:
     return COMPLETED, ""
 
 
-def ending_problem(name: str, kind: str, why: str, got: int, tokens: int) -> str:
-    """A sentence about a request that did not complete."""
+def ending_problem(name: str, ending: tuple[str, str], outcome: StreamOutcome, tokens: int) -> str:
+    """A sentence about a request of so many `tokens` that did not complete."""
+    (kind, why), got = ending, len(outcome.token_ids) or len(outcome.times_s)
     return f"{name} is {kind} after {got} of {tokens} tokens{f': {why}' if why else ''}"
 
 
@@ -148,15 +149,13 @@ class Tally:
             self.hung_up += outcome.hung_up
             self.refused += not outcome.hung_up
             return
-        if wanted is None:
-            got, (kind, why) = outcome.told_tokens, ending_by_length(outcome, tokens)
-        else:  # tokens count that have come, not those that usage says have come
-            got, (kind, why) = len(outcome.token_ids), ending_of(outcome, wanted)
-        self.tokens += got
-        setattr(self, kind, getattr(self, kind) + 1)
-        if kind != COMPLETED and len(self.errors) < ERRORS_MAX:
+        # Where their ids are known, tokens count that have come, not those of the usage.
+        self.tokens += outcome.told_tokens if wanted is None else len(outcome.token_ids)
+        ending = ending_of(outcome, wanted) if wanted else ending_by_length(outcome, tokens)
+        setattr(self, ending[0], getattr(self, ending[0]) + 1)
+        if ending[0] != COMPLETED and len(self.errors) < ERRORS_MAX:
             name = f"request {number} ({outcome.request_id})"
-            self.errors.append(ending_problem(name, kind, why, got, tokens))
+            self.errors.append(ending_problem(name, ending, outcome, tokens))
 
     def problems(self, refusals: bool = False) -> list[str]:
         """A sentence for each kind of bad end; with `refusals`, these are bad, too."""

@@ -11,7 +11,7 @@ Every answer is compared with an undisturbed one, and the event logs are audited
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from random import Random
 from typing import Any
 
@@ -38,17 +38,7 @@ from benchmarks.faults.load import (
 )
 from benchmarks.faults.outcomes import Undisturbed, request_rows
 from benchmarks.faults.random_faults import RandomFault, strike
-from benchmarks.faults.survival import (
-    Crowd,
-    Loss,
-    Outage,
-    crowd_figures,
-    crowd_problems,
-    loss_figures,
-    loss_problems,
-    outage_figures,
-    outage_problems,
-)
+from benchmarks.faults.survival import Crowd, Loss, Outage
 from benchmarks.scenarios.scenario import LoadChoice, Trial, TrialVerdict
 from benchmarks.systems.system import Deployment, Say
 from services.common.clock import monotonic_s
@@ -91,24 +81,18 @@ def run(deployment: Deployment, choice: LoadChoice, say: Say, progress: Say) -> 
         crowd = trouble.crowd((workers - 1) * alone_tokens)
         outage = trouble.outage(extent.outage_s)
         progress("replaying and auditing the event logs")
-        verdict = judge(apart, merged, crowd, outage, cluster.audit())
+        parts: dict[str, Loss | Outage]
+        parts = {"apart": apart, "merged": merged, "crowded": crowd, "etcd": outage}
+        verdict = judge(parts, cluster.audit())
         cluster.keep_if(verdict.problems, "survive", say)
     return verdict
 
 
-def judge(
-    apart: Loss, merged: Loss, crowd: Crowd, outage: Outage, audited: Audited
-) -> TrialVerdict:
+def judge(parts: Mapping[str, Loss | Outage], audited: Audited) -> TrialVerdict:
     """Figures, and a problem for every property that did not hold."""
-    parts = {
-        "apart": (loss_figures(apart), loss_problems(apart)),
-        "merged": (loss_figures(merged), loss_problems(merged)),
-        "crowded": (crowd_figures(crowd), crowd_problems(crowd)),
-        "etcd": (outage_figures(outage), outage_problems(outage)),
-    }
-    problems = [f"{part}: {text}" for part, (_, texts) in parts.items() for text in texts]
+    problems = [f"{name}: {text}" for name, part in parts.items() for text in part.problems()]
     problems += audited.problems
-    figures: dict[str, Any] = {part: found for part, (found, _) in parts.items()}
+    figures: dict[str, Any] = {name: part.figures() for name, part in parts.items()}
     rows = [
         (f"{part}: {what}", text)
         for part, found in figures.items()
@@ -154,7 +138,10 @@ class Trouble:
         )
         prompts = [len(one.prompt_ids) for one in requests]
         demand_tokens = sum(prompts) + sum(one.output_tokens for one in requests)
-        return Crowd(loss, prompts, demand_tokens, survivors_tokens)
+        seen = {one.name: getattr(loss, one.name) for one in fields(loss)}
+        return Crowd(
+            **seen, prompts=prompts, demand_tokens=demand_tokens, survivors_tokens=survivors_tokens
+        )
 
     def outage(self, stopped_s: float) -> Outage:
         """Suspend etcd under a flood in a merged group. Raises SystemUnavailable."""

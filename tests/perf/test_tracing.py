@@ -16,7 +16,7 @@ from tests.support.otlp_receiver import OtlpReceiver
 from tideserve.load.client import Job
 from tideserve.load.workload import fixed
 
-PAIRS, REQUESTS = 10, 800
+PAIRS, REQUESTS = 10, 200
 SAMPLE_RATIO, COST_MAX = 0.01, 0.02
 PROMPT_TOKENS, OUTPUT_TOKENS, CONCURRENCY = 32, 32, 16
 ROUND_TIMEOUT_S = 120.0

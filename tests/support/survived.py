@@ -1,7 +1,7 @@
 """Deaths, outages and audits as a benchmark has seen them, in which all holds."""
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 from benchmarks.audit_logs import INVARIANTS, Audited
@@ -39,10 +39,14 @@ def loss(outcomes: Sequence[StreamOutcome] = (), **changes: Any) -> Loss:
     return replace(one, **changes)
 
 
-def crowd(**changes: Any) -> Crowd:
+def crowd(outcomes: Sequence[StreamOutcome] = (), **changes: Any) -> Crowd:
     """`loss`, with prompts of 90 tokens; at the death four requests hold 130 of 300 tokens."""
-    one = loss()
-    return replace(Crowd(one, [90] * len(one.outcomes), 2400, 300), **changes)
+    seen = loss(outcomes)
+    shared = {one.name: getattr(seen, one.name) for one in fields(seen)}
+    one = Crowd(
+        **shared, prompts=[90] * len(seen.outcomes), demand_tokens=2400, survivors_tokens=300
+    )
+    return replace(one, **changes)
 
 
 def outage(layouts: Sequence[Sequence[dict[str, Any]]] = ([GROUP],), **changes: Any) -> Outage:

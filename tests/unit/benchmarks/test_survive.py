@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,11 +15,12 @@ from services.core.audit.findings import Findings
 from tests.support.survived import CUT, audited, crowd, loss, outage
 from tideserve.cli.errors import SystemUnavailable
 
+PARTS = {"apart": loss(), "merged": loss(), "crowded": crowd(), "etcd": outage()}
 DEPLOYMENT = Deployment(Path("model"), "tiny", Path("cache"), 2, 1 << 28)
 
 
 def test_a_run_in_which_all_holds_has_no_problem() -> None:
-    verdict = judge(loss(), loss(), crowd(), outage(), audited())
+    verdict = judge(PARTS, audited())
     assert list(verdict.problems) == []
     assert verdict.figures["apart"]["requests"]["completed"] == 24
     assert verdict.figures["etcd"]["changes_of_groups"] == 0
@@ -34,7 +34,8 @@ def test_a_run_in_which_all_holds_has_no_problem() -> None:
 
 def test_a_problem_names_its_part() -> None:
     bad = (loss([CUT]), loss(whole_s=None), crowd(demand_tokens=9), outage(settled_s=None))
-    problems = list(judge(*bad, replace(audited(), findings=Findings())).problems)
+    parts = dict(zip(PARTS, bad, strict=True))
+    problems = list(judge(parts, replace(audited(), findings=Findings())).problems)
     assert problems[:4] == [
         "apart: request 24 is lost after 3 of 10 tokens: the server hung up",
         "merged: not all workers serve again",
@@ -49,7 +50,8 @@ def test_logs_of_a_run_with_problems_are_kept_in_place_of_older_ones(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, problems: list[str]
 ) -> None:
     disturbed = FaultCluster(DEPLOYMENT, 2, tmp_path / "run", {})
-    monkeypatch.setattr(disturbed, "_system", SimpleNamespace(state={"logs": tmp_path / "logs"}))
+    state = property(lambda _: {"logs": tmp_path / "logs"})
+    monkeypatch.setattr(FaultCluster, "state", state)
     kept, said = tmp_path / "kept", list[str]()
     monkeypatch.setattr(cluster, "logs_folder", lambda _: kept)
     for file in ("run/events/worker-0.jsonl", "logs/worker-0.log", "kept/old"):
@@ -73,7 +75,7 @@ def test_a_cluster_that_does_not_answer_fulfils_nothing(
         raise SystemUnavailable("no answer")
 
     disturbed = FaultCluster(DEPLOYMENT, 2, tmp_path, {})
-    monkeypatch.setattr(disturbed, "_system", SimpleNamespace(admin_url=""))
+    monkeypatch.setattr(FaultCluster, "admin_url", "")
     monkeypatch.setattr(cluster, "read_status", silent)
     assert not disturbed.holds(lambda _: True)
     monkeypatch.setattr(cluster, "read_status", lambda _: {})
