@@ -125,7 +125,11 @@ Append = Annotated[
 ]
 Minutes = Annotated[
     float | None,
-    typer.Option(min=0, help="faults: no cell begins after so many minutes; soak: duration."),
+    typer.Option(
+        min=0,
+        help="faults: no cell begins after so many minutes; without --cells and --append, random"
+        " faults and floods for so long.",
+    ),
 ]
 Seed = Annotated[
     int, typer.Option(min=0, help="Seed of the prompts, and of the arrivals of a pattern.")

@@ -252,10 +252,8 @@ def _deployment(
     tiny, on_gpu = _is_tiny(arguments, scenario), arguments.choice.on_gpu
     if on_gpu and not tiny and None in (arguments.memory, arguments.model):
         raise BenchError("on a GPU, give a --model that fills it, and the --memory of a worker")
-    memory = scenario.memory
-    if tiny:
-        memory = (scenario.gpu_memory if on_gpu else scenario.paced_memory) or memory
-    memory_bytes = parse_size_bytes(arguments.memory or memory)
+    memory = arguments.memory or scenario.memory_for(arguments.choice, tiny)
+    memory_bytes = parse_size_bytes(memory)
     load_format = arguments.load_format or "auto"
     model_dir = resolve_model(arguments.model, cache_root(), report.line, load_format)
     model_name = name_of(arguments.model, model_dir)

@@ -41,7 +41,7 @@ class LoadChoice:
                   this; a chosen rate and chosen arrivals are kept
     cells         a regular expression: names of the cells to run
     append        file of the finished cells, which are not run again
-    minutes       no cell begins after so long, or the run lasts so long
+    minutes       no cell begins after so long, or random faults last so long
     """
 
     quick: bool = False
@@ -60,6 +60,11 @@ class LoadChoice:
     cells: str | None = None
     append: Path | None = None
     minutes: float | None = None
+
+    @property
+    def draws_faults(self) -> bool:
+        """Whether faults are drawn at random instead of from cells."""
+        return self.minutes is not None and self.cells is None and self.append is None
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,12 +118,12 @@ class Scenario:
 
     options        parameters of `tideserve bench` that it reads, beside `COMMON`, and beside
                    `COMPARISON` if it compares
-    not_options    parameters of `COMMON` that it does not read
     dtype          dtype of the model, unless another is chosen; may be `FASTEST`
     tiny_model     changes to the configuration of the tiny model with random weights. A `run` with
                    this has the tiny model unless --model is given, in `tiny_dtype`; a comparison
                    has it when it is paced, with `paced_systems` and `paced_memory`
     gpu_memory     memory of a worker with the tiny model on a GPU
+    random_memory  the same on a processor and on a GPU for faults that are drawn
     up_options     further options of `tideserve up`
     details        more lines for its --help
 
@@ -140,11 +145,11 @@ class Scenario:
     cases: Callable[[LoadChoice], Sequence[Case]] = lambda choice: ()
     run: Run | None = None
     options: frozenset[str] = frozenset()
-    not_options: frozenset[str] = frozenset()
     dtype: str = "bfloat16"
     tiny_model: Mapping[str, Any] = field(default_factory=dict)
     tiny_dtype: str = "float32"
     gpu_memory: str = ""
+    random_memory: tuple[str, str] | None = None
     up_options: Mapping[str, Any] = field(default_factory=dict)
     details: Callable[[], Sequence[str]] = lambda: ()
     systems: tuple[str, ...] = ()
@@ -167,7 +172,15 @@ class Scenario:
     def reads(self) -> frozenset[str]:
         """Parameters of `tideserve bench` that make a difference to it."""
         compared = COMPARISON if self.run is None else frozenset[str]()
-        return (COMMON | compared | self.options) - self.not_options
+        return COMMON | compared | self.options
+
+    def memory_for(self, choice: LoadChoice, tiny: bool) -> str:
+        """The memory of a worker, unless it is given."""
+        if not tiny:
+            return self.memory
+        if self.random_memory is not None and choice.draws_faults:
+            return self.random_memory[choice.on_gpu]
+        return (self.gpu_memory if choice.on_gpu else self.paced_memory) or self.memory
 
     def round_count(self, quick: bool) -> int:
         """Rounds of a quick or a full run."""

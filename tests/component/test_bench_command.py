@@ -110,7 +110,6 @@ def test_what_cannot_be_done_is_one_sentence(
             (["steady", "--json", figures, "--model", model], "cannot write to"),
             (["coserve", "--trace", "x"], "'coserve' does not use --trace; leave it out"),
             (["churn", "--minutes", "3"], "'churn' does not use --minutes; leave it out"),
-            (["faults", "--workers", "3"], "'faults' does not use --workers; leave it out"),
             (["drop", "--append", figures], "'drop' does not use --append; leave it out"),
             (["flood", "--device", "cpu"], "'flood' does not use --device; leave it out"),
             (["burst", "--ablation", "--device", "cpu"], "does not use --device; leave it out"),

@@ -10,10 +10,10 @@ from typing import Any
 import psutil
 import pytest
 
-from benchmarks.faults import cluster
+from benchmarks.faults import cell_run, cluster
+from benchmarks.faults.cell_run import await_stopped
 from benchmarks.faults.cluster import (
     StableWatch,
-    await_stopped,
     blocks_free,
     is_stable,
     serve_alone,
@@ -176,5 +176,5 @@ def test_a_process_that_holds_is_waited_for_before_anything_is_done_to_others() 
 def test_a_process_that_does_not_hold_is_not_waited_for_without_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(cluster, "HOLD_MAX_S", 0.01)
+    monkeypatch.setattr(cell_run, "HOLD_MAX_S", 0.01)
     await_stopped([os.getpid()])

@@ -7,18 +7,15 @@ from typing import Any
 import pytest
 
 from benchmarks.faults.judge import (
-    KINDS,
     STABLE_WITHIN_S,
     STREAMS_MIN,
     CellSeen,
-    ending_of,
     judge_cell,
     matrix_figures,
     matrix_problems,
 )
 from benchmarks.faults.matrix import FaultCell, fault_cells
-from benchmarks.faults.streams import StreamOutcome
-from benchmarks.undisturbed import Undisturbed
+from benchmarks.faults.outcomes import KINDS, StreamOutcome, Undisturbed, ending_of
 
 HIT_S = 10.0
 IDS = (5, 6, 7, 8)

@@ -106,7 +106,7 @@ def test_a_scenario_has_a_help_of_its_own() -> None:
         assert f" {name}: " in text
     for option in ("--cells", "--append", "--minutes", "--quick"):
         assert f" {option} " in text
-    for option in ("--systems", "--trace", "--cycles", "--slo", "--workers"):
+    for option in ("--systems", "--trace", "--cycles", "--slo"):
         assert f" {option} " not in text
     assert "Comma" not in text and "Scenarios:" not in text
     assert " --cycles " in help_of("bench churn") and " --cells " not in help_of("bench churn")
