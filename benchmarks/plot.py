@@ -9,8 +9,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
-from benchmarks.kv_demand import timeline
-from benchmarks.stats import latencies
+from benchmarks.stats import latencies, timeline
 from tideserve.load.record import RequestOutcome, Round
 
 # Distinguishable without colour vision (Okabe and Ito's palette).

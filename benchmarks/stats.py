@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from benchmarks.kv_demand import peak_ratio
 from tideserve.load.record import RequestOutcome, Round, SentRequest, duration_s
 from tideserve.sim.report import PERCENTILES, percentile
 
@@ -20,6 +19,9 @@ PHASES = ("prefill", "decode")
 COMPARED_FROM = {"p99.9": 1000}
 """Requests from which a percentile is compared: of fewer it is the maximum, which is chance."""
 
+BLOCK_TOKENS = 16
+Timeline = list[tuple[float, int]]
+"""(time in seconds, tokens of KV)."""
 Figures = dict[str, Any]
 Number = TypeVar("Number", int, float)
 
@@ -246,3 +248,48 @@ def quotient(one: float | None, other: float | None) -> float | None:
 def _sum(values: Sequence[Number | None]) -> Number | None:
     known = [value for value in values if value is not None]
     return sum(known) if known else None
+
+
+def timeline(records: Sequence[SentRequest], block_tokens: int = BLOCK_TOKENS) -> Timeline:
+    """KV demand as the client knows it, from each time on, one entry for every change.
+
+    A request that was sent and has no token yet needs its prompt and one block more. One with
+    tokens needs its prompt and those tokens, whether it runs or was preempted.
+    """
+    changes: list[tuple[float, int]] = []
+    for record in records:
+        changes += _changes(record, block_tokens)
+    changes.sort()
+    demand, points = 0, Timeline()
+    for time_s, change in changes:
+        demand += change
+        if points and points[-1][0] == time_s:
+            points[-1] = (time_s, demand)
+        else:
+            points.append((time_s, demand))
+    return points
+
+
+def peak_ratio(records: Sequence[SentRequest], capacity_tokens: int) -> float:
+    """The largest demand as a multiple of the capacity."""
+    peak = max((demand for _, demand in timeline(records)), default=0)
+    return peak / capacity_tokens
+
+
+def _changes(record: SentRequest, block_tokens: int) -> Timeline:
+    if record.outcome is RequestOutcome.REJECTED:
+        return []
+    held = _blocks(record.prompt_tokens, block_tokens) + block_tokens
+    changes = [(record.sent_s, held)]
+    for index, time_s in enumerate(record.token_times_s, start=1):
+        wanted = _blocks(record.prompt_tokens + index, block_tokens)
+        if wanted != held:
+            changes.append((time_s, wanted - held))
+            held = wanted
+    changes.append((record.end_s, -held))
+    return changes
+
+
+def _blocks(tokens: int, block_tokens: int) -> int:
+    """Tokens that the blocks of `tokens` tokens could hold."""
+    return -(-tokens // block_tokens) * block_tokens

@@ -5,6 +5,7 @@ While a system is measured, the others are suspended or stopped: idle servers us
 
 import contextlib
 import platform
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -13,7 +14,6 @@ from typing import Any, TypeVar
 import psutil
 
 from benchmarks.client_process import run_job
-from benchmarks.runs.sampler import CounterSampler
 from benchmarks.scenarios.scenario import Case, LoadChoice, Scenario
 from benchmarks.stats import LatencyTarget
 from benchmarks.systems.catalog import (
@@ -26,15 +26,17 @@ from benchmarks.systems.catalog import (
 )
 from benchmarks.systems.processor import read_bytes_per_s, read_gpus, read_processor
 from benchmarks.systems.schedulings import serves_batch
-from benchmarks.systems.system import CPU, Deployment, Say, System
+from benchmarks.systems.system import CPU, Counters, Deployment, Say, System
 from benchmarks.systems.tideserve import TIMES, Tideserve
+from services.common.clock import monotonic_s
 from tideserve.cli.errors import SystemUnavailable
 from tideserve.load.client import UNFINISHED, Job
-from tideserve.load.record import RequestOutcome, Round, SentRequest
+from tideserve.load.record import RequestOutcome, Round, SentRequest, TokenSample
 from tideserve.load.workload import fixed
 
 # The servers report their counters once a second.
 SETTLE_S = 1.5
+INTERVAL_S = 1.0
 WARM_UP_TIMEOUT_S = 120.0
 REQUESTS_MIN = 200
 PROCESS_BYTES = 1 << 30
@@ -260,7 +262,7 @@ class Runner:
 
     def _measure(self, system: System, case: Case, turn: int, label: str) -> Round:
         before = system.counters()
-        with CounterSampler(system) as sampler:
+        with sampled(system) as samples:
             records = self._send(system, case, turn, label)
         self._note_failures(label, records)
         if before.preemptions is not None:
@@ -270,9 +272,24 @@ class Runner:
             records=records,
             preemptions=_increase(after.preemptions, before.preemptions),
             capacity_tokens=after.capacity_tokens,
-            capacity_samples=tuple(sampler.capacity_samples),
-            pipeline_samples=tuple(sampler.pipeline_samples),
-            token_samples=tuple(sampler.token_samples),
+            capacity_samples=tuple(
+                (time_s, now.capacity_now_tokens)
+                for time_s, now in samples
+                if now.capacity_now_tokens is not None
+            ),
+            pipeline_samples=tuple(
+                (time_s, now.busy_s, now.bubble_s)
+                for time_s, now in samples
+                if now.busy_s is not None and now.bubble_s is not None
+            ),
+            token_samples=tuple(
+                TokenSample(
+                    *(time_s, now.processed, now.output, now.recomputed),
+                    *(now.batch_processed, now.batch_recomputed),
+                )
+                for time_s, now in samples
+                if now.processed is not None
+            ),
             **{name: _increase(getattr(after, name), getattr(before, name)) for name in TIMES},
         )
 
@@ -313,6 +330,26 @@ class Runner:
                 outcomes.inspections = dict(scenario.inspect(self._up, outcomes.rounds))
             except SystemUnavailable as error:
                 outcomes.unavailable[scenario.name] = str(error)
+
+
+@contextlib.contextmanager
+def sampled(system: System) -> Iterator[list[tuple[float, Counters]]]:
+    """(time on the clock, counters), read once a second in a thread of its own."""
+    samples: list[tuple[float, Counters]] = []
+    stop = threading.Event()
+
+    def sample() -> None:
+        while not stop.wait(INTERVAL_S):
+            counters = system.counters()
+            samples.append((monotonic_s(), counters))
+
+    thread = threading.Thread(target=sample, name="sampler", daemon=True)
+    thread.start()
+    try:
+        yield samples
+    finally:
+        stop.set()
+        thread.join()
 
 
 def _increase(after: Number | None, before: Number | None) -> Number | None:

@@ -14,9 +14,8 @@ from benchmarks.errors import BenchError
 from benchmarks.plot import draw
 from benchmarks.run import read_target
 from benchmarks.runs.report import show
-from benchmarks.runs.result import result_of
+from benchmarks.runs.result import effects, result_of
 from benchmarks.runs.runner import BenchPlan, RunOutcomes
-from benchmarks.runs.steps import effects
 from benchmarks.scenarios.burst import STEPS
 from benchmarks.scenarios.scenario import LoadChoice, find_scenario
 from benchmarks.systems.catalog import is_reference

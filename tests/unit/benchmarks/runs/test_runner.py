@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.co_serving.bars import COSERVE
 from benchmarks.co_serving.online_load import OnlineLoad, OnlineTargets
-from benchmarks.runs import runner, sampler
+from benchmarks.runs import runner
 from benchmarks.runs.runner import BenchPlan, Runner, RunOutcomes
 from benchmarks.scenarios.scenario import Case, CoServing, LoadChoice, Scenario
 from benchmarks.systems.system import Counters, Deployment, Say
@@ -177,12 +177,11 @@ class Counting(Noted):
         return Counters(processed=self.processed, batch_processed=self.processed / 2)
 
 
-def test_tokens_are_sampled_while_a_round_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    system = Counting("one", [])
-    monkeypatch.setattr(sampler, "INTERVAL_S", 0.001)
-    with sampler.CounterSampler(system) as found:
-        while len(found.token_samples) < 3:
+def test_counters_are_sampled_while_a_round_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "INTERVAL_S", 0.001)
+    with runner.sampled(Counting("one", [])) as samples:
+        while len(samples) < 3:
             time.sleep(0.001)
-    first, second = found.token_samples[:2]
+    (first_s, first), (second_s, second) = samples[:2]
     assert (first.processed, first.batch_processed, first.output) == (10.0, 5.0, None)
-    assert second.processed == 20.0 and second.time_s > first.time_s
+    assert second.processed == 20.0 and second_s > first_s
