@@ -7,7 +7,6 @@ All processes log their events, which tell the order of concessions (I11) and ho
 of groups took.
 """
 
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
@@ -18,7 +17,7 @@ import psutil
 from benchmarks.audit_logs import audit_logs
 from benchmarks.co_serving.bars import FLOOD
 from benchmarks.co_serving.online_load import OnlineLoad, OnlineTargets
-from benchmarks.faults.cluster import blocks_free, is_stable
+from benchmarks.faults.cluster import await_true, blocks_free, is_stable
 from benchmarks.scenarios import burst
 from benchmarks.scenarios.coserve import co_served
 from benchmarks.scenarios.scenario import (
@@ -31,7 +30,6 @@ from benchmarks.scenarios.scenario import (
 from benchmarks.systems.cluster_status import read_status
 from benchmarks.systems.system import System
 from benchmarks.systems.tideserve import Tideserve
-from services.common.clock import monotonic_s
 from tideserve.cli.errors import SystemUnavailable
 from tideserve.load.workload import Backlog, PlannedRequest
 
@@ -44,7 +42,7 @@ AFTER, AFTER_PAUSE_S = 4, 4.0
 # long as those of the device.
 TARGETS = OnlineTargets(ttft_s=0.5, tpot_s=0.1)
 UNPACED_SLOWDOWN = 3.5
-REST_TIMEOUT_S, POLL_S = 60.0, 0.2
+REST_TIMEOUT_S = 60.0
 SYSTEMS = ("online-only", "slo")
 
 
@@ -109,7 +107,9 @@ def inspect(systems: Mapping[str, System], rounds: RoundsByCase) -> dict[str, An
     by_system = {}
     for name, system in systems.items():
         if isinstance(system, Tideserve):
-            _await_rest(system)
+            rests = partial(_rests, system)
+            if not await_true(rests, REST_TIMEOUT_S):
+                raise SystemUnavailable(f"{name} is not at rest {REST_TIMEOUT_S:g} s after")
             audited = audit_logs(system.event_logs)
             by_system[name] = {
                 "changes": [asdict(change) for change in audited.changes],
@@ -120,17 +120,11 @@ def inspect(systems: Mapping[str, System], rounds: RoundsByCase) -> dict[str, An
     return by_system
 
 
-def _await_rest(system: Tideserve) -> None:
-    """Wait until no request has a block, and no change of groups is under way."""
-    deadline_s = monotonic_s() + REST_TIMEOUT_S
+def _rests(system: Tideserve) -> bool:
+    """Whether no request has a block, and no change of groups is under way."""
     names = [name for name in system.state["pids"] if name.startswith("worker-")]
-    while True:
-        status = read_status(system.admin_url)
-        if blocks_free(status) and is_stable(status, names, psutil.pid_exists):
-            return
-        if monotonic_s() > deadline_s:
-            raise SystemUnavailable(f"{system.name} is not at rest {REST_TIMEOUT_S:g} s after")
-        time.sleep(POLL_S)
+    status = read_status(system.admin_url)
+    return blocks_free(status) and is_stable(status, names, psutil.pid_exists)
 
 
 SCENARIO = replace(
