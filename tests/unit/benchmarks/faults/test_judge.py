@@ -122,15 +122,14 @@ def test_a_run_in_which_all_holds_has_no_problem() -> None:
 @pytest.mark.parametrize(
     ("fault", "at_most_s"), [("kill-worker", 3), ("stop-engine-12", 8), ("stop-12", 13)]
 )
+@pytest.mark.parametrize("over_s", [-0.1, 0.1])
 def test_a_stream_is_not_silent_for_longer_than_its_fault_explains(
-    fault: str, at_most_s: float
+    fault: str, at_most_s: float, over_s: float
 ) -> None:
-    for over_s, problems in ((-0.1, []), (0.1, ["silent"])):
-        late = replace(GOOD, times_s=(9.0, 9.5, 9.9, 9.9 + at_most_s + over_s))
-        late = replace(late, ended_s=late.times_s[-1])
-        verdict = judge_cell(seen([late], cell=replace(KILL, fault=fault)))
-        assert len(verdict.problems) == len(problems)
-        assert all(word in text for word, text in zip(problems, verdict.problems, strict=True))
+    late = replace(GOOD, times_s=(9.0, 9.5, 9.9, 9.9 + at_most_s + over_s))
+    late = replace(late, ended_s=late.times_s[-1])
+    problems = judge_cell(seen([late], cell=replace(KILL, fault=fault))).problems
+    assert ["silent" in problem for problem in problems] == ([True] if over_s > 0 else [])
 
 
 def test_a_cell_counts_only_if_it_was_hit_while_enough_streams_had_tokens_left() -> None:
