@@ -14,8 +14,7 @@ import random
 import socket
 import time
 from bisect import bisect_right
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Iterable, Mapping
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -26,8 +25,8 @@ import pytest
 from benchmarks.engine_log import TYPES
 from services.common.clock import monotonic_s
 from services.common.event_log import read_entries
-from services.common.timeouts import timeout
 from services.core.audit.record import BATCH as PLANNED
+from services.core.groups.layer_map import Stage
 from services.core.line_order import Scheduling
 from services.core.planner.batch import Batch, Chunk
 from services.core.planner.events import IterationDropped, IterationFinished, IterationSuspended
@@ -37,190 +36,104 @@ from services.core.request import Limits, Request, Sampling, blocks_for
 from services.core.service import Service, ServiceClass
 from services.worker.config import WorkerConfig
 from services.worker.engine.model.interrupt import WatchedInterrupt
-from services.worker.engine_client import EngineClient
-from services.worker.ipc import (
-    ApplyConfiguration,
-    EngineReady,
-    GroupPlan,
-    Lane,
-    MemberPlan,
-    Prepare,
-    Progress,
-)
 from tests.perf.measuring import MIB, default_model, fast_dtype, runner_of_one_thread, show
+from tests.support.engine_processes import EngineProcesses
 from tideserve.sim.report import percentile
 
 MEMORY_BYTES = 1024 * MIB
-ANSWER_TIMEOUT_S = 60.0
 BATCH_TOKENS, ONLINE_TOKENS = 2048, 32
 SMALL_TOKENS = 256
 """`max_batch_tokens` by default."""
 ROUNDS, ARRIVALS, DROPS, BEHIND, PAIRS = 12, 6, 6, 4, 7
 """Batch prompts, online requests during each; merges; prompts with another behind; safepoints."""
 PROMPTS = 4
+ALWAYS, OFF = Preempt.ALWAYS.value, Preempt.OFF.value
 BATCH, ONLINE = Service(ServiceClass.BATCH), Service(ServiceClass.INTERACTIVE, ttft_s=0.5)
 TTFT_RATIO_MAX, SAFEPOINT_SHARE_MAX = 0.25, 0.01
 """P99 of first tokens over that without preemption; safepoints over an iteration."""
 
 
-@dataclass(slots=True)
-class Answer:
-    """One request: when it was sent and got its first token, and its tokens."""
-
-    sent_s: float
-    first_s: float = 0.0
-    tokens: list[int] = field(default_factory=list)
-    ended: asyncio.Event = field(default_factory=asyncio.Event)
-
-    @property
-    def ttft_s(self) -> float:
-        """Seconds until the first token."""
-        return self.first_s - self.sent_s
-
-
-class Servicer:
-    """The servicer's end of one engine; leaving it ends the engine."""
-
-    def __init__(self, preempt: Preempt, folder: Path) -> None:
-        self.name = preempt.value
-        self.events = folder / f"{preempt}-events"
-        config = WorkerConfig(
-            worker_id=self.name,
-            etcd_url="",
-            model_name="m",
-            model_dir=default_model(),
-            run_dir=folder / preempt,
-            event_log=self.events,
-            memory_bytes=MEMORY_BYTES,
-            dtype=fast_dtype(),
-            max_batch_tokens=BATCH_TOKENS,
-            max_running=8,
-            prefix_caching=False,
-            profile_when_idle=False,
-            scheduling=Scheduling.PRIORITY.value,
-            preempt=self.name,
-        )
-        self.client = EngineClient(config, f"{self.name}-1")
-        self.answers: dict[str, Answer] = {}
-        self.facts: EngineReady
-
-    async def __aenter__(self) -> "Servicer":
-        self.facts = await self.client.start()
-        self._running = asyncio.create_task(self.client.run(self._note, lambda: None))
-        await self.client.apply(ApplyConfiguration([self.group(0, self.layers, "first")]))
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        self._running.cancel()
-        await asyncio.wait([self._running])
-        await self.client.stop()
-
-    @property
-    def layers(self) -> int:
-        assert self.facts.shape is not None
-        return self.facts.shape.num_layers
-
-    def group(self, first_layer: int, end_layer: int, attempt: str) -> GroupPlan:
-        return GroupPlan(f"group-{self.name}", 1, [self.stage(first_layer, end_layer, attempt)])
-
-    def stage(self, first_layer: int, end_layer: int, attempt: str) -> MemberPlan:
-        lanes = (
-            Lane(self.facts.activation_address, f"activations-{self.name}-{attempt}"),
-            Lane(self.facts.bulk_address, f"bulk-{self.name}-{attempt}"),
-        )
-        layers = (first_layer, end_layer)
-        return MemberPlan(self.name, f"{self.name}-1", *layers, *lanes, "127.0.0.1:1")
-
-    async def ask(self, name: str, prompt: tuple[int, ...], service: Service) -> Answer:
-        """The answer to a request of one token."""
-        sampling = Sampling(temperature=0)
-        request = Request(name, prompt, sampling, Limits(1), monotonic_s(), service=service)
-        answer = self.answers[name] = Answer(monotonic_s())
-        await self.client.start_request(request)
-        async with timeout(ANSWER_TIMEOUT_S):
-            await answer.ended.wait()
-        return answer
-
-    def _note(self, progress: Progress) -> None:
-        assert not progress.refusals
-        for token in progress.tokens:
-            answer = self.answers[token.request_id]
-            answer.first_s = answer.first_s or monotonic_s()
-            answer.tokens.append(token.token_id)
-            if token.finish_reason is not None:
-                answer.ended.set()
-
-
 class Load:
-    """The load on both engines."""
+    """The load on both engines; batch requests and online requests get one token each."""
 
-    def __init__(self, always: Servicer, off: Servicer) -> None:
-        self.servicers = (always, off)
+    def __init__(self, engines: EngineProcesses) -> None:
+        self.sent_s: dict[str, float] = {}
+        self.ttft_s: dict[str, float] = {}
         self.merges: list[tuple[float, float]] = []
-        """When each was asked for, and when both engines were prepared."""
+        """When each was asked for, and when both engines had been prepared."""
         self.prompt_of: dict[str, int] = {}
-        """The number of the prompt of each batch request."""
+        """The number of the prompt of each disturbed batch request."""
+        facts = engines.workers[ALWAYS].facts
+        assert facts.shape is not None
+        self.layers = facts.shape.num_layers
+        self._vocab_size = facts.vocab_size
+        self._engines = engines
         self._rng = random.Random(BATCH_TOKENS)
         self._numbers = iter(range(10**9))
         self._prompts = [self._prompt(BATCH_TOKENS) for _ in range(PROMPTS)]
         self._length_s = 0.0
 
     async def run(self) -> None:
-        always, off = self.servicers
-        answers = [
-            await always.ask(f"batch-0-{number}", prompt, BATCH)
+        alone = [
+            await self._ask(ALWAYS, f"batch-0-{number}", prompt, BATCH)
             for number, prompt in enumerate(self._prompts)
         ]
-        self._length_s = median(answer.ttft_s for answer in answers)
+        self._length_s = median(alone)
         for _ in range(ROUNDS):
-            await self._disturbed(always, "single", ARRIVALS)
-            await self._disturbed(off, "single", 1)
+            await self._disturbed(ALWAYS, "single", ARRIVALS)
+            await self._disturbed(OFF, "single", 1)
         for _ in range(BEHIND):
-            await self._disturbed(always, "behind", 1, prompts=2)
-            await self._disturbed(off, "behind", 1, prompts=2)
+            await self._disturbed(ALWAYS, "behind", 1, prompts=2)
+            await self._disturbed(OFF, "behind", 1, prompts=2)
         for _ in range(DROPS):
             await self._prepare_merge()
 
-    async def _disturbed(
-        self, servicer: Servicer, case: str, arrivals: int, prompts: int = 1
-    ) -> None:
+    def online(self, engine: str, case: str) -> list[str]:
+        """The online requests of a case."""
+        return [name for name in self.sent_s if name.startswith(f"online-{engine}-{case}")]
+
+    async def _ask(
+        self, engine: str, name: str, prompt: tuple[int, ...], service: Service
+    ) -> float:
+        """Send a request; return the seconds until its token."""
+        sampling = Sampling(temperature=0)
+        request = Request(name, prompt, sampling, Limits(1), monotonic_s(), service=service)
+        self.sent_s[name] = monotonic_s()
+        await self._engines.serve(request, engine)
+        await self._engines.until(lambda: self._engines.streams[name].over)
+        self.ttft_s[name] = monotonic_s() - self.sent_s[name]
+        return self.ttft_s[name]
+
+    async def _disturbed(self, engine: str, case: str, arrivals: int, prompts: int = 1) -> None:
         """Batch prompts, and online requests one after another while these run."""
-        running = self._batch(servicer, prompts)
+        running = self._batch(engine, prompts)
         for _ in range(arrivals):
             await asyncio.sleep(self._rng.uniform(0, 2 * self._length_s / (arrivals + 1)))
             if running.done():
                 break
-            name = f"online-{case}-{next(self._numbers)}"
-            await servicer.ask(name, self._prompt(ONLINE_TOKENS), ONLINE)
+            name = f"online-{engine}-{case}-{next(self._numbers)}"
+            await self._ask(engine, name, self._prompt(ONLINE_TOKENS), ONLINE)
         await running
 
     async def _prepare_merge(self) -> None:
         """Prepare a merge of both while a batch prompt runs, and give it up again."""
-        always, off = self.servicers
-        running = self._batch(always, 1)
+        running, half = self._batch(ALWAYS, 1), self.layers // 2
         await asyncio.sleep(self._rng.uniform(0, self._length_s))
-        attempt, half = f"merge-{next(self._numbers)}", always.layers // 2
-        stages = [always.stage(0, half, attempt), off.stage(half, always.layers, attempt)]
-        command, sent_s = Prepare(attempt, [GroupPlan("merged", 2, stages)]), monotonic_s()
-        prepared = await asyncio.gather(
-            *(one.client.prepare(command, ANSWER_TIMEOUT_S) for one in self.servicers)
-        )
+        stages, sent_s = [Stage(ALWAYS, 0, half), Stage(OFF, half, self.layers)], monotonic_s()
+        await self._engines.reconfigure([stages], give_up=True)
         self.merges.append((sent_s, monotonic_s()))
-        assert not any(answer.error for answer in prepared)
-        for servicer in self.servicers:
-            await servicer.client.abort_preparation(attempt)
         await running
 
-    def _batch(self, servicer: Servicer, count: int) -> asyncio.Task[None]:
+    def _batch(self, engine: str, count: int) -> asyncio.Task[None]:
         """Send so many batch prompts at once."""
         numbers = [self._rng.randrange(PROMPTS) for _ in range(count)]
 
         async def ask(number: int) -> None:
-            name = f"batch-1-{next(self._numbers)}"
+            name = f"batch-{engine}-{next(self._numbers)}"
             self.prompt_of[name] = number
-            answer = await servicer.ask(name, self._prompts[number], BATCH)
-            if count == 1 and servicer is self.servicers[1]:
-                self._length_s = answer.ttft_s  # undisturbed: follows the machine's speed
+            ttft_s = await self._ask(engine, name, self._prompts[number], BATCH)
+            if count == 1 and engine == OFF:
+                self._length_s = ttft_s  # undisturbed: follows the machine's speed
 
         async def ask_all() -> None:
             await asyncio.gather(*map(ask, numbers))
@@ -228,8 +141,7 @@ class Load:
         return asyncio.create_task(ask_all())
 
     def _prompt(self, tokens: int) -> tuple[int, ...]:
-        vocab_size = self.servicers[0].facts.vocab_size
-        return tuple(self._rng.randrange(vocab_size) for _ in range(tokens))
+        return tuple(self._rng.randrange(self._vocab_size) for _ in range(tokens))
 
 
 class Part(NamedTuple):
@@ -240,9 +152,9 @@ class Part(NamedTuple):
     request_ids: frozenset[str]
 
 
-def read_parts(folder: Path) -> list[Part]:
+def read_parts(folder: Path, engine: str) -> list[Part]:
     """The parts that an engine in a group of one ran, in order."""
-    (path,) = folder.glob("*.jsonl")
+    (path,) = folder.glob(f"{engine}-*.jsonl")
     parts, running = [], None
     for kind, value in read_entries(path, TYPES):
         if kind == PLANNED:
@@ -322,66 +234,99 @@ def test_safepoints_cost_little() -> None:
     assert (percentile(costs, 0.25) or 0.0) <= SAFEPOINT_SHARE_MAX
 
 
+@pytest.fixture
+async def engines(tmp_path: Path) -> AsyncIterator[EngineProcesses]:
+    config = WorkerConfig(
+        worker_id="",
+        etcd_url="",
+        model_name="m",
+        model_dir=default_model(),
+        run_dir=tmp_path,
+        event_log=tmp_path / "events",
+        memory_bytes=MEMORY_BYTES,
+        dtype=fast_dtype(),
+        max_batch_tokens=BATCH_TOKENS,
+        max_running=8,
+        prefix_caching=False,
+        profile_when_idle=False,
+        scheduling=Scheduling.PRIORITY.value,
+    )
+    processes = EngineProcesses()
+    try:
+        changes = {name: {"preempt": name} for name in (ALWAYS, OFF)}
+        await processes.start(config, tuple(changes), changes=changes)
+        yield processes
+    finally:
+        await processes.stop()
+
+
 @pytest.mark.timeout(900)
-async def test_interrupted_batch_work_gives_way_soon_and_loses_nothing(tmp_path: Path) -> None:
-    async with Servicer(Preempt.ALWAYS, tmp_path) as always, Servicer(Preempt.OFF, tmp_path) as off:
-        load = Load(always, off)
-        await load.run()
-        counts = always.client.report.load
-    parts = {servicer.name: read_parts(servicer.events) for servicer in (always, off)}
-    rows = {}
-    online = {
-        case: {
-            servicer.name: [
-                answer
-                for name, answer in servicer.answers.items()
-                if name.startswith(f"online-{case}")
-                and notice(parts[servicer.name], answer.sent_s) is not None
-            ]
-            for servicer in (always, off)
-        }
-        for case in ("single", "behind")
-    }
-    sent_s = {
-        "online request": [one.sent_s for each in online.values() for one in each[always.name]],
-        "merge": [began_s for began_s, _ in load.merges],
-    }
-    for what, times_s in sent_s.items():
-        notices = [seen for at_s in times_s if (seen := notice(parts[always.name], at_s))]
-        intervals = [seen.after_s * always.layers / seen.iteration_s for seen in notices]
-        rows[f"{what} noticed after"] = in_ms(seen.after_s for seen in notices)
-        if intervals:
-            rows[f"{what}, in intervals"] = f"P99 {percentile(intervals, 0.99):.2f}"
-    rows["merge prepared after"] = in_ms(ended_s - began_s for began_s, ended_s in load.merges)
-    ratios = {}
-    for case, answers in online.items():
-        tails = [percentile([one.ttft_s for one in each], 0.99) for each in answers.values()]
-        if all(tails):
-            ratios[case] = tails[0] / tails[1]
-            rows[f"first token, {case}"] = (
-                f"P99 {tails[0]:.2f} s, without preemption {tails[1]:.2f} s: {ratios[case]:.2f} x"
-            )
+async def test_interrupted_batch_work_gives_way_soon_and_loses_nothing(
+    tmp_path: Path, engines: EngineProcesses
+) -> None:
+    load = Load(engines)
+    await load.run()
+    parts = {name: read_parts(tmp_path / "events", name) for name in (ALWAYS, OFF)}
+    counts = engines.workers[ALWAYS].client.report.load
     interrupted, resumed = counts.preempted_iterations_total, counts.resumed_iterations_total
-    rows["interrupted / resumed"] = f"{interrupted} / {resumed}"
+    ratios, rows = first_tokens(load, parts)
+    rows |= notices(load, parts[ALWAYS]) | {"interrupted / resumed": f"{interrupted} / {resumed}"}
     show("interruptions of batch work", rows)
     # A prompt that ran together with others has the rounding of a larger batch.
-    together = {
-        name
-        for part in parts[always.name]
-        if len(part.request_ids) > 1
-        for name in part.request_ids
+    together = [part.request_ids for part in parts[ALWAYS] if len(part.request_ids) > 1]
+    alone = {
+        name: number
+        for name, number in load.prompt_of.items()
+        if name.startswith(f"batch-{ALWAYS}") and not any(name in names for names in together)
     }
-    alone = [name for name in load.prompt_of if name in always.answers and name not in together]
     assert alone
-    for name in alone:
-        undisturbed = always.answers[f"batch-0-{load.prompt_of[name]}"]
-        assert always.answers[name].tokens == undisturbed.tokens, name
+    for name, number in alone.items():
+        undisturbed = engines.streams[f"batch-0-{number}"]
+        assert engines.streams[name].output() == undisturbed.output(), name
     assert counts.tokens.batch_recomputed_tokens_total == 0
     # An iteration that waits for too long while others run is given up, as on a busy machine.
     given_up = interrupted - resumed
     assert given_up <= counts.discarded_tokens_total <= given_up * BATCH_TOKENS
     assert resumed > 0, "no iteration was interrupted and resumed"
-    assert all(ratio <= TTFT_RATIO_MAX for ratio in ratios.values())
+    assert all(ratio <= TTFT_RATIO_MAX for ratio in ratios)
+
+
+def first_tokens(load: Load, parts: Mapping[str, list[Part]]) -> tuple[list[float], dict[str, str]]:
+    """P99 of first tokens of online requests that met batch work, and ratios to it without."""
+    ratios, rows = [], {}
+    for case in ("single", "behind"):
+        always, off = (
+            percentile(
+                [
+                    load.ttft_s[name]
+                    for name in load.online(engine, case)
+                    if notice(parts[engine], load.sent_s[name]) is not None
+                ],
+                0.99,
+            )
+            for engine in (ALWAYS, OFF)
+        )
+        if always and off:
+            ratios.append(always / off)
+            rows[f"first token, {case}"] = (
+                f"P99 {always:.2f} s, without preemption {off:.2f} s: {always / off:.2f} x"
+            )
+    return ratios, rows
+
+
+def notices(load: Load, parts: list[Part]) -> dict[str, str]:
+    rows = {"merge prepared after": in_ms(ended_s - sent_s for sent_s, ended_s in load.merges)}
+    for what, sent_s in (
+        ("online request", [load.sent_s[name] for name in load.online(ALWAYS, "")]),
+        ("merge", [began_s for began_s, _ in load.merges]),
+    ):
+        seen = [found for at_s in sent_s if (found := notice(parts, at_s)) is not None]
+        intervals = [one.after_s * load.layers / one.iteration_s for one in seen]
+        p99 = percentile(intervals, 0.99) or 0.0
+        rows[f"{what} noticed after"] = (
+            f"{in_ms(one.after_s for one in seen)}; P99 {p99:.2f} intervals of its iteration"
+        )
+    return rows
 
 
 def in_ms(seconds: Iterable[float]) -> str:

@@ -63,31 +63,22 @@ def test_a_property_that_does_not_hold_is_a_problem(
     assert judge(replace(DONE, **done), replace(TALLY, **tally), audited()).problems == problems
 
 
-def broken(logs: Audited) -> None:
-    logs.findings.check("I2", False, "nobody holds layer 3")
-
-
-def decided_otherwise(logs: Audited) -> None:
-    logs.replayed["worker-1"] = Replayed(4, 5, "after event 4: x instead of y")
-
-
-def unchecked(logs: Audited) -> None:
-    del logs.findings.checks["I9"]
-
-
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        (broken, "I2: nobody holds layer 3"),
         (
-            decided_otherwise,
-            "worker-1 decides otherwise when replayed: after event 4: x instead of y",
+            lambda logs: logs.findings.check("I2", False, "nobody holds layer 3"),
+            "I2: nobody holds layer 3",
         ),
-        (unchecked, "nothing in the logs tells of I9"),
+        (
+            lambda logs: logs.replayed.update(w=Replayed(4, 5, "after event 4: x instead of y")),
+            "w decides otherwise when replayed: after event 4: x instead of y",
+        ),
+        (lambda logs: logs.findings.checks.pop("I9"), "nothing in the logs tells of I9"),
     ],
 )
 def test_logs_that_break_or_miss_something_are_a_problem(
-    change: Callable[[Audited], None], problem: str
+    change: Callable[[Audited], object], problem: str
 ) -> None:
     logs = audited()
     change(logs)
