@@ -62,7 +62,7 @@ def send(system: Tideserve, door: str, target: str, requests: Sequence[PlannedRe
     assert len(run_answered(job)) == len(requests)
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_cost_of_a_request_and_of_a_token(tmp_path: Path) -> None:
     port = free_port()
     system, target = tiny_cluster(tmp_path / "model", grpc_port=port), f"127.0.0.1:{port}"

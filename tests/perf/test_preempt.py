@@ -260,7 +260,7 @@ async def engines(tmp_path: Path) -> AsyncIterator[EngineProcesses]:
         await processes.stop()
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 async def test_interrupted_batch_work_gives_way_soon_and_loses_nothing(
     tmp_path: Path, engines: EngineProcesses
 ) -> None:
