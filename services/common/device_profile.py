@@ -17,10 +17,11 @@ from typing import Any
 
 import yaml
 
-from services.common.config import from_mapping, number, read_yaml
+from services.common.config import from_mapping, read_yaml
 from services.common.errors import ConfigError
 from services.core.cost.model import Coefficients, CostModel
 from services.core.groups.layer_map import ModelShape
+from services.core.setting import number
 
 SHIPPED_DIR = Path(__file__).parent / "device_profiles"
 SUFFIX = ".yaml"

@@ -2,8 +2,10 @@
 
 from collections.abc import Callable, Mapping
 from enum import StrEnum
+from typing import Any
 
 from services.core.service import Service, ServiceClass
+from services.core.setting import choice
 
 LineKey = tuple[float, ...]
 LineOrder = Callable[[Service, float], LineKey]
@@ -43,6 +45,23 @@ class Scheduling(StrEnum):
     def keeps_deadlines(self) -> bool:
         """Whether deadlines bound iterations."""
         return self in (Scheduling.SLO, Scheduling.CONSERVE, Scheduling.BROS)
+
+
+def scheduling_setting() -> Any:
+    """The setting on which a scheduler and its workers have to agree."""
+    return choice(
+        Scheduling.FCFS,
+        Scheduling,
+        "Which requests go first. fcfs: first come, first served; priority: interactive before"
+        " standard before batch, and batch gives its KV and its places to the others, does not"
+        " start while one of them waits, and never triggers a drop; slo: the same by deadline,"
+        " and batch fills a part of the time that deadlines leave. For comparisons:"
+        " prefill_first: as fcfs, but prompts run whole, and no answer goes on beside them;"
+        " round_robin: iterations of batch and of the others alternate; waiting_time: whoever has"
+        " waited longest since its last iteration runs; bros: whole prompts by the least time left;"
+        " conserve: as slo, but nothing is corrected by what iterations take, and batch gets all of"
+        " the time.",
+    )
 
 
 def by_arrival(_service: Service, arrival_s: float) -> LineKey:

@@ -10,8 +10,9 @@ from typing import Any
 
 import orjson
 
-from services.common.config import parse_size_bytes
 from services.common.errors import ConfigError
+from services.common.size import parse_size_bytes
+from services.core.planner.config import GPU_LIMITS
 from tideserve.bench.co_serving.judging import failures
 from tideserve.bench.errors import BenchError, SystemUnavailable
 from tideserve.bench.probes import drop_cost
@@ -38,7 +39,6 @@ from tideserve.cli.errors import EXIT_FAILED, EXIT_UNUSABLE, CommandError, unusa
 from tideserve.cli.files import check_writable
 from tideserve.cli.model_store import ModelUnavailable, resolve_model
 from tideserve.cli.report import Report
-from tideserve.cli.service_config import GPU_DEFAULTS
 from tideserve.cli.tiny_model import (
     DEEP,
     NUM_LAYERS,
@@ -365,7 +365,7 @@ def _deployment(
         ample_memory_bytes=AMPLE_FACTOR * memory_bytes,
         dtype=arguments.dtype or default_dtype,
         device=arguments.device or CPU,
-        max_running=GPU_DEFAULTS["max_running"] if on_gpu else RUNNING_MAX,
+        max_running=GPU_LIMITS["max_running"] if on_gpu else RUNNING_MAX,
         options={"load_format": format},
         paced=None if arguments.paced is None else profile_name(arguments.paced),
     )

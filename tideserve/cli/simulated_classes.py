@@ -19,11 +19,10 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from services.common.config import choice, from_mapping, number
+from services.common.config import from_mapping
 from services.common.errors import ConfigError
-from services.core.line_order import Scheduling
-from services.core.scheduler.class_rules import ClassRules, Order
 from services.core.service import Service, ServiceClass
+from services.core.setting import choice, number
 from tideserve.cli.simulated_workload import SECONDS_MAX
 from tideserve.sim.workload import Arrival, ClosedLoop, CoServed, OpenLoop, UniformLength, Workload
 
@@ -75,17 +74,6 @@ def service_section(given: Mapping[str, Any], path: Path) -> ServiceSection:
             f"section 'service' of {path} gives both 'targets_of' and targets; take one out"
         )
     return section
-
-
-def rules_of(settings: Mapping[str, Any]) -> ClassRules:
-    """The rules of a scheduler with these settings, by their names; others are ignored."""
-    return ClassRules(
-        Scheduling(settings["scheduling"]),
-        Order(settings["order"]),
-        settings["batch_queue_limit"],
-        settings["batch_queue_deadline_s"],
-        settings["batch_groups"],
-    )
 
 
 def with_classes(

@@ -7,8 +7,9 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from services.common.config import from_mapping, number
+from services.common.config import from_mapping
 from services.common.errors import ConfigError
+from services.core.setting import number
 from tideserve.bench.errors import BenchError
 from tideserve.bench.traces import load_trace
 from tideserve.bench.workload import LengthScale, arrivals_of

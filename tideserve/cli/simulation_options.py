@@ -4,22 +4,20 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from services.common.config import from_mapping, like, number, read_yaml
+from services.common.config import from_mapping, like, read_yaml
 from services.common.device_profile import DeviceProfile, load_profile, parse_profile
 from services.common.errors import ConfigError
-from services.core.line_order import Scheduling
+from services.common.setting import values_of
 from services.core.overload.events import OverloadPolicy
-from services.core.planner.config import BatchFormation, IterationConfig
-from services.core.planner.preemption import Preempt, PreemptedWork
-from services.core.planner.victims import VictimRule
-from services.core.scheduler.dispatch import PREFIX, score_of
-from services.scheduler.config import SchedulerConfig
+from services.core.planner.config import GPU_LIMITS, IterationConfig
+from services.core.scheduler.dispatch import PREFIX
+from services.core.scheduler.state_config import StateConfig
+from services.core.setting import nested, number
 from services.worker.config import WorkerConfig
 from tideserve.cli.simulated_change import change_spec, description_of, policies_of, shape_of
 from tideserve.cli.simulated_classes import (
     by_load,
     differing,
-    rules_of,
     service_section,
     with_classes,
 )
@@ -50,16 +48,9 @@ class SimulationOptions:
     cost: dict[str, Any] | None = None
     kv_blocks: int | None = number(None, minimum=1, maximum=2**31)
     memory: int | None = like(WorkerConfig, "memory_bytes", default=None)
-    block_size: int = like(WorkerConfig, "block_size")
-    max_batch_tokens: int = like(WorkerConfig, "max_batch_tokens", default=2048)
-    max_running: int = like(WorkerConfig, "max_running", default=256)
-    max_waiting: int = like(WorkerConfig, "max_waiting")
-    overtaken_max: int = like(SchedulerConfig, "overtaken_max")
-    growth_blocks: float = like(SchedulerConfig, "growth_blocks")
+    planner: IterationConfig = nested(IterationConfig(**GPU_LIMITS))
+    scheduler: StateConfig = nested(StateConfig())
     max_model_len: int = number(32_768, minimum=2, maximum=2**31)
-    queue_limit: int = like(SchedulerConfig, "queue_limit")
-    queue_deadline_s: float = like(SchedulerConfig, "queue_deadline_s")
-    dispatch: str = like(SchedulerConfig, "dispatch")
     # Time of an iteration beside the model: planning, sampling, messages.
     iteration_overhead_s: float = number(0.0, minimum=0, maximum=60)
     fast_forward: bool = True
@@ -77,21 +68,6 @@ class SimulationOptions:
     hidden_bytes: int | None = number(None, minimum=1, maximum=2**40)
     workers_per_host: int = number(1, minimum=1, maximum=10_000)
     hosts_per_rack: int = number(8, minimum=1, maximum=10_000)
-    batch_formation: str = like(WorkerConfig, "batch_formation")
-    min_microbatch_tokens: int = like(WorkerConfig, "min_microbatch_tokens")
-    scheduling: str = like(WorkerConfig, "scheduling")
-    fill_max: float = like(WorkerConfig, "fill_max")
-    offline_iteration_s: float = like(WorkerConfig, "offline_iteration_s")
-    online_chunk_tokens: int | None = like(WorkerConfig, "online_chunk_tokens")
-    packing: bool = like(WorkerConfig, "packing")
-    adaptive_slots: bool = like(WorkerConfig, "adaptive_slots")
-    victims: str = like(WorkerConfig, "victims")
-    preempt: str = like(WorkerConfig, "preempt")
-    preempted_work: str = like(WorkerConfig, "preempted_work")
-    order: str = like(SchedulerConfig, "order")
-    batch_queue_limit: int = like(SchedulerConfig, "batch_queue_limit")
-    batch_queue_deadline_s: float = like(SchedulerConfig, "batch_queue_deadline_s")
-    batch_groups: int = like(SchedulerConfig, "batch_groups")
     # The promise to requests of `workload`, and a backlog of batch requests beside them.
     service: dict[str, Any] = field(default_factory=dict)
     batch: dict[str, Any] | None = None
@@ -99,8 +75,6 @@ class SimulationOptions:
     systems: dict[str, dict[str, Any]] = field(default_factory=dict)
     # Loads to serve one after the other: for each name, the keys of `workload` that differ.
     loads: dict[str, dict[str, Any]] = field(default_factory=dict)
-    # Whether requests share KV; without prompts that begin alike nothing is looked up.
-    prefix_caching: bool = like(WorkerConfig, "prefix_caching")
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,23 +132,18 @@ def prepare(options: SimulationOptions, path: Path) -> PreparedSimulation:
     """Check what the types do not say; `path` names the file in errors. Raises ConfigError."""
     profile = _profile(options, path)
     blocks = _kv_blocks(options, profile, path)
-    iteration = _iteration(options, profile, blocks, path)
-    given = {one.name: getattr(options, one.name) for one in fields(options)}
+    iteration = replace(options.planner, num_blocks=blocks, cost_model=profile.model)
+    ttft = profile.model if options.scheduler.dispatch == PREFIX else None
+    given = values_of(options)
     plain = ClusterSpec(
         instances=options.instances,
         iteration=iteration,
-        max_model_len=min(options.max_model_len, blocks * options.block_size),
-        queue_limit=options.queue_limit,
-        overtaken_max=options.overtaken_max,
-        growth_blocks=options.growth_blocks,
-        queue_deadline_s=options.queue_deadline_s,
-        score=score_of(options.dispatch),
-        ttft=profile.model if options.dispatch == PREFIX else None,
+        max_model_len=min(options.max_model_len, blocks * iteration.block_size),
+        scheduler=replace(options.scheduler, ttft=ttft),
         delays=_delays(options, path),
         fast_forward=options.fast_forward,
         sample_s=options.sample_s,
         drain_s=options.drain_s,
-        rules=rules_of(given),
     )
     service = service_section(options.service, path)
     description = {
@@ -194,41 +163,14 @@ def prepare(options: SimulationOptions, path: Path) -> PreparedSimulation:
         notes: list[str] = []
         load = workload_of(options.workload, options.duration_s, options.seed, path, notes)
         load = with_classes(load, service.service, options.batch, options.seed, path)
-        caching = options.prefix_caching and load.shares_prefixes
+        # Without prompts that begin alike nothing is looked up.
+        caching = iteration.prefix_caching and load.shares_prefixes
         shared = replace(iteration, prefix_caching=caching)
         systems[policy.value] = replace(spec, iteration=shared), load
     time_model = CostTimeModel(profile.model, options.iteration_overhead_s)
     return PreparedSimulation(
         systems, time_model, options.duration_s, description, tuple(notes), service.targets_of
     )
-
-
-def _iteration(
-    options: SimulationOptions, profile: DeviceProfile, blocks: int, path: Path
-) -> IterationConfig:
-    try:
-        return IterationConfig(
-            options.block_size,
-            blocks,
-            options.max_batch_tokens,
-            options.max_running,
-            options.max_waiting,
-            BatchFormation(options.batch_formation),
-            options.min_microbatch_tokens,
-            profile.model,
-            options.overtaken_max,
-            scheduling=Scheduling(options.scheduling),
-            fill_max=options.fill_max,
-            offline_iteration_s=options.offline_iteration_s,
-            online_chunk_tokens=options.online_chunk_tokens,
-            packing=options.packing,
-            adaptive_slots=options.adaptive_slots,
-            victims=VictimRule(options.victims),
-            preempt=Preempt(options.preempt),
-            preempted_work=PreemptedWork(options.preempted_work),
-        )
-    except ValueError as error:
-        raise ConfigError(f"{error} in {path}") from error
 
 
 def _change(
@@ -238,7 +180,7 @@ def _change(
     if options.hidden_bytes is not None:
         profile = replace(profile, hidden_bytes=options.hidden_bytes)
     shape = shape_of(options.shape, profile, path)
-    kv_bytes = blocks * options.block_size * shape.num_layers * shape.kv_bytes
+    kv_bytes = blocks * options.planner.block_size * shape.num_layers * shape.kv_bytes
     places = options.workers_per_host, options.hosts_per_rack
     return change_spec(sections, profile, shape, places, kv_bytes, path)
 
@@ -272,7 +214,7 @@ def _kv_blocks(options: SimulationOptions, profile: DeviceProfile, path: Path) -
         memory_bytes = round(0.9 * profile.memory_bytes)
     else:
         raise ConfigError(f"the device of {path} has no memory size; give 'memory' or 'kv_blocks'")
-    block_bytes = profile.kv_bytes_per_token * options.block_size
+    block_bytes = profile.kv_bytes_per_token * options.planner.block_size
     blocks = (memory_bytes - profile.parameter_bytes) // block_bytes
     if blocks < 1:
         raise ConfigError(

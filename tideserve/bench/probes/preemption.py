@@ -24,6 +24,7 @@ from services.common.errors import ServiceError
 from services.common.lifecycle import EXIT_UNUSABLE
 from services.common.timeouts import timeout
 from services.core.line_order import Scheduling
+from services.core.planner.config import IterationConfig
 from services.core.planner.preemption import Preempt
 from services.core.request import Limits, Request, Sampling
 from services.core.service import Service, ServiceClass
@@ -319,12 +320,14 @@ async def measure(
                     event_log=Path(folder) / f"{preempt}-events",
                     memory_bytes=memory_bytes,
                     dtype=dtype,
-                    max_batch_tokens=extent.tokens,
-                    max_running=8,
-                    prefix_caching=False,
+                    planner=IterationConfig(
+                        max_batch_tokens=extent.tokens,
+                        max_running=8,
+                        prefix_caching=False,
+                        scheduling=Scheduling.PRIORITY,
+                        preempt=preempt,
+                    ),
                     profile_when_idle=False,
-                    scheduling=Scheduling.PRIORITY.value,
-                    preempt=preempt.value,
                 )
             )
 

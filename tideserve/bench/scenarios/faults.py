@@ -12,8 +12,8 @@ from typing import Any
 import orjson
 
 from services.common.clock import monotonic_s
-from services.common.config import field_of
 from services.common.service_config import ServiceConfig
+from services.common.setting import settings_of
 from tideserve.bench.errors import BenchError
 from tideserve.bench.faults.cell_run import UndisturbedRuns, run_cell
 from tideserve.bench.faults.judge import key_of, matrix_figures, matrix_problems
@@ -24,7 +24,7 @@ from tideserve.bench.systems.system import Deployment, Say
 
 SEEDS = 8
 """Cells take the seeds of their streams by turns, so that few undisturbed runs serve them all."""
-LEASE_S: Any = field_of(ServiceConfig, "lease_ttl_s").default
+LEASE_S: Any = settings_of(ServiceConfig)["lease_ttl_s"].default
 
 
 def run(deployment: Deployment, choice: LoadChoice, say: Say, progress: Say) -> TrialVerdict:

@@ -7,8 +7,8 @@ from statistics import fmean, pstdev
 import pytest
 import torch
 
-from services.common.config import parse_size_bytes
 from services.common.device_profile import load_profile
+from services.common.size import parse_size_bytes
 from services.worker.engine.compute.runner import ModelRunner
 from services.worker.engine.compute.runner_config import RunnerConfig
 from tideserve.bench.co_serving.figures import WINDOW_FROM_S
