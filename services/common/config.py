@@ -212,7 +212,7 @@ def _arguments(cls: type[Any], defaults: Any, values: Mapping[str, Any]) -> dict
     arguments = {}
     for field in dataclasses.fields(cls):
         if field.metadata.get("nested"):
-            inner = field.default if defaults is None else getattr(defaults, field.name)
+            inner: Any = field.default if defaults is None else getattr(defaults, field.name)
             own = _arguments(type(inner), inner, values)
             arguments[field.name] = dataclasses.replace(inner, **own)
         elif key_of(field) in values and not field.metadata.get("computed"):

@@ -78,9 +78,10 @@ class Setting:
         if isinstance(value, bool):
             return str(value).lower()
         if isinstance(value, int | float):
-            text = format_size if value and self.metadata.get("size") else number_text
+            is_size = value and self.metadata.get("size")
+            text = format_size(int(value)) if is_size else number_text(value)
             elsewhere = self.metadata.get("elsewhere")
-            return f"{text(value)}; {elsewhere}" if elsewhere else text(value)
+            return f"{text}; {elsewhere}" if elsewhere else text
         return str(value) or "empty"
 
 

@@ -21,6 +21,7 @@ from services.common.logging import set_up_logging
 from services.core.changeover.state import Changeover, MemberConfig
 from services.core.cost.model import CostModel
 from services.core.planner.block_pool import BlockPool
+from services.core.planner.config import IterationConfig
 from services.core.planner.impossible import ImpossibleTargets
 from services.core.planner.preemption import Preempt, PreemptedWork
 from services.worker.config import WorkerConfig
@@ -72,12 +73,7 @@ def started() -> EngineLoop:
         pacer = pacer_of(config)
         runner = ModelRunner.load(runner_config(config))
         profile = stored_profile(config)
-        made_with = replace(
-            config.planner,
-            block_size=runner.block_size,
-            num_blocks=runner.num_blocks,
-            cost_model=cost_model_of(runner, config, pacer or profile),
-        )
+        made_with = planner_config(runner, config, cost_model_of(runner, config, pacer or profile))
         if profile is not None:
             log.info("profile of this model and device: %s (%s)", profile.name, profile.source)
         member_config = MemberConfig(
@@ -168,6 +164,13 @@ def cost_model_of(
         "scheduling: %s, and no profile is stored: measuring a rough cost model", planner.scheduling
     )
     return sketch(runner, planner.max_batch_tokens, planner.max_running)
+
+
+def planner_config(
+    runner: ModelRunner, config: WorkerConfig, cost_model: CostModel | None
+) -> IterationConfig:
+    """The configuration of a planner over the blocks that the runner has."""
+    return replace(config.planner, num_blocks=runner.num_blocks, cost_model=cost_model)
 
 
 def pacer_of(config: WorkerConfig) -> Pacer | None:
