@@ -13,7 +13,7 @@ import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import yaml
 
@@ -236,6 +236,11 @@ def plain(value: Any) -> Any:
 
 
 def _read(setting: Setting, given: Given) -> Any:
+    for kind in setting.kinds:
+        if dataclasses.is_dataclass(kind) and isinstance(given.value, Mapping):
+            return from_mapping(
+                cast("type[Any]", kind), given.value, f"section '{setting.key}' of {given.place}"
+            )
     where = f"'{setting.key}' in {given.place}"
     try:
         value = (_from_text if given.text else _converted)(given.value, setting)
@@ -245,7 +250,7 @@ def _read(setting: Setting, given: Given) -> Any:
     if setting.secret and isinstance(value, str) and not value.strip():
         raise ConfigError(f"{where} is empty; give the secret, or leave it out")
     enum = next((kind for kind in setting.kinds if is_enum(kind)), None)
-    accepted = tuple(str if is_enum(k) else typing.get_origin(k) or k for k in setting.kinds)
+    accepted = tuple(map(_plain_type, setting.kinds))
     if not isinstance(value, accepted) or (isinstance(value, bool) and bool not in accepted):
         # A message must not show a secret, not even an unusable one.
         shown = "not usable" if setting.secret else repr(value)
@@ -257,6 +262,13 @@ def _read(setting: Setting, given: Given) -> Any:
         shown = f"'{value}'" if isinstance(value, str) else value
         raise ConfigError(f"{where} is {shown}, but must be {allowed}")
     return value if enum is None else enum(value)
+
+
+def _plain_type(kind: Any) -> Any:
+    """The type of a value in YAML for this one of a field."""
+    if is_enum(kind):
+        return str
+    return dict if dataclasses.is_dataclass(kind) else typing.get_origin(kind) or kind
 
 
 def _refusal(value: Any, metadata: Mapping[str, Any]) -> str | None:

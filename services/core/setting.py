@@ -37,6 +37,11 @@ def number(
     return option(default, help, range=(minimum, maximum), multiple_of=multiple_of, **more)
 
 
+def seconds(default: Any, help: str = "", *, minimum: float = 0, **more: Any) -> Any:
+    """A duration."""
+    return number(default, help, minimum=minimum, maximum=10**6, **more)
+
+
 def size(default: Any = MISSING, help: str = "", **more: Any) -> Any:
     """A `number` of bytes, which may also be written with a unit, such as 1GiB."""
     return number(default, help, size=True, **more)

@@ -151,7 +151,6 @@ class GatewayConfig(ServiceConfig):
         " get 503, and online ones always find the rest.",
         minimum=0,
         maximum=1,
-        expert=True,
     )
     # There is room for at least one of the largest.
     body_bytes_max: int = size(

@@ -117,7 +117,6 @@ class WorkerConfig(ServiceConfig):
         " peer that sends parameters at less than a quarter of it is given up for the folder.",
         minimum=1,
         maximum=2**50,
-        expert=True,
     )
     ucx_transports: str = option(
         "sm,tcp", "UCX_TLS between engines, such as rc,sm,tcp for RDMA between hosts."

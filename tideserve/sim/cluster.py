@@ -58,7 +58,7 @@ class ClusterSpec:
     instances: int
     iteration: IterationConfig
     max_model_len: int
-    scheduler: StateConfig = StateConfig()
+    scheduler: StateConfig = field(default_factory=StateConfig)
     delays: Delays = field(default_factory=Delays)
     fast_forward: bool = True
     sample_s: float = 1.0

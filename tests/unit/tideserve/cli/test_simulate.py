@@ -134,12 +134,16 @@ BAD = {
     "max_running: 4000": "'max_running' is 4000",
     "delays: {ask_s: -1}": "'ask_s'",
     "delays: {aks_s: 1}": "did you mean 'ask_s'",
+    "monitor: {smoothing_s: 0}": "'smoothing_s' in section 'monitor' of .* is 0.0,",
+    "shape: 3": "must be of type dict",
     "workload: {kind: gama}": "must be one of gamma",
     "workload: {kind: gamma}": "'rate_per_s' is missing",
     "workload: {kind: gamma, rate_per_s: 1, cvs: 2}": "did you mean 'cv'",
     "workload: {kind: gamma, rate_per_s: 1, prompt: {mean: 5, least: 9, most: 3}}": "'least'",
     "workload: {kind: trace, path: nowhere.csv}": "cannot read the trace",
-    "batch: {}\nworkload: {kind: closed, concurrency: 1}": "clients that wait",
+    "batch: {clients: 1, prompt: 5, output: 5}\nworkload: {kind: closed, concurrency: 1}": (
+        "clients that wait"
+    ),
     "workload: 3": "must be of type dict",
     "service: {slo_class: batch}": "'slo_class'",
     "service: {ttft_s: 1, targets_of: a}": "both 'targets_of' and targets",
