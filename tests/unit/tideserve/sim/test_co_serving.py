@@ -118,7 +118,9 @@ def test_classes_decide_in_the_scheduler_and_in_the_workers() -> None:
 def test_some_groups_may_be_for_batch_work_alone() -> None:
     workload = load(8, 8)
     rules = ClassRules(Scheduling.PRIORITY, batch_groups=1)
-    cluster = Cluster(replace(spec("priority"), rules=rules), DEVICE, workload)
+    plain = spec("priority")
+    scheduler = replace(plain.scheduler, rules=rules)
+    cluster = Cluster(replace(plain, scheduler=scheduler), DEVICE, workload)
     places = _places(cluster)
     assert places[ServiceClass.BATCH] == {"worker-0000"}
     assert places[ServiceClass.INTERACTIVE] == {"worker-0001"}
