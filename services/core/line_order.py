@@ -16,15 +16,11 @@ UNTARGETED_S = 10.0
 
 
 class Scheduling(StrEnum):
-    """First come, first served, whatever was promised; or class before class, `batch` last.
+    """Which requests go first, see `scheduling_setting`.
 
-    `slo`: by deadline, and batch work fills the time that deadlines leave.
-
-    Five are there to be compared with. `prefill_first`: as `fcfs`, but prompts run whole, and
-    without decodes beside them (the baseline of BROS). `round_robin`: iterations of online and of
-    batch work alternate (another one). `conserve`: deadlines as ConServe prints them, see `slo.py`.
-    `bros`: packing as BROS prints it, see `bros.py`. `waiting_time`: whoever has waited longest
-    since its last iteration runs (a third baseline of BROS).
+    The last five are there to be compared with: `round_robin`, `waiting_time` and `prefill_first`
+    are baselines of BROS, `conserve` has the deadlines that ConServe prints (`slo.py`), and `bros`
+    the packing that BROS prints (`bros.py`).
     """
 
     FCFS = "fcfs"
