@@ -27,12 +27,13 @@ sys.path.insert(0, str(ROOT))
 
 from check_rules import UNAVAILABLE, fetch, find  # noqa: E402
 
+from benchmarks.systems.gateway_cost import GatewayCost  # noqa: E402
+from benchmarks.systems.system import Deployment  # noqa: E402
+from benchmarks.systems.tideserve import Tideserve  # noqa: E402
 from services.core.quota.limits import QuotaLimits  # noqa: E402
-from tideserve.bench.systems.gateway_cost import GatewayCost  # noqa: E402
-from tideserve.bench.systems.system import Deployment, free_port  # noqa: E402
-from tideserve.bench.systems.tideserve import Tideserve  # noqa: E402
 from tideserve.cli.cache import cache_root  # noqa: E402
 from tideserve.cli.keys import add_key  # noqa: E402
+from tideserve.cli.local_cluster import free_port  # noqa: E402
 from tideserve.cli.model_store import resolve_model  # noqa: E402
 from tideserve.cli.report import Report  # noqa: E402
 from tideserve.cli.tiny_model import DEEP, TINY_OPTIONS, write_tiny_model  # noqa: E402

@@ -29,7 +29,7 @@ SUFFIXES = frozenset({".css", ".html", ".js", ".md", ".proto", ".py", ".sh", ".t
 GENERATED = re.compile(r"_pb2(_grpc)?\.pyi?$|^deploy/schemas/")
 OWN_TEST = "tests/unit/scripts/test_check_texts.py"
 """It says on purpose what is wrong."""
-ATTRIBUTION = "tideserve/bench/data/README.md"
+ATTRIBUTION = "tideserve/load/data/README.md"
 """Its licence asks for the source beside the data."""
 TITLE_MIN = 12
 """Characters of what counts as a title: the keys are shorter."""

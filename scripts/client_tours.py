@@ -27,11 +27,14 @@ from tour_environments import CLIENTS, Client, EnvironmentFailed, ensure
 from tour_results import PAGE, with_rows
 from tours.tour import KINDS, REQUIRED_KINDS, UNFINISHED
 
-from tideserve.bench.client_process import python_environment
-from tideserve.bench.systems.process import ServerProcess
-from tideserve.bench.systems.system import answers, free_port
-from tideserve.bench.systems.tideserve import up_command
 from tideserve.cli.cache import cache_root
+from tideserve.cli.local_cluster import (
+    ServerProcess,
+    answers,
+    free_port,
+    python_environment,
+    up_command,
+)
 from tideserve.cli.model_store import resolve_model
 
 ROOT = Path(__file__).resolve().parent.parent

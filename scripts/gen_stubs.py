@@ -21,7 +21,7 @@ PACKAGE = "tideserve"
 STUBS = ROOT / PACKAGE
 LAST_RELEASE = PROTO / "last_release.binpb"
 # People wrote these parts of the namespace package; the stubs stand beside them.
-WRITTEN = ("bench", "cli", "client", "sim")
+WRITTEN = ("cli", "client", "load", "sim")
 
 
 class GenerationFailed(Exception):

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import build_wheels
 
-from tideserve.bench.errors import SystemUnavailable
-from tideserve.bench.systems.client_environment import ensure_client, install
-from tideserve.bench.systems.vllm_install import ensure_vllm
+from benchmarks.systems.client_environment import ensure_client, install
 from tideserve.cli.cache import cache_root, create_cache
+from tideserve.cli.errors import SystemUnavailable
+from tideserve.cli.vllm_install import ensure_vllm
 
 OWN = ("tideserve_api-", "tideserve_client-")
 

@@ -13,8 +13,8 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from tour_environments import CLIENTS, VLLM, Client
 
-from tideserve.bench.systems.client_environment import LISTS
-from tideserve.bench.systems.vllm_install import VLLM_VERSION
+from benchmarks.systems.client_environment import LISTS
+from tideserve.cli.vllm_install import VLLM_VERSION
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "clients.md"
 HEAD = "| client | version | calls | passed | what is not there, and why |\n|---|---|---|---|---|\n"

@@ -10,9 +10,9 @@ import sys
 import venv
 from pathlib import Path
 
-from tideserve.bench.errors import SystemUnavailable
-from tideserve.bench.systems.client_environment import install
+from benchmarks.systems.client_environment import install
 from tideserve.cli.cache import cache_root, create_cache
+from tideserve.cli.errors import SystemUnavailable
 
 PACKAGE = "arize-phoenix==20.26.0"
 EXIT_MISSING = 77

@@ -50,8 +50,9 @@ class Accuracy:
 class DeviceProfile:
     """A model on a device. Links in bytes/s, one direction; None where nobody measured.
 
-    `peer` is the link to another device of the cluster, `host` the one to host memory; `shape` and
-    `hidden_bytes`, a token's activation, are what a division of the model into stages takes.
+    `peer` is the link to another device of the cluster, `host` the one to host memory (recorded for
+    KV in host memory; no code uses it yet). `shape` and `hidden_bytes`, a token's activation, are
+    what a division of the model into stages takes.
     `source` says where the figures are from.
     """
 

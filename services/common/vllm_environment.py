@@ -44,7 +44,7 @@ def vllm_environment(
             # Its engine computes within its own process. By default it has another one do so on a
             # CPU, and polls for the answer: where all cores compute, that stalls the other for up
             # to two seconds. Measured on two cores: throughput of `steady` 14 to 29 % lower, P99
-            # TTFT 0.5 to 1.3 s in place of 0.2 to 0.3 s (see bench/results).
+            # TTFT 0.5 to 1.3 s in place of 0.2 to 0.3 s.
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "OMP_NUM_THREADS": str(threads),
         }

@@ -11,16 +11,16 @@ from typing import Any
 
 import pytest
 
+from benchmarks.client_process import run_job
 from services.common.etcd import Store
 from tests.support.fake_openai import fake_openai
 from tests.support.gateway import gateway_case
 from tests.support.refusing_address import refusing_address
-from tideserve.bench.client import LEAD_S, Job, LoadClient
-from tideserve.bench.client_process import run_job
-from tideserve.bench.errors import SystemUnavailable
-from tideserve.bench.event_stream import Marks, OpenAIServer
-from tideserve.bench.record import RequestOutcome, SentRequest
-from tideserve.bench.workload import Backlog, PlannedRequest
+from tideserve.cli.errors import SystemUnavailable
+from tideserve.load.client import LEAD_S, Job, LoadClient
+from tideserve.load.event_stream import Marks, OpenAIServer
+from tideserve.load.record import RequestOutcome, SentRequest
+from tideserve.load.workload import Backlog, PlannedRequest
 from tideserve.scheduler.v1 import scheduler_pb2
 
 OUTPUT_TOKENS = 5
@@ -222,7 +222,7 @@ async def test_what_would_be_cut_off_is_not_begun(
         now_s += takes_s
 
     monkeypatch.setattr(OpenAIServer, "complete", slowly)
-    monkeypatch.setattr("tideserve.bench.client.monotonic_s", lambda: now_s)
+    monkeypatch.setattr("tideserve.load.client.monotonic_s", lambda: now_s)
     with fake_openai() as server:
         requests = [request() for _ in range(12)]
         records = await run(job([server.url], requests, concurrency=1, timeout_s=10.0))

@@ -10,19 +10,18 @@ from typing import Any
 
 import pytest
 
+from benchmarks import run as cli_bench
+from benchmarks.run import BenchArguments, run_bench
+from benchmarks.runs.runner import BenchPlan, RunOutcomes
+from benchmarks.scenarios.scenario import LoadChoice, Trial, TrialVerdict
+from benchmarks.systems.system import Deployment
 from tests.support.fake_openai import fake_openai
 from tests.support.refusing_address import refusing_address
-from tideserve.bench.client_process import python_environment
-from tideserve.bench.errors import SystemUnavailable
-from tideserve.bench.runs.runner import BenchPlan, RunOutcomes
-from tideserve.bench.scenarios.scenario import LoadChoice, Trial, TrialVerdict
-from tideserve.bench.systems.system import Deployment
-from tideserve.bench.workload import TOKEN_ID_MAX, TOKEN_ID_MIN
-from tideserve.cli import bench as cli_bench
 from tideserve.cli import cluster_options
-from tideserve.cli.bench import BenchArguments, run_bench
 from tideserve.cli.commands.main import main
-from tideserve.cli.errors import CommandError
+from tideserve.cli.errors import CommandError, SystemUnavailable
+from tideserve.cli.local_cluster import python_environment
+from tideserve.load.workload import TOKEN_ID_MAX, TOKEN_ID_MIN
 
 TIMEOUT_S = 240.0
 

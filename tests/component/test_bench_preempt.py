@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
+from benchmarks.probes.preemption import LoadExtent, measure
 from tests.support.tiny_models import make_tiny_model
-from tideserve.bench.probes.preemption import LoadExtent, measure
 
 
 async def test_both_engines_are_measured(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import pytest
 from etcd3aio.kv import KVService
 from google.protobuf.message import Message
 
+from benchmarks.faults.cluster import forget_history
 from services.common import etcd as etcd_module
 from services.common.errors import StoreError
 from services.common.etcd import SameCreation, Store, StoreSnapshot, Unchanged
@@ -24,7 +25,6 @@ from tests.support.control_plane import (
 )
 from tests.support.etcd_server import EtcdServer
 from tests.support.waiting import DEADLINE_S, eventually
-from tideserve.bench.faults.cluster import forget_history
 from tideserve.common.v1 import record_pb2
 
 KEY = f"{WORKERS}w0"

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 import pytest
 
 from tests.support.fake_openai import FakeOpenAI, fake_openai
-from tideserve.bench.workload import PlannedRequest
 from tideserve.cli.demo import Flood, shown, watch
 from tideserve.cli.demo_state import Score
 from tideserve.cli.report import Report
 from tideserve.cli.status import STATUS_PATH
+from tideserve.load.workload import PlannedRequest
 
 STATUS = {
     "services": [],

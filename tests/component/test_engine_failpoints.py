@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.faults.matrix import PHASES, ROLES
 from services.common import failpoint
 from services.core.groups.layer_map import Stage
 from services.core.request import Limits, Request, Sampling
 from services.worker.engine.compute.runner_config import RunnerConfig
 from tests.support.engine_group import EngineGroup
 from tests.support.tiny_models import make_tiny_model
-from tideserve.bench.faults.matrix import PHASES, ROLES
 
 LAYERS = 3
 APART = [[Stage("w0", 0, LAYERS)], [Stage("w1", 0, LAYERS)]]

@@ -7,6 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.audit_logs import audit_logs
+from benchmarks.scenarios.churn import churn, judge
+from benchmarks.steady_load import Shape
 from services.common.event_log import EventLog, EventLogError, read_config, read_entries
 from services.core.audit.record import COMMAND, EVENT
 from services.core.changeover.state import Changeover, MemberConfig
@@ -18,9 +21,6 @@ from services.core.scheduler.vocabulary import Asked, SendAssignment, SendTicket
 from tests.support.client import gather_bounded, numbered_completion
 from tests.support.cluster import Cluster
 from tests.support.tiny_models import make_tiny_model
-from tideserve.bench.audit_logs import audit_logs
-from tideserve.bench.scenarios.churn import churn, judge
-from tideserve.bench.steady_load import Shape
 from tideserve.sim.replay import SCHEDULER_TYPES, WORKER_TYPES, replay
 
 REQUESTS = 24

@@ -17,8 +17,8 @@ from tests.support.certified import DAY, Certified
 from tests.support.control_plane import LEASE_TTL_S, serving
 from tests.support.waiting import eventually
 from tideserve import client as tide
-from tideserve.bench.systems.system import free_port
 from tideserve.cli.certificates import Authority, write_pair
+from tideserve.cli.local_cluster import free_port
 from tideserve.client import AsyncClient, Tls
 
 HOSTS = ("localhost", "127.0.0.1")

@@ -13,8 +13,8 @@ from tests.support.byte_tokenizer import write_model_folder
 from tests.support.certified import DAY, Certified
 from tests.support.control_plane import LEASE_TTL_S, serving
 from tests.support.waiting import eventually
-from tideserve.bench.systems.system import free_port
 from tideserve.cli.certificates import write_pair
+from tideserve.cli.local_cluster import free_port
 
 KEY = "k" * 32
 

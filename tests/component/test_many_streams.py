@@ -17,6 +17,7 @@ import psutil
 import pytest
 import yaml
 
+from benchmarks.client_process import run_job
 from services.common.clock import monotonic_s
 from services.common.etcd import Store
 from tests.support.byte_tokenizer import write_model_folder
@@ -24,11 +25,10 @@ from tests.support.control_plane import LEASE_TTL_S
 from tests.support.fake_cluster import FakeCluster, fake_cluster
 from tests.support.gateway import TEXT, text_ids
 from tests.support.waiting import eventually
-from tideserve.bench.client import Job
-from tideserve.bench.client_process import run_job
-from tideserve.bench.record import RequestOutcome, SentRequest
-from tideserve.bench.systems.system import free_port
-from tideserve.bench.workload import PlannedRequest
+from tideserve.cli.local_cluster import free_port
+from tideserve.load.client import Job
+from tideserve.load.record import RequestOutcome, SentRequest
+from tideserve.load.workload import PlannedRequest
 
 STREAMS = 2000
 OUTPUT_TOKENS = 32

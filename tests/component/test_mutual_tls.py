@@ -37,8 +37,8 @@ from tests.support.control_plane import (
 from tests.support.fake_cluster import FakeWorker, running_worker
 from tests.support.gateway import endless
 from tests.support.waiting import DEADLINE_S, eventually
-from tideserve.bench.systems.system import free_port
 from tideserve.cli.certificates import Authority
+from tideserve.cli.local_cluster import free_port
 from tideserve.common.v1 import process_pb2, process_pb2_grpc
 
 STREAMS = 4

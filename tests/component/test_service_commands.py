@@ -9,8 +9,8 @@ import pytest
 import yaml
 
 from services.common.setting import settings_of
-from tideserve.bench.client_process import python_environment
 from tideserve.cli.cluster_options import CONFIGS
+from tideserve.cli.local_cluster import python_environment
 
 SETTINGS = {
     "ETCD_URL": "https://etcd:2379",

@@ -18,7 +18,7 @@ from tests.support.control_plane import (
 )
 from tests.support.exposition import Samples, samples
 from tests.support.waiting import eventually
-from tideserve.bench.systems.system import fetch, free_port
+from tideserve.cli.local_cluster import fetch, free_port
 
 
 async def told(port: int) -> Samples:

@@ -20,7 +20,7 @@ from services.worker.engine.transfer.ucx_transport import UcxTransport, load_ucx
 from tests.support.transfer import NONCE
 from tests.support.transfer_peer import TESTER, lane
 from tests.support.writing_peer import WRITER
-from tideserve.bench.systems.system import free_port
+from tideserve.cli.local_cluster import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 DEADLINE_S = 60.0

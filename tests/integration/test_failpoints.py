@@ -2,12 +2,12 @@
 
 from pathlib import Path
 
+from benchmarks.faults.streams import STALL_S, Streams
+from benchmarks.group_changes import MERGE_PATH, change_groups
 from services.common.failpoint import read_hits
 from tests.support.cluster import Cluster
 from tests.support.tiny_models import make_tiny_model
-from tideserve.bench.faults.streams import STALL_S, Streams
-from tideserve.bench.group_changes import MERGE_PATH, change_groups
-from tideserve.bench.workload import PlannedRequest
+from tideserve.load.workload import PlannedRequest
 
 CHANGE_TIMEOUT_S = 60.0
 MEMMGR = [

@@ -6,11 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.systems.system import Deployment
+from benchmarks.systems.tideserve import Tideserve
 from tests.support.browser import CHROMIUM, Page, open_page
 from tests.support.cluster import REPOSITORY
-from tideserve.bench.client import Job, LoadClient
-from tideserve.bench.systems.system import Deployment
-from tideserve.bench.systems.tideserve import Tideserve
 from tideserve.cli.cache import cache_root
 from tideserve.cli.demo import (
     DEVICE,
@@ -23,6 +22,7 @@ from tideserve.cli.demo import (
 )
 from tideserve.cli.model_store import resolve_model
 from tideserve.cli.tiny_model import DEEP, write_tiny_model
+from tideserve.load.client import Job, LoadClient
 
 PICTURES = REPOSITORY / "build"
 HEIGHTS = (

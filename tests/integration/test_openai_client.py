@@ -7,12 +7,12 @@ from typing import Any
 import openai
 import pytest
 
+from benchmarks.systems.system import read_metrics
+from benchmarks.systems.tideserve import metrics_addresses
 from tests.support.client import open_client, prompt_of
 from tests.support.cluster import Cluster
 from tests.support.tiny_models import make_tiny_model
 from tests.support.waiting import eventually
-from tideserve.bench.systems.system import read_metrics
-from tideserve.bench.systems.tideserve import metrics_addresses
 
 MESSAGES: Any = [{"role": "user", "content": "Tell me about the tide."}]
 

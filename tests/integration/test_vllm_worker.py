@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 from openai import APIStatusError, AsyncOpenAI
 
+from benchmarks.systems.system import read_metrics
 from tests.support.client import open_client, stream_completion
 from tests.support.cluster import Cluster
 from tests.support.waiting import eventually
-from tideserve.bench.systems.system import read_metrics
-from tideserve.bench.systems.vllm_install import installed_vllm
 from tideserve.cli.cache import cache_root
+from tideserve.cli.vllm_install import installed_vllm
 
 START_S = 900.0
 MODEL = "SmolLM2-135M-Instruct"

@@ -13,6 +13,7 @@ from urllib.error import HTTPError
 import psutil
 import pytest
 
+from benchmarks.audit_logs import audit_logs
 from tests.support.cluster import Cluster
 from tests.support.disturbed_streams import (
     KINDS,
@@ -24,7 +25,6 @@ from tests.support.disturbed_streams import (
     merge,
 )
 from tests.support.tiny_models import make_tiny_model
-from tideserve.bench.audit_logs import audit_logs
 
 STOPPED_S = 12.0
 """Longer than a stalled microbatch is waited for, and than a member may be silent."""

@@ -11,6 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from benchmarks.audit_logs import audit_logs
 from tests.support.cluster import Cluster
 from tests.support.disturbed_streams import (
     KINDS,
@@ -21,7 +22,6 @@ from tests.support.disturbed_streams import (
     kill,
 )
 from tests.support.tiny_models import make_tiny_model
-from tideserve.bench.audit_logs import audit_logs
 
 RESUMED = "tideserve_gateway_resumed_streams_total"
 

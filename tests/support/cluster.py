@@ -19,7 +19,7 @@ from typing import Any, Self, TypeVar
 
 import yaml
 
-from tideserve.bench.systems.system import free_port
+from tideserve.cli.local_cluster import free_port
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 READY_TIMEOUT_S = 180.0

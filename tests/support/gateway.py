@@ -18,7 +18,7 @@ from tests.support.client import open_client
 from tests.support.control_plane import LEASE_TTL_S, serving
 from tests.support.fake_cluster import FakeCluster, fake_cluster
 from tests.support.waiting import eventually
-from tideserve.bench.systems.system import free_port
+from tideserve.cli.local_cluster import free_port
 from tideserve.client import AsyncClient
 
 TIMEOUT_S = 60.0

@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from tideserve.bench.faults.streams import StreamOutcome
-from tideserve.bench.faults.survival import Crowd, Loss, Outage
-from tideserve.bench.steady_load import Tally
-from tideserve.bench.undisturbed import Undisturbed
+from benchmarks.faults.streams import StreamOutcome
+from benchmarks.faults.survival import Crowd, Loss, Outage
+from benchmarks.steady_load import Tally
+from benchmarks.undisturbed import Undisturbed
 
 TOKENS = 10
 WANTED = Undisturbed(tuple(range(TOKENS)))

@@ -10,7 +10,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any, Self
 
-from tideserve.bench.systems.system import free_port
+from tideserve.cli.local_cluster import free_port
 
 READY_TIMEOUT_S = 240.0
 SPANS_MAX = 1000

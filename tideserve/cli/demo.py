@@ -7,28 +7,27 @@ the same requests over HTTP, and at most `FLOOD_LIMIT_S`.
 import asyncio
 import signal
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
+from typing import Any
 
 from rich.live import Live
 
 from services.common.clock import monotonic_s
-from tideserve.bench.client import LEAD_S, Job, LoadClient
-from tideserve.bench.errors import SystemUnavailable
-from tideserve.bench.systems.system import Deployment
-from tideserve.bench.systems.tideserve import Tideserve
-from tideserve.bench.workload import TOKEN_ID_MIN, PlannedRequest
 from tideserve.cli.cache import cache_root
 from tideserve.cli.demo_state import ClusterSnapshot, FloodProgress, Score, snapshot_of
 from tideserve.cli.demo_view import conclusion, outcome, plain_line, scores_table, screen
-from tideserve.cli.errors import EXIT_FAILED, CommandError, unusable
+from tideserve.cli.errors import EXIT_FAILED, CommandError, SystemUnavailable, unusable
+from tideserve.cli.local_cluster import LocalCluster
 from tideserve.cli.model_store import ModelUnavailable, resolve_model
 from tideserve.cli.report import Report
 from tideserve.cli.status import read_status
 from tideserve.cli.tiny_model import DEEP, TINY_OPTIONS, VOCABULARY, write_tiny_model
+from tideserve.load.client import LEAD_S, Job, LoadClient
+from tideserve.load.workload import TOKEN_ID_MIN, PlannedRequest
 from tideserve.sim.workload import phased_times
 
 POLICIES = ("recompute", "drop")
@@ -36,15 +35,21 @@ DEVICE = "A100-14B"
 MODEL_NAME = "demo-16-layers"
 WORKERS = 2
 MEMORY_BYTES = 32 << 20
-OPTIONS = {
-    **TINY_OPTIONS,
+LIMIT_S = 160.0
+OPTIONS: dict[str, Any] = TINY_OPTIONS | {
+    "model_name": MODEL_NAME,
+    "workers": WORKERS,
+    "memory": MEMORY_BYTES,
+    "dtype": "float32",
+    "paced": DEVICE,
+    "queue_deadline": LIMIT_S,
+    "worker": {"profile_when_idle": False},
     # A short wait, so that parameters are seen to come back.
     "memmgr": {"split_dwell_s": 2.0},
 }
 # (seconds, requests a second): a trickle, a flood that overflows the KV cache, a trickle.
 PHASES = ((3.0, 1.0), (8.0, 6.0), (5.0, 0.5))
 PROMPT_TOKENS, OUTPUT_TOKENS = 96, 96
-LIMIT_S = 160.0
 FLOOD_LIMIT_S = 50.0
 FLOOD_MIN_S = 20.0
 """A cluster that leaves less time than this for the flood, as it is ready late, is given up."""
@@ -158,35 +163,26 @@ def _show_policy(
     until_s = monotonic_s() + (end_s - monotonic_s()) / (len(POLICIES) - len(scores))
     closing_s = SPLIT_LIMIT_S + STOP_S
     start_s = min(START_LIMIT_S, until_s - monotonic_s() - FLOOD_MIN_S - closing_s)
-    deployment = Deployment(
-        model_dir=model_dir,
-        model_name=MODEL_NAME,
-        cache=cache_root(),
-        workers=WORKERS,
-        memory_bytes=MEMORY_BYTES,
-        dtype="float32",
-        paced=DEVICE,
-        options={**OPTIONS, "ready_timeout": start_s},
-    )
-    system = Tideserve(policy, (), deployment)
+    cluster = LocalCluster()
+    options = OPTIONS | {"model": str(model_dir), "overload_policy": policy}
     try:
         with report.step(f"Starting a cluster with --overload-policy {policy}"):
-            _start(system, start_s)
-        report.line(f"Live page of this cluster: {system.admin_url}", style="dim")
+            _start(cluster, options, start_s)
+        report.line(f"Live page of this cluster: {cluster.admin_url}", style="dim")
         timeout_s = min(FLOOD_LIMIT_S, until_s - monotonic_s() - closing_s)
         load = Flood(requests_of_flood(), timeout_s)
         with shown(report) as show:
-            asyncio.run(watch(system.urls[0], system.admin_url, load, policy, scores, show))
+            asyncio.run(watch(cluster.url, cluster.admin_url, load, policy, scores, show))
         report.line(outcome(scores[-1]))
     finally:
-        system.stop()
+        cluster.stop()
 
 
-def _start(system: Tideserve, limit_s: float) -> None:
+def _start(cluster: LocalCluster, options: Mapping[str, Any], limit_s: float) -> None:
     """Raises SystemUnavailable."""
     started_s = monotonic_s()
     try:
-        system.start(lambda line: None)
+        cluster.start({**options, "ready_timeout": limit_s}, limit_s)
     except SystemUnavailable as error:
         late = monotonic_s() - started_s >= limit_s
         hint = "this machine is too slow or too busy; " if late else ""

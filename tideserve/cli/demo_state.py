@@ -4,9 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tideserve.bench.record import RequestOutcome, SentRequest
-from tideserve.bench.stats import duration_s
 from tideserve.cli.decision import decision_text
+from tideserve.load.record import RequestOutcome, SentRequest, duration_s
 from tideserve.sim.report import percentile
 
 

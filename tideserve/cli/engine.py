@@ -3,11 +3,10 @@
 from pathlib import Path
 
 from services.core.engine_kind import EngineKind
-from tideserve.bench.errors import SystemUnavailable
-from tideserve.bench.systems.vllm_install import ensure_vllm, installed_vllm
 from tideserve.cli.cache import cache_root, create_cache
 from tideserve.cli.cluster_options import ClusterOptions
-from tideserve.cli.errors import EXIT_UNUSABLE, CommandError, unusable
+from tideserve.cli.errors import EXIT_UNUSABLE, CommandError, SystemUnavailable, unusable
+from tideserve.cli.vllm_install import ensure_vllm, installed_vllm
 
 
 def install_vllm() -> Path:

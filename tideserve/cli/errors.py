@@ -19,6 +19,10 @@ class Unreachable(CommandError):
     """Nobody answers there, or not to the end."""
 
 
+class SystemUnavailable(Exception):
+    """A server cannot be installed, started or reached; the message is one sentence."""
+
+
 @contextmanager
 def unusable(*kinds: type[Exception]) -> Iterator[None]:
     """Errors of these kinds, which say what cannot be used and why, end the command."""

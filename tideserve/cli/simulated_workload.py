@@ -10,9 +10,8 @@ from typing import Any
 from services.common.config import from_mapping
 from services.common.errors import ConfigError
 from services.core.setting import number
-from tideserve.bench.errors import BenchError
-from tideserve.bench.traces import load_trace
-from tideserve.bench.workload import LengthScale, arrivals_of
+from tideserve.load.traces import TraceError, load_trace
+from tideserve.load.workload import LengthScale, arrivals_of
 from tideserve.sim.conversations import AGENTS, CHATS
 from tideserve.sim.workload import (
     Arrival,
@@ -198,6 +197,6 @@ def _trace(section: _Trace, path: Path, notes: list[str]) -> list[Arrival]:
             trace = trace.slice(section.start_s, section.slice_s or trace.span_s + 1)
         if section.rate_per_s is not None:
             trace = trace.scale_rate(section.rate_per_s)
-    except BenchError as error:
+    except TraceError as error:
         raise ConfigError(str(error)) from error
     return arrivals_of(trace, scale)

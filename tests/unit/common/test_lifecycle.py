@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from services.common.lifecycle import EXIT_UNUSABLE
-from tideserve.bench.client_process import python_environment
 from tideserve.cli.certificates import Authority, write_pair
+from tideserve.cli.local_cluster import python_environment
 
 PROGRAM = """
 import asyncio

@@ -25,7 +25,7 @@ from services.common.tracing import (
 )
 from tests.support.otlp_receiver import OtlpReceiver
 from tests.support.waiting import eventually
-from tideserve.bench.client_process import python_environment
+from tideserve.cli.local_cluster import python_environment
 
 TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 CONFIG = ServiceConfig(etcd_url="http://none:1")

@@ -16,7 +16,7 @@ from tours import task, tour
 from tours.plain import Plain
 from tours.tour import REQUIRED_KINDS, Failure, Tour
 
-from tideserve.bench.systems.client_environment import LISTS
+from benchmarks.systems.client_environment import LISTS
 
 CLIENT = CLIENTS[0]
 

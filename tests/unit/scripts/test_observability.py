@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[3]
 RUNBOOK = ROOT / "docs" / "runbook"
 RULES = yaml.safe_load(check_rules.RULES.read_text())["groups"]
 ALERTS = {rule["alert"]: rule for group in RULES for rule in group["rules"]}
-SECTIONS = ["## Meaning", "## First command", "## Remedy"]
+SECTIONS = ["## Meaning", "## Impact", "## Diagnosis", "## Remedy"]
 # Metrics of Prometheus and etcd themselves.
 FOREIGN = re.compile(r"up|etcd_(mvcc|server|disk)_\w+")
 METRIC = re.compile(r"(?<![\w\"'])((?:vllm:|tideserve_|process_|etcd_)\w+|up(?=\{))")

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from tideserve.cli.bytecode import keep_bytecode
-from tideserve.cli.commands import bench, doctor, engine, key, profile, simulate, up
+from tideserve.cli.commands import checkout, doctor, engine, key, profile, simulate, up
 from tideserve.cli.default import DEFAULT_PORT, DEFAULT_URL
 from tideserve.cli.errors import CommandError
 from tideserve.cli.option_command import option_command
@@ -189,7 +189,7 @@ def logs(
     show_logs(folder.logs, service, lines, follow, raw)
 
 
-app.command(cls=option_command(bench.FLAGS, bench.of_scenario), epilog=bench.EPILOG)(bench.bench)
+checkout.add_bench(app)
 
 
 @app.command(

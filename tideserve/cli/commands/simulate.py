@@ -59,7 +59,7 @@ def simulate(
     if against is not None and seed is not None:
         raise CommandError("--seed is the result's own with --against", EXIT_UNUSABLE)
     if against is not None:
-        from tideserve.cli.against import run_against
+        from tideserve.cli.commands.checkout import run_against
 
         run_against(against, profile, calibrate, json)
     elif config is not None:

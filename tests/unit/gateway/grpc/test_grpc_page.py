@@ -103,14 +103,13 @@ def test_fields_of_the_contract_that_are_named_exist() -> None:
 
 def test_numbers_are_those_of_the_code() -> None:
     assert f"({connection.TIMEOUT_S:g} s unless" in PAGE
-    assert f"Messages of clients {BODY_BYTES_MAX >> 20} MiB, metadata" in PAGE
-    assert f"metadata {METADATA_BYTES_MAX >> 10} KiB, {STREAMS_MAX:,} calls" in PAGE
-    assert f"within {MESSAGE_TIMEOUT_S:g} s" in PAGE and f"none for {STREAM_IDLE_S:g} s" in PAGE
-    assert f"at most {lobby.WAITING_MAX:,} calls whose message" in PAGE
-    assert f"of which {lobby.READING_MAX} are read" in PAGE
-    assert f"{lobby.STREAMS_MAX} open streams" in PAGE and f"{lobby.PARKED_MAX} such calls" in PAGE
-    assert f"more than {lobby.ALL_MAX:,}" in PAGE
-    assert f"{CONNECTION_AGE_S // 60} minutes and `request_timeout_s`" in PAGE
+    assert f"| {BODY_BYTES_MAX >> 20} MiB; {METADATA_BYTES_MAX >> 10} KiB |" in PAGE
+    assert f"| {STREAMS_MAX:,}; more wait" in PAGE
+    assert f"| {MESSAGE_TIMEOUT_S:g} s |" in PAGE and f"idle for {STREAM_IDLE_S:g} s |" in PAGE
+    assert f"| {lobby.WAITING_MAX:,}, of which {lobby.READING_MAX} are read" in PAGE
+    assert f"| {lobby.STREAMS_MAX}, with" in PAGE and f"| {lobby.PARKED_MAX}; each 256" in PAGE
+    assert f"| {lobby.ALL_MAX:,}; then" in PAGE
+    assert f"| {CONNECTION_AGE_S // 60} minutes; open calls" in PAGE
     assert f"for {REMEMBER_S / 60:g} minutes" in PAGE and f"last {REMEMBERED_MAX:,}" in PAGE
 
 

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from tideserve.bench.record import RequestOutcome, SentRequest
 from tideserve.cli.demo import TITLE, requests_of_flood
 from tideserve.cli.demo_state import ClusterSnapshot, FloodProgress, Score, snapshot_of
 from tideserve.cli.demo_view import bar_cells, conclusion, outcome, plain_line, scores_table, screen
 from tideserve.cli.model_folder import check_model_folder
 from tideserve.cli.tiny_model import CONFIG, DEEP, VOCABULARY, write_tiny_model
+from tideserve.load.record import RequestOutcome, SentRequest
 
 MIB = 1 << 20
 SHAPE = {"num_layers": 16, "kv_bytes": 512}

@@ -11,17 +11,17 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from benchmarks.command import FLAGS, bench
+from benchmarks.faults.matrix import FAULTS, PHASES
+from benchmarks.probes import drop_cost
+from benchmarks.scenarios import scenario_names, scenario_summaries
+from benchmarks.scenarios.scenario import find_scenarios, find_trials
+from benchmarks.systems.tideserve import MECHANISMS
 from services.common.setting import Setting, is_enum, settings_of
-from tideserve.bench.faults.matrix import FAULTS, PHASES
-from tideserve.bench.probes import drop_cost
-from tideserve.bench.scenarios import scenario_names, scenario_summaries
-from tideserve.bench.scenarios.scenario import find_scenarios, find_trials
-from tideserve.bench.systems.tideserve import MECHANISMS
-from tideserve.bench.systems.vllm_install import CPU_BUILD, GPU_BUILD
 from tideserve.cli.cluster_options import CONFIGS, SECTIONS, ClusterOptions
-from tideserve.cli.commands.bench import FLAGS, bench
 from tideserve.cli.commands.main import app
 from tideserve.cli.option_command import Flags, Wording, option_command
+from tideserve.cli.vllm_install import CPU_BUILD, GPU_BUILD
 
 HEAVY = ("grpc", "httpx", "torch", "transformers", "psutil", "zmq", "fastapi")
 OPTIONS = settings_of(ClusterOptions)

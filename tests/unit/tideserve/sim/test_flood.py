@@ -5,13 +5,13 @@ A simulation repeats exactly, so a policy that lets requests wait for longer fai
 
 import pytest
 
+from benchmarks.against import BUSY_HOST, ONE_HOST
+from benchmarks.scenarios import burst
+from benchmarks.scenarios.scenario import LoadChoice
 from services.common.device_profile import load_profile
 from services.core.groups.layer_map import ModelShape
 from services.core.planner.config import IterationConfig
 from services.core.scheduler.state_config import StateConfig
-from tideserve.bench.scenarios import burst
-from tideserve.bench.scenarios.scenario import LoadChoice
-from tideserve.cli.against import BUSY_HOST, ONE_HOST
 from tideserve.sim.change_spec import ChangeSpec
 from tideserve.sim.cluster import Cluster, ClusterSpec
 from tideserve.sim.report import Outcomes

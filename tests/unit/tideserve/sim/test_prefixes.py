@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 
+from benchmarks.prefix_count import CountedCache
+from benchmarks.prefix_dispatch import serve
 from services.core.cost.model import CostModel
 from services.core.planner.config import IterationConfig
 from services.core.scheduler.dispatch import PREFIX
 from services.core.scheduler.state_config import StateConfig
-from tideserve.bench.prefix_count import CountedCache
-from tideserve.bench.prefix_dispatch import serve
 from tideserve.sim.cluster import Cluster, ClusterSpec
 from tideserve.sim.conversations import AGENTS, CHATS, Conversations
 from tideserve.sim.report import Outcome, Outcomes

@@ -1,0 +1,410 @@
+"""`tideserve simulate --against`: simulate what `tideserve bench` measured, side by side with it.
+
+The load is made again from what the result says was chosen; instances, KV blocks and limits are
+those of the measured cluster. Nothing is fitted to the result: time comes from the device profile.
+
+A profile does not know what else a host runs while it serves. So `--calibrate` takes a result in
+which workers counted how much longer than predicted iterations took: under the same load if that
+was measured there, else over all loads. It may be the simulated result itself: each system is then
+scaled by the others.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from itertools import count
+from pathlib import Path
+from typing import Any, TypeVar
+
+import orjson
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.errors import BenchError
+from benchmarks.scenarios.scenario import Case, LoadChoice, find_scenario
+from benchmarks.systems.catalog import dtype_of
+from benchmarks.systems.schedulings import serves_batch
+from services.common.config import from_mapping
+from services.common.device_profile import DeviceProfile, load_profile
+from services.common.errors import ConfigError
+from services.common.setting import settings_of
+from services.core.overload.events import OverloadConfig, OverloadPolicy
+from services.core.planner.config import IterationConfig
+from services.core.scheduler.state_config import StateConfig
+from services.core.service import Service, ServiceClass
+from services.scheduler.config import SchedulerConfig
+from services.worker.config import WorkerConfig
+from tideserve.cli.cache import PROFILES, cache_root
+from tideserve.cli.errors import EXIT_UNUSABLE, CommandError, unusable
+from tideserve.cli.files import check_writable
+from tideserve.cli.report import Report
+from tideserve.load.traces import TraceError
+from tideserve.load.workload import PlannedRequest
+from tideserve.load.workload import Workload as Requests
+from tideserve.sim.change_spec import ChangeSpec
+from tideserve.sim.cluster import DRAIN_S, Cluster, ClusterSpec
+from tideserve.sim.delays import Delays
+from tideserve.sim.network import LinkSpec
+from tideserve.sim.report import Outcomes, class_figures, pooled_figures
+from tideserve.sim.time_model import CostTimeModel
+from tideserve.sim.workload import Arrival, ClosedLoop, CoServed, OpenLoop, Workload
+
+T = TypeVar("T")
+DIFFERENCE_MAX = 0.15
+ONE_HOST = LinkSpec(bytes_per_s=5e8, latency_s=0.001, piece_bytes=1 << 20)
+"""Between workers that share two processors, as `tideserve bench drop` measures it."""
+BUSY_HOST = Delays(ask_s=0.003, start_s=0.002, token_s=0.0035)
+"""Between services on processors that workers keep busy: measured beside two of them on two cores.
+
+A client sent 1.2 ms late at the median; the quickest request took 3.6 ms to the engine, a token
+3.3 to 3.9 ms back at the median.
+"""
+Metrics = tuple[tuple[str, Callable[[Mapping[str, Any]], float | None]], ...]
+METRICS: Metrics = (
+    ("TTFT p50", lambda found: found["ttft_s"]["p50"]),
+    ("TPOT p50", lambda found: found["tpot_s"]["p50"]),
+    ("output tokens/s", lambda found: found["throughput_tokens_per_s"]),
+)
+CLASS_METRICS: Metrics = (
+    ("online TTFT p50", lambda found: found["classes"]["online"]["ttft_s"]["p50"]),
+    ("online TTFT p99", lambda found: found["classes"]["online"]["ttft_s"]["p99"]),
+    ("online gap p99", lambda found: found["classes"]["online"]["inter_token_s"]["p99"]),
+    ("online tokens/s", lambda found: found["classes"]["online"]["processed_tokens_per_s"]),
+    ("batch tokens/s", lambda found: found["classes"]["batch"]["processed_tokens_per_s"]),
+)
+"""For a load with a backlog of batch requests; tokens are those that workers processed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """One measured system under one load."""
+
+    case: Case
+    system: str
+    figures: Mapping[str, Any]
+    description: Mapping[str, Any]
+    rounds: int
+    workers: int
+    window_from_s: float = 0.0
+
+    @property
+    def token_group(self) -> int:
+        """Over how many tokens its online requests' target holds, as its gateway was told."""
+        classes = self.description["options"].get("gateway", {}).get("classes", {})
+        return int(classes.get("interactive", {}).get("token_group", 1))
+
+    @property
+    def merges(self) -> bool:
+        """Whether its workers may merge."""
+        policy = self.description["options"].get("overload_policy") or OverloadConfig().policy
+        return bool(policy == OverloadPolicy.DROP)
+
+
+@dataclass(frozen=True, slots=True)
+class CostScale:
+    """Measured time of iterations as a multiple of the profile's prediction."""
+
+    prefill: float = 1.0
+    decode: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """A result that tells how much longer than predicted iterations took.
+
+    `own` is whether it is the result that is simulated: each system is then scaled by the others.
+    """
+
+    path: Path
+    result: Mapping[str, Any]
+    own: bool
+
+    def scale_of(self, measured: Measured, report: Report) -> CostScale:
+        """The scale for a measured system, which is reported. Raises ConfigError."""
+        without = measured.system if self.own else None
+        scale = _scale_of(self.result, measured.case.name, self.path, without)
+        whose = "" if without is None else f" of the systems other than {without}"
+        report.line(
+            f"{measured.case.name}: in {self.path.name}, iterations{whose} took"
+            f" {scale.prefill:.2f} (prefill) and {scale.decode:.2f} (decode) times as long as the"
+            " profile predicts"
+        )
+        return scale
+
+
+def run_against(
+    path: Path, profile: str | None, calibrate: Path | None, json_path: Path | None
+) -> None:
+    """Simulate each tideserve system of the result at `path` and print both. Raises CommandError.
+
+    `profile` names the device; None takes the one that `tideserve profile` stored for its model.
+    `calibrate` is a result that tells how much longer iterations take; None takes the profile's
+    word for it. Of the result at `path` itself, only the other systems are asked.
+    """
+    check_writable(json_path)
+    try:
+        with unusable(BenchError, TraceError, ConfigError):
+            result = _read(path)
+            calibration = None
+            if calibrate is not None:
+                calibration = Calibration(calibrate, _read(calibrate), calibrate.samefile(path))
+            device = _device(result["config"], profile)
+            rows = _compared(result, device, calibration, path)
+    except (KeyError, TypeError) as error:
+        raise CommandError(
+            f"{path} is no result of this version's 'tideserve bench': {error}", EXIT_UNUSABLE
+        ) from error
+    if not rows:
+        raise CommandError(f"no system in {path} is a tideserve that ran", EXIT_UNUSABLE)
+    show(rows, Console(highlight=False))
+    if json_path is not None:
+        written = {"scenario": result["scenario"], "device": device.name, "compared": rows}
+        try:
+            json_path.write_bytes(orjson.dumps(written, option=orjson.OPT_INDENT_2))
+        except OSError as error:
+            raise CommandError(f"cannot write {json_path}: {error.strerror}") from error
+
+
+def _compared(
+    result: Mapping[str, Any], device: DeviceProfile, calibration: Calibration | None, path: Path
+) -> list[dict[str, Any]]:
+    """The metrics of every tideserve system of a result, as measured and as simulated."""
+    report = Report()
+    rows: list[dict[str, Any]] = []
+    with report.step(f"Simulating what {path.name} measured, on {device.name}"):
+        for measured in _measured(result):
+            if measured.merges and measured.description["paced"]:
+                report.line(
+                    f"{measured.system} is left out: it keeps the times of another model than its"
+                    " own, so a merge frees another share of its memory than of that device's"
+                )
+                continue
+            scale = CostScale() if calibration is None else calibration.scale_of(measured, report)
+            rows += compare(measured, _profile_of(measured, device), scale)
+    return rows
+
+
+def compare(measured: Measured, profile: DeviceProfile, scale: CostScale) -> list[dict[str, Any]]:
+    """Each metric as measured and as simulated; `difference` is a share of the measured value."""
+    simulated = simulate(measured, profile, scale)
+    rows = []
+    for name, value_of in METRICS if measured.case.backlog is None else CLASS_METRICS:
+        real, made_up = value_of(measured.figures), value_of(simulated)
+        rows.append(
+            {
+                "load": measured.case.name,
+                "system": measured.system,
+                "metric": name,
+                "measured": real,
+                "simulated": made_up,
+                "difference": made_up / real - 1 if real and made_up else None,
+                "cost_scale": asdict(scale),
+            }
+        )
+    return rows
+
+
+def simulate(measured: Measured, profile: DeviceProfile, scale: CostScale) -> dict[str, Any]:
+    """Figures pooled over as many rounds as were measured; a paced system is not scaled."""
+    if measured.description["paced"]:
+        scale = CostScale()
+    spec = _spec(measured, profile)
+    time_model = CostTimeModel(
+        profile.model, prefill_scale=scale.prefill, decode_scale=scale.decode
+    )
+    rounds: list[Outcomes] = []
+    for turn in range(measured.rounds):
+        made = measured.case.workload(turn)
+        outcomes = Cluster(spec, time_model, _workload(measured, made, turn)).run()
+        rounds.append(replace(outcomes, records=outcomes.records[made.lead_in :]))
+    return pooled_figures(rounds) | class_figures(rounds)
+
+
+def show(rows: Sequence[Mapping[str, Any]], console: Console) -> None:
+    """Print the rows for people."""
+    table = Table(box=SIMPLE, header_style="dim", padding=(0, 1, 0, 0))
+    for column in ("load", "system", "", "measured", "simulated", "difference"):
+        table.add_column(column, justify="left" if column in ("load", "system", "") else "right")
+    for row in rows:
+        unit = "" if "/s" in row["metric"] else " s"
+        table.add_row(
+            *(row["load"], row["system"], row["metric"]),
+            *(f"{row[key]:.3g}{unit}" if row[key] else "–" for key in ("measured", "simulated")),
+            f"{row['difference']:+.0%}" if row["difference"] is not None else "–",
+        )
+    console.print(table)
+    told = [row["difference"] for row in rows if row["difference"] is not None]
+    agree = sum(abs(difference) <= DIFFERENCE_MAX for difference in told)
+    console.print(f"{agree} of {len(rows)} figures agree within {DIFFERENCE_MAX:.0%}.")
+
+
+def _read(path: Path) -> Mapping[str, Any]:
+    try:
+        result = orjson.loads(path.read_bytes())
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise ConfigError(f"{path} is no JSON: {error}") from error
+    if not isinstance(result, dict) or not {"scenario", "config", "systems"} <= result.keys():
+        raise ConfigError(f"{path} is no result of 'tideserve bench'")
+    return result
+
+
+def _scale_of(
+    result: Mapping[str, Any], load: str, path: Path, without: str | None = None
+) -> CostScale:
+    """The mean of the tideserve systems that were not paced, except the one called `without`.
+
+    Raises ConfigError without any.
+    """
+    sections = result.get("scenarios") or {result["scenario"]: result}
+    scales = [
+        found["cost_scale"]
+        for system, found in sections.get(load, result)["systems"].items()
+        if "cost_scale" in found
+        and system != without
+        and dtype_of(system) is None
+        and not result["config"]["systems"][system].get("paced")
+    ]
+    phases = {}
+    for phase in ("prefill", "decode"):
+        told = [scale[phase] for scale in scales if scale[phase] is not None]
+        if not told:
+            raise ConfigError(
+                f"{path} does not tell how long iterations"
+                + (f" of other systems than {without}" if without else "")
+                + " took beside a profile: have 'tideserve profile' store one for the model and"
+                " dtype, then run the benchmark"
+            )
+        phases[phase] = sum(told) / len(told)
+    return CostScale(**phases)
+
+
+def _device(config: Mapping[str, Any], profile: str | None) -> DeviceProfile:
+    if profile is not None:
+        return load_profile(profile)
+    wanted = f"{config['model']}, cpu, {config['dtype']}, "
+    found = [load_profile(path) for path in sorted((cache_root() / PROFILES).glob("*.yaml"))]
+    fitting = [one for one in found if one.name.startswith(wanted)]
+    if len(fitting) != 1:
+        raise ConfigError(
+            f"{len(fitting)} stored profiles are of {wanted.removesuffix(', ')}; "
+            + (
+                "name one with --profile"
+                if fitting
+                else f"run 'tideserve profile --dtype {config['dtype']}' first"
+            )
+        )
+    return fitting[0]
+
+
+def _profile_of(measured: Measured, device: DeviceProfile) -> DeviceProfile:
+    """A paced system takes the time of the profile that it was paced to."""
+    paced = measured.description["paced"]
+    return load_profile(paced) if paced else device
+
+
+def _measured(result: Mapping[str, Any]) -> Iterator[Measured]:
+    config = result["config"]
+    scenario, choice = find_scenario(result["scenario"]), LoadChoice(**config["load"])
+    cases = scenario.cases(choice)
+    window_from_s = scenario.co_serving.load(choice).window_from_s if scenario.co_serving else 0.0
+    sections = result.get("scenarios") or {cases[0].name: result}
+    for case in cases:
+        told = config.get("workload", {}).get(case.name)
+        if told is not None and told != case.workload(0).statement:
+            raise ConfigError(
+                f"this version of tideserve makes another load for {case.name} than the one that"
+                " was measured, so nothing can be compared; measure it again"
+            )
+        for system, figures in sections.get(case.name, {}).get("systems", {}).items():
+            description = config["systems"].get(system, {})
+            # The profile is that of the run's dtype.
+            if description.get("kind") == "tideserve" and dtype_of(system) is None:
+                rounds = len(figures["rounds"])
+                yield Measured(
+                    case, system, figures, description, rounds, config["workers"], window_from_s
+                )
+
+
+def _spec(measured: Measured, profile: DeviceProfile) -> ClusterSpec:
+    options = measured.description["options"]
+    block_size = options["block_size"]
+    blocks = measured.description["kv_capacity_tokens"] // measured.workers // block_size
+    limits = _default_values(WorkerConfig) | options | options["worker"]
+    iteration = replace(
+        _settings(IterationConfig, limits, block_size=block_size),
+        num_blocks=blocks,
+        cost_model=profile.model,
+        prefix_caching=False,
+    )
+    queue = _default_values(SchedulerConfig) | (options.get("scheduler") or {})
+    scheduling = {"scheduling": limits["scheduling"]}
+    scheduler = _settings(
+        StateConfig, queue | scheduling, queue_deadline_s=options["queue_deadline"]
+    )
+    case = measured.case
+    return ClusterSpec(
+        instances=measured.workers,
+        iteration=iteration,
+        max_model_len=blocks * block_size,
+        scheduler=scheduler,
+        delays=BUSY_HOST,
+        fast_forward=False,
+        drain_s=DRAIN_S if case.backlog is None else case.limit_s - _last_s(case),
+        change=_change(profile, blocks * block_size, options) if measured.merges else None,
+    )
+
+
+def _default_values(config: type[Any]) -> dict[str, Any]:
+    return {key: setting.default for key, setting in settings_of(config).items()}
+
+
+def _settings(cls: type[T], values: Mapping[str, Any], **more: Any) -> T:
+    """Those of the values that are settings of core. Raises ConfigError."""
+    own = settings_of(cls).keys() & values.keys()
+    return from_mapping(cls, {key: values[key] for key in own} | more, "the result")
+
+
+def _change(profile: DeviceProfile, kv_tokens: int, options: Mapping[str, Any]) -> ChangeSpec:
+    """Change-overs of workers with `kv_tokens` each, on one host. Raises ConfigError."""
+    told = options.get("memmgr") or {}
+    limits = options.get("worker") or {}
+    monitor = {one.name: told[one.name] for one in fields(OverloadConfig) if one.name in told}
+    shape = profile.shape
+    if shape is None or profile.hidden_bytes is None:
+        raise ConfigError(
+            f"{profile.name} does not say how large layers are, which merges depend on; run"
+            " 'tideserve profile' again"
+        )
+    kv_bytes = kv_tokens * shape.kv_bytes * shape.num_layers
+    return ChangeSpec(
+        shape,
+        shape.parameter_bytes(1) + kv_bytes,
+        profile.hidden_bytes,
+        monitor=OverloadConfig(**monitor),
+        link=replace(ONE_HOST, coordinated=limits.get("coordinated_exchange", True)),
+    )
+
+
+def _workload(measured: Measured, made: Requests, turn: int) -> Workload:
+    case = measured.case
+    arrivals = [_arrival(one, measured.token_group) for one in made.requests]
+    if case.backlog is not None:
+        backlog = case.backlog(turn)
+        requests = (_arrival(backlog.request(number)) for number in count())
+        clients = backlog.clients if serves_batch(measured.system) else 0
+        batch = ClosedLoop(requests, clients, in_batches=backlog.in_batches)
+        return CoServed(OpenLoop(arrivals), batch, measured.window_from_s)
+    if case.concurrency is None:
+        return OpenLoop(arrivals)
+    return ClosedLoop(iter(arrivals), case.concurrency)
+
+
+def _arrival(one: PlannedRequest, token_group: int = 1) -> Arrival:
+    service = Service(ServiceClass(one.slo_class), one.ttft_s, one.tpot_s, token_group)
+    return Arrival(one.arrival_s, len(one.prompt_ids), one.output_tokens, service=service)
+
+
+def _last_s(case: Case) -> float:
+    return case.workload(0).requests[-1].arrival_s

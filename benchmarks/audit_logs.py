@@ -1,0 +1,113 @@
+"""Replays and audits the event logs that the processes of a cluster wrote to one folder."""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from services.common.event_log import EventLogError, read_config, read_entries
+from services.core.audit.audit import Audit
+from services.core.audit.concession_order import ConcessionOrder
+from services.core.audit.findings import Findings
+from services.core.audit.settled_changes import SettledChange, settled_changes
+from services.core.changeover.state import Changeover, MemberConfig
+from services.core.groups.coordinator import CoordinatorConfig, CoordinatorState
+from services.core.scheduler.state_config import StateConfig
+from tideserve.cli.errors import SystemUnavailable
+from tideserve.sim.replay import (
+    GATEWAY_TYPES,
+    MEMMGR_TYPES,
+    SCHEDULER_TYPES,
+    WORKER_TYPES,
+    Replayed,
+    replay,
+)
+
+INVARIANTS = tuple(f"I{number}" for number in range(1, 12))
+
+
+@dataclass(frozen=True, slots=True)
+class Audited:
+    """What the logs show: by log, how far its replay came; the invariants; changes of groups."""
+
+    replayed: dict[str, Replayed]
+    findings: Findings
+    changes: Sequence[SettledChange] = ()
+
+    @property
+    def differing(self) -> list[str]:
+        """A sentence for each log whose replay decides otherwise."""
+        return [
+            f"{name} decides otherwise when replayed: {one.difference}"
+            for name, one in self.replayed.items()
+            if one.difference
+        ]
+
+    @property
+    def unchecked(self) -> list[str]:
+        """A sentence for each invariant of which the logs tell nothing."""
+        untold = [one for one in INVARIANTS if not self.findings.checks[one]]
+        return [f"nothing in the logs tells of {one}" for one in untold]
+
+    @property
+    def problems(self) -> list[str]:
+        """A sentence for all that should not be; of the violations only some."""
+        return [*self.differing, *self.findings.violations, *self.unchecked]
+
+    @property
+    def checks(self) -> dict[str, int]:
+        """How often each invariant was checked."""
+        return {one: self.findings.checks[one] for one in INVARIANTS}
+
+
+def audit_logs(
+    folder: Path, killed: Collection[int] = (), stopped_until_s: Mapping[str, float] | None = None
+) -> Audited:
+    """Read while the cluster is at rest, before it is stopped: a stop dissolves its groups.
+
+    `killed`: process ids of gateways; `stopped_until_s` as in `Audit`.
+
+    Raises:
+        SystemUnavailable: if a log is missing or cannot be read.
+    """
+    engines = _logs(folder, "worker-*")
+    memory_managers = _logs(folder, "memmgr-*")
+    gateways: dict[bool, list[Path]] = {False: [], True: []}
+    for path in _logs(folder, "gateway-*"):
+        gateways[int(path.stem.rpartition("-")[2]) in killed].append(path)
+    audit = Audit(stopped_until_s=stopped_until_s or {})
+    try:
+        replayed = {path.name: _replay_engine(path, audit.findings) for path in engines}
+        replayed |= {path.name: _replay_groups(path) for path in memory_managers}
+        replayed |= {path.name: _replay_dispatch(path) for path in _logs(folder, "scheduler-*")}
+        findings = audit.run(
+            [read_entries(path, WORKER_TYPES) for path in engines],
+            [read_entries(path, MEMMGR_TYPES) for path in memory_managers],
+            [read_entries(path, GATEWAY_TYPES) for path in gateways[False]],
+            [read_entries(path, GATEWAY_TYPES) for path in gateways[True]],
+        )
+    except EventLogError as error:
+        raise SystemUnavailable(str(error)) from error
+    return Audited(replayed, findings, settled_changes(audit))
+
+
+def _logs(folder: Path, pattern: str) -> Sequence[Path]:
+    found = sorted(folder.glob(f"{pattern}.jsonl"))
+    if not found:
+        raise SystemUnavailable(f"there is no event log {pattern} in {folder}")
+    return found
+
+
+def _replay_engine(path: Path, findings: Findings) -> Replayed:
+    config = read_config(path, MemberConfig)
+    concessions = ConcessionOrder(findings, config.worker_id)
+    return replay(Changeover.of(config), read_entries(path, WORKER_TYPES), concessions)
+
+
+def _replay_dispatch(path: Path) -> Replayed:
+    state = read_config(path, StateConfig).state()
+    return replay(state, read_entries(path, SCHEDULER_TYPES))
+
+
+def _replay_groups(path: Path) -> Replayed:
+    state = CoordinatorState(read_config(path, CoordinatorConfig))
+    return replay(state, read_entries(path, MEMMGR_TYPES))

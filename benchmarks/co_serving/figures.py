@@ -1,0 +1,243 @@
+"""Figures of a system that serves online requests beside batch work. Pure: no clock, no I/O.
+
+A round is measured in its *window*: from some seconds after the first online request, when the
+batch work has got going, to the arrival of the last one. Its processed tokens are those that the
+servers count within it; its online requests are those that arrive within it, and are watched to
+their end.
+"""
+
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
+
+import msgspec
+
+from benchmarks.co_serving.judging import OnlineTargets
+from benchmarks.stats import (
+    Figures,
+    LatencyTarget,
+    distribution,
+    figures,
+    latencies,
+    percentiles,
+)
+from tideserve.load.client import UNFINISHED
+from tideserve.load.record import RequestOutcome, Round, SentRequest, TokenSample
+from tideserve.load.workload import BATCH_CLASS
+from tideserve.sim.promises import NOTHING_KEPT, Kept, TokenGroups, attainment, goodput
+
+WINDOW_FROM_S = 15.0
+"""So long after the first online request a window begins, unless a scenario says another time."""
+Span = tuple[float, float]
+Count = Callable[[TokenSample], float | None]
+
+
+def co_serving_figures(
+    rounds: Sequence[Round],
+    targets: Sequence[LatencyTarget],
+    best_p50_s: Mapping[str, float | None],
+    promised: OnlineTargets,
+    window_from_s: float = WINDOW_FROM_S,
+) -> Figures:
+    """One system's figures, pooled over its rounds: `figures` of the online requests, and more.
+
+    A request without a token counts in `ttft_s` with the time it waited: to its end, or to that of
+    the round if it was refused or failed before. It has kept nothing of what was `promised`.
+    """
+    windows = [window(one.records, window_from_s) for one in rounds]
+    online_rounds = [
+        msgspec.structs.replace(one, records=_within(one.records, span))
+        for one, span in zip(rounds, windows, strict=True)
+    ]
+    found = figures(online_rounds, targets, best_p50_s)
+    ends_s = [max((r.end_s for r in one.records), default=0.0) for one in rounds]
+    waited = [
+        ttft_s(record, end_s)
+        for one, end_s in zip(online_rounds, ends_s, strict=True)
+        for record in one.records
+    ]
+    records = [record for one in online_rounds for record in one.records]
+    online = found["classes"].pop(_class_of(records), {}) | _class_figures(records, waited)
+    kept = [kept_of(record, promised) for record in records]
+    online["slo_attainment"] = online.get("slo_attainment", {}) | attainment(kept)
+    batch_rounds = [[r for r in one.records if r.slo_class == BATCH_CLASS] for one in rounds]
+    batch = [record for of_round in batch_rounds for record in of_round]
+    batch_waited = [r.ttft_s for r in batch if r.token_times_s]
+    counted = _Counted(rounds, windows)
+    found |= {name: online[name] for name in ("ttft_s", "inter_token_s", "normalized_latency_s")}
+    found |= counted.all_tokens() | {"window_s": counted.seconds}
+    found["classes"] = {
+        "online": online | counted.of_class(online=True) | goodput(kept, counted.seconds),
+        "batch": _class_figures(batch, batch_waited)
+        | counted.of_class(online=False)
+        | _ended_figures(batch_rounds, windows),
+    }
+    found["rounds"] = [
+        of_round | _Counted([one], [span]).all_tokens()
+        for of_round, one, span in zip(found["rounds"], rounds, windows, strict=True)
+    ]
+    return found
+
+
+def window(records: Sequence[SentRequest], from_s: float = WINDOW_FROM_S) -> Span | None:
+    """Beginning and end of a round's window on the clock; None if no online request came in it."""
+    due_s = [record.due_s for record in records if record.slo_class != BATCH_CLASS]
+    if not due_s or max(due_s) <= min(due_s) + from_s:
+        return None
+    return min(due_s) + from_s, max(due_s)
+
+
+def kept_of(record: SentRequest, promised: OnlineTargets) -> Kept:
+    """What an online request was given of what was promised to it.
+
+    One that was cut off at the end of a round counts by what it had got and by how long nothing had
+    come since; one that failed or was refused has kept nothing.
+    """
+    cut_off = record.error == UNFINISHED
+    if not record.token_times_s or not (cut_off or record.outcome is RequestOutcome.COMPLETED):
+        return NOTHING_KEPT
+    first_s, *later_s = record.token_times_s
+    groups = TokenGroups(promised.token_group, promised.tpot_s, first_s)
+    for time_s in later_s:
+        groups.note(time_s)
+    tpot_s = record.tpot_s or 0.0
+    if cut_off:
+        groups.give_up(record.end_s)
+        tpot_s = (record.end_s - first_s) / len(record.token_times_s)
+    return Kept(record.ttft_s <= promised.ttft_s, tpot_s <= promised.tpot_s, groups.share)
+
+
+def ttft_s(record: SentRequest, round_end_s: float) -> float:
+    """From the due time to the first token, or how long a request without one has waited."""
+    if record.token_times_s:
+        return record.ttft_s
+    waited = record.outcome is RequestOutcome.FAILED and record.error == UNFINISHED
+    return (record.end_s if waited else round_end_s) - record.due_s
+
+
+def counted_at(samples: Sequence[TokenSample], time_s: float, count: Count) -> float | None:
+    """A counter at one moment, on the line between the samples around it; None if unknown.
+
+    Before the first and after the last sample it is that one's.
+    """
+    known = [(one.time_s, value) for one in samples if (value := count(one)) is not None]
+    if not known:
+        return None
+    after = bisect_left(known, (time_s, float("-inf")))
+    if after == 0 or after == len(known):
+        return known[min(after, len(known) - 1)][1]
+    (begin_s, low), (end_s, high) = known[after - 1], known[after]
+    return low + (high - low) * (time_s - begin_s) / (end_s - begin_s)
+
+
+class _Counted:
+    """What the servers have counted in the windows of some rounds."""
+
+    def __init__(self, rounds: Sequence[Round], windows: Sequence[Span | None]) -> None:
+        self._parts = [
+            (one.token_samples, span)
+            for one, span in zip(rounds, windows, strict=True)
+            if span is not None
+        ]
+        self.seconds = sum(end_s - begin_s for _, (begin_s, end_s) in self._parts)
+
+    def all_tokens(self) -> Figures:
+        """The figures of both classes together."""
+        processed = self._rise(lambda one: one.processed)
+        again = self._rise(lambda one: one.recomputed)
+        return {
+            "processed_tokens_per_s": self._per_s(processed),
+            "output_tokens_per_s": self._per_s(self._rise(lambda one: one.output)),
+            "recomputed_share": _share(again, processed),
+        }
+
+    def of_class(self, online: bool) -> Figures:
+        """The figures of the batch requests, or of all others."""
+        counts: tuple[Count, Count] = (
+            (lambda one: one.batch_processed),
+            (lambda one: one.batch_recomputed),
+        )
+        if online:
+            counts = (
+                lambda one: _less(one.processed, one.batch_processed),
+                lambda one: _less(one.recomputed, one.batch_recomputed),
+            )
+        processed, again = (self._rise(count) for count in counts)
+        return {
+            "processed_tokens_per_s": self._per_s(processed),
+            "recomputed_share": _share(again, processed),
+        }
+
+    def _rise(self, count: Count) -> float | None:
+        total = 0.0
+        for samples, (begin_s, end_s) in self._parts:
+            first, last = (counted_at(samples, time_s, count) for time_s in (begin_s, end_s))
+            if first is None or last is None or last < first:
+                return None
+            total += last - first
+        return total if self._parts else None
+
+    def _per_s(self, tokens: float | None) -> float | None:
+        return None if tokens is None or not self.seconds else tokens / self.seconds
+
+
+def _class_figures(records: Sequence[SentRequest], waited_s: Sequence[float]) -> Figures:
+    """Latencies of one class. Gaps between tokens are those of all requests that got some."""
+    gaps = [gap for r in records for gap in r.inter_token_s]
+    done = [r for r in records if r.outcome is RequestOutcome.COMPLETED]
+    normalized = latencies(done, "normalized_latency_s")
+    cut_off = sum(r.error == UNFINISHED for r in records)
+    return {
+        "sent": len(records),
+        "completed": len(done),
+        "cut_off": cut_off,
+        "rejected": sum(r.outcome is RequestOutcome.REJECTED for r in records),
+        "failed": sum(r.outcome is RequestOutcome.FAILED for r in records) - cut_off,
+        "without_token": sum(not r.token_times_s for r in records),
+        "ttft_s": distribution(waited_s),
+        "inter_token_s": percentiles(gaps) | {"max": max(gaps, default=None)},
+        "normalized_latency_s": distribution(normalized) | {"mean": _mean(normalized)},
+    }
+
+
+def _ended_figures(
+    rounds: Sequence[Sequence[SentRequest]], windows: Sequence[Span | None]
+) -> Figures:
+    """Batch requests that ended in the windows, a second, and their output tokens."""
+    known = [(records, span) for records, span in zip(rounds, windows, strict=True) if span]
+    seconds = sum(end_s - begin_s for _, (begin_s, end_s) in known)
+    ended = [
+        record
+        for records, (begin_s, end_s) in known
+        for record in records
+        if record.outcome is RequestOutcome.COMPLETED and begin_s <= record.end_s <= end_s
+    ]
+    tokens = sum(record.output_tokens for record in ended)
+    return {
+        "throughput_requests_per_s": len(ended) / seconds if seconds else None,
+        "throughput_tokens_per_s": tokens / seconds if seconds else None,
+    }
+
+
+def _within(records: Sequence[SentRequest], span: Span | None) -> tuple[SentRequest, ...]:
+    """The online requests that arrived in the window."""
+    if span is None:
+        return ()
+    return tuple(r for r in records if r.slo_class != BATCH_CLASS and span[0] <= r.due_s <= span[1])
+
+
+def _class_of(records: Sequence[SentRequest]) -> str:
+    return records[0].slo_class if records else ""
+
+
+def _share(again: float | None, processed: float | None) -> float | None:
+    if again is None or processed is None or not again + processed:
+        return None
+    return again / (again + processed)
+
+
+def _less(whole: float | None, part: float | None) -> float | None:
+    return None if whole is None or part is None else whole - part
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None

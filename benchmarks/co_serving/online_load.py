@@ -1,0 +1,71 @@
+"""How online requests arrive beside batch work, and what they are promised. Pure."""
+
+from dataclasses import dataclass, replace
+from random import Random
+
+from benchmarks.co_serving.figures import WINDOW_FROM_S
+from benchmarks.co_serving.judging import OnlineTargets
+
+
+@dataclass(frozen=True, slots=True)
+class OnlineLoad:
+    """Online requests a second, and their targets, in seconds.
+
+    Figures are of a window of `window_s` from `window_from_s` on; after the last arrival, answers
+    have `drain_s` to end.
+    """
+
+    rate_per_s: float
+    targets: OnlineTargets
+    window_s: float
+    drain_s: float
+    window_from_s: float = WINDOW_FROM_S
+
+    @property
+    def last_s(self) -> float:
+        """When the last request arrives."""
+        return self.window_from_s + self.window_s
+
+    @property
+    def limit_s(self) -> float:
+        """How long a round lasts at most."""
+        return self.last_s + self.drain_s
+
+    def slowed(self, factor: float) -> "OnlineLoad":
+        """The same load for a device on which everything takes `factor` times as long.
+
+        Batch work gets going in the same time as on any device, or in what the load says itself.
+        """
+        targets = replace(
+            self.targets,
+            ttft_s=self.targets.ttft_s * factor,
+            tpot_s=self.targets.tpot_s * factor,
+        )
+        return replace(
+            self,
+            rate_per_s=self.rate_per_s / factor,
+            targets=targets,
+            window_s=self.window_s * factor,
+            drain_s=self.drain_s * factor,
+        )
+
+    def times_s(self, rng: Random) -> list[float]:
+        """Arrivals: uniform in time, so many before the window and so many in it.
+
+        Given their number, arrivals of a Poisson process are that. The first comes when the round
+        begins and the last when the window ends, so that every round has the same rate.
+        """
+        times_s = [0.0]
+        for begin_s, end_s in ((0.0, self.window_from_s), (self.window_from_s, self.last_s)):
+            count = round(self.rate_per_s * (end_s - begin_s))
+            times_s += [rng.uniform(begin_s, end_s) for _ in range(count - 1)]
+        return sorted([*times_s, self.last_s])
+
+    def __str__(self) -> str:
+        targets = self.targets
+        group = "" if targets.token_group == 1 else f" on average over {targets.token_group}"
+        return (
+            f"{self.window_s:g} s of arrivals after the first {self.window_from_s:g} s; targets"
+            f" {targets.ttft_s * 1e3:,.0f} ms to the first token and"
+            f" {targets.tpot_s * 1e3:,.0f} ms a token{group}"
+        )

@@ -1,0 +1,221 @@
+"""What a fault did to the requests and to the cluster: pure."""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.faults.matrix import FAULTS, PHASES, FaultCell
+from benchmarks.faults.streams import STALL_S, StreamOutcome
+from benchmarks.undisturbed import Undisturbed
+
+STREAMS_MIN = 32
+"""Streams with tokens left when the fault begins, or the cell does not count."""
+BLOCKS_FREE_WITHIN_S = 15.0
+"""For requests whose gateway was lost."""
+STABLE_WITHIN_S = 30.0
+"""From the end of the fault."""
+PROBLEMS_MAX = 12
+COMPLETED, LOST, DUPLICATED, STUCK, DIFFERENT = KINDS = (
+    *("completed", "lost", "duplicated", "stuck", "different"),
+)
+CUT_OFF = "cut_off"
+"""The request of a gateway that was killed: its client hung up, in effect."""
+
+
+@dataclass(slots=True)
+class CellSeen:
+    """What was seen in a run of a cell.
+
+    `hit_s`: when the failpoint was hit, on the monotonic clock; None if it never was. `wanted` are
+    the answers of an undisturbed run, by request. `stable_s`: seconds from the end of the fault
+    until every survivor served and all records were settled for good, None if that never came;
+    `whole_s`: until those that were started anew served, too.
+    `blocks_free_s`: seconds until no request had a block, once none should. `broken` are sentences
+    of the audit and of the replays; `probed` are requests after the fault.
+    """
+
+    cell: FaultCell
+    hit_s: float | None
+    wanted: Sequence[Undisturbed]
+    outcomes: Sequence[StreamOutcome]
+    probed: Sequence[StreamOutcome] = ()
+    stable_s: float | None = None
+    whole_s: float | None = None
+    blocks_free_s: float | None = None
+    broken: Sequence[str] = ()
+    violations: int = 0
+
+
+@dataclass(slots=True)
+class CellVerdict:
+    """The verdict on a cell. It counts only if it was `hit` while enough streams were running.
+
+    `logs`: where those of a cell are kept in which something was wrong.
+    """
+
+    cell: FaultCell
+    hit: bool
+    streams: int
+    requests: Mapping[str, int]
+    violations: int
+    silence_s: float
+    stable_s: float | None
+    problems: list[str] = field(default_factory=list)
+    logs: Path | None = None
+
+    def line(self) -> dict[str, Any]:
+        """As a line of the file that a matrix is resumed from."""
+        return {
+            "size": self.cell.size,
+            "phase": self.cell.phase,
+            "role": self.cell.role,
+            "fault": self.cell.fault,
+            "hit": self.hit,
+            "streams": self.streams,
+            "requests": dict(self.requests),
+            "violations": self.violations,
+            "longest_silence_s": round(self.silence_s, 3),
+            "stable_after_s": None if self.stable_s is None else round(self.stable_s, 3),
+            "problems": self.problems,
+        }
+
+
+def ending_of(outcome: StreamOutcome, wanted: Undisturbed) -> tuple[str, str]:
+    """How a request ended beside its undisturbed run, and why that is not `completed`.
+
+    What should not be there weighs more than what is missing.
+    """
+    got = len(outcome.token_ids)
+    if got > len(wanted.token_ids):
+        return DUPLICATED, outcome.failure
+    if contradiction := wanted.contradiction(outcome.token_ids, outcome.text):
+        return DIFFERENT, contradiction
+    if outcome.stuck:
+        return STUCK, outcome.failure
+    if outcome.failure or not outcome.finished or got < len(wanted.token_ids):
+        return LOST, outcome.failure or "it ended"
+    wrong = wanted.wrong_end(
+        outcome.text, outcome.finish_reason, outcome.prompt_tokens, outcome.told_tokens
+    )
+    return (DIFFERENT, wrong) if wrong else (COMPLETED, "")
+
+
+def judge_cell(seen: CellSeen) -> CellVerdict:
+    """The verdict on what was seen; `problems` has a sentence for all that should not be."""
+    gateway_lost = FAULTS[seen.cell.fault].by_hand == "gateway-kill"
+    hit_s = seen.hit_s
+    left = [one for one in seen.outcomes if hit_s is not None and one.has_tokens_left(hit_s)]
+    counted: Counter[str] = Counter(sent=0, **dict.fromkeys(KINDS, 0))
+    problems: list[str] = []
+    for number, (outcome, wanted) in enumerate(zip(seen.outcomes, seen.wanted, strict=True)):
+        kind, why = ending_of(outcome, wanted)
+        if gateway_lost and kind == LOST and not outcome.finished:
+            counted[CUT_OFF] += 1
+            continue
+        counted.update(("sent", kind))
+        problems += _end_problem(f"request {number}", kind, why, outcome, wanted)
+    for number, (outcome, wanted) in enumerate(zip(seen.probed, seen.wanted, strict=False)):
+        kind, why = ending_of(outcome, wanted)
+        counted.update(("sent", kind))
+        problems += _end_problem(f"request {number} after the fault", kind, why, outcome, wanted)
+    online = seen.outcomes[PHASES[seen.cell.phase].batch :]
+    silence_s = max(
+        (one.silence_s(hit_s) for one in online if hit_s is not None and one.runs(hit_s)),
+        default=0.0,
+    )
+    if silence_s > (silence_max_s := FAULTS[seen.cell.fault].silence_max_s):
+        problems.append(f"a stream was silent for {silence_s:.1f} s, over {silence_max_s:g} s")
+    problems += _cluster_problems(seen, gateway_lost) if hit_s is not None else []
+    problems += seen.broken
+    return CellVerdict(
+        seen.cell,
+        hit_s is not None and len(left) >= STREAMS_MIN,
+        len(left),
+        counted,
+        seen.violations,
+        silence_s,
+        seen.stable_s,
+        [*problems[:PROBLEMS_MAX], *_more(len(problems) - PROBLEMS_MAX)],
+    )
+
+
+def matrix_figures(
+    lines: Iterable[Mapping[str, Any]], wanted: Sequence[FaultCell], lease_s: float
+) -> dict[str, Any]:
+    """The figures of a matrix from the lines of its cells; `wanted` are those that belong to it."""
+    known = {(one.size, one.phase, one.role, one.fault) for one in wanted}
+    done = {key: line for line in lines if (key := key_of(line)) in known}
+    cells = [done[key] for key in sorted(done)]
+    counts = (*("sent",), *KINDS)
+    stable = [one["stable_after_s"] for one in cells if one["stable_after_s"] is not None]
+    return {
+        "cells": sum(one["hit"] for one in cells),
+        "cells_wanted": len(known),
+        "cells_not_run": len(known) - len(cells),
+        "by_cell": cells,
+        "violations": sum(one["violations"] for one in cells),
+        "requests": {name: sum(one["requests"][name] for one in cells) for name in counts},
+        "longest_silence_s": {
+            "seen": _longest(cells, seen=True),
+            "unseen": _longest(cells, seen=False),
+        },
+        "client_stall_s": STALL_S,
+        "lease_s": lease_s,
+        "stable_after_s": max(stable, default=None),
+    }
+
+
+def matrix_problems(figures: Mapping[str, Any]) -> list[str]:
+    """A sentence for each cell in which something is wrong, or that does not count."""
+    problems = []
+    for one in figures["by_cell"]:
+        name = "/".join(str(part) for part in key_of(one))
+        if not one["hit"]:
+            problems.append(
+                f"{name} does not count: {one['streams']} streams had tokens left at the fault"
+            )
+        problems += [f"{name}: {problem}" for problem in one["problems"][:1]]
+    return problems
+
+
+def key_of(line: Mapping[str, Any]) -> tuple[int, str, str, str]:
+    """What identifies the cell of a line."""
+    return int(line["size"]), str(line["phase"]), str(line["role"]), str(line["fault"])
+
+
+def _end_problem(
+    name: str, kind: str, why: str, outcome: StreamOutcome, wanted: Undisturbed
+) -> list[str]:
+    if kind == COMPLETED:
+        return []
+    got, all_of_it = len(outcome.token_ids), len(wanted.token_ids)
+    return [f"{name} is {kind} after {got} of {all_of_it} tokens{f': {why}' if why else ''}"]
+
+
+def _cluster_problems(seen: CellSeen, gateway_lost: bool) -> list[str]:
+    problems = []
+    if seen.stable_s is None:
+        problems.append("the cluster is not stable again")
+    elif seen.stable_s > STABLE_WITHIN_S:
+        problems.append(f"the cluster was stable {seen.stable_s:.0f} s after the fault had ended")
+    if seen.whole_s is None:
+        problems.append("not all workers serve again")
+    if seen.blocks_free_s is None:
+        problems.append("blocks are in use though no request runs")
+    elif gateway_lost and seen.blocks_free_s > BLOCKS_FREE_WITHIN_S:
+        problems.append(f"blocks of a lost gateway were free after {seen.blocks_free_s:.0f} s")
+    return problems
+
+
+def _more(count: int) -> list[str]:
+    return [f"and {count} more"] if count > 0 else []
+
+
+def _longest(cells: Iterable[Mapping[str, Any]], seen: bool) -> float | None:
+    """The longest silence of a stream under faults that others learn of at once, or not."""
+    return max(
+        (one["longest_silence_s"] for one in cells if FAULTS[one["fault"]].seen is seen),
+        default=None,
+    )

@@ -1,0 +1,282 @@
+"""What a drop costs: `python -m benchmarks.probes.drop`, one JSON object on stdout.
+
+It measures a model folder, loaded as a worker loads it, or with `--layout` the memory of a model of
+that size without its arithmetic. All pages are touched before each drop. Every duration is given as
+elapsed time and as CPU time: other processes blur the first.
+
+Exit code 2 with a sentence on stderr if it cannot be measured.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from services.common.clock import cpu_s, monotonic_s
+from services.common.lifecycle import EXIT_UNUSABLE
+from services.core.groups.slab_names import EMBEDDING, HEAD, layer_name
+from services.worker.engine.compute.runner import ModelRunner
+from services.worker.engine.compute.runner_config import RunnerConfig
+from services.worker.engine.memory.budget import MemoryDemand, plan_memory
+from services.worker.engine.memory.kv_range import KvBlockShape
+from services.worker.engine.memory.layer_slab import SlabLayout
+from services.worker.engine.memory.memfd import MemfdArena
+from services.worker.engine.memory.stage_memory import StageMemory
+from services.worker.errors import WorkerError
+
+GIB = 1 << 30
+CHUNK_BYTES = 2 << 20
+LAYERS = 48
+KV_SHARE = 0.05
+"""Share of the chunks that are KV before a drop: a flood begins when parameters fill memory."""
+# Qwen2.5-14B: 8 KV heads of 128, blocks of 16 tokens.
+BLOCK_SHAPE = KvBlockShape(block_size=16, num_kv_heads=8, head_dim=128, dtype=torch.bfloat16)
+AVAILABLE_SHARE = 0.8
+"""Share of the machine's available memory that the arena may take."""
+
+
+class ConstantSource:
+    """Touches every page of a parameter without spending time on its values."""
+
+    def fill(self, name: str, target: torch.Tensor) -> None:
+        """Write ones."""
+        target.fill_(1.0)
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepCost:
+    """Durations of an operation and of its longest step."""
+
+    elapsed_ms: float
+    cpu_ms: float
+    longest_cpu_ms: float
+    steps: int
+
+
+def main() -> None:
+    """Parse, measure, print."""
+    parser = argparse.ArgumentParser(prog="tideserve-profile-drop")
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--model-dir", type=Path, help="a model folder, loaded as a worker does")
+    what.add_argument("--layout", type=float, metavar="GIB", help="a 48-layer layout of that size")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--memory-gib", type=float, default=1.0, help="budget for --model-dir")
+    parser.add_argument("--rounds", type=int, default=3)
+    arguments = parser.parse_args()
+    try:
+        with ExitStack() as stack:
+            memory = _load(arguments, stack)
+            print(json.dumps(measure(memory, arguments.rounds)))
+    except WorkerError as error:
+        print(error, file=sys.stderr)
+        sys.exit(EXIT_UNUSABLE)
+
+
+def _load(arguments: argparse.Namespace, stack: ExitStack) -> StageMemory:
+    if arguments.layout is not None:
+        memory = load_layout(int(arguments.layout * GIB))
+        stack.callback(memory.arena.close)
+        return memory
+    runner = ModelRunner.load(
+        RunnerConfig(
+            model_dir=arguments.model_dir,
+            device="cpu",
+            dtype=getattr(torch, arguments.dtype),
+            budget_bytes=int(arguments.memory_gib * GIB),
+        )
+    )
+    stack.callback(runner.close)
+    return runner.stage_memory
+
+
+def load_layout(arena_bytes: int) -> StageMemory:
+    """48 equal layers, embedding and head in chunks of 2 MiB; the caller closes the arena.
+
+    Raises WorkerError when the machine has too little memory to touch it all.
+    """
+    available_bytes = _available_bytes()
+    if arena_bytes > AVAILABLE_SHARE * available_bytes:
+        raise WorkerError(
+            f"{arena_bytes / GIB:.1f} GiB would be touched but only {available_bytes / GIB:.1f} "
+            "GiB are available; measure a smaller layout"
+        )
+    chunks = arena_bytes // CHUNK_BYTES
+    kv_chunks_per_layer = max(1, int(chunks * KV_SHARE / LAYERS))
+    slab_chunks = (chunks - LAYERS * kv_chunks_per_layer) // (LAYERS + 2)
+    if slab_chunks < 1:
+        raise WorkerError(f"{arena_bytes / GIB:.2f} GiB hold no {LAYERS} layers; measure more")
+    names = [EMBEDDING, *(layer_name(index) for index in range(LAYERS)), HEAD]
+    elements = slab_chunks * CHUNK_BYTES // torch.bfloat16.itemsize
+    layouts = {
+        name: SlabLayout.of([(f"{name}.weight", (elements,))], torch.bfloat16) for name in names
+    }
+    demand = MemoryDemand(
+        slab_bytes=tuple(layout.size_bytes for layout in layouts.values()),
+        num_layers=LAYERS,
+        kv_block_bytes=BLOCK_SHAPE.size_bytes,
+        block_size=BLOCK_SHAPE.block_size,
+        staging_bytes=0,
+    )
+    plan = plan_memory(arena_bytes, demand, min_tokens=16, chunk_bytes=CHUNK_BYTES)
+    memory = StageMemory(
+        MemfdArena(chunk_bytes=plan.chunk_bytes, total_chunks=plan.total_chunks),
+        plan,
+        layouts,
+        BLOCK_SHAPE,
+        num_layers=LAYERS,
+        tied_embeddings=False,
+        open_source=ConstantSource,
+    )
+    memory.load()
+    return memory
+
+
+def _available_bytes() -> int:
+    """Memory that the machine could give without swapping (`MemAvailable`)."""
+    lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    fields = dict(line.split(":") for line in lines)
+    return int(fields["MemAvailable"].split()[0]) << 10
+
+
+def measure(memory: StageMemory, rounds: int) -> dict[str, Any]:
+    """Drop the second half of the layers and take it back, `rounds` times prepared and not."""
+    return {
+        "chunks": memory.plan.total_chunks,
+        "chunk_bytes": memory.plan.chunk_bytes,
+        "layers": memory.num_layers,
+        "rounds": [_round(memory, prepared=turn % 2 == 1) for turn in range(2 * rounds)],
+    }
+
+
+def _round(memory: StageMemory, *, prepared: bool) -> dict[str, Any]:
+    """One drop and restore; `prepared` as in a merge, or at once, with the work after the pause."""
+    half = memory.num_layers // 2
+    blocks = memory.num_blocks
+    for kv_range in memory.kv_ranges:
+        kv_range.blocks().fill_(1.0)
+    before = _prepare(memory) if prepared else None
+    started_s, started_cpu_s = monotonic_s(), cpu_s()
+    report = memory.set_stage(0, half)
+    paused = _since(started_s, started_cpu_s)
+    touch = _repeat(lambda: _write_tails(memory, blocks))
+    warm = _repeat(lambda: _write_tails(memory, blocks))
+    background = _repeat(memory.finish_drop)
+    release = _repeat(lambda: memory.release_departed(0) > 0)
+    mappings = Path("/proc/self/maps").read_text().count("tideserve-arena")
+    restore = _restore(memory)
+    memory.check_invariants()
+    return {
+        "prepared": prepared,
+        "prepare": before,
+        "drop": {
+            "paused_us": report.paused_us,
+            "elapsed_us": paused.elapsed_ms * 1e3,
+            "cpu_us": paused.cpu_ms * 1e3,
+            "map_calls": report.map_calls,
+            "dropped_bytes": report.dropped_bytes,
+            "mapped_bytes": report.mapped_bytes,
+            "blocks": [blocks, report.num_blocks],
+        },
+        "background": _plain(background),
+        "first_touch_ms_per_gib": _per_gib(touch, report.mapped_bytes),
+        "warm_touch_ms_per_gib": _per_gib(warm, report.mapped_bytes),
+        "release": _plain(release),
+        "mappings": mappings,
+        "restore": restore,
+    }
+
+
+def _restore(memory: StageMemory) -> dict[str, Any]:
+    """Restore all layers; the paused step (`set_stage`) and the longest of the others."""
+    layers = memory.num_layers
+    shrink = _repeat(lambda: _shrink(memory))
+    background = _repeat(memory.finish_drop)
+    missing = memory.missing_slabs(0, layers)
+    names = iter(missing)
+    mapping = _repeat(lambda: _map_next(memory, names))
+    for name in missing:
+        memory.load_layer(name)
+    verify = _repeat(lambda: memory.finish_layer(missing[0], 8 << 20))
+    for name in missing[1:]:
+        memory.finish_layer(name)
+    memory.map_kv_of(range(layers))
+    switch = _repeat(lambda: memory.set_stage(0, layers).num_blocks > 0)
+    _repeat(memory.finish_drop)
+    return {
+        "shrink": _plain(shrink),
+        "background": _plain(background),
+        "map_parameters": _plain(mapping),
+        "verify_one_slab": _plain(verify),
+        "set_stage": _plain(switch),
+    }
+
+
+def _prepare(memory: StageMemory) -> dict[str, Any]:
+    """Everything that is done while the layers still run: mapping and first touches."""
+    started_s, started_cpu_s = monotonic_s(), cpu_s()
+    memory.prepare_drop(0, memory.num_layers // 2)
+    mapped = _since(started_s, started_cpu_s)
+    return {"map": _plain(mapped), "touch": _plain(_repeat(memory.finish_drop))}
+
+
+def _shrink(memory: StageMemory) -> bool:
+    memory.shrink_kv(memory.blocks_beside(0, memory.num_layers), used_blocks=0)
+    return True
+
+
+def _map_next(memory: StageMemory, names: Iterator[str]) -> bool:
+    name = next(names, None)
+    if name is not None:
+        memory.map_layer_parameters(name)
+    return name is None
+
+
+def _write_tails(memory: StageMemory, first_block: int) -> bool:
+    for layer in memory.layers:
+        memory.kv_ranges[layer].blocks()[first_block:] = 2.0
+    return True
+
+
+def _repeat(step: Callable[[], bool]) -> StepCost:
+    """Call `step` until it says that it is done."""
+    started_s, started_cpu_s = monotonic_s(), cpu_s()
+    longest_s, steps, done = 0.0, 0, False
+    while not done:
+        step_cpu_s = cpu_s()
+        done = step()
+        longest_s = max(longest_s, cpu_s() - step_cpu_s)
+        steps += 1
+    total = _since(started_s, started_cpu_s)
+    return StepCost(total.elapsed_ms, total.cpu_ms, longest_s * 1e3, steps)
+
+
+def _since(started_s: float, started_cpu_s: float) -> StepCost:
+    elapsed_ms, cpu_ms = (monotonic_s() - started_s) * 1e3, (cpu_s() - started_cpu_s) * 1e3
+    return StepCost(elapsed_ms, cpu_ms, cpu_ms, 1)
+
+
+def _plain(cost: StepCost) -> dict[str, float]:
+    return {
+        "elapsed_ms": cost.elapsed_ms,
+        "cpu_ms": cost.cpu_ms,
+        "longest_step_cpu_ms": cost.longest_cpu_ms,
+        "steps": cost.steps,
+    }
+
+
+def _per_gib(cost: StepCost, size_bytes: int) -> dict[str, float]:
+    gib = size_bytes / GIB
+    return {"elapsed": cost.elapsed_ms / gib, "cpu": cost.cpu_ms / gib}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,185 @@
+"""`burst`: a slice of a real trace whose KV demand exceeds the workers' KV cache.
+
+Outputs are long and prompts short, so that a request stays long and its first token waits for
+memory, not for compute. A system with the suffix `-ample` gets the same arrivals with memory for
+all of them.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from random import Random
+
+from benchmarks.errors import BenchError
+from benchmarks.patterns import is_pattern, made_up
+from benchmarks.scenarios.scenario import (
+    FULL_LIMIT_S,
+    QUICK_LIMIT_S,
+    Case,
+    LoadChoice,
+    Scenario,
+)
+from tideserve.load.traces import AZURE_CONVERSATIONS, Trace, load_trace
+from tideserve.load.workload import LengthScale, Workload, from_trace
+
+ROUNDS = 3
+FULL_REPEAT = 2
+"""A full run has the slice this many times in a row."""
+REQUESTS_MIN = 70
+"""Three rounds of it are the 200 requests that a quick run has at least."""
+
+
+@dataclass(frozen=True, slots=True)
+class TraceSlice:
+    """A slice of the trace, its mean rate for two workers, and the scale of its lengths.
+
+    `drain_s` guesses how long the answers take after the last arrival.
+    """
+
+    scale: LengthScale
+    start_s: float
+    duration_s: float
+    rate_per_s: float
+    drain_s: float
+
+
+# Tokens of Azure's conversations, brought to what two cores decode in about a minute. A prompt
+# costs 3 to 4 ms a token there, so longer ones would make even ample memory wait for compute.
+# Without a merge, a request either finds room at once or waits for seconds. At this rate the median
+# is surely one of the former; at lower ones it lies on the edge, and is either by chance.
+UNPACED = TraceSlice(
+    LengthScale(prompt=0.05, output=0.4, prompt_range=(24, 40), output_range=(88, 112)),
+    start_s=180.0,
+    duration_s=11.0,
+    rate_per_s=7.0,
+    drain_s=45.0,
+)
+# An answer stays for five to eight seconds at the pace of an A100 with a 14B model. At most some
+# fifteen at once: two processors also plan, compute, sample and send each token in that time. This
+# slice is among the evenest of that many requests: demand stays high for several times as long.
+PACED = TraceSlice(
+    LengthScale(prompt=0.12, output=1.3, prompt_range=(96, 160), output_range=(200, 300)),
+    start_s=140.0,
+    duration_s=13.0,
+    rate_per_s=1.85,
+    drain_s=20.0,
+)
+# Lengths as they are: a request holds a thousand tokens or more. By estimate, two workers that
+# share an H100 run some sixty of a 7B model's at once, which overflow memory that leaves each of
+# them KV for 16,000 tokens. For another model or GPU choose a rate.
+ON_GPU = TraceSlice(
+    LengthScale(prompt_range=(64, 2048), output_range=(64, 512)),
+    start_s=140.0,
+    duration_s=20.0,
+    rate_per_s=16.0,
+    drain_s=25.0,
+)
+# Few layers, which take long to compute here whatever their width, with much KV of each token: so
+# that so few requests fill what the parameters leave. A merge of two gives 2.2 times that.
+PACED_MODEL = {
+    "num_hidden_layers": 2,
+    "hidden_size": 128,
+    "intermediate_size": 1792,
+    "num_key_value_heads": 4,
+    "head_dim": 32,
+}
+
+
+def cases(choice: LoadChoice) -> Sequence[Case]:
+    """One open loop."""
+    unpaced = ON_GPU if choice.on_gpu else UNPACED
+    return (flood_case(choice, "burst", load_for(choice, PACED, unpaced)),)
+
+
+def flood_case(choice: LoadChoice, name: str, load: TraceSlice, time_share: float = 1.0) -> Case:
+    """An open loop that may take its share of a round's time; raises BenchError if it does not fit.
+
+    Nor may a quick one have too few requests.
+    """
+    workload = flood(choice, 0, load)
+    if choice.quick and len(workload.requests) < REQUESTS_MIN:
+        raise BenchError(
+            f"the slice of the trace has {len(workload.requests)} requests, a quick run needs at"
+            f" least {REQUESTS_MIN} a round; choose a longer one"
+        )
+    limit_s = (QUICK_LIMIT_S if choice.quick else FULL_LIMIT_S) / ROUNDS * time_share
+    last_s = workload.requests[-1].arrival_s
+    if last_s >= limit_s:
+        raise BenchError(
+            f"the last request would arrive after {last_s:.0f} s, but a round ends after"
+            f" {limit_s:.0f} s; take a shorter slice, fewer repetitions or a higher rate"
+        )
+    return Case(
+        name=name,
+        workload=partial(flood, choice, load=load),
+        concurrency=None,
+        expected_s=last_s + load.drain_s,
+        limit_s=limit_s,
+    )
+
+
+def load_for(choice: LoadChoice, paced: TraceSlice, unpaced: TraceSlice) -> TraceSlice:
+    """One of the two loads, with its rate divided by the device's slow-down."""
+    if not choice.paced:
+        return unpaced
+    slowdown = choice.slowdown
+    return replace(paced, rate_per_s=paced.rate_per_s / slowdown, drain_s=paced.drain_s * slowdown)
+
+
+def flood(choice: LoadChoice, turn: int, load: TraceSlice) -> Workload:
+    """The requests of round `turn`, with the lengths of `load`."""
+    trace, start_s, duration_s, rate_per_s = _source(choice, load)
+    part = trace.slice(start_s, duration_s)
+    how = f"{len(part.rows)} requests of {start_s:g}-{start_s + duration_s:g} s"
+    repeat = choice.trace_repeat
+    own = (choice.trace, choice.trace_start_s, choice.trace_duration_s)
+    if repeat is None and own == (None, None, None) and not choice.quick:
+        repeat = FULL_REPEAT
+    if repeat is not None:
+        part = part.repeat(repeat, duration_s)
+        how += f", {repeat} times over"
+    if choice.time_scale is not None:
+        part = part.scale_time(choice.time_scale)
+        how += f", time stretched evenly {choice.time_scale:g} times"
+    elif rate_per_s is not None:
+        part = part.scale_rate(rate_per_s)
+        how += f", time stretched evenly to a mean of {rate_per_s:g} requests/s"
+    if trace.skipped:
+        how += f" ({trace.skipped})"
+    return from_trace(part, load.scale, choice.seed * 1000 + turn, how)
+
+
+def _source(choice: LoadChoice, load: TraceSlice) -> tuple[Trace, float, float, float | None]:
+    """The trace, start and duration of its slice, and the mean rate to stretch it to, if any.
+
+    What `choice` leaves open: the slice is that of `load`, or begins where a given trace does. Made
+    up arrivals are taken to their end and as they are.
+    """
+    start_s, rate_per_s = choice.trace_start_s or 0.0, choice.rate_per_s
+    if choice.trace is not None and is_pattern(choice.trace):
+        trace, span_s = made_up(choice.trace, load_trace(AZURE_CONVERSATIONS), Random(choice.seed))
+        return trace, start_s, choice.trace_duration_s or span_s - start_s, rate_per_s
+    if choice.trace is None and choice.trace_start_s is None:
+        start_s = load.start_s
+    trace = load_trace(AZURE_CONVERSATIONS if choice.trace is None else Path(choice.trace))
+    rate_per_s = rate_per_s or load.rate_per_s * choice.workers / 2
+    return trace, start_s, choice.trace_duration_s or load.duration_s, rate_per_s
+
+
+SCENARIO = Scenario(
+    name="burst",
+    summary="a slice of a real trace whose KV demand overflows the workers' memory",
+    systems=("drop", "recompute", "vllm", "recompute-ample", "vllm-ample"),
+    memory="620MiB",
+    # Many processors have no product of bfloat16, and what a system does instead is no measure.
+    dtype="float32",
+    paced_systems=("drop", "recompute", "recompute-ample"),
+    paced_memory="22016KiB",
+    paced_model=PACED_MODEL,
+    cases=cases,
+    rounds=lambda quick: ROUNDS,
+    traced=True,
+    demand_min=1.5,
+    on_gpus=True,
+)

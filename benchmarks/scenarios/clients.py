@@ -1,0 +1,165 @@
+"""`clients`: loads of `steady` by load generators of others, against tideserve and against vLLM.
+
+Each system has one engine of one thread, in the dtype that the processor is fastest with. Systems
+take turns round by round, and rest while the other is measured.
+"""
+
+import contextlib
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from benchmarks.client_process import run_job
+from benchmarks.scenarios.scenario import LoadChoice, Trial, TrialVerdict
+from benchmarks.scenarios.steady import MIXES, Mix
+from benchmarks.systems.load_generators import (
+    LOAD_GENERATORS,
+    ClientLoad,
+    ClientReport,
+    LoadGenerator,
+    MeasuredServer,
+    run_generator,
+)
+from benchmarks.systems.system import Deployment, Say, System
+from benchmarks.systems.tideserve import Tideserve
+from benchmarks.systems.vllm import Vllm
+from tideserve.load.client import Job
+
+OURS, PEER = "tideserve", "vllm"
+ROUNDS = 3
+FULL_FACTOR = 2
+"""Requests of a full run, in those of a quick one."""
+LIMIT_S = 300.0
+FIGURES = (
+    ("throughput_tokens_per_s", "throughput"),
+    *(("ttft_p50_s", "TTFT P50"), ("ttft_p95_s", "P95")),
+    *(("tpot_p50_s", "TPOT P50"), ("tpot_p95_s", "P95")),
+)
+
+Reports = dict[tuple[str, str, str], list[ClientReport]]
+"""Rounds by system, client and load."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Measuring:
+    """What the rounds share: clients with their Pythons, a folder, the progress."""
+
+    clients: Sequence[tuple[LoadGenerator, Path]]
+    choice: LoadChoice
+    model_dir: Path
+    folder: Path
+    progress: Say
+
+    def measure(self, system: System, turn: int, found: Reports) -> None:
+        """All loads by all clients. Raises SystemUnavailable."""
+        server = MeasuredServer(system.urls[0], system.model, self.model_dir)
+        for client, python in self.clients:
+            for number, load in enumerate(loads(self.choice)):
+                self.progress(f"round {turn + 1}: {load.name} by {client.name}, {system.name}")
+                asked = client_load(load, self.choice, turn, number)
+                told = run_generator(client, python, server, asked, self.folder, LIMIT_S)
+                found.setdefault((system.name, client.name, load.name), []).append(told)
+
+    def rehearse(self, system: System) -> None:
+        """The loads, by our own client: vLLM compiles for each batch size that it first meets."""
+        for load in loads(self.choice):
+            self.progress(f"rehearsing {load.name}, {system.name}")
+            made = load.workload(self.choice, ROUNDS)
+            job = Job(tuple(system.urls), system.model, made.requests, LIMIT_S, load.concurrency)
+            run_job(job, lambda line: None)
+
+
+def loads(choice: LoadChoice) -> Sequence[Mix]:
+    """The mixes of `steady`; a quick run has the mixes that are measured in both dtypes."""
+    return [mix for mix in MIXES if mix.again or not choice.quick]
+
+
+def client_load(mix: Mix, choice: LoadChoice, turn: int, number: int) -> ClientLoad:
+    """The load of a round; no two loads or rounds have a seed in common."""
+    factor = 1 if choice.quick else FULL_FACTOR
+    seed = (choice.seed * ROUNDS + turn) * len(MIXES) + number
+    requests = factor * max(mix.requests, mix.concurrency)
+    return ClientLoad(mix.prompt, factor * mix.outputs, requests, mix.concurrency, seed)
+
+
+def run(deployment: Deployment, choice: LoadChoice, say: Say, progress: Say) -> TrialVerdict:
+    """Measure both systems with both clients. Raises SystemUnavailable."""
+    alone = replace(deployment, workers=1, cores=deployment.cores[:1])
+    with tempfile.TemporaryDirectory(prefix="tideserve-bench-") as folder:
+        clients = [(client, client.ensure(deployment.cache, say)) for client in LOAD_GENERATORS]
+        shared = _Measuring(clients, choice, deployment.model_dir, Path(folder), progress)
+        found = _rounds(alone, shared, say)
+    return judge(found, choice, deployment.dtype)
+
+
+def _rounds(deployment: Deployment, shared: _Measuring, say: Say) -> Reports:
+    """The systems in turn; vLLM, whose start takes minutes, is only held between its turns."""
+    found: Reports = {}
+    options = dict(deployment.options) | {"threads": 1}
+    with contextlib.ExitStack() as stack:
+        peer: Vllm | None = None
+        for turn in range(1 if shared.choice.quick else ROUNDS):
+            ours = Tideserve(OURS, (), replace(deployment, options=options))
+            with contextlib.ExitStack() as one_turn:
+                one_turn.callback(ours.stop)
+                ours.start(say)
+                kv_bytes = ours.kv_bytes_per_worker()
+                shared.measure(ours, turn, found)
+            if peer is None:
+                peer = Vllm(PEER, (), replace(deployment, kv_bytes=kv_bytes))
+                stack.callback(peer.stop)
+                peer.start(say)
+                shared.rehearse(peer)
+            peer.wake()
+            shared.measure(peer, turn, found)
+            peer.rest()
+    return found
+
+
+def judge(found: Reports, choice: LoadChoice, dtype: str) -> TrialVerdict:
+    """Medians over the rounds, and tideserve's over vLLM's. Lost requests are problems."""
+    figures: dict[str, Any] = {"dtype": dtype, "systems": {}, "ratios": {}}
+    rows, problems = [], []
+    for (system, client, load), reports in found.items():
+        of_system = figures["systems"].setdefault(system, {})
+        of_system.setdefault(client, {})[load] = {
+            "rounds": [asdict(one) for one in reports],
+            **{key: _median([asdict(one)[key] for one in reports]) for key, _ in FIGURES},
+        }
+    for number, mix in enumerate(loads(choice)):
+        wanted = client_load(mix, choice, 0, number).requests
+        for client in (one.name for one in LOAD_GENERATORS):
+            pair = [figures["systems"][name][client][mix.name] for name in (OURS, PEER)]
+            for name, of_load in zip((OURS, PEER), pair, strict=True):
+                least = min(one["completed"] for one in of_load["rounds"])
+                if least < wanted:
+                    problems.append(
+                        f"{client} completed {least} of {wanted} requests of {mix.name} against"
+                        f" {name}; give more --memory, or look at what else runs here"
+                    )
+            ratios = _ratios(*pair)
+            figures["ratios"].setdefault(client, {})[mix.name] = ratios
+            shown = [f"{label} {ratios[key]:.2f} ×" for key, label in FIGURES if key in ratios]
+            rows.append((f"{mix.name} by {client}", ", ".join(shown)))
+    return TrialVerdict(figures, rows, problems)
+
+
+def _ratios(ours: Mapping[str, Any], peer: Mapping[str, Any]) -> dict[str, float]:
+    return {key: ours[key] / peer[key] for key, _ in FIGURES if ours[key] is not None and peer[key]}
+
+
+def _median(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return median(known) if known else None
+
+
+TRIAL = Trial(
+    name="clients",
+    summary="loads of `steady` by vllm bench serve and guidellm; tideserve / vLLM, a core each",
+    memory="1GiB",
+    run=run,
+    real_model=True,
+)

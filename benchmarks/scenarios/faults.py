@@ -1,0 +1,122 @@
+"""`faults`: members die, freeze and are cut off in each phase of a change-over.
+
+Every cell has a cluster of its own with one failpoint armed. The cells that are done are lines of
+one file, so that a matrix can be run in parts.
+"""
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from benchmarks.errors import BenchError
+from benchmarks.faults.cell_run import UndisturbedRuns, run_cell
+from benchmarks.faults.judge import key_of, matrix_figures, matrix_problems
+from benchmarks.faults.kept_logs import logs_folder
+from benchmarks.faults.matrix import FaultCell, fault_cells, told_cells
+from benchmarks.scenarios.scenario import LoadChoice, Trial, TrialVerdict
+from benchmarks.systems.system import Deployment, Say
+from services.common.clock import monotonic_s
+from services.common.service_config import ServiceConfig
+from services.common.setting import settings_of
+
+SEEDS = 8
+"""Cells take the seeds of their streams by turns, so that few undisturbed runs serve them all."""
+LEASE_S: Any = settings_of(ServiceConfig)["lease_ttl_s"].default
+
+
+def run(deployment: Deployment, choice: LoadChoice, say: Say, progress: Say) -> TrialVerdict:
+    """Run the cells that have not been run, one after the other. Raises BenchError."""
+    cells = fault_cells(choice.quick, choice.cells)
+    lines = read_lines(choice.append)
+    done = {key_of(line) for line in lines}
+    undisturbed: UndisturbedRuns = {}
+    kept, began_s = logs_folder("faults", choice.append), monotonic_s()
+    for number, cell in enumerate(cells):
+        if (cell.size, cell.phase, cell.role, cell.fault) in done:
+            continue
+        if choice.minutes is not None and monotonic_s() - began_s > 60 * choice.minutes:
+            break
+        load = os.getloadavg()[0]
+        verdict = run_cell(
+            deployment, cell, choice.seed + number % SEEDS, undisturbed, kept, progress
+        )
+        lines.append(line := verdict.line() | {"load_average_before": round(load, 1)})
+        _append(choice.append, line)
+        say(_told(cell, line, verdict.logs))
+    figures = matrix_figures(lines, cells, LEASE_S)
+    return TrialVerdict(figures, _rows(figures), verdict_problems(figures))
+
+
+def verdict_problems(figures: Mapping[str, Any]) -> list[str]:
+    """What does not hold; cells that were not run yet are none of it, unless no cell was run."""
+    if not figures["by_cell"]:
+        return ["no cell was run"]
+    return matrix_problems(figures)
+
+
+def read_lines(path: Path | None) -> list[dict[str, Any]]:
+    """The cells that are done. Raises BenchError if the file holds something else."""
+    if path is None or not path.exists():
+        return []
+    try:
+        lines = [orjson.loads(line) for line in path.read_bytes().splitlines() if line]
+        keys = [key_of(line) for line in lines]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise BenchError(f"{path} is no file of cells: {error}") from error
+    if twice := [key for key in keys if keys.count(key) > 1]:
+        raise BenchError(f"{path} has a cell twice: {'/'.join(map(str, twice[0]))}")
+    return lines
+
+
+def _append(path: Path | None, line: Mapping[str, Any]) -> None:
+    if path is not None:
+        with path.open("ab") as file:
+            file.write(orjson.dumps(line) + b"\n")
+
+
+def _told(cell: FaultCell, line: Mapping[str, Any], logs: Path | None) -> str:
+    stable = line["stable_after_s"]
+    good = line["hit"] and not line["problems"]
+    return (
+        f"{'holds' if good else 'FAILS'}  {cell.name}: {line['streams']} streams,"
+        f" silence {line['longest_silence_s']:.1f} s,"
+        f" stable after {'never' if stable is None else f'{stable:.1f} s'},"
+        f" load before {line['load_average_before']}"
+        + "".join(f"\n       {problem}" for problem in line["problems"][:3])
+        + ("" if logs is None else f"\n       logs: {logs}")
+    )
+
+
+def _rows(figures: Mapping[str, Any]) -> Sequence[tuple[str, str]]:
+    requests, silence = figures["requests"], figures["longest_silence_s"]
+    ended = (f"{name} {requests[name]}" for name in ("lost", "duplicated", "stuck", "different"))
+    return [
+        ("cells that count / wanted", f"{figures['cells']} / {figures['cells_wanted']}"),
+        ("cells with a problem", str(sum(bool(one["problems"]) for one in figures["by_cell"]))),
+        ("cells not run yet", str(figures["cells_not_run"])),
+        ("requests sent / completed", f"{requests['sent']:,} / {requests['completed']:,}"),
+        ("requests otherwise", ", ".join(ended)),
+        ("broken invariants", str(figures["violations"])),
+        ("longest silence, fault seen at once", _seconds(silence["seen"])),
+        ("longest silence, fault not seen", _seconds(silence["unseen"])),
+        ("stable again after, at most", _seconds(figures["stable_after_s"])),
+    ]
+
+
+def _seconds(value: float | None) -> str:
+    return "–" if value is None else f"{value:.1f} s"
+
+
+TRIAL = Trial(
+    name="faults",
+    summary="kills, freezes and cuts in each phase of a change-over; every stream must go on",
+    memory="384MiB",
+    run=run,
+    gpu_memory="576MiB",
+    dtype="float64",
+    resumable=True,
+    details=told_cells,
+)

@@ -1,0 +1,271 @@
+"""`front`: what tideserve costs in front of vLLM, and what its dispatch gains.
+
+Both sides run the same vLLM with the same model, KV cache and threads: plain servers of vLLM, and
+workers of a cluster with `engine: vllm`. First one engine each, in pairs: one request at a time for
+the time to first token, then eight at a time for processor time by the token, which is what the
+kernel counts for all processes. Then two engines each: requests of a trace of code completions,
+once with its lengths and once all of one length, by the round-robin of a client over two plain
+servers and by one gateway. They arrive by a Poisson process: in the trace they come in heaps that
+keep both engines busy whatever a dispatcher does. Plain servers are suspended while the cluster is
+measured.
+"""
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from itertools import chain
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from benchmarks.client_process import run_answered
+from benchmarks.scenarios.scenario import LoadChoice, Trial, TrialVerdict
+from benchmarks.stats import percentiles
+from benchmarks.systems.process_cost import ProcessCost
+from benchmarks.systems.system import Deployment, Say
+from benchmarks.systems.tideserve import Tideserve
+from benchmarks.systems.vllm import BLOCK_TOKENS, Vllm
+from tideserve.load.client import Job
+from tideserve.load.record import SentRequest
+from tideserve.load.traces import AZURE_CODE, load_trace
+from tideserve.load.workload import LengthScale, Workload, fixed, from_trace
+
+FRONT, PLAIN = "tideserve", "vllm"
+PAIRS, QUICK_PAIRS = 10, 5
+ALONE = (12, 1, 64, 8)
+"""Requests, how many at a time, prompt tokens, output tokens."""
+TOGETHER = (24, 8, 64, 64)
+AZURE_CODE_BEGIN_S, AZURE_CODE_S = 250.0, 50.0
+"""A part of the slice: 187 requests."""
+ROUNDS, QUICK_ROUNDS = 5, 3
+LENGTHS = {
+    "lengths of the trace": LengthScale(0.2, 1.0, (16, 1024), (4, 64)),
+    "equal lengths": LengthScale(prompt_range=(384, 384), output_range=(16, 16)),
+}
+"""Prompts have a fifth of their lengths, so that a core computes one in a fraction of a second."""
+UTILISATION = 0.75
+"""The rate of arrivals, as a share of that at which the plain servers answer without a pause."""
+SATURATING = 16
+"""Requests at a time that leave no server idle."""
+ROUND_TIMEOUT_S = 300.0
+CPU_SHARE_MAX, TTFT_ADDED_MAX_S = 0.05, 0.010
+P99_SHARE_MAX = {"lengths of the trace": 0.8, "equal lengths": 1.05}
+
+
+@dataclass(frozen=True, slots=True)
+class LoadCost:
+    """One load on one system: processor seconds, output tokens, and the median TTFT in seconds."""
+
+    cost: ProcessCost
+    tokens: int
+    ttft_s: float
+
+
+@dataclass(slots=True)
+class FrontRecord:
+    """All that was measured, by system; TTFTs of a trace by lengths, then by system."""
+
+    alone: dict[str, list[LoadCost]] = field(default_factory=lambda: {FRONT: [], PLAIN: []})
+    together: dict[str, list[LoadCost]] = field(default_factory=lambda: {FRONT: [], PLAIN: []})
+    ttfts_s: dict[str, dict[str, list[list[float]]]] = field(default_factory=dict)
+    rates_per_s: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Sides:
+    """The cluster and the plain servers, both with as many engines of one thread."""
+
+    front: Tideserve
+    plain: Vllm
+
+    @classmethod
+    def start(cls, deployment: Deployment, engines: int, say: Say, stack: ExitStack) -> "Sides":
+        """Start both; they end with `stack`."""
+        own = {"engine": "vllm", "threads": 1, "block_size": BLOCK_TOKENS}
+        options = dict(deployment.options) | own
+        alike = replace(deployment, workers=engines, cores=deployment.cores[:engines])
+        front = Tideserve(FRONT, (), replace(alike, options=options))
+        stack.callback(front.stop)
+        front.start(say)
+        plain = Vllm(PLAIN, (), replace(alike, kv_bytes=front.kv_bytes_per_worker()))
+        stack.callback(plain.stop)
+        plain.start(say)
+        return cls(front, plain)
+
+    def send(self, name: str, load: Workload, concurrency: int | None) -> list[SentRequest]:
+        """The records of a load on one system, while the other one does nothing."""
+        system = self._system(name)
+        if system is self.plain:
+            self.plain.wake()
+        else:
+            self.plain.rest()
+        return list(
+            run_answered(
+                Job(
+                    urls=tuple(system.urls),
+                    model=system.model,
+                    requests=load.requests,
+                    timeout_s=ROUND_TIMEOUT_S,
+                    concurrency=concurrency,
+                )
+            )
+        )
+
+    def measure(self, name: str, shape: tuple[int, int, int, int], seed: int) -> LoadCost:
+        """Send a closed loop, and read what it cost."""
+        count, concurrency, prompt, outputs = shape
+        load = fixed(count, prompt, outputs, seed, f"{name} {shape}")
+        system = self._system(name)
+        before = system.process_cost()
+        records = self.send(name, load, concurrency)
+        cost = system.process_cost().since(before)
+        return LoadCost(cost, count * outputs, median(_ttfts(records)))
+
+    def _system(self, name: str) -> Tideserve | Vllm:
+        return self.front if name == FRONT else self.plain
+
+
+def run(deployment: Deployment, choice: LoadChoice, say: Say, progress: Say) -> TrialVerdict:
+    """Start one engine each, then two, and measure."""
+    found = FrontRecord()
+    with ExitStack() as stack:
+        compare_costs(Sides.start(deployment, 1, say, stack), found, choice, progress)
+    with ExitStack() as stack:
+        compare_dispatch(Sides.start(deployment, 2, say, stack), found, choice, progress)
+    return judge(found)
+
+
+def compare_costs(sides: Sides, found: FrontRecord, choice: LoadChoice, progress: Say) -> None:
+    """Pairs of both closed loops; which system is first alternates."""
+    pairs = QUICK_PAIRS if choice.quick else PAIRS
+    for number in range(-1, pairs):  # what loads at the first request does not count
+        progress(f"pair {number + 1} of {pairs}")
+        for name in sorted((FRONT, PLAIN), reverse=bool(number % 2)):
+            seed = choice.seed * 1000 + number
+            alone, together = (sides.measure(name, one, seed) for one in (ALONE, TOGETHER))
+            if number >= 0:
+                found.alone[name].append(alone)
+                found.together[name].append(together)
+
+
+def compare_dispatch(sides: Sides, found: FrontRecord, choice: LoadChoice, progress: Say) -> None:
+    """Rounds with both kinds of lengths; in a round both systems get the same arrivals.
+
+    Both systems get the load that tells the rate, so that neither begins cold. No prompt begins as
+    one of the other lengths, or vLLM's prefix cache would skip that part.
+    """
+    rounds = QUICK_ROUNDS if choice.quick else ROUNDS
+    recorded = load_trace(AZURE_CODE if choice.trace is None else Path(choice.trace)).slice(
+        AZURE_CODE_BEGIN_S if choice.trace_start_s is None else choice.trace_start_s,
+        choice.trace_duration_s or AZURE_CODE_S,
+    )
+    for number, (lengths, scale) in enumerate(LENGTHS.items()):
+        first_seed = (choice.seed * len(LENGTHS) + number) * 1000
+        by = found.ttfts_s[lengths] = {FRONT: [], PLAIN: []}
+        progress(f"{lengths}: how many requests a second are too many")
+        load = from_trace(recorded, scale, first_seed, lengths)
+        answered = {name: _answered_per_s(sides.send(name, load, SATURATING)) for name in by}
+        rate = choice.rate_per_s or UTILISATION * answered[PLAIN]
+        found.rates_per_s[lengths] = rate
+        for turn in range(rounds):
+            progress(f"{lengths}: round {turn + 1} of {rounds}")
+            seed = first_seed + 1 + turn
+            load = from_trace(recorded.at_random(rate, seed), scale, seed, lengths)
+            for name in sorted(by, reverse=bool(turn % 2)):
+                by[name].append(_ttfts(sides.send(name, load, None)))
+
+
+def judge(found: FrontRecord) -> TrialVerdict:
+    """Figures, and what is above its bound."""
+    problems: list[str] = []
+    figures: dict[str, Any] = {}
+    rows: list[tuple[str, str]] = []
+    for load, by in (("one at a time", found.alone), ("eight at a time", found.together)):
+        added_s = [a.ttft_s - b.ttft_s for a, b in zip(by[FRONT], by[PLAIN], strict=True)]
+        beside = [one.cost.total_s / one.cost.engine_s - 1 for one in by[FRONT]]
+        whole = [
+            (a.cost.total_s / a.tokens) / (b.cost.total_s / b.tokens)
+            for a, b in zip(by[FRONT], by[PLAIN], strict=True)
+        ]
+        figures[load] = {
+            "ttft_added_s": added_s,
+            "ttft_s": {name: [one.ttft_s for one in each] for name, each in by.items()},
+            "cpu_s_per_1000_tokens": {name: _per_thousand(each) for name, each in by.items()},
+            "cpu_s": {name: [one.cost.seconds for one in each] for name, each in by.items()},
+            "cpu_beside_engine": beside,
+            "cpu_over_plain": whole,
+        }
+        rows.append(
+            (
+                load,
+                f"median TTFT {1e3 * median(added_s):+.1f} ms; beside the engine"
+                f" {100 * median(beside):.1f} % of its processor time;"
+                f" all processes {median(whole):.2f} x those of the plain server",
+            )
+        )
+        if median(added_s) > TTFT_ADDED_MAX_S:
+            problems.append(f"{load}: the median TTFT is {1e3 * median(added_s):.1f} ms later")
+    share = median(figures["eight at a time"]["cpu_beside_engine"])
+    if share > CPU_SHARE_MAX:
+        problems.append(f"the control plane takes {100 * share:.1f} % of the engine's processor")
+    for lengths in found.ttfts_s:
+        _judge_dispatch(found, lengths, figures, rows, problems)
+    return TrialVerdict(figures, rows, problems)
+
+
+def _judge_dispatch(
+    found: FrontRecord,
+    lengths: str,
+    figures: dict[str, Any],
+    rows: list[tuple[str, str]],
+    problems: list[str],
+) -> None:
+    """Add what both systems' two engines did with requests of one kind of lengths."""
+    ttfts = found.ttfts_s[lengths]
+    p99s = {name: [_p99(one) for one in each] for name, each in ttfts.items()}
+    ratios = [a / b for a, b in zip(p99s[FRONT], p99s[PLAIN], strict=True)]
+    together = {name: _p99([*chain.from_iterable(each)]) for name, each in ttfts.items()}
+    ratio = together[FRONT] / together[PLAIN]
+    figures[lengths] = {
+        "requests_per_s": found.rates_per_s[lengths],
+        "requests": [len(one) for one in ttfts[FRONT]],
+        "ttft_s": {name: [percentiles(one) for one in each] for name, each in ttfts.items()},
+        "p99_ratios": ratios,
+        "p99_s": together,
+        "p99_ratio": ratio,
+    }
+    told = ", ".join(f"{one:.2f} s {name}" for name, one in together.items())
+    rounds = ", ".join(f"{one:.2f}" for one in ratios)
+    rate = f"{found.rates_per_s[lengths]:.1f} requests/s"
+    rows.append((lengths, f"{rate}: P99 TTFT of all rounds {told}: {ratio:.2f} x ({rounds})"))
+    if ratio > P99_SHARE_MAX[lengths]:
+        problems.append(f"{lengths}: P99 TTFT is {ratio:.2f} x that of round-robin")
+
+
+def _ttfts(records: Sequence[SentRequest]) -> list[float]:
+    return [one.ttft_s for one in records]
+
+
+def _p99(values: Sequence[float]) -> float:
+    found = percentiles(values)["p99"]
+    assert found is not None
+    return found
+
+
+def _per_thousand(costs: Sequence[LoadCost]) -> list[float]:
+    return [1e3 * one.cost.total_s / one.tokens for one in costs]
+
+
+def _answered_per_s(records: Sequence[SentRequest]) -> float:
+    last_s = max(one.token_times_s[-1] for one in records)
+    return len(records) / (last_s - min(one.sent_s for one in records))
+
+
+TRIAL = Trial(
+    name="front",
+    summary="vLLM as the engine of workers: cost of the control plane, gain of its dispatch",
+    memory="1GiB",
+    run=run,
+    real_model=True,
+    traced=True,
+)

@@ -1,0 +1,119 @@
+"""`overhead`: the latency that the control plane adds to a first token, and the cost of planning.
+
+Alone, a request's time to first token is the engine's own time plus the way through gateway,
+scheduler and worker and back. The engine's part is read from the workers' event logs, on the same
+machine clock as the client's. Many at once show the share of planning in an iteration. All
+together tell the gateway's processor time for 1,000 tokens.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from benchmarks.engine_log import EngineTimes, read_engine_logs
+from benchmarks.scenarios.scenario import (
+    FULL_LIMIT_S,
+    QUICK_LIMIT_S,
+    Case,
+    LoadChoice,
+    RoundsByCase,
+    Scenario,
+)
+from benchmarks.stats import percentiles
+from benchmarks.systems.system import System
+from benchmarks.systems.tideserve import Tideserve
+from tideserve.load.record import RequestOutcome, Round, SentRequest
+from tideserve.load.workload import Workload, fixed
+
+ALONE, TOGETHER = "overhead/alone", "overhead/together"
+ROUNDS = 3
+# (name, concurrency, prompt tokens, output tokens, requests of a quick round, seconds of it)
+LOADS = ((ALONE, 1, 32, 4, 40, 12.0), (TOGETHER, 16, 32, 16, 32, 8.0))
+FULL_FACTOR = 5
+
+
+def _workload(load: tuple[int, int, int], choice: LoadChoice, turn: int) -> Workload:
+    prompt_tokens, output_tokens, count = load
+    made = fixed(count, prompt_tokens, output_tokens, choice.seed * 1000 + turn)
+    return replace(made, statement=f"{made.statement}, in a closed loop")
+
+
+def cases(choice: LoadChoice) -> Sequence[Case]:
+    """One request at a time, and many."""
+    factor = 1 if choice.quick else FULL_FACTOR
+    limit_s = (QUICK_LIMIT_S if choice.quick else FULL_LIMIT_S) / ROUNDS / len(LOADS)
+    return [
+        Case(
+            name=name,
+            workload=partial(_workload, (prompt, output, count * factor), choice),
+            concurrency=concurrency,
+            expected_s=expected_s * factor,
+            limit_s=limit_s,
+        )
+        for name, concurrency, prompt, output, count, expected_s in LOADS
+    ]
+
+
+def inspect(systems: Mapping[str, System], rounds: RoundsByCase) -> dict[str, Any]:
+    """Overhead by system, of those whose engines keep a log."""
+    found = {}
+    for name, system in systems.items():
+        if isinstance(system, Tideserve):
+            times = read_engine_logs(system.event_logs)
+            alone = rounds.get(ALONE, {}).get(name, ())
+            together = rounds.get(TOGETHER, {}).get(name, ())
+            cost = system.gateway_cost().since(system.cost_at_start)
+            found[name] = {
+                "overhead": overhead(times, alone, together)
+                | {"gateway_cpu_s_per_1000_tokens": cost.per_thousand_s}
+            }
+    return found
+
+
+def overhead(
+    times: EngineTimes, alone: Sequence[Round], together: Sequence[Round]
+) -> dict[str, Any]:
+    """Seconds added to a first token, to the engine and back, and shares of planning."""
+    done = [
+        record
+        for one in alone
+        for record in one.records
+        if record.outcome is RequestOutcome.COMPLETED and record.request_id in times.first_token_s
+    ]
+    there = [times.arrived_s[record.request_id] - record.sent_s for record in done]
+    back = [record.token_times_s[0] - times.first_token_s[record.request_id] for record in done]
+    return {
+        "requests_matched": len(done),
+        "to_engine_s": percentiles(there),
+        "from_engine_s": percentiles(back),
+        "added_to_ttft_s": percentiles([a + b for a, b in zip(there, back, strict=True)]),
+        "planning_share_alone": _planning_share(times, alone),
+        "planning_share_together": _planning_share(times, together),
+    }
+
+
+def _planning_share(times: EngineTimes, rounds: Sequence[Round]) -> float | None:
+    """Mean over the rounds; None without any."""
+    shares = [
+        share
+        for one in rounds
+        if one.records and (share := times.planning_share(*_window(one.records))) is not None
+    ]
+    return sum(shares) / len(shares) if shares else None
+
+
+def _window(records: Sequence[SentRequest]) -> tuple[float, float]:
+    return min(r.sent_s for r in records), max(r.end_s for r in records)
+
+
+SCENARIO = Scenario(
+    name="overhead",
+    summary="control-plane latency added to TTFT; planning share of iteration time",
+    systems=("tideserve",),
+    memory="1GiB",
+    cases=cases,
+    rounds=lambda quick: ROUNDS,
+    inspect=inspect,
+    event_log="worker",
+)

@@ -1,0 +1,260 @@
+"""`prefix`: what a prefix cache saves, whether its hits are those that it should have, and which
+dispatch finds them.
+
+Two clusters of one worker, alike but for the cache, answer the same chats in turn: each turn adds
+256 tokens to all that was said before, and gets 64. Then interleaved chats that overflow the cache
+are counted beside it by other code. A prompt of another salt must hit nothing. Last, eight workers
+are simulated, since a machine that can run these chats is too small for eight.
+"""
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from random import Random
+from statistics import median
+from typing import Any
+
+from benchmarks.one_by_one import OneByOne, TurnAnswer
+from benchmarks.prefix_count import CountedCache
+from benchmarks.prefix_dispatch import (
+    CAPACITIES,
+    LEAST_LOADED,
+    WORKERS,
+    Served,
+    generated,
+    serve,
+)
+from benchmarks.scenarios.scenario import LoadChoice, Trial, TrialVerdict
+from benchmarks.systems.system import Deployment, Say
+from benchmarks.systems.tideserve import BLOCK_TOKENS, Tideserve
+from services.core.scheduler.dispatch import PREFIX
+from tideserve.cli.errors import SystemUnavailable
+from tideserve.load.traces import load_trace
+from tideserve.load.workload import LengthScale, arrivals_of, prompt_ids
+
+TURNS, QUESTION_TOKENS, ANSWER_TOKENS = 5, 256, 64
+CHATS, QUICK_CHATS = 8, 3
+TTFT_SHARE_MAX = 0.35
+"""Share of the time to first token of the last turn without a cache."""
+COUNT_ERROR_MAX = 0.05
+GAIN_MIN = 2.0
+"""Hits by dispatch `prefix`, in multiples of those of `least_loaded`."""
+COUNTED_CHATS = 12
+COUNTED_REQUESTS, QUICK_COUNTED_REQUESTS = 120, 48
+COUNTED_QUESTION, COUNTED_ANSWER = (40, 400), 8
+SIMULATED_S, QUICK_SIMULATED_S = 600.0, 200.0
+ON, OFF = "on", "off"
+
+
+@dataclass(slots=True)
+class Found:
+    """All that was measured."""
+
+    ttfts_s: dict[str, list[list[float]]] = field(default_factory=lambda: {ON: [], OFF: []})
+    capacity_blocks: int = 0
+    queries: int = 0
+    hits: int = 0
+    counted_hits: int = 0
+    foreign_hits: int = 0
+    served: list[Served] = field(default_factory=list)
+
+
+def run(deployment: Deployment, choice: LoadChoice, say: Say, progress: Say) -> TrialVerdict:
+    """Start both clusters, chat, count, simulate."""
+    found = Found()
+    with ExitStack() as stack:
+        clients = {}
+        for name in (ON, OFF):
+            system = _cluster(deployment, caching=name == ON)
+            stack.callback(system.stop)
+            system.start(say)
+            clients[name] = stack.enter_context(OneByOne(system.urls[0], system.model))
+            if name == ON:
+                found.capacity_blocks = _capacity(system)
+        chats = QUICK_CHATS if choice.quick else CHATS
+        for number in range(-1, chats):  # modules that load at the first request do not count
+            progress(f"chat {number + 1} of {chats}")
+            for name in sorted(clients, reverse=bool(number % 2)):
+                answers = chat(clients[name], f"{choice.seed} {number}")
+                if number >= 0:
+                    found.ttfts_s[name].append([one.ttft_s for one in answers])
+        requests = QUICK_COUNTED_REQUESTS if choice.quick else COUNTED_REQUESTS
+        count_hits(clients[ON], found, requests, choice.seed, progress)
+        found.foreign_hits = foreign_hits(clients[ON], choice.seed)
+    simulate(found, choice, progress)
+    return judge(found)
+
+
+def chat(client: OneByOne, seed: str) -> list[TurnAnswer]:
+    """All turns of one chat."""
+    said: tuple[int, ...] = ()
+    answers = []
+    for turn in range(TURNS):
+        said += prompt_ids(QUESTION_TOKENS, f"chat {seed} {turn}")
+        answers.append(client.ask(said, ANSWER_TOKENS))
+        said += answers[-1].output_ids
+    return answers
+
+
+def count_hits(client: OneByOne, found: Found, requests: int, seed: int, progress: Say) -> None:
+    """Turns of several chats in any order, until they overflow the cache; counted twice.
+
+    The first requests only fill both caches, so that what was cached before is gone.
+    """
+    rng = Random(f"counted {seed}")
+    counted = CountedCache(found.capacity_blocks, BLOCK_TOKENS)
+    said: dict[int, tuple[int, ...]] = {}
+    filler = found.capacity_blocks * BLOCK_TOKENS
+    place = 0
+    while filler > 0:
+        prompt = prompt_ids(min(filler, 1500), f"filler {seed} {place}")
+        counted.request(prompt, client.ask(prompt, 1).output_ids)
+        filler, place = filler - len(prompt), place + 1
+    counted.queries = counted.hits = 0
+    for number in range(requests):
+        progress(f"counted request {number + 1} of {requests}")
+        which = rng.randrange(COUNTED_CHATS)
+        question = prompt_ids(rng.randint(*COUNTED_QUESTION), f"counted {seed} {number}")
+        prompt = (*said.get(which, ()), *question)
+        if len(prompt) > found.capacity_blocks * BLOCK_TOKENS // 3:
+            prompt = question
+        answer = client.ask(prompt, COUNTED_ANSWER)
+        counted.request(prompt, answer.output_ids)
+        said[which] = (*prompt, *answer.output_ids)
+        found.queries += answer.prompt_tokens
+        found.hits += answer.cached_tokens
+    found.counted_hits = counted.hits
+
+
+def foreign_hits(client: OneByOne, seed: int) -> int:
+    """Cached tokens of a prompt that another salt has sent just before; more than 0 is a defect.
+
+    Raises SystemUnavailable if the same salt does not hit either: then nothing is shown.
+    """
+    prompt = prompt_ids(QUESTION_TOKENS, f"salted {seed}")
+    client.ask(prompt, 1, "one")
+    foreign = client.ask(prompt, 1, "other").cached_tokens
+    if not client.ask(prompt, 1, "one").cached_tokens:
+        raise SystemUnavailable("a prompt that was sent twice hits nothing in the prefix cache")
+    return foreign
+
+
+def simulate(found: Found, choice: LoadChoice, progress: Say) -> None:
+    """Both dispatches, on generated conversations or on the chosen trace. Raises BenchError."""
+    duration_s = QUICK_SIMULATED_S if choice.quick else SIMULATED_S
+    loads = generated(duration_s, choice.seed)
+    if choice.trace is not None:
+        trace = load_trace(Path(choice.trace))
+        loads = {trace.name: arrivals_of(trace, LengthScale())}
+    for load, arrivals in loads.items():
+        for capacity in CAPACITIES[-1:] if choice.quick else CAPACITIES:
+            for dispatch in (LEAST_LOADED, PREFIX):
+                progress(f"simulating {len(arrivals):,} requests of {load}, dispatch {dispatch}")
+                found.served.append(serve(load, arrivals, dispatch, capacity))
+
+
+def judge(found: Found) -> TrialVerdict:
+    """Figures, and a problem for each bar that is not reached."""
+    last = {name: median(one[-1] for one in chats) for name, chats in found.ttfts_s.items()}
+    share = last[ON] / last[OFF]
+    error = found.hits / found.counted_hits - 1 if found.counted_hits else 1.0
+    gains = _gains(found.served)
+    problems = []
+    if share > TTFT_SHARE_MAX:
+        problems.append(
+            f"the first token of turn {TURNS} takes {share:.2f} of the time without a cache, more"
+            f" than {TTFT_SHARE_MAX:g}"
+        )
+    if abs(error) > COUNT_ERROR_MAX:
+        problems.append(
+            f"{found.hits:,} tokens were hits, {error:+.1%} beside the {found.counted_hits:,} that"
+            " were counted"
+        )
+    if found.foreign_hits:
+        problems.append(f"{found.foreign_hits} tokens of another salt were hits")
+    problems += [
+        f"dispatch {PREFIX} finds {gain:.2f} times the hits of {LEAST_LOADED} on {name}, less than"
+        f" {GAIN_MIN:g}"
+        for name, gain in gains.items()
+        if gain < GAIN_MIN
+    ]
+    figures: dict[str, Any] = {
+        "chat": f"{TURNS} turns of {QUESTION_TOKENS} in and {ANSWER_TOKENS} out",
+        "ttft_s_by_chat_and_turn": found.ttfts_s,
+        "ttft_s_last_turn": last,
+        "ttft_share": share,
+        "capacity_tokens": found.capacity_blocks * BLOCK_TOKENS,
+        "query_tokens": found.queries,
+        "hit_tokens": found.hits,
+        "counted_hit_tokens": found.counted_hits,
+        "hit_error": error,
+        "foreign_hit_tokens": found.foreign_hits,
+        "simulated": [one.figures() for one in found.served],
+        "simulated_gains": gains,
+        "problems": problems,
+    }
+    return TrialVerdict(figures, _rows(found, last, share, error), problems)
+
+
+def _gains(served: Sequence[Served]) -> dict[str, float]:
+    """Hits of `prefix` in multiples of those of `least_loaded`, by load and capacity."""
+    shares: dict[str, dict[str, float]] = {}
+    for one in served:
+        name = f"{one.load}, {one.capacity_tokens:,} tokens"
+        shares.setdefault(name, {})[one.dispatch] = one.hit_share
+    return {
+        name: by[PREFIX] / by[LEAST_LOADED] if by[LEAST_LOADED] else 0.0
+        for name, by in shares.items()
+    }
+
+
+def _rows(
+    found: Found, last: Mapping[str, float], share: float, error: float
+) -> list[tuple[str, str]]:
+    rows = [
+        (
+            f"first token of turn {TURNS}, cache on / off",
+            f"{1e3 * last[ON]:.0f} / {1e3 * last[OFF]:.0f} ms: {share:.2f}",
+        ),
+        (
+            "hits at a full cache",
+            f"{found.hits:,} of {found.queries:,} prompt tokens; counted {found.counted_hits:,}"
+            f" ({error:+.1%})",
+        ),
+        ("hits of another salt", str(found.foreign_hits)),
+    ]
+    rows += [
+        (
+            f"simulated, {WORKERS} workers of {one.capacity_tokens:,} tokens, {one.load}",
+            f"{one.dispatch}: {one.hit_share:.1%} hits, first token"
+            f" P50 {one.ttft_p50_s or 0:.2f} s, P99 {one.ttft_p99_s or 0:.2f} s",
+        )
+        for one in found.served
+    ]
+    return rows
+
+
+def _cluster(deployment: Deployment, caching: bool) -> Tideserve:
+    # The two share the processors; only one of them is asked at a time.
+    worker = {"profile_when_idle": False, "prefix_caching": caching}
+    options = dict(deployment.options) | {"worker": worker, "threads": 1}
+    return Tideserve("tideserve", (), replace(deployment, workers=1, options=options))
+
+
+def _capacity(system: Tideserve) -> int:
+    """Blocks of its KV cache. Raises SystemUnavailable if it does not tell."""
+    tokens = system.counters().capacity_tokens
+    if tokens is None:
+        raise SystemUnavailable("the worker does not tell how many KV blocks it has")
+    return tokens // BLOCK_TOKENS
+
+
+TRIAL = Trial(
+    name="prefix",
+    summary="what a prefix cache saves, and which dispatch finds what is cached",
+    memory="640MiB",
+    run=run,
+    real_model=True,
+    traced=True,
+)

@@ -1,0 +1,135 @@
+"""Makes systems from the names on the command line."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from urllib.parse import urlsplit
+
+from benchmarks.errors import BenchError
+from benchmarks.systems.schedulings import (
+    SCHEDULINGS,
+    is_suffix,
+    merged,
+    options_of,
+    scheduling_of,
+)
+from benchmarks.systems.system import AMPLE, Deployment, System
+from benchmarks.systems.tideserve import MECHANISMS, POLICIES, Tideserve
+from benchmarks.systems.url import Url
+from benchmarks.systems.vllm import PRIORITY, Vllm
+from tideserve.load.event_stream import Marks
+
+PACED_MARK = "@"
+VLLM = "vllm"
+VLLM_SUFFIXES = (AMPLE, PRIORITY)
+DTYPES = ("bfloat16", "float32")
+"""Suffixes that give a system a dtype of its own."""
+
+
+def check_names(names: Sequence[str]) -> None:
+    """Check the names. Raises BenchError about the first that means nothing."""
+    if not names:
+        raise BenchError("no system is named; --systems takes names separated by commas")
+    for name in names:
+        if "=" in name:
+            _check_url(name)
+        else:
+            _split(name)
+            _check_dtype(name)
+    plain = [name.partition("=")[0] for name in names]
+    for name in plain:
+        if plain.count(name) > 1:
+            raise BenchError(f"the system '{name}' is named twice")
+
+
+def make_system(name: str, deployment: Deployment, api_key: str | None = None) -> System:
+    """The system called `name`; raises BenchError."""
+    if "=" in name:
+        label, url = _check_url(name)
+        return Url(label, url, api_key)
+    base, off = _split(name)
+    deployment = replace(deployment, dtype=dtype_of(name) or deployment.dtype)
+    if base == VLLM:
+        return Vllm(name, off, replace(deployment, paced=None))
+    if base in SCHEDULINGS:
+        own = options_of(base, off, deployment.workers)
+        off = tuple(one for one in off if not is_suffix(one))
+        deployment = replace(deployment, options=merged(deployment.options, own))
+    label = f"{name}{PACED_MARK}{deployment.paced}" if deployment.paced else name
+    return Tideserve(label, off, deployment)
+
+
+def is_tideserve(name: str) -> bool:
+    """Whether tideserve is started under this name, so that it can be paced."""
+    return "=" not in name and not is_vllm(name)
+
+
+def is_vllm(name: str) -> bool:
+    """Whether vLLM is started under this name."""
+    return "=" not in name and name.split("-")[0] == VLLM
+
+
+def marks_of(name: str) -> Marks:
+    """How requests tell this system their class."""
+    if not is_vllm(name):
+        return Marks.CLASSES
+    return Marks.PRIORITY if PRIORITY in name.split("-") else Marks.NONE
+
+
+def dtype_of(name: str) -> str | None:
+    """The dtype that a name asks for; None if the system gets that of the run."""
+    parts = () if "=" in name else name.partition(PACED_MARK)[0].split("-")[1:]
+    return next((part for part in parts if part in DTYPES), None)
+
+
+def without_dtype(name: str) -> str:
+    """The name of the same system in the dtype of the run."""
+    dtype = dtype_of(name)
+    return name if dtype is None else name.replace(f"-{dtype}", "")
+
+
+def device_of(name: str) -> str:
+    """The device that a measured system was paced to; empty if it kept its own time."""
+    return "" if "=" in name else name.partition(PACED_MARK)[2]
+
+
+def is_reference(name: str) -> bool:
+    """Whether a system is there to be compared with only."""
+    return "=" not in name and AMPLE in name.partition(PACED_MARK)[0].split("-")
+
+
+def _check_url(name: str) -> tuple[str, str]:
+    label, _, url = name.partition("=")
+    parts = urlsplit(url)
+    if not label or parts.scheme not in ("http", "https") or not parts.hostname:
+        raise BenchError(f"'{name}' is not of the form name=http://host:port")
+    if is_reference(label) or PACED_MARK in label:
+        raise BenchError(f"'{label}' reads like a system of ours; give the URL another name")
+    return label, url
+
+
+def _check_dtype(name: str) -> None:
+    if sum(part in DTYPES for part in name.split("-")) > 1:
+        raise BenchError(f"'{name}' asks for two dtypes; leave one out")
+
+
+def _split(name: str) -> tuple[str, tuple[str, ...]]:
+    scheduled = scheduling_of(name)
+    base, suffixes = scheduled or (name.split("-")[0], name.split("-")[1:])
+    off = [one for one in suffixes if one not in DTYPES]
+    known = VLLM_SUFFIXES if base == VLLM else tuple(MECHANISMS)
+    if base != VLLM and base not in {*POLICIES, *SCHEDULINGS}:
+        dashed = name.replace("_", "-")
+        if scheduling_of(dashed):
+            raise BenchError(f"unknown system '{name}'; did you mean '{dashed}'?")
+        systems = ", ".join((*POLICIES, *sorted(SCHEDULINGS)))
+        raise BenchError(
+            f"unknown system '{name}'; there are {systems}, vllm, vllm-priority and name=URL, with"
+            " the suffixes that `tideserve bench --help` lists"
+        )
+    for mechanism in off:
+        if mechanism not in known and not (scheduled and is_suffix(mechanism)):
+            raise BenchError(
+                f"'{name}': there is no mechanism '{mechanism}' to switch off; there are"
+                f" {', '.join(known)}"
+            )
+    return base, tuple(off)

@@ -1,0 +1,55 @@
+"""Any OpenAI-compatible server that already runs."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from benchmarks.errors import BenchError
+from benchmarks.systems.system import OUTPUT_METRIC, Counters, Say, read_metrics, served_model
+from tideserve.cli.errors import SystemUnavailable
+
+
+class Url:
+    """A System given as `name=URL`; it must take token ids as prompts on /v1/completions."""
+
+    def __init__(self, name: str, url: str, api_key: str | None = None) -> None:
+        self.name = name
+        self.model = ""
+        self.api_key = api_key
+        self.urls: Sequence[str] = (url.rstrip("/").removesuffix("/v1"),)
+
+    def start(self, say: Say) -> None:
+        """See System; a server that cannot be reached is the caller's mistake: BenchError."""
+        try:
+            self.model = served_model(self.urls[0], self.api_key)
+        except SystemUnavailable as error:
+            raise BenchError(f"{self.name}: {error}; start it, or correct the URL") from error
+        say(f"{self.name}: {self.urls[0]} serves {self.model}")
+
+    def stop(self) -> None:
+        """It is not ours to stop."""
+
+    def rest(self) -> bool:
+        """It is not ours to hold."""
+        return True
+
+    def wake(self) -> None:
+        """See System."""
+
+    def counters(self) -> Counters:
+        """See System. It reads vLLM's metric names, which other servers use, too."""
+        return vllm_counters(read_metrics(self.urls[0], self.api_key))
+
+    def describe(self) -> Mapping[str, Any]:
+        return {"kind": "url", "url": self.urls[0], "model": self.model}
+
+
+def vllm_counters(metrics: Mapping[str, float]) -> Counters:
+    """Counters of one server that has vLLM's metrics."""
+    preemptions = metrics.get("vllm:num_preemptions_total")
+    prompts, output = metrics.get("vllm:prompt_tokens_total"), metrics.get(OUTPUT_METRIC)
+    return Counters(
+        preemptions=None if preemptions is None else int(preemptions),
+        # A prompt counts once, with its first token.
+        processed=None if prompts is None or output is None else prompts + output,
+        output=output,
+    )

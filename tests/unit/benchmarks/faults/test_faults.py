@@ -1,0 +1,101 @@
+"""The matrix is run in parts: cells that are done are kept, and not run again."""
+
+import tempfile
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+
+from benchmarks.errors import BenchError
+from benchmarks.faults.judge import STREAMS_MIN, CellVerdict
+from benchmarks.faults.matrix import FaultCell
+from benchmarks.scenarios import faults
+from benchmarks.scenarios.scenario import LoadChoice
+from benchmarks.systems.system import Deployment
+
+DEPLOYMENT = Deployment(Path("model"), "tiny", Path("cache"), 2, 1 << 28)
+COUNTS = {"sent": 40, "completed": 40, "lost": 0, "duplicated": 0, "stuck": 0, "different": 0}
+KILLS = "2/(prepare|steady)/.*/kill-worker$"
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """The names of the cells that were run. Each holds, and takes a minute."""
+    names: list[str] = []
+
+    def run_cell(_: Deployment, cell: FaultCell, *__: Any) -> CellVerdict:
+        names.append(cell.name)
+        return CellVerdict(cell, True, STREAMS_MIN, COUNTS, 0, 1.5, 4.0)
+
+    monkeypatch.setattr(faults, "run_cell", run_cell)
+    monkeypatch.setattr(faults, "monotonic_s", lambda: 60.0 * len(names))
+    yield names
+
+
+def test_a_cell_that_fails_says_where_its_logs_are(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def run_cell(_: Deployment, cell: FaultCell, __: int, ___: Any, kept: Path, ____: Any) -> Any:
+        bad = CellVerdict(cell, True, STREAMS_MIN, COUNTS, 0, 1.5, 4.0, ["request 3 is lost"])
+        return replace(bad, logs=kept / "of the cell")
+
+    monkeypatch.setattr(faults, "run_cell", run_cell)
+    cell = LoadChoice(quick=True, cells="2/steady/leader")
+    (told,) = figures(replace(cell, append=tmp_path / "cells.jsonl"))["said"]
+    assert told.startswith("FAILS") and "load before" in told
+    assert told.endswith(f"logs: {tmp_path / 'cells.logs' / 'of the cell'}")
+    assert "logs" not in orjson.loads((tmp_path / "cells.jsonl").read_bytes())
+    (told,) = figures(cell)["said"]
+    assert str(Path(tempfile.gettempdir(), "tideserve-faults-")) in told
+
+
+def figures(choice: LoadChoice) -> Any:
+    said: list[str] = []
+    verdict = faults.run(DEPLOYMENT, choice, said.append, said.append)
+    assert len(verdict.rows) == 9
+    return verdict.figures | {"problems": list(verdict.problems), "said": said}
+
+
+def test_cells_that_are_done_are_not_run_again(run: list[str], tmp_path: Path) -> None:
+    choice = LoadChoice(quick=True, cells=KILLS, append=tmp_path / "cells.jsonl")
+    first = figures(replace(choice, minutes=1.5))
+    assert len(run) == 2, "the one that passes a minute and a half is the last"
+    assert (first["cells"], first["cells_not_run"], first["problems"]) == (2, 2, [])
+    second = figures(choice)
+    assert len(run) == len(set(run)) == 4
+    assert (second["cells"], second["cells_not_run"]) == (4, 0)
+    assert second["requests"]["sent"] == 160
+    assert second["said"][0].startswith("holds")
+    assert figures(choice)["cells"] == 4
+    assert len(run) == 4
+
+
+def test_without_a_file_all_cells_are_run(run: list[str]) -> None:
+    found = figures(LoadChoice(quick=True))
+    assert found["cells"] == len(run) == 16
+    assert found["lease_s"] == 10.0
+    for key in ("violations", "requests", "longest_silence_s", "client_stall_s", "stable_after_s"):
+        assert key in found
+    assert set(found["by_cell"][0]) >= {"phase", "role", "fault", "hit", "streams"}
+
+
+def test_no_cell_at_all_is_a_problem(run: list[str]) -> None:
+    found = figures(LoadChoice(quick=True, minutes=-1.0))
+    assert run == []
+    assert found["problems"] == ["no cell was run"]
+
+
+def test_a_file_of_something_else_is_refused(run: list[str], tmp_path: Path) -> None:
+    file = tmp_path / "cells.jsonl"
+    for content in (b"no json\n", b"[1]\n", b'{"size": 2}\n'):
+        file.write_bytes(content)
+        with pytest.raises(BenchError, match="is no file of cells"):
+            figures(LoadChoice(quick=True, append=file))
+    line = orjson.dumps({"size": 2, "phase": "steady", "role": "leader", "fault": "kill-worker"})
+    file.write_bytes(line + b"\n" + line + b"\n")
+    with pytest.raises(BenchError, match="has a cell twice: 2/steady/leader/kill-worker"):
+        figures(LoadChoice(quick=True, append=file))
+    assert run == []

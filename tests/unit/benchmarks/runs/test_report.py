@@ -1,0 +1,226 @@
+"""Tables, JSON and pictures from measured rounds."""
+
+import io
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import orjson
+import pytest
+from rich.console import Console
+
+from benchmarks.errors import BenchError
+from benchmarks.plot import draw
+from benchmarks.run import read_target
+from benchmarks.runs.report import show
+from benchmarks.runs.result import result_of
+from benchmarks.runs.runner import BenchPlan, RunOutcomes
+from benchmarks.scenarios.scenario import LoadChoice, find_scenario
+from benchmarks.systems.catalog import is_reference
+from benchmarks.systems.system import Deployment
+from tests.support.safetensors_file import write_safetensors
+from tideserve.load.record import RequestOutcome, Round, SentRequest
+
+
+def measured(ttft_s: float, capacity: int | None = 1000) -> Round:
+    """Ten requests with that time to first token."""
+    records = tuple(
+        SentRequest(
+            float(due),
+            float(due),
+            due + ttft_s + 1,
+            RequestOutcome.COMPLETED,
+            40,
+            11,
+            tuple(due + ttft_s + 0.1 * index for index in range(11)),
+        )
+        for due in range(10)
+    )
+    return Round(records, preemptions=1, capacity_tokens=capacity)
+
+
+@pytest.fixture
+def outcomes() -> RunOutcomes:
+    found = RunOutcomes()
+    found.rounds = {
+        "burst": {
+            "recompute": [measured(20.0), measured(22.0)],
+            "vllm": [measured(30.0, None)],
+            "recompute-ample": [measured(1.0, 50_000)],
+        }
+    }
+    found.unavailable = {"other": "it said [nothing]"}
+    return found
+
+
+@pytest.fixture
+def plan(tmp_path: Path) -> BenchPlan:
+    write_safetensors(tmp_path / "model.safetensors", [30])
+    deployment = Deployment(
+        model_dir=tmp_path,
+        model_name="m",
+        cache=tmp_path,
+        workers=2,
+        memory_bytes=100,
+        paced="A100-14B",
+    )
+    scenario = find_scenario("burst")
+    return BenchPlan(scenario, LoadChoice(quick=True), ("recompute",), deployment, scenario.targets)
+
+
+def test_the_schema(plan: BenchPlan, outcomes: RunOutcomes) -> None:
+    result = result_of(plan, outcomes)
+    assert result["scenario"] == "burst"
+    assert "scenarios" not in result
+    assert result["config"]["parameter_share"] == 0.6
+    assert set(result["systems"]["vllm"]) >= {
+        *("sent", "completed", "rejected", "failed", "late_sends", "preemptions"),
+        *("kv_demand_peak_ratio", "ttft_s", "tpot_s", "e2e_s", "normalized_latency_s"),
+        *("throughput_tokens_per_s", "slo_attainment", "classes"),
+    }
+    assert result["systems"]["vllm"]["kv_demand_peak_ratio"] is None
+    assert result["ratios"]["recompute/recompute-ample"]["ttft_s.p99"] == pytest.approx(22.0)
+
+
+def test_answers_shorter_than_asked_for_are_shown(plan: BenchPlan, outcomes: RunOutcomes) -> None:
+    """A server that does not force lengths had less to do."""
+    short = [msgspec.structs.replace(one, short=True) for one in measured(1.0).records]
+    for records, expected in ((measured(1.0).records, False), (tuple(short), True)):
+        outcomes.rounds["burst"]["vllm"] = [Round(records)]
+        output = io.StringIO()
+        show(result_of(plan, outcomes), Console(file=output, width=200))
+        assert ("shorter than asked for" in output.getvalue()) is expected
+
+
+def test_a_yardstick_sets_no_target(plan: BenchPlan, outcomes: RunOutcomes) -> None:
+    """ "5 × the best system's P50" is that of a competitor, not of the row without a limit."""
+    result = result_of(plan, outcomes)
+    assert result["systems"]["recompute"]["slo_attainment"]["ttft ≤ 5× best p50"] == 1.0
+    assert is_reference("recompute-ample") and is_reference("recompute-ample@A100-14B")
+    assert not is_reference("recompute") and not is_reference("vllm")
+
+
+def test_the_best_is_one_of_the_same_pace(plan: BenchPlan, outcomes: RunOutcomes) -> None:
+    """What another device does in its own time says nothing of a paced one."""
+    outcomes.rounds["burst"]["fast"] = [measured(0.01)]
+    outcomes.rounds["burst"]["recompute@A100-14B"] = [measured(1.0)]
+    paced = result_of(plan, outcomes)["systems"]["recompute@A100-14B"]
+    assert paced["slo_attainment"]["ttft ≤ 5× best p50"] == 1.0
+
+
+def test_the_table_shows_systems_ratios_pacing_and_what_failed(
+    plan: BenchPlan, outcomes: RunOutcomes
+) -> None:
+    output = io.StringIO()
+    show(result_of(plan, outcomes), Console(file=output, width=80))
+    text = output.getvalue()
+    for part in (
+        *("TTFT P50 [ms]", "TTFT P99.9 [ms]"),
+        "recompute/recompute-ample: TTFT P50",
+        "TTFT P99, spread**",
+        "@A100-14B is paced",
+        "other could not run: it said [nothing]",
+    ):
+        assert part in text
+
+
+def test_a_load_that_does_not_press_is_told(plan: BenchPlan, outcomes: RunOutcomes) -> None:
+    outcomes.rounds["burst"] = {
+        "recompute@A100-14B": [measured(20.0), measured(20.0, capacity=100)],
+        "drop@A100-14B": [measured(20.0, capacity=100)],
+        "recompute-ample@A100-14B": [measured(1.0, 50_000)],
+        "recompute": [measured(1.0)],
+        "vllm": [measured(30.0, None)],
+    }
+    (sentence,) = result_of(plan, outcomes)["too_mild"]
+    assert sentence.startswith("recompute@A100-14B: KV demand came to 0.6")
+    unpaced = replace(plan, deployment=replace(plan.deployment, paced=None))
+    (sentence,) = result_of(unpaced, outcomes)["too_mild"]
+    assert sentence.startswith("recompute: KV demand came to 0.1")
+    outcomes.rounds["burst"] = {"recompute": [measured(20.0, capacity=100)]}
+    assert "too_mild" not in result_of(unpaced, outcomes)
+
+
+@pytest.mark.parametrize("suffix", ["png", "svg"])
+def test_a_picture_is_drawn(tmp_path: Path, outcomes: RunOutcomes, suffix: str) -> None:
+    path = tmp_path / f"picture.{suffix}"
+    draw("a title", outcomes.rounds, path)
+    assert path.stat().st_size > 10_000
+    if suffix == "svg":
+        assert "<svg" in path.read_text()
+
+
+def test_targets() -> None:
+    assert str(read_target("ttft=1.5")) == "ttft ≤ 1.5 s"
+    assert str(read_target("tpot=5x")) == "tpot ≤ 5× best p50"
+
+
+@pytest.mark.parametrize(
+    "text", ["", "ttft", "ttft=", "ttft=-1", "ttft=inf", "what=1", "tpot=nanx"]
+)
+def test_a_senseless_target_is_refused(text: str) -> None:
+    with pytest.raises(BenchError, match="is no target"):
+        read_target(text)
+
+
+def test_a_co_serving_result_has_classes_and_bars(plan: BenchPlan) -> None:
+    scenario = find_scenario("coserve")
+    plan = replace(plan, scenario=scenario)
+    found = RunOutcomes()
+    found.rounds = {"coserve": {"online-only@A100-14B": [measured(1.0)], "mine": [measured(2.0)]}}
+    result = result_of(plan, found)
+    assert set(result["systems"]["mine"]["classes"]) == {"online", "batch"}
+    assert "processed_tokens_per_s" in result["systems"]["mine"]["classes"]["batch"]
+    assert {one["verdict"] for one in result["co_serving"]["bars"]} == {"fails", "not measured"}
+    output = io.StringIO()
+    show(result, Console(file=output, width=120))
+    text = output.getvalue()
+    assert text.index("TTFT P99.9") < text.index("online requests beside batch work")
+
+
+def test_a_real_time_result_is_judged_by_the_load_of_its_name(plan: BenchPlan) -> None:
+    """The other loads of a full run are shown without bars."""
+    plan = replace(
+        plan, scenario=find_scenario("realtime"), choice=LoadChoice(paced=True, slowdown=0.1)
+    )
+    plan = replace(plan, deployment=replace(plan.deployment, paced="A100-40G-7B"))
+    found = RunOutcomes()
+    fast, slow = measured(0.03), measured(20.0)
+    found.rounds = {
+        "realtime": {"fcfs@A100-40G-7B": [slow], "slo@A100-40G-7B": [fast]},
+        "realtime-lower": {"fcfs@A100-40G-7B": [fast], "slo@A100-40G-7B": [fast]},
+    }
+    result = result_of(plan, found)
+    attained = {
+        name: one["systems"]["fcfs@A100-40G-7B"]["classes"]["online"]["slo_attainment"]
+        for name, one in result["scenarios"].items()
+    }
+    assert {"ttft", "tpot", "token_group"} <= attained["realtime"].keys()
+    assert (attained["realtime"]["ttft"], attained["realtime-lower"]["ttft"]) == (0.0, 1.0)
+    first, *_ = result["co_serving"]["bars"]
+    assert (first["system"], first["what"]) == ("fcfs", "attainment of first tokens")
+    assert first["value"] == attained["realtime"]["ttft"]
+    output = io.StringIO()
+    show(result, Console(file=output, width=160))
+    text = output.getvalue()
+    assert "realtime-lower: online" in text and "(× fcfs)" in text
+    assert text.count("attainment of first tokens / that of fcfs") == 1
+    assert "first tokens in time" in text and "harvested share" not in text
+
+
+def test_a_flood_is_judged_by_what_the_logs_show(plan: BenchPlan) -> None:
+    """A change of groups that has never settled fails, and the result can be written."""
+    plan = replace(plan, scenario=find_scenario("flood"), choice=LoadChoice(paced=True))
+    found = RunOutcomes()
+    names = ("online-only@A100-14B", "slo@A100-14B")
+    found.rounds = {"flood": {name: [measured(20.0)] for name in names}}
+    shown = {"changes": [{"merge": True, "settled_s": None}], "problems": ["I11: dearer"]}
+    found.inspections = {names[1]: shown}
+    result = result_of(plan, found)
+    assert result["systems"][names[1]]["changes"] == shown["changes"]
+    failed = {one["what"] for one in result["co_serving"]["bars"] if one["verdict"] == "fails"}
+    assert {"longest change of groups [s]", "problems in the logs", "splits"} <= failed
+    assert orjson.dumps(result)
+    output = io.StringIO()
+    show(result, Console(file=output, width=160))
+    assert "problems in the logs" in output.getvalue()

@@ -1,0 +1,201 @@
+"""Systems take turns; those that wait for theirs are out of the way."""
+
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.co_serving.bars import judge
+from benchmarks.co_serving.judging import OnlineTargets
+from benchmarks.co_serving.online_load import OnlineLoad
+from benchmarks.runs import runner, sampler
+from benchmarks.runs.runner import BenchPlan, Runner
+from benchmarks.scenarios.scenario import Case, CoServing, LoadChoice, Scenario
+from benchmarks.systems.system import Counters, Deployment, Say
+from tideserve.load.client import Job
+from tideserve.load.record import RequestOutcome, SentRequest
+from tideserve.load.workload import Backlog, fixed
+
+LOAD = fixed(2, 4, 1, seed=0)
+
+
+class Noted:
+    """A system that notes what is done to it; `patient` ones can rest."""
+
+    def __init__(self, name: str, notes: list[str]) -> None:
+        self.name = name
+        self.urls: Sequence[str] = (f"http://{name}",)
+        self.model = "m"
+        self.api_key: str | None = None
+        self._notes = notes
+
+    def start(self, say: Say) -> None:
+        self._notes.append(f"{self.name} starts")
+
+    def stop(self) -> None:
+        self._notes.append(f"{self.name} stops")
+
+    def rest(self) -> bool:
+        self._notes.append(f"{self.name} rests")
+        return self.name == "patient"
+
+    def wake(self) -> None:
+        self._notes.append(f"{self.name} wakes")
+
+    def counters(self) -> Counters:
+        return Counters()
+
+    def describe(self) -> Mapping[str, Any]:
+        return {}
+
+
+def test_only_the_measured_system_uses_processors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    notes: list[str] = []
+
+    def run_job(job: Job, progress: Say) -> list[SentRequest]:
+        if job.requests == LOAD.requests:
+            notes.append(f"{job.urls[0].removeprefix('http://')} is measured")
+        return [
+            SentRequest(0.0, 0.0, 0.1, RequestOutcome.COMPLETED, 4, 1, token_times_s=(0.1,))
+            for _ in job.requests
+        ]
+
+    monkeypatch.setattr(runner, "run_job", run_job)
+    monkeypatch.setattr(runner, "make_system", lambda name, *_: Noted(name, notes))
+    case = Case("one", lambda turn: LOAD, concurrency=2, expected_s=1, limit_s=1)
+    scenario = Scenario("one", "", (), "1GiB", lambda choice: [case], rounds=lambda quick: 2)
+    deployment = Deployment(tmp_path, "m", tmp_path, workers=1, memory_bytes=1)
+    plan = BenchPlan(scenario, LoadChoice(), ("patient", "restless"), deployment, ())
+    outcomes = Runner(plan, lambda line: None, lambda line: None).run()
+    assert outcomes.unavailable == {}
+    assert notes == [
+        *("patient starts", "patient is measured", "patient rests"),
+        *("restless starts", "restless is measured", "restless rests", "restless stops"),
+        *("patient wakes", "patient is measured", "patient rests"),
+        *("restless starts", "restless is measured", "restless rests", "restless stops"),
+        "patient stops",
+    ]
+
+
+def test_vllm_rehearses_before_its_first_round(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it compiles for a batch size that it has not met is not its speed."""
+    loads = [fixed(2, 4, 1, seed=turn) for turn in range(3)]
+    sent: list[int] = []
+
+    def run_job(job: Job, progress: Say) -> tuple[SentRequest, ...]:
+        sent.extend(turn for turn, load in enumerate(loads) if load.requests == job.requests)
+        return tuple(
+            SentRequest(0.0, 0.0, 0.1, RequestOutcome.COMPLETED, 4, 1, token_times_s=(0.1,))
+            for _ in job.requests
+        )
+
+    monkeypatch.setattr(runner, "run_job", run_job)
+    monkeypatch.setattr(runner, "make_system", lambda name, *_: Noted(name, []))
+    case = Case("one", loads.__getitem__, concurrency=2, expected_s=1, limit_s=1)
+    scenario = Scenario("one", "", (), "1GiB", lambda choice: [case], rounds=lambda quick: 2)
+    deployment = Deployment(tmp_path, "m", tmp_path, workers=1, memory_bytes=1)
+    plan = BenchPlan(scenario, LoadChoice(), ("vllm",), deployment, ())
+    outcomes = Runner(plan, lambda line: None, lambda line: None).run()
+    # Its server was started anew for the second round, so it rehearses again.
+    assert sent == [2, 0, 2, 1]
+    assert len(outcomes.rounds["one"]["vllm"]) == 2
+
+
+def test_systems_of_one_dtype_take_turns_and_a_second_dtype_gets_fewer_loads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loads = {"all": fixed(2, 4, 1, seed=0), "some": fixed(2, 4, 1, seed=1)}
+    sent: list[tuple[str, str]] = []
+
+    def run_job(job: Job, progress: Say) -> tuple[SentRequest, ...]:
+        system = job.urls[0].removeprefix("http://")
+        sent.extend((system, name) for name, one in loads.items() if one.requests == job.requests)
+        return tuple(
+            SentRequest(0.0, 0.0, 0.1, RequestOutcome.COMPLETED, 4, 1, token_times_s=(0.1,))
+            for _ in job.requests
+        )
+
+    monkeypatch.setattr(runner, "run_job", run_job)
+    monkeypatch.setattr(runner, "make_system", lambda name, *_: Noted(name, []))
+    cases = [
+        Case(name, lambda turn, name=name: loads[name], 2, 1, 1, own_dtype_only=name == "some")
+        for name in loads
+    ]
+    scenario = Scenario("one", "", (), "1GiB", lambda choice: cases, rounds=lambda quick: 1)
+    deployment = Deployment(tmp_path, "m", tmp_path, workers=1, memory_bytes=1)
+    names = ("a=http://a", "drop", "a-float32=http://b", "drop-float32", "recompute")
+    plan = BenchPlan(scenario, LoadChoice(), names, deployment, ())
+    said: list[str] = []
+    outcomes = Runner(plan, said.append, lambda line: None).run()
+    assert outcomes.unavailable == {}
+    measured = [name for name, load in sent if load == "all"]
+    own = ["drop", "recompute", "a=http://a", "a-float32=http://b"]
+    assert measured == [*own, "drop-float32"]
+    assert [name for name, load in sent if load == "some"] == own
+    # Few requests are rough figures only where more were meant to be measured.
+    assert not [line for line in said if "fitted into the time" in line]
+
+
+def test_co_serving_systems_get_the_backlog_and_a_paced_run_has_no_unpaced_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backlogs: dict[str, Backlog | None] = {}
+
+    def run_job(job: Job, progress: Say) -> list[SentRequest]:
+        if job.requests == LOAD.requests:
+            backlogs[job.urls[0].removeprefix("http://")] = job.backlog
+        return [
+            SentRequest(0.0, 0.0, 0.1, RequestOutcome.COMPLETED, 4, 1, token_times_s=(0.1,))
+            for _ in job.requests
+        ]
+
+    def make(name: str, deployment: Deployment, _: str | None) -> Noted:
+        return Noted(name + ("@paced" if deployment.paced else ""), [])
+
+    monkeypatch.setattr(runner, "run_job", run_job)
+    monkeypatch.setattr(runner, "make_system", make)
+    backlog = Backlog(3, (8, 8), (2, 2), seed=7)
+    case = Case("one", lambda turn: LOAD, None, 1, 1, backlog=lambda turn: backlog)
+    scenario = Scenario(
+        "one",
+        "",
+        (),
+        "1GiB",
+        lambda choice: [case],
+        rounds=lambda quick: 1,
+        co_serving=CoServing(
+            lambda choice: OnlineLoad(1.0, OnlineTargets(1.0, 1.0), 1.0, 1.0), judge
+        ),
+    )
+    deployment = Deployment(tmp_path, "m", tmp_path, workers=1, memory_bytes=1, paced="A100-14B")
+    plan = BenchPlan(scenario, LoadChoice(), ("online-only", "slo"), deployment, ())
+    outcomes = Runner(plan, lambda line: None, lambda line: None).run()
+    assert outcomes.unavailable == {}
+    assert backlogs == {"online-only@paced": None, "slo@paced": backlog}
+
+
+class Counting(Noted):
+    """A system whose counters rise by 10 tokens each time they are read."""
+
+    processed = 0.0
+
+    def counters(self) -> Counters:
+        self.processed += 10.0
+        return Counters(processed=self.processed, batch_processed=self.processed / 2)
+
+
+def test_tokens_are_sampled_while_a_round_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    system = Counting("one", [])
+    monkeypatch.setattr(sampler, "INTERVAL_S", 0.001)
+    with sampler.CounterSampler(system) as found:
+        while len(found.token_samples) < 3:
+            time.sleep(0.001)
+    first, second = found.token_samples[:2]
+    assert (first.processed, first.batch_processed, first.output) == (10.0, 5.0, None)
+    assert second.processed == 20.0 and second.time_s > first.time_s

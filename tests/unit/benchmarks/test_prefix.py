@@ -1,0 +1,91 @@
+"""What the trial of prefix caches makes of its figures."""
+
+from collections.abc import Sequence
+
+import pytest
+
+from benchmarks.one_by_one import TurnAnswer
+from benchmarks.prefix_count import CountedCache
+from benchmarks.prefix_dispatch import Served
+from benchmarks.scenarios.prefix import (
+    ANSWER_TOKENS,
+    OFF,
+    ON,
+    QUESTION_TOKENS,
+    TURNS,
+    Found,
+    chat,
+    count_hits,
+    foreign_hits,
+    judge,
+)
+from tideserve.cli.errors import SystemUnavailable
+
+
+class CachingServer:
+    """Answers with tokens that follow from the prompt; its cache is one of `CountedCache`."""
+
+    def __init__(self, blocks: int, salted: bool = True) -> None:
+        self.caches: dict[str, CountedCache] = {}
+        self._blocks, self._salted = blocks, salted
+
+    def ask(self, prompt_ids: Sequence[int], output_tokens: int, salt: str = "bench") -> TurnAnswer:
+        cache = CountedCache(self._blocks)
+        cache = self.caches.setdefault(salt if self._salted else "", cache)
+        output = tuple(sum(prompt_ids) % 97 + place for place in range(output_tokens))
+        cached = cache.request(prompt_ids, output)
+        return TurnAnswer(len(prompt_ids), cached, 1e-3 * (len(prompt_ids) - cached), output)
+
+
+def served(dispatch: str, share: float) -> Served:
+    return Served("chats", dispatch, 1_000_000, share, 0.5, 2.0, 0)
+
+
+def good() -> Found:
+    found = Found({ON: [[1.0, 0.3]], OFF: [[1.0, 1.0]]}, 100, 1000, 500, 510)
+    found.served += [served("least_loaded", 0.1), served("prefix", 0.3)]
+    return found
+
+
+def test_what_reaches_all_bars_has_no_problem() -> None:
+    verdict = judge(good())
+    assert verdict.problems == []
+    assert verdict.figures["ttft_share"] == pytest.approx(0.3)
+    assert verdict.figures["simulated_gains"] == {"chats, 1,000,000 tokens": pytest.approx(3.0)}
+
+
+def test_each_bar_that_is_missed_is_a_problem() -> None:
+    found = good()
+    found.ttfts_s[ON] = [[1.0, 0.4]]
+    found.hits, found.foreign_hits = 530 + 10, 16
+    found.served[-1] = served("prefix", 0.15)
+    problems = judge(found).problems
+    assert [one.split()[0] for one in problems] == ["the", "540", "16", "dispatch"]
+    found.hits = 480
+    assert any("-5.9%" in one for one in judge(found).problems)
+
+
+def test_a_chat_says_again_all_that_was_said() -> None:
+    server = CachingServer(1000)
+    answers = chat(server, "x")  # type: ignore[arg-type]
+    lengths = [(turn + 1) * QUESTION_TOKENS + turn * ANSWER_TOKENS for turn in range(TURNS)]
+    assert [one.prompt_tokens for one in answers] == lengths
+    assert answers[-1].cached_tokens == (lengths[-2] + ANSWER_TOKENS - 1) // 16 * 16
+
+
+def test_a_cache_that_is_the_count_agrees_with_it_and_half_of_one_does_not() -> None:
+    errors = []
+    for blocks in (300, 150):
+        found = Found(capacity_blocks=300)
+        count_hits(CachingServer(blocks), found, 80, 1, lambda line: None)  # type: ignore[arg-type]
+        assert 0 < found.counted_hits < found.queries
+        errors.append(found.hits / found.counted_hits - 1)
+    assert errors[0] == 0
+    assert errors[1] < -0.2
+
+
+def test_hits_of_another_salt_are_seen_and_none_at_all_is_no_proof() -> None:
+    assert foreign_hits(CachingServer(100), 1) == 0  # type: ignore[arg-type]
+    assert foreign_hits(CachingServer(100, salted=False), 1) > 0  # type: ignore[arg-type]
+    with pytest.raises(SystemUnavailable, match="hits nothing"):
+        foreign_hits(CachingServer(0), 1)  # type: ignore[arg-type]

@@ -1,0 +1,54 @@
+"""The independent count of hits: by hand, and against the plainest possible cache."""
+
+import random
+
+from benchmarks.prefix_count import CountedCache
+
+
+def test_a_prompt_that_continues_another_hits_its_full_blocks() -> None:
+    cache = CountedCache(blocks=100, block_size=4)
+    first = tuple(range(10))
+    assert cache.request(first, (100, 101, 102, 103)) == 0
+    # The cache has 13 tokens: the last output was never run.
+    assert cache.request((*first, 100, 101, 102, 103, 7, 8, 9)) == 12
+    assert (cache.queries, cache.hits) == (10 + 17, 12)
+
+
+def test_the_last_token_of_a_prompt_is_no_hit() -> None:
+    cache = CountedCache(blocks=100, block_size=4)
+    assert cache.request((1, 2, 3, 4, 5, 6, 7, 8)) == 0
+    assert cache.request((1, 2, 3, 4, 5, 6, 7, 8)) == 4
+    assert cache.request((1, 2, 3, 4, 5, 6, 7, 8, 9)) == 8
+
+
+def test_equal_blocks_after_unlike_ones_are_not_the_same() -> None:
+    cache = CountedCache(blocks=100, block_size=2)
+    cache.request((1, 1, 5, 5, 9))
+    assert cache.request((2, 2, 5, 5, 9)) == 0
+
+
+def test_the_least_recently_used_goes_first_and_ends_before_beginnings() -> None:
+    cache = CountedCache(blocks=4, block_size=2)
+    cache.request((1, 1, 2, 2, 3, 3))
+    cache.request((7, 7, 8, 8))  # takes the place of (3, 3)
+    assert cache.request((1, 1, 2, 2, 3, 3, 0)) == 4
+    assert cache.request((7, 7, 8, 8, 0)) == 2
+
+
+def test_it_counts_as_a_cache_of_whole_beginnings_would() -> None:
+    """The oracle keeps each beginning as a tuple and looks all of them over."""
+    rng = random.Random(3)
+    size, blocks = 2, 12
+    cache, kept, hits = CountedCache(blocks, size), list[tuple[int, ...]](), 0
+    for _ in range(600):
+        prompt = tuple(rng.randrange(2) for _ in range(rng.randrange(1, 14)))
+        begun = [prompt[:end] for end in range(size, len(prompt) + 1, size)]
+        for beginning in begun[: (len(prompt) - 1) // size]:
+            if beginning not in kept:
+                break
+            hits += size
+        kept = [one for one in kept if one not in begun] + begun[::-1]
+        kept = kept[-blocks:]
+        cache.request(prompt)
+        assert cache.hits == hits
+    assert 0 < hits < cache.queries

@@ -1,0 +1,184 @@
+"""Figures: percentiles, service levels, pooled rounds, ratios."""
+
+import random
+
+import numpy as np
+import pytest
+
+from benchmarks.kv_demand import peak_ratio, timeline
+from benchmarks.stats import (
+    LatencyTarget,
+    attainment,
+    best_p50_s,
+    bubble_share,
+    bubble_share_arriving,
+    figures,
+    ratios,
+    throughput,
+)
+from tideserve.load.record import RequestOutcome, Round, SentRequest
+from tideserve.sim.report import percentile
+
+
+def record(
+    ttft_s: float = 1.0,
+    tokens: int = 5,
+    outcome: RequestOutcome = RequestOutcome.COMPLETED,
+    due_s: float = 0.0,
+) -> SentRequest:
+    """A request with one token every 0.1 s after the first."""
+    times = tuple(due_s + ttft_s + 0.1 * index for index in range(tokens))
+    done = outcome is RequestOutcome.COMPLETED
+    return SentRequest(
+        due_s=due_s,
+        sent_s=due_s,
+        end_s=times[-1],
+        outcome=outcome,
+        prompt_tokens=20,
+        output_tokens=tokens if done else 0,
+        token_times_s=times if done else (),
+    )
+
+
+def test_percentiles_are_numpys() -> None:
+    rng = random.Random(1)
+    for count in (1, 2, 7, 1000):
+        values = [rng.random() for _ in range(count)]
+        for share in (0.5, 0.9, 0.99, 0.999):
+            assert percentile(values, share) == pytest.approx(np.quantile(values, share))
+    assert percentile([], 0.5) is None
+
+
+def test_latencies_of_one_request() -> None:
+    one = record(ttft_s=1.0, tokens=5, due_s=10.0)
+    assert one.ttft_s == pytest.approx(1.0)
+    assert one.tpot_s == pytest.approx(0.1)
+    assert one.e2e_s == pytest.approx(1.4)
+    assert one.normalized_s == pytest.approx(0.28)
+    assert record(tokens=1).tpot_s is None
+
+
+def test_a_late_send_counts_as_waiting() -> None:
+    one = SentRequest(0.0, 0.5, 1.0, RequestOutcome.COMPLETED, 1, 1, (1.0,), late=True)
+    assert one.ttft_s == 1.0
+
+
+def test_refusals_and_failures_miss_every_target() -> None:
+    records = [
+        record(0.5),
+        record(2.0),
+        record(outcome=RequestOutcome.REJECTED),
+        record(outcome=RequestOutcome.FAILED),
+    ]
+    assert attainment(records, LatencyTarget("ttft_s", 1.0), None) == 0.25
+    assert attainment(records, LatencyTarget("ttft_s", 5, relative=True), 0.5) == 0.5
+    assert attainment(records, LatencyTarget("ttft_s", 5, relative=True), None) is None
+
+
+def test_figures_pool_rounds_and_show_their_spread() -> None:
+    rounds = [
+        Round(
+            (record(1.0), record(outcome=RequestOutcome.REJECTED)),
+            preemptions=2,
+            capacity_tokens=48,
+        ),
+        Round(
+            (record(3.0), record(outcome=RequestOutcome.FAILED)), preemptions=1, capacity_tokens=48
+        ),
+    ]
+    found = figures(rounds, [LatencyTarget("ttft_s", 1.5)], {})
+    assert (found["sent"], found["completed"]) == (4, 2)
+    assert (found["rejected"], found["failed"]) == (1, 1)
+    assert found["preemptions"] == 3
+    assert found["ttft_s"]["p50"] == pytest.approx(2.0)
+    assert found["spread"]["ttft_p50_s"] == pytest.approx(1.0)
+    assert found["slo_attainment"] == {"ttft ≤ 1.5 s": 0.25}
+    assert set(found["classes"]) == {"standard"}
+    assert found["classes"]["standard"]["sent"] == 4
+
+
+def test_the_slowest_of_all_rounds_is_told() -> None:
+    rounds = [Round(records=(record(0.1), record(0.7))), Round(records=(record(0.3),))]
+    found = figures(rounds, (), {})
+    assert found["ttft_s"]["max"] == pytest.approx(0.7)
+    assert [one["ttft_max_s"] for one in found["rounds"]] == pytest.approx([0.7, 0.3])
+    assert not any(name.endswith(".max") for name in ratios({"a": found, "b": found})["a/b"])
+    assert figures([Round(records=())], (), {})["ttft_s"]["max"] is None
+
+
+def test_throughput_counts_each_rounds_own_time() -> None:
+    rounds = [[record(0.6, 5)], [record(0.6, 5, due_s=100.0)]]
+    assert throughput(rounds) == pytest.approx(10 / 2.0)
+
+
+def test_ratios_both_ways() -> None:
+    systems = {
+        "a": figures([Round((record(1.0),))], [], {}),
+        "b": figures([Round((record(4.0),))], [], {}),
+    }
+    found = ratios(systems)
+    assert found["b/a"]["ttft_s.p99"] == pytest.approx(4.0)
+    assert found["a/b"]["ttft_s.p99"] == pytest.approx(0.25)
+
+
+def test_the_largest_of_few_is_not_compared() -> None:
+    for count, compared in ((999, False), (1000, True)):
+        many = figures([Round((record(1.0),) * 1000)], [], {})
+        few = figures([Round((record(2.0),) * count)], [], {})
+        for found in ratios({"many": many, "few": few}).values():
+            assert ("ttft_s.p99.9" in found) is compared
+            assert "ttft_s.p99" in found
+
+
+def test_one_stall_does_not_decide_the_ratio_of_the_median_round() -> None:
+    systems = {
+        "a": figures([Round((record(ttft_s),)) for ttft_s in (1.0, 1.0, 9.0)], [], {}),
+        "b": figures([Round((record(2.0),))] * 3, [], {}),
+    }
+    found = ratios(systems)["a/b"]
+    assert found["ttft_s.p99"] > 4
+    assert found["ttft_s.p99.median_round"] == pytest.approx(0.5)
+
+
+def test_the_best_median_is_over_all_systems() -> None:
+    best = best_p50_s({"a": [Round((record(3.0),))], "b": [Round((record(2.0),))]})
+    assert best["ttft_s"] == pytest.approx(2.0)
+
+
+def test_demand_counts_running_and_queued() -> None:
+    running = SentRequest(
+        0.0, 0.0, 5.0, RequestOutcome.COMPLETED, 20, 15, tuple(1 + i / 10 for i in range(15))
+    )
+    queued = SentRequest(2.0, 2.0, 4.0, RequestOutcome.FAILED, 40)
+    refused = SentRequest(2.0, 2.0, 4.0, RequestOutcome.REJECTED, 40)
+    points = timeline([running, queued, refused])
+    # Queued: 2 blocks of prompt and one more. The first token still fits into the prompt's.
+    assert points[0] == (0.0, 48)
+    assert (1.0, 32) in points
+    # 33 tokens need a third block.
+    assert (1 + 12 / 10, 48 + 48 + 16) in points
+    assert points[-1] == (5.0, 0)
+    assert peak_ratio([running, queued], 56) == pytest.approx(112 / 56)
+
+
+def test_bubbles_of_the_whole_round_and_while_requests_arrive() -> None:
+    """Due at 0 and 10 s; afterwards a lone answer keeps one stage of two idle."""
+    records = (record(due_s=0.0, tokens=100), record(due_s=10.0, tokens=300))
+    samples = ((0.5, 1.0, 0.0), (5.0, 5.0, 1.0), (10.5, 10.0, 1.0), (40.0, 25.0, 16.0))
+    one = Round(records, busy_s=25.0, bubble_s=16.0, pipeline_samples=samples)
+    assert bubble_share([one]) == pytest.approx(16 / 41)
+    assert bubble_share_arriving([one]) == pytest.approx(1 / 10)
+    alone = Round(records, busy_s=0.0, bubble_s=0.0, pipeline_samples=((5.0, 0.0, 0.0),))
+    assert bubble_share_arriving([alone]) is None and bubble_share([alone]) is None
+    nothing = Round(records=(), pipeline_samples=one.pipeline_samples)
+    assert bubble_share_arriving([nothing, one]) == pytest.approx(1 / 10)
+    assert bubble_share([one, alone]) == bubble_share([one])
+    found = figures([one], [], {})
+    assert (found["busy_s"], found["bubble_s"]) == (25.0, 16.0)
+    assert found["rounds"][0]["bubble_share_arriving"] == pytest.approx(1 / 10)
+
+
+def test_iterations_against_the_cost_model() -> None:
+    one = Round((record(),), prefill_s=3.0, prefill_predicted_s=2.0, decode_s=1.0)
+    two = Round((record(),), prefill_s=2.0, prefill_predicted_s=2.0)
+    assert figures([one, two], [], {})["cost_scale"] == {"prefill": 1.25, "decode": None}

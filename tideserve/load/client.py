@@ -1,0 +1,251 @@
+"""The load generator: a process of its own, `python -m tideserve.load.client JOB RESULT`.
+
+It reads a job (msgpack), sends its requests in an open or a closed loop, prints how many have
+ended about once a second, and writes what it noted. Every wait ends with the job's deadline.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import gc
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+
+from services.common.clock import monotonic_s
+from services.common.timeouts import timeout
+from tideserve.load.event_stream import Marks, OpenAIServer, StreamedAnswer, StreamFailed
+from tideserve.load.grpc_door import SCHEME, GrpcDoor
+from tideserve.load.record import RequestOutcome, SentRequest
+from tideserve.load.workload import Backlog, PlannedRequest
+
+LATE_S = 0.010
+"""A request sent later than this after it was due counts as late."""
+LEAD_S = 0.25
+LAST_SEND_FACTOR = 1.25
+"""A closed loop sends nothing new when less time is left than this times the longest duration.
+"""
+FAILURE_PAUSE_S = 1.0
+"""After a request of a backlog that failed or was refused: its client does not storm the server."""
+REFUSALS = (429, 503)
+UNFINISHED = "not finished within the time of the round"
+
+
+class Job(msgspec.Struct, frozen=True):
+    """What to send where. `concurrency` None is the open loop: everything at its arrival time.
+
+    A URL is of HTTP, or grpc://host:port, a gRPC door of ours. Of the first `lead_in` requests only
+    failures are noted. `backlog` is sent beside the requests from the first moment until they have
+    ended; those of it that run then are cut off and not noted.
+    """
+
+    urls: tuple[str, ...]
+    model: str
+    requests: tuple[PlannedRequest, ...]
+    timeout_s: float
+    concurrency: int | None = None
+    lead_in: int = 0
+    api_key: str | None = None
+    backlog: Backlog | None = None
+    marks: Marks = Marks.CLASSES
+
+
+class LoadClient:
+    """Sends one job's requests, round-robin over its servers.
+
+    In a closed loop each client keeps its server. If requests were dealt instead, the successor of
+    a request that ends early might go to a busy server while another one is idle.
+    """
+
+    def __init__(self, job: Job, say: Callable[[str], None] | None = None) -> None:
+        """`say` is told about once a second how many requests have ended."""
+        self._job = job
+        self._say = say
+        self._servers = [_server(url, job.api_key, job.marks) for url in job.urls]
+        self._turn = itertools.cycle(range(len(self._servers)))
+        self._slowest_s = 0.0
+        self._of_backlog = 0
+        self.records: list[SentRequest] = []
+
+    async def run(self) -> None:
+        """Send all requests; those that run at the deadline are cancelled and count as failed."""
+        # The first prompts of a backlog are made before the clock starts.
+        backlog = self._job.backlog
+        first = [backlog.request(number) for number in range(backlog.clients)] if backlog else []
+        start_s = monotonic_s() + LEAD_S
+        beside = [asyncio.create_task(self._tell(say)) for say in (self._say,) if say]
+        if backlog is not None:
+            beside.append(asyncio.create_task(self._keep_full(backlog, first, start_s)))
+        open_loop = self._job.concurrency is None
+        try:
+            await (self._open_loop(start_s) if open_loop else self._closed_loop())
+        finally:
+            for task in beside:
+                task.cancel()
+            await asyncio.gather(*beside, return_exceptions=True)
+            for server in self._servers:
+                await server.close()
+
+    async def _open_loop(self, start_s: float) -> None:
+        end_s = start_s + self._job.timeout_s
+        async with asyncio.TaskGroup() as tasks:
+            for request in self._job.requests:
+                due_s = start_s + request.arrival_s
+                await asyncio.sleep(max(0.0, due_s - monotonic_s()))
+                tasks.create_task(self._send(request, next(self._turn), due_s, end_s))
+
+    async def _closed_loop(self) -> None:
+        end_s = monotonic_s() + self._job.timeout_s
+        # A request that would be cut off if it took as long as the slowest so far is not sent: a
+        # slow machine gets fewer requests, not failures.
+        waiting = itertools.takewhile(
+            lambda _: end_s - monotonic_s() > LAST_SEND_FACTOR * self._slowest_s,
+            enumerate(self._job.requests),
+        )
+        async with asyncio.TaskGroup() as tasks:
+            for _ in range(self._job.concurrency or 1):
+                tasks.create_task(self._send_one_by_one(waiting, next(self._turn), end_s))
+
+    async def _keep_full(
+        self, backlog: Backlog, first: Sequence[PlannedRequest], start_s: float
+    ) -> None:
+        await asyncio.sleep(max(0.0, start_s - monotonic_s()))
+        numbers = itertools.count(len(first))
+        if backlog.in_batches:
+            await self._send_batches(backlog, first, numbers)
+        async with asyncio.TaskGroup() as tasks:
+            for request in first:
+                tasks.create_task(self._send_without_end(backlog, request, numbers))
+
+    async def _send_without_end(
+        self, backlog: Backlog, request: PlannedRequest, numbers: Iterator[int]
+    ) -> None:
+        target = next(self._turn)
+        while True:
+            if await self._send_beside(request, target) is not RequestOutcome.COMPLETED:
+                await asyncio.sleep(FAILURE_PAUSE_S)
+            request = backlog.request(next(numbers))
+
+    async def _send_batches(
+        self, backlog: Backlog, batch: Sequence[PlannedRequest], numbers: Iterator[int]
+    ) -> None:
+        while True:
+            sent = [self._send_beside(request, next(self._turn)) for request in batch]
+            outcomes = asyncio.gather(*sent)
+            coming = []
+            for number in itertools.islice(numbers, backlog.clients):
+                coming.append(backlog.request(number))
+                await asyncio.sleep(0)  # tokens that come meanwhile are not stamped late
+            if any(one is not RequestOutcome.COMPLETED for one in await outcomes):
+                await asyncio.sleep(FAILURE_PAUSE_S)
+            batch = coming
+
+    async def _send_beside(self, request: PlannedRequest, target: int) -> RequestOutcome:
+        """Send a request of the backlog."""
+        # The job ends before that: what then runs is no failure.
+        end_s = monotonic_s() + 2 * self._job.timeout_s
+        outcome = await self._send(request, target, monotonic_s(), end_s)
+        self._of_backlog += 1
+        return outcome
+
+    async def _send_one_by_one(
+        self, waiting: Iterator[tuple[int, PlannedRequest]], target: int, end_s: float
+    ) -> None:
+        for index, request in waiting:
+            lead_in = index < self._job.lead_in
+            await self._send(request, target, monotonic_s(), end_s, lead_in)
+
+    async def _send(
+        self,
+        request: PlannedRequest,
+        target: int,
+        due_s: float,
+        end_s: float,
+        lead_in: bool = False,
+    ) -> RequestOutcome:
+        answer, error = StreamedAnswer(), ""
+        sent_s = due_s
+
+        def note_sent() -> None:
+            nonlocal sent_s
+            sent_s = monotonic_s()
+
+        try:
+            async with timeout(end_s - monotonic_s()):
+                await self._servers[target].complete(self._job.model, request, answer, note_sent)
+        except TimeoutError:
+            error = UNFINISHED
+        except (StreamFailed, OSError) as failure:
+            error = str(failure) or type(failure).__name__
+        outcome, error = _outcome(answer, error)
+        ended_s = monotonic_s()
+        self._slowest_s = max(self._slowest_s, ended_s - due_s)
+        if lead_in and outcome is RequestOutcome.COMPLETED:
+            return outcome
+        output_tokens = answer.output_tokens or len(answer.token_times_s)
+        self.records.append(
+            SentRequest(
+                due_s=due_s,
+                sent_s=sent_s,
+                end_s=ended_s,
+                outcome=outcome,
+                prompt_tokens=len(request.prompt_ids),
+                output_tokens=output_tokens,
+                token_times_s=tuple(answer.token_times_s),
+                late=sent_s - due_s > LATE_S and self._job.concurrency is None,
+                short=outcome is RequestOutcome.COMPLETED and output_tokens < request.output_tokens,
+                slo_class=request.slo_class,
+                target=target,
+                request_id=answer.request_id,
+                error=error,
+            )
+        )
+        return outcome
+
+    async def _tell(self, say: Callable[[str], None]) -> None:
+        while True:
+            ended = len(self.records) - self._of_backlog
+            beside = f" and {self._of_backlog} batch" if self._job.backlog else ""
+            say(f"{ended}/{len(self._job.requests) - self._job.lead_in}{beside}")
+            await asyncio.sleep(1.0)
+
+
+def _server(url: str, api_key: str | None, marks: Marks) -> OpenAIServer | GrpcDoor:
+    if url.startswith(f"{SCHEME}:"):
+        return GrpcDoor(url, api_key)
+    return OpenAIServer(url, api_key, marks)
+
+
+def _print(line: str) -> None:
+    with contextlib.suppress(OSError):
+        print(line, flush=True)
+
+
+def _outcome(answer: StreamedAnswer, error: str) -> tuple[RequestOutcome, str]:
+    if answer.status in REFUSALS:
+        return RequestOutcome.REJECTED, answer.body
+    if answer.status not in (0, 200):
+        return RequestOutcome.FAILED, f"HTTP {answer.status}: {answer.body}"
+    error = error or answer.error
+    if not error and not (answer.finished and answer.token_times_s):
+        error = "the stream ended early"
+    return (RequestOutcome.FAILED if error else RequestOutcome.COMPLETED), error
+
+
+def main() -> None:
+    """Run the job in the file named first; write the records to the one named second."""
+    parser = argparse.ArgumentParser(prog="tideserve.load.client")
+    parser.add_argument("job", type=Path)
+    parser.add_argument("result", type=Path)
+    arguments = parser.parse_args()
+    client = LoadClient(msgspec.msgpack.decode(arguments.job.read_bytes(), type=Job), _print)
+    # A collection in the middle of a round would stamp tokens late.
+    gc.disable()
+    asyncio.run(client.run())
+    arguments.result.write_bytes(msgspec.msgpack.encode(client.records))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,223 @@
+"""Real request traces: Azure CSV, BurstGPT CSV and Mooncake JSONL, sliced and scaled.
+
+A row that cannot be read is counted and skipped with its line number. Arrivals are seconds from
+the first usable row. Scaling the rate stretches time evenly, so bursts keep their shape.
+"""
+
+import csv
+import json
+import math
+import random
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+from itertools import accumulate, chain
+from pathlib import Path
+from typing import Any
+
+LINES_NAMED_MAX = 20
+AZURE_CONVERSATIONS, AZURE_CODE = (
+    Path(__file__).with_name("data") / f"azure_{kind}_2023_slice.csv" for kind in ("conv", "code")
+)
+"""Slices of public traces."""
+
+
+class TraceError(Exception):
+    """The trace cannot be used; the message names cause and remedy."""
+
+
+@dataclass(frozen=True, slots=True)
+class TraceRow:
+    """One request. Equal leading `prefix_ids` of two rows mean a shared prompt prefix."""
+
+    arrival_s: float
+    prompt_tokens: int
+    output_tokens: int
+    prefix_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """Rows in order of arrival, the first at 0, and the line numbers that were skipped."""
+
+    name: str
+    rows: tuple[TraceRow, ...]
+    skipped_lines: tuple[int, ...] = ()
+
+    @property
+    def span_s(self) -> float:
+        """From the first arrival to the last."""
+        return self.rows[-1].arrival_s if self.rows else 0.0
+
+    @property
+    def skipped(self) -> str:
+        """A sentence about the skipped rows; empty if there are none."""
+        if not self.skipped_lines:
+            return ""
+        named = ", ".join(str(line) for line in self.skipped_lines[:LINES_NAMED_MAX])
+        more = ", …" if len(self.skipped_lines) > LINES_NAMED_MAX else ""
+        return f"{self.name}: {len(self.skipped_lines)} malformed rows skipped (line {named}{more})"
+
+    def slice(self, start_s: float, duration_s: float) -> "Trace":
+        """The rows that arrive within `duration_s` from `start_s`, counted anew from 0."""
+        end_s = start_s + duration_s
+        kept = [row for row in self.rows if start_s <= row.arrival_s < end_s]
+        if not kept:
+            raise TraceError(
+                f"{self.name} has no request between {start_s:g} s and {end_s:g} s;"
+                f" it spans {self.span_s:g} s"
+            )
+        return replace(self, rows=_from_zero(kept, start_s))
+
+    def scale_time(self, factor: float) -> "Trace":
+        """Arrivals `factor` times as far apart."""
+        if not (factor > 0 and math.isfinite(factor)):
+            raise TraceError(f"the time scale {factor} must be above 0")
+        return self._mapped(lambda row: replace(row, arrival_s=row.arrival_s * factor))
+
+    def scale_rate(self, rate_per_s: float) -> "Trace":
+        """The same pattern at a mean rate of `rate_per_s`."""
+        if not (rate_per_s > 0 and math.isfinite(rate_per_s)):
+            raise TraceError(f"the rate {rate_per_s} must be above 0")
+        if self.span_s == 0:
+            return self
+        return self.scale_time((len(self.rows) - 1) / rate_per_s / self.span_s)
+
+    def at_random(self, rate_per_s: float, seed: int) -> "Trace":
+        """The same requests in the same order, arriving by a Poisson process of that rate."""
+        draw = random.Random(seed).expovariate
+        times_s = accumulate(draw(rate_per_s) for _ in self.rows)
+        rows = zip(self.rows, times_s, strict=True)
+        return replace(self, rows=tuple(replace(row, arrival_s=time_s) for row, time_s in rows))
+
+    def repeat(self, times: int, period_s: float) -> "Trace":
+        """The same rows `times` times over, each time `period_s` after the one before."""
+        rows = (
+            replace(row, arrival_s=row.arrival_s + turn * period_s)
+            for turn in range(times)
+            for row in self.rows
+        )
+        return replace(self, rows=tuple(sorted(rows, key=lambda row: row.arrival_s)))
+
+    def _mapped(self, change: Callable[[TraceRow], TraceRow]) -> "Trace":
+        return replace(self, rows=tuple(change(row) for row in self.rows))
+
+
+def load_trace(path: Path) -> Trace:
+    """Read a trace; its format is told from its first line.
+
+    Raises:
+        TraceError: if it cannot be read, has an unknown format or no usable row.
+    """
+    try:
+        with path.open(encoding="utf-8-sig", errors="replace", newline="") as file:
+            return parse_trace(file, path.name)
+    except OSError as error:
+        raise TraceError(f"cannot read the trace {path}: {error.strerror}") from error
+
+
+def parse_trace(lines: Iterable[str], name: str) -> Trace:
+    """Parse the lines of a trace called `name`; see `load_trace`."""
+    stream = iter(lines)
+    head = [next(stream, "")]
+    while head[-1] and not head[-1].strip():
+        head.append(next(stream, ""))
+    if head[-1].lstrip().startswith("{") or name.endswith(".jsonl"):
+        parsed = _json_rows(chain(head, stream))
+    else:
+        parsed = _csv_rows(head, stream, name)
+    rows: list[TraceRow] = []
+    skipped: list[int] = []
+    for line, row in parsed:
+        if row is None:
+            skipped.append(line)
+        else:
+            rows.append(row)
+    if not rows:
+        raise TraceError(
+            f"the trace {name} has no usable row ({len(skipped)} malformed); expected Azure or"
+            " BurstGPT CSV or Mooncake JSONL"
+        )
+    rows.sort(key=lambda row: row.arrival_s)
+    return Trace(name, _from_zero(rows, rows[0].arrival_s), tuple(skipped))
+
+
+Parsed = Iterator[tuple[int, TraceRow | None]]
+Fields = Mapping[str, str]
+
+
+def _csv_rows(head: Sequence[str], lines: Iterator[str], name: str) -> Parsed:
+    """`head` ends with the line that names the columns; before it are blank ones."""
+    columns = [column.strip() for column in next(csv.reader([head[-1]]), [])]
+    parse = next((read for need, read in _CSV_FORMATS if need <= set(columns)), None)
+    if parse is None:
+        raise TraceError(
+            f"the trace {name} has no usable row: its first line is neither the header of an Azure"
+            " or BurstGPT CSV nor a Mooncake JSON object"
+        )
+    # Line by line: a stray quote must spoil its own row only.
+    for number, line in enumerate(lines, start=len(head) + 1):
+        if not line.strip():
+            continue
+        try:
+            values = next(csv.reader([line]))
+            row = parse(dict(zip(columns, values, strict=True)))
+        except (csv.Error, ValueError, KeyError, OverflowError):
+            row = None
+        yield number, row
+
+
+# datetime takes six fraction digits; the trace has seven.
+_AZURE_TIME = re.compile(
+    r"(?P<stamp>\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d)(?P<fraction>\.\d+)?(?P<zone>Z|[+-]\d\d:\d\d)?"
+)
+
+
+def _azure(fields: Fields) -> TraceRow:
+    found = _AZURE_TIME.fullmatch(fields["TIMESTAMP"].strip())
+    if found is None:
+        raise ValueError("no time")
+    moment = datetime.fromisoformat(found["stamp"] + (found["zone"] or "+00:00"))
+    seconds = moment.timestamp() + float(found["fraction"] or 0)
+    return _checked(seconds, fields["ContextTokens"], fields["GeneratedTokens"])
+
+
+def _burstgpt(fields: Fields) -> TraceRow:
+    return _checked(float(fields["Timestamp"]), fields["Request tokens"], fields["Response tokens"])
+
+
+_CSV_FORMATS: tuple[tuple[set[str], Callable[[Fields], TraceRow]], ...] = (
+    ({"TIMESTAMP", "ContextTokens", "GeneratedTokens"}, _azure),
+    ({"Timestamp", "Request tokens", "Response tokens"}, _burstgpt),
+)
+
+
+def _json_rows(lines: Iterable[str]) -> Parsed:
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            row = _mooncake(json.loads(line))
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
+            row = None
+        yield number, row
+
+
+def _mooncake(fields: Any) -> TraceRow:
+    row = _checked(
+        float(fields["timestamp"]) / 1000, fields["input_length"], fields["output_length"]
+    )
+    return replace(row, prefix_ids=tuple(int(block) for block in fields.get("hash_ids", ())))
+
+
+def _checked(arrival_s: float, prompt: str | int, output: str | int) -> TraceRow:
+    """A row of the trace. A row without output is a failed request and cannot be replayed."""
+    row = TraceRow(arrival_s, int(prompt), int(output))
+    if not math.isfinite(arrival_s) or row.prompt_tokens < 1 or row.output_tokens < 1:
+        raise ValueError
+    return row
+
+
+def _from_zero(rows: Iterable[TraceRow], origin_s: float) -> tuple[TraceRow, ...]:
+    return tuple(replace(row, arrival_s=row.arrival_s - origin_s) for row in rows)
