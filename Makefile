@@ -18,6 +18,8 @@ CLIENTS ?=
 export TORCH_INDEX PYTEST_ARGS PYTEST_WORKERS TESTS
 unexport PYTHONPATH PYTHONHOME VIRTUAL_ENV
 
+empty =
+space = $(empty) $(empty)
 PYTHON = .venv/bin/python
 SETUP = @exec sh scripts/setup.sh
 
@@ -36,14 +38,14 @@ help:
 	@echo '                TESTS=       only these folders, files or tests'
 	@echo '                PYTEST_ARGS= more arguments for pytest   PYTEST_WORKERS=3'
 	@echo 'make trace-store-test  fetches a trace store, sends it traces of a cluster and reads them back'
-	@echo 'make client-tours  clients that people use, each in an environment of its own, call a cluster;'
+	@echo 'make client-tours  tests of other projects' clients, each in an environment of its own;'
 	@echo '                fetches them, about 6 GiB in all. CLIENTS= only these: see docs/clients.md'
 	@echo 'make check    formatting, lint, types, import rules, contracts, generated files'
 	@echo 'make boards-check  queries of the Grafana boards on a loaded cluster and a real Prometheus'
 	@echo 'make check-deploy  manifests and chart in deploy/; fetches the tools into the cache folder'
 	@echo 'make containers-test  build the images, run a cluster of them, disturb it; needs Docker, or'
 	@echo '                PRIVATE_ENGINE=1 as root on Debian: see docs/containers.md'
-	@echo 'make gen      make stubs, tables in docs/, chart in deploy/ and requirements/images/ again'
+	@echo 'make gen      make stubs, tables in docs/, alerts in deploy/ and requirements/images/ again'
 	@echo 'make wheels   build the packages tideserve-api, tideserve-client and tideserve into dist/'
 	@echo 'make clean    delete .venv and what tools left; CACHE=1: the converted model too'
 	@echo
@@ -70,12 +72,11 @@ test-slow:
 
 trace-store-test:
 	$(SETUP) test --no-model
-	@$(PYTHON) scripts/trace_store.py
-	@TESTS=tests/integration/test_trace_store.py exec $(PYTHON) scripts/run_tests.py
+	@FETCH_TRACE_STORE=1 TESTS=tests/integration/test_trace_store.py exec $(PYTHON) scripts/run_tests.py
 
 client-tours:
 	$(SETUP) test
-	@exec $(PYTHON) scripts/client_tours.py $(CLIENTS)
+	@exec $(PYTHON) -m pytest -s tests/clients/test_clients.py -k "$(subst $(space), or ,$(strip $(CLIENTS)))"
 
 check:
 	$(SETUP) test --no-model
@@ -87,7 +88,7 @@ check-deploy:
 
 boards-check:
 	$(SETUP) test
-	@exec $(PYTHON) scripts/boards_check.py --fetch
+	@TESTS=tests/integration/test_boards.py exec $(PYTHON) scripts/run_tests.py
 
 containers-test:
 	$(SETUP) test
@@ -98,7 +99,6 @@ gen:
 	@$(PYTHON) scripts/gen_stubs.py
 	@$(PYTHON) scripts/gen_docs.py
 	@$(PYTHON) scripts/image_requirements.py
-	@$(PYTHON) scripts/gen_deploy.py || [ $$? -eq 77 ]
 
 wheels:
 	$(SETUP) serve --no-model

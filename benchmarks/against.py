@@ -9,7 +9,7 @@ was measured there, else over all loads. It may be the simulated result itself: 
 scaled by the others.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from itertools import count
 from pathlib import Path
@@ -20,6 +20,7 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.co_serving.bars import BATCH, ONLINE, at
 from benchmarks.errors import BenchError
 from benchmarks.scenarios.scenario import Case, LoadChoice, find_scenario
 from benchmarks.systems.catalog import dtype_of
@@ -59,19 +60,18 @@ BUSY_HOST = Delays(ask_s=0.003, start_s=0.002, token_s=0.0035)
 A client sent 1.2 ms late at the median; the quickest request took 3.6 ms to the engine, a token
 3.3 to 3.9 ms back at the median.
 """
-Metrics = tuple[tuple[str, Callable[[Mapping[str, Any]], float | None]], ...]
-METRICS: Metrics = (
-    ("TTFT p50", lambda found: found["ttft_s"]["p50"]),
-    ("TPOT p50", lambda found: found["tpot_s"]["p50"]),
-    ("output tokens/s", lambda found: found["throughput_tokens_per_s"]),
-)
-CLASS_METRICS: Metrics = (
-    ("online TTFT p50", lambda found: found["classes"]["online"]["ttft_s"]["p50"]),
-    ("online TTFT p99", lambda found: found["classes"]["online"]["ttft_s"]["p99"]),
-    ("online gap p99", lambda found: found["classes"]["online"]["inter_token_s"]["p99"]),
-    ("online tokens/s", lambda found: found["classes"]["online"]["processed_tokens_per_s"]),
-    ("batch tokens/s", lambda found: found["classes"]["batch"]["processed_tokens_per_s"]),
-)
+METRICS = {
+    "TTFT p50": at("ttft_s", "p50"),
+    "TPOT p50": at("tpot_s", "p50"),
+    "output tokens/s": at("throughput_tokens_per_s"),
+}
+CLASS_METRICS = {
+    "online TTFT p50": at(*ONLINE, "ttft_s", "p50"),
+    "online TTFT p99": at(*ONLINE, "ttft_s", "p99"),
+    "online gap p99": at(*ONLINE, "inter_token_s", "p99"),
+    "online tokens/s": at(*ONLINE, "processed_tokens_per_s"),
+    "batch tokens/s": at(*BATCH, "processed_tokens_per_s"),
+}
 """For a load with a backlog of batch requests; tokens are those that workers processed."""
 
 
@@ -108,30 +108,6 @@ class CostScale:
     decode: float = 1.0
 
 
-@dataclass(frozen=True, slots=True)
-class Calibration:
-    """A result that tells how much longer than predicted iterations took.
-
-    `own` is whether it is the result that is simulated: each system is then scaled by the others.
-    """
-
-    path: Path
-    result: Mapping[str, Any]
-    own: bool
-
-    def scale_of(self, measured: Measured, report: Report) -> CostScale:
-        """The scale for a measured system, which is reported. Raises ConfigError."""
-        without = measured.system if self.own else None
-        scale = _scale_of(self.result, measured.case.name, self.path, without)
-        whose = "" if without is None else f" of the systems other than {without}"
-        report.line(
-            f"{measured.case.name}: in {self.path.name}, iterations{whose} took"
-            f" {scale.prefill:.2f} (prefill) and {scale.decode:.2f} (decode) times as long as the"
-            " profile predicts"
-        )
-        return scale
-
-
 def run_against(
     path: Path, profile: str | None, calibrate: Path | None, json_path: Path | None
 ) -> None:
@@ -142,14 +118,35 @@ def run_against(
     word for it. Of the result at `path` itself, only the other systems are asked.
     """
     check_writable(json_path)
+    report = Report()
+    rows: list[dict[str, Any]] = []
     try:
         with unusable(BenchError, TraceError, ConfigError):
             result = _read(path)
-            calibration = None
-            if calibrate is not None:
-                calibration = Calibration(calibrate, _read(calibrate), calibrate.samefile(path))
+            other = None if calibrate is None else _read(calibrate)
             device = _device(result["config"], profile)
-            rows = _compared(result, device, calibration, path)
+            with report.step(f"Simulating what {path.name} measured, on {device.name}"):
+                for measured in _measured(result):
+                    paced = measured.description["paced"]
+                    if measured.merges and paced:
+                        report.line(
+                            f"{measured.system} is left out: it keeps the times of another model"
+                            " than its own, so a merge frees another share of its memory than of"
+                            " that device's"
+                        )
+                        continue
+                    scale = CostScale()
+                    if calibrate is not None and other is not None:
+                        without = measured.system if calibrate.samefile(path) else None
+                        scale = _scale_of(other, measured.case.name, calibrate, without)
+                        whose = "" if without is None else f" of the systems other than {without}"
+                        report.line(
+                            f"{measured.case.name}: in {calibrate.name}, iterations{whose} took"
+                            f" {scale.prefill:.2f} (prefill) and {scale.decode:.2f} (decode) times"
+                            " as long as the profile predicts"
+                        )
+                    # A paced system takes the time of the profile that it was paced to.
+                    rows += compare(measured, load_profile(paced) if paced else device, scale)
     except (KeyError, TypeError) as error:
         raise CommandError(
             f"{path} is no result of this version's 'tideserve bench': {error}", EXIT_UNUSABLE
@@ -165,31 +162,13 @@ def run_against(
             raise CommandError(f"cannot write {json_path}: {error.strerror}") from error
 
 
-def _compared(
-    result: Mapping[str, Any], device: DeviceProfile, calibration: Calibration | None, path: Path
-) -> list[dict[str, Any]]:
-    """The metrics of every tideserve system of a result, as measured and as simulated."""
-    report = Report()
-    rows: list[dict[str, Any]] = []
-    with report.step(f"Simulating what {path.name} measured, on {device.name}"):
-        for measured in _measured(result):
-            if measured.merges and measured.description["paced"]:
-                report.line(
-                    f"{measured.system} is left out: it keeps the times of another model than its"
-                    " own, so a merge frees another share of its memory than of that device's"
-                )
-                continue
-            scale = CostScale() if calibration is None else calibration.scale_of(measured, report)
-            rows += compare(measured, _profile_of(measured, device), scale)
-    return rows
-
-
 def compare(measured: Measured, profile: DeviceProfile, scale: CostScale) -> list[dict[str, Any]]:
     """Each metric as measured and as simulated; `difference` is a share of the measured value."""
     simulated = simulate(measured, profile, scale)
     rows = []
-    for name, value_of in METRICS if measured.case.backlog is None else CLASS_METRICS:
-        real, made_up = value_of(measured.figures), value_of(simulated)
+    metrics = METRICS if measured.case.backlog is None else CLASS_METRICS
+    for name, read in metrics.items():
+        real, made_up = read(measured.figures), read(simulated)
         rows.append(
             {
                 "load": measured.case.name,
@@ -233,8 +212,8 @@ def show(rows: Sequence[Mapping[str, Any]], console: Console) -> None:
             f"{row['difference']:+.0%}" if row["difference"] is not None else "–",
         )
     console.print(table)
-    told = [row["difference"] for row in rows if row["difference"] is not None]
-    agree = sum(abs(difference) <= DIFFERENCE_MAX for difference in told)
+    known = [row["difference"] for row in rows if row["difference"] is not None]
+    agree = sum(abs(difference) <= DIFFERENCE_MAX for difference in known)
     console.print(f"{agree} of {len(rows)} figures agree within {DIFFERENCE_MAX:.0%}.")
 
 
@@ -266,42 +245,33 @@ def _scale_of(
         and dtype_of(system) is None
         and not result["config"]["systems"][system].get("paced")
     ]
-    phases = {}
+    means = []
     for phase in ("prefill", "decode"):
-        told = [scale[phase] for scale in scales if scale[phase] is not None]
-        if not told:
+        known = [scale[phase] for scale in scales if scale[phase] is not None]
+        if not known:
             raise ConfigError(
                 f"{path} does not tell how long iterations"
                 + (f" of other systems than {without}" if without else "")
                 + " took beside a profile: have 'tideserve profile' store one for the model and"
                 " dtype, then run the benchmark"
             )
-        phases[phase] = sum(told) / len(told)
-    return CostScale(**phases)
+        means.append(sum(known) / len(known))
+    return CostScale(*means)
 
 
 def _device(config: Mapping[str, Any], profile: str | None) -> DeviceProfile:
     if profile is not None:
         return load_profile(profile)
     wanted = f"{config['model']}, cpu, {config['dtype']}, "
-    found = [load_profile(path) for path in sorted((cache_root() / PROFILES).glob("*.yaml"))]
-    fitting = [one for one in found if one.name.startswith(wanted)]
+    stored = map(load_profile, sorted((cache_root() / PROFILES).glob("*.yaml")))
+    fitting = [one for one in stored if one.name.startswith(wanted)]
     if len(fitting) != 1:
+        remedy = f"run 'tideserve profile --dtype {config['dtype']}' first"
         raise ConfigError(
-            f"{len(fitting)} stored profiles are of {wanted.removesuffix(', ')}; "
-            + (
-                "name one with --profile"
-                if fitting
-                else f"run 'tideserve profile --dtype {config['dtype']}' first"
-            )
+            f"{len(fitting)} stored profiles are of {wanted.removesuffix(', ')};"
+            f" {'name one with --profile' if fitting else remedy}"
         )
     return fitting[0]
-
-
-def _profile_of(measured: Measured, device: DeviceProfile) -> DeviceProfile:
-    """A paced system takes the time of the profile that it was paced to."""
-    paced = measured.description["paced"]
-    return load_profile(paced) if paced else device
 
 
 def _measured(result: Mapping[str, Any]) -> Iterator[Measured]:
@@ -311,8 +281,8 @@ def _measured(result: Mapping[str, Any]) -> Iterator[Measured]:
     window_from_s = scenario.co_serving.load(choice).window_from_s if scenario.co_serving else 0.0
     sections = result.get("scenarios") or {cases[0].name: result}
     for case in cases:
-        told = config.get("workload", {}).get(case.name)
-        if told is not None and told != case.workload(0).statement:
+        stated = config.get("workload", {}).get(case.name)
+        if stated not in (None, case.workload(0).statement):
             raise ConfigError(
                 f"this version of tideserve makes another load for {case.name} than the one that"
                 " was measured, so nothing can be compared; measure it again"
@@ -344,6 +314,7 @@ def _spec(measured: Measured, profile: DeviceProfile) -> ClusterSpec:
         StateConfig, queue | scheduling, queue_deadline_s=options["queue_deadline"]
     )
     case = measured.case
+    last_s = case.workload(0).requests[-1].arrival_s
     return ClusterSpec(
         instances=measured.workers,
         iteration=iteration,
@@ -351,7 +322,7 @@ def _spec(measured: Measured, profile: DeviceProfile) -> ClusterSpec:
         scheduler=scheduler,
         delays=BUSY_HOST,
         fast_forward=False,
-        drain_s=DRAIN_S if case.backlog is None else case.limit_s - _last_s(case),
+        drain_s=DRAIN_S if case.backlog is None else case.limit_s - last_s,
         change=_change(profile, blocks * block_size, options) if measured.merges else None,
     )
 
@@ -368,9 +339,8 @@ def _settings(cls: type[T], values: Mapping[str, Any], **more: Any) -> T:
 
 def _change(profile: DeviceProfile, kv_tokens: int, options: Mapping[str, Any]) -> ChangeSpec:
     """Change-overs of workers with `kv_tokens` each, on one host. Raises ConfigError."""
-    told = options.get("memmgr") or {}
-    limits = options.get("worker") or {}
-    monitor = {one.name: told[one.name] for one in fields(OverloadConfig) if one.name in told}
+    memmgr, limits = options.get("memmgr") or {}, options.get("worker") or {}
+    monitor = {one.name: memmgr[one.name] for one in fields(OverloadConfig) if one.name in memmgr}
     shape = profile.shape
     if shape is None or profile.hidden_bytes is None:
         raise ConfigError(
@@ -404,7 +374,3 @@ def _workload(measured: Measured, made: Requests, turn: int) -> Workload:
 def _arrival(one: PlannedRequest, token_group: int = 1) -> Arrival:
     service = Service(ServiceClass(one.slo_class), one.ttft_s, one.tpot_s, token_group)
     return Arrival(one.arrival_s, len(one.prompt_ids), one.output_tokens, service=service)
-
-
-def _last_s(case: Case) -> float:
-    return case.workload(0).requests[-1].arrival_s

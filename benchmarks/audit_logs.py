@@ -3,6 +3,7 @@
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from services.common.event_log import EventLogError, read_config, read_entries
 from services.core.audit.audit import Audit
@@ -54,9 +55,25 @@ class Audited:
         return [*self.differing, *self.findings.violations, *self.unchecked]
 
     @property
+    def violations(self) -> int:
+        """Broken invariants, replays that decide otherwise, and invariants without a check."""
+        return self.findings.broken + len(self.differing) + len(self.unchecked)
+
+    @property
     def checks(self) -> dict[str, int]:
         """How often each invariant was checked."""
         return {one: self.findings.checks[one] for one in INVARIANTS}
+
+    @property
+    def figures(self) -> dict[str, Any]:
+        """The figures, for a file."""
+        return {"invariants_checked": self.checks, "violations": self.findings.broken}
+
+    @property
+    def rows(self) -> list[tuple[str, str]]:
+        """The figures, for people."""
+        checked = ", ".join(f"{name} {count:,}×" for name, count in self.checks.items())
+        return [("invariants checked", checked), ("violations", str(self.findings.broken))]
 
 
 def audit_logs(

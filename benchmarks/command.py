@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperOption
 
-from benchmarks.scenarios import scenario_names, scenario_summaries
+from benchmarks.scenarios import SUMMARIES
 from tideserve.cli.default import DEFAULT_WORKERS
 from tideserve.cli.option_command import Flags, Wording
 from tideserve.cli.option_types import ApiKey
@@ -21,67 +21,63 @@ FLAGS = Flags(
         "memory": OF_SCENARIO,
         "dtype": OF_SCENARIO,
         "device": Wording(
-            "Device of tideserve's workers, in burst, steady, churn, faults, soak and survive;"
-            " cuda:0 is one GPU that they share. Give a --model and the --memory of a worker for"
-            " it; the last four can do without."
+            "Device of tideserve's workers; cuda:0 is one GPU that they share. With a GPU, give"
+            " --model and --memory (of a worker); churn, faults and survive also run without."
         ),
-        "load_format": Wording(
-            "Of a --model, auto: weights of its files; dummy: random ones. In the scenarios that"
-            " have --device."
-        ),
+        "load_format": Wording("Weights of --model: its files (auto) or random (dummy)."),
         "paced": Wording(
-            "Device profile (A100-14B, or A100-14B:2 at half its speed) whose iteration times are"
-            " kept, too; without --model, by a tiny model that this machine computes fast enough."
+            "Device profile whose iteration times are kept: A100-14B, or A100-14B:2 at half its"
+            " speed. Without --model, a tiny model runs, which computes fast enough for that."
         ),
     },
 )
 EPILOG = (
     "Scenarios:\n\n"
-    + "".join(f"  {name}: {summary}\n\n" for name, summary in scenario_summaries().items())
+    + "".join(f"  {name}: {summary}\n\n" for name, summary in SUMMARIES.items())
     + "Examples:\n\n"
     "  tideserve bench steady --quick\n\n"
     "  tideserve bench burst --quick --json burst.json --plot burst.png\n\n"
+    "  tideserve bench burst --ablation --quick --paced A100-14B:2\n\n"
     "  tideserve bench steady --systems tideserve,mine=http://127.0.0.1:9000\n\n"
     "  tideserve bench coserve --quick --paced A100-14B:4 --systems online-only,eager,priority,slo"
     "\n\n"
     "  tideserve bench realtime --quick --paced A100-40G-7B:4 --systems fcfs,slo"
 )
 
-
 ScenarioName = Annotated[
     str,
-    typer.Argument(
-        help=f"One of {', '.join(scenario_names())}; see below what each measures. With --help,"
-        " that of this one alone."
-    ),
+    typer.Argument(help="What to measure, see below. With --help: the options of this scenario."),
 ]
 Quick = Annotated[
     bool,
     typer.Option(
         "--quick",
-        help="Measure for at most four minutes per system; coserve: five; realtime: nine.",
+        help="Measure for at most four minutes per system (coserve: five; realtime: nine).",
     ),
+]
+Ablation = Annotated[
+    bool,
+    typer.Option("--ablation", help="burst: add the mechanisms of drop one after the other."),
 ]
 Systems = Annotated[
     str | None,
     typer.Option(
-        help="Separated by commas: tideserve (with the default overload policy), an overload policy"
-        " (drop, recompute), what goes first (fcfs, priority, eager, prefill-first, round-robin,"
-        " bros, waiting-time, slo, slo-quarter, slo-half, slo-full, reserved, online-only), vllm,"
-        " vllm-priority, name=URL. A suffix switches a mechanism off: -exchange, -lookahead,"
-        " -restore, -chunking, -ample (the memory limit, also of vllm). After what goes first, a"
-        " number such as -256 is the tokens of an iteration, and -preempting lets online requests"
-        " interrupt batch work; -packing, -slots and -victims switch parts of BROS on; -groups has"
-        " a deadline for each token of realtime instead of each group. -float32 or -bfloat16 sets"
-        " the dtype.",
+        help="Separated by commas: tideserve (default overload policy), drop, recompute (overload"
+        " policies), a scheduling (fcfs, priority, eager, prefill-first, round-robin, bros,"
+        " waiting-time, slo, slo-quarter, slo-half, slo-full, reserved, online-only), vllm,"
+        " vllm-priority, name=URL. Suffixes switch off a mechanism: -exchange, -lookahead,"
+        " -restore, -chunking, -ample (the memory limit, also of vllm). After a scheduling, -256"
+        " sets the tokens of an iteration, -preempting lets online requests interrupt batch work,"
+        " -packing, -slots and -victims switch on parts of BROS, -groups sets a deadline for each"
+        " token instead of each group. -float32 or -bfloat16 sets the dtype.",
         show_default="the scenario's",
     ),
 ]
-FiguresFile = Annotated[Path | None, typer.Option(help="File for all figures.")]
-PictureFile = Annotated[Path | None, typer.Option(help="File for pictures: .png, .svg, .pdf.")]
+FiguresFile = Annotated[Path | None, typer.Option(help="Write all figures to this JSON file.")]
+PictureFile = Annotated[Path | None, typer.Option(help="Draw them: .png, .svg or .pdf.")]
 Targets = Annotated[
     list[str] | None,
-    typer.Option(help="Target: ttft=1.5 (seconds), tpot=5x (times the best P50)."),
+    typer.Option(help="Latency target: ttft=1.5 (seconds), tpot=5x (times the best P50)."),
 ]
 Trace = Annotated[
     str | None,
@@ -102,43 +98,38 @@ TraceRepeat = Annotated[
     typer.Option(
         min=1,
         max=1000,
-        help="How many times the slice is sent, one time after the other.",
-        show_default="once; a full run of the scenario's own slice twice",
+        help="Repetitions of the slice, one after the other.",
+        show_default="1; 2 in a full run of the scenario's own slice",
     ),
 ]
 Rate = Annotated[
     float | None,
-    typer.Option(
-        min=0.001,
-        help="Mean requests a second, of coserve and realtime online ones; the pattern is kept.",
-    ),
+    typer.Option(min=0.001, help="Mean (online) requests a second; the pattern is kept."),
 ]
 TimeScale = Annotated[
     float | None,
-    typer.Option(
-        min=0.001,
-        help="Instead of --rate: factor of the times between arrivals; 1 is as recorded.",
-    ),
+    typer.Option(min=0.001, help="In place of --rate: factor of the times between arrivals."),
 ]
 Cycles = Annotated[
     int | None,
-    typer.Option(
-        min=1, max=100_000, help="Merges of churn, each with a split.", show_default="100"
-    ),
+    typer.Option(min=1, max=100_000, help="churn: merges, each with a split.", show_default="100"),
 ]
 Cells = Annotated[
     str | None,
     typer.Option(
-        help="Cells of faults: a regular expression, such as '2/.*/kill'.", show_default="all"
+        help="faults: cells, a regular expression such as '2/.*/kill'.", show_default="all"
     ),
 ]
 Append = Annotated[
-    Path | None,
-    typer.Option(help="File of the cells of faults that are done; they are not run again."),
+    Path | None, typer.Option(help="faults: file of the finished cells, which are not run again.")
 ]
 Minutes = Annotated[
     float | None,
-    typer.Option(min=0, help="No cell of faults begins after so many minutes; soak lasts so long."),
+    typer.Option(
+        min=0,
+        help="faults: no cell begins after so many minutes; without --cells and --append, random"
+        " faults and floods for so long.",
+    ),
 ]
 Seed = Annotated[
     int, typer.Option(min=0, help="Seed of the prompts, and of the arrivals of a pattern.")
@@ -146,23 +137,27 @@ Seed = Annotated[
 
 
 def of_scenario(command: TyperCommand, arguments: Sequence[str]) -> TyperCommand | None:
-    """The command with the options that the scenario among `arguments` reads, and its own words."""
-    name = next((one for one in arguments if one in scenario_names()), None)
+    """The command with the options and the description of the scenario among `arguments`."""
+    name = next((argument for argument in arguments if argument in SUMMARIES), None)
     if name is None:
         return None
-    from benchmarks.scenarios.scenario import Description, describe
+    import importlib
 
-    scenario = describe(name) or Description(scenario_summaries()[name])
-    params = [copy(one) for one in command.params if one.name in scenario.reads | {"scenario"}]
-    for one in params:
-        if one.name == "model" and isinstance(one, TyperOption) and scenario.default_model:
-            one.show_default = scenario.default_model
+    from benchmarks.scenarios.scenario import find_scenario
+
+    scenario = find_scenario(name)
+    shown = scenario.reads | {"scenario"}
+    params = [copy(param) for param in command.params if param.name in shown]
+    tiny = scenario.run is not None and bool(scenario.tiny_model)
+    for param in params:
+        if param.name == "model" and isinstance(param, TyperOption) and tiny:
+            param.show_default = "a tiny one with random weights"
     return TyperCommand(
         name=command.name,
         callback=command.callback,
         params=params,
-        help=scenario.text,
-        epilog="\n\n".join(scenario.details),
+        help=importlib.import_module(f"benchmarks.scenarios.{name}").__doc__,
+        epilog="\n\n".join(scenario.details()),
         rich_markup_mode=command.rich_markup_mode,
         context_settings=dict(command.context_settings),
     )
@@ -172,6 +167,7 @@ def bench(
     context: typer.Context,
     scenario: ScenarioName,
     quick: Quick = False,
+    ablation: Ablation = False,
     systems: Systems = None,
     json: FiguresFile = None,
     plot: PictureFile = None,
@@ -189,15 +185,21 @@ def bench(
     seed: Seed = 0,
     api_key: ApiKey = None,
 ) -> None:
-    """Compare systems: latencies, throughput, service levels, KV demand."""
+    """Measure tideserve and compare it with other systems."""
     from benchmarks.run import BenchArguments, run_bench
-    from benchmarks.scenarios.scenario import LoadChoice
+    from benchmarks.scenarios.scenario import ABLATION, LoadChoice
     from benchmarks.systems.system import CPU
     from services.common.device_profile import split_slowdown
 
-    given = {name: value for name, value in context.obj.items() if value is not None}
-    paced = given.get("paced")
-    tiny = paced is not None and "model" not in given
+    flags = {name: value for name, value in context.obj.items() if value is not None}
+    sources = {
+        param.name: context.get_parameter_source(param.name)
+        for param in context.command.params
+        if param.name not in (None, "scenario")
+    }
+    given = {name for name, source in sources.items() if source and source.name == "COMMANDLINE"}
+    paced = flags.get("paced")
+    tiny = paced is not None and "model" not in flags
     choice = LoadChoice(
         quick=quick,
         seed=seed,
@@ -208,13 +210,16 @@ def bench(
         rate_per_s=rate,
         time_scale=time_scale,
         paced=tiny,
-        on_gpu=given.get("device", CPU) != CPU,
+        on_gpu=flags.get("device", CPU) != CPU,
         slowdown=split_slowdown(paced)[1] if paced is not None and tiny else 1.0,
         cycles=cycles,
         cells=cells,
         append=append,
         minutes=minutes,
-        workers=given.get("workers", DEFAULT_WORKERS),
+        workers=flags.get("workers", DEFAULT_WORKERS),
     )
+    if scenario == "burst" and ablation:
+        scenario = ABLATION
     own: dict[str, Any] = {"slos": slo or (), "api_key": api_key, "json": json, "plot": plot}
-    run_bench(BenchArguments(scenario, choice, systems, **own, **given))
+    arguments = BenchArguments(scenario, choice, systems, given=frozenset(given), **own, **flags)
+    run_bench(arguments)

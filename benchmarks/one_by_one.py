@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
-from types import TracebackType
+from typing import Any
 
 from services.common.clock import monotonic_s
 from services.common.timeouts import timeout
@@ -36,14 +36,9 @@ class OneByOne:
         self._runner.__enter__()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: Any) -> None:
         self._runner.run(self._server.close())
-        self._runner.__exit__(kind, error, trace)
+        self._runner.__exit__(*error)
 
     def ask(self, prompt_ids: Sequence[int], output_tokens: int, salt: str = "bench") -> TurnAnswer:
         """The answer to one prompt. Raises SystemUnavailable if there is none."""
@@ -63,8 +58,8 @@ class OneByOne:
         except (TimeoutError, StreamFailed, OSError) as failure:
             raise SystemUnavailable(f"a request failed: {failure or 'no answer'}") from failure
         if answer.status != 200 or answer.error or len(answer.output_ids) != output_tokens:
-            told = answer.error or answer.body or f"{len(answer.output_ids)} tokens came"
-            raise SystemUnavailable(f"a request failed with {answer.status}: {told}")
+            reason = answer.error or answer.body or f"{len(answer.output_ids)} tokens came"
+            raise SystemUnavailable(f"a request failed with {answer.status}: {reason}")
         return TurnAnswer(
             len(prompt_ids),
             answer.cached_tokens,

@@ -9,20 +9,18 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
-from benchmarks.kv_demand import timeline
-from benchmarks.stats import latencies
+from benchmarks.stats import latencies, timeline
 from tideserve.load.record import RequestOutcome, Round
 
 # Distinguishable without colour vision (Okabe and Ito's palette).
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-SHARED = "0.4"
-"""The colour of a capacity that several systems share."""
 LATENCIES = (
     ("ttft_s", "TTFT"),
     ("tpot_s", "time per output token"),
     ("e2e_s", "end-to-end latency"),
 )
 CLOSE = 0.05
+"""Capacities that differ by less share a line."""
 DECADE = 10
 Rounds = Mapping[str, Sequence[Round]]
 Colours = Mapping[str, str]
@@ -30,8 +28,8 @@ Colours = Mapping[str, str]
 
 
 def draw(title: str, cases: Mapping[str, Rounds], path: Path) -> None:
-    """Write one picture with a row of panels for each case. Panels over time show the first round;
-    the distributions pool all rounds. The path's suffix is the format.
+    """Write one picture with two rows of panels for each case: demand and TTFT over time of the
+    first round, then distributions over all rounds. The path's suffix is the format.
     """
     matplotlib.use("Agg")
     rows = 2 * len(cases)
@@ -40,57 +38,41 @@ def draw(title: str, cases: Mapping[str, Rounds], path: Path) -> None:
     systems = list(dict.fromkeys(name for rounds in cases.values() for name in rounds))
     colours = {name: COLOURS[index % len(COLOURS)] for index, name in enumerate(systems)}
     for index, (case, rounds) in enumerate(cases.items()):
-        panels = [figure.add_subplot(rows, 6, (12 * index + a, 12 * index + b)) for a, b in _TOP]
-        _draw_demand(panels[0], case, rounds, colours)
-        _draw_ttft(panels[1], case, rounds, colours)
-        for offset, (metric, label) in enumerate(LATENCIES):
-            start = 12 * index + 7 + 2 * offset
+        first = 12 * index + 1
+        _draw_demand(figure.add_subplot(rows, 6, (first, first + 2)), case, rounds, colours)
+        _draw_ttft(figure.add_subplot(rows, 6, (first + 3, first + 5)), case, rounds, colours)
+        for number, what in enumerate(LATENCIES):
+            start = first + 6 + 2 * number
             axes = figure.add_subplot(rows, 6, (start, start + 1))
-            _draw_distribution(axes, case, rounds, colours, (metric, label))
+            _draw_distribution(axes, case, rounds, colours, what)
     # One legend for all panels: in them it would hide curves.
-    figure.legend(
-        [Line2D([], [], color=colour) for colour in colours.values()],
-        list(colours),
-        loc="outside lower center",
-        ncols=min(4, len(colours)),
-    )
+    lines = [Line2D([], [], color=colour) for colour in colours.values()]
+    figure.legend(lines, list(colours), loc="outside lower center", ncols=min(4, len(colours)))
     figure.savefig(path)
-
-
-_TOP = ((1, 3), (4, 6))
 
 
 def _draw_demand(axes: Any, case: str, rounds: Rounds, colours: Colours) -> None:
     capacities: dict[int, list[str]] = {}
-    for name, measured in rounds.items():
-        first = measured[0]
-        points = timeline(first.records)
-        start_s = _start_s(first)
-        axes.step(
-            [time_s - start_s for time_s, _ in points],
-            [tokens for _, tokens in points],
-            where="post",
-            color=colours[name],
-        )
-        if len({tokens for _, tokens in first.capacity_samples}) > 1:
-            axes.step(
-                [time_s - start_s for time_s, _ in first.capacity_samples],
-                [tokens for _, tokens in first.capacity_samples],
-                where="post",
-                color=colours[name],
-                linestyle="--",
-            )
-        elif first.capacity_tokens:
-            capacities.setdefault(first.capacity_tokens, []).append(name)
+    for name, (first, *_) in rounds.items():
+        changing = len({tokens for _, tokens in first.capacity_samples}) > 1
+        for style, points in (("-", timeline(first.records)), ("--", first.capacity_samples)):
+            if style == "-" or changing:
+                times_s = [time_s - _start_s(first) for time_s, _ in points]
+                tokens = [tokens for _, tokens in points]
+                axes.step(times_s, tokens, where="post", color=colours[name], linestyle=style)
+        if first.capacity_tokens and not changing:
+            own = first.capacity_tokens
+            near = next((one for one in capacities if abs(one - own) <= CLOSE * own), own)
+            capacities.setdefault(near, []).append(name)
     # An ample capacity far above the demand would flatten the curves.
-    top = 1.15 * max((one.get_ydata().max() for one in axes.get_lines()), default=1)
+    top = 1.15 * max((line.get_ydata().max() for line in axes.get_lines()), default=1)
     above = []
-    for capacity, owners in _merged(capacities).items():
+    for capacity, owners in sorted(capacities.items()):
         label = f"{', '.join(owners)}: {'about ' if len(owners) > 1 else ''}{capacity:,}"
         if capacity > top:
             above.append(f"{label}, above the picture")
             continue
-        colour = colours[owners[0]] if len(owners) == 1 else SHARED
+        colour = colours[owners[0]] if len(owners) == 1 else "0.4"
         axes.axhline(capacity, color=colour, linestyle="--")
         _note(axes, capacity, label, "bottom")
     _note(axes, 0.99 * top, "\n".join(above), "top")
@@ -101,37 +83,16 @@ def _draw_demand(axes: Any, case: str, rounds: Rounds, colours: Colours) -> None
 
 def _note(axes: Any, height: float, text: str, side: str) -> None:
     """A line of text at the right, its `side` at `height`."""
-    axes.text(
-        *(0.99, height, text),
-        transform=axes.get_yaxis_transform(),
-        horizontalalignment="right",
-        verticalalignment=side,
-        fontsize=8,
-    )
-
-
-def _merged(capacities: Mapping[int, Sequence[str]]) -> dict[int, list[str]]:
-    """Capacities within a few per cent share a line."""
-    found: dict[int, list[str]] = {}
-    for capacity, owners in sorted(capacities.items()):
-        near = next((one for one in found if abs(one - capacity) <= CLOSE * capacity), capacity)
-        found.setdefault(near, []).extend(owners)
-    return found
+    place = {"horizontalalignment": "right", "verticalalignment": side}
+    axes.text(0.99, height, text, transform=axes.get_yaxis_transform(), fontsize=8, **place)
 
 
 def _draw_ttft(axes: Any, case: str, rounds: Rounds, colours: Colours) -> None:
-    for name, measured in rounds.items():
-        first = measured[0]
-        start_s = _start_s(first)
+    for name, (first, *_) in rounds.items():
         done = [r for r in first.records if r.outcome is RequestOutcome.COMPLETED]
-        axes.plot(
-            [record.due_s - start_s for record in done],
-            [record.ttft_s for record in done],
-            marker="o",
-            markersize=3,
-            linewidth=1,
-            color=colours[name],
-        )
+        due_s = [record.due_s - _start_s(first) for record in done]
+        ttfts_s = [record.ttft_s for record in done]
+        axes.plot(due_s, ttfts_s, marker="o", markersize=3, linewidth=1, color=colours[name])
     _scale(axes.yaxis, [v for one in rounds.values() for v in latencies(one[0].records, "ttft_s")])
     _finish(axes, f"{case}: time to first token, round 1", "arrival [s]", "TTFT [s]")
 

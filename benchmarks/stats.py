@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from benchmarks.kv_demand import peak_ratio
 from tideserve.load.record import RequestOutcome, Round, SentRequest, duration_s
 from tideserve.sim.report import PERCENTILES, percentile
 
@@ -17,10 +16,12 @@ LATENCIES: Mapping[str, Callable[[SentRequest], float | None]] = {
 REPORT_S = 1.0
 """Seconds after which workers report their counters at the latest."""
 PHASES = ("prefill", "decode")
-RATIO_METRICS = ("ttft_s", "tpot_s", "e2e_s", "normalized_latency_s")
 COMPARED_FROM = {"p99.9": 1000}
 """Requests from which a percentile is compared: of fewer it is the maximum, which is chance."""
 
+BLOCK_TOKENS = 16
+Timeline = list[tuple[float, int]]
+"""(time in seconds, tokens of KV)."""
 Figures = dict[str, Any]
 Number = TypeVar("Number", int, float)
 
@@ -59,11 +60,9 @@ def latencies(records: Iterable[SentRequest], metric: str) -> list[float]:
 
 def throughput(rounds: Sequence[Sequence[SentRequest]]) -> float | None:
     """Output tokens of completed requests per second of measured rounds."""
+    done = [r for records in rounds for r in records if r.outcome is RequestOutcome.COMPLETED]
     seconds = sum(duration_s(records) for records in rounds)
-    tokens = sum(
-        r.output_tokens for rs in rounds for r in rs if r.outcome is RequestOutcome.COMPLETED
-    )
-    return tokens / seconds if seconds > 0 else None
+    return quotient(sum(r.output_tokens for r in done), seconds)
 
 
 def attainment(
@@ -120,29 +119,29 @@ def cost_scale(rounds: Sequence[Round], phase: str) -> float | None:
     """Measured over predicted time of the iterations of a phase; None if that is unknown."""
     measured_s = sum(getattr(one, f"{phase}_s") or 0.0 for one in rounds)
     predicted_s = sum(getattr(one, f"{phase}_predicted_s") or 0.0 for one in rounds)
-    return measured_s / predicted_s if measured_s and predicted_s else None
+    return quotient(measured_s or None, predicted_s)
 
 
 def bubble_share(rounds: Sequence[Round]) -> float | None:
     """Bubbles' share of the stages' time in pipelines; None where there was no pipeline."""
-    known = [(one.busy_s, one.bubble_s) for one in rounds if one.busy_s is not None]
-    busy_s = sum(busy_s for busy_s, _ in known)
-    bubble_s = sum(bubble_s or 0.0 for _, bubble_s in known)
+    busy_s = sum(one.busy_s or 0.0 for one in rounds)
+    bubble_s = sum(one.bubble_s or 0.0 for one in rounds if one.busy_s is not None)
     return bubble_s / (busy_s + bubble_s) if busy_s else None
 
 
 def bubble_share_arriving(rounds: Sequence[Round]) -> float | None:
-    """The same while requests arrive: the last answers cannot fill a pipeline, however they are
-    planned.
+    """The same while requests arrive: the last answers cannot fill a pipeline.
 
     None where there was no pipeline then, or nothing was sampled.
     """
     busy_s = bubble_s = 0.0
     for one in rounds:
-        if not one.records:
-            continue
-        begin_s, end_s = min(r.due_s for r in one.records), max(r.due_s for r in one.records)
-        within = [s for s in one.pipeline_samples if begin_s <= s[0] <= end_s + REPORT_S]
+        due_s = [record.due_s for record in one.records]
+        within = [
+            sample
+            for sample in one.pipeline_samples
+            if due_s and min(due_s) <= sample[0] <= max(due_s) + REPORT_S
+        ]
         if within:
             busy_s += within[-1][1] - within[0][1]
             bubble_s += within[-1][2] - within[0][2]
@@ -154,12 +153,12 @@ def ratios(systems: Mapping[str, Figures]) -> dict[str, dict[str, float]]:
 
     Without percentiles that too few requests make (`COMPARED_FROM`).
     """
-    found = {}
-    for name, one in systems.items():
-        for other_name, other in systems.items():
-            if name != other_name:
-                found[f"{name}/{other_name}"] = _ratio(one, other)
-    return found
+    return {
+        f"{name}/{other}": _ratios(systems[name], systems[other])
+        for name in systems
+        for other in systems
+        if name != other
+    }
 
 
 def best_p50_s(systems: Mapping[str, Sequence[Round]]) -> dict[str, float | None]:
@@ -221,28 +220,76 @@ def _spread(rounds: Sequence[Figures]) -> dict[str, float | None]:
     return found
 
 
-def _ratio(one: Figures, other: Figures) -> dict[str, float]:
-    found = {}
+def _ratios(one: Figures, other: Figures) -> dict[str, float]:
     requests = min(one["completed"], other["completed"])
     compared = [name for name in PERCENTILES if requests >= COMPARED_FROM.get(name, 0)]
-    for metric in RATIO_METRICS:
-        for name in compared:
-            if one[metric][name] is not None and other[metric][name]:
-                found[f"{metric}.{name}"] = one[metric][name] / other[metric][name]
+    found = {
+        f"{metric}.{name}": quotient(one[metric][name], other[metric][name])
+        for metric in LATENCIES
+        for name in compared
+    }
     key = "throughput_tokens_per_s"
-    if one[key] is not None and other[key]:
-        found[key] = one[key] / other[key]
+    found[key] = quotient(one[key], other[key])
     # A stall of the machine sets the pooled P99 of a hundred requests, but is in one round only.
-    middle, other_middle = (_middle_round(figures, "ttft_p99_s") for figures in (one, other))
-    if middle is not None and other_middle:
-        found["ttft_s.p99.median_round"] = middle / other_middle
-    return found
+    middle = (_middle_round(figures, "ttft_p99_s") for figures in (one, other))
+    found["ttft_s.p99.median_round"] = quotient(*middle)
+    return {key: ratio for key, ratio in found.items() if ratio is not None}
 
 
 def _middle_round(system: Figures, key: str) -> float | None:
     return percentile([one[key] for one in system["rounds"] if one[key] is not None], 0.5)
 
 
+def quotient(one: float | None, other: float | None) -> float | None:
+    """Their ratio; None if one is unknown, or the second 0."""
+    return one / other if one is not None and other else None
+
+
 def _sum(values: Sequence[Number | None]) -> Number | None:
     known = [value for value in values if value is not None]
     return sum(known) if known else None
+
+
+def timeline(records: Sequence[SentRequest], block_tokens: int = BLOCK_TOKENS) -> Timeline:
+    """KV demand as the client knows it, from each time on, one entry for every change.
+
+    A request that was sent and has no token yet needs its prompt and one block more. One with
+    tokens needs its prompt and those tokens, whether it runs or was preempted.
+    """
+    changes: list[tuple[float, int]] = []
+    for record in records:
+        changes += _changes(record, block_tokens)
+    changes.sort()
+    demand, points = 0, Timeline()
+    for time_s, change in changes:
+        demand += change
+        if points and points[-1][0] == time_s:
+            points[-1] = (time_s, demand)
+        else:
+            points.append((time_s, demand))
+    return points
+
+
+def peak_ratio(records: Sequence[SentRequest], capacity_tokens: int) -> float:
+    """The largest demand as a multiple of the capacity."""
+    peak = max((demand for _, demand in timeline(records)), default=0)
+    return peak / capacity_tokens
+
+
+def _changes(record: SentRequest, block_tokens: int) -> Timeline:
+    if record.outcome is RequestOutcome.REJECTED:
+        return []
+    held = _blocks(record.prompt_tokens, block_tokens) + block_tokens
+    changes = [(record.sent_s, held)]
+    for index, time_s in enumerate(record.token_times_s, start=1):
+        wanted = _blocks(record.prompt_tokens + index, block_tokens)
+        if wanted != held:
+            changes.append((time_s, wanted - held))
+            held = wanted
+    changes.append((record.end_s, -held))
+    return changes
+
+
+def _blocks(tokens: int, block_tokens: int) -> int:
+    """Tokens that the blocks of `tokens` tokens could hold."""
+    return -(-tokens // block_tokens) * block_tokens

@@ -2,7 +2,7 @@
 
 tideserve-api     the generated stubs, `tideserve.<contract>.v1`, with types
 tideserve-client  the Python client, `tideserve.client`; needs tideserve-api
-tideserve         services, command line, benchmark and simulator; needs tideserve-api
+tideserve         services, command line and simulator; needs tideserve-api
 
 `tideserve` is a namespace package: each distribution has a part of it. All are built from copies,
 so that the tree stays as it is, and with the setuptools of this environment: nothing is fetched.
@@ -24,6 +24,7 @@ API = ROOT / "proto" / "tideserve-api.toml"
 CLIENT = ROOT / "proto" / "tideserve-client.toml"
 # Stubs of the server alone: a process can have one package's stubs of KServe's protocol.
 PRIVATE = ("kserve",)
+SERVER = tuple(name for name in (*WRITTEN, *PRIVATE) if name != "client")
 BUILD_TIMEOUT_S = 300
 IGNORED = shutil.ignore_patterns("__pycache__", "*.so")
 
@@ -63,7 +64,7 @@ def lay_out_server(folder: Path) -> None:
     for name in ("pyproject.toml", "LICENSE"):
         shutil.copy(ROOT / name, folder)
     shutil.copytree(ROOT / "services", folder / "services", ignore=IGNORED)
-    _copy(folder, [name for name in (*WRITTEN, *PRIVATE) if name != "client"])
+    _copy(folder, SERVER)
 
 
 def _describe(folder: Path, project: Path) -> None:
@@ -81,13 +82,13 @@ def _copy(folder: Path, names: Iterable[str]) -> None:
 
 
 def build(dist: Path) -> list[Path]:
-    """Build the wheels into `dist`, in the place of earlier ones; returns them.
+    """Build the wheels into `dist`, emptied of earlier distributions; returns them.
 
     Raises:
         BuildFailed: if one cannot be built.
     """
     dist.mkdir(parents=True, exist_ok=True)
-    for old in dist.glob("tideserve*.whl"):
+    for old in (*dist.glob("*.whl"), *dist.glob("*.tar.gz")):
         old.unlink()
     for lay_out in (lay_out_api, lay_out_client, lay_out_server):
         with tempfile.TemporaryDirectory(prefix="tideserve-wheel-") as temporary:
@@ -99,7 +100,7 @@ def build(dist: Path) -> list[Path]:
             )
         if done.returncode != 0:
             raise BuildFailed(f"pip could not build a wheel:\n{done.stdout}{done.stderr}")
-    return sorted(dist.glob("tideserve*.whl"))
+    return sorted(dist.glob("*.whl"))
 
 
 def main() -> int:

@@ -13,14 +13,15 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import gen_deploy
 import jsonschema
 import yaml
-from deploy_chart import FEATURES, VARIANTS
 from deploy_config import check_objects, compose_services, read_config
 from deploy_objects import (
+    CPU,
     DEPLOY,
+    FEATURES,
     ROOT,
+    VARIANTS,
     Object,
     ToolMissing,
     Variant,
@@ -35,17 +36,13 @@ from services.common.errors import ConfigError
 
 KUBERNETES = "1.32"
 RENDER_TIMEOUT_S = 30
-EXAMPLE = gen_deploy.HELM / "example-values.yaml"
+CHART = DEPLOY / "helm" / "tideserve"
+EXAMPLE = DEPLOY / "helm" / "example-values.yaml"
 EXAMPLE_VERSION = "1.2.3"
 NOT_POSSIBLE = 77
 EVERYTHING = frozenset(FEATURES)
-# Each variant that the chart is made from, and sets that no variant alone is.
+# Each variant with a values file, and sets that take several.
 SETS = (*VARIANTS, Variant(features=EVERYTHING), Variant(device="gpu", features=EVERYTHING))
-
-
-def generated_files() -> list[str]:
-    """The chart and the alerts are what their sources make."""
-    return gen_deploy.differences()
 
 
 def strict_schemas() -> Iterator[str]:
@@ -101,12 +98,11 @@ def compose_files() -> Iterator[str]:
 
 def chart_values() -> Iterator[str]:
     """values.schema.json takes every values file and refuses names that are none."""
-    chart = gen_deploy.CHART
-    schema = json.loads((chart / "values.schema.json").read_text())
+    schema = json.loads((CHART / "values.schema.json").read_text())
     jsonschema.Draft7Validator.check_schema(schema)
     validator = jsonschema.Draft7Validator(schema)
-    defaults = _parsed(chart / "values.yaml")
-    for path in (EXAMPLE, *sorted(chart.glob("values*.yaml"))):
+    defaults = _parsed(CHART / "values.yaml")
+    for path in (EXAMPLE, *sorted(CHART.glob("values*.yaml"))):
         for error in validator.iter_errors(_parsed(path)):
             yield f"{path.name}: {error.message}"
     for wrong in _typos(defaults):
@@ -114,12 +110,21 @@ def chart_values() -> Iterator[str]:
             yield f"the schema takes the unknown value in {json.dumps(wrong)[:200]}"
 
 
+def values_files(variant: Variant) -> list[Path]:
+    """The values files of the chart that together make it render `variant`."""
+    parts = [variant]
+    if variant not in VARIANTS:
+        parts = [Variant(device=variant.device)]
+        parts += [Variant(features=frozenset({name})) for name in sorted(variant.features)]
+    names = [part.name.removeprefix("cpu+").replace("+", "-") for part in parts if part != CPU]
+    return [CHART / f"values-{name}.yaml" for name in names]
+
+
 def chart_equality() -> Iterator[str]:
     """The chart renders to the objects that kustomize builds."""
     for variant in SETS:
         expected = {identity(one): _unordered(one) for one in build_variant(variant)}
-        files = [gen_deploy.CHART / name for name in gen_deploy.values_files(variant)]
-        rendered = {identity(one): _unordered(one) for one in _rendered(files)}
+        rendered = {identity(one): _unordered(one) for one in _rendered(values_files(variant))}
         for name in sorted(expected.keys() ^ rendered.keys()):
             where = "chart" if name in rendered else "kustomization"
             yield f"{variant.name}: only the {where} has {name}"
@@ -131,7 +136,6 @@ def chart_equality() -> Iterator[str]:
 CHECKS: dict[str, Callable[[], Any]] = {
     "compose files against the code": compose_files,
     "values of the chart": chart_values,
-    "generated files": generated_files,
     "manifests against the code": code_and_manifests,
     "chart against the code": code_and_chart,
     f"manifests against the schemas of Kubernetes {KUBERNETES}": strict_schemas,
@@ -182,7 +186,7 @@ def _typos(tree: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 def _rendered(files: Sequence[Path]) -> list[Object]:
     """The objects of the chart with the values in `files`; raises ToolMissing."""
-    command = [str(renderer()), str(gen_deploy.CHART), *map(str, files)]
+    command = [str(renderer()), str(CHART), *map(str, files)]
     return parsed(run_tool(command, "the chart cannot be rendered", RENDER_TIMEOUT_S))
 
 

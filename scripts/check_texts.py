@@ -1,192 +1,79 @@
-"""Check what documentation, comments and messages say, as far as a program can read it.
+"""Check the pages: the files and tests they name exist, and relative links and #anchors resolve."""
 
-Sources   A source is described in docs/references.md and nowhere else; other files cite its key.
-          A section sign follows a key, and titles and links of papers stand on that page only.
-Sentences No sentence begins with "who" unless it asks. No docstring or comment begins with "of",
-          "that" or "those". Its subject is named.
-Words     docs/glossary.md lists words that are not used, and what to say instead. Pages,
-          docstrings, comments, messages and names of tests are read; backquotes are not.
-Paths     Files and tests that a page names are there.
-"""
-
-import io
 import re
 import sys
-import tokenize
+from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-REFERENCES = "docs/references.md"
-GLOSSARY = "docs/glossary.md"
-UNUSED = "## Words that are not used"
-"""The section of the glossary with the table of words that texts do without."""
-FOLDERS = (
-    *("bench", "deploy", "docker", "docs", "proto", "scripts", "services", "tests", "tideserve"),
-)
-SUFFIXES = frozenset({".css", ".html", ".js", ".md", ".proto", ".py", ".sh", ".toml", ".yaml"})
-GENERATED = re.compile(r"_pb2(_grpc)?\.pyi?$|^deploy/schemas/")
-OWN_TEST = "tests/unit/scripts/test_check_texts.py"
-"""It says on purpose what is wrong."""
-ATTRIBUTION = "tideserve/load/data/README.md"
-"""Its licence asks for the source beside the data."""
-TITLE_MIN = 12
-"""Characters of what counts as a title: the keys are shorter."""
-LINK = re.compile(r"arxiv(?:\.org|:\s*\d)|doi\.org|openreview\.net", re.IGNORECASE)
-NAMELESS = re.compile(r"\b(?:the|this|that) papers?\b(?!')", re.IGNORECASE)
-SECTION = re.compile(r"(?:(RFC \d+)|([\w.-]+))?,?\s*\u00a7")
-RFC = re.compile(r"\bRFC \d+")
-HEADLESS = re.compile(
-    r"\b(Who(?:ever|m|se)?)\b[^.?!|]*(?:[.!|]|\Z)|\A(?:['\"]{3}|#)\s*(Of|That|Those|(?<=# )What)\b"
-)
-"""A sentence that begins with "who", unless it is a question; a passage that names no subject."""
+IGNORED = (".venv", "build", "dist")
 FENCED = re.compile(r"^ *```.*?^ *```", re.DOTALL | re.MULTILINE)
-QUOTED = re.compile(r"`[^`\n]*`")
-TOPS = "|".join(FOLDERS)
-PATH = re.compile(rf"`((?:{TOPS})/[\w./*-]+)(?:`|::)")
+PATH = re.compile(r"`([\w-]+/[\w./*-]+)(?:`|::)")
 TEST = re.compile(r"`(test_\w+)`")
-
-Finding = tuple[int, str]
-"""The number of a line, and what is wrong in it."""
-
-
-def texts(root: Path = ROOT) -> Iterator[tuple[str, str]]:
-    """(path below `root`, content) of every text that people wrote."""
-    tops = [path for path in root.glob("*") if path.is_file()]
-    inner = (path for folder in FOLDERS for path in (root / folder).rglob("*"))
-    for path in (*sorted(tops), *sorted(inner)):
-        name = path.relative_to(root).as_posix()
-        hidden = any(part.startswith((".", "__pycache__")) for part in Path(name).parts)
-        passed_over = hidden or name == OWN_TEST or GENERATED.search(name)
-        if path.suffix in SUFFIXES and not passed_over:
-            yield name, path.read_text(encoding="utf-8")
-
-
-def keys(references: str) -> set[str]:
-    """The keys of a page of references: the first column of its tables."""
-    first = (line.split("|")[1].strip() for line in references.splitlines() if line[:2] == "| ")
-    return set(first) - {"key"}
-
-
-def titles(references: str) -> list[str]:
-    """The titles of the page, in small letters and with single spaces."""
-    found = (" ".join(title.lower().split()) for title in re.findall(r"\*([^*]+)\*", references))
-    return [title for title in found if len(title) >= TITLE_MIN]
-
-
-def sources(name: str, text: str, references: str) -> Iterator[Finding]:
-    """What of a text, in the file `name`, is not cited by a key of `references`."""
-    if name in (REFERENCES, ATTRIBUTION):
-        return
-    known = keys(references)
-    for pattern, what in (
-        (LINK, f"links to a paper; cite its key, and describe it in {REFERENCES}"),
-        (NAMELESS, f"does not say which paper; name its key of {REFERENCES}"),
-    ):
-        yield from ((_line(text, match), what) for match in pattern.finditer(text))
-    for match in RFC.finditer(text):
-        if match[0] not in known:
-            yield _line(text, match), f"{match[0]} is not in {REFERENCES}; describe it there"
-    for match in SECTION.finditer(text):
-        key = match[1] or match[2] or ""
-        if key not in known:
-            what = f"'{key}' before a section is no key of {REFERENCES}; describe the source"
-            yield _line(text, match), what
-    yield from _titles_in(text, references)
-
-
-def _titles_in(text: str, references: str) -> Iterator[Finding]:
-    plain = " ".join(text.lower().split())
-    for title in titles(references):
-        if title in plain:
-            broken = r"\s+".join(map(re.escape, title.split()))
-            for match in re.finditer(broken, text, re.IGNORECASE):
-                what = f"names the title of a source; cite its key of {REFERENCES}"
-                yield _line(text, match), what
-
-
-def _line(text: str, match: re.Match[str]) -> int:
-    """The number of the line in which the last character of `match` is."""
-    return text.count("\n", 0, match.end() - 1) + 1
-
-
-@cache
-def unused_words(glossary: str) -> tuple[tuple[re.Pattern[str], str], ...]:
-    """What matches each word that texts do without, and what to say instead."""
-    section = glossary.partition(UNUSED)[2].partition("\n## ")[0]
-    rows = [line.split("|")[1:3] for line in section.splitlines() if line[:2] == "| "]
-    return tuple(
-        (re.compile(r"\b" + r"\s+".join(word.split()) + r"\b", re.IGNORECASE), instead.strip())
-        for listed, instead in rows[1:]
-        for word in listed.split(",")
-    )
-
-
-def prose(name: str, text: str) -> Iterator[tuple[int, str]]:
-    """(number of its first line, words) of each passage of `text` that is for people."""
-    if name.endswith(".py"):
-        for token in tokenize.generate_tokens(io.StringIO(text).readline):
-            passage = token.type == tokenize.STRING and " " in token.string
-            if passage or token.type == tokenize.COMMENT:
-                yield token.start[0], QUOTED.sub("``", token.string)
-            elif token.string.startswith("test_"):
-                yield token.start[0], token.string[5:].replace("_", " ").capitalize()
-    elif name.endswith(".md"):
-        plain = FENCED.sub(lambda match: "\n" * match[0].count("\n"), text)
-        yield 1, QUOTED.sub("``", plain)
-    elif name.endswith(".proto"):
-        for number, line in enumerate(text.splitlines(), 1):
-            yield number, QUOTED.sub("``", line.partition("//")[2])
-
-
-def words(name: str, text: str, glossary: str) -> Iterator[Finding]:
-    """Words that `glossary` has other words for, and sentences without a subject."""
-    for first, passage in () if name == GLOSSARY else prose(name, text):
-        for match in HEADLESS.finditer(passage):
-            number = first + passage.count("\n", 0, match.start())
-            begins = match[1] or match[2]
-            yield number, f"'{begins}' begins a sentence; name its subject ({GLOSSARY})"
-        for pattern, instead in unused_words(glossary):
-            for match in pattern.finditer(passage):
-                number = first + _line(passage, match) - 1
-                yield number, f"'{match[0]}' is not used; say: {instead} ({GLOSSARY})"
-
-
-def paths(name: str, text: str, root: Path, tests: str) -> Iterator[Finding]:
-    """Files that a page names and `root` lacks, and tests that are not among `tests`."""
-    if not name.endswith(".md"):
-        return
-    for match in PATH.finditer(text):
-        if not any(root.glob(match[1].rstrip("/"))):
-            yield _line(text, match), f"there is no {match[1]}; name the file that has it now"
-    for match in TEST.finditer(text):
-        if f"def {match[1]}(" not in tests:
-            yield _line(text, match), f"there is no test {match[1]}; name the one that has it now"
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+EXTERNAL = re.compile(r"[a-z]+:")
+HEADING = re.compile(r"^#+ +(.+?) *$", re.MULTILINE)
 
 
 def findings(root: Path = ROOT) -> list[str]:
-    """All that is wrong in the tree, a line for each."""
-    references = (root / REFERENCES).read_text(encoding="utf-8")
-    glossary = (root / GLOSSARY).read_text(encoding="utf-8")
-    read = dict(texts(root))
-    tests = "\n".join(text for name, text in read.items() if name.startswith("tests/"))
+    """A line for each broken name or link in a page below `root`."""
+    pages = sorted(
+        page for page in root.rglob("*.md") if page.relative_to(root).parts[0] not in IGNORED
+    )
+    tests = "\n".join(path.read_text("utf-8") for path in (root / "tests").rglob("*.py"))
     return [
-        f"{name}:{number}: {what}"
-        for name, text in read.items()
-        for number, what in (
-            *sources(name, text, references),
-            *words(name, text, glossary),
-            *paths(name, text, root, tests),
-        )
+        f"{page.relative_to(root)}:{line}: {problem}"
+        for page in pages
+        for line, problem in problems(page, root, tests)
     ]
 
 
+def problems(page: Path, root: Path, tests: str) -> Iterator[tuple[int, str]]:
+    """(line, problem) for each broken name or link; `tests` is the source of all tests."""
+    text = page.read_text("utf-8")
+    for match in PATH.finditer(text):
+        path = match[1].rstrip("/")
+        # Only paths of this tree: others are values, such as names of models or media types.
+        if (root / path.split("/")[0]).is_dir() and not any(root.glob(path)):
+            yield _line(text, match), f"no file {path}; name the file that replaces it"
+    for match in TEST.finditer(text):
+        if f"def {match[1]}(" not in tests:
+            yield _line(text, match), f"no test {match[1]}; name the test that replaces it"
+    plain = FENCED.sub(lambda match: "\n" * match[0].count("\n"), text)
+    for match in LINK.finditer(plain):
+        name, _, anchor = match[1].partition("#")
+        target = page.parent / name if name else page
+        if EXTERNAL.match(name):
+            continue
+        if not target.exists():
+            yield _line(plain, match), f"no file {name}; correct the link"
+        elif anchor and target.suffix == ".md" and anchor not in anchors(target):
+            yield _line(plain, match), f"no heading #{anchor} in {target.name}; correct the link"
+
+
+@cache
+def anchors(page: Path) -> set[str]:
+    """The anchors that GitHub gives to the headings of a page."""
+    seen: Counter[str] = Counter()
+    made = set()
+    for heading in HEADING.findall(FENCED.sub("", page.read_text("utf-8"))):
+        label = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading)
+        slug = re.sub(r"[^\w\- ]", "", label.lower()).replace(" ", "-")
+        made.add(f"{slug}-{seen[slug]}" if seen[slug] else slug)
+        seen[slug] += 1
+    return made
+
+
+def _line(text: str, match: re.Match[str]) -> int:
+    return text.count("\n", 0, match.start(1)) + 1
+
+
 def main() -> int:
-    """1 when something is wrong."""
+    """1 when a name or a link is broken."""
     found = findings()
-    for line in found:
-        print(line)
+    print("".join(f"{line}\n" for line in found), end="")
     return 1 if found else 0
 
 

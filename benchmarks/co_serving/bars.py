@@ -1,138 +1,366 @@
-"""What co-serving has to show, each bar judged by the figures of a run. Pure.
+"""The bars that a co-serving run has to pass, as rules for its figures. Pure.
 
-Every bar but that on recomputed tokens compares two systems of the same run. A run says something
-only if its load is right: online requests are to be 43 to 47 % of what `eager` processes, and at
-least 300.
+Most rules compare two systems of the same run. A run means something only if its load is right, so
+rules about the load come first: if one of them fails, the other bars are worthless.
 """
 
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from enum import StrEnum
 from typing import Any
 
-from benchmarks.co_serving.judging import (
-    Bar,
-    Figures,
-    OnlineTargets,
-    at_least,
-    at_most,
-    by_name,
-    cut_off_notes,
-    figure_of,
-    judged,
-    late_notes,
-    ratio_of,
-    too_few_requests,
-    ttft_bar,
-)
+from benchmarks.co_serving.online_load import OnlineTargets
+from benchmarks.stats import quotient
 
-SHARE_MIN, SHARE_MAX = 0.43, 0.47
-SHARE_AIM = 0.45
-RECOMPUTED_MAX = 0.02
+Figures = Mapping[str, Any]
+Named = Mapping[str, Figures]
+"""Figures by the name of the system, without its pace."""
+Value = Callable[[Figures], float | None]
+EACH = "each system"
+PRIORITY = "priority"
+"""As the system of a rule: `priority` with the chunk that suits it best."""
+REQUESTS_MIN = 300
+"""Online requests that make a percentile."""
+LATE_MAX = 1.03
+"""Iterations with chunks keep to their pace within this factor on idle processors."""
 TARGET_TOLERANCE = 0.15
-"""So far may the targets lie from the P99 of `online-only`, which they stand for."""
-BASE, EAGER, PRIORITY, DEFAULT, FULL = "online-only", "eager", "priority", "slo", "slo-full"
+"""Largest distance of a target of `coserve` from the P99 of `online-only`."""
 
 
-def judge(systems: Mapping[str, Figures], targets: OnlineTargets, paced: bool) -> dict[str, Any]:
-    """The bars as JSON, with the load's share; `systems` by label, such as `slo@A100-14B:4`."""
+class Judgement(StrEnum):
+    """How a figure compares with its bar."""
+
+    HOLDS = "holds"
+    FAILS = "fails"
+    NOT_MEASURED = "not measured"
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """`value` of a system is in [least, most]; with `over`, as a multiple of that system's.
+
+    budget       the bar is relaxed to one token budget more than `over`: a request that arrives
+                 waits for the running iteration
+    per_round    `least` is per round
+    if_failed    the bar is reported only where it fails
+    """
+
+    what: str
+    system: str
+    value: Value
+    least: float | None = None
+    most: float | None = None
+    over: str = ""
+    load: bool = False
+    budget: bool = False
+    per_round: bool = False
+    if_failed: bool = False
+    remedy: Callable[[float], str] = lambda value: ""
+    aim: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """Rules of a scenario: of its load, then of the figures, which are paced or not.
+
+    `base` is the system that the tables compare with. `notes` and `more` add to the verdict.
+    """
+
+    base: str
+    load: Sequence[Rule]
+    paced: Sequence[Rule]
+    unpaced: Sequence[Rule] | None = None
+    notes: Callable[[Named, OnlineTargets], Iterator[str]] = lambda named, targets: iter(())
+    more: Callable[[Named], dict[str, Any]] = lambda named: {}
+
+
+def judge(
+    rules: Rules, systems: Mapping[str, Figures], targets: OnlineTargets, paced: bool
+) -> dict[str, Any]:
+    """The bars as JSON; `systems` by label, such as `slo@A100-14B:4`.
+
+    Without rules for an unpaced run, its load is only an estimate, so nothing is judged.
+    """
     named = by_name(systems)
-    bars = [*_load_bars(named), *(_paced_bars(named, targets) if paced else _unpaced_bars(named))]
+    chosen = rules.paced if paced else rules.unpaced
+    applied = () if chosen is None else (*rules.load, *chosen)
     return {
-        "base": BASE,
+        "base": rules.base,
         "targets": asdict(targets),
-        "online_share_of_eager": _online_share(named),
-        "harvested_share": {name: _harvested(named, name) for name in named if name != BASE},
-        "bars": [asdict(one) for one in bars],
+        **rules.more(named),
+        "bars": [bar for rule in applied for bar in _bars(rule, named, targets)],
         "notes": [
-            *_target_notes(named, targets),
-            *(late_notes(named) if paced else ()),
-            *cut_off_notes(named),
+            *rules.notes(named, targets),
+            *(_late_notes(named) if paced else ()),
+            *_cut_off_notes(named),
         ],
     }
 
 
-def _load_bars(named: Mapping[str, Figures]) -> Iterator[Bar]:
-    """Whether the load is the one that the bars are about."""
-    share = _online_share(named)
-    remedy = ""
-    if share and not SHARE_MIN <= share <= SHARE_MAX:
-        remedy = (
-            "the other figures say nothing of this load; give a --rate"
-            f" {SHARE_AIM / share:.2f} times as high"
-        )
-    yield judged(
-        "online tokens / all that eager processes",
-        BASE,
-        f"{SHARE_MIN:.2f}-{SHARE_MAX:.2f}",
-        share,
-        lambda value: SHARE_MIN <= value <= SHARE_MAX,
-        load=True,
-        remedy=remedy,
-    )
-    yield from too_few_requests(named)
-    again = figure_of(named, EAGER, "recomputed_share")
-    yield at_most("recomputed share of tokens", EAGER, again, RECOMPUTED_MAX, load=True)
+def failures(verdict: Figures | None) -> list[str]:
+    """A sentence for each bar that fails, those of the load first; none without a verdict."""
+    failed = [bar for bar in (verdict or {"bars": ()})["bars"] if bar["verdict"] == Judgement.FAILS]
+    return [
+        f"{bar['system']}: {bar['what']} is {bar['value']:.3g}, wanted {bar['wanted']}"
+        + (f"; {bar['remedy']}" if bar["remedy"] else "")
+        for bar in sorted(failed, key=lambda bar: not bar["load"])
+    ]
 
 
-def _paced_bars(named: Mapping[str, Figures], targets: OnlineTargets) -> Iterator[Bar]:
-    """All bars of the default dial, of the full one, and of `priority`."""
-    for name, processed_min, ttft_max in ((DEFAULT, 1.5, 1.15), (FULL, 1.7, 1.25)):
-        yield at_least(
-            "processed tokens", name, _ratio(named, name, "processed_tokens_per_s"), processed_min
-        )
-        yield ttft_bar(named, name, ttft_max, targets.tpot_s, over=BASE)
-        yield at_most(
-            "P99 gap between tokens", name, _ratio(named, name, "inter_token_s", "p99"), 1.10
-        )
-    median = _ratio(named, DEFAULT, "inter_token_s", "p50")
-    yield at_most("median gap between tokens", DEFAULT, median, 2.7)
-    normalized = _ratio(named, DEFAULT, "normalized_latency_s", "mean")
-    yield at_most("mean normalized latency", DEFAULT, normalized, 2.2)
-    yield _priority_bar(named)
+def by_name(systems: Mapping[str, Figures]) -> dict[str, Figures]:
+    """Figures by label, such as `slo@A100-14B:4`, by the names alone."""
+    return {label.partition("@")[0]: figures for label, figures in systems.items()}
 
 
-def _unpaced_bars(named: Mapping[str, Figures]) -> Iterator[Bar]:
-    """On this machine's own time only the tokens have a bar."""
-    value = _ratio(named, DEFAULT, "processed_tokens_per_s")
-    yield at_least("processed tokens", DEFAULT, value, 1.4)
+def at(*keys: str) -> Value:
+    """Reads one figure; None where it or a part of the way to it is missing."""
+
+    def read(figures: Figures) -> float | None:
+        value: Any = figures
+        for key in keys:
+            value = None if value is None else value.get(key)
+        return None if value is None else float(value)
+
+    return read
 
 
-def _priority_bar(named: Mapping[str, Figures]) -> Bar:
-    """`priority` with the chunk that suits it best, against the default dial."""
+PROCESSED = at("processed_tokens_per_s")
+TTFT_P99, GAP_P99 = at("ttft_s", "p99"), at("inter_token_s", "p99")
+ONLINE, BATCH = ("classes", "online"), ("classes", "batch")
+SENT, CUT_OFF = at(*ONLINE, "sent"), at(*ONLINE, "cut_off")
+TTFT_MET, TPOT_MET = (at(*ONLINE, "slo_attainment", name) for name in ("ttft", "tpot"))
+NORMALIZED = at(*ONLINE, "normalized_latency_s", "mean")
+BATCH_RATE = at(*BATCH, "throughput_requests_per_s")
+
+
+def _bars(rule: Rule, named: Named, targets: OnlineTargets) -> Iterator[dict[str, Any]]:
+    names: Sequence[str] = (rule.system,)
+    if rule.system == EACH:
+        names = list(named)
+    elif rule.system == PRIORITY:
+        names = (_best_chunk(named, rule.value) or PRIORITY,)
+    for name in names:
+        value = _value(named, name, rule.value)
+        least, most = rule.least, rule.most
+        if least is not None and rule.per_round:
+            least *= len(named[name]["rounds"])
+        if rule.over:
+            value = _ratio(named, name, rule.over, rule.value)
+        wanted = _wanted(least, most) + rule.aim
+        if most is not None and rule.budget:
+            base_s, strict = _value(named, rule.over, rule.value), most
+            most = max(most, 1 + targets.tpot_s / base_s) if base_s else most
+            wanted = (
+                f"≤ {most:.2f} × ({strict:g} ×, or one budget of {targets.tpot_s * 1e3:.0f} ms"
+                " longer)"
+            )
+        verdict, remedy = Judgement.NOT_MEASURED, ""
+        if value is not None:
+            holds = (least is None or value >= least) and (most is None or value <= most)
+            verdict = Judgement.HOLDS if holds else Judgement.FAILS
+            remedy = "" if holds else rule.remedy(value)
+        if verdict == Judgement.FAILS or not rule.if_failed:
+            yield {
+                "what": rule.what,
+                "system": name,
+                "wanted": wanted,
+                "value": value,
+                "verdict": verdict,
+                "load": rule.load,
+                "remedy": remedy,
+            }
+
+
+def _wanted(least: float | None, most: float | None) -> str:
+    if least is not None and most is not None:
+        return f"{least:.2f}-{most:.2f}"
+    return f"≤ {most:g}" if least is None else f"≥ {least:g}"
+
+
+def _value(named: Named, name: str, value: Value) -> float | None:
+    return value(named[name]) if name in named else None
+
+
+def _ratio(named: Named, name: str, over: str, value: Value) -> float | None:
+    return quotient(_value(named, name, value), _value(named, over, value))
+
+
+def _best_chunk(named: Named, value: Value) -> str | None:
+    """`priority` or `priority-N`, whichever has the least `value`; None without any."""
     chunks = [name for name in named if name == PRIORITY or name.startswith(f"{PRIORITY}-")]
-    ratios = {name: _ratio(named, name, "ttft_s", "p99", over=DEFAULT) for name in chunks}
-    known = {name: ratio for name, ratio in ratios.items() if ratio is not None}
-    best = min(known, key=lambda name: known[name], default=PRIORITY)
-    return at_least("P99 TTFT / that of slo", best, known.get(best), 1.25)
+    known = {name: own for name in chunks if (own := value(named[name])) is not None}
+    return min(known, key=lambda name: known[name], default=None)
 
 
-def _target_notes(named: Mapping[str, Figures], targets: OnlineTargets) -> Iterator[str]:
-    """Sentences about targets that are not the P99 of `online-only`, which they are to be."""
-    for what, target_s, figure in (
-        ("first token", targets.ttft_s, "ttft_s"),
-        ("gap between tokens", targets.tpot_s, "inter_token_s"),
-    ):
-        measured_s = figure_of(named, BASE, figure, "p99")
-        if measured_s and abs(target_s / measured_s - 1) > TARGET_TOLERANCE:
+def _late_notes(named: Named) -> Iterator[str]:
+    for name, figures in named.items():
+        late = figures["cost_scale"]["prefill"]
+        if late is not None and late > LATE_MAX:
             yield (
-                f"the target of a {what} is {target_s * 1e3:,.0f} ms; the P99 of {BASE}, for which"
-                f" it stands, was {measured_s * 1e3:,.0f} ms"
+                f"{name}: iterations took {late:.2f} times what they are paced to, so something"
+                " else used the processors; gaps between tokens show that first"
             )
 
 
-def _online_share(named: Mapping[str, Figures]) -> float | None:
-    """What `online-only` processes, as a share of what `eager` does."""
-    return _ratio(named, BASE, "processed_tokens_per_s", over=EAGER)
+def _cut_off_notes(named: Named) -> Iterator[str]:
+    for name, figures in named.items():
+        if cut_off := CUT_OFF(figures):
+            yield (
+                f"{name}: {cut_off:.0f} online requests were cut off at the end of a round; the"
+                " normalized latency is that of the others"
+            )
 
 
-def _harvested(named: Mapping[str, Figures], name: str) -> float | None:
-    """What a system processes more than `online-only`, as a share of what `eager` does."""
-    key = "processed_tokens_per_s"
-    base, most, own = (figure_of(named, one, key) for one in (BASE, EAGER, name))
-    if base is None or most is None or own is None or most == base:
-        return None
-    return (own - base) / (most - base)
+def _target_notes(named: Named, targets: OnlineTargets) -> Iterator[str]:
+    """Targets of `coserve` that are not the P99 of `online-only`."""
+    for what, target_s, value in (
+        ("first token", targets.ttft_s, TTFT_P99),
+        ("gap between tokens", targets.tpot_s, GAP_P99),
+    ):
+        measured_s = _value(named, "online-only", value)
+        if measured_s and abs(target_s / measured_s - 1) > TARGET_TOLERANCE:
+            yield (
+                f"the target of a {what} is {target_s * 1e3:,.0f} ms; the P99 of online-only, for"
+                f" which it stands, was {measured_s * 1e3:,.0f} ms"
+            )
 
 
-def _ratio(named: Mapping[str, Figures], name: str, *keys: str, over: str = BASE) -> float | None:
-    return ratio_of(named, name, *keys, over=over)
+def _token_shares(named: Named) -> dict[str, Any]:
+    """Processed tokens of `online-only` and what each system adds, as shares of `eager`'s."""
+    base, most = (_value(named, name, PROCESSED) for name in ("online-only", "eager"))
+
+    def share(own: float | None) -> float | None:
+        if base is None or most is None or own is None or most == base:
+            return None
+        return (own - base) / (most - base)
+
+    return {
+        "online_share_of_eager": _ratio(named, "online-only", "eager", PROCESSED),
+        "harvested_share": {
+            name: share(PROCESSED(own)) for name, own in named.items() if name != "online-only"
+        },
+    }
+
+
+def _rival_notes(named: Named, targets: OnlineTargets) -> Iterator[str]:
+    """`slo` beside `priority` at its best chunk, and beside BROS."""
+    for rival in (_best_chunk(named, NORMALIZED), "bros"):
+        if rival is not None and {rival, "slo"} <= named.keys():
+            ratios = [
+                (what, _ratio(named, "slo", rival, value))
+                for what, value in (
+                    ("attainment of first tokens", TTFT_MET),
+                    ("of times per token", TPOT_MET),
+                    ("normalized latency", NORMALIZED),
+                    ("batch requests a second", BATCH_RATE),
+                )
+            ]
+            shown = [f"{what} {'–' if x is None else f'{x:.2f} ×'}" for what, x in ratios]
+            yield f"slo against {rival}: {', '.join(shown)}"
+
+
+def _changes(merge: bool) -> Value:
+    def count(figures: Figures) -> float | None:
+        changes = figures.get("changes")
+        return None if changes is None else float(sum(one["merge"] is merge for one in changes))
+
+    return count
+
+
+def _longest_change_s(figures: Figures) -> float | None:
+    """None if nothing changed; infinite if a change has not settled."""
+    times_s = [one["settled_s"] for one in figures.get("changes") or ()]
+    return float("inf") if None in times_s else max(times_s, default=None)
+
+
+def _problems(figures: Figures) -> float | None:
+    return None if "problems" not in figures else float(len(figures["problems"]))
+
+
+def _other_rate(value: float) -> str:
+    rate = "higher" if value > 0.1 else "lower"
+    return f"the other figures say nothing of this load; give a {rate} --rate"
+
+
+WINDOWS = "online requests in the windows"
+TOO_FEW = Rule(WINDOWS, EACH, SENT, REQUESTS_MIN, load=True, if_failed=True)
+COSERVE = Rules(
+    base="online-only",
+    load=(
+        Rule(
+            *("online tokens / all that eager processes", "online-only", PROCESSED, 0.43, 0.47),
+            over="eager",
+            load=True,
+            remedy=lambda share: (
+                "the other figures say nothing of this load; give a --rate"
+                f" {0.45 / share:.2f} times as high"
+                if share
+                else ""
+            ),
+        ),
+        TOO_FEW,
+        Rule("recomputed share of tokens", "eager", at("recomputed_share"), most=0.02, load=True),
+    ),
+    paced=(
+        Rule("processed tokens", "slo", PROCESSED, 1.5, over="online-only"),
+        Rule("P99 TTFT", "slo", TTFT_P99, most=1.15, over="online-only", budget=True),
+        Rule("P99 gap between tokens", "slo", GAP_P99, most=1.1, over="online-only"),
+        Rule("processed tokens", "slo-full", PROCESSED, 1.7, over="online-only"),
+        Rule("P99 TTFT", "slo-full", TTFT_P99, most=1.25, over="online-only", budget=True),
+        Rule("P99 gap between tokens", "slo-full", GAP_P99, most=1.1, over="online-only"),
+        Rule(
+            *("median gap between tokens", "slo", at("inter_token_s", "p50")),
+            most=2.7,
+            over="online-only",
+        ),
+        Rule(
+            *("mean normalized latency", "slo", at("normalized_latency_s", "mean")),
+            most=2.2,
+            over="online-only",
+        ),
+        Rule("P99 TTFT / that of slo", PRIORITY, TTFT_P99, 1.25, over="slo"),
+    ),
+    unpaced=(Rule("processed tokens", "slo", PROCESSED, 1.4, over="online-only"),),
+    notes=_target_notes,
+    more=_token_shares,
+)
+"""Online requests are to be 43 to 47 % of what `eager` processes (ConServe §6)."""
+REALTIME = Rules(
+    base="fcfs",
+    load=(
+        Rule(
+            *("attainment of first tokens", "fcfs", TTFT_MET, 0.04, 0.1),
+            load=True,
+            remedy=_other_rate,
+            aim=", at best 0.05-0.08",
+        ),
+        TOO_FEW,
+    ),
+    paced=(
+        Rule("attainment of first tokens", "slo", TTFT_MET, 0.95),
+        Rule("attainment of time per token", "slo", TPOT_MET, 0.95),
+        Rule("attainment of first tokens / that of fcfs", "slo", TTFT_MET, 10, over="fcfs"),
+        Rule("mean normalized latency", "slo", NORMALIZED, most=0.4, over="fcfs"),
+        Rule("batch requests a second", "slo", BATCH_RATE, 0.85, over="fcfs"),
+    ),
+    notes=_rival_notes,
+)
+"""BROS §7.2. Where `fcfs` attains many first tokens there is little to gain; where it attains none,
+no ratio has a meaning."""
+FLOOD_RULES = (
+    Rule("P99 TTFT", "slo", TTFT_P99, most=1.1, over="online-only", budget=True),
+    Rule("longest change of groups [s]", EACH, _longest_change_s, most=30),
+    Rule("problems in the logs", EACH, _problems, most=0),
+)
+FLOOD = Rules(
+    base="online-only",
+    load=(
+        Rule(WINDOWS, EACH, SENT, 200, load=True),
+        Rule("merges", EACH, _changes(merge=True), 1, per_round=True, load=True),
+        Rule("splits", EACH, _changes(merge=False), 1, per_round=True, load=True),
+        Rule("batch requests completed", "slo", at(*BATCH, "completed"), 1, load=True),
+    ),
+    paced=FLOOD_RULES,
+    unpaced=FLOOD_RULES,
+)
+"""`slo` against the same flood without batch work. Groups have to merge and split under it."""

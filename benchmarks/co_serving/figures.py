@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
-from benchmarks.co_serving.judging import OnlineTargets
+from benchmarks.co_serving.online_load import WINDOW_FROM_S, OnlineTargets
 from benchmarks.stats import (
     Figures,
     LatencyTarget,
@@ -19,14 +19,13 @@ from benchmarks.stats import (
     figures,
     latencies,
     percentiles,
+    quotient,
 )
 from tideserve.load.client import UNFINISHED
 from tideserve.load.record import RequestOutcome, Round, SentRequest, TokenSample
 from tideserve.load.workload import BATCH_CLASS
 from tideserve.sim.promises import NOTHING_KEPT, Kept, TokenGroups, attainment, goodput
 
-WINDOW_FROM_S = 15.0
-"""So long after the first online request a window begins, unless a scenario says another time."""
 Span = tuple[float, float]
 Count = Callable[[TokenSample], float | None]
 
@@ -41,7 +40,7 @@ def co_serving_figures(
     """One system's figures, pooled over its rounds: `figures` of the online requests, and more.
 
     A request without a token counts in `ttft_s` with the time it waited: to its end, or to that of
-    the round if it was refused or failed before. It has kept nothing of what was `promised`.
+    the round if it was refused or failed before. It has met no target of `promised`.
     """
     windows = [window(one.records, window_from_s) for one in rounds]
     online_rounds = [
@@ -56,7 +55,9 @@ def co_serving_figures(
         for record in one.records
     ]
     records = [record for one in online_rounds for record in one.records]
-    online = found["classes"].pop(_class_of(records), {}) | _class_figures(records, waited)
+    online = found["classes"].pop(records[0].slo_class if records else "", {}) | _class_figures(
+        records, waited
+    )
     kept = [kept_of(record, promised) for record in records]
     online["slo_attainment"] = online.get("slo_attainment", {}) | attainment(kept)
     batch_rounds = [[r for r in one.records if r.slo_class == BATCH_CLASS] for one in rounds]
@@ -130,41 +131,36 @@ def counted_at(samples: Sequence[TokenSample], time_s: float, count: Count) -> f
 
 
 class _Counted:
-    """What the servers have counted in the windows of some rounds."""
+    """Tokens that the servers have counted in the windows of some rounds."""
 
     def __init__(self, rounds: Sequence[Round], windows: Sequence[Span | None]) -> None:
-        self._parts = [
-            (one.token_samples, span)
-            for one, span in zip(rounds, windows, strict=True)
-            if span is not None
-        ]
+        parts = zip(rounds, windows, strict=True)
+        self._parts = [(one.token_samples, span) for one, span in parts if span is not None]
         self.seconds = sum(end_s - begin_s for _, (begin_s, end_s) in self._parts)
 
     def all_tokens(self) -> Figures:
         """The figures of both classes together."""
-        processed = self._rise(lambda one: one.processed)
-        again = self._rise(lambda one: one.recomputed)
+        output = self._rise(lambda one: one.output)
         return {
-            "processed_tokens_per_s": self._per_s(processed),
-            "output_tokens_per_s": self._per_s(self._rise(lambda one: one.output)),
-            "recomputed_share": _share(again, processed),
+            **self._tokens(lambda one: one.processed, lambda one: one.recomputed),
+            "output_tokens_per_s": quotient(output, self.seconds),
         }
 
     def of_class(self, online: bool) -> Figures:
         """The figures of the batch requests, or of all others."""
-        counts: tuple[Count, Count] = (
-            (lambda one: one.batch_processed),
-            (lambda one: one.batch_recomputed),
+        if not online:
+            return self._tokens(lambda one: one.batch_processed, lambda one: one.batch_recomputed)
+        return self._tokens(
+            lambda one: _less(one.processed, one.batch_processed),
+            lambda one: _less(one.recomputed, one.batch_recomputed),
         )
-        if online:
-            counts = (
-                lambda one: _less(one.processed, one.batch_processed),
-                lambda one: _less(one.recomputed, one.batch_recomputed),
-            )
-        processed, again = (self._rise(count) for count in counts)
+
+    def _tokens(self, processed: Count, recomputed: Count) -> Figures:
+        tokens, again = self._rise(processed), self._rise(recomputed)
+        whole = None if tokens is None or again is None else tokens + again
         return {
-            "processed_tokens_per_s": self._per_s(processed),
-            "recomputed_share": _share(again, processed),
+            "processed_tokens_per_s": quotient(tokens, self.seconds),
+            "recomputed_share": quotient(again, whole),
         }
 
     def _rise(self, count: Count) -> float | None:
@@ -175,9 +171,6 @@ class _Counted:
                 return None
             total += last - first
         return total if self._parts else None
-
-    def _per_s(self, tokens: float | None) -> float | None:
-        return None if tokens is None or not self.seconds else tokens / self.seconds
 
 
 def _class_figures(records: Sequence[SentRequest], waited_s: Sequence[float]) -> Figures:
@@ -195,7 +188,8 @@ def _class_figures(records: Sequence[SentRequest], waited_s: Sequence[float]) ->
         "without_token": sum(not r.token_times_s for r in records),
         "ttft_s": distribution(waited_s),
         "inter_token_s": percentiles(gaps) | {"max": max(gaps, default=None)},
-        "normalized_latency_s": distribution(normalized) | {"mean": _mean(normalized)},
+        "normalized_latency_s": distribution(normalized)
+        | {"mean": quotient(sum(normalized), len(normalized))},
     }
 
 
@@ -205,16 +199,15 @@ def _ended_figures(
     """Batch requests that ended in the windows, a second, and their output tokens."""
     known = [(records, span) for records, span in zip(rounds, windows, strict=True) if span]
     seconds = sum(end_s - begin_s for _, (begin_s, end_s) in known)
-    ended = [
-        record
+    tokens = [
+        record.output_tokens
         for records, (begin_s, end_s) in known
         for record in records
         if record.outcome is RequestOutcome.COMPLETED and begin_s <= record.end_s <= end_s
     ]
-    tokens = sum(record.output_tokens for record in ended)
     return {
-        "throughput_requests_per_s": len(ended) / seconds if seconds else None,
-        "throughput_tokens_per_s": tokens / seconds if seconds else None,
+        "throughput_requests_per_s": quotient(len(tokens), seconds),
+        "throughput_tokens_per_s": quotient(sum(tokens), seconds),
     }
 
 
@@ -225,19 +218,5 @@ def _within(records: Sequence[SentRequest], span: Span | None) -> tuple[SentRequ
     return tuple(r for r in records if r.slo_class != BATCH_CLASS and span[0] <= r.due_s <= span[1])
 
 
-def _class_of(records: Sequence[SentRequest]) -> str:
-    return records[0].slo_class if records else ""
-
-
-def _share(again: float | None, processed: float | None) -> float | None:
-    if again is None or processed is None or not again + processed:
-        return None
-    return again / (again + processed)
-
-
 def _less(whole: float | None, part: float | None) -> float | None:
     return None if whole is None or part is None else whole - part
-
-
-def _mean(values: Sequence[float]) -> float | None:
-    return sum(values) / len(values) if values else None

@@ -1,10 +1,19 @@
-"""How online requests arrive beside batch work, and what they are promised. Pure."""
+"""Arrivals and targets of online requests beside batch work. Pure."""
 
 from dataclasses import dataclass, replace
 from random import Random
 
-from benchmarks.co_serving.figures import WINDOW_FROM_S
-from benchmarks.co_serving.judging import OnlineTargets
+WINDOW_FROM_S = 15.0
+"""Start of the measured window after the first online request: by then batch work runs."""
+
+
+@dataclass(frozen=True, slots=True)
+class OnlineTargets:
+    """Latency targets of online requests; `tpot_s` holds on average over `token_group` tokens."""
+
+    ttft_s: float
+    tpot_s: float
+    token_group: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,19 +41,14 @@ class OnlineLoad:
         return self.last_s + self.drain_s
 
     def slowed(self, factor: float) -> "OnlineLoad":
-        """The same load for a device on which everything takes `factor` times as long.
-
-        Batch work gets going in the same time as on any device, or in what the load says itself.
-        """
-        targets = replace(
-            self.targets,
-            ttft_s=self.targets.ttft_s * factor,
-            tpot_s=self.targets.tpot_s * factor,
-        )
+        """The same load for a device on which iterations take `factor` times as long."""
+        targets = self.targets
         return replace(
             self,
             rate_per_s=self.rate_per_s / factor,
-            targets=targets,
+            targets=replace(
+                targets, ttft_s=targets.ttft_s * factor, tpot_s=targets.tpot_s * factor
+            ),
             window_s=self.window_s * factor,
             drain_s=self.drain_s * factor,
         )

@@ -1,25 +1,44 @@
-"""Runs one cell: an undisturbed run, then the same streams with the fault, then a look around."""
+"""Runs one cell: an undisturbed run, then the same streams with the fault, then checks at rest."""
 
-import tempfile
+import json
+import os
+import signal
+import threading
 import time
-from collections.abc import Callable, MutableMapping, Sequence
+import urllib.request
+from base64 import b64encode
+from collections.abc import Collection, Mapping, MutableMapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from benchmarks.audit_logs import Audited, audit_logs
-from benchmarks.faults.cluster import POLL_S, FaultCluster, StableWatch
-from benchmarks.faults.judge import CellSeen, CellVerdict, judge_cell
-from benchmarks.faults.kept_logs import keep_logs
-from benchmarks.faults.matrix import FAULTS, PHASES, FaultCell
-from benchmarks.faults.streams import (
-    STALL_S,
-    Streams,
-    sent,
-    stream_requests,
-    undisturbed_answers,
+import psutil
+
+from benchmarks.faults.cluster import (
+    BY_HAND,
+    POLL_S,
+    FaultCluster,
+    StableWatch,
+    await_true,
+    running_cluster,
 )
+from benchmarks.faults.judge import CellSeen, CellVerdict, judge_cell
+from benchmarks.faults.load import Streams, stream_requests, undisturbed_answers
+from benchmarks.faults.matrix import FAULTS, PHASES, FaultCell
+from benchmarks.faults.outcomes import Undisturbed
+from benchmarks.group_changes import MERGE_PATH, SPLIT_PATH, ChangeFailed, change_groups
 from benchmarks.systems.system import Deployment, Say
-from benchmarks.undisturbed import Undisturbed
 from services.common.clock import monotonic_s
+from services.common.failpoint import (
+    HOLD,
+    HOLD_MAX_S,
+    KILL,
+    KILL_PARENT,
+    KILL_WORKER,
+    STOP,
+    STOP_WORKER,
+    read_hits,
+)
+from tideserve.cli.errors import SystemUnavailable
 from tideserve.load.workload import PlannedRequest
 
 STREAMS = 40
@@ -29,8 +48,14 @@ BEGIN_TIMEOUT_S = 60.0
 WHOLE_TIMEOUT_S = 180.0
 """A worker that is started anew loads torch, which takes long on a busy machine."""
 REST_TIMEOUT_S = 30.0
-
-
+WATCH_S = 0.005
+ETCD_TIMEOUT_S = 5.0
+PATHS = {"merge": MERGE_PATH, "split": SPLIT_PATH}
+CLASSES: Mapping[str, Any] = {
+    "scheduler": {"scheduling": "priority"},
+    "worker": {"scheduling": "priority", "preempt": "always"},
+}
+"""Options with which batch work makes way for the others."""
 UndisturbedRuns = MutableMapping[int, list[Undisturbed]]
 """By seed, the answers of its streams in a run without a fault."""
 
@@ -50,94 +75,199 @@ def run_cell(
     Raises:
         SystemUnavailable: if the cluster does not even start, or fails without a fault.
     """
-    with tempfile.TemporaryDirectory(prefix="tideserve-faults-") as folder:
-        cluster = FaultCluster(deployment, cell, Path(folder))
-        try:
-            say(f"{cell.name}: starting a cluster")
-            cluster.start(lambda _: None)
-            seen = _run(cluster, seed, undisturbed, lambda text: say(f"{cell.name}: {text}"))
-            verdict = judge_cell(seen)
-            if verdict.problems or not verdict.hit:
-                target = kept / cell.name.replace("/", "-")
-                verdict.logs = keep_logs(Path(folder), cluster.logs, target)
-        finally:
-            cluster.stop()
+    options = {**BY_HAND, **(CLASSES if PHASES[cell.phase].batch else {})}
+    say(f"{cell.name}: starting a cluster")
+    with running_cluster(
+        deployment, cell.size, options, lambda _: None, failpoints=[cell.armed]
+    ) as cluster:
+        run = CellRun(cluster, cell, lambda text: say(f"{cell.name}: {text}"))
+        verdict = judge_cell(run.seen(seed, undisturbed))
+        if verdict.problems or not verdict.hit:
+            verdict.logs = cluster.keep_logs(kept / cell.name.replace("/", "-"))
     return verdict
 
 
-def _run(cluster: FaultCluster, seed: int, undisturbed: UndisturbedRuns, say: Say) -> CellSeen:
-    cell, phase = cluster.cell, PHASES[cluster.cell.phase]
-    requests = stream_requests(STREAMS, seed, batch=phase.batch)
-    cluster.note_workers()
-    if seed not in undisturbed:
-        say("an undisturbed run")
-        online = stream_requests(STREAMS, seed)  # so that nothing is interrupted, nor rests
-        undisturbed[seed] = undisturbed_answers(cluster.url, cluster.model, online)
-    if phase.merged:
-        cluster.change("merge")
-        _await(cluster.whole, WHOLE_TIMEOUT_S)
-    say("the streams begin")
-    streams = Streams(cluster.url, cluster.model, requests, "disturbed", STALL_S)
-    streams.start()
-    if phase.change:
-        _await(lambda: streams.begun == STREAMS or not streams.running, BEGIN_TIMEOUT_S)
-        cluster.begin_change(phase.change)
-    hit_s = cluster.await_hit_s(lambda: streams.running)
-    seen = CellSeen(cell, hit_s, undisturbed[seed], ())
-    if hit_s is None:
+class CellRun:
+    """The fault of a cell on its cluster, and what is seen of it."""
+
+    def __init__(self, cluster: FaultCluster, cell: FaultCell, say: Say) -> None:
+        self._cluster = cluster
+        self._cell = cell
+        self._phase, self._fault = PHASES[cell.phase], FAULTS[cell.fault]
+        self._say = say
+        self._killed: list[int] = []  # by the bench itself
+        self._over = threading.Event()
+        self._pids = {str(row["id"]): frozenset(row["pids"]) for row in cluster.status()["workers"]}
+
+    def seen(self, seed: int, undisturbed: UndisturbedRuns) -> CellSeen:
+        """Run it to its end, and audit the logs."""
+        cluster, phase = self._cluster, self._phase
+        requests = stream_requests(STREAMS, seed, batch=phase.batch)
+        if seed not in undisturbed:
+            self._say("an undisturbed run")
+            online = stream_requests(STREAMS, seed)  # so that nothing is interrupted, nor rests
+            undisturbed[seed] = undisturbed_answers(cluster.url, cluster.model, online)
+        if phase.merged:
+            cluster.merge()
+        self._say("the streams begin")
+        streams = Streams(cluster.url, cluster.model, requests, "disturbed")
+        streams.start()
+        if phase.change:
+            await_true(lambda: streams.begun == STREAMS or not streams.running, BEGIN_TIMEOUT_S)
+            threading.Thread(target=self._change, daemon=True).start()
+        hit_s = self._await_hit_s(streams)
+        seen = CellSeen(self._cell, hit_s, undisturbed[seed], ())
+        if hit_s is None:
+            seen.outcomes = streams.wait()
+        else:
+            self._follow(seen, streams, requests[: PROBES_PER_WORKER * self._cell.size], hit_s)
+        self._over.set()
+        self._say("auditing the event logs")
+        audited = cluster.audit(self._killed, self._stopped_until_s())
+        seen.broken, seen.violations = audited.problems, audited.violations
+        return seen
+
+    def _follow(
+        self,
+        seen: CellSeen,
+        streams: Streams,
+        probes: Sequence[PlannedRequest],
+        hit_s: float,
+    ) -> None:
+        """Act, if that is left to the bench, and note what follows until the cluster is at rest."""
+        cluster = self._cluster
+        self._say("the fault has begun")
+        ends_s = max(self._act(), hit_s + self._fault.lasts_s)
+        time.sleep(max(0.0, ends_s - monotonic_s()))
+        watch = StableWatch(lambda: cluster.stable(self._survivors()))
         seen.outcomes = streams.wait()
-    else:
-        _follow(cluster, seen, streams, requests, hit_s, say)
-    say("auditing the event logs")
-    _note_audit(seen, audit_logs(cluster.events, cluster.killed, cluster.stopped_until_s()))
-    return seen
+        seen.blocks_free_s = self._blocks_free_s(max(one.ended_s for one in seen.outcomes))
+        self._say("waiting for all workers")
+        if await_true(lambda: cluster.stable(self._pids), WHOLE_TIMEOUT_S):
+            seen.whole_s = max(0.0, monotonic_s() - ends_s)
+            self._say("do all workers serve?")
+            after = Streams(cluster.url, cluster.model, probes, "probes")
+            after.start()
+            seen.probed = after.wait()
+            if self._blocks_free_s(monotonic_s()) is None:
+                seen.blocks_free_s = None
+        stable_since_s = watch.end()
+        seen.stable_s = None if stable_since_s is None else max(0.0, stable_since_s - ends_s)
+
+    def _blocks_free_s(self, since_s: float) -> float | None:
+        return monotonic_s() - since_s if self._cluster.rests(REST_TIMEOUT_S) else None
+
+    def _change(self) -> None:
+        """Ask for the change of the phase until the fault comes into it.
+
+        Right after another change it is refused.
+        """
+        while not self._hits():
+            try:
+                change_groups(self._cluster.admin_url, PATHS[self._phase.change], 0.0)
+            except ChangeFailed:
+                if self._over.wait(POLL_S):
+                    return
+            else:
+                return
+
+    def _hits(self) -> list[dict[str, Any]]:
+        return read_hits(self._cluster.hits)
+
+    def _await_hit_s(self, streams: Streams) -> float | None:
+        """When the failpoint was hit; None if it has not been when all streams have ended."""
+        while True:
+            running = streams.running
+            for hit in self._hits():
+                return float(hit["monotonic_s"])
+            if not running:
+                return None
+            time.sleep(WATCH_S)
+
+    def _act(self) -> float:
+        """The bench's own part in the fault, if it has one; returns when the fault ends.
+
+        The process that has hit the failpoint stands still until the fault has begun.
+        """
+        fault, pids = self._fault, self._cluster.pids
+        await_stopped([int(hit["pid"]) for hit in self._hits() if hit["action"] == HOLD])
+        ends_s = monotonic_s() + fault.lasts_s
+        match fault.by_hand:
+            case "etcd-stop":
+                os.kill(pids["etcd"], signal.SIGSTOP)
+                self._let_go()
+                time.sleep(fault.lasts_s)
+                os.kill(pids["etcd"], signal.SIGCONT)
+            case "etcd-compact":
+                url = self._cluster.state["etcd_url"]
+                forget_history(url)
+                self._let_go()
+                while monotonic_s() < ends_s:
+                    forget_history(url)
+            case "etcd-kill" | "gateway-kill" | "memmgr-kill" as kill:
+                pid = pids[kill.removesuffix("-kill")]
+                self._killed.append(pid)
+                os.kill(pid, signal.SIGKILL)
+                self._let_go()
+        return max(monotonic_s(), ends_s)
+
+    def _let_go(self) -> None:
+        for hit in self._hits():
+            os.kill(int(hit["pid"]), signal.SIGCONT)
+
+    def _survivors(self) -> list[str]:
+        """The workers that the fault does not end."""
+        ends = self._fault.action in (KILL, KILL_PARENT, KILL_WORKER)
+        struck = {hit["pid"] for hit in self._hits()} if ends else set()
+        return [name for name, pids in self._pids.items() if not pids & struck]
+
+    def _stopped_until_s(self) -> dict[str, float]:
+        """The workers that the fault has stopped, and until when."""
+        if self._fault.action not in (STOP, STOP_WORKER):
+            return {}
+        ends_s = {hit["pid"]: hit["monotonic_s"] + self._fault.lasts_s for hit in self._hits()}
+        return {
+            name: max(ends_s[pid] for pid in struck)
+            for name, pids in self._pids.items()
+            if (struck := pids & ends_s.keys())
+        }
 
 
-def _follow(
-    cluster: FaultCluster,
-    seen: CellSeen,
-    streams: Streams,
-    requests: Sequence[PlannedRequest],
-    hit_s: float,
-    say: Say,
-) -> None:
-    """Act, if that is left to the bench, and note what follows until the cluster is at rest."""
-    say("the fault has begun")
-    ends_s = max(cluster.act(), hit_s + FAULTS[seen.cell.fault].lasts_s)
-    time.sleep(max(0.0, ends_s - monotonic_s()))
-    watch = StableWatch(cluster.stable)
-    seen.outcomes = streams.wait()
-    ended_s = max(one.ended_s for one in seen.outcomes)
-    seen.blocks_free_s = _blocks_free_s(cluster, ended_s)
-    say("waiting for all workers")
-    if _await(cluster.whole, WHOLE_TIMEOUT_S) is not None:
-        seen.whole_s = max(0.0, monotonic_s() - ends_s)
-        say("do all workers serve?")
-        probes = requests[: PROBES_PER_WORKER * seen.cell.size]
-        seen.probed = sent(cluster.url, cluster.model, probes, "probes")
-        if _blocks_free_s(cluster, monotonic_s()) is None:
-            seen.blocks_free_s = None
-    stable_since_s = watch.end()
-    seen.stable_s = None if stable_since_s is None else max(0.0, stable_since_s - ends_s)
+def await_stopped(pids: Collection[int]) -> None:
+    """Return when each of the processes stands still or is gone, in `HOLD_MAX_S` at the latest.
+
+    A process that holds notes its hit first, and starts what ends the hold: a signal to go on that
+    comes in between is lost, and it stands still for the whole of that time.
+    """
+    ends_s = monotonic_s() + HOLD_MAX_S
+    while monotonic_s() < ends_s and any(map(_runs, pids)):
+        time.sleep(WATCH_S / 5)
 
 
-def _blocks_free_s(cluster: FaultCluster, since_s: float) -> float | None:
-    if _await(cluster.blocks_free, REST_TIMEOUT_S) is None:
-        return None
-    return monotonic_s() - since_s
+def _runs(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() not in (psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
 
 
-def _await(condition: Callable[[], bool], timeout_s: float) -> float | None:
-    """Seconds until it holds; None if it does not in time."""
-    began_s = monotonic_s()
-    while not condition():
-        if monotonic_s() - began_s > timeout_s:
-            return None
-        time.sleep(POLL_S)
-    return monotonic_s() - began_s
+def forget_history(etcd_url: str) -> None:
+    """Have etcd write something and forget all revisions before it. Raises SystemUnavailable.
+
+    A watch that is open misses nothing. One that is about to begin where a listing stood, as after
+    each change, is refused. So this shows something only if it is done again and again.
+    """
+    key, value = (b64encode(text).decode() for text in (b"/tideserve-bench", b""))
+    found = _etcd(etcd_url, "kv/put", {"key": key, "value": value})
+    _etcd(etcd_url, "kv/compaction", {"revision": found["header"]["revision"]})
 
 
-def _note_audit(seen: CellSeen, audited: Audited) -> None:
-    """What the logs show: broken invariants, replays that decide otherwise, empty checks."""
-    seen.broken = audited.problems
-    seen.violations = audited.findings.broken + len(audited.differing) + len(audited.unchecked)
+def _etcd(url: str, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
+    request = urllib.request.Request(f"{url}/v3/{path}", data=json.dumps(body).encode())
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        with opener.open(request, timeout=ETCD_TIMEOUT_S) as response:
+            answer: dict[str, Any] = json.load(response)
+    except (OSError, ValueError) as error:
+        raise SystemUnavailable(f"etcd at {url} does not answer {path}: {error}") from error
+    return answer

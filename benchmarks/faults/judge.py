@@ -6,9 +6,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks.faults.load import STALL_S
 from benchmarks.faults.matrix import FAULTS, PHASES, FaultCell
-from benchmarks.faults.streams import STALL_S, StreamOutcome
-from benchmarks.undisturbed import Undisturbed
+from benchmarks.faults.outcomes import (
+    COMPLETED,
+    KINDS,
+    LOST,
+    StreamOutcome,
+    Undisturbed,
+    ending_of,
+    ending_problem,
+)
 
 STREAMS_MIN = 32
 """Streams with tokens left when the fault begins, or the cell does not count."""
@@ -17,9 +25,6 @@ BLOCKS_FREE_WITHIN_S = 15.0
 STABLE_WITHIN_S = 30.0
 """From the end of the fault."""
 PROBLEMS_MAX = 12
-COMPLETED, LOST, DUPLICATED, STUCK, DIFFERENT = KINDS = (
-    *("completed", "lost", "duplicated", "stuck", "different"),
-)
 CUT_OFF = "cut_off"
 """The request of a gateway that was killed: its client hung up, in effect."""
 
@@ -82,26 +87,6 @@ class CellVerdict:
         }
 
 
-def ending_of(outcome: StreamOutcome, wanted: Undisturbed) -> tuple[str, str]:
-    """How a request ended beside its undisturbed run, and why that is not `completed`.
-
-    What should not be there weighs more than what is missing.
-    """
-    got = len(outcome.token_ids)
-    if got > len(wanted.token_ids):
-        return DUPLICATED, outcome.failure
-    if contradiction := wanted.contradiction(outcome.token_ids, outcome.text):
-        return DIFFERENT, contradiction
-    if outcome.stuck:
-        return STUCK, outcome.failure
-    if outcome.failure or not outcome.finished or got < len(wanted.token_ids):
-        return LOST, outcome.failure or "it ended"
-    wrong = wanted.wrong_end(
-        outcome.text, outcome.finish_reason, outcome.prompt_tokens, outcome.told_tokens
-    )
-    return (DIFFERENT, wrong) if wrong else (COMPLETED, "")
-
-
 def judge_cell(seen: CellSeen) -> CellVerdict:
     """The verdict on what was seen; `problems` has a sentence for all that should not be."""
     gateway_lost = FAULTS[seen.cell.fault].by_hand == "gateway-kill"
@@ -109,17 +94,15 @@ def judge_cell(seen: CellSeen) -> CellVerdict:
     left = [one for one in seen.outcomes if hit_s is not None and one.has_tokens_left(hit_s)]
     counted: Counter[str] = Counter(sent=0, **dict.fromkeys(KINDS, 0))
     problems: list[str] = []
-    for number, (outcome, wanted) in enumerate(zip(seen.outcomes, seen.wanted, strict=True)):
-        kind, why = ending_of(outcome, wanted)
-        if gateway_lost and kind == LOST and not outcome.finished:
-            counted[CUT_OFF] += 1
-            continue
-        counted.update(("sent", kind))
-        problems += _end_problem(f"request {number}", kind, why, outcome, wanted)
-    for number, (outcome, wanted) in enumerate(zip(seen.probed, seen.wanted, strict=False)):
-        kind, why = ending_of(outcome, wanted)
-        counted.update(("sent", kind))
-        problems += _end_problem(f"request {number} after the fault", kind, why, outcome, wanted)
+    for outcomes, when in ((seen.outcomes, ""), (seen.probed, " after the fault")):
+        for number, (outcome, wanted) in enumerate(zip(outcomes, seen.wanted, strict=not when)):
+            ending, name = ending_of(outcome, wanted), f"request {number}{when}"
+            if gateway_lost and not when and ending[0] == LOST and not outcome.finished:
+                counted[CUT_OFF] += 1
+                continue
+            counted.update(("sent", ending[0]))
+            if ending[0] != COMPLETED:
+                problems.append(ending_problem(name, ending, outcome, len(wanted.token_ids)))
     online = seen.outcomes[PHASES[seen.cell.phase].batch :]
     silence_s = max(
         (one.silence_s(hit_s) for one in online if hit_s is not None and one.runs(hit_s)),
@@ -137,7 +120,7 @@ def judge_cell(seen: CellSeen) -> CellVerdict:
         seen.violations,
         silence_s,
         seen.stable_s,
-        [*problems[:PROBLEMS_MAX], *_more(len(problems) - PROBLEMS_MAX)],
+        first_of(problems),
     )
 
 
@@ -185,15 +168,6 @@ def key_of(line: Mapping[str, Any]) -> tuple[int, str, str, str]:
     return int(line["size"]), str(line["phase"]), str(line["role"]), str(line["fault"])
 
 
-def _end_problem(
-    name: str, kind: str, why: str, outcome: StreamOutcome, wanted: Undisturbed
-) -> list[str]:
-    if kind == COMPLETED:
-        return []
-    got, all_of_it = len(outcome.token_ids), len(wanted.token_ids)
-    return [f"{name} is {kind} after {got} of {all_of_it} tokens{f': {why}' if why else ''}"]
-
-
 def _cluster_problems(seen: CellSeen, gateway_lost: bool) -> list[str]:
     problems = []
     if seen.stable_s is None:
@@ -209,8 +183,10 @@ def _cluster_problems(seen: CellSeen, gateway_lost: bool) -> list[str]:
     return problems
 
 
-def _more(count: int) -> list[str]:
-    return [f"and {count} more"] if count > 0 else []
+def first_of(problems: Sequence[str]) -> list[str]:
+    """The first of many problems, and how many more there are."""
+    more = len(problems) - PROBLEMS_MAX
+    return [*problems[:PROBLEMS_MAX], *([f"and {more} more"] if more > 0 else [])]
 
 
 def _longest(cells: Iterable[Mapping[str, Any]], seen: bool) -> float | None:

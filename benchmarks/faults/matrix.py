@@ -230,6 +230,7 @@ def told_cells() -> list[str]:
         "  tideserve bench faults --quick --json faults.json",
         "  tideserve bench faults --append cells.jsonl --minutes 60",
         "  tideserve bench faults --cells '2/exchange/.*/stop-12'",
+        "  tideserve bench faults --minutes 30  (random faults and floods, and no cells)",
     ]
 
 

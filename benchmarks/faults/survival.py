@@ -6,16 +6,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from benchmarks.faults.judge import (
+from benchmarks.faults.judge import STABLE_WITHIN_S, first_of
+from benchmarks.faults.outcomes import (
     COMPLETED,
     KINDS,
-    PROBLEMS_MAX,
-    STABLE_WITHIN_S,
+    StreamOutcome,
+    Tally,
+    Undisturbed,
     ending_of,
+    ending_problem,
 )
-from benchmarks.faults.streams import StreamOutcome
-from benchmarks.steady_load import Tally
-from benchmarks.undisturbed import Undisturbed
 
 THROUGHPUT_MIN = 0.9
 """After the death, of what was before it times the part of the workers that lives."""
@@ -86,16 +86,71 @@ class Loss:
         before, after = self.tokens_per_s(self.before), self.tokens_per_s(self.after)
         return None if not before or after is None else after / (before * self.share_alive)
 
+    def figures(self) -> dict[str, Any]:
+        """The figures, for a file."""
+        counts = Counter(kind for kind, _ in self._endings)
+        windows = {"before": self.before, "after": self.after}
+        return {
+            "workers": self.workers,
+            "at_once": self.at_once,
+            "requests": {"sent": len(self.outcomes)} | {kind: counts[kind] for kind in KINDS},
+            "alone_after_s": _after(self.hit_s, self.alone_s),
+            "whole_after_s": _after(self.hit_s, self.whole_s),
+            "longest_silence_s": max(one.silence_s(self.hit_s) for one in self.outcomes),
+            "window_s": {name: until - since for name, (since, until) in windows.items()},
+            "tokens_per_s": {name: self.tokens_per_s(window) for name, window in windows.items()},
+            "share_alive": self.share_alive,
+            "throughput_ratio": self.throughput_ratio,
+        }
+
+    def problems(self) -> list[str]:
+        """A sentence for all that a death must not do."""
+        problems = self._end_problems()
+        windows = {"before": self.before, "after": self.after}
+        short = [name for name, window in windows.items() if self.tokens_per_s(window) is None]
+        ratio = self.throughput_ratio
+        if short:
+            problems.append(f"too little time {short[0]} the death to measure throughput")
+        elif ratio is None:
+            problems.append("no token came before the death")
+        elif ratio < THROUGHPUT_MIN:
+            problems.append(
+                f"throughput was {ratio:.0%} of the share that lives of that before the death"
+            )
+        return problems
+
+    @property
+    def _endings(self) -> list[tuple[str, str]]:
+        pairs = zip(self.outcomes, self.wanted, strict=True)
+        return [ending_of(outcome, wanted) for outcome, wanted in pairs]
+
+    def _end_problems(self) -> list[str]:
+        rows = enumerate(zip(self.outcomes, self.wanted, self._endings, strict=True))
+        problems = first_of(
+            [
+                ending_problem(f"request {number}", ending, outcome, len(wanted.token_ids))
+                for number, (outcome, wanted, ending) in rows
+                if ending[0] != COMPLETED
+            ]
+        )
+        alone_s = _after(self.hit_s, self.alone_s)
+        if alone_s is None:
+            problems.append("the survivors do not serve without the worker that was killed")
+        elif alone_s > STABLE_WITHIN_S:
+            problems.append(f"the survivors served without the killed worker after {alone_s:.0f} s")
+        if self.whole_s is None:
+            problems.append("not all workers serve again")
+        return problems
+
 
 @dataclass(frozen=True, slots=True)
-class Crowd:
+class Crowd(Loss):
     """A loss under more requests than the survivors have KV for.
 
     `demand_tokens` is the KV of all requests at their ends, `survivors_tokens` what the survivors
     hold together, each by itself. `prompts`: the lengths of the prompts.
     """
 
-    loss: Loss
     prompts: Sequence[int]
     demand_tokens: int
     survivors_tokens: int
@@ -107,19 +162,35 @@ class Crowd:
         At the death they hold more KV than the survivors have. The rest of it waits until requests
         that had as much have ended, even if all else took no time.
         """
-        loss, held = self.loss, 0
+        held = 0
         ends = []
-        for prompt, one in zip(self.prompts, loss.outcomes, strict=True):
-            if one.times_s and one.times_s[0] <= loss.hit_s < one.ended_s:
-                held += prompt + bisect_left(one.times_s, loss.hit_s)
+        for prompt, one in zip(self.prompts, self.outcomes, strict=True):
+            if one.times_s and one.times_s[0] <= self.hit_s < one.ended_s:
+                held += prompt + bisect_left(one.times_s, self.hit_s)
                 ends.append((one.ended_s, prompt + len(one.token_ids)))
         wait_s, left = 0.0, held - self.survivors_tokens
         for ended_s, tokens in sorted(ends):
             if left <= 0:
                 break
             left -= tokens
-            wait_s = ended_s - loss.hit_s
+            wait_s = ended_s - self.hit_s
         return wait_s
+
+    def figures(self) -> dict[str, Any]:
+        """The figures, for a file."""
+        return {
+            **Loss.figures(self),
+            "demand_tokens": self.demand_tokens,
+            "survivors_tokens": self.survivors_tokens,
+            "ideal_wait_s": self.ideal_wait_s,
+        }
+
+    def problems(self) -> list[str]:
+        """A sentence for all that it must not do; how long some wait has no bound."""
+        problems = self._end_problems()
+        if self.demand_tokens < self.survivors_tokens:
+            problems.append("the survivors have KV for all requests")
+        return problems
 
 
 @dataclass(slots=True)
@@ -150,104 +221,28 @@ class Outage:
         """How often the groups changed."""
         return max(0, len(self.layouts) - 1)
 
+    def figures(self) -> dict[str, Any]:
+        """The figures, for a file."""
+        return {
+            "stopped_s": self.stopped_s,
+            "changes_of_groups": self.changes,
+            "settled_after_s": self.settled_s,
+            "requests": self.tally.counts(),
+        }
 
-def loss_figures(loss: Loss) -> dict[str, Any]:
-    """The figures of a death, for a file."""
-    counts = Counter(kind for kind, _ in _endings(loss))
-    windows = {"before": loss.before, "after": loss.after}
-    return {
-        "workers": loss.workers,
-        "at_once": loss.at_once,
-        "requests": {"sent": len(loss.outcomes)} | {kind: counts[kind] for kind in KINDS},
-        "alone_after_s": _after(loss.hit_s, loss.alone_s),
-        "whole_after_s": _after(loss.hit_s, loss.whole_s),
-        "longest_silence_s": max(one.silence_s(loss.hit_s) for one in loss.outcomes),
-        "window_s": {name: until - since for name, (since, until) in windows.items()},
-        "tokens_per_s": {name: loss.tokens_per_s(window) for name, window in windows.items()},
-        "share_alive": loss.share_alive,
-        "throughput_ratio": loss.throughput_ratio,
-    }
-
-
-def crowd_figures(crowd: Crowd) -> dict[str, Any]:
-    """The figures of a death under too many requests, for a file."""
-    return loss_figures(crowd.loss) | {
-        "demand_tokens": crowd.demand_tokens,
-        "survivors_tokens": crowd.survivors_tokens,
-        "ideal_wait_s": crowd.ideal_wait_s,
-    }
-
-
-def crowd_problems(crowd: Crowd) -> list[str]:
-    """A sentence for all that it must not do; how long some wait is told and has no bound."""
-    problems = _end_problems(crowd.loss)
-    if crowd.demand_tokens < crowd.survivors_tokens:
-        problems.append("the survivors have KV for all requests")
-    return problems
-
-
-def loss_problems(loss: Loss) -> list[str]:
-    """A sentence for all that a death must not do."""
-    return _end_problems(loss) + _throughput_problems(loss)
-
-
-def _end_problems(loss: Loss) -> list[str]:
-    problems = [
-        f"request {number} is {kind} after {len(one.token_ids)} tokens: {why}"
-        for number, (one, (kind, why)) in enumerate(zip(loss.outcomes, _endings(loss), strict=True))
-        if kind != COMPLETED
-    ]
-    if more := len(problems) - PROBLEMS_MAX:
-        problems[PROBLEMS_MAX:] = [f"and {more} more requests"] if more > 0 else []
-    alone_s = _after(loss.hit_s, loss.alone_s)
-    if alone_s is None:
-        problems.append("the survivors do not serve without the worker that was killed")
-    elif alone_s > STABLE_WITHIN_S:
-        problems.append(f"the survivors served without the killed worker after {alone_s:.0f} s")
-    if loss.whole_s is None:
-        problems.append("not all workers serve again")
-    return problems
-
-
-def outage_figures(outage: Outage) -> dict[str, Any]:
-    """The figures of an outage, for a file."""
-    return {
-        "stopped_s": outage.stopped_s,
-        "changes_of_groups": outage.changes,
-        "settled_after_s": outage.settled_s,
-        "requests": outage.tally.counts(),
-    }
-
-
-def outage_problems(outage: Outage) -> list[str]:
-    """A sentence for all that an outage must not do."""
-    problems = outage.tally.problems(refusals=True)
-    if outage.changes:
-        problems.append(f"the groups changed {outage.changes} times")
-    if not outage.layouts:
-        problems.append("the groups were never seen")
-    if outage.settled_s is None:
-        problems.append("not all is well after the outage")
-    elif outage.settled_s > SETTLED_WITHIN_S:
-        problems.append(f"all was well {outage.settled_s:.0f} s after the return of etcd")
-    return problems
-
-
-def _endings(loss: Loss) -> list[tuple[str, str]]:
-    return [ending_of(one, wanted) for one, wanted in zip(loss.outcomes, loss.wanted, strict=True)]
+    def problems(self) -> list[str]:
+        """A sentence for all that an outage must not do."""
+        problems = self.tally.problems(refusals=True)
+        if self.changes:
+            problems.append(f"the groups changed {self.changes} times")
+        if not self.layouts:
+            problems.append("the groups were never seen")
+        if self.settled_s is None:
+            problems.append("not all is well after the outage")
+        elif self.settled_s > SETTLED_WITHIN_S:
+            problems.append(f"all was well {self.settled_s:.0f} s after the return of etcd")
+        return problems
 
 
 def _after(since_s: float, at_s: float | None) -> float | None:
     return None if at_s is None else max(0.0, at_s - since_s)
-
-
-def _throughput_problems(loss: Loss) -> list[str]:
-    for name, window in (("before", loss.before), ("after", loss.after)):
-        if loss.tokens_per_s(window) is None:
-            return [f"too little time {name} the death to measure throughput"]
-    ratio = loss.throughput_ratio
-    if ratio is None:
-        return ["no token came before the death"]
-    if ratio < THROUGHPUT_MIN:
-        return [f"throughput was {ratio:.0%} of the share that lives of that before the death"]
-    return []

@@ -11,12 +11,12 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
-from dataclasses import dataclass
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from psutil import virtual_memory
 
 from services.common.clock import cpu_s, monotonic_s
 from services.common.lifecycle import EXIT_UNUSABLE
@@ -27,7 +27,7 @@ from services.worker.engine.memory.budget import MemoryDemand, plan_memory
 from services.worker.engine.memory.kv_range import KvBlockShape
 from services.worker.engine.memory.layer_slab import SlabLayout
 from services.worker.engine.memory.memfd import MemfdArena
-from services.worker.engine.memory.stage_memory import StageMemory
+from services.worker.engine.memory.stage_memory import DropReport, StageMemory
 from services.worker.errors import WorkerError
 
 GIB = 1 << 30
@@ -52,16 +52,6 @@ class ConstantSource:
         """Nothing is open."""
 
 
-@dataclass(frozen=True, slots=True)
-class StepCost:
-    """Durations of an operation and of its longest step."""
-
-    elapsed_ms: float
-    cpu_ms: float
-    longest_cpu_ms: float
-    steps: int
-
-
 def main() -> None:
     """Parse, measure, print."""
     parser = argparse.ArgumentParser(prog="tideserve-profile-drop")
@@ -73,29 +63,28 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     arguments = parser.parse_args()
     try:
-        with ExitStack() as stack:
-            memory = _load(arguments, stack)
+        with _memory(arguments) as memory:
             print(json.dumps(measure(memory, arguments.rounds)))
     except WorkerError as error:
         print(error, file=sys.stderr)
         sys.exit(EXIT_UNUSABLE)
 
 
-def _load(arguments: argparse.Namespace, stack: ExitStack) -> StageMemory:
+@contextmanager
+def _memory(arguments: argparse.Namespace) -> Iterator[StageMemory]:
     if arguments.layout is not None:
         memory = load_layout(int(arguments.layout * GIB))
-        stack.callback(memory.arena.close)
-        return memory
-    runner = ModelRunner.load(
-        RunnerConfig(
-            model_dir=arguments.model_dir,
-            device="cpu",
-            dtype=getattr(torch, arguments.dtype),
-            budget_bytes=int(arguments.memory_gib * GIB),
-        )
+        with closing(memory.arena):
+            yield memory
+        return
+    config = RunnerConfig(
+        model_dir=arguments.model_dir,
+        device="cpu",
+        dtype=getattr(torch, arguments.dtype),
+        budget_bytes=int(arguments.memory_gib * GIB),
     )
-    stack.callback(runner.close)
-    return runner.stage_memory
+    with closing(ModelRunner.load(config)) as runner:
+        yield runner.stage_memory
 
 
 def load_layout(arena_bytes: int) -> StageMemory:
@@ -103,7 +92,7 @@ def load_layout(arena_bytes: int) -> StageMemory:
 
     Raises WorkerError when the machine has too little memory to touch it all.
     """
-    available_bytes = _available_bytes()
+    available_bytes = virtual_memory().available
     if arena_bytes > AVAILABLE_SHARE * available_bytes:
         raise WorkerError(
             f"{arena_bytes / GIB:.1f} GiB would be touched but only {available_bytes / GIB:.1f} "
@@ -140,13 +129,6 @@ def load_layout(arena_bytes: int) -> StageMemory:
     return memory
 
 
-def _available_bytes() -> int:
-    """Memory that the machine could give without swapping (`MemAvailable`)."""
-    lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-    fields = dict(line.split(":") for line in lines)
-    return int(fields["MemAvailable"].split()[0]) << 10
-
-
 def measure(memory: StageMemory, rounds: int) -> dict[str, Any]:
     """Drop the second half of the layers and take it back, `rounds` times prepared and not."""
     return {
@@ -163,10 +145,13 @@ def _round(memory: StageMemory, *, prepared: bool) -> dict[str, Any]:
     blocks = memory.num_blocks
     for kv_range in memory.kv_ranges:
         kv_range.blocks().fill_(1.0)
-    before = _prepare(memory) if prepared else None
-    started_s, started_cpu_s = monotonic_s(), cpu_s()
-    report = memory.set_stage(0, half)
-    paused = _since(started_s, started_cpu_s)
+    before = None
+    if prepared:  # mapping and first touches, while the layers still run
+        mapped = _once(lambda: memory.prepare_drop(0, half))
+        before = {"map": mapped, "touch": _repeat(memory.finish_drop)}
+    reports: list[DropReport] = []
+    paused = _once(lambda: reports.append(memory.set_stage(0, half)))
+    (report,) = reports
     touch = _repeat(lambda: _write_tails(memory, blocks))
     warm = _repeat(lambda: _write_tails(memory, blocks))
     background = _repeat(memory.finish_drop)
@@ -179,17 +164,17 @@ def _round(memory: StageMemory, *, prepared: bool) -> dict[str, Any]:
         "prepare": before,
         "drop": {
             "paused_us": report.paused_us,
-            "elapsed_us": paused.elapsed_ms * 1e3,
-            "cpu_us": paused.cpu_ms * 1e3,
+            "elapsed_us": paused["elapsed_ms"] * 1e3,
+            "cpu_us": paused["cpu_ms"] * 1e3,
             "map_calls": report.map_calls,
             "dropped_bytes": report.dropped_bytes,
             "mapped_bytes": report.mapped_bytes,
             "blocks": [blocks, report.num_blocks],
         },
-        "background": _plain(background),
+        "background": background,
         "first_touch_ms_per_gib": _per_gib(touch, report.mapped_bytes),
         "warm_touch_ms_per_gib": _per_gib(warm, report.mapped_bytes),
-        "release": _plain(release),
+        "release": release,
         "mappings": mappings,
         "restore": restore,
     }
@@ -198,46 +183,33 @@ def _round(memory: StageMemory, *, prepared: bool) -> dict[str, Any]:
 def _restore(memory: StageMemory) -> dict[str, Any]:
     """Restore all layers; the paused step (`set_stage`) and the longest of the others."""
     layers = memory.num_layers
-    shrink = _repeat(lambda: _shrink(memory))
+    shrink = _once(lambda: memory.shrink_kv(memory.blocks_beside(0, layers), used_blocks=0))
     background = _repeat(memory.finish_drop)
     missing = memory.missing_slabs(0, layers)
     names = iter(missing)
-    mapping = _repeat(lambda: _map_next(memory, names))
+
+    def map_next() -> bool:
+        name = next(names, None)
+        if name is not None:
+            memory.map_layer_parameters(name)
+        return name is None
+
+    mapping = _repeat(map_next)
     for name in missing:
         memory.load_layer(name)
     verify = _repeat(lambda: memory.finish_layer(missing[0], 8 << 20))
     for name in missing[1:]:
         memory.finish_layer(name)
     memory.map_kv_of(range(layers))
-    switch = _repeat(lambda: memory.set_stage(0, layers).num_blocks > 0)
+    switch = _once(lambda: memory.set_stage(0, layers))
     _repeat(memory.finish_drop)
     return {
-        "shrink": _plain(shrink),
-        "background": _plain(background),
-        "map_parameters": _plain(mapping),
-        "verify_one_slab": _plain(verify),
-        "set_stage": _plain(switch),
+        "shrink": shrink,
+        "background": background,
+        "map_parameters": mapping,
+        "verify_one_slab": verify,
+        "set_stage": switch,
     }
-
-
-def _prepare(memory: StageMemory) -> dict[str, Any]:
-    """Everything that is done while the layers still run: mapping and first touches."""
-    started_s, started_cpu_s = monotonic_s(), cpu_s()
-    memory.prepare_drop(0, memory.num_layers // 2)
-    mapped = _since(started_s, started_cpu_s)
-    return {"map": _plain(mapped), "touch": _plain(_repeat(memory.finish_drop))}
-
-
-def _shrink(memory: StageMemory) -> bool:
-    memory.shrink_kv(memory.blocks_beside(0, memory.num_layers), used_blocks=0)
-    return True
-
-
-def _map_next(memory: StageMemory, names: Iterator[str]) -> bool:
-    name = next(names, None)
-    if name is not None:
-        memory.map_layer_parameters(name)
-    return name is None
 
 
 def _write_tails(memory: StageMemory, first_block: int) -> bool:
@@ -246,8 +218,12 @@ def _write_tails(memory: StageMemory, first_block: int) -> bool:
     return True
 
 
-def _repeat(step: Callable[[], bool]) -> StepCost:
-    """Call `step` until it says that it is done."""
+def _once(step: Callable[[], object]) -> dict[str, float]:
+    return _repeat(lambda: (step(), True)[1])
+
+
+def _repeat(step: Callable[[], bool]) -> dict[str, float]:
+    """Call `step` until it is done: its times, and the processor time of the longest call."""
     started_s, started_cpu_s = monotonic_s(), cpu_s()
     longest_s, steps, done = 0.0, 0, False
     while not done:
@@ -255,27 +231,17 @@ def _repeat(step: Callable[[], bool]) -> StepCost:
         done = step()
         longest_s = max(longest_s, cpu_s() - step_cpu_s)
         steps += 1
-    total = _since(started_s, started_cpu_s)
-    return StepCost(total.elapsed_ms, total.cpu_ms, longest_s * 1e3, steps)
-
-
-def _since(started_s: float, started_cpu_s: float) -> StepCost:
-    elapsed_ms, cpu_ms = (monotonic_s() - started_s) * 1e3, (cpu_s() - started_cpu_s) * 1e3
-    return StepCost(elapsed_ms, cpu_ms, cpu_ms, 1)
-
-
-def _plain(cost: StepCost) -> dict[str, float]:
     return {
-        "elapsed_ms": cost.elapsed_ms,
-        "cpu_ms": cost.cpu_ms,
-        "longest_step_cpu_ms": cost.longest_cpu_ms,
-        "steps": cost.steps,
+        "elapsed_ms": (monotonic_s() - started_s) * 1e3,
+        "cpu_ms": (cpu_s() - started_cpu_s) * 1e3,
+        "longest_step_cpu_ms": longest_s * 1e3,
+        "steps": steps,
     }
 
 
-def _per_gib(cost: StepCost, size_bytes: int) -> dict[str, float]:
+def _per_gib(cost: dict[str, float], size_bytes: int) -> dict[str, float]:
     gib = size_bytes / GIB
-    return {"elapsed": cost.elapsed_ms / gib, "cpu": cost.cpu_ms / gib}
+    return {"elapsed": cost["elapsed_ms"] / gib, "cpu": cost["cpu_ms"] / gib}
 
 
 if __name__ == "__main__":

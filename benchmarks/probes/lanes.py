@@ -1,28 +1,33 @@
-"""How long activations take beside bulk transfers, between two processes of this machine.
+"""Round trips of activations beside bulk transfers, between two processes of this machine.
 
-`measure_in` runs in a process of its own (`python -m benchmarks.probes.lanes` prints its
-result as JSON): the engines of a group do nothing else either.
+`python -m benchmarks.probes.lanes` prints its result as JSON. It measures in a process of its own
+with a peer: the engines of a group do nothing else either. Another peer takes messages of UCX
+alone: nothing is framed, copied or verified there. Memory is walked through in order, either more
+of it than the caches hold, as parameters and KV are moved, or a few buffers again and again.
 """
 
 import argparse
 import json
 import secrets
 import select
+import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
+from pathlib import Path
 from statistics import median
 from time import sleep
+from typing import Any
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
-from benchmarks.probes.plain_stream import plain_stream
-from benchmarks.probes.slab_walk import SlabWalk
 from services.common.clock import monotonic_s
 from services.common.lifecycle import die_with_parent
 from services.core.changeover.epoch_fence import Standing
@@ -32,19 +37,26 @@ from services.worker.engine.transfer.gate import ActivationGate
 from services.worker.engine.transfer.lane import Identity, PeerLost
 from services.worker.engine.transfer.mover import Mover, MoverConfig
 from services.worker.engine.transfer.pieces import BULK_KINDS, BulkPiece, SlabCut, parameter_pieces
-from services.worker.engine.transfer.receiver import Unpack
 from services.worker.engine.transfer.transfer_event import TransferSent
 from services.worker.engine.transfer.ucx_config import UcxConfig, UcxLaneConfig
 from services.worker.engine.transfer.ucx_lane import UcxLane
+from services.worker.engine.transfer.ucx_transport import Endpoint, UcxRequest, UcxTransport
 
 TRANSFER_BYTES = 16 << 20
 WARM_UP_TRIPS = 50
-TRIP_TIMEOUT_S = 30.0
+TIMEOUT_S = 30.0
 ROUNDS = 10  # the kinds take turns, so that other work of the machine hits all of them
 ALONE_S = 0.3
-PLAIN_MESSAGES = 300
-US = Identity("measuring", "1")
-PEER = Identity("echoing", "1")
+PAUSE_S = 0.002
+"""Between round trips, as a stage's execution would take."""
+PAYLOAD_BYTES = 8192
+PLAIN_MESSAGES, PLAIN_BYTES, PLAIN_UNDER_WAY, PLAIN_BUFFERS = 300, 1 << 20, 2, 8
+CACHED_TAG, SLAB_TAG = 1, 2
+"""Tags of plain messages: the memory that they are fetched into."""
+SLAB_BYTES_MIN = 256 << 20
+CACHE_TIMES = 4
+LAST_CACHE = Path("/sys/devices/system/cpu/cpu0/cache/index3/size")
+US, PEER = Identity("measuring", "1"), Identity("echoing", "1")
 
 
 class Ping(msgspec.Struct, frozen=True, array_like=True):
@@ -56,43 +68,33 @@ class Ping(msgspec.Struct, frozen=True, array_like=True):
 CODEC = FrameCodec({1: Ping, **BULK_KINDS})
 
 
-@dataclass(frozen=True, slots=True)
-class Trips:
-    """Round trips of one kind; `bulk_bytes_per_s` is the bulk traffic beside them."""
+@dataclass(slots=True)
+class SlabWalk:
+    """Returns one part of `memory` after the other, and begins again at its end."""
 
-    p50_s: float
-    p99_s: float
-    bulk_bytes_per_s: float
+    memory: npt.NDArray[np.uint8]
+    _next: int = 0
 
+    @classmethod
+    def of(cls, size_bytes: int) -> "SlabWalk":
+        """Through so many bytes, which have been touched."""
+        return cls(np.ones(size_bytes, np.uint8))
 
-@dataclass(frozen=True, slots=True)
-class LaneReport:
-    """Round trips alone, and beside bulk that stands aside, and beside bulk that does not.
-
-    `bulk_bytes_per_s` is bulk with nothing beside it, from slab to slab. `plain_bytes_per_s` is
-    what UCX carries so without lanes, `plain_cached_bytes_per_s` what it carries from cache to
-    cache; medians of turns that they took. `slab_bytes` is the size of the slabs.
-    """
-
-    payload_bytes: int
-    chunk_bytes: int
-    idle: Trips
-    coordinated: Trips
-    uncoordinated: Trips
-    slab_bytes: int
-    bulk_bytes_per_s: float
-    plain_bytes_per_s: float
-    plain_cached_bytes_per_s: float
+    def next(self, size_bytes: int) -> npt.NDArray[np.uint8]:
+        """The next part, a view; `size_bytes` is at most the size of the memory."""
+        if self._next + size_bytes > self.memory.size:
+            self._next = 0
+        first, self._next = self._next, self._next + size_bytes
+        return self.memory[first : self._next]
 
 
-@dataclass(frozen=True, slots=True)
-class TripLoad:
-    """`pause_s` passes between round trips, as a stage's execution would."""
-
-    payload_bytes: int = 8192
-    chunk_bytes: int = 1 << 20
-    trips: int = 500
-    pause_s: float = 0.002
+def slab_bytes(last_cache: Path = LAST_CACHE) -> int:
+    """Several times the size of the last cache, which is in `last_cache` ("32768K")."""
+    try:
+        cache_bytes = int(last_cache.read_text().strip().removesuffix("K")) << 10
+    except (OSError, ValueError):
+        cache_bytes = 0
+    return max(SLAB_BYTES_MIN, CACHE_TIMES * cache_bytes)
 
 
 @dataclass(slots=True)
@@ -103,31 +105,27 @@ class _Tally:
     elapsed_s: float = 0.0
     bulk_bytes: int = 0
 
-    def result(self) -> Trips:
-        """Nearest ranks."""
+    def result(self) -> dict[str, float]:
+        """Nearest ranks, and the bulk traffic beside the round trips."""
         ordered = sorted(self.durations_s)
         p50, p99 = (ordered[(len(ordered) - 1) * share // 100] for share in (50, 99))
-        return Trips(p50, p99, self.bulk_bytes / self.elapsed_s)
+        bulk = self.bulk_bytes / self.elapsed_s
+        return {"p50_s": p50, "p99_s": p99, "bulk_bytes_per_s": bulk}
 
 
 class _BulkStream:
-    """Transfers of parts of a slab to the peer, until they are stopped."""
+    """Transfers of parts of a slab to the peer, two at a time."""
 
-    def __init__(self, lane: UcxLane, gate: ActivationGate, load: TripLoad, slab: SlabWalk) -> None:
-        config = MoverConfig(chunk_bytes=load.chunk_bytes)
-        self.mover = Mover(lane, gate, config, _always, _store_in(slab))
+    def __init__(self, lane: UcxLane, gate: ActivationGate, chunk_bytes: int) -> None:
+        self.slab = SlabWalk.of(slab_bytes())
+        self.mover = _mover(lane, gate, self.slab, chunk_bytes)
         self.sent_bytes = 0
-        self._slab = slab
         self._numbers = count()
         self._under_way = 0
-        self.mover.start()
 
     def feed(self) -> None:
-        """Keep two transfers under way; counts what has ended."""
-        for event in self.mover.events():
-            if isinstance(event, TransferSent):
-                self.sent_bytes += event.size_bytes
-                self._under_way -= 1
+        """Keep two transfers under way, and count finished ones."""
+        self._note_sent()
         while self._under_way < 2:
             name = f"part {next(self._numbers)}"
             cut = SlabCut(name, name, TRANSFER_BYTES)
@@ -137,93 +135,100 @@ class _BulkStream:
             self._under_way += 1
 
     def bytes_per_s(self) -> float:
-        """Nothing but bulk, for `ALONE_S`."""
+        """Nothing but bulk for `ALONE_S`; all of it has arrived then."""
         began_s, before_bytes = monotonic_s(), self.sent_bytes
         while monotonic_s() < began_s + ALONE_S:
             self.feed()
             select.select([self.mover], [], [], ALONE_S)
-        return (self.sent_bytes - before_bytes) / (monotonic_s() - began_s)
-
-    def drain(self) -> None:
-        """Wait until all transfers have ended."""
-        end_s = monotonic_s() + TRIP_TIMEOUT_S
+        speed = (self.sent_bytes - before_bytes) / (monotonic_s() - began_s)
+        end_s = monotonic_s() + TIMEOUT_S
         while self._under_way and monotonic_s() < end_s:
             select.select([self.mover], [], [], 1.0)
-            self._under_way -= len([e for e in self.mover.events() if isinstance(e, TransferSent)])
+            self._note_sent()
+        return speed
+
+    def _note_sent(self) -> None:
+        for event in self.mover.events():
+            if isinstance(event, TransferSent):
+                self.sent_bytes += event.size_bytes
+                self._under_way -= 1
 
     def _pack(self, offset_bytes: int, target: Bytes) -> None:
-        target[:] = self._slab.next(target.size)
+        target[:] = self.slab.next(target.size)
 
 
-def measure_in(config: UcxLaneConfig, load: TripLoad) -> LaneReport:
-    """Start the other process and measure. Raises UcxUnavailable, OSError."""
+def measure_in(config: UcxLaneConfig, trips: int, chunk_bytes: int) -> dict[str, Any]:
+    """Round trips alone, beside bulk that stands aside, and beside bulk that does not.
+
+    `bulk_bytes_per_s` is bulk with nothing beside it, from slab to slab. `plain_bytes_per_s` is
+    that of UCX without lanes, `plain_cached_bytes_per_s` that from cache to cache: medians.
+    Raises UcxUnavailable, OSError, LaneClosed.
+    """
     gate = ActivationGate()
-    with _echoing_peer(config) as (addresses, nonces), plain_stream(config.ucx) as plain:
+    nonces = [secrets.token_bytes(16) for _ in range(2)]
+    lines = [config.ucx.transports, *(nonce.hex() for nonce in nonces)]
+    with _peer("--echo", lines) as echoing, plain_stream(config.ucx) as plain:
         activations, bulk_lane = _lanes(US, config)
-        for lane, address, nonce in zip((activations, bulk_lane), addresses, nonces, strict=True):
-            lane.connect(PEER.worker_id, address, nonce)
-        slab = SlabWalk.of_a_slab()
-        bulk = _BulkStream(bulk_lane, gate, load, slab)
+        for lane, nonce in zip((activations, bulk_lane), nonces, strict=True):
+            lane.connect(PEER.worker_id, _line(echoing), nonce)
+        bulk = _BulkStream(bulk_lane, gate, chunk_bytes)
         idle, coordinated, uncoordinated = _Tally(), _Tally(), _Tally()
+        cached = SlabWalk.of(PLAIN_UNDER_WAY * PLAIN_BYTES)
         rates: list[tuple[float, float, float]] = []
         try:
-            _trips(activations, gate, load, WARM_UP_TRIPS, None, _Tally())
+            _trips(activations, gate, WARM_UP_TRIPS, None, _Tally())
             for _ in range(ROUNDS):
-                trips = max(1, load.trips // ROUNDS)
-                _trips(activations, gate, load, trips, None, idle)
+                own = max(1, trips // ROUNDS)
+                _trips(activations, gate, own, None, idle)
                 bulk.mover.coordinated = True
-                _trips(activations, gate, load, trips, bulk, coordinated)
+                _trips(activations, gate, own, bulk, coordinated)
                 bulk.mover.coordinated = False
-                _trips(activations, gate, load, trips, bulk, uncoordinated)
-                bulk_bytes_per_s = bulk.bytes_per_s()
-                bulk.drain()
-                plain_bytes_per_s = plain.bytes_per_s(PLAIN_MESSAGES, slab)
-                cached_bytes_per_s = plain.cached_bytes_per_s(PLAIN_MESSAGES)
-                rates.append((bulk_bytes_per_s, plain_bytes_per_s, cached_bytes_per_s))
+                _trips(activations, gate, own, bulk, uncoordinated)
+                rates.append(
+                    (
+                        bulk.bytes_per_s(),
+                        plain.bytes_per_s(bulk.slab, SLAB_TAG),
+                        plain.bytes_per_s(cached, CACHED_TAG),
+                    )
+                )
         finally:
             bulk.mover.close()
             activations.close()
             bulk_lane.close()
-    return LaneReport(
-        load.payload_bytes,
-        load.chunk_bytes,
-        idle.result(),
-        coordinated.result(),
-        uncoordinated.result(),
-        slab.memory.size,
-        *(median(kind) for kind in zip(*rates, strict=True)),
-    )
+    bulk_speed, plain_speed, cached_speed = (median(kind) for kind in zip(*rates, strict=True))
+    return {
+        "payload_bytes": PAYLOAD_BYTES,
+        "chunk_bytes": chunk_bytes,
+        "idle": idle.result(),
+        "coordinated": coordinated.result(),
+        "uncoordinated": uncoordinated.result(),
+        "slab_bytes": bulk.slab.memory.size,
+        "bulk_bytes_per_s": bulk_speed,
+        "plain_bytes_per_s": plain_speed,
+        "plain_cached_bytes_per_s": cached_speed,
+    }
 
 
 def _trips(
-    lane: UcxLane,
-    gate: ActivationGate,
-    load: TripLoad,
-    trips: int,
-    bulk: _BulkStream | None,
-    tally: _Tally,
+    lane: UcxLane, gate: ActivationGate, trips: int, bulk: _BulkStream | None, tally: _Tally
 ) -> None:
     """Make round trips beside the traffic of `bulk`."""
-    payload = np.ones(load.payload_bytes, np.uint8)
+    payload = np.ones(PAYLOAD_BYTES, np.uint8)
     began_s, before_bytes = monotonic_s(), bulk.sent_bytes if bulk is not None else 0
     for trip in range(trips):
         if bulk is not None:
             bulk.feed()
-        sleep(load.pause_s)
+        sleep(PAUSE_S)
         started_s = monotonic_s()
         gate.send(lane, PEER.worker_id, Frame("", 0, Ping(trip), payload))
-        _await_echo(lane, started_s + TRIP_TIMEOUT_S)
+        while not lane.receive():
+            left_s = started_s + TIMEOUT_S - monotonic_s()
+            if left_s <= 0 or any(isinstance(event, PeerLost) for event in lane.events()):
+                raise LaneClosed("the other process does not answer")
+            select.select([lane], [], [], left_s)
         tally.durations_s.append(monotonic_s() - started_s)
     tally.elapsed_s += monotonic_s() - began_s
     tally.bulk_bytes += bulk.sent_bytes - before_bytes if bulk is not None else 0
-
-
-def _await_echo(lane: UcxLane, until_s: float) -> None:
-    while not lane.receive():
-        left_s = until_s - monotonic_s()
-        if left_s <= 0 or any(isinstance(event, PeerLost) for event in lane.events()):
-            raise LaneClosed("the other process does not answer")
-        select.select([lane], [], [], left_s)
 
 
 def _lanes(identity: Identity, config: UcxLaneConfig) -> tuple[UcxLane, UcxLane]:
@@ -232,32 +237,48 @@ def _lanes(identity: Identity, config: UcxLaneConfig) -> tuple[UcxLane, UcxLane]
     return UcxLane(identity, CODEC, config), UcxLane(identity, CODEC, bulk)
 
 
+def _mover(lane: UcxLane, gate: ActivationGate, slab: SlabWalk, chunk_bytes: int) -> Mover:
+    """A mover that stores what it receives into `slab`, as an engine does."""
+
+    def store(piece: BulkPiece, payload: Bytes) -> None:
+        slab.next(payload.size)[:] = payload
+
+    config = MoverConfig(chunk_bytes=chunk_bytes)
+    mover = Mover(lane, gate, config, lambda group_id, epoch: Standing.CURRENT, store)
+    mover.start()
+    return mover
+
+
 @contextmanager
-def _echoing_peer(config: UcxLaneConfig) -> Iterator[tuple[Sequence[str], Sequence[bytes]]]:
-    """Start the other process; gives the addresses and nonces of its lanes."""
-    nonces = [secrets.token_bytes(16) for _ in range(2)]
-    command = [sys.executable, "-m", __spec__.name, "--echo"]
-    command += ["--transports", config.ucx.transports]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+def _peer(role: str, lines: list[str]) -> Iterator["subprocess.Popen[str]"]:
+    """This module in another process, in a role; `lines` are its input."""
+    command = [sys.executable, "-m", __spec__.name, role]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
         try:
-            if process.stdin is None or process.stdout is None:
+            if process.stdin is None:
                 raise OSError("the other process has no pipes")
-            process.stdin.write(b"".join(nonce.hex().encode() + b"\n" for nonce in nonces))
+            process.stdin.writelines(f"{line}\n" for line in lines)
             process.stdin.flush()
-            yield [process.stdout.readline().decode().strip() for _ in nonces], nonces
+            yield process
         finally:
             process.kill()
 
 
-def echo(config: UcxLaneConfig) -> None:
+def _line(process: "subprocess.Popen[str]") -> str:
+    return process.stdout.readline().strip() if process.stdout is not None else ""
+
+
+def echo() -> None:
     """Send activations back and store bulk, until this process is killed."""
     die_with_parent()
-    activations, bulk = _lanes(PEER, config)
+    transports, *nonces = (sys.stdin.readline().strip() for _ in range(3))
+    activations, bulk = _lanes(PEER, UcxLaneConfig(ucx=UcxConfig(transports)))
     gate = ActivationGate()
-    mover = Mover(bulk, gate, MoverConfig(), _always, _store_in(SlabWalk.of_a_slab()))
-    mover.start()
-    for lane in (activations, bulk):
-        lane.expect(US, bytes.fromhex(sys.stdin.readline().strip()))
+    mover = _mover(bulk, gate, SlabWalk.of(slab_bytes()), MoverConfig().chunk_bytes)
+    for lane, nonce in zip((activations, bulk), nonces, strict=True):
+        lane.expect(US, bytes.fromhex(nonce))
         print(lane.address, flush=True)
     while True:
         select.select([activations], [], [], 1.0)
@@ -266,32 +287,86 @@ def echo(config: UcxLaneConfig) -> None:
         mover.events()
 
 
-def _always(group_id: str, epoch: int) -> Standing:
-    return Standing.CURRENT
+@dataclass(frozen=True, slots=True)
+class PlainStream:
+    """The sending end of plain messages. Its peer never sleeps, so it is stopped in between."""
+
+    transport: UcxTransport
+    endpoint: Endpoint
+    peer: "subprocess.Popen[str]"
+
+    def bytes_per_s(self, memory: SlabWalk, tag: int) -> float:
+        """Send `PLAIN_MESSAGES`, and wait until all are taken. Raises LaneClosed."""
+        self.peer.send_signal(signal.SIGCONT)
+        try:
+            under_way: deque[UcxRequest] = deque()
+            began_s = monotonic_s()
+            for _ in range(PLAIN_MESSAGES):
+                self._await(under_way, PLAIN_UNDER_WAY - 1)
+                under_way.append(self.endpoint.send(memory.next(PLAIN_BYTES), tag))
+            self._await(under_way, 0)
+            return PLAIN_MESSAGES * PLAIN_BYTES / (monotonic_s() - began_s)
+        finally:
+            self.peer.send_signal(signal.SIGSTOP)
+
+    def _await(self, under_way: deque[UcxRequest], most: int) -> None:
+        until_s = monotonic_s() + TIMEOUT_S
+        while len(under_way) > most:
+            self.transport.progress()
+            if under_way[0].completed:
+                under_way.popleft()
+            elif monotonic_s() > until_s:
+                raise LaneClosed("the other process takes nothing")
 
 
-def _store_in(slab: SlabWalk) -> Unpack:
-    """Has pieces copied to a slab, as an engine does."""
+@contextmanager
+def plain_stream(config: UcxConfig) -> Iterator[PlainStream]:
+    """Start the peer. Raises UcxUnavailable, OSError, ConnectionError."""
+    transport = UcxTransport(config)
+    lines = [config.transports, config.devices, transport.address.hex()]
+    with _peer("--take", lines) as process:
+        address = bytes.fromhex(_line(process))
+        process.send_signal(signal.SIGSTOP)
+        yield PlainStream(transport, transport.open(address), process)
 
-    def store(piece: BulkPiece, payload: Bytes) -> None:
-        slab.next(payload.size)[:] = payload
 
-    return store
+def take() -> None:
+    """Take plain messages and throw them away, until this process is killed."""
+    die_with_parent()
+    transports, devices, address = (sys.stdin.readline().strip() for _ in range(3))
+    transport = UcxTransport(UcxConfig(transports, devices))
+    memory = {
+        CACHED_TAG: SlabWalk.of(PLAIN_BUFFERS * PLAIN_BYTES),
+        SLAB_TAG: SlabWalk.of(slab_bytes()),
+    }
+    print(transport.address.hex(), flush=True)
+    endpoint = transport.open(bytes.fromhex(address))
+    under_way: deque[UcxRequest] = deque()
+    while endpoint.alive:
+        transport.progress()
+        while under_way and under_way[0].completed:
+            under_way.popleft()
+        arrival = transport.probe() if len(under_way) < PLAIN_BUFFERS else None
+        if arrival is not None:
+            place = memory[arrival.tag].next(arrival.size_bytes)
+            under_way.append(transport.fetch(arrival, place))
 
 
 def main() -> None:
     """Print a report."""
     parser = argparse.ArgumentParser(description="Round trips of activations beside bulk.")
-    parser.add_argument("--echo", action="store_true", help="be the other process")
-    parser.add_argument("--trips", type=int, default=TripLoad().trips)
-    parser.add_argument("--chunk-bytes", type=int, default=TripLoad().chunk_bytes)
+    parser.add_argument("--echo", action="store_true", help="be the peer of lanes")
+    parser.add_argument("--take", action="store_true", help="be the peer of plain messages")
+    parser.add_argument("--trips", type=int, default=500)
+    parser.add_argument("--chunk-bytes", type=int, default=1 << 20)
     parser.add_argument("--transports", default=UcxConfig().transports)
     arguments = parser.parse_args()
-    config = UcxLaneConfig(ucx=UcxConfig(arguments.transports))
     if arguments.echo:
-        echo(config)
-    load = TripLoad(trips=arguments.trips, chunk_bytes=arguments.chunk_bytes)
-    print(json.dumps(asdict(measure_in(config, load))))
+        echo()
+    if arguments.take:
+        take()
+    config = UcxLaneConfig(ucx=UcxConfig(arguments.transports))
+    print(json.dumps(measure_in(config, arguments.trips, arguments.chunk_bytes)))
 
 
 if __name__ == "__main__":

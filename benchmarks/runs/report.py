@@ -7,93 +7,104 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from benchmarks.co_serving.tables import show_co_serving
+from benchmarks.co_serving.bars import Judgement, at, by_name
 from benchmarks.runs.result import sections
 from benchmarks.scenarios.scenario import FASTEST
-from benchmarks.stats import PHASES
+from benchmarks.stats import PHASES, quotient
 from benchmarks.systems.catalog import is_reference
 from tideserve.sim.report import PERCENTILES
 
-PAIR_LATENCIES = (
-    *(("ttft_p50", "TTFT P50"), ("ttft_p95", "P95")),
-    *(("tpot_p50", "TPOT P50"), ("tpot_p95", "P95")),
-)
 Figures = Mapping[str, Any]
-Reader = Callable[[Figures], str]
-Row = tuple[str, Reader]
+Text = Callable[[float | None], str]
+Row = tuple[str, Callable[[Figures], float | None], Text]
+PAIR_LATENCIES = {
+    "TTFT P50": "ttft_p50",
+    "TTFT P95": "ttft_p95",
+    "TPOT P50": "tpot_p50",
+    "TPOT P95": "tpot_p95",
+}
+COLOURS = {Judgement.HOLDS: "green", Judgement.FAILS: "red", Judgement.NOT_MEASURED: "yellow"}
 
 
 def show(result: Mapping[str, Any], console: Console) -> None:
     """Print a table for each part of the result with its ratios, then what could not run."""
-    for section in sections(result):
-        console.print(_table(section, result["config"]))
-        _show_ratios(section, console)
-    console.print(
-        "* of the round with the least\n** (largest − smallest) / median over the rounds",
-        highlight=False,
-    )
-    for name, table in result.get("pairs", {}).get("tables", {}).items():
-        console.print(_pairs_table(name, table))
-    if result.get("pairs") and (speed := result["machine"].get("read_bytes_per_s")):
-        console.print(f"one core reads {speed / 1e9:.1f} GB/s of memory", highlight=False)
-    for case, by_device in result.get("steps", {}).items():
-        for device, rows in by_device.items():
-            console.print(_steps_table(f"{case}, {device}", rows))
-    for name, found in result["systems"].items():
-        for figure, value in found.get("overhead", {}).items():
-            console.print(f"{name}: {figure} {_plain(value)}", highlight=False, soft_wrap=True)
-    _show_co_serving(result, console)
-    for name, reason in result.get("unavailable", {}).items():
-        console.print(
-            f"{name} could not run: {reason}",
-            style="red",
-            markup=False,
-            highlight=False,
-            soft_wrap=True,
-        )
 
+    def line(text: str, style: str | None = None) -> None:
+        console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
 
-def _show_co_serving(result: Mapping[str, Any], console: Console) -> None:
-    """The tables of each load; the bars are those of the load that is called as the scenario."""
-    if (verdict := result.get("co_serving")) is None:
-        return
-    for section in sections(result):
-        judged = section["scenario"] == result["scenario"]
-        shown = verdict if judged else verdict | {"bars": [], "notes": []}
-        show_co_serving(section["scenario"], section["systems"], shown, console)
-
-
-def _table(section: Mapping[str, Any], config: Figures) -> Table:
+    config = result["config"]
     paced = f" · @{config['paced']} is paced, not this machine's speed" if config["paced"] else ""
-    table = Table(title=f"{section['scenario']}{paced}", title_justify="left")
+    for section in sections(result):
+        systems = section["systems"]
+        console.print(_by_system(f"{section['scenario']}{paced}", systems, _groups(systems)))
+        for text in _ratios(section):
+            line(text)
+    line("* of the round with the least\n** (largest − smallest) / median over the rounds")
+    for table in _comparisons(result):
+        console.print(table)
+    if result.get("pairs") and (speed := result["machine"].get("read_bytes_per_s")):
+        line(f"one core reads {speed / 1e9:.1f} GB/s of memory")
+    for name, figures in result["systems"].items():
+        for figure, value in figures.get("overhead", {}).items():
+            line(f"{name}: {figure} {_any(value)}")
+    for section in sections(result) if "co_serving" in result else ():
+        # The bars are those of the load that is called as the scenario.
+        judged = section["scenario"] == result["scenario"]
+        _show_co_serving(section, result["co_serving"], judged, console)
+    for name, reason in result.get("unavailable", {}).items():
+        line(f"{name} could not run: {reason}", style="red")
+
+
+def _table(title: str, columns: Sequence[str], groups: Iterator[Sequence[Sequence[str]]]) -> Table:
+    """A label and a cell for each column in every row; lines separate the groups of rows."""
+    table = Table(title=title, title_justify="left")
     # Labels stay whole and names are folded, or many systems would be hard to read.
     table.add_column("", no_wrap=True)
-    for name in section["systems"]:
-        table.add_column(name, justify="right", overflow="fold")
-    for group in _row_groups(section["systems"]):
-        for label, read in group:
-            table.add_row(escape(label), *(read(found) for found in section["systems"].values()))
+    for name in columns:
+        table.add_column(escape(name), justify="right", overflow="fold")
+    for group in groups:
+        for label, *cells in group:
+            table.add_row(escape(label), *cells)
         table.add_section()
     return table
 
 
-def _row_groups(systems: Mapping[str, Figures]) -> Iterator[list[Row]]:
-    """Groups of rows. Short answers, predictions, bubbles: only if a system has them."""
-    counts: list[Row] = [
-        (label, _plain_reader(label))
-        for label in ("sent", "completed", "rejected", "failed", "preemptions")
+def _by_system(
+    title: str, systems: Mapping[str, Figures], groups: Iterator[Sequence[Row]]
+) -> Table:
+    """A column for each system, a row for each figure."""
+    return _table(
+        title,
+        list(systems),
+        (
+            [
+                (label, *(text(read(figures)) for figures in systems.values()))
+                for label, read, text in group
+            ]
+            for group in groups
+        ),
+    )
+
+
+def _groups(systems: Mapping[str, Figures]) -> Iterator[Sequence[Row]]:
+    """Short answers, predictions, bubbles: only if a system has them."""
+    counts = ("sent", "completed", "rejected", "failed", "preemptions")
+    yield [
+        *((name, at(name), _plain) for name in counts),
+        ("late sends", at("late_sends"), _plain),
+        *(
+            [("shorter than asked for", at("short_answers"), _plain)]
+            if any(figures["short_answers"] for figures in systems.values())
+            else []
+        ),
     ]
-    counts.append(("late sends", _plain_reader("late_sends")))
-    if any(found["short_answers"] for found in systems.values()):
-        counts.append(("shorter than asked for", _plain_reader("short_answers")))
-    yield counts
-    yield [("KV demand / capacity, peak*", _plain_reader("kv_demand_peak_ratio"))]
-    if any(any(found["cost_scale"].values()) for found in systems.values()):
-        yield [(f"{phase} time / predicted", _cost_scale_reader(phase)) for phase in PHASES]
-    if any(found["bubble_share"] is not None for found in systems.values()):
+    yield [("KV demand / capacity, peak*", at("kv_demand_peak_ratio"), _plain)]
+    if any(any(figures["cost_scale"].values()) for figures in systems.values()):
+        yield [(f"{phase} time / predicted", at("cost_scale", phase), _plain) for phase in PHASES]
+    if any(figures["bubble_share"] is not None for figures in systems.values()):
         yield [
-            ("bubbles of pipelines", _share_reader("bubble_share")),
-            ("  while requests arrive", _share_reader("bubble_share_arriving")),
+            ("bubbles of pipelines", at("bubble_share"), _share),
+            ("  while requests arrive", at("bubble_share_arriving"), _share),
         ]
     for metric, label in (
         ("ttft_s", "TTFT"),
@@ -103,15 +114,15 @@ def _row_groups(systems: Mapping[str, Figures]) -> Iterator[list[Row]]:
         ("normalized_latency_s", "normalized"),
     ):
         yield [
-            (f"{label} {name.upper()} [ms]", _percentile_reader(metric, name))
+            (f"{label} {name.upper()} [ms]", at(metric, name), _milliseconds)
             for name in (*PERCENTILES, "max")
-            if all(name in found[metric] for found in systems.values())
+            if all(name in figures[metric] for figures in systems.values())
         ]
-    yield [("throughput [tokens/s]", _plain_reader("throughput_tokens_per_s"))]
+    yield [("throughput [tokens/s]", at("throughput_tokens_per_s"), _plain)]
     targets = next(iter(systems.values()))["slo_attainment"] if systems else {}
-    yield [(f"SLO {target}", _target_reader(target)) for target in targets]
+    yield [(f"SLO {target}", at("slo_attainment", target), _share) for target in targets]
     yield [
-        (f"{label}, spread**", _spread_reader(key))
+        (f"{label}, spread**", at("spread", key), _share)
         for key, label in (
             ("ttft_p50_s", "TTFT P50"),
             ("ttft_p99_s", "TTFT P99"),
@@ -120,92 +131,25 @@ def _row_groups(systems: Mapping[str, Figures]) -> Iterator[list[Row]]:
     ]
 
 
-def _steps_table(what: str, rows: Sequence[Figures]) -> Table:
-    """The figures of each step, each with its ratio to that of the step before."""
-    table = Table(title=f"steps, {what}: figure (× the step before)", title_justify="left")
-    table.add_column("")
-    columns = (
-        ("ttft_p99_s", "TTFT P99 [ms]", _milliseconds),
-        ("tpot_p50_s", "TPOT P50 [ms]", _milliseconds),
-        ("bubble_share", "bubbles", _share),
-        ("bubble_share_arriving", "while requests arrive", _share),
-        ("throughput_tokens_per_s", "throughput [tokens/s]", _plain),
-    )
-    for _, label, _ in columns:
-        table.add_column(escape(label), justify="right")
-    for row in rows:
-        effect = row.get("effect", {})
-        cells = []
-        for key, _, text in columns:
-            times = effect.get(key)
-            cells.append(text(row[key]) + ("" if times is None else f" (×{times:.2f})"))
-        table.add_row(escape(row["step"]), *cells)
-    return table
+def _comparisons(result: Mapping[str, Any]) -> Iterator[Table]:
+    """The tables of systems in pairs, and of the steps of an ablation."""
+    for name, pair in result.get("pairs", {}).get("tables", {}).items():
+        yield _pairs_table(name, pair)
+    for case, by_device in result.get("steps", {}).items():
+        for device, rows in by_device.items():
+            yield _steps_table(f"{case}, {device}", rows)
 
 
-def _pairs_table(name: str, pair: Figures) -> Table:
-    """Ratios of the first system to each other one, a row for each load."""
-    first, *others = (f"{base} ({dtype})" for base, dtype in pair["dtypes"].items())
-    title = (
-        f"{first} / {', '.join(others)}: {'each in its faster dtype' if name == FASTEST else name}"
-    )
-    table = Table(title=title, title_justify="left")
-    columns = ("throughput", "by round", *(label for _, label in PAIR_LATENCIES), "weights [GB/s]")
-    table.add_column("")
-    for label in columns:
-        table.add_column(escape(label), justify="right")
-    for load, row in pair["loads"].items():
-        read = row.get("weight_bytes_per_s", {})
-        speeds = " / ".join(_plain(None if one is None else one / 1e9) for one in read.values())
-        for other, found in row.items():
-            if other == "weight_bytes_per_s":
-                continue
-            label = load if len(others) == 1 else f"{load}, {other}"
-            cells = [
-                _times(found["throughput"]),
-                " ".join(_times(one) for one in found["throughput_by_round"]),
-                *(_times(found[key]) for key, _ in PAIR_LATENCIES),
-            ]
-            table.add_row(escape(label), *cells, speeds)
-    return table
-
-
-def _times(ratio: float | None) -> str:
-    return "–" if ratio is None else f"{ratio:.2f}"
-
-
-def _plain_reader(key: str) -> Reader:
-    return lambda found: _plain(found[key])
-
-
-def _share_reader(key: str) -> Reader:
-    return lambda found: _share(found[key])
-
-
-def _cost_scale_reader(phase: str) -> Reader:
-    return lambda found: _plain(found["cost_scale"][phase])
-
-
-def _percentile_reader(metric: str, name: str) -> Reader:
-    return lambda found: _milliseconds(found[metric][name])
-
-
-def _target_reader(target: str) -> Reader:
-    return lambda found: _share(found["slo_attainment"].get(target))
-
-
-def _spread_reader(key: str) -> Reader:
-    return lambda found: _share(found["spread"].get(key))
-
-
-def _show_ratios(section: Mapping[str, Any], console: Console) -> None:
+def _ratios(section: Mapping[str, Any]) -> Iterator[str]:
+    """Ratios of the first system to each other one, and of each system to its references."""
     names = list(section["systems"])
-    for pair in _pairs(names):
-        found = section["ratios"].get(pair)
-        if not found:
-            continue
-        shown = ", ".join(
-            f"{label} {found[key]:.2f}×"
+    pairs = [f"{names[0]}/{name}" for name in names[1:]] if names else []
+    references = [name for name in names if is_reference(name)]
+    pairs += [f"{name}/{other}" for other in references for name in names[1:] if name != other]
+    for pair in pairs:
+        ratios = section["ratios"].get(pair, {})
+        shown = [
+            f"{label} {ratios[key]:.2f}×"
             for key, label in (
                 ("ttft_s.p50", "TTFT P50"),
                 ("ttft_s.p99", "TTFT P99"),
@@ -213,19 +157,132 @@ def _show_ratios(section: Mapping[str, Any], console: Console) -> None:
                 ("tpot_s.p50", "TPOT P50"),
                 ("throughput_tokens_per_s", "throughput"),
             )
-            if key in found
+            if key in ratios
+        ]
+        if ratios:
+            yield f"{pair}: {', '.join(shown)}"
+
+
+def _steps_table(what: str, steps: Sequence[Figures]) -> Table:
+    """The figures of each step, each with its ratio to that of the step before."""
+    columns: Mapping[str, tuple[str, Text]] = {
+        "TTFT P99 [ms]": ("ttft_p99_s", _milliseconds),
+        "TPOT P50 [ms]": ("tpot_p50_s", _milliseconds),
+        "bubbles": ("bubble_share", _share),
+        "while requests arrive": ("bubble_share_arriving", _share),
+        "throughput [tokens/s]": ("throughput_tokens_per_s", _plain),
+    }
+    rows = [
+        (
+            step["step"],
+            *(
+                text(step[key]) + _factor(step.get("effect", {}).get(key))
+                for key, text in columns.values()
+            ),
         )
-        console.print(f"{pair}: {shown}", markup=False, highlight=False, soft_wrap=True)
-
-
-def _pairs(names: Sequence[str]) -> list[str]:
-    """Pairs of each system with the first one, and of each system with its references."""
-    pairs = [f"{names[0]}/{name}" for name in names[1:]] if names else []
-    references = [name for name in names if is_reference(name)]
-    pairs += [
-        f"{name}/{reference}" for reference in references for name in names[1:] if name != reference
+        for step in steps
     ]
-    return pairs
+    return _table(f"steps, {what}: figure (× the step before)", list(columns), iter([rows]))
+
+
+def _pairs_table(name: str, pair: Figures) -> Table:
+    """Ratios of the first system to each other one, a row for each load."""
+    first, *others = (f"{base} ({dtype})" for base, dtype in pair["dtypes"].items())
+    kind = "each in its faster dtype" if name == FASTEST else name
+    columns = ("throughput", "by round", *PAIR_LATENCIES, "weights [GB/s]")
+    rows = []
+    for load, row in pair["loads"].items():
+        speeds = [
+            _plain(quotient(speed, 1e9)) for speed in row.get("weight_bytes_per_s", {}).values()
+        ]
+        for other, ratios in row.items():
+            if other != "weight_bytes_per_s":
+                rows.append(
+                    (
+                        load if len(others) == 1 else f"{load}, {other}",
+                        _times(ratios["throughput"]),
+                        " ".join(_times(ratio) for ratio in ratios["throughput_by_round"]),
+                        *(_times(ratios[key]) for key in PAIR_LATENCIES.values()),
+                        " / ".join(speeds),
+                    )
+                )
+    return _table(f"{first} / {', '.join(others)}: {kind}", columns, iter([rows]))
+
+
+def _show_co_serving(
+    section: Mapping[str, Any], verdict: Figures, judged: bool, console: Console
+) -> None:
+    """Online requests beside batch work: every system beside the base, then the bars."""
+    systems = by_name(section["systems"])
+    base = systems.get(verdict["base"], {})
+    online, batch = ("classes", "online"), ("classes", "batch")
+
+    def compared(label: str, *keys: str, factor: float = 1) -> Row:
+        read = at(*keys)
+
+        def text(value: float | None) -> str:
+            if value is None:
+                return "–"
+            scaled = value * factor
+            shown = f"{scaled:,.0f}" if scaled >= 10 else f"{scaled:.2f}"
+            return shown + _factor(quotient(value, read(base)))
+
+        return label, read, text
+
+    groups: list[list[Row]] = [
+        [
+            ("online requests", at(*online, "sent"), _count),
+            ("  without a token", at(*online, "without_token"), _count),
+            ("  cut off at the end", at(*online, "cut_off"), _count),
+        ],
+        [
+            ("first tokens in time", at(*online, "slo_attainment", "ttft"), _share),
+            ("times per token in time", at(*online, "slo_attainment", "tpot"), _share),
+            ("token groups in time", at(*online, "slo_attainment", "token_group"), _share),
+        ],
+        [
+            compared("processed [tokens/s]", "processed_tokens_per_s"),
+            compared("output [tokens/s]", "output_tokens_per_s"),
+            compared("TTFT P50 [ms]", "ttft_s", "p50", factor=1e3),
+            compared("TTFT P99 [ms]", "ttft_s", "p99", factor=1e3),
+            compared("gap P50 [ms]", "inter_token_s", "p50", factor=1e3),
+            compared("gap P99 [ms]", "inter_token_s", "p99", factor=1e3),
+            compared("normalized, mean [ms]", "normalized_latency_s", "mean", factor=1e3),
+            compared("goodput [requests/s]", *online, "goodput_requests_per_s"),
+            compared("batch [requests/s]", *batch, "throughput_requests_per_s"),
+        ],
+        [
+            ("batch [tokens/s]", at(*batch, "processed_tokens_per_s"), _count),
+            ("batch requests completed", at(*batch, "completed"), _count),
+            ("recomputed share", at("recomputed_share"), _share),
+        ],
+    ]
+    if (harvested := verdict.get("harvested_share")) is not None and judged:
+        systems = {name: {**own, "harvested": harvested.get(name)} for name, own in systems.items()}
+        groups[-1].append(("harvested share (of eager)", at("harvested"), _share))
+    if systems:
+        title = f"{section['scenario']}: online requests beside batch work (× {verdict['base']})"
+        console.print(_by_system(title, systems, iter(groups)))
+    if judged and verdict["bars"]:
+        table = Table(title="bars", title_justify="left")
+        for column in ("", "system", "measured", "wanted", ""):
+            table.add_column(column, justify="right" if column == "measured" else "left")
+        for bar in verdict["bars"]:
+            value = "–" if bar["value"] is None else f"{bar['value']:.3g}"
+            colour = COLOURS[Judgement(bar["verdict"])]
+            shown = f"[{colour}]{bar['verdict']}[/]"
+            table.add_row(escape(bar["what"]), bar["system"], value, bar["wanted"], shown)
+        console.print(table)
+    for note in verdict["notes"] if judged else ():
+        console.print(note, markup=False, highlight=False, soft_wrap=True)
+
+
+def _factor(ratio: float | None) -> str:
+    return "" if ratio is None else f" (×{ratio:.2f})"
+
+
+def _times(ratio: float | None) -> str:
+    return "–" if ratio is None else f"{ratio:.2f}"
 
 
 def _milliseconds(value: float | None) -> str:
@@ -239,9 +296,17 @@ def _share(value: float | None) -> str:
     return "–" if value is None else f"{value:.1%}"
 
 
-def _plain(value: Any) -> str:
+def _count(value: float | None) -> str:
+    return "–" if value is None else f"{value:,.0f}"
+
+
+def _plain(value: float | None) -> str:
     if value is None:
         return "–"
+    return f"{value:,.3g}" if value < 100 and not float(value).is_integer() else f"{value:,.0f}"
+
+
+def _any(value: Any) -> str:
     if isinstance(value, dict):
-        return ", ".join(f"{name} {_plain(one)}" for name, one in value.items())
-    return f"{value:,.3g}" if isinstance(value, float) and value < 100 else f"{value:,.0f}"
+        return ", ".join(f"{name} {_any(part)}" for name, part in value.items())
+    return _plain(value)

@@ -1,19 +1,19 @@
-"""Runs a scenario: systems take turns, round by round, so that a drift of the machine hits all.
+"""Runs a comparison: systems take turns, round by round, so that drift of the machine hits all.
 
-While one system is measured, the others are suspended or stopped: idle servers use processors, too.
+While a system is measured, the others are suspended or stopped: idle servers use processors, too.
 """
 
 import contextlib
 import platform
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import psutil
 
 from benchmarks.client_process import run_job
-from benchmarks.runs.sampler import CounterSampler
 from benchmarks.scenarios.scenario import Case, LoadChoice, Scenario
 from benchmarks.stats import LatencyTarget
 from benchmarks.systems.catalog import (
@@ -26,25 +26,27 @@ from benchmarks.systems.catalog import (
 )
 from benchmarks.systems.processor import read_bytes_per_s, read_gpus, read_processor
 from benchmarks.systems.schedulings import serves_batch
-from benchmarks.systems.system import CPU, Deployment, Say, System
+from benchmarks.systems.system import CPU, Counters, Deployment, Say, System
 from benchmarks.systems.tideserve import TIMES, Tideserve
+from services.common.clock import monotonic_s
 from tideserve.cli.errors import SystemUnavailable
 from tideserve.load.client import UNFINISHED, Job
-from tideserve.load.record import RequestOutcome, Round, SentRequest
+from tideserve.load.record import RequestOutcome, Round, SentRequest, TokenSample
 from tideserve.load.workload import fixed
 
 # The servers report their counters once a second.
 SETTLE_S = 1.5
+INTERVAL_S = 1.0
 WARM_UP_TIMEOUT_S = 120.0
 REQUESTS_MIN = 200
-Number = TypeVar("Number", int, float)
-# Beside its KV cache and parameters, a server process needs about so much.
 PROCESS_BYTES = 1 << 30
+"""Memory of a server process beside its KV cache and parameters, roughly."""
+Number = TypeVar("Number", int, float)
 
 
 @dataclass(frozen=True, slots=True)
 class BenchPlan:
-    """What is to be measured."""
+    """What is measured."""
 
     scenario: Scenario
     choice: LoadChoice
@@ -76,7 +78,9 @@ class Runner:
         self._progress = progress
         self._deployment = plan.deployment
         self._cases = plan.scenario.cases(plan.choice)
-        self._round_count = plan.scenario.rounds(plan.choice.quick)
+        self._round_count = plan.scenario.round_count(plan.choice.quick)
+        self._systems = self._in_order()
+        self._fits = True
         self._kv_bytes: dict[str, int] = {}
         self._up: dict[str, System] = {}
         self.outcomes = RunOutcomes()
@@ -90,155 +94,139 @@ class Runner:
         outcomes = self.outcomes
         outcomes.machine = describe_machine(self._deployment)
         outcomes.statements = {case.name: case.workload(0).statement for case in self._cases}
-        systems = self._systems()
-        fits = self._fits(systems)
-        self._announce(systems, fits)
+        self._check_memory()
+        self._announce()
         try:
-            for key, (name, paced) in systems.items():
+            for key, (name, _) in self._systems.items():
                 if "=" in name:
                     # A server that does not answer is reported before anything is measured.
-                    self._prepare(key, name, paced)
+                    with self._noting(key):
+                        self._start(key)
             for turn in range(self._round_count):
-                for key in systems:
+                for key in self._systems:
                     if key not in outcomes.unavailable:
-                        self._take_turn(key, systems[key], turn, fits)
+                        with self._noting(key):
+                            self._take_turn(key, turn)
             self._inspect()
-            self._judge()
+            self._check_requests()
         finally:
-            self._stop_all()
+            with contextlib.ExitStack() as stack:
+                for system in self._up.values():
+                    stack.callback(system.stop)
+            self._up.clear()
         return outcomes
 
-    def _systems(self) -> dict[str, tuple[str, bool]]:
-        """(name, paced) by label. Those of one dtype take turns, tideserve first: it tells the KV
-        bytes that vLLM gets.
+    def _in_order(self) -> dict[str, tuple[str, bool]]:
+        """(name, paced) by label. Those of one dtype take turns; tideserve is first, since vLLM
+        gets as many KV bytes.
         """
         names = self._plan.system_names
         dtypes = [self._dtype_of(name) for name in names]
-        named = sorted(
+        systems = {}
+        for name in sorted(
             names, key=lambda name: (dtypes.index(self._dtype_of(name)), not is_tideserve(name))
-        )
-        found = {}
-        for name in named:
+        ):
             if self._deployment.paced and is_tideserve(name):
-                found[f"{name}@{self._deployment.paced}"] = (name, True)
+                systems[f"{name}@{self._deployment.paced}"] = (name, True)
                 if self._plan.scenario.co_serving is not None:
                     continue  # its load is for the one pace or for the other
-            found[name.partition("=")[0]] = (name, False)
-        return found
+            systems[name.partition("=")[0]] = (name, False)
+        return systems
 
     def _dtype_of(self, name: str) -> str:
         return dtype_of(name) or self._deployment.dtype
 
-    def _cases_of(self, name: str) -> Sequence[Case]:
+    def _cases_of(self, key: str) -> Sequence[Case]:
         """The loads that this system gets."""
-        second = self._dtype_of(name) != self._deployment.dtype
+        second = self._dtype_of(self._systems[key][0]) != self._deployment.dtype
         return [case for case in self._cases if not (second and case.own_dtype_only)]
 
-    def _announce(self, systems: Mapping[str, tuple[str, bool]], fits: bool) -> None:
+    def _announce(self) -> None:
         for case in self._cases:
             self._say(f"{case.name}: {self.outcomes.statements[case.name]}")
-        turn_s = {
-            key: sum(case.expected_s for case in self._cases_of(name))
-            for key, (name, _) in systems.items()
-        }
-        seconds = sum(turn_s.values()) * self._round_count
-        limit_s = sum(case.limit_s for case in self._cases) * self._round_count
-        self._say(
-            f"{self._round_count} rounds of {len(systems)} systems in turn: about"
-            f" {seconds / 60:.0f} minutes of measuring on two cores (at most"
-            f" {limit_s / 60:.0f} per system), without starting the servers"
-        )
-        if rehearsing := [key for key, (name, _) in systems.items() if is_vllm(name)]:
-            times = 1 if fits else self._round_count
-            more_s = times * sum(turn_s[key] for key in rehearsing)
-            self._say(
-                f"{', '.join(rehearsing)}: a round that does not count goes before each start's"
-                f" first: about {more_s / 60:.0f} minutes more"
-            )
-        for case in self._cases:
             if case.expected_s > case.limit_s:
                 self._say(
                     f"{case.name}: a round takes about {case.expected_s:.0f} s and is ended after"
                     f" {case.limit_s:.0f} s, so the last answers may be cut off; choose a higher"
                     " --rate, or leave --quick out"
                 )
+        count = self._round_count
+        turns = {key: sum(case.expected_s for case in self._cases_of(key)) for key in self._systems}
+        # Each start of vLLM is followed by a round that does not count.
+        rehearsals_s = (1 if self._fits else count) * sum(
+            turns[key] for key, (name, _) in self._systems.items() if is_vllm(name)
+        )
+        self._say(
+            f"{count} rounds of {len(turns)} systems in turn: about"
+            f" {(sum(turns.values()) * count + rehearsals_s) / 60:.0f} minutes on two cores (at"
+            f" most {sum(case.limit_s for case in self._cases) * count / 60:.0f} per system),"
+            " without starting the servers"
+        )
 
-    def _fits(self, systems: Mapping[str, tuple[str, bool]]) -> bool:
-        """Whether there is memory for all servers that are kept between their turns."""
-        ours = [name for name, _ in systems.values() if "=" not in name]
+    def _check_memory(self) -> None:
+        """Find out whether there is memory for all servers that are kept between their turns."""
         deployment = self._deployment
-        each = {
-            name: PROCESS_BYTES
-            + (deployment.ample_memory_bytes if is_reference(name) else deployment.memory_bytes)
-            for name in ours
-        }
-        kept = [name for name in each if not is_tideserve(name)]
-        passing = [each[name] for name in each if is_tideserve(name)]
-        needed = sum(each[name] for name in kept)
+        kept: list[int] = []
+        passing: list[int] = []
+        for name in {name for name, _ in self._systems.values() if "=" not in name}:
+            ample = is_reference(name)
+            own = deployment.ample_memory_bytes if ample else deployment.memory_bytes
+            (passing if is_tideserve(name) else kept).append(PROCESS_BYTES + own)
+        needed = sum(kept)
         needed += sum(passing) if self._plan.scenario.inspect else max(passing, default=0)
-        needed *= deployment.workers
-        fits = needed < psutil.virtual_memory().available
-        if not fits:
-            self._say("memory is short: servers are started anew for each round")
-        return fits
+        self._fits = needed * deployment.workers < psutil.virtual_memory().available
+        if not self._fits:
+            self._say("memory is short: servers are started for each round")
 
-    def _take_turn(self, key: str, named: tuple[str, bool], turn: int, fits: bool) -> None:
-        name, paced = named
+    @contextlib.contextmanager
+    def _noting(self, key: str) -> Iterator[None]:
+        """Note a system that cannot run, and stop it."""
         try:
-            if key in self._up:
-                system = self._up[key]
-                system.wake()
-            else:
-                system = self._start(key, name, paced)
-            for case in self._cases_of(name):
-                label = f"round {turn + 1}/{self._round_count} {case.name} {key}"
-                measured = self._measure(system, case, turn, label)
-                self.outcomes.rounds.setdefault(case.name, {}).setdefault(key, []).append(measured)
-            self._set_aside(key, fits)
+            yield
         except SystemUnavailable as error:
-            self._give_up(key, error)
+            self._say(f"{key} cannot run: {error}")
+            self.outcomes.unavailable[key] = str(error)
+            if (broken := self._up.pop(key, None)) is not None:
+                broken.stop()
 
-    def _prepare(self, key: str, name: str, paced: bool) -> None:
-        try:
-            self._start(key, name, paced)
-        except SystemUnavailable as error:
-            self._give_up(key, error)
-
-    def _give_up(self, key: str, error: SystemUnavailable) -> None:
-        self._say(f"{key} cannot run: {error}")
-        self.outcomes.unavailable[key] = str(error)
-        if (broken := self._up.pop(key, None)) is not None:
-            broken.stop()
-
-    def _set_aside(self, key: str, fits: bool) -> None:
-        """Keep a system out of the way of the others until its next turn."""
-        if self._plan.scenario.inspect is not None and fits:
+    def _take_turn(self, key: str, turn: int) -> None:
+        if key in self._up:
+            self._up[key].wake()
+        else:
+            self._start(key)
+        system = self._up[key]
+        for case in self._cases_of(key):
+            label = f"round {turn + 1}/{self._round_count} {case.name} {key}"
+            measured = self._measure(system, case, turn, label)
+            self.outcomes.rounds.setdefault(case.name, {}).setdefault(key, []).append(measured)
+        if self._plan.scenario.inspect is not None and self._fits:
             return  # this reads figures of servers, so they must still run
-        if not fits or not self._up[key].rest():
+        if not self._fits or not system.rest():
             self._up.pop(key).stop()
 
-    def _start(self, key: str, name: str, paced: bool) -> System:
+    def _start(self, key: str) -> None:
+        name, paced = self._systems[key]
         dtype = self._dtype_of(name)
         deployment = replace(
             self._deployment,
             paced=self._deployment.paced if paced else None,
             kv_bytes=self._kv_bytes.get(dtype, self._deployment.kv_bytes),
         )
-        system = make_system(name, deployment, self._plan.api_key)
-        self._up[key] = system
+        self._up[key] = system = make_system(name, deployment, self._plan.api_key)
         started_s = time.monotonic()
         system.start(self._say)
         self._say(f"{key}: ready after {time.monotonic() - started_s:.0f} s")
         if isinstance(system, Tideserve) and not is_reference(name):
             self._kv_bytes[dtype] = system.kv_bytes_per_worker()
         self._warm_up(system)
-        rehearses = is_vllm(name)
-        if rehearses:
-            self._rehearse(key, system, self._cases_of(name))
+        if is_vllm(name):
+            # It compiles for each batch size that it first meets.
+            for case in self._cases_of(key):
+                label = f"{key}: rehearsing {case.name}"
+                self._note_failures(label, self._send(system, case, self._round_count, label))
         # Its iterations are to be counted before the first round, not in it.
         time.sleep(SETTLE_S)
-        self.outcomes.descriptions[key] = {**system.describe(), "rehearsed": rehearses}
-        return system
+        self.outcomes.descriptions[key] = {**system.describe(), "rehearsed": is_vllm(name)}
 
     def _warm_up(self, system: System) -> None:
         # Each server gets as many: a client of a closed loop keeps its own.
@@ -256,15 +244,9 @@ class Runner:
         if failed:
             raise SystemUnavailable(f"it does not answer a first request: {failed[0].error}")
 
-    def _rehearse(self, key: str, system: System, cases: Sequence[Case]) -> None:
-        """A round that does not count: vLLM compiles for each batch size that it first meets."""
-        for case in cases:
-            label = f"{key}: rehearsing {case.name}"
-            self._note_failures(label, self._run(system, case, self._round_count, label))
-
-    def _run(self, system: System, case: Case, turn: int, label: str) -> tuple[SentRequest, ...]:
+    def _send(self, system: System, case: Case, turn: int, label: str) -> tuple[SentRequest, ...]:
         workload = case.workload(turn)
-        make_backlog = case.backlog if serves_batch(system.name) else None
+        backlog = case.backlog if serves_batch(system.name) else None
         job = Job(
             urls=tuple(system.urls),
             model=system.model,
@@ -273,27 +255,42 @@ class Runner:
             concurrency=case.concurrency,
             lead_in=workload.lead_in,
             api_key=system.api_key,
-            backlog=None if make_backlog is None else make_backlog(turn),
+            backlog=None if backlog is None else backlog(turn),
             marks=marks_of(system.name),
         )
         return run_job(job, lambda line: self._progress(f"{label}: {line} requests"))
 
     def _measure(self, system: System, case: Case, turn: int, label: str) -> Round:
         before = system.counters()
-        with CounterSampler(system) as sampler:
-            records = self._run(system, case, turn, label)
+        with sampled(system) as samples:
+            records = self._send(system, case, turn, label)
         self._note_failures(label, records)
         if before.preemptions is not None:
             time.sleep(SETTLE_S)
         after = system.counters()
         return Round(
             records=records,
-            preemptions=_difference(after.preemptions, before.preemptions),
+            preemptions=_increase(after.preemptions, before.preemptions),
             capacity_tokens=after.capacity_tokens,
-            capacity_samples=tuple(sampler.capacity_samples),
-            pipeline_samples=tuple(sampler.pipeline_samples),
-            token_samples=tuple(sampler.token_samples),
-            **{name: _difference(getattr(after, name), getattr(before, name)) for name in TIMES},
+            capacity_samples=tuple(
+                (time_s, now.capacity_now_tokens)
+                for time_s, now in samples
+                if now.capacity_now_tokens is not None
+            ),
+            pipeline_samples=tuple(
+                (time_s, now.busy_s, now.bubble_s)
+                for time_s, now in samples
+                if now.busy_s is not None and now.bubble_s is not None
+            ),
+            token_samples=tuple(
+                TokenSample(
+                    *(time_s, now.processed, now.output, now.recomputed),
+                    *(now.batch_processed, now.batch_recomputed),
+                )
+                for time_s, now in samples
+                if now.processed is not None
+            ),
+            **{name: _increase(getattr(after, name), getattr(before, name)) for name in TIMES},
         )
 
     def _note_failures(self, label: str, records: Sequence[SentRequest]) -> None:
@@ -304,50 +301,58 @@ class Runner:
         if len(failed) == len(records) and any(one.error != UNFINISHED for one in failed):
             raise SystemUnavailable(f"every request failed, the first: {failed[0].error}")
 
-    def _judge(self) -> None:
+    def _check_requests(self) -> None:
         """Note systems without any completed request, and quick runs that were too slow."""
-        for key, (name, _) in self._systems().items():
-            measured = [found.get(key, ()) for found in self.outcomes.rounds.values()]
-            if not any(measured):
-                continue
-            records = [r for rounds in measured for one in rounds for r in one.records]
+        for key in self._systems:
+            rounds = [one for by in self.outcomes.rounds.values() for one in by.get(key, ())]
+            records = [record for one in rounds for record in one.records]
             # Beside batch work, answers may last longer than a round.
             beside = self._plan.scenario.co_serving is not None
-            if not any(
+            answered = any(
                 record.outcome is RequestOutcome.COMPLETED or (beside and record.token_times_s)
                 for record in records
-            ):
+            )
+            loads = [case.workload(0) for case in self._cases_of(key)]
+            planned = self._round_count * sum(len(load.requests) - load.lead_in for load in loads)
+            if rounds and not answered:
                 self.outcomes.unavailable.setdefault(key, "it completed no request in time")
-            elif len(records) < min(REQUESTS_MIN, self._requests_of(name)):
+            elif rounds and len(records) < min(REQUESTS_MIN, planned):
                 self._say(
                     f"{key}: only {len(records)} requests fitted into the time, so the figures"
                     " are rough; the machine is slow or busy"
                 )
 
-    def _requests_of(self, name: str) -> int:
-        """How many a system would be measured with if there were no limit of time."""
-        loads = [case.workload(0) for case in self._cases_of(name)]
-        return self._round_count * sum(len(load.requests) - load.lead_in for load in loads)
-
     def _inspect(self) -> None:
-        if self._plan.scenario.inspect is None:
-            return
-        self._progress("reading the servers' own figures")
-        try:
-            self.outcomes.inspections = dict(
-                self._plan.scenario.inspect(self._up, self.outcomes.rounds)
-            )
-        except SystemUnavailable as error:
-            self.outcomes.unavailable[self._plan.scenario.name] = str(error)
-
-    def _stop_all(self) -> None:
-        with contextlib.ExitStack() as stack:
-            for system in self._up.values():
-                stack.callback(system.stop)
-        self._up.clear()
+        scenario, outcomes = self._plan.scenario, self.outcomes
+        if scenario.inspect is not None:
+            self._progress("reading the servers' own figures")
+            try:
+                outcomes.inspections = dict(scenario.inspect(self._up, outcomes.rounds))
+            except SystemUnavailable as error:
+                outcomes.unavailable[scenario.name] = str(error)
 
 
-def _difference(after: Number | None, before: Number | None) -> Number | None:
+@contextlib.contextmanager
+def sampled(system: System) -> Iterator[list[tuple[float, Counters]]]:
+    """(time on the clock, counters), read once a second in a thread of its own."""
+    samples: list[tuple[float, Counters]] = []
+    stop = threading.Event()
+
+    def sample() -> None:
+        while not stop.wait(INTERVAL_S):
+            counters = system.counters()
+            samples.append((monotonic_s(), counters))
+
+    thread = threading.Thread(target=sample, name="sampler", daemon=True)
+    thread.start()
+    try:
+        yield samples
+    finally:
+        stop.set()
+        thread.join()
+
+
+def _increase(after: Number | None, before: Number | None) -> Number | None:
     """The increase of a counter; None if a value is unknown or the counter was reset."""
     if after is None or before is None or after < before:
         return None

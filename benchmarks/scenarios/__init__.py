@@ -1,26 +1,18 @@
-"""The scenarios. One joins by adding a module of its name here, with a `SCENARIO` or a `TRIAL`."""
+"""The scenarios. To add one, write a module of its name with a `SCENARIO`, and a line here."""
 
-import pkgutil
-import re
-from pathlib import Path
-
-DROP = ("drop", "the pause of a drop of layers, and activations beside bulk data")
-"""It is measured without a scenario: its name, and what it measures."""
-_SUMMARY = re.compile(r'^    summary="([^"\n]+)",$', re.MULTILINE)
-
-
-def scenario_names() -> list[str]:
-    """The names of all of them, without loading any."""
-    modules = {module.name for module in pkgutil.iter_modules(__path__)}
-    return sorted(modules - {"scenario"} | {DROP[0]})
-
-
-def scenario_summaries() -> dict[str, str]:
-    """One line about each, by name, read from the source, since to load them takes a second."""
-    found = dict([DROP])
-    for name in scenario_names():
-        if name not in found:
-            source = Path(__path__[0], f"{name}.py").read_text(encoding="utf-8")
-            match = _SUMMARY.search(source)
-            found[name] = match[1] if match else ""
-    return dict(sorted(found.items()))
+SUMMARIES = {
+    "burst": "a slice of a real trace whose KV demand overflows the workers' memory",
+    "churn": "merges and splits in a row under load: requests, memory, invariants I1-I11",
+    "clients": "loads of `steady` by vllm bench serve and guidellm: tideserve / vLLM, a core each",
+    "coserve": "batch work in the time that online requests leave: tokens gained, and their cost",
+    "drop": "the pause of a drop of layers, and activations beside bulk data",
+    "faults": "kills, freezes and cuts in each phase of a change-over, or at random with floods",
+    "flood": "the flood of burst with offline load behind it: what online requests notice of it",
+    "front": "vLLM as the engine of workers: cost of the control plane, gain of its dispatch",
+    "overhead": "control-plane latency added to TTFT; planning share of iteration time",
+    "prefix": "what a prefix cache saves, and which dispatch finds what is cached",
+    "realtime": "real-time requests with targets beside best-effort ones: targets met, their cost",
+    "steady": "closed loops: one at a time, decode-heavy, many, mixed, prefill-heavy",
+    "survive": "a worker is killed and etcd stops: no request fails, the other workers serve on",
+}
+"""By name. `tideserve --help` reads this dict without loading any scenario."""

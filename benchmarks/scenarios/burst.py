@@ -3,6 +3,11 @@
 Outputs are long and prompts short, so that a request stays long and its first token waits for
 memory, not for compute. A system with the suffix `-ample` gets the same arrivals with memory for
 all of them.
+
+With --ablation, `drop` gets its mechanisms one after the other on the same flood (KunServe §5.3):
+drop only, then coordinated exchange, lookahead and restore. As in KunServe, the prompts are long
+and of many lengths, so that microbatches formed by token count differ in time. After the flood, a
+trickle of requests shows the effect of restoring.
 """
 
 from collections.abc import Sequence
@@ -14,8 +19,11 @@ from random import Random
 from benchmarks.errors import BenchError
 from benchmarks.patterns import is_pattern, made_up
 from benchmarks.scenarios.scenario import (
+    ABLATION,
     FULL_LIMIT_S,
+    GPU,
     QUICK_LIMIT_S,
+    TRACE,
     Case,
     LoadChoice,
     Scenario,
@@ -169,17 +177,80 @@ def _source(choice: LoadChoice, load: TraceSlice) -> tuple[Trace, float, float, 
 
 SCENARIO = Scenario(
     name="burst",
-    summary="a slice of a real trace whose KV demand overflows the workers' memory",
     systems=("drop", "recompute", "vllm", "recompute-ample", "vllm-ample"),
     memory="620MiB",
     # Many processors have no product of bfloat16, and what a system does instead is no measure.
     dtype="float32",
     paced_systems=("drop", "recompute", "recompute-ample"),
     paced_memory="22016KiB",
-    paced_model=PACED_MODEL,
+    tiny_model=PACED_MODEL,
     cases=cases,
-    rounds=lambda quick: ROUNDS,
-    traced=True,
+    options=TRACE | GPU | {ABLATION},
     demand_min=1.5,
-    on_gpus=True,
+)
+
+STEPS = {
+    "drop only": "drop-exchange-lookahead-restore",
+    "+ coordinated exchange": "drop-lookahead-restore",
+    "+ lookahead": "drop-restore",
+    "+ restore": "drop",
+}
+ABLATION_UNPACED = replace(
+    UNPACED,
+    scale=LengthScale(prompt=0.15, output=0.3, prompt_range=(16, 384), output_range=(40, 80)),
+    rate_per_s=4.0,
+    drain_s=20.0,
+)
+# On a modelled A100, lookahead leaves 0.26 of the bubbles here while requests arrive, or 0.37 and
+# 0.46 if a message between stages takes 1 or 2 ms.
+ABLATION_PACED = replace(
+    PACED,
+    scale=LengthScale(prompt=0.8, output=0.4, prompt_range=(64, 1800), output_range=(40, 160)),
+    duration_s=18.0,
+    rate_per_s=8.0,
+    drain_s=10.0,
+)
+TRICKLE_REQUESTS, TRICKLE_RATE_PER_S = 12, 1.0
+TRICKLE_SHARE = 0.3
+"""Share of the time limit."""
+
+
+def ablation_cases(choice: LoadChoice) -> Sequence[Case]:
+    """The flood with other lengths, then its first requests again, evenly."""
+    load = load_for(choice, ABLATION_PACED, ABLATION_UNPACED)
+    first = flood_case(choice, "ablation/flood", load, 1 - TRICKLE_SHARE)
+
+    def trickle(turn: int) -> Workload:
+        requests = tuple(
+            replace(request, arrival_s=number / TRICKLE_RATE_PER_S)
+            for number, request in enumerate(first.workload(turn).requests[:TRICKLE_REQUESTS])
+        )
+        return Workload(
+            requests,
+            f"when the flood is answered, its first {len(requests)} requests again,"
+            f" {TRICKLE_RATE_PER_S:g} a second",
+        )
+
+    second = Case(
+        name="ablation/trickle",
+        workload=trickle,
+        concurrency=None,
+        expected_s=TRICKLE_REQUESTS / TRICKLE_RATE_PER_S + 3 * choice.slowdown,
+        limit_s=first.limit_s * TRICKLE_SHARE / (1 - TRICKLE_SHARE),
+    )
+    return (first, second)
+
+
+ABLATION_SCENARIO = Scenario(
+    name=ABLATION,
+    systems=tuple(STEPS.values()),
+    memory="400MiB",
+    paced_systems=tuple(STEPS.values()),
+    paced_memory="26MiB",
+    # Two processors compute 2,000 tokens of a prompt of these layers in the time of the device.
+    tiny_model={"num_hidden_layers": 4, "intermediate_size": 256},
+    cases=ablation_cases,
+    steps=STEPS,
+    up_options={"max_batch_tokens": 2048},
+    options=TRACE | {ABLATION},
 )

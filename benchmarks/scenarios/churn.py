@@ -4,40 +4,33 @@ The groups change by hand, one change after the other, while requests keep comin
 hang up. Afterwards every process's event log is replayed and audited for invariants I1-I11.
 """
 
-import tempfile
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from pathlib import Path
-from statistics import median
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
-import psutil
-
-from benchmarks.audit_logs import Audited, audit_logs
+from benchmarks.audit_logs import Audited
+from benchmarks.faults.cluster import await_true, running_cluster
+from benchmarks.faults.load import Shape, SteadyLoad
+from benchmarks.faults.memory import ResidentMemory
+from benchmarks.faults.outcomes import Tally, request_rows
 from benchmarks.group_changes import MERGE_PATH, SPLIT_PATH, ChangeFailed, change_groups
-from benchmarks.scenarios.scenario import LoadChoice, Trial, TrialVerdict
-from benchmarks.steady_load import Shape, SteadyLoad, Tally
+from benchmarks.scenarios.scenario import GPU, LoadChoice, Scenario, TrialVerdict
 from benchmarks.systems.cluster_status import read_status
 from benchmarks.systems.system import Deployment, Say
-from benchmarks.systems.tideserve import Tideserve
 from services.common.clock import monotonic_s
+from tideserve.cli.tiny_model import DEEP
 
 FULL_CYCLES, QUICK_CYCLES = 100, 10
-CHANGE_TIMEOUT_S = 60.0
-REST_TIMEOUT_S = 30.0
-POLL_S = 0.2
+CHANGE_TIMEOUT_S, REST_TIMEOUT_S = 60.0, 30.0
 PAUSE_S = 0.3
 """How long each configuration serves before the next change is asked for."""
-RSS_GROWTH_MAX = 0.05
-"""Allowed growth from the first to the last tenth of the cycles: allocators and logs vary."""
-REQUEST_COUNTS = (
-    *("sent", "completed", "hung_up", "refused", "lost", "duplicated", "stuck", "tokens"),
-)
+OPTIONS = {"overload_policy": "recompute"}
+"""The cluster makes only the changes that are asked for."""
 
 
 @dataclass(slots=True)
 class Churned:
-    """Results of the changes. `rss_bytes`: of each worker's processes after every cycle."""
+    """Results of the changes."""
 
     wanted: int
     merges: int = 0
@@ -45,7 +38,8 @@ class Churned:
     refused: int = 0
     failure: str = ""
     duration_s: float = 0.0
-    rss_bytes: dict[str, list[int]] = field(default_factory=dict)
+    memory: ResidentMemory = field(default_factory=lambda: ResidentMemory(10, growth_max=0.05))
+    """Of each worker's processes after every cycle: allocators and logs vary."""
     blocks: dict[str, tuple[int, int]] = field(default_factory=dict)
     """Free blocks and all blocks at the end, by worker."""
 
@@ -56,10 +50,9 @@ def churn(
     """Merge all groups and split them again `cycles` times under load; waits for rest at the end.
 
     Raises:
-        SystemUnavailable: if the cluster does not tell its status.
+        SystemUnavailable: if the cluster does not report its status.
     """
-    done = Churned(cycles)
-    started_s = monotonic_s()
+    done, began_s = Churned(cycles), monotonic_s()
     with SteadyLoad(url, model, shape) as load:
         time.sleep(PAUSE_S)
         try:
@@ -71,155 +64,94 @@ def churn(
                 done.refused += change_groups(admin_url, SPLIT_PATH, CHANGE_TIMEOUT_S)
                 done.splits += 1
                 time.sleep(PAUSE_S)
-                _note_memory(admin_url, done)
+                for worker in read_status(admin_url)["workers"]:
+                    done.memory.note(str(worker["id"]), worker["pids"])
         except ChangeFailed as error:
             done.failure = f"change {done.merges + done.splits + 1} failed: {error}"
         say("waiting for the last requests")
-    done.duration_s = monotonic_s() - started_s
-    _await_rest(admin_url, done)
+    done.duration_s = monotonic_s() - began_s
+    await_true(_at_rest(admin_url, done), REST_TIMEOUT_S)
     return done, load.tally
+
+
+def _at_rest(admin_url: str, done: Churned) -> Callable[[], bool]:
+    """Whether no worker has a request; notes how many blocks are free."""
+
+    def at_rest() -> bool:
+        workers = read_status(admin_url)["workers"]
+        done.blocks = {
+            one["id"]: (int(one["kv_blocks_free"]), int(one["kv_blocks_total"])) for one in workers
+        }
+        idle = bool(workers) and not any(one["running"] or one["waiting"] for one in workers)
+        return idle and all(free == total > 0 for free, total in done.blocks.values())
+
+    return at_rest
 
 
 def judge(done: Churned, tally: Tally, audited: Audited) -> TrialVerdict:
     """Figures, and a problem for every property that did not hold."""
     problems = [done.failure] if done.failure else []
-    problems += tally.problems() + _memory_problems(done)
-    problems += audited.problems
+    problems += tally.problems()
+    problems += [
+        f"{name} has {total - free} of {total} blocks in use at rest"
+        for name, (free, total) in done.blocks.items()
+        if free != total
+    ]
+    problems += [*done.memory.problems(), *audited.problems]
+    counts = tally.counts()
+    del counts["different"]  # answers are compared with none
     figures = {
         "cycles": done.wanted,
         "merges": done.merges,
         "splits": done.splits,
         "changes_refused_at_first": done.refused,
         "duration_s": done.duration_s,
-        "requests": {name: getattr(tally, name) for name in REQUEST_COUNTS},
-        "rss_bytes": {name: _tenths(values) for name, values in done.rss_bytes.items()},
+        "requests": counts,
+        "rss_bytes": done.memory.figures(),
         "kv_blocks_free_and_total": done.blocks,
         "replayed": {
             name: {"events": one.events, "decisions": one.decisions}
             for name, one in audited.replayed.items()
         },
-        "invariants_checked": audited.checks,
-        "violations": audited.findings.broken,
+        **audited.figures,
         "problems": problems,
     }
-    return TrialVerdict(figures, _rows(done, tally, audited), problems)
+    decisions = sum(one.decisions for one in audited.replayed.values())
+    rows = [
+        ("merges / splits", f"{done.merges} / {done.splits} in {done.duration_s:,.0f} s"),
+        ("refused at first and repeated", str(done.refused)),
+        *request_rows(counts),
+        *done.memory.rows(),
+        *(
+            (f"free blocks of {name} at rest", f"{free} of {total}")
+            for name, (free, total) in done.blocks.items()
+        ),
+        (
+            "decisions replayed",
+            f"{decisions:,}, {'not all alike' if audited.differing else 'identical'}",
+        ),
+        *audited.rows,
+    ]
+    return TrialVerdict(figures, rows, problems)
 
 
 def run(deployment: Deployment, choice: LoadChoice, say: Say, progress: Say) -> TrialVerdict:
     """Start a cluster that keeps event logs, change its groups, and audit the logs."""
     cycles = choice.cycles or (QUICK_CYCLES if choice.quick else FULL_CYCLES)
-    with tempfile.TemporaryDirectory(prefix="tideserve-churn-") as folder:
-        logs = Path(folder) / "events"
-        log = {"event_log": str(logs)}
-        options = {
-            # The cluster makes only the changes that are asked for.
-            "overload_policy": "recompute",
-            "worker": {"profile_when_idle": False} | log,
-            "memmgr": log,
-            "scheduler": log,
-            "gateway": log,
-        }
-        options = dict(deployment.options) | options
-        system = Tideserve("tideserve", (), replace(deployment, options=options))
-        try:
-            system.start(say)
-            shape = Shape(seed=choice.seed)
-            done, tally = churn(
-                system.urls[0], system.admin_url, system.model, cycles, shape, progress
-            )
-            progress("replaying and auditing the event logs")
-            audited = audit_logs(logs)
-        finally:
-            system.stop()
-    return judge(done, tally, audited)
+    with running_cluster(deployment, deployment.workers, OPTIONS, say) as cluster:
+        shape = Shape(seed=choice.seed)
+        done, tally = churn(cluster.url, cluster.admin_url, cluster.model, cycles, shape, progress)
+        progress("replaying and auditing the event logs")
+        verdict = judge(done, tally, cluster.audit())
+        cluster.keep_if(verdict.problems, "churn", say)
+    return verdict
 
 
-# --- looking at the cluster
-
-
-def _note_memory(url: str, done: Churned) -> None:
-    for worker in read_status(url)["workers"]:
-        rss_bytes = sum(psutil.Process(pid).memory_info().rss for pid in worker["pids"])
-        done.rss_bytes.setdefault(worker["id"], []).append(rss_bytes)
-
-
-def _await_rest(url: str, done: Churned) -> None:
-    """Wait until no worker has a request, for a while, and note how many blocks are free."""
-    deadline_s = monotonic_s() + REST_TIMEOUT_S
-    while True:
-        workers = read_status(url)["workers"]
-        done.blocks = {
-            one["id"]: (int(one["kv_blocks_free"]), int(one["kv_blocks_total"])) for one in workers
-        }
-        idle = bool(workers) and not any(one["running"] or one["waiting"] for one in workers)
-        at_rest = idle and all(free == total > 0 for free, total in done.blocks.values())
-        if at_rest or monotonic_s() > deadline_s:
-            return
-        time.sleep(POLL_S)
-
-
-# --- judging
-
-
-def _memory_problems(done: Churned) -> list[str]:
-    problems = [
-        f"{name} has {total - free} of {total} blocks in use at rest"
-        for name, (free, total) in done.blocks.items()
-        if free != total
-    ]
-    for name, values in done.rss_bytes.items():
-        tenths = _tenths(values)
-        if tenths["last"] > (1 + RSS_GROWTH_MAX) * tenths["first"]:
-            problems.append(
-                f"{name} grew from {_mebibytes(tenths['first'])} to {_mebibytes(tenths['last'])}"
-            )
-    return problems
-
-
-def _tenths(values: Sequence[int]) -> dict[str, int]:
-    """Median of the first and of the last tenth of the cycles, in bytes."""
-    count = max(1, len(values) // 10)
-    return {"first": int(median(values[:count])), "last": int(median(values[-count:]))}
-
-
-def _mebibytes(size_bytes: float) -> str:
-    return f"{size_bytes / 2**20:,.1f} MiB"
-
-
-def _rows(done: Churned, tally: Tally, audited: Audited) -> list[tuple[str, str]]:
-    rows = [
-        ("merges / splits", f"{done.merges} / {done.splits} in {done.duration_s:,.0f} s"),
-        ("refused at first and repeated", str(done.refused)),
-        ("requests sent / completed", f"{tally.sent:,} / {tally.completed:,}"),
-        ("hung up / refused", f"{tally.hung_up:,} / {tally.refused:,}"),
-        ("lost / duplicated / stuck", f"{tally.lost} / {tally.duplicated} / {tally.stuck}"),
-    ]
-    for name, values in done.rss_bytes.items():
-        tenths = _tenths(values)
-        text = f"{_mebibytes(tenths['first'])} → {_mebibytes(tenths['last'])}"
-        rows.append((f"resident memory of {name}, first and last tenth", text))
-    rows += [
-        (f"free blocks of {name} at rest", f"{free} of {total}")
-        for name, (free, total) in done.blocks.items()
-    ]
-    decisions = sum(one.decisions for one in audited.replayed.values())
-    same = not any(one.difference for one in audited.replayed.values())
-    rows += [
-        ("decisions replayed", f"{decisions:,}, {'identical' if same else 'not all alike'}"),
-        (
-            "invariants checked",
-            ", ".join(f"{one} {count:,}×" for one, count in audited.checks.items()),
-        ),
-        ("violations", str(audited.findings.broken)),
-    ]
-    return rows
-
-
-TRIAL = Trial(
+SCENARIO = Scenario(
     name="churn",
-    summary="merges and splits in a row under load: requests, memory, invariants I1-I11",
     memory="32MiB",
     run=run,
+    options=GPU | {"cycles"},
+    tiny_model=DEEP,
     gpu_memory="256MiB",
-    cycled=True,
 )

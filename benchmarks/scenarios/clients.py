@@ -5,21 +5,20 @@ take turns round by round, and rest while the other is measured.
 """
 
 import contextlib
-import tempfile
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
-from statistics import median
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from benchmarks.client_process import run_job
-from benchmarks.scenarios.scenario import LoadChoice, Trial, TrialVerdict
+from benchmarks.scenarios.scenario import FASTEST, LoadChoice, Scenario, TrialVerdict
 from benchmarks.scenarios.steady import MIXES, Mix
+from benchmarks.stats import quotient
 from benchmarks.systems.load_generators import (
     LOAD_GENERATORS,
     ClientLoad,
     ClientReport,
-    LoadGenerator,
     MeasuredServer,
     run_generator,
 )
@@ -27,6 +26,7 @@ from benchmarks.systems.system import Deployment, Say, System
 from benchmarks.systems.tideserve import Tideserve
 from benchmarks.systems.vllm import Vllm
 from tideserve.load.client import Job
+from tideserve.sim.report import percentile
 
 OURS, PEER = "tideserve", "vllm"
 ROUNDS = 3
@@ -43,35 +43,6 @@ Reports = dict[tuple[str, str, str], list[ClientReport]]
 """Rounds by system, client and load."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Measuring:
-    """What the rounds share: clients with their Pythons, a folder, the progress."""
-
-    clients: Sequence[tuple[LoadGenerator, Path]]
-    choice: LoadChoice
-    model_dir: Path
-    folder: Path
-    progress: Say
-
-    def measure(self, system: System, turn: int, found: Reports) -> None:
-        """All loads by all clients. Raises SystemUnavailable."""
-        server = MeasuredServer(system.urls[0], system.model, self.model_dir)
-        for client, python in self.clients:
-            for number, load in enumerate(loads(self.choice)):
-                self.progress(f"round {turn + 1}: {load.name} by {client.name}, {system.name}")
-                asked = client_load(load, self.choice, turn, number)
-                told = run_generator(client, python, server, asked, self.folder, LIMIT_S)
-                found.setdefault((system.name, client.name, load.name), []).append(told)
-
-    def rehearse(self, system: System) -> None:
-        """The loads, by our own client: vLLM compiles for each batch size that it first meets."""
-        for load in loads(self.choice):
-            self.progress(f"rehearsing {load.name}, {system.name}")
-            made = load.workload(self.choice, ROUNDS)
-            job = Job(tuple(system.urls), system.model, made.requests, LIMIT_S, load.concurrency)
-            run_job(job, lambda line: None)
-
-
 def loads(choice: LoadChoice) -> Sequence[Mix]:
     """The mixes of `steady`; a quick run has the mixes that are measured in both dtypes."""
     return [mix for mix in MIXES if mix.again or not choice.quick]
@@ -86,37 +57,47 @@ def client_load(mix: Mix, choice: LoadChoice, turn: int, number: int) -> ClientL
 
 
 def run(deployment: Deployment, choice: LoadChoice, say: Say, progress: Say) -> TrialVerdict:
-    """Measure both systems with both clients. Raises SystemUnavailable."""
+    """Measure both systems with both clients. Raises SystemUnavailable.
+
+    The systems take turns; vLLM, whose start takes minutes, is only held in between.
+    """
     alone = replace(deployment, workers=1, cores=deployment.cores[:1])
-    with tempfile.TemporaryDirectory(prefix="tideserve-bench-") as folder:
-        clients = [(client, client.ensure(deployment.cache, say)) for client in LOAD_GENERATORS]
-        shared = _Measuring(clients, choice, deployment.model_dir, Path(folder), progress)
-        found = _rounds(alone, shared, say)
-    return judge(found, choice, deployment.dtype)
-
-
-def _rounds(deployment: Deployment, shared: _Measuring, say: Say) -> Reports:
-    """The systems in turn; vLLM, whose start takes minutes, is only held between its turns."""
+    clients = [(client, client.ensure(deployment.cache, say)) for client in LOAD_GENERATORS]
     found: Reports = {}
-    options = dict(deployment.options) | {"threads": 1}
     with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(TemporaryDirectory(prefix="tideserve-bench-")))
+
+        def measure(system: System, turn: int) -> None:
+            server = MeasuredServer(system.urls[0], system.model, deployment.model_dir)
+            for client, python in clients:
+                for number, load in enumerate(loads(choice)):
+                    progress(f"round {turn + 1}: {load.name} by {client.name}, {system.name}")
+                    asked = client_load(load, choice, turn, number)
+                    report = run_generator(client, python, server, asked, folder, LIMIT_S)
+                    found.setdefault((system.name, client.name, load.name), []).append(report)
+
         peer: Vllm | None = None
-        for turn in range(1 if shared.choice.quick else ROUNDS):
-            ours = Tideserve(OURS, (), replace(deployment, options=options))
+        for turn in range(1 if choice.quick else ROUNDS):
+            options = {**alone.options, "threads": 1}
+            ours = Tideserve(OURS, (), replace(alone, options=options))
             with contextlib.ExitStack() as one_turn:
                 one_turn.callback(ours.stop)
                 ours.start(say)
                 kv_bytes = ours.kv_bytes_per_worker()
-                shared.measure(ours, turn, found)
+                measure(ours, turn)
             if peer is None:
-                peer = Vllm(PEER, (), replace(deployment, kv_bytes=kv_bytes))
+                peer = Vllm(PEER, (), replace(alone, kv_bytes=kv_bytes))
                 stack.callback(peer.stop)
                 peer.start(say)
-                shared.rehearse(peer)
+                for load in loads(choice):  # it compiles for each batch size that it first meets
+                    progress(f"rehearsing {load.name}, {PEER}")
+                    made = load.workload(choice, ROUNDS).requests
+                    job = Job(tuple(peer.urls), peer.model, made, LIMIT_S, load.concurrency)
+                    run_job(job, lambda line: None)
             peer.wake()
-            shared.measure(peer, turn, found)
+            measure(peer, turn)
             peer.rest()
-    return found
+    return judge(found, choice, deployment.dtype)
 
 
 def judge(found: Reports, choice: LoadChoice, dtype: str) -> TrialVerdict:
@@ -140,26 +121,22 @@ def judge(found: Reports, choice: LoadChoice, dtype: str) -> TrialVerdict:
                         f"{client} completed {least} of {wanted} requests of {mix.name} against"
                         f" {name}; give more --memory, or look at what else runs here"
                     )
-            ratios = _ratios(*pair)
+            ours, peer = pair
+            compared = {key: quotient(ours[key], peer[key]) for key, _ in FIGURES}
+            ratios = {key: ratio for key, ratio in compared.items() if ratio is not None}
             figures["ratios"].setdefault(client, {})[mix.name] = ratios
             shown = [f"{label} {ratios[key]:.2f} ×" for key, label in FIGURES if key in ratios]
             rows.append((f"{mix.name} by {client}", ", ".join(shown)))
     return TrialVerdict(figures, rows, problems)
 
 
-def _ratios(ours: Mapping[str, Any], peer: Mapping[str, Any]) -> dict[str, float]:
-    return {key: ours[key] / peer[key] for key, _ in FIGURES if ours[key] is not None and peer[key]}
-
-
 def _median(values: Sequence[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return median(known) if known else None
+    return percentile([value for value in values if value is not None], 0.5)
 
 
-TRIAL = Trial(
+SCENARIO = Scenario(
     name="clients",
-    summary="loads of `steady` by vllm bench serve and guidellm; tideserve / vLLM, a core each",
     memory="1GiB",
     run=run,
-    real_model=True,
+    dtype=FASTEST,
 )

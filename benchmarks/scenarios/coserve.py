@@ -6,25 +6,24 @@ of online requests are the P99 of `online-only`, as in ConServe §6: that of a g
 an iteration. In the middle of a round, the online requests are 45 % of what `eager` processes.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from random import Random
 
-from benchmarks.co_serving.bars import judge
-from benchmarks.co_serving.judging import OnlineTargets
-from benchmarks.co_serving.online_load import OnlineLoad
+from benchmarks.co_serving.bars import COSERVE
+from benchmarks.co_serving.online_load import OnlineLoad, OnlineTargets
 from benchmarks.scenarios.scenario import Case, CoServing, LoadChoice, Scenario
 from tideserve.load.workload import Backlog, PlannedRequest, Workload, prompt_ids
 
 ONLINE_PROMPT, ONLINE_OUTPUT = 642, 64
 BATCH_PROMPT, BATCH_OUTPUT = 1800, 128
 MAX_BATCH_TOKENS = 512
-"""Tokens of an iteration of every system but `eager`, and of those whose name says another."""
+"""Tokens of an iteration, except of `eager` and of systems whose name has a number."""
 CLIENTS_PER_WORKER = 160
-"""More than a worker has places for requests, so some always wait."""
+"""More than a worker runs at a time, so some always wait."""
 FULL_FACTOR = 2
-"""The windows of a full run are so many times as long."""
+"""Factor of the window of a full run."""
 
 # For two workers. By the cost model of the profile, `eager` processes 12,800 tokens a second on two
 # A100 with a 14B model; measured at A100-14B:4, four times 3,270. 45 % of these are 8.3 online
@@ -33,6 +32,8 @@ FULL_FACTOR = 2
 PACED = OnlineLoad(8.4, OnlineTargets(ttft_s=0.45, tpot_s=0.096), window_s=13.0, drain_s=8.0)
 # An estimate for two cores that multiply bfloat16: other machines need a --rate of their own.
 UNPACED = OnlineLoad(1.4, OnlineTargets(ttft_s=1.4, tpot_s=0.35), window_s=75.0, drain_s=40.0)
+
+Draw = Callable[[Random], int]
 
 
 def load_for(choice: LoadChoice) -> OnlineLoad:
@@ -46,57 +47,67 @@ def load_for(choice: LoadChoice) -> OnlineLoad:
 def cases(choice: LoadChoice) -> Sequence[Case]:
     """One open loop, with the backlog beside it."""
     load = load_for(choice)
-    clients = CLIENTS_PER_WORKER * choice.workers
-    return (
-        Case(
-            name="coserve",
-            workload=partial(_online, choice.seed, load, clients),
-            concurrency=None,
-            expected_s=load.last_s + load.drain_s / 2,
-            limit_s=load.limit_s,
-            backlog=lambda turn: _backlog(clients, choice.seed * 1000 + turn),
-        ),
+    what = (
+        f"{load.rate_per_s:.3g} online requests a second of {ONLINE_PROMPT} prompt and"
+        f" {ONLINE_OUTPUT} output tokens,"
     )
+    lengths = (lambda rng: ONLINE_PROMPT), (lambda rng: ONLINE_OUTPUT)
+    online = partial(online_requests, f"coserve {choice.seed}", load, *lengths)
+    backlog = partial(_backlog, CLIENTS_PER_WORKER * choice.workers, choice.seed)
+    return (co_served("coserve", what, load, online, backlog),)
 
 
-def _backlog(clients: int, seed: int) -> Backlog:
-    return Backlog(clients, (BATCH_PROMPT,) * 2, (BATCH_OUTPUT,) * 2, seed)
+def _backlog(clients: int, seed: int, turn: int) -> Backlog:
+    return Backlog(clients, (BATCH_PROMPT,) * 2, (BATCH_OUTPUT,) * 2, seed * 1000 + turn)
 
 
-def _online(seed: int, load: OnlineLoad, clients: int, turn: int) -> Workload:
-    """The online requests of round `turn`."""
-    requests = tuple(
+def co_served(
+    name: str,
+    what: str,
+    load: OnlineLoad,
+    online: Callable[[int], Sequence[PlannedRequest]],
+    backlog: Callable[[int], Backlog] | None,
+) -> Case:
+    """An open loop of the requests that `online` makes for a round, with a backlog beside it."""
+
+    def workload(turn: int) -> Workload:
+        beside = "" if backlog is None else f"; beside them {backlog(turn)}"
+        return Workload(tuple(online(turn)), f"{what} {load}{beside}")
+
+    expected_s = load.last_s + load.drain_s / 2
+    return Case(name, workload, None, expected_s, load.limit_s, backlog=backlog)
+
+
+def online_requests(
+    seed: str, load: OnlineLoad, prompt: Draw, output: Draw, turn: int
+) -> list[PlannedRequest]:
+    """Requests of round `turn` that arrive as `load` says, with lengths drawn by themselves."""
+    rng = Random(f"{seed} {turn}")
+    return [
         PlannedRequest(
             time_s,
-            prompt_ids(ONLINE_PROMPT, f"coserve {seed} {turn} {number}"),
-            ONLINE_OUTPUT,
+            prompt_ids(prompt(rng), f"{seed} {turn} {number}"),
+            output(rng),
             number,
             slo_class="interactive",
             ttft_s=load.targets.ttft_s,
             tpot_s=load.targets.tpot_s,
         )
-        for number, time_s in enumerate(load.times_s(Random(f"coserve {seed} {turn}")))
-    )
-    return Workload(
-        requests,
-        f"{load.rate_per_s:.3g} online requests a second of {ONLINE_PROMPT} prompt and"
-        f" {ONLINE_OUTPUT} output tokens, {load}; beside them"
-        f" {_backlog(clients, seed * 1000 + turn)}",
-    )
+        for number, time_s in enumerate(load.times_s(rng))
+    ]
 
 
 SYSTEMS = ("online-only", "eager", "priority", "slo", "slo-full")
 SCENARIO = Scenario(
     name="coserve",
-    summary="batch work in the time that online requests leave: tokens gained, and what they cost",
     systems=SYSTEMS,
     memory="3GiB",
     paced_systems=SYSTEMS,
     paced_memory="256MiB",
     cases=cases,
-    rounds=lambda quick: 3 if quick else 5,
+    rounds=(3, 5),
     # Nothing merges, whatever demand a system sees.
-    options={"max_batch_tokens": MAX_BATCH_TOKENS, "overload_policy": "recompute"},
-    rated=True,
-    co_serving=CoServing(load_for, judge),
+    up_options={"max_batch_tokens": MAX_BATCH_TOKENS, "overload_policy": "recompute"},
+    options=frozenset({"rate"}),
+    co_serving=CoServing(load_for, COSERVE),
 )

@@ -1,7 +1,8 @@
-"""`faults`: members die, freeze and are cut off in each phase of a change-over.
+"""`faults`: members die, freeze and are cut off in each phase of a change-over, or at random.
 
 Every cell has a cluster of its own with one failpoint armed. The cells that are done are lines of
-one file, so that a matrix can be run in parts.
+one file, so that a matrix can be run in parts. With --minutes and neither --cells nor --append,
+random faults and floods disturb one cluster of three workers or more for so long instead.
 """
 
 import os
@@ -13,14 +14,17 @@ import orjson
 
 from benchmarks.errors import BenchError
 from benchmarks.faults.cell_run import UndisturbedRuns, run_cell
+from benchmarks.faults.cluster import logs_folder
 from benchmarks.faults.judge import key_of, matrix_figures, matrix_problems
-from benchmarks.faults.kept_logs import logs_folder
 from benchmarks.faults.matrix import FaultCell, fault_cells, told_cells
-from benchmarks.scenarios.scenario import LoadChoice, Trial, TrialVerdict
+from benchmarks.faults.outcomes import request_rows
+from benchmarks.faults.random_run import run_random
+from benchmarks.scenarios.scenario import GPU, LoadChoice, Scenario, TrialVerdict
 from benchmarks.systems.system import Deployment, Say
 from services.common.clock import monotonic_s
 from services.common.service_config import ServiceConfig
 from services.common.setting import settings_of
+from tideserve.cli.tiny_model import DEEP
 
 SEEDS = 8
 """Cells take the seeds of their streams by turns, so that few undisturbed runs serve them all."""
@@ -28,7 +32,10 @@ LEASE_S: Any = settings_of(ServiceConfig)["lease_ttl_s"].default
 
 
 def run(deployment: Deployment, choice: LoadChoice, say: Say, progress: Say) -> TrialVerdict:
-    """Run the cells that have not been run, one after the other. Raises BenchError."""
+    """Run the cells that have not been run, or random faults. Raises BenchError."""
+    if choice.draws_faults:
+        assert choice.minutes is not None
+        return run_random(deployment, choice.minutes, choice.seed, say, progress)
     cells = fault_cells(choice.quick, choice.cells)
     lines = read_lines(choice.append)
     done = {key_of(line) for line in lines}
@@ -91,14 +98,12 @@ def _told(cell: FaultCell, line: Mapping[str, Any], logs: Path | None) -> str:
 
 
 def _rows(figures: Mapping[str, Any]) -> Sequence[tuple[str, str]]:
-    requests, silence = figures["requests"], figures["longest_silence_s"]
-    ended = (f"{name} {requests[name]}" for name in ("lost", "duplicated", "stuck", "different"))
+    silence = figures["longest_silence_s"]
     return [
         ("cells that count / wanted", f"{figures['cells']} / {figures['cells_wanted']}"),
         ("cells with a problem", str(sum(bool(one["problems"]) for one in figures["by_cell"]))),
         ("cells not run yet", str(figures["cells_not_run"])),
-        ("requests sent / completed", f"{requests['sent']:,} / {requests['completed']:,}"),
-        ("requests otherwise", ", ".join(ended)),
+        *request_rows(figures["requests"]),
         ("broken invariants", str(figures["violations"])),
         ("longest silence, fault seen at once", _seconds(silence["seen"])),
         ("longest silence, fault not seen", _seconds(silence["unseen"])),
@@ -110,13 +115,14 @@ def _seconds(value: float | None) -> str:
     return "–" if value is None else f"{value:.1f} s"
 
 
-TRIAL = Trial(
+SCENARIO = Scenario(
     name="faults",
-    summary="kills, freezes and cuts in each phase of a change-over; every stream must go on",
     memory="384MiB",
     run=run,
+    options=GPU | {"append", "cells", "minutes"},
+    tiny_model=DEEP,
     gpu_memory="576MiB",
-    dtype="float64",
-    resumable=True,
+    random_memory=("64MiB", "256MiB"),
+    tiny_dtype="float64",
     details=told_cells,
 )

@@ -7,7 +7,6 @@ All processes log their events, which tell the order of concessions (I11) and ho
 of groups took.
 """
 
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
@@ -16,20 +15,24 @@ from typing import Any
 import psutil
 
 from benchmarks.audit_logs import audit_logs
-from benchmarks.co_serving.flood_bars import judge
-from benchmarks.co_serving.judging import OnlineTargets
-from benchmarks.co_serving.online_load import OnlineLoad
-from benchmarks.faults.cluster import blocks_free, is_stable
+from benchmarks.co_serving.bars import FLOOD
+from benchmarks.co_serving.online_load import OnlineLoad, OnlineTargets
+from benchmarks.faults.cluster import await_true, blocks_free, is_stable
 from benchmarks.scenarios import burst
-from benchmarks.scenarios.scenario import Case, CoServing, LoadChoice, RoundsByCase, Scenario
+from benchmarks.scenarios.coserve import co_served
+from benchmarks.scenarios.scenario import (
+    TRACE,
+    Case,
+    CoServing,
+    LoadChoice,
+    RoundsByCase,
+)
 from benchmarks.systems.cluster_status import read_status
 from benchmarks.systems.system import System
 from benchmarks.systems.tideserve import Tideserve
-from services.common.clock import monotonic_s
 from tideserve.cli.errors import SystemUnavailable
-from tideserve.load.workload import Backlog, Workload
+from tideserve.load.workload import Backlog, PlannedRequest
 
-NAME = "flood"
 BATCH_PROMPT, BATCH_OUTPUT = (96, 512), (64, 256)
 CLIENTS_PER_WORKER = 32
 """A quarter of them fills a worker's memory, so some always wait."""
@@ -39,12 +42,12 @@ AFTER, AFTER_PAUSE_S = 4, 4.0
 # long as those of the device.
 TARGETS = OnlineTargets(ttft_s=0.5, tpot_s=0.1)
 UNPACED_SLOWDOWN = 3.5
-REST_TIMEOUT_S, POLL_S = 60.0, 0.2
+REST_TIMEOUT_S = 60.0
 SYSTEMS = ("online-only", "slo")
 
 
 def load_for(choice: LoadChoice) -> OnlineLoad:
-    """The flood and what comes after it, all of which is measured."""
+    """The flood and the requests after it, all of which are measured."""
     slowdown = choice.slowdown if choice.paced else UNPACED_SLOWDOWN
     flood = _flood_of(choice)
     flood_s = burst.flood(choice, 0, flood).requests[-1].arrival_s
@@ -58,17 +61,12 @@ def load_for(choice: LoadChoice) -> OnlineLoad:
 
 def cases(choice: LoadChoice) -> Sequence[Case]:
     """One open loop, with the backlog beside it."""
-    load, clients = load_for(choice), CLIENTS_PER_WORKER * choice.workers
-    return (
-        Case(
-            name=NAME,
-            workload=partial(_online, choice, load, clients),
-            concurrency=None,
-            expected_s=load.last_s + load.drain_s / 2,
-            limit_s=load.limit_s,
-            backlog=partial(_backlog, clients, choice.seed),
-        ),
-    )
+    load = load_for(choice)
+    flood = burst.flood(choice, 0, _flood_of(choice))
+    pause_s = (load.last_s - load.window_from_s - flood.requests[-1].arrival_s) / AFTER
+    what = f"{flood.statement}; after it {AFTER} requests, {pause_s:g} s apart;"
+    backlog = partial(_backlog, CLIENTS_PER_WORKER * choice.workers, choice.seed)
+    return (co_served("flood", what, load, partial(_online, choice, load), backlog),)
 
 
 def _flood_of(choice: LoadChoice) -> burst.TraceSlice:
@@ -79,77 +77,64 @@ def _backlog(clients: int, seed: int, turn: int) -> Backlog:
     return Backlog(clients, BATCH_PROMPT, BATCH_OUTPUT, seed * 1000 + turn)
 
 
-def _online(choice: LoadChoice, load: OnlineLoad, clients: int, turn: int) -> Workload:
+def _online(choice: LoadChoice, load: OnlineLoad, turn: int) -> Sequence[PlannedRequest]:
     """A request that begins the round, the flood, and the requests after it.
 
-    These are other requests of another flood, so that no prompt begins as another.
+    The first and the last are from another flood, so that no prompt begins as another.
     """
-    flood = burst.flood(choice, turn, _flood_of(choice))
+    flood = burst.flood(choice, turn, _flood_of(choice)).requests
     first, *others = burst.flood(choice, turn + 500, _flood_of(choice)).requests
-    ends_s = load.window_from_s + flood.requests[-1].arrival_s
+    ends_s = load.window_from_s + flood[-1].arrival_s
     pause_s = (load.last_s - ends_s) / AFTER
-    requests = (
-        replace(first, arrival_s=0.0),
-        *(replace(one, arrival_s=load.window_from_s + one.arrival_s) for one in flood.requests),
-        *(
-            replace(one, arrival_s=ends_s + (number + 1) * pause_s)
-            for number, one in enumerate(others[:AFTER])
-        ),
-    )
+    timed = [(0.0, first)]
+    timed += [(load.window_from_s + request.arrival_s, request) for request in flood]
+    timed += [(ends_s + (n + 1) * pause_s, request) for n, request in enumerate(others[:AFTER])]
     targets = load.targets
-    return Workload(
-        tuple(
-            replace(one, slo_class="interactive", ttft_s=targets.ttft_s, tpot_s=targets.tpot_s)
-            for one in requests
-        ),
-        f"{flood.statement}; after it {AFTER} requests, {pause_s:g} s apart; {load}; beside them"
-        f" {_backlog(clients, choice.seed, turn)}",
-    )
+    return [
+        replace(
+            request,
+            arrival_s=arrival_s,
+            slo_class="interactive",
+            ttft_s=targets.ttft_s,
+            tpot_s=targets.tpot_s,
+        )
+        for arrival_s, request in timed
+    ]
 
 
 def inspect(systems: Mapping[str, System], rounds: RoundsByCase) -> dict[str, Any]:
-    """What the logs of each system show. Raises SystemUnavailable."""
-    found = {}
+    """Changes and audit of each system's event logs. Raises SystemUnavailable."""
+    by_system = {}
     for name, system in systems.items():
         if isinstance(system, Tideserve):
-            _await_rest(system)
+            rests = partial(_rests, system)
+            if not await_true(rests, REST_TIMEOUT_S):
+                raise SystemUnavailable(f"{name} is not at rest {REST_TIMEOUT_S:g} s after")
             audited = audit_logs(system.event_logs)
-            found[name] = {
-                "changes": [asdict(one) for one in audited.changes],
+            by_system[name] = {
+                "changes": [asdict(change) for change in audited.changes],
                 "invariants_checked": audited.checks,
                 "violations": audited.findings.broken,
                 "problems": audited.problems,
             }
-    return found
+    return by_system
 
 
-def _await_rest(system: Tideserve) -> None:
-    """Wait until no request has a block, and no change of groups is under way."""
-    deadline_s = monotonic_s() + REST_TIMEOUT_S
+def _rests(system: Tideserve) -> bool:
+    """Whether no request has a block, and no change of groups is under way."""
     names = [name for name in system.state["pids"] if name.startswith("worker-")]
-    while True:
-        status = read_status(system.admin_url)
-        if blocks_free(status) and is_stable(status, names, psutil.pid_exists):
-            return
-        if monotonic_s() > deadline_s:
-            raise SystemUnavailable(f"{system.name} is not at rest {REST_TIMEOUT_S:g} s after")
-        time.sleep(POLL_S)
+    status = read_status(system.admin_url)
+    return blocks_free(status) and is_stable(status, names, psutil.pid_exists)
 
 
-SCENARIO = Scenario(
-    name=NAME,
-    summary="the flood of burst with offline load behind it: what online requests notice of it",
+SCENARIO = replace(
+    burst.SCENARIO,
+    name="flood",
     systems=SYSTEMS,
-    memory=burst.SCENARIO.memory,
-    dtype=burst.SCENARIO.dtype,
     paced_systems=SYSTEMS,
-    paced_memory=burst.SCENARIO.paced_memory,
-    paced_model=burst.PACED_MODEL,
     cases=cases,
-    rounds=burst.SCENARIO.rounds,
     inspect=inspect,
     event_log="services",
-    traced=True,
-    demand_min=burst.SCENARIO.demand_min,
-    co_serving=CoServing(load_for, judge),
+    options=TRACE,
+    co_serving=CoServing(load_for, FLOOD),
 )

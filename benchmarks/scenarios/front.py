@@ -19,7 +19,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks.client_process import run_answered
-from benchmarks.scenarios.scenario import LoadChoice, Trial, TrialVerdict
+from benchmarks.scenarios.scenario import FASTEST, LoadChoice, Scenario, TrialVerdict
 from benchmarks.stats import percentiles
 from benchmarks.systems.process_cost import ProcessCost
 from benchmarks.systems.system import Deployment, Say
@@ -75,8 +75,7 @@ class FrontRecord:
 class Sides:
     """The cluster and the plain servers, both with as many engines of one thread."""
 
-    front: Tideserve
-    plain: Vllm
+    systems: dict[str, Tideserve | Vllm]
 
     @classmethod
     def start(cls, deployment: Deployment, engines: int, say: Say, stack: ExitStack) -> "Sides":
@@ -90,39 +89,26 @@ class Sides:
         plain = Vllm(PLAIN, (), replace(alike, kv_bytes=front.kv_bytes_per_worker()))
         stack.callback(plain.stop)
         plain.start(say)
-        return cls(front, plain)
+        return cls({FRONT: front, PLAIN: plain})
 
-    def send(self, name: str, load: Workload, concurrency: int | None) -> list[SentRequest]:
+    def send(self, name: str, load: Workload, concurrency: int | None) -> Sequence[SentRequest]:
         """The records of a load on one system, while the other one does nothing."""
-        system = self._system(name)
-        if system is self.plain:
-            self.plain.wake()
+        system, plain = self.systems[name], self.systems[PLAIN]
+        if system is plain:
+            plain.wake()
         else:
-            self.plain.rest()
-        return list(
-            run_answered(
-                Job(
-                    urls=tuple(system.urls),
-                    model=system.model,
-                    requests=load.requests,
-                    timeout_s=ROUND_TIMEOUT_S,
-                    concurrency=concurrency,
-                )
-            )
-        )
+            plain.rest()
+        urls = tuple(system.urls)
+        return run_answered(Job(urls, system.model, load.requests, ROUND_TIMEOUT_S, concurrency))
 
     def measure(self, name: str, shape: tuple[int, int, int, int], seed: int) -> LoadCost:
-        """Send a closed loop, and read what it cost."""
+        """Send a closed loop, and read its cost."""
         count, concurrency, prompt, outputs = shape
         load = fixed(count, prompt, outputs, seed, f"{name} {shape}")
-        system = self._system(name)
-        before = system.process_cost()
+        before = self.systems[name].process_cost()
         records = self.send(name, load, concurrency)
-        cost = system.process_cost().since(before)
+        cost = self.systems[name].process_cost().since(before)
         return LoadCost(cost, count * outputs, median(_ttfts(records)))
-
-    def _system(self, name: str) -> Tideserve | Vllm:
-        return self.front if name == FRONT else self.plain
 
 
 def run(deployment: Deployment, choice: LoadChoice, say: Say, progress: Say) -> TrialVerdict:
@@ -155,18 +141,15 @@ def compare_dispatch(sides: Sides, found: FrontRecord, choice: LoadChoice, progr
     one of the other lengths, or vLLM's prefix cache would skip that part.
     """
     rounds = QUICK_ROUNDS if choice.quick else ROUNDS
-    recorded = load_trace(AZURE_CODE if choice.trace is None else Path(choice.trace)).slice(
-        AZURE_CODE_BEGIN_S if choice.trace_start_s is None else choice.trace_start_s,
-        choice.trace_duration_s or AZURE_CODE_S,
-    )
+    trace = load_trace(AZURE_CODE if choice.trace is None else Path(choice.trace))
+    recorded = trace.slice(AZURE_CODE_BEGIN_S, AZURE_CODE_S)
     for number, (lengths, scale) in enumerate(LENGTHS.items()):
         first_seed = (choice.seed * len(LENGTHS) + number) * 1000
         by = found.ttfts_s[lengths] = {FRONT: [], PLAIN: []}
         progress(f"{lengths}: how many requests a second are too many")
         load = from_trace(recorded, scale, first_seed, lengths)
         answered = {name: _answered_per_s(sides.send(name, load, SATURATING)) for name in by}
-        rate = choice.rate_per_s or UTILISATION * answered[PLAIN]
-        found.rates_per_s[lengths] = rate
+        rate = found.rates_per_s[lengths] = UTILISATION * answered[PLAIN]
         for turn in range(rounds):
             progress(f"{lengths}: round {turn + 1} of {rounds}")
             seed = first_seed + 1 + turn
@@ -190,21 +173,22 @@ def judge(found: FrontRecord) -> TrialVerdict:
         figures[load] = {
             "ttft_added_s": added_s,
             "ttft_s": {name: [one.ttft_s for one in each] for name, each in by.items()},
-            "cpu_s_per_1000_tokens": {name: _per_thousand(each) for name, each in by.items()},
+            "cpu_s_per_1000_tokens": {
+                name: [1e3 * one.cost.total_s / one.tokens for one in each]
+                for name, each in by.items()
+            },
             "cpu_s": {name: [one.cost.seconds for one in each] for name, each in by.items()},
             "cpu_beside_engine": beside,
             "cpu_over_plain": whole,
         }
-        rows.append(
-            (
-                load,
-                f"median TTFT {1e3 * median(added_s):+.1f} ms; beside the engine"
-                f" {100 * median(beside):.1f} % of its processor time;"
-                f" all processes {median(whole):.2f} x those of the plain server",
-            )
+        added_ms = 1e3 * median(added_s)
+        text = (
+            f"median TTFT {added_ms:+.1f} ms; beside the engine {100 * median(beside):.1f} % of its"
+            f" processor time; all processes {median(whole):.2f} x those of the plain server"
         )
+        rows.append((load, text))
         if median(added_s) > TTFT_ADDED_MAX_S:
-            problems.append(f"{load}: the median TTFT is {1e3 * median(added_s):.1f} ms later")
+            problems.append(f"{load}: the median TTFT is {added_ms:.1f} ms later")
     share = median(figures["eight at a time"]["cpu_beside_engine"])
     if share > CPU_SHARE_MAX:
         problems.append(f"the control plane takes {100 * share:.1f} % of the engine's processor")
@@ -247,13 +231,7 @@ def _ttfts(records: Sequence[SentRequest]) -> list[float]:
 
 
 def _p99(values: Sequence[float]) -> float:
-    found = percentiles(values)["p99"]
-    assert found is not None
-    return found
-
-
-def _per_thousand(costs: Sequence[LoadCost]) -> list[float]:
-    return [1e3 * one.cost.total_s / one.tokens for one in costs]
+    return percentiles(values)["p99"] or 0.0
 
 
 def _answered_per_s(records: Sequence[SentRequest]) -> float:
@@ -261,11 +239,10 @@ def _answered_per_s(records: Sequence[SentRequest]) -> float:
     return len(records) / (last_s - min(one.sent_s for one in records))
 
 
-TRIAL = Trial(
+SCENARIO = Scenario(
     name="front",
-    summary="vLLM as the engine of workers: cost of the control plane, gain of its dispatch",
     memory="1GiB",
     run=run,
-    real_model=True,
-    traced=True,
+    options=frozenset({"trace"}),
+    dtype=FASTEST,
 )

@@ -23,7 +23,7 @@ from benchmarks.scenarios.scenario import (
 from benchmarks.stats import percentiles
 from benchmarks.systems.system import System
 from benchmarks.systems.tideserve import Tideserve
-from tideserve.load.record import RequestOutcome, Round, SentRequest
+from tideserve.load.record import RequestOutcome, Round
 from tideserve.load.workload import Workload, fixed
 
 ALONE, TOGETHER = "overhead/alone", "overhead/together"
@@ -33,23 +33,21 @@ LOADS = ((ALONE, 1, 32, 4, 40, 12.0), (TOGETHER, 16, 32, 16, 32, 8.0))
 FULL_FACTOR = 5
 
 
-def _workload(load: tuple[int, int, int], choice: LoadChoice, turn: int) -> Workload:
-    prompt_tokens, output_tokens, count = load
-    made = fixed(count, prompt_tokens, output_tokens, choice.seed * 1000 + turn)
-    return replace(made, statement=f"{made.statement}, in a closed loop")
-
-
 def cases(choice: LoadChoice) -> Sequence[Case]:
     """One request at a time, and many."""
     factor = 1 if choice.quick else FULL_FACTOR
-    limit_s = (QUICK_LIMIT_S if choice.quick else FULL_LIMIT_S) / ROUNDS / len(LOADS)
+
+    def workload(prompt: int, output: int, count: int, turn: int) -> Workload:
+        made = fixed(count, prompt, output, choice.seed * 1000 + turn)
+        return replace(made, statement=f"{made.statement}, in a closed loop")
+
     return [
         Case(
             name=name,
-            workload=partial(_workload, (prompt, output, count * factor), choice),
+            workload=partial(workload, prompt, output, count * factor),
             concurrency=concurrency,
             expected_s=expected_s * factor,
-            limit_s=limit_s,
+            limit_s=(QUICK_LIMIT_S if choice.quick else FULL_LIMIT_S) / ROUNDS / len(LOADS),
         )
         for name, concurrency, prompt, output, count, expected_s in LOADS
     ]
@@ -95,25 +93,20 @@ def overhead(
 
 def _planning_share(times: EngineTimes, rounds: Sequence[Round]) -> float | None:
     """Mean over the rounds; None without any."""
-    shares = [
-        share
+    windows = [
+        (min(r.sent_s for r in one.records), max(r.end_s for r in one.records))
         for one in rounds
-        if one.records and (share := times.planning_share(*_window(one.records))) is not None
+        if one.records
     ]
+    shares = [share for span in windows if (share := times.planning_share(*span)) is not None]
     return sum(shares) / len(shares) if shares else None
-
-
-def _window(records: Sequence[SentRequest]) -> tuple[float, float]:
-    return min(r.sent_s for r in records), max(r.end_s for r in records)
 
 
 SCENARIO = Scenario(
     name="overhead",
-    summary="control-plane latency added to TTFT; planning share of iteration time",
     systems=("tideserve",),
     memory="1GiB",
     cases=cases,
-    rounds=lambda quick: ROUNDS,
     inspect=inspect,
     event_log="worker",
 )

@@ -9,32 +9,31 @@ are simulated, since a machine that can run these chats is too small for eight.
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from random import Random
 from statistics import median
-from typing import Any
 
 from benchmarks.one_by_one import OneByOne, TurnAnswer
 from benchmarks.prefix_count import CountedCache
-from benchmarks.prefix_dispatch import (
-    CAPACITIES,
-    LEAST_LOADED,
-    WORKERS,
-    Served,
-    generated,
-    serve,
-)
-from benchmarks.scenarios.scenario import LoadChoice, Trial, TrialVerdict
+from benchmarks.scenarios.scenario import FASTEST, LoadChoice, Scenario, TrialVerdict
 from benchmarks.systems.system import Deployment, Say
 from benchmarks.systems.tideserve import BLOCK_TOKENS, Tideserve
+from services.common.device_profile import load_profile
+from services.core.planner.config import IterationConfig
 from services.core.scheduler.dispatch import PREFIX
+from services.core.scheduler.state_config import StateConfig
 from tideserve.cli.errors import SystemUnavailable
 from tideserve.load.traces import load_trace
 from tideserve.load.workload import LengthScale, arrivals_of, prompt_ids
+from tideserve.sim.cluster import Cluster, ClusterSpec
+from tideserve.sim.conversations import AGENTS, CHATS
+from tideserve.sim.report import Outcome, percentile
+from tideserve.sim.time_model import CostTimeModel
+from tideserve.sim.workload import Arrival, OpenLoop
 
 TURNS, QUESTION_TOKENS, ANSWER_TOKENS = 5, 256, 64
-CHATS, QUICK_CHATS = 8, 3
+CHAT_COUNT, QUICK_CHAT_COUNT = 8, 3
 TTFT_SHARE_MAX = 0.35
 """Share of the time to first token of the last turn without a cache."""
 COUNT_ERROR_MAX = 0.05
@@ -43,8 +42,29 @@ GAIN_MIN = 2.0
 COUNTED_CHATS = 12
 COUNTED_REQUESTS, QUICK_COUNTED_REQUESTS = 120, 48
 COUNTED_QUESTION, COUNTED_ANSWER = (40, 400), 8
-SIMULATED_S, QUICK_SIMULATED_S = 600.0, 200.0
 ON, OFF = "on", "off"
+
+SIMULATED_S, QUICK_SIMULATED_S = 600.0, 200.0
+WORKERS = 8
+CAPACITIES = (500_000, 1_000_000)
+"""Tokens of KV of each simulated worker."""
+LEAST_LOADED = "least_loaded"
+DEVICE = "A100-14B"
+CHATS_PER_S, AGENTS_PER_S = 1.0, 0.8
+"""Conversations that begin, for all workers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A simulated load under one dispatch; times in seconds of the simulation."""
+
+    load: str
+    dispatch: str
+    capacity_tokens: int
+    hit_share: float
+    ttft_p50_s: float | None
+    ttft_p99_s: float | None
+    unfinished: int
 
 
 @dataclass(slots=True)
@@ -66,13 +86,19 @@ def run(deployment: Deployment, choice: LoadChoice, say: Say, progress: Say) -> 
     with ExitStack() as stack:
         clients = {}
         for name in (ON, OFF):
-            system = _cluster(deployment, caching=name == ON)
+            # The two share the processors; only one of them is asked at a time.
+            worker = {"profile_when_idle": False, "prefix_caching": name == ON}
+            options = {**deployment.options, "worker": worker, "threads": 1}
+            system = Tideserve("tideserve", (), replace(deployment, workers=1, options=options))
             stack.callback(system.stop)
             system.start(say)
             clients[name] = stack.enter_context(OneByOne(system.urls[0], system.model))
             if name == ON:
-                found.capacity_blocks = _capacity(system)
-        chats = QUICK_CHATS if choice.quick else CHATS
+                kv_tokens = system.counters().capacity_tokens
+                if kv_tokens is None:
+                    raise SystemUnavailable("the worker does not report its number of KV blocks")
+                found.capacity_blocks = kv_tokens // BLOCK_TOKENS
+        chats = QUICK_CHAT_COUNT if choice.quick else CHAT_COUNT
         for number in range(-1, chats):  # modules that load at the first request do not count
             progress(f"chat {number + 1} of {chats}")
             for name in sorted(clients, reverse=bool(number % 2)):
@@ -141,17 +167,53 @@ def foreign_hits(client: OneByOne, seed: int) -> int:
 
 
 def simulate(found: Found, choice: LoadChoice, progress: Say) -> None:
-    """Both dispatches, on generated conversations or on the chosen trace. Raises BenchError."""
+    """Both dispatches, on generated conversations or on the chosen trace. Raises TraceError."""
     duration_s = QUICK_SIMULATED_S if choice.quick else SIMULATED_S
-    loads = generated(duration_s, choice.seed)
     if choice.trace is not None:
         trace = load_trace(Path(choice.trace))
-        loads = {trace.name: arrivals_of(trace, LengthScale())}
+        loads: dict[str, Sequence[Arrival]] = {trace.name: arrivals_of(trace, LengthScale())}
+    else:
+        loads = {
+            name: kind.arrivals(rate_per_s, duration_s, Random(f"{name} {choice.seed}"))
+            for name, kind, rate_per_s in (
+                ("chats", CHATS, CHATS_PER_S),
+                ("agents", AGENTS, AGENTS_PER_S),
+            )
+        }
     for load, arrivals in loads.items():
         for capacity in CAPACITIES[-1:] if choice.quick else CAPACITIES:
             for dispatch in (LEAST_LOADED, PREFIX):
                 progress(f"simulating {len(arrivals):,} requests of {load}, dispatch {dispatch}")
                 found.served.append(serve(load, arrivals, dispatch, capacity))
+
+
+def serve(load: str, arrivals: Sequence[Arrival], dispatch: str, capacity_tokens: int) -> Served:
+    """Simulate one dispatch: planners of core with prefix caches, on an estimated device."""
+    model = load_profile(DEVICE).model
+    spec = ClusterSpec(
+        instances=WORKERS,
+        iteration=IterationConfig(
+            BLOCK_TOKENS,
+            capacity_tokens // BLOCK_TOKENS,
+            max_batch_tokens=2048,
+            max_running=256,
+            max_waiting=10_000,
+            prefix_caching=True,
+        ),
+        max_model_len=capacity_tokens,
+        scheduler=StateConfig(1_000_000, 1e6, dispatch, ttft=model if dispatch == PREFIX else None),
+    )
+    outcomes = Cluster(spec, CostTimeModel(model), OpenLoop(arrivals)).run()
+    ttfts_s = [one.ttft_s for one in outcomes.records if one.outcome is Outcome.COMPLETED]
+    return Served(
+        load,
+        dispatch,
+        capacity_tokens,
+        outcomes.prefix_hits / max(1, outcomes.prefix_queries),
+        percentile(ttfts_s, 0.5),
+        percentile(ttfts_s, 0.99),
+        len(outcomes.records) - len(ttfts_s),
+    )
 
 
 def judge(found: Found) -> TrialVerdict:
@@ -160,26 +222,20 @@ def judge(found: Found) -> TrialVerdict:
     share = last[ON] / last[OFF]
     error = found.hits / found.counted_hits - 1 if found.counted_hits else 1.0
     gains = _gains(found.served)
-    problems = []
-    if share > TTFT_SHARE_MAX:
-        problems.append(
-            f"the first token of turn {TURNS} takes {share:.2f} of the time without a cache, more"
-            f" than {TTFT_SHARE_MAX:g}"
-        )
-    if abs(error) > COUNT_ERROR_MAX:
-        problems.append(
-            f"{found.hits:,} tokens were hits, {error:+.1%} beside the {found.counted_hits:,} that"
-            " were counted"
-        )
-    if found.foreign_hits:
-        problems.append(f"{found.foreign_hits} tokens of another salt were hits")
-    problems += [
-        f"dispatch {PREFIX} finds {gain:.2f} times the hits of {LEAST_LOADED} on {name}, less than"
-        f" {GAIN_MIN:g}"
-        for name, gain in gains.items()
-        if gain < GAIN_MIN
-    ]
-    figures: dict[str, Any] = {
+    problems = {
+        f"the first token of turn {TURNS} takes {share:.2f} of the time without a cache, more than"
+        f" {TTFT_SHARE_MAX:g}": share > TTFT_SHARE_MAX,
+        f"{found.hits:,} tokens were hits, {error:+.1%} beside the {found.counted_hits:,} that"
+        " were counted": abs(error) > COUNT_ERROR_MAX,
+        f"{found.foreign_hits} tokens of another salt were hits": found.foreign_hits > 0,
+        **{
+            f"dispatch {PREFIX} finds {gain:.2f} times the hits of {LEAST_LOADED} on {name}, less"
+            f" than {GAIN_MIN:g}": gain < GAIN_MIN
+            for name, gain in gains.items()
+        },
+    }
+    missed = [sentence for sentence, applies in problems.items() if applies]
+    figures = {
         "chat": f"{TURNS} turns of {QUESTION_TOKENS} in and {ANSWER_TOKENS} out",
         "ttft_s_by_chat_and_turn": found.ttfts_s,
         "ttft_s_last_turn": last,
@@ -190,11 +246,11 @@ def judge(found: Found) -> TrialVerdict:
         "counted_hit_tokens": found.counted_hits,
         "hit_error": error,
         "foreign_hit_tokens": found.foreign_hits,
-        "simulated": [one.figures() for one in found.served],
+        "simulated": [asdict(one) for one in found.served],
         "simulated_gains": gains,
-        "problems": problems,
+        "problems": missed,
     }
-    return TrialVerdict(figures, _rows(found, last, share, error), problems)
+    return TrialVerdict(figures, _rows(found, last, share, error), missed)
 
 
 def _gains(served: Sequence[Served]) -> dict[str, float]:
@@ -212,7 +268,7 @@ def _gains(served: Sequence[Served]) -> dict[str, float]:
 def _rows(
     found: Found, last: Mapping[str, float], share: float, error: float
 ) -> list[tuple[str, str]]:
-    rows = [
+    return [
         (
             f"first token of turn {TURNS}, cache on / off",
             f"{1e3 * last[ON]:.0f} / {1e3 * last[OFF]:.0f} ms: {share:.2f}",
@@ -223,38 +279,17 @@ def _rows(
             f" ({error:+.1%})",
         ),
         ("hits of another salt", str(found.foreign_hits)),
+        *(
+            (
+                f"simulated, {WORKERS} workers of {one.capacity_tokens:,} tokens, {one.load}",
+                f"{one.dispatch}: {one.hit_share:.1%} hits, first token"
+                f" P50 {one.ttft_p50_s or 0:.2f} s, P99 {one.ttft_p99_s or 0:.2f} s",
+            )
+            for one in found.served
+        ),
     ]
-    rows += [
-        (
-            f"simulated, {WORKERS} workers of {one.capacity_tokens:,} tokens, {one.load}",
-            f"{one.dispatch}: {one.hit_share:.1%} hits, first token"
-            f" P50 {one.ttft_p50_s or 0:.2f} s, P99 {one.ttft_p99_s or 0:.2f} s",
-        )
-        for one in found.served
-    ]
-    return rows
 
 
-def _cluster(deployment: Deployment, caching: bool) -> Tideserve:
-    # The two share the processors; only one of them is asked at a time.
-    worker = {"profile_when_idle": False, "prefix_caching": caching}
-    options = dict(deployment.options) | {"worker": worker, "threads": 1}
-    return Tideserve("tideserve", (), replace(deployment, workers=1, options=options))
-
-
-def _capacity(system: Tideserve) -> int:
-    """Blocks of its KV cache. Raises SystemUnavailable if it does not tell."""
-    tokens = system.counters().capacity_tokens
-    if tokens is None:
-        raise SystemUnavailable("the worker does not tell how many KV blocks it has")
-    return tokens // BLOCK_TOKENS
-
-
-TRIAL = Trial(
-    name="prefix",
-    summary="what a prefix cache saves, and which dispatch finds what is cached",
-    memory="640MiB",
-    run=run,
-    real_model=True,
-    traced=True,
+SCENARIO = Scenario(
+    name="prefix", memory="640MiB", run=run, options=frozenset({"trace"}), dtype=FASTEST
 )

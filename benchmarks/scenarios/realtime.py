@@ -22,13 +22,12 @@ without best-effort requests (BROS §7.3).
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from random import Random
 
-from benchmarks.co_serving.judging import OnlineTargets
-from benchmarks.co_serving.online_load import OnlineLoad
-from benchmarks.co_serving.real_time import judge
+from benchmarks.co_serving.bars import REALTIME
+from benchmarks.co_serving.online_load import OnlineLoad, OnlineTargets
+from benchmarks.scenarios.coserve import co_served, online_requests
 from benchmarks.scenarios.scenario import Case, CoServing, LoadChoice, Scenario
-from tideserve.load.workload import Backlog, PlannedRequest, Workload, prompt_ids
+from tideserve.load.workload import Backlog
 from tideserve.sim.workload import Length
 
 NAME = "realtime"
@@ -65,73 +64,44 @@ def load_for(choice: LoadChoice) -> OnlineLoad:
 
 def cases(choice: LoadChoice) -> Sequence[Case]:
     """The load of a quick run; in a full one others after it, unless a rate is chosen."""
-    load = load_for(choice)
-    clients = CLIENTS_PER_WORKER * choice.workers
-    found = [_case(NAME, load, clients, choice.seed)]
+    load, seed = load_for(choice), choice.seed
+    backlog = partial(_backlog, CLIENTS_PER_WORKER * choice.workers, seed)
+    chosen = [_case(NAME, load, seed, backlog)]
     if not choice.quick:
         for name, factor in OTHER_RATES.items() if choice.rate_per_s is None else ():
             other = replace(load, rate_per_s=load.rate_per_s * factor)
-            found.append(_case(f"{NAME}-{name}", other, clients, choice.seed))
-        found.append(_case(f"{NAME}-alone", load, 0, choice.seed))
-    return found
+            chosen.append(_case(f"{NAME}-{name}", other, seed, backlog))
+        chosen.append(_case(f"{NAME}-alone", load, seed, None))
+    return chosen
 
 
-def _case(name: str, load: OnlineLoad, clients: int, seed: int) -> Case:
-    return Case(
-        name=name,
-        workload=partial(_real_time, name, load, clients, seed),
-        concurrency=None,
-        expected_s=load.last_s + load.drain_s / 2,
-        limit_s=load.limit_s,
-        backlog=partial(_backlog, clients, seed) if clients else None,
-    )
+def _case(name: str, load: OnlineLoad, seed: int, backlog: partial[Backlog] | None) -> Case:
+    what = f"{load.rate_per_s:.3g} real-time requests a second with the lengths of ShareGPT,"
+    online = partial(online_requests, f"{name} {seed}", load, PROMPT.draw, OUTPUT.draw)
+    return co_served(name, what, load, online, backlog)
 
 
 def _backlog(clients: int, seed: int, turn: int) -> Backlog:
     return Backlog(clients, BATCH_PROMPT, BATCH_OUTPUT, seed * 1000 + turn, in_batches=True)
 
 
-def _real_time(name: str, load: OnlineLoad, clients: int, seed: int, turn: int) -> Workload:
-    """The real-time requests of round `turn`."""
-    rng = Random(f"{name} {seed} {turn}")
-    requests = tuple(
-        PlannedRequest(
-            time_s,
-            prompt_ids(PROMPT.draw(rng), f"{name} {seed} {turn} {number}"),
-            OUTPUT.draw(rng),
-            number,
-            slo_class="interactive",
-            ttft_s=load.targets.ttft_s,
-            tpot_s=load.targets.tpot_s,
-        )
-        for number, time_s in enumerate(load.times_s(rng))
-    )
-    beside = f"; beside them {_backlog(clients, seed, turn)}" if clients else ""
-    return Workload(
-        requests,
-        f"{load.rate_per_s:.3g} real-time requests a second with the lengths of ShareGPT, {load}"
-        f"{beside}",
-    )
-
-
 SCENARIO = Scenario(
     name=NAME,
-    summary="real-time requests with targets beside best-effort ones: targets met, and their cost",
     systems=("fcfs", "priority", "round-robin", "slo", "vllm-priority"),
     memory="1GiB",
     paced_systems=("fcfs", "priority", "round-robin", "bros", "waiting-time", "slo"),
     paced_memory="42MiB",
     cases=cases,
     # One that is long enough for the load to be the same from its window's begin to its end.
-    rounds=lambda quick: 1,
+    rounds=(1, 1),
     # Nothing merges, whatever demand a system sees. Requests override the targets of their class,
     # and the tokens over which they hold are the operator's.
-    options={
+    up_options={
         "max_batch_tokens": MAX_BATCH_TOKENS,
         "max_running": MAX_RUNNING,
         "overload_policy": "recompute",
         "gateway": {"classes": {"interactive": {"token_group": TOKEN_GROUP}}},
     },
-    rated=True,
-    co_serving=CoServing(load_for, judge),
+    options=frozenset({"rate"}),
+    co_serving=CoServing(load_for, REALTIME),
 )

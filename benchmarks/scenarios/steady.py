@@ -8,10 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from benchmarks.scenarios.scenario import FASTEST, Case, LoadChoice, Scenario
+from benchmarks.scenarios.scenario import FASTEST, GPU, Case, LoadChoice, Scenario
 from tideserve.load.workload import Workload, fixed, with_lead_in
 
-ROUNDS = 3
 FULL_FACTOR = 4
 """Requests of a full round, in those of a quick one; outputs are twice as long."""
 QUICK_SLACK, FULL_SLACK = 2.3, 10.0
@@ -75,13 +74,11 @@ def cases(choice: LoadChoice) -> Sequence[Case]:
 
 SCENARIO = Scenario(
     name="steady",
-    summary="closed loops: one at a time, decode-heavy, many, mixed, prefill-heavy",
     systems=("tideserve", "vllm"),
     memory="1GiB",
     dtype=FASTEST,
     second_dtype="float32",
     cases=cases,
-    rounds=lambda quick: ROUNDS,
     paired=True,
-    on_gpus=True,
+    options=GPU,
 )

@@ -3,59 +3,47 @@
 The shape is that of published figures of other systems: 800 requests, 64 at a time, and one of four
 workers dies after a quarter of them. No request may fail, and the survivors have to serve what
 their share is. It dies once more in a merged group that serves 1.5 times as many tokens as the
-others have KV for: no request may fail, and the longest wait is told beside the ideal. Then etcd is
-suspended for a minute under a flood in a merged group, which must change no group. Every answer is
-compared with an undisturbed one, and the event logs are audited.
+others have KV for: no request may fail, and the report has the longest wait beside the ideal one.
+Then etcd is suspended for a minute under a flood in a merged group, which must change no group.
+Every answer is compared with an undisturbed one, and the event logs are audited.
 """
 
 import math
-import tempfile
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from random import Random
 from typing import Any
 
-import psutil
-
-from benchmarks.audit_logs import Audited, audit_logs
+from benchmarks.audit_logs import Audited
 from benchmarks.faults.cluster import (
+    BY_HAND,
     POLL_S,
+    WHOLE_TIMEOUT_S,
+    FaultCluster,
     StableWatch,
-    blocks_free,
-    changed_by_hand,
+    Status,
+    alive_but,
+    await_true,
     is_stable,
+    running_cluster,
     serve_alone,
 )
-from benchmarks.faults.kept_logs import keep_if_failed
-from benchmarks.faults.random_faults import RandomFault, strike
-from benchmarks.faults.streams import (
-    STALL_S,
+from benchmarks.faults.load import (
+    Shape,
+    SteadyLoad,
     Streams,
     stream_requests,
     undisturbed_answers,
 )
-from benchmarks.faults.survival import (
-    Crowd,
-    Loss,
-    Outage,
-    crowd_figures,
-    crowd_problems,
-    loss_figures,
-    loss_problems,
-    outage_figures,
-    outage_problems,
-)
-from benchmarks.group_changes import MERGE_PATH, ChangeFailed, change_groups
-from benchmarks.scenarios.scenario import LoadChoice, Trial, TrialVerdict
-from benchmarks.steady_load import Shape, SteadyLoad
-from benchmarks.systems.cluster_status import read_status
+from benchmarks.faults.outcomes import Undisturbed, request_rows
+from benchmarks.faults.random_faults import RandomFault, strike
+from benchmarks.faults.survival import Crowd, Loss, Outage
+from benchmarks.scenarios.scenario import GPU, LoadChoice, Scenario, TrialVerdict
 from benchmarks.systems.system import Deployment, Say
-from benchmarks.systems.tideserve import Tideserve
-from benchmarks.undisturbed import Undisturbed
 from services.common.clock import monotonic_s
 from tideserve.cli.errors import SystemUnavailable
+from tideserve.cli.tiny_model import DEEP
 from tideserve.load.workload import PlannedRequest
 
 WORKERS_MIN = 4
@@ -68,9 +56,6 @@ DISTINCT = 64
 CROWD_FACTOR = 1.5
 """KV of all requests at their ends, over what the survivors of a death hold."""
 CROWD_PROMPT_TOKENS, CROWD_OUTPUT_TOKENS = (500, 700), (280, 360)
-WHOLE_TIMEOUT_S = 120.0
-"""A worker that is started anew loads torch, on a machine that serves."""
-CHANGE_TIMEOUT_S = 60.0
 FLOOD_BEFORE_S, FLOOD_AFTER_S = 3.0, 20.0
 
 
@@ -86,290 +71,185 @@ FULL, QUICK = Extent(800, 60.0), Extent(400, 15.0)
 """Both outages are longer than a lease."""
 
 
-@dataclass(slots=True)
-class Survived:
-    """What was seen."""
-
-    apart: Loss
-    merged: Loss
-    crowd: Crowd
-    outage: Outage
-
-
-@dataclass(frozen=True, slots=True)
-class _Flood:
-    """Requests under which a worker dies, as soon as `dies` says so of their streams."""
-
-    name: str
-    requests: Sequence[PlannedRequest]
-    wanted: Sequence[Undisturbed]
-    at_once: int
-    dies: Callable[[Streams], bool]
-
-
 def run(deployment: Deployment, choice: LoadChoice, say: Say, progress: Say) -> TrialVerdict:
     """Start a cluster that keeps event logs, trouble it, and audit the logs."""
-    extent = QUICK if choice.quick else FULL
     workers = max(deployment.workers, WORKERS_MIN)
-    with tempfile.TemporaryDirectory(prefix="tideserve-survive-") as folder:
-        logs = Path(folder) / "events"
-        system = changed_by_hand(deployment, workers, {"event_log": str(logs)})
-        try:
-            system.start(say)
-            survived = _trouble(system, deployment, workers, extent, choice.seed, progress)
-            progress("replaying and auditing the event logs")
-            verdict = judge(survived, audit_logs(logs))
-            keep_if_failed(
-                "survive", verdict.problems, Path(folder), Path(system.state["logs"]), say
-            )
-        finally:
-            system.stop()
+    with running_cluster(deployment, workers, BY_HAND, say) as cluster:
+        trouble = Trouble(cluster, workers, choice.seed, progress)
+        extent = QUICK if choice.quick else FULL
+        apart, merged = trouble.deaths(extent.requests)
+        alone_tokens = cluster.kv_bytes_per_worker() // deployment.kv_bytes_per_token
+        crowd = trouble.crowd((workers - 1) * alone_tokens)
+        outage = trouble.outage(extent.outage_s)
+        progress("replaying and auditing the event logs")
+        parts: dict[str, Loss | Outage]
+        parts = {"apart": apart, "merged": merged, "crowded": crowd, "etcd": outage}
+        verdict = judge(parts, cluster.audit())
+        cluster.keep_if(verdict.problems, "survive", say)
     return verdict
 
 
-def judge(survived: Survived, audited: Audited) -> TrialVerdict:
+def judge(parts: Mapping[str, Loss | Outage], audited: Audited) -> TrialVerdict:
     """Figures, and a problem for every property that did not hold."""
-    problems = [f"apart: {text}" for text in loss_problems(survived.apart)]
-    problems += [f"merged: {text}" for text in loss_problems(survived.merged)]
-    problems += [f"crowded: {text}" for text in crowd_problems(survived.crowd)]
-    problems += [f"etcd: {text}" for text in outage_problems(survived.outage)]
+    problems = [f"{name}: {text}" for name, part in parts.items() for text in part.problems()]
     problems += audited.problems
-    figures = {
-        "apart": loss_figures(survived.apart),
-        "merged": loss_figures(survived.merged),
-        "crowded": crowd_figures(survived.crowd),
-        "etcd": outage_figures(survived.outage),
-        "invariants_checked": audited.checks,
-        "violations": audited.findings.broken,
-        "problems": problems,
-    }
-    return TrialVerdict(figures, _rows(figures), problems)
+    figures: dict[str, Any] = {name: part.figures() for name, part in parts.items()}
+    rows = [
+        (f"{part}: {what}", text)
+        for part, found in figures.items()
+        for what, text in _part_rows(found)
+    ]
+    figures |= audited.figures | {"problems": problems}
+    return TrialVerdict(figures, [*rows, *audited.rows], problems)
 
 
-# --- trouble
+class Trouble:
+    """Disturbs a cluster, one fault after the other, each once it is whole."""
 
+    def __init__(self, cluster: FaultCluster, workers: int, seed: int, say: Say) -> None:
+        self._cluster = cluster
+        self._workers = workers
+        self._seed = seed
+        self._rng = Random(seed)
+        self._say = say
 
-def _trouble(
-    system: Tideserve,
-    deployment: Deployment,
-    workers: int,
-    extent: Extent,
-    seed: int,
-    say: Say,
-) -> Survived:
-    """One fault after the other, each on a cluster that is whole. Raises SystemUnavailable."""
-    requests = stream_requests(extent.requests, seed, OUTPUT_TOKENS)
-    say("an undisturbed run")
-    wanted = undisturbed_answers(system.urls[0], system.model, requests, AT_ONCE)
-    rng = Random(seed)
+    def deaths(self, count: int) -> tuple[Loss, Loss]:
+        """Kill a worker of groups of one, then a worker of a merged group, under load."""
+        requests = stream_requests(count, self._seed, OUTPUT_TOKENS)
+        wanted = self._undisturbed(requests)
 
-    def late(streams: Streams) -> bool:
-        return streams.ended >= KILL_AFTER * len(requests)
+        def late(streams: Streams) -> bool:
+            return streams.ended >= KILL_AFTER * count
 
-    apart = _kill_one(system, workers, _Flood("apart", requests, wanted, AT_ONCE, late), rng, say)
-    _merge(system, say)
-    merged = _kill_one(system, workers, _Flood("merged", requests, wanted, AT_ONCE, late), rng, say)
-    alone_tokens = system.kv_bytes_per_worker() // deployment.kv_bytes_per_token
-    crowd = _crowd(system, workers, alone_tokens, seed, rng, say)
-    _merge(system, say)
-    outage = _stop_etcd(system, extent.outage_s, seed, rng, say)
-    _await(system, "blocks are in use at rest", blocks_free)
-    return Survived(apart, merged, crowd, outage)
+        apart = self._kill_worker("apart", requests, wanted, AT_ONCE, late)
+        self._merge()
+        return apart, self._kill_worker("merged", requests, wanted, AT_ONCE, late)
 
+    def crowd(self, survivors_tokens: int) -> Crowd:
+        """Kill a worker when all requests have begun, which need more KV than the others have."""
+        mean = sum(CROWD_PROMPT_TOKENS + CROWD_OUTPUT_TOKENS) / 2
+        count = math.ceil(CROWD_FACTOR * survivors_tokens / mean)
+        requests = stream_requests(
+            count, self._seed, CROWD_OUTPUT_TOKENS, prompt_tokens=CROWD_PROMPT_TOKENS
+        )
+        wanted = self._undisturbed(requests)
+        self._merge()
+        loss = self._kill_worker(
+            "crowded", requests, wanted, count, lambda streams: streams.begun == count
+        )
+        prompts = [len(one.prompt_ids) for one in requests]
+        demand_tokens = sum(prompts) + sum(one.output_tokens for one in requests)
+        seen = {one.name: getattr(loss, one.name) for one in fields(loss)}
+        return Crowd(
+            **seen, prompts=prompts, demand_tokens=demand_tokens, survivors_tokens=survivors_tokens
+        )
 
-def _crowd(
-    system: Tideserve, workers: int, alone_tokens: int, seed: int, rng: Random, say: Say
-) -> Crowd:
-    """Kill one when all requests have begun, which need more KV than the others have."""
-    survivors_tokens = (workers - 1) * alone_tokens
-    mean = sum(CROWD_PROMPT_TOKENS + CROWD_OUTPUT_TOKENS) / 2
-    count = math.ceil(CROWD_FACTOR * survivors_tokens / mean)
-    requests = stream_requests(count, seed, CROWD_OUTPUT_TOKENS, prompt_tokens=CROWD_PROMPT_TOKENS)
-    say("crowded: an undisturbed run")
-    wanted = undisturbed_answers(system.urls[0], system.model, requests, AT_ONCE)
-    _merge(system, say)
+    def outage(self, stopped_s: float) -> Outage:
+        """Suspend etcd under a flood in a merged group. Raises SystemUnavailable."""
+        self._merge()
+        cluster, outage = self._cluster, Outage(stopped_s)
+        shape = Shape(
+            *(AT_ONCE, (16, 96), OUTPUT_TOKENS),
+            seed=self._seed,
+            temperature=0.8,
+            distinct=DISTINCT,
+        )
+        wanted = self._undisturbed([shape.request(number) for number in range(DISTINCT)])
+        names = cluster.workers
 
-    def all_begun(streams: Streams) -> bool:
-        return streams.begun == count
+        def well(status: Status) -> bool:
+            outage.note(status["groups"])
+            return is_stable(status, names, alive_but(()))
 
-    loss = _kill_one(
-        system, workers, _Flood("crowded", requests, wanted, count, all_begun), rng, say
-    )
-    prompts = [len(one.prompt_ids) for one in requests]
-    demand_tokens = sum(prompts) + sum(one.output_tokens for one in requests)
-    return Crowd(loss, prompts, demand_tokens, survivors_tokens)
+        self._say(f"etcd: a flood, in which it stands still for {stopped_s:.0f} s")
+        with SteadyLoad(cluster.url, cluster.model, shape, wanted) as load:
+            time.sleep(FLOOD_BEFORE_S)
+            watch = StableWatch(lambda: cluster.holds(well))
+            try:
+                strike(RandomFault("etcd", stops_s=stopped_s), {}, cluster.pids, self._rng)
+                back_s = monotonic_s()
+                time.sleep(FLOOD_AFTER_S)
+            finally:
+                since_s = watch.end()
+        outage.settled_s = None if since_s is None else max(0.0, since_s - back_s)
+        outage.tally = load.tally
+        if not cluster.rests(WHOLE_TIMEOUT_S):
+            raise SystemUnavailable("blocks are in use at rest")
+        return outage
 
+    def _undisturbed(self, requests: Sequence[PlannedRequest]) -> list[Undisturbed]:
+        self._say("an undisturbed run")
+        return undisturbed_answers(self._cluster.url, self._cluster.model, requests, AT_ONCE)
 
-def _kill_one(system: Tideserve, workers: int, flood: _Flood, rng: Random, say: Say) -> Loss:
-    name, requests, at_once = flood.name, flood.requests, flood.at_once
-    say(f"{name}: {len(requests)} requests, {at_once} at a time")
-    streams = Streams(system.urls[0], system.model, requests, name, STALL_S, at_once)
-    streams.start()
-    while streams.running and not flood.dies(streams):
-        time.sleep(POLL_S)
-    status = read_status(system.admin_url)
-    struck = strike(RandomFault("worker"), status, {}, rng)
-    hit_s = monotonic_s()
-    say(f"{name}: {struck.told}")
-    names = {str(one["id"]) for one in status["workers"]}
-    lost = {str(one["id"]) for one in status["workers"] if struck.killed & set(one["pids"])}
+    def _merge(self) -> None:
+        self._say("merging all groups")
+        self._cluster.merge()
 
-    def alive(pid: int) -> bool:
-        return pid not in struck.killed and psutil.pid_exists(pid)
-
-    alone = StableWatch(_look(system, lambda now: serve_alone(now, names - lost, alive)))
-    whole = StableWatch(_look(system, lambda now: is_stable(now, names, alive)))
-    try:
-        outcomes = streams.wait()
-        say(f"{name}: waiting for all workers")
-        _await(system, "", lambda now: is_stable(now, names, alive))
-    finally:
-        alone_s, whole_s = alone.end(), whole.end()
-    return Loss(workers, at_once, hit_s, alone_s, whole_s, outcomes, flood.wanted)
-
-
-def _stop_etcd(system: Tideserve, stopped_s: float, seed: int, rng: Random, say: Say) -> Outage:
-    shape = Shape(
-        AT_ONCE, output_tokens=OUTPUT_TOKENS, seed=seed, temperature=0.8, distinct=DISTINCT
-    )
-    requests = [shape.request(number) for number in range(DISTINCT)]
-    say("etcd: an undisturbed run of the flood's requests")
-    wanted = undisturbed_answers(system.urls[0], system.model, requests)
-    outage = Outage(stopped_s)
-    names = _names(system)
-
-    def well(status: Mapping[str, Any]) -> bool:
-        outage.note(status["groups"])
-        return is_stable(status, names, psutil.pid_exists)
-
-    say(f"etcd: a flood, in which it stands still for {stopped_s:.0f} s")
-    with SteadyLoad(system.urls[0], system.model, shape, wanted) as load:
-        time.sleep(FLOOD_BEFORE_S)
-        watch = StableWatch(_look(system, well))
+    def _kill_worker(
+        self,
+        name: str,
+        requests: Sequence[PlannedRequest],
+        wanted: Sequence[Undisturbed],
+        at_once: int,
+        dies: Callable[[Streams], bool],
+    ) -> Loss:
+        """Kill a worker as soon as `dies` holds for the streams, and watch until all serve."""
+        cluster = self._cluster
+        self._say(f"{name}: {len(requests)} requests, {at_once} at a time")
+        streams = Streams(cluster.url, cluster.model, requests, name, at_once)
+        streams.start()
+        while streams.running and not dies(streams):
+            time.sleep(POLL_S)
+        status = cluster.status()
+        struck = strike(RandomFault("worker"), status, {}, self._rng)
+        hit_s = monotonic_s()
+        self._say(f"{name}: {struck.told}")
+        pids = {str(row["id"]): set(row["pids"]) for row in status["workers"]}
+        survivors = {worker for worker in pids if not pids[worker] & struck.killed}
+        alive = alive_but(struck.killed)
+        alone = StableWatch(lambda: cluster.holds(lambda now: serve_alone(now, survivors, alive)))
+        whole = StableWatch(lambda: cluster.stable(pids, struck.killed))
         try:
-            strike(RandomFault("etcd", stops_s=stopped_s), {}, system.state["pids"], rng)
-            back_s = monotonic_s()
-            time.sleep(FLOOD_AFTER_S)
+            outcomes = streams.wait()
+            self._say(f"{name}: waiting for all workers")
+            await_true(lambda: cluster.stable(pids, struck.killed), WHOLE_TIMEOUT_S)
         finally:
-            since_s = watch.end()
-    outage.settled_s = None if since_s is None else max(0.0, since_s - back_s)
-    outage.tally = load.tally
-    return outage
+            alone_s, whole_s = alone.end(), whole.end()
+        return Loss(self._workers, at_once, hit_s, alone_s, whole_s, outcomes, wanted)
 
 
-def _merge(system: Tideserve, say: Say) -> None:
-    say("merging all groups")
-    try:
-        change_groups(system.admin_url, MERGE_PATH, CHANGE_TIMEOUT_S)
-    except ChangeFailed as error:
-        raise SystemUnavailable(f"the groups do not merge: {error}") from error
-    names = _names(system)
-    _await(
-        system,
-        "the merged group does not settle",
-        lambda status: is_stable(status, names, psutil.pid_exists),
-    )
+SHOWN = {
+    "stopped_s": ("stood still for", "{:.1f} s"),
+    "changes_of_groups": ("changes of groups", "{}"),
+    "settled_after_s": ("all well after its return", "{:.1f} s"),
+    "demand_tokens": ("KV of all requests", "{:,} tokens"),
+    "survivors_tokens": ("KV of the survivors", "{:,} tokens"),
+    "alone_after_s": ("survivors serve without it after", "{:.1f} s"),
+    "whole_after_s": ("all workers serve after", "{:.1f} s"),
+    "longest_silence_s": ("longest silence of a stream", "{:.1f} s"),
+    "ideal_wait_s": ("wait that no order avoids", "{:.1f} s"),
+    "share_alive": ("part of the workers that survives", "{:.0%}"),
+    "throughput_ratio": ("throughput of that part, over that before", "{:.0%}"),
+}
+"""For people: figures by name, how they are called, and their format."""
 
 
-def _names(system: Tideserve) -> Collection[str]:
-    return [name for name in system.state["pids"] if name.startswith("worker-")]
+def _part_rows(found: Mapping[str, Any]) -> list[tuple[str, str]]:
+    rows = request_rows(found["requests"])
+    for name, (label, form) in SHOWN.items():
+        if name in found:
+            rows.append((label, "–" if found[name] is None else form.format(found[name])))
+    for when, rate in found.get("tokens_per_s", {}).items():
+        rows.append((f"tokens a second {when}", "–" if rate is None else f"{rate:,.0f}"))
+    return rows
 
 
-def _look(system: Tideserve, condition: Callable[[Mapping[str, Any]], bool]) -> Callable[[], bool]:
-    """Whether the cluster tells its status, and that fulfils the condition."""
-
-    def look() -> bool:
-        try:
-            return condition(read_status(system.admin_url))
-        except SystemUnavailable:
-            return False
-
-    return look
-
-
-def _await(
-    system: Tideserve, otherwise: str, condition: Callable[[Mapping[str, Any]], bool]
-) -> None:
-    """Wait until it holds. Raises SystemUnavailable(`otherwise`), if that is said."""
-    look, deadline_s = _look(system, condition), monotonic_s() + WHOLE_TIMEOUT_S
-    while not look():
-        if monotonic_s() > deadline_s:
-            if otherwise:
-                raise SystemUnavailable(otherwise)
-            return
-        time.sleep(POLL_S)
-
-
-# --- telling
-
-
-def _rows(figures: Mapping[str, Any]) -> list[tuple[str, str]]:
-    rows = []
-    for part in ("apart", "merged"):
-        rows += [(f"{part}: {what}", text) for what, text in _loss_rows(figures[part])]
-    rows += [(f"crowded: {what}", text) for what, text in _crowd_rows(figures["crowded"])]
-    outage = figures["etcd"]
-    requests = outage["requests"]
-    checked = ", ".join(f"{one} {count:,}×" for one, count in figures["invariants_checked"].items())
-    return [
-        *rows,
-        ("etcd: stood still for", _seconds(outage["stopped_s"])),
-        ("etcd: changes of groups", str(outage["changes_of_groups"])),
-        ("etcd: requests sent / completed", f"{requests['sent']:,} / {requests['completed']:,}"),
-        ("etcd: otherwise", _otherwise(requests)),
-        ("etcd: all well after its return", _seconds(outage["settled_after_s"])),
-        ("invariants checked", checked),
-        ("violations", str(figures["violations"])),
-    ]
-
-
-def _loss_rows(part: Mapping[str, Any]) -> list[tuple[str, str]]:
-    requests, rates, ratio = part["requests"], part["tokens_per_s"], part["throughput_ratio"]
-    return [
-        ("requests sent / completed", f"{requests['sent']:,} / {requests['completed']:,}"),
-        ("otherwise", _otherwise(requests)),
-        ("survivors serve without it after", _seconds(part["alone_after_s"])),
-        ("all workers serve after", _seconds(part["whole_after_s"])),
-        ("longest silence of a stream", _seconds(part["longest_silence_s"])),
-        ("tokens a second before / after", f"{_rate(rates['before'])} / {_rate(rates['after'])}"),
-        (
-            f"of {part['share_alive']:.0%} of that before",
-            "–" if ratio is None else f"{ratio:.0%}",
-        ),
-    ]
-
-
-def _crowd_rows(part: Mapping[str, Any]) -> list[tuple[str, str]]:
-    requests = part["requests"]
-    demand, held = part["demand_tokens"], part["survivors_tokens"]
-    return [
-        ("KV of all requests / of the survivors", f"{demand:,} / {held:,} tokens"),
-        ("requests sent / completed", f"{requests['sent']:,} / {requests['completed']:,}"),
-        ("otherwise", _otherwise(requests)),
-        ("longest silence of a stream", _seconds(part["longest_silence_s"])),
-        ("wait that no order avoids", _seconds(part["ideal_wait_s"])),
-    ]
-
-
-def _otherwise(requests: Mapping[str, int]) -> str:
-    others = ("lost", "duplicated", "stuck", "different", "refused", "hung_up")
-    found = [(name.replace("_", " "), requests[name]) for name in others if name in requests]
-    return ", ".join(f"{name} {count}" for name, count in found)
-
-
-def _rate(value: float | None) -> str:
-    return "–" if value is None else f"{value:,.0f}"
-
-
-def _seconds(value: float | None) -> str:
-    return "–" if value is None else f"{value:.1f} s"
-
-
-TRIAL = Trial(
+SCENARIO = Scenario(
     name="survive",
-    summary="one of four workers is killed, etcd stands still: no request fails, the rest serve on",
     memory="384MiB",
     run=run,
+    options=GPU,
+    tiny_model=DEEP,
     gpu_memory="576MiB",
-    dtype="float64",
+    tiny_dtype="float64",
 )

@@ -29,16 +29,16 @@ def check_names(names: Sequence[str]) -> None:
     """Check the names. Raises BenchError about the first that means nothing."""
     if not names:
         raise BenchError("no system is named; --systems takes names separated by commas")
-    for name in names:
+    labels = [name.partition("=")[0] for name in names]
+    for name, label in zip(names, labels, strict=True):
         if "=" in name:
             _check_url(name)
         else:
             _split(name)
-            _check_dtype(name)
-    plain = [name.partition("=")[0] for name in names]
-    for name in plain:
-        if plain.count(name) > 1:
-            raise BenchError(f"the system '{name}' is named twice")
+            if sum(part in DTYPES for part in name.split("-")) > 1:
+                raise BenchError(f"'{name}' asks for two dtypes; leave one out")
+        if labels.count(label) > 1:
+            raise BenchError(f"the system '{label}' is named twice")
 
 
 def make_system(name: str, deployment: Deployment, api_key: str | None = None) -> System:
@@ -105,11 +105,6 @@ def _check_url(name: str) -> tuple[str, str]:
     if is_reference(label) or PACED_MARK in label:
         raise BenchError(f"'{label}' reads like a system of ours; give the URL another name")
     return label, url
-
-
-def _check_dtype(name: str) -> None:
-    if sum(part in DTYPES for part in name.split("-")) > 1:
-        raise BenchError(f"'{name}' asks for two dtypes; leave one out")
 
 
 def _split(name: str) -> tuple[str, tuple[str, ...]]:

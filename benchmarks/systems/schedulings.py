@@ -1,86 +1,64 @@
-"""Systems that differ in which requests go first: how each is started with `tideserve up`."""
+"""Systems that differ in their scheduling: how each is started with `tideserve up`."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from benchmarks.errors import BenchError
 
 Options = dict[str, Any]
+RESERVED = "reserved"
+ONLINE_ONLY = "online-only"
+"""The system that gets no batch requests."""
 
 
-def _divided(workers: int) -> Options:
-    if workers < 2:
-        raise BenchError("'reserved' keeps some groups for batch requests, so it needs two workers")
-    return {"scheduling": "priority", "scheduler": {"batch_groups": workers // 2}}
+def _slo(**more: float) -> Options:
+    return {"scheduling": "slo", **more}
 
 
-@dataclass(frozen=True, slots=True)
-class Scheduled:
-    """One such system. `options` are those of `tideserve up`, for so many workers.
-
-    With `online_only` it gets no batch requests.
-    """
-
-    about: str
-    options: Callable[[int], Options]
-    online_only: bool = False
-
-
-SCHEDULINGS: Mapping[str, Scheduled] = {
-    "online-only": Scheduled(
-        "online requests alone, by deadline as beside batch work",
-        lambda workers: {"scheduling": "slo"},
-        online_only=True,
-    ),
-    "eager": Scheduled(
+SCHEDULINGS: Mapping[str, tuple[str, Options]] = {
+    ONLINE_ONLY: ("online requests alone, by deadline as beside batch work", _slo()),
+    "eager": (
         "priority with iterations of up to 2,048 tokens, whatever is due",
-        lambda workers: {"scheduling": "priority", "max_batch_tokens": 2048},
+        {"scheduling": "priority", "max_batch_tokens": 2048},
     ),
-    "priority": Scheduled(
-        "online before batch, without a budget of time", lambda workers: {"scheduling": "priority"}
-    ),
-    "slo-full": Scheduled(
+    "priority": ("online before batch, without a budget of time", {"scheduling": "priority"}),
+    "slo-full": (
         "by deadline; batch work fills all the time that deadlines leave",
-        lambda workers: {"scheduling": "slo", "harvest": 1.0},
+        _slo(harvest=1.0),
     ),
-    "slo-quarter": Scheduled(
+    "slo-quarter": (
         "by deadline; batch work fills a quarter of the time that deadlines leave",
-        lambda workers: {"scheduling": "slo", "harvest": 0.25},
+        _slo(harvest=0.25),
     ),
-    "slo-half": Scheduled(
+    "slo-half": (
         "by deadline; batch work fills half of the time that deadlines leave",
-        lambda workers: {"scheduling": "slo", "harvest": 0.5},
+        _slo(harvest=0.5),
     ),
-    "slo": Scheduled(
+    "slo": (
         "by deadline; batch work fills two fifths of the time that deadlines leave, as by default",
-        lambda workers: {"scheduling": "slo"},
+        _slo(),
     ),
-    "fcfs": Scheduled(
-        "first come, first served, whatever the class", lambda workers: {"scheduling": "fcfs"}
-    ),
-    "prefill-first": Scheduled(
+    "fcfs": ("first come, first served, whatever the class", {"scheduling": "fcfs"}),
+    "prefill-first": (
         "first come, first served; prompts run whole, and answers wait for them",
-        lambda workers: {
+        {
             "scheduling": "prefill_first",
             "scheduler": {"overtaken_max": 0, "growth_blocks": 0.0},
             "worker": {"overtaken_max": 0},
         },
     ),
-    "round-robin": Scheduled(
+    "round-robin": (
         "iterations of online and of batch requests in turn",
-        lambda workers: {"scheduling": "round_robin"},
+        {"scheduling": "round_robin"},
     ),
-    "bros": Scheduled(
-        "deadlines and batch work as BROS prints them", lambda workers: {"scheduling": "bros"}
-    ),
-    "waiting-time": Scheduled(
+    "bros": ("deadlines and batch work as BROS prints them", {"scheduling": "bros"}),
+    "waiting-time": (
         "whoever has waited longest since its last token",
-        lambda workers: {"scheduling": "waiting_time"},
+        {"scheduling": "waiting_time"},
     ),
-    "reserved": Scheduled("half of the groups take batch requests only", _divided),
+    RESERVED: ("half of the groups take batch requests only", {"scheduling": "priority"}),
 }
-"""By name. `priority-256` is a system with iterations of up to 256 tokens."""
+"""Description and options by name. `priority-256` has iterations of up to 256 tokens."""
 SUFFIXES: Mapping[str, Options] = {
     "preempting": {"preempt": "always"},
     "packing": {"worker": {"packing": True}},
@@ -88,9 +66,9 @@ SUFFIXES: Mapping[str, Options] = {
     "victims": {"worker": {"victims": "slack"}},
     "groups": {"gateway": {"classes": {"interactive": {"token_group": 1}}}},
 }
-"""Options that a suffix changes. `-preempting` lets online requests interrupt iterations of batch
-work alone; `-packing`, `-slots` and `-victims` are parts of BROS that are off by default; `-groups`
-has a deadline for each token instead of each group of tokens."""
+"""Options of suffixes. `-preempting` lets online requests interrupt iterations of batch work alone;
+`-packing`, `-slots` and `-victims` are parts of BROS that are off by default; `-groups` has a
+deadline for each token instead of each group of tokens."""
 
 
 def scheduling_of(name: str) -> tuple[str, Sequence[str]] | None:
@@ -108,11 +86,14 @@ def is_suffix(text: str) -> bool:
 
 def options_of(key: str, suffixes: Sequence[str], workers: int) -> Options:
     """Options of `tideserve up` of one of them. Raises BenchError."""
-    options = SCHEDULINGS[key].options(workers)
+    _, options = SCHEDULINGS[key]
+    if key == RESERVED:
+        if workers < 2:
+            raise BenchError(f"'{key}' keeps groups for batch requests, so it needs two workers")
+        options = options | {"scheduler": {"batch_groups": workers // 2}}
     for suffix in suffixes:
-        if suffix.isdecimal():
-            options["max_batch_tokens"] = int(suffix)
-        options = merged(options, SUFFIXES.get(suffix, {}))
+        tokens = {"max_batch_tokens": int(suffix)} if suffix.isdecimal() else {}
+        options = merged(options, SUFFIXES.get(suffix, tokens))
     return options
 
 
@@ -128,5 +109,5 @@ def merged(options: Mapping[str, Any], more: Mapping[str, Any]) -> Options:
 
 def serves_batch(label: str) -> bool:
     """Whether a measured system gets batch requests beside the online ones."""
-    found = scheduling_of(label.partition("@")[0])
-    return found is None or not SCHEDULINGS[found[0]].online_only
+    scheduling = scheduling_of(label.partition("@")[0])
+    return scheduling is None or scheduling[0] != ONLINE_ONLY

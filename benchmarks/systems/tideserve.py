@@ -30,15 +30,28 @@ POLICIES: Mapping[str, str] = {
     "drop": "drop replicated layers, merge into pipelines, exchange KV, restore (KunServe)",
     "recompute": "preempt the newest request and compute it anew later, as vLLM does",
 }
-# Mechanisms that `-mechanism` switches off; options of `tideserve up` that do it.
-MECHANISMS: Mapping[str, str] = {
-    AMPLE: "the memory limit off: memory for the whole demand",
-    "exchange": "coordination off: KV moves without standing aside for activations",
-    "lookahead": "lookahead off: a pipeline's microbatches are formed by token count",
-    "restore": "restore off: groups that have merged stay merged",
-    "chunking": "chunked prefill off: a prompt of up to 2,048 tokens runs in one iteration",
+RESTORE_OFF_S = 3600.0
+"""A dwell time that is longer than any run."""
+MECHANISMS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    AMPLE: ("the memory limit off: memory for the whole demand", {}),
+    "exchange": (
+        "coordination off: KV moves without standing aside for activations",
+        {"worker": {"coordinated_exchange": False}},
+    ),
+    "lookahead": (
+        "lookahead off: a pipeline's microbatches are formed by token count",
+        {"worker": {"batch_formation": "token_count"}},
+    ),
+    "restore": (
+        "restore off: groups that have merged stay merged",
+        {"memmgr": {"split_dwell_s": RESTORE_OFF_S}},
+    ),
+    "chunking": (
+        "chunked prefill off: a prompt of up to 2,048 tokens runs in one iteration",
+        {"worker": {"max_batch_tokens": 2048}},
+    ),
 }
-WHOLE_PROMPT_TOKENS = 2048
+"""What `-mechanism` switches off, and options of `tideserve up` that do it."""
 TIMES = {
     "busy_s": "pipeline_busy",
     "bubble_s": "pipeline_bubble",
@@ -57,8 +70,6 @@ TOKENS = {
 }
 """The same."""
 TARGETS_FILE = "prometheus_targets.json"
-RESTORE_OFF_S = 3600.0
-"""A dwell time that is longer than any run."""
 
 
 class Tideserve:
@@ -83,39 +94,34 @@ class Tideserve:
     def _about(self) -> str:
         """What sets it apart, for the report."""
         if (scheduled := scheduling_of(self.name.split("@")[0])) is not None:
-            return SCHEDULINGS[scheduled[0]].about
+            return SCHEDULINGS[scheduled[0]][0]
         return POLICIES[self.policy]
 
     def options(self) -> dict[str, Any]:
         """Options of `tideserve up`, as its configuration file has them."""
         deployment = self._deployment
-        ample = AMPLE in self._off
         options: dict[str, Any] = {
             "model": str(deployment.model_dir),
             "model_name": deployment.model_name,
             "workers": deployment.workers,
-            "memory": deployment.ample_memory_bytes if ample else deployment.memory_bytes,
+            "memory": deployment.memory_bytes,
             "dtype": deployment.dtype,
             "device": deployment.device,
             "block_size": BLOCK_TOKENS,
             "max_running": deployment.max_running,
             "queue_deadline": QUEUE_DEADLINE_S,
+            # A worker that profiles itself while another system is measured would disturb that one.
+            "worker": {"profile_when_idle": False},
         }
-        # A worker that profiles itself while another system is measured would disturb that one.
-        options["worker"] = {"profile_when_idle": False}
         if deployment.event_log and self._cluster is not None:
-            section = options.setdefault(deployment.event_log, {})
-            section["event_log"] = str(self.event_logs)
-        if "chunking" in self._off:
-            options["worker"]["max_batch_tokens"] = WHOLE_PROMPT_TOKENS
-        if "exchange" in self._off:
-            options["worker"]["coordinated_exchange"] = False
-        if "lookahead" in self._off:
-            options["worker"]["batch_formation"] = "token_count"
+            logging = {"event_log": str(self.event_logs)}
+            options = merged(options, {deployment.event_log: logging})
+        for mechanism in self._off:
+            options = merged(options, MECHANISMS[mechanism][1])
+        if AMPLE in self._off:
+            options["memory"] = deployment.ample_memory_bytes
         if self.policy == "recompute":
             options["overload_policy"] = "recompute"
-        if "restore" in self._off:
-            options["memmgr"] = {"split_dwell_s": RESTORE_OFF_S}
         if deployment.paced:
             options["paced"] = deployment.paced
         if deployment.device != CPU:

@@ -51,7 +51,8 @@ class Vllm:
             " first start compiles for some minutes)"
         )
         # The first instance compiles alone; all others find its result.
-        alone = not any((self._compiled / "torchinductor").glob("fxgraph/*"))
+        compiled = compiled_folder(vllm_python(self._deployment.cache))
+        alone = not any((compiled / "torchinductor").glob("fxgraph/*"))
         urls = []
         for index in range(self._deployment.workers):
             port = free_port()
@@ -72,11 +73,13 @@ class Vllm:
     def arguments(self, port: int, blocks: int) -> list[str]:
         """Command line of one instance that can fill `blocks` KV blocks."""
         deployment = self._deployment
+        config = json.loads((deployment.model_dir / "config.json").read_text(encoding="utf-8"))
+        context = int(config.get("max_position_embeddings", MODEL_LEN_MAX))
         return [
             *("-m", "vllm.entrypoints.openai.api_server"),
             *("--model", str(deployment.model_dir), "--served-model-name", deployment.model_name),
             *("--host", "127.0.0.1", "--port", str(port), "--dtype", deployment.dtype),
-            *("--max-model-len", str(min(MODEL_LEN_MAX, self._context, blocks * BLOCK_TOKENS))),
+            *("--max-model-len", str(min(MODEL_LEN_MAX, context, blocks * BLOCK_TOKENS))),
             *("--block-size", str(BLOCK_TOKENS)),
             *("--num-gpu-blocks-override", str(blocks + NULL_BLOCKS)),
             *("--max-num-seqs", str(deployment.max_running)),
@@ -134,20 +137,16 @@ class Vllm:
 
     def describe(self) -> Mapping[str, Any]:
         exact = self._deployment.kv_bytes is not None
+        path, name = str(self._deployment.model_dir), self._deployment.model_name
         return {
             "kind": "vllm",
             "version": VLLM_VERSION,
             "dtype": self._deployment.dtype,
-            "arguments": [
-                # Results are published, so the paths of models are left out.
-                self._deployment.model_name if one == str(self._deployment.model_dir) else one
-                for one in self.arguments(0, self.blocks)
-            ],
+            # Results are published, so the paths of models are left out.
+            "arguments": [name if x == path else x for x in self.arguments(0, self.blocks)],
             "instances": self._deployment.workers,
             "threads": [self._threads(index) for index in range(self._deployment.workers)],
-            "kv_bytes_per_instance": self.blocks
-            * BLOCK_TOKENS
-            * self._deployment.kv_bytes_per_token,
+            "kv_bytes_per_instance": self.blocks * self._block_bytes,
             "kv_bytes_from": "a tideserve worker" if exact else "memory less parameters",
             "kv_capacity_tokens": self.counters().capacity_tokens,
         }
@@ -155,17 +154,6 @@ class Vllm:
     @property
     def _block_bytes(self) -> int:
         return BLOCK_TOKENS * self._deployment.kv_bytes_per_token
-
-    @property
-    def _compiled(self) -> Path:
-        return compiled_folder(vllm_python(self._deployment.cache))
-
-    @property
-    def _context(self) -> int:
-        """Longest sequence that the model supports."""
-        path = self._deployment.model_dir / "config.json"
-        config = json.loads(path.read_text(encoding="utf-8"))
-        return int(config.get("max_position_embeddings", MODEL_LEN_MAX))
 
     def _threads(self, index: int) -> int:
         """This instance's share of the cores."""

@@ -1,8 +1,8 @@
 """What is known about a device that runs a model: cost of an iteration, links, sizes.
 
 A profile is a YAML file: measured by `tideserve profile`, or one of those in `device_profiles/`.
-These were measured on a GPU by `scripts/gpu_profile.py`, or are estimates, each of which names the
-published figures that it is derived from.
+These were measured on a GPU, or are estimates, each of which names the published figures that it is
+derived from.
 
 `A100-14B:2` is a device like A100-14B on which everything takes twice as long. So slow, two
 processors keep the pace of twice as many workers.

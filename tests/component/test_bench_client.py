@@ -3,25 +3,20 @@
 import asyncio
 import socket
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks.client_process import run_job
-from services.common.etcd import Store
 from tests.support.fake_openai import fake_openai
-from tests.support.gateway import gateway_case
 from tests.support.refusing_address import refusing_address
 from tideserve.cli.errors import SystemUnavailable
 from tideserve.load.client import LEAD_S, Job, LoadClient
 from tideserve.load.event_stream import Marks, OpenAIServer
 from tideserve.load.record import RequestOutcome, SentRequest
 from tideserve.load.workload import Backlog, PlannedRequest
-from tideserve.scheduler.v1 import scheduler_pb2
 
 OUTPUT_TOKENS = 5
 
@@ -256,39 +251,3 @@ def test_requests_come_from_another_process() -> None:
 def test_a_load_generator_that_dies_is_told() -> None:
     with pytest.raises(SystemUnavailable, match="the load generator ended with 1"):
         run_job(job(["http://[broken"], [request()]), lambda line: None)
-
-
-async def test_both_doors_of_a_gateway_are_noted_alike(store: Store, tmp_path: Path) -> None:
-    async with gateway_case(store, tmp_path / "model") as case:
-        doors = [case.url, f"grpc://{case.target}"]
-        asked = PlannedRequest(0.0, (104, 105), OUTPUT_TOKENS, seed=1)
-        both: dict[str, list[Sequence[SentRequest]]] = {
-            "good": [
-                await asyncio.to_thread(run_job, job([door], [asked], model="m"), print)
-                for door in doors
-            ],
-            "unknown": [await run(job([door], [asked])) for door in doors],
-        }
-        assert case.cluster.scheduler is not None
-        case.cluster.scheduler.refusal = scheduler_pb2.Refusal(
-            reason=scheduler_pb2.REFUSAL_REASON_QUEUE_FULL, retry_after_s=2
-        )
-        both["refused"] = [await run(job([door], [asked], model="m")) for door in doors]
-    for over_http, over_grpc in both.values():
-        assert len(over_http) == len(over_grpc) == 1
-        one, other = over_http[0], over_grpc[0]
-        assert (one.outcome, one.prompt_tokens, one.output_tokens, len(one.token_times_s)) == (
-            *(other.outcome, other.prompt_tokens, other.output_tokens, len(other.token_times_s)),
-        )
-    outcomes = [each[1][0].outcome for each in both.values()]
-    assert outcomes == [RequestOutcome.COMPLETED, RequestOutcome.FAILED, RequestOutcome.REJECTED]
-    good, unknown = both["good"][1][0], both["unknown"][1][0]
-    assert good.output_tokens == OUTPUT_TOKENS and good.request_id and not good.short
-    assert "NOT_FOUND" in unknown.error
-
-
-async def test_a_closed_grpc_port_is_a_failure() -> None:
-    with refusing_address() as address:
-        records = await run(job([f"grpc://{address}"], [request()]))
-    assert [record.outcome for record in records] == [RequestOutcome.FAILED]
-    assert "UNAVAILABLE" in records[0].error

@@ -13,7 +13,7 @@ import pytest
 from benchmarks import run as cli_bench
 from benchmarks.run import BenchArguments, run_bench
 from benchmarks.runs.runner import BenchPlan, RunOutcomes
-from benchmarks.scenarios.scenario import LoadChoice, Trial, TrialVerdict
+from benchmarks.scenarios.scenario import LoadChoice, Scenario, TrialVerdict
 from benchmarks.systems.system import Deployment
 from tests.support.fake_openai import fake_openai
 from tests.support.refusing_address import refusing_address
@@ -21,6 +21,7 @@ from tideserve.cli import cluster_options
 from tideserve.cli.commands.main import main
 from tideserve.cli.errors import CommandError, SystemUnavailable
 from tideserve.cli.local_cluster import python_environment
+from tideserve.cli.tiny_model import DEEP
 from tideserve.load.workload import TOKEN_ID_MAX, TOKEN_ID_MIN
 
 TIMEOUT_S = 240.0
@@ -107,20 +108,21 @@ def test_what_cannot_be_done_is_one_sentence(
             (["burst", "--paced", "A100-14B", "--systems", "drop,vllm"], "vllm cannot serve it"),
             (["steady", "--paced", "A100-14B"], "'steady' has no load for --paced's tiny model"),
             (["steady", "--json", figures, "--model", model], "cannot write to"),
-            (["coserve", "--trace", "x"], "makes requests of its own; leave --trace out"),
-            (["steady", "--rate", "3"], "'steady' makes requests of its own; leave --rate out"),
-            (["steady", "--cells", "x"], "'steady' has no cells; leave --cells out"),
-            (["churn", "--minutes", "3"], "'churn' has no cells; leave --minutes out"),
-            (["drop", "--append", figures], "'drop' has no cells; leave --append out"),
+            (["coserve", "--trace", "x"], "'coserve' does not use --trace; leave it out"),
+            (["churn", "--minutes", "3"], "'churn' does not use --minutes; leave it out"),
+            (["drop", "--append", figures], "'drop' does not use --append; leave it out"),
+            (["flood", "--device", "cpu"], "'flood' does not use --device; leave it out"),
+            (["burst", "--ablation", "--device", "cpu"], "does not use --device; leave it out"),
+            (["steady", "--ablation"], "'steady' does not use --ablation; leave it out"),
             (["burst", "--rate", "3", "--time-scale", "1"], "give one"),
             (["steady", "--plot", "out.doc", "--model", model], "must end in one of .png"),
             (["burst", "--dtype", "float16"], "'float16', but must be one of bfloat16"),
             (["burst", "--dtype", "int3"], "'int3', but must be one of bfloat16"),
             (["churn", "--workers", "0"], "'workers' in the command line is 0"),
-            (["engine", "--device", "cpu"], "'engine' is for processors; leave --device out"),
-            (["drop", "--load-format", "dummy"], "for processors; leave --load-format out"),
-            (["flood", "--device", "cpu"], "'flood' is for processors; leave --device out"),
-            (["churn", "--load-format", "auto"], "makes up the weights of its tiny model"),
+            (
+                ["churn", "--load-format", "auto"],
+                "the tiny model has random weights; leave --load-format out",
+            ),
             (["steady", "--load-format", "dummy"], "no weights, so vllm cannot serve it"),
         ]
         left = tmp_path / "left.json"
@@ -156,7 +158,7 @@ def test_what_cannot_be_done_on_a_gpu(
         ("--systems", "drop-chunking"): "leave its suffix out",
         ("--systems", "mine=http://x"): "no system of this run is one",
         ("--systems", "drop,recompute-ample"): "leave systems with -ample out",
-        ("--memory", "16GiB", "--cells", "x"): "has no cells",
+        ("--memory", "16GiB", "--cells", "x"): "does not use --cells",
     }
     for more, sentence in cases.items():
         assert sentence in refused([*on_gpu, *more], monkeypatch, capsys)
@@ -164,7 +166,7 @@ def test_what_cannot_be_done_on_a_gpu(
         said = refused([*arguments, "--device", "cuda"], monkeypatch, capsys)
         assert "the --memory of a worker" in said
     paced = refused(["burst", "--device", "cuda", "--paced", "A100-14B"], monkeypatch, capsys)
-    assert "'burst' with --paced is for processors" in paced
+    assert "--paced with the tiny model is for processors; leave --device out" in paced
 
 
 @pytest.mark.parametrize(
@@ -187,14 +189,15 @@ def test_the_tiny_model_of_a_trial_fits_its_device(
         seen.append(deployment)
         return TrialVerdict({}, [("noted", "once")], ())
 
-    trial = Trial("churn", "noted", "32MiB", note, gpu_memory="64MiB")
+    noting = Scenario("churn", "32MiB", run=note, tiny_model=DEEP, gpu_memory="64MiB")
     monkeypatch.setattr(cluster_options, "version", lambda name: "2.13.0+cu130")
-    monkeypatch.setattr(cli_bench, "find_trials", lambda: {"churn": trial})
+    monkeypatch.setattr(cli_bench, "find_scenario", lambda name: noting)
     run_bench(BenchArguments("churn", LoadChoice(on_gpu="device" in given), **given))
     (deployment,) = seen
     assert deployment.device == given.get("device", "cpu")
     assert deployment.memory_bytes == memory_bytes
     assert deployment.options == options
+    assert (deployment.model_name, deployment.dtype) == ("tiny-16-layers", "float32")
 
 
 @pytest.mark.parametrize(

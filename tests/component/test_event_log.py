@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.audit_logs import audit_logs
+from benchmarks.faults.load import Shape
 from benchmarks.scenarios.churn import churn, judge
-from benchmarks.steady_load import Shape
 from services.common.event_log import EventLog, EventLogError, read_config, read_entries
 from services.core.audit.record import COMMAND, EVENT
 from services.core.changeover.state import Changeover, MemberConfig

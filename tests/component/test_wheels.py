@@ -1,17 +1,36 @@
 """The distributions of the tree: built, installed into an environment of their own, imported."""
 
+import json
 import subprocess
 import zipfile
 from pathlib import Path
 
 import build_wheels
+import httpx
 import pytest
 
+from tests.support.cluster import Cluster
 from tests.support.environment import TIMEOUT_S, Environment
+from tests.support.tiny_models import make_tiny_model
+from tideserve.cli.model_store import DEFAULT_MODEL_NAME
 
 ROOT = Path(__file__).resolve().parents[2]
+EVERY_COMMAND = """
+import json
+from typer.main import get_command
+from typer.testing import CliRunner
+from tideserve.cli.commands.main import app
 
-pytestmark = pytest.mark.slow
+def commands(command, path=()):
+    yield path
+    for name, child in getattr(command, "commands", {}).items():
+        yield from commands(child, (*path, name))
+
+run = CliRunner().invoke
+print(json.dumps({
+    " ".join(path): run(app, [*path, "--help"]).exit_code for path in commands(get_command(app))
+}))
+"""
 
 
 @pytest.fixture(scope="module")
@@ -85,18 +104,82 @@ def test_the_client_needs_no_server(wheels: dict[str, Path], tmp_path: Path) -> 
     assert set(found.values()) == {None}
 
 
-def test_they_work_where_the_tree_is_not(wheels: dict[str, Path], tmp_path: Path) -> None:
+def test_the_stubs_work_alone(wheels: dict[str, Path], tmp_path: Path) -> None:
     environment = Environment(tmp_path / "environment")
     environment.install(wheels["tideserve_api"])
     stubs = "tideserve.worker.v1.worker_pb2_grpc"
     alone = environment.imports(stubs, "services.gateway.app", "tideserve.cli.commands.main")
     assert (alone.pop(stubs) or "").startswith(str(environment.packages))
     assert set(alone.values()) == {None}
-    environment.install(wheels["tideserve"])
-    names = (stubs, "services.gateway.app", "services.worker.app", "tideserve.sim.cluster")
-    for name, file in environment.imports(*names).items():
-        assert file is not None and file.startswith(str(environment.packages)), name
-    assert environment.command("tideserve", "version") == f"tideserve {build_wheels.version()}\n"
-    assert "usage: tideserve-worker" in environment.command("tideserve-worker", "--help")
-    example = environment.packages / "tideserve" / "sim" / "examples" / "closed-loop.yaml"
-    assert "simulated, not measured" in environment.command("tideserve", "simulate", str(example))
+
+
+@pytest.fixture(scope="module")
+def installed(wheels: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Environment:
+    """An environment with all wheels and the packages of this one, without the tree."""
+    environment = Environment(tmp_path_factory.mktemp("installed") / "environment")
+    for wheel in wheels.values():
+        environment.install(wheel)
+    return environment
+
+
+def test_the_server_works_where_the_tree_is_not(installed: Environment) -> None:
+    names = ("services.gateway.app", "services.worker.app", "tideserve.sim.cluster")
+    for name, file in installed.imports(*names).items():
+        assert file is not None and file.startswith(str(installed.packages)), name
+    assert installed.command("tideserve", "version") == f"tideserve {build_wheels.version()}\n"
+    assert "usage: tideserve-worker" in installed.command("tideserve-worker", "--help")
+    example = installed.packages / "tideserve" / "sim" / "examples" / "closed-loop.yaml"
+    assert "simulated, not measured" in installed.command("tideserve", "simulate", str(example))
+
+
+def test_every_command_explains_itself(installed: Environment) -> None:
+    told = json.loads(installed.command("python", "-c", EVERY_COMMAND))
+    assert {"serve", "up", "chat", "demo", "doctor", "profile", "simulate", "bench"} <= told.keys()
+    assert {name for name, code in told.items() if code != 0} == set()
+
+
+def test_benchmarks_need_a_checkout(installed: Environment) -> None:
+    with pytest.raises(AssertionError, match="run this from a checkout"):
+        installed.command("tideserve", "bench", "steady", "--quick")
+
+
+@pytest.mark.cluster
+def test_a_model_is_served_and_examined(installed: Environment, tmp_path: Path) -> None:
+    serving = Cluster(
+        model_dir=make_tiny_model(tmp_path / "model"),
+        workers=1,
+        command=(str(installed.bin / "tideserve"),),
+        subcommand="serve",
+        environment={"PYTHONPATH": ""},
+        threads=2,  # torch computes: the kernels of this environment are not compiled yet
+    )
+    with serving as cluster:
+        at = ("--url", cluster.url, "--cluster-dir", str(cluster.folder / "cluster"))
+        assert "answered within" in installed.command("tideserve", "doctor", *at)
+        body = {"model": "model", "max_tokens": 3, "messages": [{"role": "user", "content": "a"}]}
+        reply = httpx.post(f"{cluster.url}/v1/chat/completions", json=body, timeout=60)
+        assert reply.json()["usage"]["completion_tokens"] == 3
+
+
+@pytest.mark.slow
+@pytest.mark.cluster
+def test_a_new_user_is_served_the_default_model(installed: Environment, tmp_path: Path) -> None:
+    """No cache and no compiled kernels, and two workers, which merge."""
+    environment = {"PYTHONPATH": "", "HOME": str(tmp_path), "TIDESERVE_CACHE": "", "PATH": ""}
+    serving = Cluster(
+        memory="1GiB",
+        dtype="bfloat16",
+        command=(str(installed.bin / "tideserve"),),
+        subcommand="serve",
+        environment=environment,
+    )
+    question = {
+        "model": DEFAULT_MODEL_NAME,
+        "temperature": 0,
+        "messages": [{"role": "user", "content": "What is the capital of France?"}],
+    }
+    with serving as cluster:
+        at = ("--url", cluster.url, "--cluster-dir", str(cluster.folder / "cluster"))
+        assert "stable" in installed.command("tideserve", "drop", *at)
+        reply = httpx.post(f"{cluster.url}/v1/chat/completions", json=question, timeout=120)
+        assert "Paris" in reply.json()["choices"][0]["message"]["content"]

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from benchmarks.faults.streams import STALL_S, Streams
+from benchmarks.faults.load import Streams
 from benchmarks.group_changes import MERGE_PATH, change_groups
 from services.common.failpoint import read_hits
 from tests.support.cluster import Cluster
@@ -45,7 +45,7 @@ def test_a_merge_under_load_passes_the_failpoints_of_all_services(tmp_path: Path
             PlannedRequest(0.0, tuple(range(3 + number, 30 + number)), 1200, number)
             for number in range(8)
         ]
-        streams = Streams(cluster.url, model, requests, "salt", STALL_S)
+        streams = Streams(cluster.url, model, requests, "salt")
         streams.start()
         cluster.eventually(lambda: streams.begun == 8)
         change_groups(cluster.admin_url, MERGE_PATH, CHANGE_TIMEOUT_S)

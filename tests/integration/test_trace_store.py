@@ -1,4 +1,4 @@
-"""Traces of a real cluster, fetched back from a trace store that nobody here wrote."""
+"""Traces of a real cluster, read back from a trace store of another project."""
 
 import asyncio
 import os
@@ -9,13 +9,12 @@ from typing import Any
 
 import httpx
 import pytest
-import trace_store
 
 from services.common.tracing import TraceContext
 from tests.support.client import prompt_of
 from tests.support.cluster import Cluster
 from tests.support.tiny_models import make_tiny_model
-from tests.support.trace_store import TraceStore
+from tests.support.trace_store import TraceStore, trace_store
 from tests.support.waiting import eventually
 from tideserve.cli.groups import drop, restore
 
@@ -29,7 +28,7 @@ CHANGE_SPANS = {CHANGE: 1, "decide": 1, "prepare": 2, "commit": 1, "apply": 2, "
 
 @pytest.fixture(scope="module")
 def store() -> Iterator[TraceStore]:
-    program = trace_store.program()
+    program = trace_store(fetch="FETCH_TRACE_STORE" in os.environ)
     if program is None:
         pytest.skip("no trace store is installed; `make trace-store-test` fetches one")
     with TraceStore(program) as running:

@@ -47,6 +47,7 @@ class Cluster:
         dtype: str = "float32",
         command: Sequence[str] = (sys.executable, "-m", "tideserve.cli.commands.main"),
         environment: dict[str, str] | None = None,
+        subcommand: str = "up",
         **options: Any,
     ) -> None:
         """`options`: any key of the command's --config file, sections included.
@@ -56,7 +57,7 @@ class Cluster:
         self.folder = Path(tempfile.mkdtemp(prefix="tideserve-test-"))
         self.port = int(options.pop("port", 0)) or free_port()
         self.url = f"http://127.0.0.1:{self.port}"
-        self._command = command
+        self._command = (*command, subcommand)
         self._environment = environment or {}
         self._process: subprocess.Popen[bytes] | None = None
         self._api_key = options.get("api_key")
@@ -107,7 +108,7 @@ class Cluster:
         with self.output_path.open("wb") as output:
             self._process = subprocess.Popen(
                 [
-                    *(*self._command, "up", "--with-parent", "--config", str(config)),
+                    *(*self._command, "--with-parent", "--config", str(config)),
                     *("--cluster-dir", str(self.folder / "cluster")),
                 ],
                 stdin=subprocess.DEVNULL,

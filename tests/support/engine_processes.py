@@ -101,16 +101,20 @@ class EngineProcesses:
         config: WorkerConfig,
         names: Sequence[str],
         advertise: Mapping[str, str] | None = None,
+        changes: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
         """Start the processes, side by side; only `worker_id` and `run_dir` are their own.
 
         `advertise`: the hosts at which they reach each other's lanes; this machine by default.
+        `changes` to `config`, by name.
         """
         run_dir = config.run_dir
         assert run_dir is not None
         clients = {
             name: EngineClient(
-                replace(config, worker_id=name, run_dir=run_dir / name),
+                replace(
+                    config, worker_id=name, run_dir=run_dir / name, **(changes or {}).get(name, {})
+                ),
                 f"{name}-1",
             )
             for name in names

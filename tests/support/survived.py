@@ -1,13 +1,14 @@
-"""Deaths and outages as a bench has seen them, in which all holds."""
+"""Deaths, outages and audits as a benchmark has seen them, in which all holds."""
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
-from benchmarks.faults.streams import StreamOutcome
+from benchmarks.audit_logs import INVARIANTS, Audited
+from benchmarks.faults.outcomes import StreamOutcome, Tally, Undisturbed
 from benchmarks.faults.survival import Crowd, Loss, Outage
-from benchmarks.steady_load import Tally
-from benchmarks.undisturbed import Undisturbed
+from services.core.audit.findings import Findings
+from tideserve.sim.replay import Replayed
 
 TOKENS = 10
 WANTED = Undisturbed(tuple(range(TOKENS)))
@@ -38,10 +39,14 @@ def loss(outcomes: Sequence[StreamOutcome] = (), **changes: Any) -> Loss:
     return replace(one, **changes)
 
 
-def crowd(**changes: Any) -> Crowd:
+def crowd(outcomes: Sequence[StreamOutcome] = (), **changes: Any) -> Crowd:
     """`loss`, with prompts of 90 tokens; at the death four requests hold 130 of 300 tokens."""
-    one = loss()
-    return replace(Crowd(one, [90] * len(one.outcomes), 2400, 300), **changes)
+    seen = loss(outcomes)
+    shared = {one.name: getattr(seen, one.name) for one in fields(seen)}
+    one = Crowd(
+        **shared, prompts=[90] * len(seen.outcomes), demand_tokens=2400, survivors_tokens=300
+    )
+    return replace(one, **changes)
 
 
 def outage(layouts: Sequence[Sequence[dict[str, Any]]] = ([GROUP],), **changes: Any) -> Outage:
@@ -51,3 +56,11 @@ def outage(layouts: Sequence[Sequence[dict[str, Any]]] = ([GROUP],), **changes: 
     for groups in layouts:
         one.note(groups)
     return replace(one, **changes)
+
+
+def audited() -> Audited:
+    """Logs that replay alike and show every invariant."""
+    findings = Findings()
+    for name in INVARIANTS:
+        findings.check(name, True, "")
+    return Audited({"worker-0-1-2.jsonl": Replayed(10, 20)}, findings)

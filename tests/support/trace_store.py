@@ -1,4 +1,4 @@
-"""A running trace store that others wrote; see scripts/trace_store.py."""
+"""Arize Phoenix, a trace store of another project, in an environment of its own in the cache."""
 
 import json
 import os
@@ -7,13 +7,28 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
+import venv
 from pathlib import Path
 from typing import Any, Self
 
+from benchmarks.systems.client_environment import install
+from tideserve.cli.cache import cache_root, create_cache
 from tideserve.cli.local_cluster import free_port
 
+PACKAGE = "arize-phoenix==20.26.0"
 READY_TIMEOUT_S = 240.0
 SPANS_MAX = 1000
+
+
+def trace_store(fetch: bool) -> Path | None:
+    """The store's command; None if it is not installed, which `fetch` does: about 1 GiB."""
+    folder = cache_root() / "trace-store" / PACKAGE.partition("==")[2]
+    program = folder / "bin" / "phoenix"
+    if fetch and not program.is_file():
+        create_cache(cache_root())
+        venv.create(folder, with_pip=True, clear=True)
+        install(folder / "bin" / "python", [PACKAGE], PACKAGE)
+    return program if program.is_file() else None
 
 
 class TraceStore:

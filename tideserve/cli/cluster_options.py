@@ -48,7 +48,7 @@ CONFIGS: Mapping[str, type[ServiceConfig]] = {
     "worker": WorkerConfig,
 }
 SETTINGS = {name: settings_of(config) for name, config in CONFIGS.items()}
-READY_TIMEOUTS_S = {EngineKind.TIDESERVE: 180.0, EngineKind.VLLM: 1800.0}
+READY_TIMEOUTS_S = {EngineKind.TIDESERVE: 600.0, EngineKind.VLLM: 1800.0}
 TORCH_THREADS_MIN = 8
 """Threads of torch that are about as fast as the compiled kernels on one. Two of them took 2.6
 times as long for a prompt, 3.6 times for a token (bfloat16, EPYC of family 26)."""
@@ -166,7 +166,7 @@ class ClusterOptions:
         "Seconds until the cluster must be ready.",
         minimum=1,
         maximum=86_400,
-        default_text="180; with vLLM, whose first start compiles, 1800",
+        default_text="600; with vLLM, 1800: the first start compiles kernels",
         panel=CLUSTER,
     )
     cluster_dir: Path | None = option(None, CLUSTER_DIR_HELP, default_text=CLUSTER_DIR_DEFAULT)
@@ -204,13 +204,18 @@ class ClusterOptions:
         return with_absolute_paths(own) | {"etcd_url": url}
 
 
-def read_options(path: Path | None, flags: Mapping[str, Any]) -> ClusterOptions:
+def read_options(
+    path: Path | None, flags: Mapping[str, Any], defaults: Mapping[str, Any] | None = None
+) -> ClusterOptions:
     """Options from the file at `path`, overridden by those `flags` that are not None.
+
+    `defaults` stand in for the defaults of the options.
 
     Raises:
         ConfigError: one sentence about the first key or value that cannot be used.
     """
-    given = {} if path is None else _given_in(path)
+    given = {key: Given(value, COMMAND_LINE) for key, value in (defaults or {}).items()}
+    given |= {} if path is None else _given_in(path)
     check_keys(flags, list(settings_of(ClusterOptions)), COMMAND_LINE)
     given |= {key: Given(v, COMMAND_LINE) for key, v in flags.items() if v is not None}
     options = build(ClusterOptions, given, lambda key: f"missing in {path or COMMAND_LINE}")

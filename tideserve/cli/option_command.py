@@ -20,10 +20,11 @@ NO_DEFAULT = ("none", "empty")
 
 @dataclass(frozen=True, slots=True)
 class Wording:
-    """A command's own words for an option, in place of the field's."""
+    """A command's own words for an option, in place of the field's; `flag` is its name there."""
 
     help: str | None = None
     default: str | None = None
+    flag: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +111,7 @@ def _annotation(option: "Setting", flags: Flags) -> Any:
         text += f" [dim]\\[{option.values_text}][/]"
     default = wording.default or option.default_text
     info = typer.Option(
+        *([wording.flag] if wording.flag else []),
         help=text,
         show_default=False if default in NO_DEFAULT else default,
         rich_help_panel=option.metadata.get("panel") if flags.panels else None,

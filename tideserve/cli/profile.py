@@ -21,6 +21,8 @@ from tideserve.cli.report import Report
 
 EXIT_INTERRUPTED = 130
 STOP_GRACE_S = 5.0
+GPU_BATCHES = {"max_batch_tokens": 4096, "max_running": 256}
+"""The largest batches measured on a GPU: workers there are given more than their default."""
 
 
 def run_profile(flags: Mapping[str, Any], quick: bool, as_json: bool) -> None:
@@ -30,6 +32,7 @@ def run_profile(flags: Mapping[str, Any], quick: bool, as_json: bool) -> None:
         options = read_options(None, flags)
         model_dir = resolve_model(options.model, cache_root(), report.line, options.load_format)
     create_cache(cache_root())
+    on_cpu = options.device == "cpu"
     config = {
         "model_dir": str(model_dir),
         "profile_dir": str(cache_root() / PROFILES),
@@ -39,9 +42,10 @@ def run_profile(flags: Mapping[str, Any], quick: bool, as_json: bool) -> None:
         "load_format": options.load_format,
         "threads": options.threads_per_worker,
         "quick": quick,
-        "companions": options.workers - 1 if options.device == "cpu" else 0,
+        "companions": options.workers - 1 if on_cpu else 0,
+        **({} if on_cpu else GPU_BATCHES),
     }
-    others = f", {options.workers} engines at once" if options.device == "cpu" else ""
+    others = f", {options.workers} engines at once" if on_cpu else ""
     with report.step(f"Profile of {model_dir.name} on {options.device}, {options.dtype}{others}"):
         result = measure(config, options, report)
     if as_json:

@@ -17,7 +17,6 @@ import msgspec
 from services.common.clock import monotonic_s
 from services.common.timeouts import timeout
 from tideserve.load.event_stream import Marks, OpenAIServer, StreamedAnswer, StreamFailed
-from tideserve.load.grpc_door import SCHEME, GrpcDoor
 from tideserve.load.record import RequestOutcome, SentRequest
 from tideserve.load.workload import Backlog, PlannedRequest
 
@@ -36,9 +35,9 @@ UNFINISHED = "not finished within the time of the round"
 class Job(msgspec.Struct, frozen=True):
     """What to send where. `concurrency` None is the open loop: everything at its arrival time.
 
-    A URL is of HTTP, or grpc://host:port, a gRPC door of ours. Of the first `lead_in` requests only
-    failures are noted. `backlog` is sent beside the requests from the first moment until they have
-    ended; those of it that run then are cut off and not noted.
+    Of the first `lead_in` requests only failures are noted. `backlog` is sent beside the requests
+    from the first moment until they have ended; those of it that run then are cut off and not
+    noted.
     """
 
     urls: tuple[str, ...]
@@ -63,7 +62,7 @@ class LoadClient:
         """`say` is told about once a second how many requests have ended."""
         self._job = job
         self._say = say
-        self._servers = [_server(url, job.api_key, job.marks) for url in job.urls]
+        self._servers = [OpenAIServer(url, job.api_key, job.marks) for url in job.urls]
         self._turn = itertools.cycle(range(len(self._servers)))
         self._slowest_s = 0.0
         self._of_backlog = 0
@@ -210,12 +209,6 @@ class LoadClient:
             beside = f" and {self._of_backlog} batch" if self._job.backlog else ""
             say(f"{ended}/{len(self._job.requests) - self._job.lead_in}{beside}")
             await asyncio.sleep(1.0)
-
-
-def _server(url: str, api_key: str | None, marks: Marks) -> OpenAIServer | GrpcDoor:
-    if url.startswith(f"{SCHEME}:"):
-        return GrpcDoor(url, api_key)
-    return OpenAIServer(url, api_key, marks)
 
 
 def _print(line: str) -> None:

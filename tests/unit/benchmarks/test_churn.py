@@ -1,124 +1,91 @@
-"""What `churn` makes of what it has seen, and how its load counts the ends of requests."""
+"""What `churn` makes of what it has seen."""
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from benchmarks.audit_logs import INVARIANTS, Audited
+from benchmarks.faults.memory import ResidentMemory
+from benchmarks.faults.outcomes import Tally
 from benchmarks.group_changes import MERGE_PATH, ChangeFailed, change_groups
 from benchmarks.scenarios.churn import Churned, judge
-from benchmarks.scenarios.scenario import find_scenarios, find_trials
-from benchmarks.steady_load import ERRORS_MAX, Shape, SteadyLoad, Tally
-from services.core.audit.findings import Findings
-from tests.support.fake_openai import fake_openai
 from tests.support.refusing_address import refusing_address
-from tests.support.waiting import eventually
+from tests.support.survived import audited
 from tideserve.sim.replay import Replayed
 
 MIB = 1 << 20
 FLAT = [100 * MIB] * 20
+TALLY = Tally(sent=10, completed=8, hung_up=1, refused=1, tokens=80)
 
 
-def found() -> Audited:
-    findings = Findings()
-    for one in INVARIANTS:
-        findings.check(one, True, "")
-    return Audited({"worker-0-1-2.jsonl": Replayed(10, 20)}, findings)
+def memory(values: list[int]) -> ResidentMemory:
+    return ResidentMemory(10, 0.05, {"worker-0": values})
 
 
-def done() -> Churned:
-    return Churned(20, 20, 20, rss_bytes={"worker-0": list(FLAT)}, blocks={"worker-0": (500, 500)})
-
-
-def tally() -> Tally:
-    return Tally(sent=10, completed=8, hung_up=1, refused=1, tokens=80)
+DONE = Churned(20, 20, 20, memory=memory(FLAT), blocks={"worker-0": (500, 500)})
 
 
 def test_a_run_in_which_all_holds_has_no_problem() -> None:
-    verdict = judge(done(), tally(), found())
+    verdict = judge(DONE, TALLY, audited())
     assert list(verdict.problems) == []
     assert verdict.figures["merges"] == verdict.figures["splits"] == 20
     assert verdict.figures["requests"]["completed"] == 8
     assert verdict.figures["invariants_checked"] == dict.fromkeys(INVARIANTS, 1)
-    rows = dict(verdict.rows)
-    assert rows["lost / duplicated / stuck"] == "0 / 0 / 0"
-    assert rows["resident memory of worker-0, first and last tenth"] == "100.0 MiB → 100.0 MiB"
 
 
-def test_whatever_does_not_hold_is_a_problem() -> None:
-    lost = replace(tally(), completed=7, lost=1, errors=["request 3 (r): cut"])
-    assert list(judge(done(), lost, found()).problems) == [
-        "1 requests were lost",
-        "request 3 (r): cut",
-    ]
-    forgotten = replace(tally(), sent=11)
-    assert list(judge(done(), forgotten, found()).problems) == [
-        "11 requests were sent, and 10 ended"
-    ]
-    grown = replace(done(), rss_bytes={"worker-0": [*FLAT[:10], *[106 * MIB] * 10]})
-    assert list(judge(grown, tally(), found()).problems) == [
-        "worker-0 grew from 100.0 MiB to 106.0 MiB"
-    ]
-    leaked = replace(done(), blocks={"worker-0": (498, 500)})
-    assert "2 of 500 blocks" in judge(leaked, tally(), found()).problems[0]
-    stopped = replace(done(), failure="change 3 failed: no")
-    assert list(judge(stopped, tally(), found()).problems) == ["change 3 failed: no"]
+@pytest.mark.parametrize(
+    ("done", "tally", "problems"),
+    [
+        (
+            {},
+            {"completed": 7, "lost": 1, "errors": ["request 3 (r): cut"]},
+            ["1 requests were lost", "request 3 (r): cut"],
+        ),
+        ({}, {"sent": 11}, ["11 requests were sent, and 10 ended"]),
+        (
+            {"memory": memory([*FLAT[:10], *[106 * MIB] * 10])},
+            {},
+            ["worker-0 grew from 100.0 MiB to 106.0 MiB"],
+        ),
+        (
+            {"blocks": {"worker-0": (498, 500)}},
+            {},
+            ["worker-0 has 2 of 500 blocks in use at rest"],
+        ),
+        ({"failure": "change 3 failed: no"}, {}, ["change 3 failed: no"]),
+    ],
+)
+def test_a_property_that_does_not_hold_is_a_problem(
+    done: Any, tally: Any, problems: list[str]
+) -> None:
+    assert judge(replace(DONE, **done), replace(TALLY, **tally), audited()).problems == problems
 
 
-def test_logs_that_break_or_miss_something_are_a_problem() -> None:
-    audited = found()
-    audited.findings.check("I2", False, "nobody holds layer 3")
-    audited.replayed["worker-1"] = Replayed(4, 5, "after event 4: x instead of y")
-    del audited.findings.checks["I9"]
-    assert list(judge(done(), tally(), audited).problems) == [
-        "worker-1 decides otherwise when replayed: after event 4: x instead of y",
-        "I2: nobody holds layer 3",
-        "nothing in the logs tells of I9",
-    ]
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (
+            lambda logs: logs.findings.check("I2", False, "nobody holds layer 3"),
+            "I2: nobody holds layer 3",
+        ),
+        (
+            lambda logs: logs.replayed.update(w=Replayed(4, 5, "after event 4: x instead of y")),
+            "w decides otherwise when replayed: after event 4: x instead of y",
+        ),
+        (lambda logs: logs.findings.checks.pop("I9"), "nothing in the logs tells of I9"),
+    ],
+)
+def test_logs_that_break_or_miss_something_are_a_problem(
+    change: Callable[[Audited], object], problem: str
+) -> None:
+    logs = audited()
+    change(logs)
+    assert list(judge(DONE, TALLY, logs).problems) == [problem]
+    assert logs.violations == 1
 
 
-def test_trials_are_found_beside_the_scenarios() -> None:
-    assert list(find_trials()) == [
-        "churn",
-        "clients",
-        "doors",
-        "engine",
-        "faults",
-        "front",
-        "planning",
-        "preempt",
-        "prefix",
-        "soak",
-        "survive",
-        "tracing",
-    ]
-    assert not find_trials().keys() & find_scenarios().keys()
-
-
-def test_requests_are_made_of_their_number() -> None:
-    shape = Shape(prompt_tokens=(2, 5), output_tokens=(3, 4), token_ids=(7, 9))
-    requests = [shape.request(number) for number in range(50)]
-    assert requests == [shape.request(number) for number in range(50)]
-    assert {len(one.prompt_ids) for one in requests} == {2, 3, 4, 5}
-    assert {one.output_tokens for one in requests} == {3, 4}
-    assert {token for one in requests for token in one.prompt_ids} == {7, 8, 9}
-
-
-async def test_the_load_counts_how_requests_end() -> None:
-    """Token 7: a stream that is cut; 8: an error event; 9: refused."""
-    shape = Shape(4, (1, 1), (3, 3), (6, 9))
-    with fake_openai() as server:
-        server.behaviour = {7: "cut", 8: "error", 9: 503}
-        with SteadyLoad(server.url, "fake", shape) as load:
-            await eventually(lambda: load.tally.ended >= 40)
-        assert not load.running
-    tally = load.tally
-    assert tally.ended == tally.sent >= 40
-    assert min(tally.completed, tally.lost, tally.refused) > 0
-    assert tally.stuck == tally.duplicated == 0
-    assert len(tally.errors) == min(tally.lost, ERRORS_MAX)
-
-
-def test_groups_that_do_not_change_are_told_with_the_last_word() -> None:
+def test_groups_that_do_not_change_are_an_error_with_the_last_answer() -> None:
     with refusing_address() as address, pytest.raises(ChangeFailed, match="refused"):
         change_groups(f"http://{address}", MERGE_PATH, timeout_s=0.0)

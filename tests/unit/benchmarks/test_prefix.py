@@ -6,7 +6,6 @@ import pytest
 
 from benchmarks.one_by_one import TurnAnswer
 from benchmarks.prefix_count import CountedCache
-from benchmarks.prefix_dispatch import Served
 from benchmarks.scenarios.prefix import (
     ANSWER_TOKENS,
     OFF,
@@ -14,6 +13,7 @@ from benchmarks.scenarios.prefix import (
     QUESTION_TOKENS,
     TURNS,
     Found,
+    Served,
     chat,
     count_hits,
     foreign_hits,

@@ -1,40 +1,34 @@
-"""Scenarios: all found, quick runs within their bounds."""
+"""The loads of scenarios: quick runs within their bounds, prompts that no cache helps, targets."""
 
+from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, pstdev
 
 import pytest
 import torch
 
-from benchmarks.co_serving.figures import WINDOW_FROM_S
 from benchmarks.errors import BenchError
 from benchmarks.scenarios import realtime
-from benchmarks.scenarios.scenario import (
-    QUICK_LIMIT_S,
-    LoadChoice,
-    find_scenario,
-    find_scenarios,
-)
+from benchmarks.scenarios.burst import STEPS
+from benchmarks.scenarios.scenario import QUICK_LIMIT_S, CoServing, LoadChoice, find_scenario
+from benchmarks.systems.catalog import check_names
 from benchmarks.systems.system import Deployment
 from services.common.device_profile import load_profile
 from services.common.size import parse_size_bytes
 from services.worker.engine.compute.runner import ModelRunner
 from services.worker.engine.compute.runner_config import RunnerConfig
 from tideserve.cli.tiny_model import CONFIG, TINY_OPTIONS, VOCABULARY, write_tiny_model
+from tideserve.load.workload import PlannedRequest
 
 REQUESTS_MIN = 200
-
-
-def test_all_are_found() -> None:
-    names = ["ablation", "burst", "coserve", "flood", "overhead", "realtime", "steady"]
-    assert list(find_scenarios()) == names
 
 
 def test_an_unknown_one_is_one_sentence() -> None:
     with pytest.raises(
         BenchError,
-        match="unknown scenario 'x'; there are ablation, burst, churn, clients, coserve, doors,",
+        match="unknown scenario 'x'; there are burst, churn, clients, coserve, drop,",
     ):
         find_scenario("x")
 
@@ -43,44 +37,21 @@ def test_an_unknown_one_is_one_sentence() -> None:
 def test_a_quick_run_is_bounded_and_large_enough(name: str) -> None:
     scenario = find_scenario(name)
     cases = scenario.cases(LoadChoice(quick=True))
-    rounds = scenario.rounds(True)
-    assert rounds >= 3
+    rounds = scenario.round_count(True)
     assert sum(case.limit_s for case in cases) * rounds <= QUICK_LIMIT_S + 1e-6
     made = [case.workload(0) for case in cases]
     assert sum(len(one.requests) - one.lead_in for one in made) * rounds >= REQUESTS_MIN
-
-
-def test_steady_has_short_and_long_prompts_from_one_at_a_time_to_many() -> None:
-    for quick in (True, False):
-        cases = find_scenario("steady").cases(LoadChoice(quick=quick))
-        names = [f"steady/{mix}" for mix in ("alone", "decode", "wide", "mixed", "prefill")]
-        assert [case.name for case in cases] == names
-        lengths = {len(one.prompt_ids) for case in cases for one in case.workload(0).requests}
-        assert lengths == {64, 256, 1024}
-        at_a_time = {case.concurrency for case in cases}
-        assert (min(at_a_time), max(at_a_time)) == (1, 64)
-        assert {case.name for case in cases if case.own_dtype_only} == (
-            {"steady/alone", "steady/wide"} if quick else set()
-        )
 
 
 def test_no_prompt_of_steady_begins_as_another() -> None:
     """Or a prefix cache would skip that part, in the load or from one load to the next."""
     scenario = find_scenario("steady")
     cases = scenario.cases(LoadChoice(quick=True))
-    turns = range(scenario.rounds(True) + 1)  # the last one is that of the rehearsal
+    turns = range(scenario.round_count(True) + 1)  # the last one is that of the rehearsal
     loads = [case.workload(turn) for case in cases for turn in turns]
     beginnings = [one.prompt_ids[:8] for load in loads for one in load.requests]
     assert len(set(beginnings)) == len(beginnings)
     assert cases[0].workload(0) == scenario.cases(LoadChoice(quick=True))[0].workload(0)
-
-
-def test_a_quick_steady_of_two_systems_in_two_dtypes_takes_twelve_minutes() -> None:
-    scenario = find_scenario("steady")
-    cases = scenario.cases(LoadChoice(quick=True))
-    both_s = sum(case.expected_s * (1 if case.own_dtype_only else 2) for case in cases)
-    starts_s = 180
-    assert len(scenario.systems) * scenario.rounds(True) * both_s + both_s + starts_s <= 720
 
 
 def test_rounds_have_other_prompts_of_the_same_lengths() -> None:
@@ -94,20 +65,11 @@ def test_a_paced_burst_is_as_large_and_fits_the_tiny_model() -> None:
     scenario = find_scenario("burst")
     case = scenario.cases(LoadChoice(quick=True, paced=True))[0]
     requests = case.workload(0).requests
-    assert len(requests) * scenario.rounds(True) >= REQUESTS_MIN
+    assert len(requests) * scenario.round_count(True) >= REQUESTS_MIN
     longest = max(len(one.prompt_ids) + one.output_tokens for one in requests)
     assert longest <= CONFIG["max_position_embeddings"]
     assert all(max(one.prompt_ids) < VOCABULARY for one in requests)
     assert "vllm" not in scenario.paced_systems  # the tiny model has no weights
-
-
-def test_a_full_burst_has_the_slice_twice_and_a_quick_one_once() -> None:
-    quick, full = (
-        find_scenario("burst").cases(LoadChoice(quick=quick))[0].workload(0).requests
-        for quick in (True, False)
-    )
-    assert len(full) == 2 * len(quick)
-    assert [one.output_tokens for one in full] == 2 * [one.output_tokens for one in quick]
 
 
 def test_a_slower_device_gets_a_thinner_load_and_more_workers_a_denser_one() -> None:
@@ -157,69 +119,63 @@ def test_a_trace_may_be_replayed_at_its_own_pace_or_a_multiple() -> None:
     assert last_s < at_a_rate[-1].arrival_s
 
 
-@pytest.mark.parametrize("choice", [LoadChoice(quick=True, paced=True, slowdown=4), LoadChoice()])
+QUICK = LoadChoice(quick=True, paced=True, slowdown=4)
+
+
+def co_serving(name: str) -> CoServing:
+    found = find_scenario(name).co_serving
+    assert found is not None
+    return found
+
+
+def lengths_of(requests: Sequence[PlannedRequest]) -> set[tuple[int, int]]:
+    return {(len(one.prompt_ids), one.output_tokens) for one in requests}
+
+
+@pytest.mark.parametrize("choice", [QUICK, LoadChoice()])
 def test_coserve_has_the_lengths_of_conserve_and_a_backlog_beside_them(choice: LoadChoice) -> None:
     scenario = find_scenario("coserve")
     (case,) = scenario.cases(choice)
-    loads = [case.workload(turn) for turn in range(scenario.rounds(choice.quick))]
-    online = [request for load in loads for request in load.requests]
-    assert {(len(one.prompt_ids), one.output_tokens) for one in online} == {(642, 64)}
+    load = co_serving("coserve").load(choice)
+    loads = [case.workload(turn).requests for turn in range(scenario.round_count(choice.quick))]
+    online = [request for requests in loads for request in requests]
+    assert lengths_of(online) == {(642, 64)}
     assert len({one.prompt_ids[:8] for one in online}) == len(online)
-    last_s = loads[0].requests[-1].arrival_s
-    windows = [[one for one in load.requests if one.arrival_s >= WINDOW_FROM_S] for load in loads]
-    assert sum(map(len, windows)) >= 300
-    assert {len(load.requests) for load in loads} == {len(loads[0].requests)}
-    assert {load.requests[-1].arrival_s for load in loads} == {last_s}
-    assert case.limit_s > last_s
-    assert scenario.co_serving is not None
-    targets = scenario.co_serving.load(choice).targets
-    assert {(one.ttft_s, one.tpot_s) for one in online} == {(targets.ttft_s, targets.tpot_s)}
+    assert sum(one.arrival_s >= load.window_from_s for one in online) >= 300
+    assert {(len(one), one[-1].arrival_s) for one in loads} == {(len(loads[0]), load.last_s)}
+    assert case.limit_s > load.last_s
+    assert {(one.ttft_s, one.tpot_s) for one in online} == {
+        (load.targets.ttft_s, load.targets.tpot_s)
+    }
     assert case.backlog is not None
-    backlog = case.backlog(1)
-    batch = backlog.request(0)
-    assert (len(batch.prompt_ids), batch.output_tokens) == (1800, 128)
+    batch = case.backlog(1).request(0)
+    assert lengths_of([batch]) == {(1800, 128)}
     assert batch.slo_class == "batch" and batch.ttft_s is batch.tpot_s is None
     assert case.backlog(0).request(0).prompt_ids[:8] != batch.prompt_ids[:8]
-    longest = len(batch.prompt_ids) + batch.output_tokens
-    assert longest <= CONFIG["max_position_embeddings"]
+    places = choice.workers * Deployment(Path(), "m", Path(), choice.workers, 1).max_running
+    assert case.backlog(0).clients > places
 
 
-def test_the_backlog_of_coserve_is_more_than_the_workers_have_places_for() -> None:
-    for workers in (2, 5):
-        (case,) = find_scenario("coserve").cases(LoadChoice(workers=workers))
-        assert case.backlog is not None
-        assert (
-            case.backlog(0).clients
-            > workers * Deployment(Path(), "m", Path(), workers, 1).max_running
-        )
+@pytest.mark.parametrize("name", ["coserve", "realtime"])
+def test_a_load_is_that_of_the_device_and_of_the_workers(name: str) -> None:
+    load_for = co_serving(name).load
+    load, slower = load_for(QUICK), load_for(replace(QUICK, slowdown=8))
+    assert slower.rate_per_s == load.rate_per_s / 2
+    assert slower.window_s == 2 * load.window_s
+    assert slower.targets.ttft_s == 2 * load.targets.ttft_s
+    assert load_for(replace(QUICK, workers=1)).rate_per_s == load.rate_per_s / 2
+    assert load_for(replace(QUICK, rate_per_s=3.0)).rate_per_s == 3.0
+    requests = find_scenario(name).cases(QUICK)[0].workload(0).requests
+    assert len(requests) / requests[-1].arrival_s == pytest.approx(load.rate_per_s, rel=0.02)
 
 
-def test_coserve_takes_a_rate_and_scales_its_own_with_the_device() -> None:
-    cases = find_scenario("coserve").cases
-
-    def rate_per_s(choice: LoadChoice) -> float:
-        requests = cases(choice)[0].workload(0).requests
-        return len(requests) / requests[-1].arrival_s
-
-    paced = LoadChoice(quick=True, paced=True, slowdown=4)
-    slower, more = replace(paced, slowdown=8), replace(paced, workers=4)
-    assert rate_per_s(paced) == pytest.approx(2 * rate_per_s(slower), rel=0.02)
-    assert rate_per_s(more) == pytest.approx(2 * rate_per_s(paced), rel=0.02)
-    assert rate_per_s(replace(paced, rate_per_s=5.0)) == pytest.approx(5.0, rel=0.02)
-    beside = find_scenario("coserve").co_serving
-    assert beside is not None
-    tpot_s = [beside.load(one).targets.tpot_s for one in (paced, slower)]
-    assert tpot_s[1] == pytest.approx(2 * tpot_s[0])
-
-
-def test_a_quick_coserve_of_four_systems_takes_25_minutes_at_most() -> None:
-    scenario = find_scenario("coserve")
-    (case,) = scenario.cases(LoadChoice(quick=True, paced=True, slowdown=4))
+@pytest.mark.parametrize(("name", "systems", "minutes"), [("coserve", 4, 25), ("realtime", 2, 20)])
+def test_a_quick_run_is_bounded(name: str, systems: int, minutes: int) -> None:
+    scenario = find_scenario(name)
+    (case,) = scenario.cases(QUICK)
     start_s = 25
-    assert 4 * scenario.rounds(True) * (case.limit_s + start_s) <= 25 * 60
-
-
-QUICK = LoadChoice(quick=True, paced=True, slowdown=4)
+    turns = systems * scenario.round_count(True)
+    assert turns * (case.limit_s + start_s) <= minutes * 60
 
 
 def test_real_time_requests_have_the_lengths_of_sharegpt_and_128_others_beside_them() -> None:
@@ -252,19 +208,6 @@ def test_real_time_requests_have_the_lengths_of_sharegpt_and_128_others_beside_t
     assert case.backlog(1).request(0).prompt_ids[:8] != batch[0].prompt_ids[:8]
 
 
-def test_the_real_time_load_is_that_of_the_device_and_of_the_workers() -> None:
-    beside = find_scenario("realtime").co_serving
-    assert beside is not None
-    load = beside.load(QUICK)
-    slower = beside.load(replace(QUICK, slowdown=8))
-    assert slower.rate_per_s == load.rate_per_s / 2
-    assert (slower.window_from_s, slower.window_s) == (2 * load.window_from_s, 2 * load.window_s)
-    assert slower.targets.ttft_s == 2 * load.targets.ttft_s
-    assert beside.load(replace(QUICK, workers=1)).rate_per_s == load.rate_per_s / 2
-    assert beside.load(replace(QUICK, rate_per_s=3.0)).rate_per_s == 3.0
-    assert load.window_s * load.rate_per_s > 300
-
-
 def test_a_full_real_time_run_has_three_rates_and_the_middle_one_without_batch_work() -> None:
     cases = find_scenario("realtime").cases
     full = replace(QUICK, quick=False)
@@ -277,13 +220,6 @@ def test_a_full_real_time_run_has_three_rates_and_the_middle_one_without_batch_w
     assert alone.backlog is None and "beside them" not in alone.workload(0).statement
     chosen = [case.name for case in cases(replace(full, rate_per_s=2.0))]
     assert chosen == ["realtime", "realtime-alone"]
-
-
-def test_a_quick_real_time_run_of_two_systems_takes_20_minutes_at_most() -> None:
-    scenario = find_scenario("realtime")
-    (case,) = scenario.cases(QUICK)
-    start_s = 30
-    assert 2 * scenario.rounds(True) * (case.limit_s + start_s) <= 20 * 60
 
 
 def test_real_time_workers_have_the_kv_of_a_7b_model_on_an_a100_of_40_gb(tmp_path: Path) -> None:
@@ -300,8 +236,8 @@ def test_real_time_workers_have_the_kv_of_a_7b_model_on_an_a100_of_40_gb(tmp_pat
             parse_size_bytes(scenario.paced_memory),
             chunk_bytes=parse_size_bytes(TINY_OPTIONS["chunk_size"]),
             load_format="dummy",
-            max_batch_tokens=scenario.options["max_batch_tokens"],
-            max_running=scenario.options["max_running"],
+            max_batch_tokens=scenario.up_options["max_batch_tokens"],
+            max_running=scenario.up_options["max_running"],
         )
     )
     tokens = runner.num_blocks * runner.block_size
@@ -315,9 +251,8 @@ FLOOD = LoadChoice(quick=True, paced=True, slowdown=2)
 def test_a_flood_is_that_of_burst_with_targets_once_batch_work_has_got_going() -> None:
     scenario = find_scenario("flood")
     (case,) = scenario.cases(FLOOD)
-    beside = scenario.co_serving
-    assert beside is not None and case.backlog is not None
-    load = beside.load(FLOOD)
+    assert case.backlog is not None
+    load = co_serving("flood").load(FLOOD)
     online = case.workload(0).requests
     burst = find_scenario("burst").cases(replace(FLOOD, quick=False, trace_repeat=1))[0]
     flood = burst.workload(0).requests
@@ -336,8 +271,26 @@ def test_a_flood_is_that_of_burst_with_targets_once_batch_work_has_got_going() -
 
 
 def test_the_targets_of_a_flood_are_those_of_the_device() -> None:
-    beside = find_scenario("flood").co_serving
-    assert beside is not None
-    load, slower = (beside.load(replace(FLOOD, slowdown=slow)) for slow in (2.0, 4.0))
+    load, slower = (co_serving("flood").load(replace(FLOOD, slowdown=slow)) for slow in (2.0, 4.0))
     assert slower.targets.tpot_s == 2 * load.targets.tpot_s == 4 * 0.1
     assert slower.window_s == pytest.approx(2 * load.window_s)
+
+
+def test_the_steps_switch_one_mechanism_on_after_the_other() -> None:
+    check_names(find_scenario("ablation").systems)
+    off = [set(system.split("-")[1:]) for system in STEPS.values()]
+    assert off[0] == {"exchange", "lookahead", "restore"} and not off[-1]
+    assert all(len(one - other) == 1 and other < one for one, other in pairwise(off))
+
+
+@pytest.mark.parametrize("paced", [False, True])
+def test_prompts_differ_much_and_a_trickle_follows_the_flood(paced: bool) -> None:
+    flood, trickle = find_scenario("ablation").cases(LoadChoice(quick=True, paced=paced))
+    assert flood.expected_s < flood.limit_s and trickle.expected_s < trickle.limit_s
+    requests = flood.workload(1).requests
+    lengths = sorted(len(request.prompt_ids) for request in requests)
+    assert lengths[len(lengths) * 9 // 10] > 4 * lengths[len(lengths) // 10]
+    again = trickle.workload(1).requests
+    assert [one.prompt_ids for one in again] == [one.prompt_ids for one in requests[: len(again)]]
+    rate_per_s = len(requests) / requests[-1].arrival_s
+    assert len(again) / again[-1].arrival_s < rate_per_s / 2

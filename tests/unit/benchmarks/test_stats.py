@@ -5,7 +5,6 @@ import random
 import numpy as np
 import pytest
 
-from benchmarks.kv_demand import peak_ratio, timeline
 from benchmarks.stats import (
     LatencyTarget,
     attainment,
@@ -13,8 +12,10 @@ from benchmarks.stats import (
     bubble_share,
     bubble_share_arriving,
     figures,
+    peak_ratio,
     ratios,
     throughput,
+    timeline,
 )
 from tideserve.load.record import RequestOutcome, Round, SentRequest
 from tideserve.sim.report import percentile
@@ -56,11 +57,8 @@ def test_latencies_of_one_request() -> None:
     assert one.e2e_s == pytest.approx(1.4)
     assert one.normalized_s == pytest.approx(0.28)
     assert record(tokens=1).tpot_s is None
-
-
-def test_a_late_send_counts_as_waiting() -> None:
-    one = SentRequest(0.0, 0.5, 1.0, RequestOutcome.COMPLETED, 1, 1, (1.0,), late=True)
-    assert one.ttft_s == 1.0
+    late = SentRequest(0.0, 0.5, 1.0, RequestOutcome.COMPLETED, 1, 1, (1.0,), late=True)
+    assert late.ttft_s == 1.0
 
 
 def test_refusals_and_failures_miss_every_target() -> None:

@@ -18,7 +18,7 @@ from benchmarks.systems.catalog import (
     marks_of,
     without_dtype,
 )
-from benchmarks.systems.schedulings import serves_batch
+from benchmarks.systems.schedulings import SCHEDULINGS, serves_batch
 from benchmarks.systems.system import AMPLE, Deployment, parse_metrics
 from benchmarks.systems.tideserve import Tideserve
 from benchmarks.systems.url import vllm_counters
@@ -99,22 +99,31 @@ def test_wrong_names_are_one_sentence(names: list[str], sentence: str) -> None:
     assert sentence in str(caught.value) and "\n" not in str(caught.value)
 
 
+def ours(name: str, deployment: Deployment) -> Tideserve:
+    system = make_system(name, deployment)
+    assert isinstance(system, Tideserve)
+    return system
+
+
 def test_every_kind_of_name(deployment: Deployment) -> None:
-    names = ["tideserve", "recompute", "recompute-ample", "vllm", "vllm-ample"]
-    url = "mine=http://127.0.0.1:9/v1/"
-    check_names([*names, url])
-    systems = [make_system(name, deployment) for name in (*names, url)]
-    assert [system.name for system in systems] == [*names, "mine"]
-    assert [is_tideserve(name) for name in (*names, url)] == [True] * 3 + [False] * 3
-    assert [is_vllm(name) for name in (*names, url)] == [False] * 3 + [True] * 2 + [False]
-    assert systems[-1].urls == ("http://127.0.0.1:9",)
+    kinds = {
+        "tideserve": "ours",
+        "recompute": "ours",
+        "recompute-ample": "ours",
+        "vllm": "vllm",
+        "vllm-ample": "vllm",
+        "mine=http://127.0.0.1:9/v1/": "url",
+    }
+    check_names(list(kinds))
+    for name, kind in kinds.items():
+        assert (is_tideserve(name), is_vllm(name)) == (kind == "ours", kind == "vllm")
+        assert make_system(name, deployment).name == name.partition("=")[0]
+    assert make_system(name, deployment).urls == ("http://127.0.0.1:9",)
 
 
 def test_workers_have_the_device_of_the_run(deployment: Deployment) -> None:
     for device in ("cpu", "cuda:1"):
-        system = make_system("drop", replace(deployment, device=device))
-        assert isinstance(system, Tideserve)
-        options = system.options()
+        options = ours("drop", replace(deployment, device=device)).options()
         assert options["device"] == device
         assert ("ready_timeout" in options) == (device != "cpu"), "a first start compiles there"
 
@@ -127,49 +136,30 @@ def test_a_system_may_have_a_dtype_of_its_own(deployment: Deployment) -> None:
     assert without_dtype("vllm-ample-float32") == "vllm-ample"
     assert without_dtype(url) == url
     known = replace(deployment, kv_bytes=10 << 20)
-    plain, ours, peer, other = (make_system(name, known) for name in names[:4])
-    assert isinstance(plain, Tideserve) and isinstance(ours, Tideserve)
-    assert (plain.options()["dtype"], ours.options()["dtype"]) == ("bfloat16", "float32")
-    assert (peer.describe()["dtype"], other.describe()["dtype"]) == ("bfloat16", "float32")
+    assert [ours(name, known).options()["dtype"] for name in names[:2]] == ["bfloat16", "float32"]
+    peers = [make_system(name, known).describe()["dtype"] for name in names[2:4]]
+    assert peers == ["bfloat16", "float32"]
 
 
-def test_systems_that_differ_in_scheduling(deployment: Deployment) -> None:
-    """What a user would give `tideserve up`, and nothing else but the options of the scenario."""
-    names = {
-        "online-only": {"scheduling": "slo"},
-        "fcfs": {"scheduling": "fcfs"},
-        "eager": {"scheduling": "priority", "max_batch_tokens": 2048},
-        "priority": {"scheduling": "priority"},
-        "priority-256-float32": {"scheduling": "priority", "max_batch_tokens": 256},
-        "slo": {"scheduling": "slo"},
-        "slo-full": {"scheduling": "slo", "harvest": 1.0},
-        "slo-full-preempting": {"scheduling": "slo", "harvest": 1.0, "preempt": "always"},
-        "slo-half": {"scheduling": "slo", "harvest": 0.5},
-        "slo-quarter": {"scheduling": "slo", "harvest": 0.25},
-        "prefill-first": {
-            "scheduling": "prefill_first",
-            "scheduler": {"overtaken_max": 0, "growth_blocks": 0.0},
-            "worker": {"profile_when_idle": False, "overtaken_max": 0},
-        },
-        "round-robin": {"scheduling": "round_robin"},
-        "bros": {"scheduling": "bros"},
-        "waiting-time": {"scheduling": "waiting_time"},
-        "reserved": {"scheduling": "priority", "scheduler": {"batch_groups": 1}},
-    }
-    check_names(list(names))
+@pytest.mark.parametrize("name", [*SCHEDULINGS, "priority-256-float32", "slo-full-preempting"])
+def test_systems_that_differ_in_scheduling(deployment: Deployment, name: str) -> None:
+    """The options of its row and of its suffixes, which `tideserve up` takes, and no other."""
     chosen = replace(deployment, options={"max_batch_tokens": 512})
-    plain = Tideserve("tideserve", (), chosen).options()
-    for name, own in names.items():
-        system = make_system(name, chosen)
-        assert isinstance(system, Tideserve)
-        changed = {key: one for key, one in system.options().items() if plain.get(key) != one}
-        changed.pop("dtype", None)
-        assert changed == own, name
-        system._cluster = LocalCluster(deployment.model_dir)  # as if it were started
-        assert system.describe()["switched_off"] == []
-        read_options(None, own)  # `tideserve up` takes them
-    assert serves_batch("slo@A100-14B") and serves_batch("vllm-priority")
-    assert not serves_batch("online-only@A100-14B")
+    check_names([name])
+    system, plain = ours(name, chosen), Tideserve("tideserve", (), chosen).options()
+    changed = {key: one for key, one in system.options().items() if plain.get(key) != one}
+    base = name.removesuffix("-preempting").removesuffix("-256-float32")
+    own = dict(SCHEDULINGS[base][1])
+    if "worker" in own:
+        own["worker"] = plain["worker"] | own["worker"]
+    own |= {"scheduler": {"batch_groups": 1}} if name == "reserved" else {}
+    own |= {"preempt": "always"} if name.endswith("-preempting") else {}
+    own |= {"dtype": "float32", "max_batch_tokens": 256} if "-256" in name else {}
+    assert changed == own
+    read_options(None, changed)
+    system._cluster = LocalCluster(deployment.model_dir)  # as if it were started
+    assert system.describe()["switched_off"] == []
+    assert serves_batch(f"{name}@A100-14B") is (name != "online-only")
 
 
 def test_a_suffix_changes_one_option_of_a_section_and_leaves_the_others(
@@ -179,8 +169,7 @@ def test_a_suffix_changes_one_option_of_a_section_and_leaves_the_others(
     chosen = {"gateway": {"classes": {"interactive": interactive}, "inflight_max": 9}}
     chosen |= {"worker": {"max_running": 7}}
     deployment = replace(deployment, options=chosen)
-    plain, groups = (make_system(name, deployment) for name in ("slo", "slo-groups"))
-    assert isinstance(plain, Tideserve) and isinstance(groups, Tideserve)
+    plain, groups = (ours(name, deployment) for name in ("slo", "slo-groups"))
     # The options that every system of a benchmark has stay, too.
     assert plain.options()["worker"] == {"profile_when_idle": False, "max_running": 7}
     assert plain.options()["gateway"] == chosen["gateway"]
@@ -191,8 +180,7 @@ def test_a_suffix_changes_one_option_of_a_section_and_leaves_the_others(
         ("slots", {"adaptive_slots": True}),
         ("victims", {"victims": "slack"}),
     ):
-        switched = make_system(f"slo-{suffix}", deployment)
-        assert isinstance(switched, Tideserve)
+        switched = ours(f"slo-{suffix}", deployment)
         worker = plain.options()["worker"] | own
         assert switched.options() == plain.options() | {"worker": worker}
         read_options(None, {"worker": own})  # `tideserve up` takes it
@@ -226,8 +214,7 @@ def test_ample_lifts_the_memory_limit_only(deployment: Deployment) -> None:
 
 
 def test_paced_is_in_the_name_and_the_options(deployment: Deployment) -> None:
-    system = make_system("tideserve", replace(deployment, paced="A100-14B"))
-    assert isinstance(system, Tideserve)
+    system = ours("tideserve", replace(deployment, paced="A100-14B"))
     assert system.name == "tideserve@A100-14B"
     assert system.options()["paced"] == "A100-14B"
 
@@ -305,8 +292,7 @@ def test_vllm_counts_prompts_and_outputs_as_processed() -> None:
 
 
 def test_time_in_pipelines_is_read(deployment: Deployment, monkeypatch: pytest.MonkeyPatch) -> None:
-    system = make_system("drop", deployment)
-    assert isinstance(system, Tideserve)
+    system = ours("drop", deployment)
     metrics = {
         "tideserve_worker_kv_blocks_total": 10.0,
         "vllm:num_preemptions_total": 0.0,

@@ -48,3 +48,19 @@ def test_all_have_one_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     (tmp_path / "pyproject.toml").write_text(text)
     with pytest.raises(build_wheels.BuildFailed, match=re.escape("'dependencies' in client.toml")):
         build_wheels.version()
+
+
+def test_earlier_distributions_are_deleted_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`pip install dist/*.whl` would install them, too."""
+    for name in ("other-1.0-py3-none-any.whl", "tideserve-0.0.tar.gz", "notes.txt"):
+        (tmp_path / name).touch()
+
+    def fail(folder: Path) -> None:
+        raise build_wheels.BuildFailed("after the deletion")
+
+    monkeypatch.setattr(build_wheels, "lay_out_api", fail)
+    with pytest.raises(build_wheels.BuildFailed, match="after the deletion"):
+        build_wheels.build(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]

@@ -1,6 +1,7 @@
 """The check of manifests against the code finds each kind of mistake."""
 
 import copy
+import json
 
 import pytest
 import yaml
@@ -71,9 +72,8 @@ def test_scheduler_and_workers_are_told_one_scheduling(objects):
     told = {name: text[name]["environment"].get("TIDESERVE__SCHEDULING") for name in CONFIGS}
     assert told["scheduler"] == told["worker"] == "${SCHEDULING:-fcfs}"
     assert told["gateway"] is told["memmgr"] is None
-    parameters = yaml.safe_load((ROOT / "deploy" / "helm" / "parameters.yaml").read_text())
-    (chart,) = (one for one in parameters if one["value"] == "scheduling")
-    assert chart["schema"]["enum"] == list(Scheduling)
+    schema = json.loads((ROOT / "deploy/helm/tideserve/values.schema.json").read_text())
+    assert schema["properties"]["scheduling"]["enum"] == list(Scheduling)
 
 
 def test_a_variable_that_is_none_is_found(objects):

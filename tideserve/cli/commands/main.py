@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from tideserve.cli.bytecode import keep_bytecode
-from tideserve.cli.commands import checkout, doctor, engine, key, profile, simulate, up
+from tideserve.cli.commands import checkout, doctor, engine, key, profile, serve, simulate, up
 from tideserve.cli.default import DEFAULT_PORT, DEFAULT_URL
 from tideserve.cli.errors import CommandError
 from tideserve.cli.option_command import option_command
@@ -16,7 +16,7 @@ from tideserve.cli.option_types import AdminKey, AdminUrl, ApiKey, ClusterDir, U
 app = typer.Typer(
     name="tideserve",
     help="Serve a large language model from a cluster of workers on this machine.\n\n"
-    "Start with [bold]tideserve up[/], then try [bold]tideserve chat[/] in another terminal.",
+    "Start with [bold]tideserve serve[/], then try [bold]tideserve chat[/] in another terminal.",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode="rich",
@@ -25,6 +25,7 @@ app = typer.Typer(
 )
 
 
+app.command(cls=option_command(serve.FLAGS), epilog=serve.EXAMPLES)(serve.serve)
 app.command(cls=option_command(up.FLAGS), epilog=up.EXAMPLES)(up.up)
 
 

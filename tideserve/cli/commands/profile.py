@@ -20,7 +20,8 @@ EXAMPLES = (
     "Examples:\n\n"
     "  tideserve profile\n\n"
     "  tideserve profile --quick --json | jq .error\n\n"
-    "  tideserve profile --model ./my-model --dtype float32 --threads 2"
+    "  tideserve profile --model ./my-model --dtype float32 --threads 2\n\n"
+    "  tideserve profile --device cuda --memory 60GiB --load-format dummy --model ./my-model"
 )
 
 

@@ -1,13 +1,17 @@
 """`tideserve up`. Everything heavy is imported when it runs."""
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from tideserve.cli.errors import unusable
 from tideserve.cli.option_command import Flags
 from tideserve.cli.option_types import ApiKey, ClusterDir
+
+if TYPE_CHECKING:
+    from tideserve.cli.cluster_options import ClusterOptions
 
 FLAGS = Flags(panels=True)
 EXAMPLES = (
@@ -20,30 +24,44 @@ EXAMPLES = (
 )
 
 
+ConfigFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--config",
+        help="YAML file with these options (queue_limit: 64). Its sections gateway, scheduler,"
+        " memmgr and worker hold further keys of these services, and services those of all."
+        " Flags take precedence.",
+    ),
+]
+WithParent = Annotated[
+    bool,
+    typer.Option("--with-parent", help="Stop when the process that started this one ends (make)."),
+]
+
+
 def up(
     context: typer.Context,
     api_key: ApiKey = None,
-    config: Annotated[
-        Path | None,
-        typer.Option(
-            help="YAML file with these options (queue_limit: 64). Its sections gateway, scheduler,"
-            " memmgr and worker hold further keys of these services, and services those of all."
-            " Flags take precedence."
-        ),
-    ] = None,
+    config: ConfigFile = None,
     cluster_dir: ClusterDir = None,
-    with_parent: Annotated[
-        bool,
-        typer.Option(
-            "--with-parent", help="Stop when the process that started this one ends (make)."
-        ),
-    ] = False,
+    with_parent: WithParent = False,
 ) -> None:
     """Start a cluster: gateway, scheduler, memory manager, workers.
 
     It runs until Ctrl-C, then drains and leaves no process behind. It restarts a process that dies.
     """
-    flags: dict[str, Any] = context.obj | {"api_key": api_key, "cluster_dir": cluster_dir}
+    flags = context.obj | {"api_key": api_key, "cluster_dir": cluster_dir}
+
+    def options() -> "ClusterOptions":
+        from tideserve.cli.cluster_options import read_options
+
+        return read_options(config, flags)
+
+    run(options, with_parent)
+
+
+def run(options: Callable[[], "ClusterOptions"], with_parent: bool) -> None:
+    """Run a cluster with `options`, which may raise ConfigError, until a signal stops it."""
     from tideserve.cli.parent_watch import ParentWatch
     from tideserve.cli.stop_signals import StopSignals
 
@@ -52,9 +70,8 @@ def up(
     if with_parent:
         ParentWatch().start(signals.request)
     from services.common.errors import ConfigError
-    from tideserve.cli.cluster_options import read_options
     from tideserve.cli.up import Up
 
     with unusable(ConfigError):
-        options = read_options(config, flags)
-    Up(options, signals).run()
+        chosen = options()
+    Up(chosen, signals).run()

@@ -60,8 +60,8 @@ def load_config(model_dir: Path) -> ModelConfig:
     path = model_dir / "config.json"
     raw = _read_json(path)
     names = raw.get("architectures")
-    if names not in [[name] for name in _FAMILIES]:
-        supported = ", ".join(sorted(_FAMILIES))
+    if names not in [[name] for name in FAMILIES]:
+        supported = ", ".join(sorted(FAMILIES))
         raise ModelError(
             f"{path}: architecture {names} is not supported; choose one of {supported}"
         )
@@ -101,7 +101,7 @@ class _ConfigFile:
         hidden, heads = self._size("hidden_size"), self._size("num_attention_heads")
         kv_heads = self._size("num_key_value_heads", heads)
         layers = self._size("num_hidden_layers")
-        family = _FAMILIES[architecture]
+        family = FAMILIES[architecture]
         if heads % kv_heads:
             raise ModelError(
                 f"{self.path}: {heads} attention heads cannot share {kv_heads} KV heads evenly; "
@@ -220,7 +220,7 @@ class _Family:
     windows_by_layer: bool = True
 
 
-_FAMILIES = {
+FAMILIES = {
     "LlamaForCausalLM": _Family(may_bias_mlp=True, has_windows=False),
     "MistralForCausalLM": _Family(Biases(), windows_by_layer=False),
     "Qwen2ForCausalLM": _Family(Biases(qkv=True)),

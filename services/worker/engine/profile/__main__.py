@@ -20,7 +20,6 @@ from services.worker.engine.compute.runner import ModelRunner
 from services.worker.engine.profile.companions import Companions, companions_of
 from services.worker.engine.profile.config import ProfileConfig
 from services.worker.engine.profile.measurer import Measurer, room_of
-from services.worker.engine.profile.point import FULL, QUICK
 from services.worker.engine.profile.session import ProfileOutcome, ProfileSession
 from services.worker.engine.profile.store import measured_profile, profile_path
 from services.worker.errors import WorkerError
@@ -50,7 +49,7 @@ def profile(config: ProfileConfig) -> dict[str, Any]:
     runner = ModelRunner.load(runner_config)
     try:
         room = room_of(runner, config.max_batch_tokens, config.max_running)
-        session = ProfileSession(QUICK if config.quick else FULL, room)
+        session = ProfileSession(config.effort, room)
         with companions_of(config) as companions:
             measure(session, Measurer(runner, BlockPool(runner.num_blocks)), companions)
         outcome = session.outcome()

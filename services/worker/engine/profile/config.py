@@ -9,6 +9,7 @@ from services.common.config import like
 from services.core.setting import number
 from services.worker.config import WorkerConfig
 from services.worker.engine.compute.runner_config import RunnerConfig
+from services.worker.engine.profile.point import FULL, GPU, QUICK, Effort
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +31,13 @@ class ProfileConfig:
     max_running: int = like(WorkerConfig, "max_running")
     quick: bool = False
     companions: int = number(0, minimum=0, maximum=63)
+
+    @property
+    def effort(self) -> Effort:
+        """How much to measure on this device."""
+        if self.quick:
+            return QUICK
+        return GPU if torch.device(self.device).type == "cuda" else FULL
 
     def runner(self) -> RunnerConfig:
         """The configuration of the measured engine."""

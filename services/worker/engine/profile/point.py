@@ -63,6 +63,15 @@ QUICK = Effort(
     held_out_each=4,
     target_s=35.0,
 )
+GPU = Effort(
+    prefixes=(0, 512, 2048, 8192),
+    new_tokens=(16, 64, 128, 256, 512, 1024, 2048),
+    decodes=(1, 4, 16, 64, 128, 256),
+    contexts=(128, 512, 2048, 8192),
+    held_out_each=8,
+    target_s=40.0,
+    decode_context_tokens=160_000,
+)
 IDLE = replace(QUICK, target_s=0.0)
 """For an idle worker: the fewest repeats."""
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from services.common.clock import monotonic_s
 from services.common.device_profile import DeviceProfile
 from services.worker.engine.compute.runner import ModelRunner
 from services.worker.engine.compute.runner_config import RunnerConfig
@@ -13,6 +14,7 @@ from services.worker.engine.model.shape import shape_of
 from services.worker.engine.profile.session import ProfileOutcome
 
 DIGEST_CHARS = 12
+LINK_BYTES = 256 << 20
 
 
 def profile_path(folder: Path, config: RunnerConfig, threads: int) -> Path:
@@ -56,7 +58,24 @@ def measured_profile(
         kv_bytes_per_token=runner.kv_bytes_per_token,
         parameter_bytes=runner.parameter_bytes,
         memory_bytes=config.budget_bytes,
+        host_link_bytes_per_s=_host_link_bytes_per_s(config.device),
         hidden_bytes=runner.hidden_bytes_per_token,
         shape=shape_of(runner.geometry, runner.slab_bytes),
         accuracy=outcome.accuracy,
     )
+
+
+def _host_link_bytes_per_s(device: str) -> float | None:
+    """The rate of copies from pinned host memory to a GPU, the best of five; None on a CPU."""
+    if torch.device(device).type != "cuda":
+        return None
+    host = torch.empty(LINK_BYTES, dtype=torch.uint8, pin_memory=True)
+    target = torch.empty(LINK_BYTES, dtype=torch.uint8, device=device)
+    durations_s = []
+    for _ in range(5):
+        torch.cuda.synchronize(device)
+        started_s = monotonic_s()
+        target.copy_(host, non_blocking=True)
+        torch.cuda.synchronize(device)
+        durations_s.append(monotonic_s() - started_s)
+    return LINK_BYTES / min(durations_s)

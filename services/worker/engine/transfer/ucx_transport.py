@@ -42,7 +42,7 @@ def load_ucxx() -> Any:
     except (ImportError, OSError) as error:
         raise UcxUnavailable(
             f"UCX cannot be loaded ({error}), so this worker serves alone and cannot merge with "
-            "others; install the ucxx packages of requirements/nodeps.txt"
+            "others; install the packages libucx-cu13, libucxx-cu13 and ucxx-cu13"
         ) from error
     return ucxx
 

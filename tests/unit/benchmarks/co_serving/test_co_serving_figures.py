@@ -4,14 +4,13 @@ import pytest
 from msgspec.structs import replace
 
 from benchmarks.co_serving.figures import (
-    WINDOW_FROM_S,
     co_serving_figures,
     counted_at,
     kept_of,
     ttft_s,
     window,
 )
-from benchmarks.co_serving.judging import OnlineTargets
+from benchmarks.co_serving.online_load import WINDOW_FROM_S, OnlineTargets
 from tideserve.load.client import UNFINISHED
 from tideserve.load.record import RequestOutcome, Round, SentRequest, TokenSample
 from tideserve.load.workload import BATCH_CLASS

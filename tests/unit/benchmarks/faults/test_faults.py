@@ -13,7 +13,7 @@ from benchmarks.errors import BenchError
 from benchmarks.faults.judge import STREAMS_MIN, CellVerdict
 from benchmarks.faults.matrix import FaultCell
 from benchmarks.scenarios import faults
-from benchmarks.scenarios.scenario import LoadChoice
+from benchmarks.scenarios.scenario import LoadChoice, TrialVerdict
 from benchmarks.systems.system import Deployment
 
 DEPLOYMENT = Deployment(Path("model"), "tiny", Path("cache"), 2, 1 << 28)
@@ -83,9 +83,25 @@ def test_without_a_file_all_cells_are_run(run: list[str]) -> None:
 
 
 def test_no_cell_at_all_is_a_problem(run: list[str]) -> None:
-    found = figures(LoadChoice(quick=True, minutes=-1.0))
+    found = figures(LoadChoice(quick=True, cells=KILLS, minutes=-1.0))
     assert run == []
     assert found["problems"] == ["no cell was run"]
+
+
+def test_minutes_alone_draw_faults(monkeypatch: pytest.MonkeyPatch, run: list[str]) -> None:
+    verdict = TrialVerdict({"drawn": True}, (), ())
+    drawn: list[float] = []
+    monkeypatch.setattr(
+        faults, "run_random", lambda _, minutes, *__: drawn.append(minutes) or verdict
+    )
+    choice = LoadChoice(minutes=2.0)
+    assert faults.run(DEPLOYMENT, choice, print, print) is verdict
+    assert (drawn, run) == ([2.0], [])
+    for other in (replace(choice, cells=KILLS), replace(choice, append=Path("cells.jsonl"))):
+        assert not other.draws_faults
+        assert faults.SCENARIO.memory_for(other, tiny=True) == faults.SCENARIO.memory
+    assert faults.SCENARIO.memory_for(choice, tiny=True) == "64MiB"
+    assert faults.SCENARIO.memory_for(replace(choice, on_gpu=True), tiny=True) == "256MiB"
 
 
 def test_a_file_of_something_else_is_refused(run: list[str], tmp_path: Path) -> None:

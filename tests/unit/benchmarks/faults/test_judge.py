@@ -7,18 +7,15 @@ from typing import Any
 import pytest
 
 from benchmarks.faults.judge import (
-    KINDS,
     STABLE_WITHIN_S,
     STREAMS_MIN,
     CellSeen,
-    ending_of,
     judge_cell,
     matrix_figures,
     matrix_problems,
 )
 from benchmarks.faults.matrix import FaultCell, fault_cells
-from benchmarks.faults.streams import StreamOutcome
-from benchmarks.undisturbed import Undisturbed
+from benchmarks.faults.outcomes import KINDS, StreamOutcome, Undisturbed, ending_of
 
 HIT_S = 10.0
 IDS = (5, 6, 7, 8)
@@ -50,58 +47,50 @@ def cut(count: int, failure: str = "the server closed the connection") -> Stream
 
 
 @pytest.mark.parametrize(
-    ("outcome", "kind"),
+    ("outcome", "kind", "why"),
     [
-        (GOOD, "completed"),
-        (cut(2), "lost"),
-        (cut(0), "lost"),
-        (cut(0, "HTTP 503: try again"), "lost"),
-        (cut(4), "lost"),
-        (replace(GOOD, failure="an error event"), "lost"),
-        (replace(GOOD, finished=False), "lost"),
-        (replace(cut(3), finished=True, failure="", told_tokens=3), "lost"),
-        (replace(cut(2), stuck=True), "stuck"),
-        (replace(cut(0), stuck=True), "stuck"),
-        (replace(GOOD, token_ids=(*IDS, 9), told_tokens=5), "duplicated"),
-        (replace(GOOD, token_ids=(5, 6, 6, 7, 8)), "duplicated"),
-        (replace(cut(2), token_ids=(*IDS, 8)), "duplicated"),
-        (replace(GOOD, token_ids=(5, 6, 6, 7)), "different"),
-        (replace(GOOD, token_ids=(5, 6, 8, 7)), "different"),
-        (replace(cut(2), token_ids=(5, 9)), "different"),
-        (replace(cut(2), token_ids=(5, 9), stuck=True), "different"),
-        (replace(GOOD, told_tokens=3), "different"),
-        (replace(GOOD, told_tokens=0), "different"),
-        (replace(GOOD, text="a b"), "different"),
-        (replace(GOOD, text="a bd"), "different"),
-        (replace(GOOD, text="a bcc"), "different"),
-        (replace(GOOD, finish_reason="stop"), "different"),
-        (replace(GOOD, prompt_tokens=26), "different"),
-        (replace(cut(2), text="ab"), "different"),
-        (replace(cut(2), text="ab", stuck=True), "different"),
+        (GOOD, "completed", ""),
+        (cut(2), "lost", ""),
+        (cut(0), "lost", ""),
+        (cut(0, "HTTP 503: try again"), "lost", ""),
+        (cut(4), "lost", ""),
+        (replace(GOOD, failure="an error event"), "lost", ""),
+        (replace(GOOD, finished=False), "lost", ""),
+        (replace(cut(3), finished=True, failure="", told_tokens=3), "lost", ""),
+        (replace(cut(2), stuck=True), "stuck", ""),
+        (replace(cut(0), stuck=True), "stuck", ""),
+        (replace(GOOD, token_ids=(*IDS, 9), told_tokens=5), "duplicated", ""),
+        (replace(GOOD, token_ids=(5, 6, 6, 7, 8)), "duplicated", ""),
+        (replace(cut(2), token_ids=(*IDS, 8)), "duplicated", ""),
+        (replace(GOOD, token_ids=(5, 6, 6, 7)), "different", ""),
+        (replace(GOOD, token_ids=(5, 6, 8, 7)), "different", "token 2 is 8 and not 7"),
+        (replace(cut(2), token_ids=(5, 9)), "different", ""),
+        (replace(cut(2), token_ids=(5, 9), stuck=True), "different", ""),
+        (replace(GOOD, told_tokens=3), "different", "usage has 3 completion tokens and not 4"),
+        (replace(GOOD, told_tokens=0), "different", ""),
+        (replace(GOOD, text="a b"), "different", ""),
+        (replace(GOOD, text="a bd"), "different", "the text is another one"),
+        (replace(GOOD, text="a bcc"), "different", ""),
+        (
+            replace(GOOD, finish_reason="stop"),
+            "different",
+            "the finish reason is 'stop' and not 'length'",
+        ),
+        (replace(GOOD, prompt_tokens=26), "different", "usage has 26 prompt tokens and not 24"),
+        (replace(cut(2), text="ab"), "different", ""),
+        (replace(cut(2), text="ab", stuck=True), "different", ""),
     ],
 )
-def test_how_a_request_ended(outcome: StreamOutcome, kind: str) -> None:
-    assert ending_of(outcome, WANTED)[0] == kind
+def test_how_a_request_ended(outcome: StreamOutcome, kind: str, why: str) -> None:
+    ending, reason = ending_of(outcome, WANTED)
+    assert ending == kind and why in reason
     verdict = judge_cell(seen([outcome]))
     assert verdict.requests["sent"] == STREAMS_MIN + 3
     assert sum(verdict.requests[name] for name in KINDS) == STREAMS_MIN + 3
     assert verdict.requests[kind] == 1 + (STREAMS_MIN + 2) * (kind == "completed")
     assert bool(verdict.problems) is (kind != "completed")
-
-
-@pytest.mark.parametrize(
-    ("changes", "why"),
-    [
-        ({"token_ids": (5, 6, 8, 7)}, "token 2 is 8 and not 7"),
-        ({"text": "a bd"}, "the text is another one"),
-        ({"finish_reason": "stop"}, "the finish reason is 'stop' and not 'length'"),
-        ({"prompt_tokens": 26}, "usage has 26 prompt tokens and not 24"),
-        ({"told_tokens": 3}, "usage has 3 completion tokens and not 4"),
-    ],
-)
-def test_what_is_different_is_told(changes: dict[str, Any], why: str) -> None:
-    (problem,) = judge_cell(seen([replace(GOOD, **changes)])).problems
-    assert problem == f"request {STREAMS_MIN} is different after 4 of 4 tokens: {why}"
+    name = f"request {STREAMS_MIN} is {kind} after {len(outcome.token_ids)} of 4 tokens"
+    assert all(problem.startswith(name) for problem in verdict.problems[:1])
 
 
 def test_a_request_without_a_token_at_the_fault_is_silent_from_then_on() -> None:
@@ -125,15 +114,14 @@ def test_a_run_in_which_all_holds_has_no_problem() -> None:
 @pytest.mark.parametrize(
     ("fault", "at_most_s"), [("kill-worker", 3), ("stop-engine-12", 8), ("stop-12", 13)]
 )
+@pytest.mark.parametrize("over_s", [-0.1, 0.1])
 def test_a_stream_is_not_silent_for_longer_than_its_fault_explains(
-    fault: str, at_most_s: float
+    fault: str, at_most_s: float, over_s: float
 ) -> None:
-    for over_s, problems in ((-0.1, []), (0.1, ["silent"])):
-        late = replace(GOOD, times_s=(9.0, 9.5, 9.9, 9.9 + at_most_s + over_s))
-        late = replace(late, ended_s=late.times_s[-1])
-        verdict = judge_cell(seen([late], cell=replace(KILL, fault=fault)))
-        assert len(verdict.problems) == len(problems)
-        assert all(word in text for word, text in zip(problems, verdict.problems, strict=True))
+    late = replace(GOOD, times_s=(9.0, 9.5, 9.9, 9.9 + at_most_s + over_s))
+    late = replace(late, ended_s=late.times_s[-1])
+    problems = judge_cell(seen([late], cell=replace(KILL, fault=fault))).problems
+    assert ["silent" in problem for problem in problems] == ([True] if over_s > 0 else [])
 
 
 def test_a_cell_counts_only_if_it_was_hit_while_enough_streams_had_tokens_left() -> None:

@@ -5,21 +5,12 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.faults.judge import PROBLEMS_MAX
-from benchmarks.faults.survival import (
-    Loss,
-    Outage,
-    crowd_figures,
-    crowd_problems,
-    loss_figures,
-    loss_problems,
-    outage_figures,
-    outage_problems,
-)
+from benchmarks.faults.survival import Crowd, Loss, Outage
 from tests.support.survived import CUT, GROUP, WANTED, crowd, loss, outage, stream
 
 
 def test_throughput_is_compared_with_the_share_that_lives() -> None:
-    figures = loss_figures(loss())
+    figures = loss().figures()
     assert figures["share_alive"] == 0.75
     assert figures["tokens_per_s"]["before"] == pytest.approx(10.0, rel=0.15)
     assert figures["tokens_per_s"]["after"] == pytest.approx(8.0, rel=0.15)
@@ -29,27 +20,26 @@ def test_throughput_is_compared_with_the_share_that_lives() -> None:
     assert figures["whole_after_s"] == 14.0
     assert figures["longest_silence_s"] == pytest.approx(0.5)
     assert figures["requests"]["sent"] == figures["requests"]["completed"] == 24
-    assert loss_problems(loss()) == []
+    assert loss().problems() == []
 
 
 def test_a_crowd_waits_for_the_ends_of_those_that_fit() -> None:
     """Four requests hold 90 + 7 tokens each at the death, and end 1, 2, 3 and 4 s after it."""
     streams = [stream(5.0, 8.0 + number) for number in range(4)]
-    seen = Loss(4, 4, 12.0, 12.5, 26.0, streams, [WANTED] * 4)
+    seen = Crowd(4, 4, 12.0, 12.5, 26.0, streams, [WANTED] * 4, [90] * 4, 2400, 300)
     held = sum(90 + sum(at_s < 12.0 for at_s in one.times_s) for one in streams)
     assert held == 90 * 4 + 8 + 7 + 6 + 6
     for room, wait_s in ((held, 0.0), (held - 1, 1.0), (held - 100, 1.0), (held - 101, 2.0)):
-        found = crowd(loss=seen, prompts=[90] * 4, survivors_tokens=room)
-        assert found.ideal_wait_s == pytest.approx(wait_s)
-    assert crowd_figures(crowd(loss=seen, prompts=[90] * 4))["ideal_wait_s"] == pytest.approx(1.0)
+        assert replace(seen, survivors_tokens=room).ideal_wait_s == pytest.approx(wait_s)
+    assert replace(seen, survivors_tokens=300).figures()["ideal_wait_s"] == pytest.approx(1.0)
 
 
 def test_a_crowd_may_wait_and_must_not_fail() -> None:
-    assert crowd_problems(crowd()) == []
-    assert crowd_problems(crowd(loss=loss([CUT]), prompts=[90] * 25)) == [
-        "request 24 is lost after 3 tokens: the server hung up"
+    assert crowd().problems() == []
+    assert crowd([CUT]).problems() == [
+        "request 24 is lost after 3 of 10 tokens: the server hung up"
     ]
-    assert crowd_problems(crowd(demand_tokens=299)) == ["the survivors have KV for all requests"]
+    assert crowd(demand_tokens=299).problems() == ["the survivors have KV for all requests"]
 
 
 def test_throughput_after_it_ends_when_the_last_request_is_sent_or_the_worker_is_back() -> None:
@@ -75,8 +65,8 @@ OTHER = replace(stream(12.0, 5.0), token_ids=(*WANTED.token_ids[:-1], 99))
 @pytest.mark.parametrize(
     ("seen", "problem"),
     [
-        (loss([CUT]), "request 24 is lost after 3 tokens: the server hung up"),
-        (loss([OTHER]), "request 24 is different after 10 tokens: token 9 is 99 and not 9"),
+        (loss([CUT]), "request 24 is lost after 3 of 10 tokens: the server hung up"),
+        (loss([OTHER]), "request 24 is different after 10 of 10 tokens: token 9 is 99 and not 9"),
         (loss(whole_s=None), "not all workers serve again"),
         (
             loss(workers=2, alone_s=43.0, whole_s=50.0),
@@ -89,21 +79,21 @@ OTHER = replace(stream(12.0, 5.0), token_ids=(*WANTED.token_ids[:-1], 99))
     ],
 )
 def test_whatever_a_death_must_not_do_is_a_problem(seen: Loss, problem: str) -> None:
-    assert problem in loss_problems(seen)
+    assert problem in seen.problems()
 
 
 def test_of_many_lost_requests_the_first_are_told() -> None:
-    problems = loss_problems(loss([CUT] * (PROBLEMS_MAX + 3)))
+    problems = loss([CUT] * (PROBLEMS_MAX + 3)).problems()
     assert problems[PROBLEMS_MAX - 1].startswith(f"request {24 + PROBLEMS_MAX - 1} is lost")
-    assert problems[PROBLEMS_MAX:] == ["and 3 more requests"]
-    assert len(loss_problems(loss([CUT] * PROBLEMS_MAX))) == PROBLEMS_MAX
+    assert problems[PROBLEMS_MAX:] == ["and 3 more"]
+    assert len(loss([CUT] * PROBLEMS_MAX).problems()) == PROBLEMS_MAX
 
 
 def test_an_outage_without_an_effect_has_no_problem() -> None:
     """Nobody tells of groups for a while, and then they are those of before."""
     seen = outage([[GROUP], [GROUP], [], [GROUP]])
-    assert outage_problems(seen) == []
-    figures = outage_figures(seen)
+    assert seen.problems() == []
+    figures = seen.figures()
     assert figures["changes_of_groups"] == 0
     assert figures["requests"]["completed"] == 9
     assert "errors" not in figures["requests"]
@@ -128,4 +118,4 @@ def test_order_is_no_change_and_an_epoch_is() -> None:
     ],
 )
 def test_whatever_an_outage_must_not_do_is_a_problem(seen: Outage, problem: str) -> None:
-    assert outage_problems(seen) == [problem]
+    assert seen.problems() == [problem]

@@ -3,6 +3,7 @@
 import io
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import orjson
@@ -13,8 +14,9 @@ from benchmarks.errors import BenchError
 from benchmarks.plot import draw
 from benchmarks.run import read_target
 from benchmarks.runs.report import show
-from benchmarks.runs.result import result_of
+from benchmarks.runs.result import effects, result_of
 from benchmarks.runs.runner import BenchPlan, RunOutcomes
+from benchmarks.scenarios.burst import STEPS
 from benchmarks.scenarios.scenario import LoadChoice, find_scenario
 from benchmarks.systems.catalog import is_reference
 from benchmarks.systems.system import Deployment
@@ -22,8 +24,8 @@ from tests.support.safetensors_file import write_safetensors
 from tideserve.load.record import RequestOutcome, Round, SentRequest
 
 
-def measured(ttft_s: float, capacity: int | None = 1000) -> Round:
-    """Ten requests with that time to first token."""
+def measured(ttft_s: float, capacity: int | None = 1000, bubble_s: float | None = None) -> Round:
+    """Ten requests with that time to first token; stages of pipelines were busy for 9 s."""
     records = tuple(
         SentRequest(
             float(due),
@@ -36,7 +38,14 @@ def measured(ttft_s: float, capacity: int | None = 1000) -> Round:
         )
         for due in range(10)
     )
-    return Round(records, preemptions=1, capacity_tokens=capacity)
+    busy_s = None if bubble_s is None else 9.0
+    return Round(records, 1, capacity, busy_s=busy_s, bubble_s=bubble_s)
+
+
+def shown(result: dict[str, Any]) -> str:
+    output = io.StringIO()
+    show(result, Console(file=output, width=250))
+    return output.getvalue()
 
 
 @pytest.fixture
@@ -87,9 +96,8 @@ def test_answers_shorter_than_asked_for_are_shown(plan: BenchPlan, outcomes: Run
     short = [msgspec.structs.replace(one, short=True) for one in measured(1.0).records]
     for records, expected in ((measured(1.0).records, False), (tuple(short), True)):
         outcomes.rounds["burst"]["vllm"] = [Round(records)]
-        output = io.StringIO()
-        show(result_of(plan, outcomes), Console(file=output, width=200))
-        assert ("shorter than asked for" in output.getvalue()) is expected
+        text = shown(result_of(plan, outcomes))
+        assert ("shorter than asked for" in text) is expected
 
 
 def test_a_yardstick_sets_no_target(plan: BenchPlan, outcomes: RunOutcomes) -> None:
@@ -111,9 +119,7 @@ def test_the_best_is_one_of_the_same_pace(plan: BenchPlan, outcomes: RunOutcomes
 def test_the_table_shows_systems_ratios_pacing_and_what_failed(
     plan: BenchPlan, outcomes: RunOutcomes
 ) -> None:
-    output = io.StringIO()
-    show(result_of(plan, outcomes), Console(file=output, width=80))
-    text = output.getvalue()
+    text = shown(result_of(plan, outcomes))
     for part in (
         *("TTFT P50 [ms]", "TTFT P99.9 [ms]"),
         "recompute/recompute-ample: TTFT P50",
@@ -172,9 +178,7 @@ def test_a_co_serving_result_has_classes_and_bars(plan: BenchPlan) -> None:
     assert set(result["systems"]["mine"]["classes"]) == {"online", "batch"}
     assert "processed_tokens_per_s" in result["systems"]["mine"]["classes"]["batch"]
     assert {one["verdict"] for one in result["co_serving"]["bars"]} == {"fails", "not measured"}
-    output = io.StringIO()
-    show(result, Console(file=output, width=120))
-    text = output.getvalue()
+    text = shown(result)
     assert text.index("TTFT P99.9") < text.index("online requests beside batch work")
 
 
@@ -200,9 +204,7 @@ def test_a_real_time_result_is_judged_by_the_load_of_its_name(plan: BenchPlan) -
     first, *_ = result["co_serving"]["bars"]
     assert (first["system"], first["what"]) == ("fcfs", "attainment of first tokens")
     assert first["value"] == attained["realtime"]["ttft"]
-    output = io.StringIO()
-    show(result, Console(file=output, width=160))
-    text = output.getvalue()
+    text = shown(result)
     assert "realtime-lower: online" in text and "(× fcfs)" in text
     assert text.count("attainment of first tokens / that of fcfs") == 1
     assert "first tokens in time" in text and "harvested share" not in text
@@ -214,13 +216,42 @@ def test_a_flood_is_judged_by_what_the_logs_show(plan: BenchPlan) -> None:
     found = RunOutcomes()
     names = ("online-only@A100-14B", "slo@A100-14B")
     found.rounds = {"flood": {name: [measured(20.0)] for name in names}}
-    shown = {"changes": [{"merge": True, "settled_s": None}], "problems": ["I11: dearer"]}
-    found.inspections = {names[1]: shown}
+    logged = {"changes": [{"merge": True, "settled_s": None}], "problems": ["I11: dearer"]}
+    found.inspections = {names[1]: logged}
     result = result_of(plan, found)
-    assert result["systems"][names[1]]["changes"] == shown["changes"]
+    assert result["systems"][names[1]]["changes"] == logged["changes"]
     failed = {one["what"] for one in result["co_serving"]["bars"] if one["verdict"] == "fails"}
     assert {"longest change of groups [s]", "problems in the logs", "splits"} <= failed
     assert orjson.dumps(result)
-    output = io.StringIO()
-    show(result, Console(file=output, width=160))
-    assert "problems in the logs" in output.getvalue()
+    assert "problems in the logs" in shown(result)
+
+
+def test_each_step_of_the_ablation_is_compared_with_the_one_before(plan: BenchPlan) -> None:
+    first, second, _, last = STEPS.values()
+    rounds = {
+        first: [measured(8.0, bubble_s=3.0), measured(4.0, bubble_s=3.0)],
+        second: [measured(4.0, bubble_s=1.0), measured(3.0, bubble_s=1.0)],
+        last: [measured(1.0, bubble_s=0.0), measured(1.0)],
+        f"{last}@A100-14B": [measured(2.0, bubble_s=1.0)],
+    }
+    cases = {"ablation/flood": rounds, "ablation/trickle": rounds}
+    result = result_of(replace(plan, scenario=find_scenario("ablation")), RunOutcomes(cases))
+    assert list(result["steps"]) == list(cases)
+    by_device = result["steps"]["ablation/flood"]
+    assert list(by_device) == ["unpaced", "A100-14B"]
+    rows = by_device["unpaced"]
+    assert [row["step"] for row in rows] == ["drop only", "+ coordinated exchange", "+ restore"]
+    assert "effect" not in rows[0]
+    assert rows[0]["bubble_share"] == pytest.approx(6 / 24)
+    assert (rows[1]["bubble_s"], rows[1]["busy_s"]) == (2.0, 18.0)
+    assert rows[1]["effect"]["ttft_p99_s"] == pytest.approx(0.5)
+    assert rows[1]["effect_range"]["ttft_p99_s"] == pytest.approx([0.5, 0.75])
+    assert rows[1]["effect"]["bubble_share"] == pytest.approx(0.1 / 0.25)
+    assert rows[2]["effect_range"]["bubble_share"] == [0.0, 0.0]
+    lines = shown(result).splitlines()
+    (line, _) = [line for line in lines if line.strip(" │┃").startswith("+ coord")]
+    assert "10.0% (×0.40)" in line and "4,000 (×0.50)" in line
+    # Without pipelines there is no bubble.
+    plain = {case: {name: [measured(1.0)] for name in STEPS.values()} for case in cases}
+    systems = result_of(plan, RunOutcomes(plain))["systems"]
+    assert [row["bubble_share"] for row in effects(STEPS, systems)["unpaced"]] == [None] * 4

@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 
-from benchmarks.co_serving.bars import judge
-from benchmarks.co_serving.judging import OnlineTargets
-from benchmarks.co_serving.online_load import OnlineLoad
-from benchmarks.runs import runner, sampler
-from benchmarks.runs.runner import BenchPlan, Runner
+from benchmarks.co_serving.bars import COSERVE
+from benchmarks.co_serving.online_load import OnlineLoad, OnlineTargets
+from benchmarks.runs import runner
+from benchmarks.runs.runner import BenchPlan, Runner, RunOutcomes
 from benchmarks.scenarios.scenario import Case, CoServing, LoadChoice, Scenario
 from benchmarks.systems.system import Counters, Deployment, Say
 from tideserve.load.client import Job
@@ -51,27 +50,59 @@ class Noted:
         return {}
 
 
-def test_only_the_measured_system_uses_processors(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    notes: list[str] = []
+class Sent(list[tuple[str, Job]]):
+    """(system, job) of every job; those of LOAD are in `notes`, too."""
 
-    def run_job(job: Job, progress: Say) -> list[SentRequest]:
+    notes: list[str]
+
+
+@pytest.fixture
+def sent(monkeypatch: pytest.MonkeyPatch) -> Sent:
+    """The jobs that are sent; each of their requests is answered."""
+    jobs = Sent()
+    jobs.notes = []
+
+    def run_job(job: Job, progress: Say) -> tuple[SentRequest, ...]:
+        jobs.append((job.urls[0].removeprefix("http://"), job))
         if job.requests == LOAD.requests:
-            notes.append(f"{job.urls[0].removeprefix('http://')} is measured")
-        return [
+            jobs.notes.append(f"{jobs[-1][0]} is measured")
+        return tuple(
             SentRequest(0.0, 0.0, 0.1, RequestOutcome.COMPLETED, 4, 1, token_times_s=(0.1,))
             for _ in job.requests
-        ]
+        )
 
     monkeypatch.setattr(runner, "run_job", run_job)
+    monkeypatch.setattr(runner, "SETTLE_S", 0.0)
+    return jobs
+
+
+def run(
+    folder: Path,
+    cases: Sequence[Case],
+    names: tuple[str, ...],
+    rounds: int = 2,
+    paced: str | None = None,
+    co_serving: CoServing | None = None,
+    say: Say = lambda line: None,
+) -> RunOutcomes:
+    scenario = Scenario(
+        "one", "1GiB", lambda choice: cases, rounds=(rounds, rounds), co_serving=co_serving
+    )
+    deployment = Deployment(folder, "m", folder, workers=1, memory_bytes=1, paced=paced)
+    plan = BenchPlan(scenario, LoadChoice(), names, deployment, ())
+    outcomes = Runner(plan, say, lambda line: None).run()
+    assert outcomes.unavailable == {}
+    return outcomes
+
+
+def test_only_the_measured_system_uses_processors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sent: Sent
+) -> None:
+    notes: list[str] = []
+    sent.notes = notes
     monkeypatch.setattr(runner, "make_system", lambda name, *_: Noted(name, notes))
     case = Case("one", lambda turn: LOAD, concurrency=2, expected_s=1, limit_s=1)
-    scenario = Scenario("one", "", (), "1GiB", lambda choice: [case], rounds=lambda quick: 2)
-    deployment = Deployment(tmp_path, "m", tmp_path, workers=1, memory_bytes=1)
-    plan = BenchPlan(scenario, LoadChoice(), ("patient", "restless"), deployment, ())
-    outcomes = Runner(plan, lambda line: None, lambda line: None).run()
-    assert outcomes.unavailable == {}
+    run(tmp_path, [case], ("patient", "restless"))
     assert notes == [
         *("patient starts", "patient is measured", "patient rests"),
         *("restless starts", "restless is measured", "restless rests", "restless stops"),
@@ -82,101 +113,57 @@ def test_only_the_measured_system_uses_processors(
 
 
 def test_vllm_rehearses_before_its_first_round(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sent: Sent
 ) -> None:
     """What it compiles for a batch size that it has not met is not its speed."""
     loads = [fixed(2, 4, 1, seed=turn) for turn in range(3)]
-    sent: list[int] = []
-
-    def run_job(job: Job, progress: Say) -> tuple[SentRequest, ...]:
-        sent.extend(turn for turn, load in enumerate(loads) if load.requests == job.requests)
-        return tuple(
-            SentRequest(0.0, 0.0, 0.1, RequestOutcome.COMPLETED, 4, 1, token_times_s=(0.1,))
-            for _ in job.requests
-        )
-
-    monkeypatch.setattr(runner, "run_job", run_job)
     monkeypatch.setattr(runner, "make_system", lambda name, *_: Noted(name, []))
     case = Case("one", loads.__getitem__, concurrency=2, expected_s=1, limit_s=1)
-    scenario = Scenario("one", "", (), "1GiB", lambda choice: [case], rounds=lambda quick: 2)
-    deployment = Deployment(tmp_path, "m", tmp_path, workers=1, memory_bytes=1)
-    plan = BenchPlan(scenario, LoadChoice(), ("vllm",), deployment, ())
-    outcomes = Runner(plan, lambda line: None, lambda line: None).run()
+    outcomes = run(tmp_path, [case], ("vllm",))
+    turns = [
+        turn for _, job in sent for turn, one in enumerate(loads) if one.requests == job.requests
+    ]
     # Its server was started anew for the second round, so it rehearses again.
-    assert sent == [2, 0, 2, 1]
+    assert turns == [2, 0, 2, 1]
     assert len(outcomes.rounds["one"]["vllm"]) == 2
 
 
 def test_systems_of_one_dtype_take_turns_and_a_second_dtype_gets_fewer_loads(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sent: Sent
 ) -> None:
     loads = {"all": fixed(2, 4, 1, seed=0), "some": fixed(2, 4, 1, seed=1)}
-    sent: list[tuple[str, str]] = []
-
-    def run_job(job: Job, progress: Say) -> tuple[SentRequest, ...]:
-        system = job.urls[0].removeprefix("http://")
-        sent.extend((system, name) for name, one in loads.items() if one.requests == job.requests)
-        return tuple(
-            SentRequest(0.0, 0.0, 0.1, RequestOutcome.COMPLETED, 4, 1, token_times_s=(0.1,))
-            for _ in job.requests
-        )
-
-    monkeypatch.setattr(runner, "run_job", run_job)
     monkeypatch.setattr(runner, "make_system", lambda name, *_: Noted(name, []))
     cases = [
         Case(name, lambda turn, name=name: loads[name], 2, 1, 1, own_dtype_only=name == "some")
         for name in loads
     ]
-    scenario = Scenario("one", "", (), "1GiB", lambda choice: cases, rounds=lambda quick: 1)
-    deployment = Deployment(tmp_path, "m", tmp_path, workers=1, memory_bytes=1)
     names = ("a=http://a", "drop", "a-float32=http://b", "drop-float32", "recompute")
-    plan = BenchPlan(scenario, LoadChoice(), names, deployment, ())
     said: list[str] = []
-    outcomes = Runner(plan, said.append, lambda line: None).run()
-    assert outcomes.unavailable == {}
-    measured = [name for name, load in sent if load == "all"]
+    run(tmp_path, cases, names, rounds=1, say=said.append)
+    by_load = {
+        name: [system for system, job in sent if job.requests == one.requests]
+        for name, one in loads.items()
+    }
     own = ["drop", "recompute", "a=http://a", "a-float32=http://b"]
-    assert measured == [*own, "drop-float32"]
-    assert [name for name, load in sent if load == "some"] == own
+    assert by_load == {"all": [*own, "drop-float32"], "some": own}
     # Few requests are rough figures only where more were meant to be measured.
     assert not [line for line in said if "fitted into the time" in line]
 
 
 def test_co_serving_systems_get_the_backlog_and_a_paced_run_has_no_unpaced_ones(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sent: Sent
 ) -> None:
-    backlogs: dict[str, Backlog | None] = {}
-
-    def run_job(job: Job, progress: Say) -> list[SentRequest]:
-        if job.requests == LOAD.requests:
-            backlogs[job.urls[0].removeprefix("http://")] = job.backlog
-        return [
-            SentRequest(0.0, 0.0, 0.1, RequestOutcome.COMPLETED, 4, 1, token_times_s=(0.1,))
-            for _ in job.requests
-        ]
-
     def make(name: str, deployment: Deployment, _: str | None) -> Noted:
         return Noted(name + ("@paced" if deployment.paced else ""), [])
 
-    monkeypatch.setattr(runner, "run_job", run_job)
     monkeypatch.setattr(runner, "make_system", make)
     backlog = Backlog(3, (8, 8), (2, 2), seed=7)
     case = Case("one", lambda turn: LOAD, None, 1, 1, backlog=lambda turn: backlog)
-    scenario = Scenario(
-        "one",
-        "",
-        (),
-        "1GiB",
-        lambda choice: [case],
-        rounds=lambda quick: 1,
-        co_serving=CoServing(
-            lambda choice: OnlineLoad(1.0, OnlineTargets(1.0, 1.0), 1.0, 1.0), judge
-        ),
-    )
-    deployment = Deployment(tmp_path, "m", tmp_path, workers=1, memory_bytes=1, paced="A100-14B")
-    plan = BenchPlan(scenario, LoadChoice(), ("online-only", "slo"), deployment, ())
-    outcomes = Runner(plan, lambda line: None, lambda line: None).run()
-    assert outcomes.unavailable == {}
+    load = OnlineLoad(1.0, OnlineTargets(1.0, 1.0), 1.0, 1.0)
+    co_serving = CoServing(lambda choice: load, COSERVE)
+    names = ("online-only", "slo")
+    run(tmp_path, [case], names, rounds=1, paced="A100-14B", co_serving=co_serving)
+    backlogs = {system: job.backlog for system, job in sent if job.requests == LOAD.requests}
     assert backlogs == {"online-only@paced": None, "slo@paced": backlog}
 
 
@@ -190,12 +177,11 @@ class Counting(Noted):
         return Counters(processed=self.processed, batch_processed=self.processed / 2)
 
 
-def test_tokens_are_sampled_while_a_round_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    system = Counting("one", [])
-    monkeypatch.setattr(sampler, "INTERVAL_S", 0.001)
-    with sampler.CounterSampler(system) as found:
-        while len(found.token_samples) < 3:
+def test_counters_are_sampled_while_a_round_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "INTERVAL_S", 0.001)
+    with runner.sampled(Counting("one", [])) as samples:
+        while len(samples) < 3:
             time.sleep(0.001)
-    first, second = found.token_samples[:2]
+    (first_s, first), (second_s, second) = samples[:2]
     assert (first.processed, first.batch_processed, first.output) == (10.0, 5.0, None)
-    assert second.processed == 20.0 and second.time_s > first.time_s
+    assert second.processed == 20.0 and second_s > first_s

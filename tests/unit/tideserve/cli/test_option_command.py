@@ -13,9 +13,8 @@ from typer.testing import CliRunner
 
 from benchmarks.command import FLAGS, bench
 from benchmarks.faults.matrix import FAULTS, PHASES
-from benchmarks.probes import drop_cost
-from benchmarks.scenarios import scenario_names, scenario_summaries
-from benchmarks.scenarios.scenario import find_scenarios, find_trials
+from benchmarks.scenarios import SUMMARIES
+from benchmarks.scenarios.scenario import find_scenario
 from benchmarks.systems.tideserve import MECHANISMS
 from services.common.setting import Setting, is_enum, settings_of
 from tideserve.cli.cluster_options import CONFIGS, SECTIONS, ClusterOptions
@@ -92,16 +91,9 @@ def test_other_commands_say_the_same_about_the_same_option(command: str) -> None
 
 
 def test_bench_names_every_scenario_and_what_it_measures() -> None:
-    known = {**find_scenarios(), **find_trials()}
-    names = sorted({*known, drop_cost.NAME})
-    assert scenario_names() == names
     text = help_of("bench")
-    assert f"One of {', '.join(names)};" in text
-    summaries = scenario_summaries()
-    assert list(summaries) == names
-    for name, one in known.items():
-        assert summaries[name] == one.summary, "write it as one text in one line"
-    for name, summary in summaries.items():
+    for name, summary in SUMMARIES.items():
+        assert find_scenario(name).name == name
         assert f" {name}: {summary} " in text
 
 
@@ -111,13 +103,13 @@ def test_a_scenario_has_a_help_of_its_own() -> None:
         assert f" {name}: " in text
     for option in ("--cells", "--append", "--minutes", "--quick"):
         assert f" {option} " in text
-    for option in ("--systems", "--trace", "--cycles", "--slo", "--workers"):
+    for option in ("--systems", "--trace", "--cycles", "--slo"):
         assert f" {option} " not in text
     assert "Comma" not in text and "Scenarios:" not in text
     assert " --cycles " in help_of("bench churn") and " --cells " not in help_of("bench churn")
     assert " --systems " in help_of("bench steady") and " --trace " in help_of("bench burst")
     assert " --systems " not in help_of("bench drop")
-    usual, own = "[default: (SmolLM2-135M-Instruct)]", "[default: (a tiny one, made up)]"
+    usual, own = "[default: (SmolLM2-135M-Instruct)]", "[default: (a tiny one with random weights)]"
     for name, default in (("steady", usual), ("clients", usual), ("drop", usual), ("churn", own)):
         assert default in help_of(f"bench {name}"), name
     assert usual in help_of("bench")
@@ -133,9 +125,7 @@ def test_every_parameter_is_read_by_some_scenario() -> None:
         one for one in app.registered_commands if one.name is None and one.callback is bench
     )
     named = set(inspect.signature(bench).parameters) - {"context", "scenario"}
-    read = set().union(
-        *(one.reads for one in (*find_scenarios().values(), *find_trials().values()))
-    )
+    read = set().union(*(find_scenario(name).reads for name in SUMMARIES))
     assert command.cls is not None and read == named | set(FLAGS.names)
 
 

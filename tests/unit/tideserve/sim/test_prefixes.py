@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.prefix_count import CountedCache
-from benchmarks.prefix_dispatch import serve
+from benchmarks.scenarios.prefix import serve
 from services.core.cost.model import CostModel
 from services.core.planner.config import IterationConfig
 from services.core.scheduler.dispatch import PREFIX

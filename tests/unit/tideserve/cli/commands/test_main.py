@@ -20,7 +20,10 @@ def test_help_loads_nothing_heavy() -> None:
 
 @pytest.mark.parametrize(
     "command",
-    ["up", "status", "doctor", "plan", "drop", "restore", "chat", "logs", "version", "engine"],
+    [
+        *("serve", "up", "status", "doctor", "plan", "drop", "restore", "chat", "logs", "version"),
+        "engine",
+    ],
 )
 def test_every_command_explains_itself(command: str) -> None:
     result = CliRunner().invoke(app, [command, "--help"])

@@ -7,6 +7,7 @@ import pytest
 from services.core.cost.model import Chunks, Coefficients, CostModel
 from services.worker.engine.profile.point import (
     FULL,
+    GPU,
     HELD_OUT_KINDS,
     IDLE,
     QUICK,
@@ -26,6 +27,9 @@ from services.worker.engine.profile.session import (
 ROOM = Room(
     max_batch_tokens=256, max_running=128, max_model_len=8192, num_blocks=2000, block_size=16
 )
+GPU_ROOM = Room(
+    max_batch_tokens=4096, max_running=256, max_model_len=32_768, num_blocks=12_000, block_size=16
+)
 SMALL = Room(max_batch_tokens=32, max_running=4, max_model_len=300, num_blocks=24, block_size=16)
 DEVICE = CostModel(2e-6, 3e-3, 0.11, 0.1, Coefficients(2e-5, 4e-3, 0.1), 1e-5)
 
@@ -39,8 +43,8 @@ def profiled(effort: Effort, noise: float, seed: int = 0) -> tuple[ProfileSessio
     return session, session.outcome()
 
 
-@pytest.mark.parametrize("effort", [FULL, QUICK, IDLE])
-@pytest.mark.parametrize("room", [ROOM, SMALL])
+@pytest.mark.parametrize("effort", [FULL, QUICK, IDLE, GPU])
+@pytest.mark.parametrize("room", [ROOM, SMALL, GPU_ROOM])
 def test_points_fit_and_are_distinct(effort: Effort, room: Room) -> None:
     kinds = held_out_points(effort, room, Random(1))
     points = [*fit_points(effort, room), *(p for some in kinds.values() for p in some)]

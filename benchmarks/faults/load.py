@@ -1,0 +1,281 @@
+"""Loads from a thread of this process: streams whose every token is kept, and loads without end."""
+
+import asyncio
+import itertools
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from random import Random
+
+from benchmarks.faults.outcomes import REFUSALS, StreamOutcome, Tally, Undisturbed
+from services.common.clock import monotonic_s
+from tideserve.cli.errors import SystemUnavailable
+from tideserve.load.event_stream import OpenAIServer, StreamedAnswer, StreamFailed
+from tideserve.load.workload import (
+    BATCH_CLASS,
+    DEFAULT_CLASS,
+    TOKEN_ID_MAX,
+    TOKEN_ID_MIN,
+    PlannedRequest,
+)
+
+STALL_S = 90.0
+"""A stream without a token for so long is stuck; the longest fault of a cell lasts 70 s."""
+STEADY_STALL_S = 60.0
+TEMPERATURE = 0.8
+PROMPT_TOKENS, OUTPUT_TOKENS = (24, 64), (280, 360)
+POLL_S = 0.5
+HANG_UP_EVERY, HANG_UP_WITHIN_S = 10, 1.0
+"""Every tenth client of a load without end hangs up early."""
+REFUSAL_PAUSE_S = 0.2
+
+
+def stream_requests(
+    count: int,
+    seed: int,
+    output_tokens: tuple[int, int] = OUTPUT_TOKENS,
+    batch: int = 0,
+    prompt_tokens: tuple[int, int] = PROMPT_TOKENS,
+) -> list[PlannedRequest]:
+    """Sampled requests of different lengths; the same for the same seed. The first are `batch`."""
+    token_ids = (TOKEN_ID_MIN, TOKEN_ID_MAX - 1)
+    shape = Shape(0, prompt_tokens, output_tokens, token_ids, seed, TEMPERATURE)
+    return [
+        replace(shape.request(number), slo_class=BATCH_CLASS if number < batch else DEFAULT_CLASS)
+        for number in range(count)
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What the requests are like: ranges of lengths and token ids, ends included.
+
+    With `distinct`, there are only so many different ones, which come again and again.
+    """
+
+    concurrency: int = 8
+    prompt_tokens: tuple[int, int] = (16, 96)
+    output_tokens: tuple[int, int] = (16, 96)
+    token_ids: tuple[int, int] = (300, 2000)
+    seed: int = 0
+    temperature: float = 0.0
+    distinct: int = 0
+
+    def request(self, number: int) -> PlannedRequest:
+        """The request of that number, always the same."""
+        number = number % self.distinct if self.distinct else number
+        rng = Random(f"{self.seed}/{number}")
+        length = rng.randint(*self.prompt_tokens)
+        prompt = tuple(rng.randint(*self.token_ids) for _ in range(length))
+        output = rng.randint(*self.output_tokens)
+        # With a salt, answers have the ids of their tokens.
+        salt = "distinct" if self.distinct else None
+        heat = self.temperature
+        return PlannedRequest(0.0, prompt, output, number, cache_salt=salt, temperature=heat)
+
+
+class Load(ABC):
+    """Sends requests in turn, `at_once` at a time, from a thread of this process."""
+
+    stall_s = STALL_S
+
+    def __init__(
+        self, url: str, model: str, requests: Iterable[PlannedRequest], at_once: int
+    ) -> None:
+        self._url = url
+        self._model = model
+        self._requests = enumerate(requests)
+        self._at_once = at_once
+        self._thread = threading.Thread(target=self._run, name="load", daemon=True)
+
+    def start(self) -> None:
+        """Begin to send."""
+        self._thread.start()
+
+    @property
+    def running(self) -> bool:
+        """Whether it still sends, or waits for answers."""
+        return self._thread.is_alive()
+
+    def join(self) -> None:
+        """Wait for the end of all requests, however each ends."""
+        self._thread.join()
+
+    def _run(self) -> None:
+        asyncio.run(self._load())
+
+    async def _load(self) -> None:
+        server = OpenAIServer(self._url, None)
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for _ in range(self._at_once):
+                    tasks.create_task(self._send_in_turn(server))
+        finally:
+            await server.close()
+
+    async def _send_in_turn(self, server: OpenAIServer) -> None:
+        for number, request in self._requests:
+            await self._send(server, number, request)
+
+    @abstractmethod
+    async def _send(self, server: OpenAIServer, number: int, request: PlannedRequest) -> None: ...
+
+    async def _outcome(
+        self,
+        server: OpenAIServer,
+        request: PlannedRequest,
+        answer: StreamedAnswer,
+        patience_s: float | None = None,
+    ) -> StreamOutcome:
+        """Send a request; its client hangs up after `patience_s`, or when no token has come long.
+
+        Raises errors that a stream must not give.
+        """
+        sent_s = monotonic_s()
+        sending = asyncio.create_task(server.complete(self._model, request, answer, lambda: None))
+        if patience_s is None:
+            await self._while_it_advances(sending, answer)
+        else:
+            await asyncio.wait((sending,), timeout=patience_s)
+        sending.cancel()
+        failure = answer.error if answer.status == 200 else ""
+        try:
+            await sending
+        except (StreamFailed, OSError) as error:
+            failure = str(error) or type(error).__name__
+        except asyncio.CancelledError:
+            failure = f"nothing came for {self.stall_s:.0f} s"
+        else:
+            if answer.status != 200:
+                failure = f"HTTP {answer.status}: {answer.body[:300]}"
+        return StreamOutcome(
+            tuple(answer.output_ids),
+            tuple(answer.token_times_s),
+            monotonic_s(),
+            answer.finished,
+            answer.output_tokens,
+            failure,
+            sending.cancelled() and patience_s is None,
+            sent_s,
+            answer.text,
+            answer.finish_reason,
+            answer.prompt_tokens,
+            answer.status,
+            sending.cancelled() and patience_s is not None,
+            answer.request_id,
+        )
+
+    async def _while_it_advances(
+        self, sending: "asyncio.Task[None]", answer: StreamedAnswer
+    ) -> None:
+        """Wait for the end, or until no token has come for `stall_s`."""
+        seen, waited_s = 0, 0.0
+        while not sending.done() and waited_s < self.stall_s:
+            await asyncio.wait((sending,), timeout=POLL_S)
+            waited_s = waited_s + POLL_S if len(answer.token_times_s) == seen else 0.0
+            seen = len(answer.token_times_s)
+
+
+class Streams(Load):
+    """Requests at once, or `at_once` at a time, whose outcomes are kept.
+
+    If there is batch work, the others are sent once all of it has a token.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        model: str,
+        requests: Sequence[PlannedRequest],
+        salt: str,
+        at_once: int | None = None,
+    ) -> None:
+        salted = [replace(one, cache_salt=salt) for one in requests]
+        super().__init__(url, model, salted, at_once or len(salted))
+        self._answers = [StreamedAnswer() for _ in salted]
+        self._outcomes: dict[int, StreamOutcome] = {}
+        self._batch = [n for n, one in enumerate(salted) if one.slo_class == BATCH_CLASS]
+
+    @property
+    def begun(self) -> int:
+        """How many have a token."""
+        return sum(bool(answer.token_times_s) for answer in self._answers)
+
+    @property
+    def ended(self) -> int:
+        """How many have ended, however each did."""
+        return len(self._outcomes)
+
+    def wait(self) -> list[StreamOutcome]:
+        """Wait for the end of all of them; how each ended, in the order of the requests."""
+        self.join()
+        return [outcome for _, outcome in sorted(self._outcomes.items())]
+
+    async def _send(self, server: OpenAIServer, number: int, request: PlannedRequest) -> None:
+        # An answer that fills up sets no event.
+        while request.slo_class != BATCH_CLASS and not self._batch_has_begun():  # noqa: ASYNC110
+            await asyncio.sleep(POLL_S)
+        self._outcomes[number] = await self._outcome(server, request, self._answers[number])
+
+    def _batch_has_begun(self) -> bool:
+        return all(self._answers[n].token_times_s or n in self._outcomes for n in self._batch)
+
+
+class SteadyLoad(Load):
+    """`with SteadyLoad(url, model, shape) as load:`; leaving waits until all requests are over.
+
+    It counts how requests end and measures no times.
+    """
+
+    stall_s = STEADY_STALL_S
+
+    def __init__(
+        self, url: str, model: str, shape: Shape, wanted: Sequence[Undisturbed] = ()
+    ) -> None:
+        """`wanted`: the answer to each of the `distinct` requests, undisturbed."""
+        self.tally = Tally()
+        self._wanted = wanted
+        self._stop = threading.Event()
+        requests = map(shape.request, itertools.takewhile(self._goes_on, itertools.count()))
+        super().__init__(url, model, requests, shape.concurrency)
+
+    def __enter__(self) -> "SteadyLoad":
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self.join()
+
+    def _goes_on(self, _number: int) -> bool:
+        return not self._stop.is_set()
+
+    async def _send(self, server: OpenAIServer, number: int, request: PlannedRequest) -> None:
+        self.tally.sent += 1
+        impatient = number % HANG_UP_EVERY == HANG_UP_EVERY - 1
+        patience_s = Random(number).uniform(0, HANG_UP_WITHIN_S) if impatient else None
+        outcome = await self._outcome(server, request, StreamedAnswer(), patience_s)
+        wanted = self._wanted[number % len(self._wanted)] if self._wanted else None
+        self.tally.note(number, outcome, request.output_tokens, wanted)
+        if outcome.status in REFUSALS:
+            await asyncio.sleep(REFUSAL_PAUSE_S)
+
+
+def undisturbed_answers(
+    url: str, model: str, requests: Sequence[PlannedRequest], at_once: int | None = None
+) -> list[Undisturbed]:
+    """The answers of a run without a fault. Raises SystemUnavailable if a request fails."""
+    streams = Streams(url, model, requests, "undisturbed", at_once)
+    streams.start()
+    outcomes = streams.wait()
+    for number, (outcome, request) in enumerate(zip(outcomes, requests, strict=True)):
+        if outcome.failure or len(outcome.token_ids) != request.output_tokens:
+            raise SystemUnavailable(
+                f"request {number} failed without a fault after {len(outcome.token_ids)} tokens:"
+                f" {outcome.failure or 'it ended too early'}"
+            )
+    return [
+        Undisturbed(one.token_ids, one.text, one.finish_reason, one.prompt_tokens)
+        for one in outcomes
+    ]

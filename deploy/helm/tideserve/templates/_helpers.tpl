@@ -1,0 +1,183 @@
+{{- define "tideserve.labels" -}}
+app.kubernetes.io/component: {{ . }}
+app.kubernetes.io/name: tideserve
+app.kubernetes.io/part-of: tideserve
+{{- end }}
+
+{{- define "tideserve.image" -}}
+{{ printf "%stideserve-%s:%s%s" .root.Values.image.registry .name .root.Values.image.tag (.flavour | default "") | toJson }}
+{{- end }}
+
+{{- /* Environment of every service for etcd's credentials and mutual TLS. */}}
+{{- define "tideserve.secretEnv" -}}
+{{- if .Values.etcdCredentials.enabled }}
+- name: TIDESERVE__ETCD_USER
+  valueFrom:
+    secretKeyRef: {name: tideserve-etcd-credentials, key: user}
+- name: TIDESERVE__ETCD_PASSWORD_FILE
+  value: /run/secrets/tideserve/etcd-credentials/password
+{{- end }}
+{{- if .Values.tls.enabled }}
+{{- range $prefix := list "TLS" "ETCD" }}
+- name: TIDESERVE__{{ $prefix }}_CA_FILE
+  value: /run/secrets/tideserve/tls/ca.crt
+- name: TIDESERVE__{{ $prefix }}_CERT_FILE
+  value: /run/secrets/tideserve/tls/tls.crt
+- name: TIDESERVE__{{ $prefix }}_KEY_FILE
+  value: /run/secrets/tideserve/tls/tls.key
+{{- end }}
+{{- end }}
+{{- end }}
+
+{{- define "tideserve.secretMounts" -}}
+{{- if .Values.etcdCredentials.enabled }}
+- name: etcd-credentials
+  mountPath: /run/secrets/tideserve/etcd-credentials
+  readOnly: true
+{{- end }}
+{{- if .Values.tls.enabled }}
+- name: tls
+  mountPath: /run/secrets/tideserve/tls
+  readOnly: true
+{{- end }}
+{{- end }}
+
+{{- define "tideserve.secretVolumes" -}}
+{{- if .root.Values.etcdCredentials.enabled }}
+- name: etcd-credentials
+  secret: {secretName: tideserve-etcd-credentials, defaultMode: 0440}
+{{- end }}
+{{- if .root.Values.tls.enabled }}
+- name: tls
+  secret: {secretName: tideserve-tls-{{ .service }}, defaultMode: 0440}
+{{- end }}
+{{- end }}
+
+{{- define "tideserve.containerSecurity" -}}
+allowPrivilegeEscalation: false
+capabilities: {drop: [ALL]}
+readOnlyRootFilesystem: true
+{{- end }}
+
+{{- /* With TLS Kubernetes cannot ask, so a program in the container does. */}}
+{{- define "tideserve.grpcProbes" -}}
+{{- if .root.Values.tls.enabled }}
+{{- $alive := list "python3" "-m" "services.common.probe" "--role" .service "grpc://127.0.0.1:50051/" }}
+{{- $ready := list "python3" "-m" "services.common.probe" (printf "grpc://127.0.0.1:50051/%s" .health) }}
+startupProbe:
+  exec: {command: {{ toJson $alive }}}
+  periodSeconds: 10
+  timeoutSeconds: 5
+  failureThreshold: 12
+livenessProbe:
+  exec: {command: {{ toJson $alive }}}
+  periodSeconds: 20
+  timeoutSeconds: 5
+  failureThreshold: 3
+readinessProbe:
+  exec: {command: {{ toJson $ready }}}
+  periodSeconds: 5
+  timeoutSeconds: 5
+  failureThreshold: 3
+{{- else }}
+startupProbe:
+  grpc: {port: 50051}
+  periodSeconds: 2
+  failureThreshold: 60
+livenessProbe:
+  grpc: {port: 50051}
+  periodSeconds: 10
+  timeoutSeconds: 5
+  failureThreshold: 6
+readinessProbe:
+  grpc: {port: 50051, service: {{ .health }}}
+  periodSeconds: 2
+  timeoutSeconds: 2
+  failureThreshold: 3
+{{- end }}
+{{- end }}
+
+{{- /* Everything around the container of a service: .root, .service, and .values of the service. */}}
+{{- define "tideserve.podMetadata" -}}
+labels:
+  {{- include "tideserve.labels" .service | nindent 2 }}
+{{- with .values.podAnnotations }}
+annotations: {{ toJson . }}
+{{- end }}
+{{- end }}
+
+{{- define "tideserve.pod" -}}
+automountServiceAccountToken: false
+enableServiceLinks: false
+serviceAccountName: tideserve-{{ .service }}
+securityContext:
+  fsGroup: 65532
+  fsGroupChangePolicy: OnRootMismatch
+  runAsGroup: 65532
+  runAsNonRoot: true
+  runAsUser: 65532
+  seccompProfile: {type: RuntimeDefault}
+topologySpreadConstraints:
+  - maxSkew: 1
+    topologyKey: kubernetes.io/hostname
+    whenUnsatisfiable: ScheduleAnyway
+    labelSelector:
+      matchLabels:
+        app.kubernetes.io/component: {{ .service }}
+        app.kubernetes.io/name: tideserve
+{{- range $key := list "nodeSelector" "tolerations" "affinity" "imagePullSecrets" }}
+{{- with index $.values $key }}
+{{ $key }}: {{ toJson . }}
+{{- end }}
+{{- end }}
+{{- end }}
+
+{{- define "tideserve.selector" -}}
+revisionHistoryLimit: 5
+selector:
+  matchLabels:
+    app.kubernetes.io/component: {{ . }}
+    app.kubernetes.io/name: tideserve
+{{- end }}
+
+{{- /* Fetches the model before the gateway or a worker starts. */}}
+{{- define "tideserve.modelContainer" -}}
+- name: model
+  image: {{ include "tideserve.image" (dict "root" . "name" "model") }}
+  imagePullPolicy: IfNotPresent
+  env:
+    - name: MODEL
+      valueFrom:
+        configMapKeyRef: {name: tideserve-model, key: MODEL}
+    - name: HF_TOKEN
+      valueFrom:
+        secretKeyRef: {name: tideserve-hub, key: token, optional: true}
+    {{- range .Values.model.extraEnv }}
+    - {{ toJson . }}
+    {{- end }}
+  resources:
+    limits: {memory: 2Gi}
+    requests: {cpu: 250m, memory: 1Gi}
+  securityContext:
+    {{- include "tideserve.containerSecurity" . | nindent 4 }}
+  volumeMounts:
+    - {name: tmp, mountPath: /tmp}
+    - {name: models, mountPath: /models}
+{{- end }}
+
+{{- define "tideserve.modelVolume" -}}
+- name: models
+  {{- if eq .Values.device "gpu" }}
+  persistentVolumeClaim: {claimName: tideserve-models}
+  {{- else }}
+  emptyDir: {}
+  {{- end }}
+{{- end }}
+
+{{- define "tideserve.modelEnv" -}}
+{{- range $key := list "MODEL_NAME" "MODEL_DIR" }}
+- name: TIDESERVE__{{ $key }}
+  valueFrom:
+    configMapKeyRef: {name: tideserve-model, key: {{ $key }}}
+{{- end }}
+{{- end }}

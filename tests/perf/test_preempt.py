@@ -1,0 +1,344 @@
+"""Delay until an iteration of batch work gives way, and what that costs.
+
+Two engine processes of the same model, each with a servicer in this process. One interrupts batch
+work for online requests (`--preempt always`), the other does not. Each gets one batch prompt at a
+time, which fills an iteration, and single online requests at random times while it runs. Then
+merges are prepared at such times. The engine's event log has the times on the same clock.
+
+Safepoints are measured with a runner of their own: a batch runs with and without them in turn, and
+the processor's time counts.
+"""
+
+import asyncio
+import random
+import socket
+import time
+from bisect import bisect_right
+from collections.abc import AsyncIterator, Iterable, Mapping
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import NamedTuple
+
+import pytest
+
+from benchmarks.engine_log import TYPES
+from services.common.clock import monotonic_s
+from services.common.event_log import read_entries
+from services.core.audit.record import BATCH as PLANNED
+from services.core.groups.layer_map import Stage
+from services.core.line_order import Scheduling
+from services.core.planner.batch import Batch, Chunk
+from services.core.planner.config import IterationConfig
+from services.core.planner.events import IterationDropped, IterationFinished, IterationSuspended
+from services.core.planner.preemption import Preempt
+from services.core.planner.sequence_names import request_of
+from services.core.request import Limits, Request, Sampling, blocks_for
+from services.core.service import Service, ServiceClass
+from services.worker.config import WorkerConfig
+from services.worker.engine.model.interrupt import WatchedInterrupt
+from tests.perf.measuring import MIB, default_model, fast_dtype, runner_of_one_thread, show
+from tests.support.engine_processes import EngineProcesses
+from tideserve.sim.report import percentile
+
+MEMORY_BYTES = 1024 * MIB
+BATCH_TOKENS, ONLINE_TOKENS = 2048, 32
+SMALL_TOKENS = 256
+"""`max_batch_tokens` by default."""
+ROUNDS, ARRIVALS, DROPS, BEHIND, PAIRS = 12, 6, 6, 4, 7
+"""Batch prompts, online requests during each; merges; prompts with another behind; safepoints."""
+PROMPTS = 4
+ALWAYS, OFF = Preempt.ALWAYS.value, Preempt.OFF.value
+BATCH, ONLINE = Service(ServiceClass.BATCH), Service(ServiceClass.INTERACTIVE, ttft_s=0.5)
+TTFT_RATIO_MAX, SAFEPOINT_SHARE_MAX = 0.25, 0.01
+"""P99 of first tokens over that without preemption; safepoints over an iteration."""
+
+
+class Load:
+    """The load on both engines; batch requests and online requests get one token each."""
+
+    def __init__(self, engines: EngineProcesses) -> None:
+        self.sent_s: dict[str, float] = {}
+        self.ttft_s: dict[str, float] = {}
+        self.merges: list[tuple[float, float]] = []
+        """When each was asked for, and when both engines had been prepared."""
+        self.prompt_of: dict[str, int] = {}
+        """The number of the prompt of each disturbed batch request."""
+        facts = engines.workers[ALWAYS].facts
+        assert facts.shape is not None
+        self.layers = facts.shape.num_layers
+        self._vocab_size = facts.vocab_size
+        self._engines = engines
+        self._rng = random.Random(BATCH_TOKENS)
+        self._numbers = iter(range(10**9))
+        self._prompts = [self._prompt(BATCH_TOKENS) for _ in range(PROMPTS)]
+        self._length_s = 0.0
+
+    async def run(self) -> None:
+        alone = [
+            await self._ask(ALWAYS, f"batch-0-{number}", prompt, BATCH)
+            for number, prompt in enumerate(self._prompts)
+        ]
+        self._length_s = median(alone)
+        for _ in range(ROUNDS):
+            await self._disturbed(ALWAYS, "single", ARRIVALS)
+            await self._disturbed(OFF, "single", 1)
+        for _ in range(BEHIND):
+            await self._disturbed(ALWAYS, "behind", 1, prompts=2)
+            await self._disturbed(OFF, "behind", 1, prompts=2)
+        for _ in range(DROPS):
+            await self._prepare_merge()
+
+    def online(self, engine: str, case: str) -> list[str]:
+        """The online requests of a case."""
+        return [name for name in self.sent_s if name.startswith(f"online-{engine}-{case}")]
+
+    async def _ask(
+        self, engine: str, name: str, prompt: tuple[int, ...], service: Service
+    ) -> float:
+        """Send a request; return the seconds until its token."""
+        sampling = Sampling(temperature=0)
+        request = Request(name, prompt, sampling, Limits(1), monotonic_s(), service=service)
+        self.sent_s[name] = monotonic_s()
+        await self._engines.serve(request, engine)
+        await self._engines.until(lambda: self._engines.streams[name].over)
+        self.ttft_s[name] = monotonic_s() - self.sent_s[name]
+        return self.ttft_s[name]
+
+    async def _disturbed(self, engine: str, case: str, arrivals: int, prompts: int = 1) -> None:
+        """Batch prompts, and online requests one after another while these run."""
+        running = self._batch(engine, prompts)
+        for _ in range(arrivals):
+            await asyncio.sleep(self._rng.uniform(0, 2 * self._length_s / (arrivals + 1)))
+            if running.done():
+                break
+            name = f"online-{engine}-{case}-{next(self._numbers)}"
+            await self._ask(engine, name, self._prompt(ONLINE_TOKENS), ONLINE)
+        await running
+
+    async def _prepare_merge(self) -> None:
+        """Prepare a merge of both while a batch prompt runs, and give it up again."""
+        running, half = self._batch(ALWAYS, 1), self.layers // 2
+        await asyncio.sleep(self._rng.uniform(0, self._length_s))
+        stages, sent_s = [Stage(ALWAYS, 0, half), Stage(OFF, half, self.layers)], monotonic_s()
+        await self._engines.reconfigure([stages], give_up=True)
+        self.merges.append((sent_s, monotonic_s()))
+        await running
+
+    def _batch(self, engine: str, count: int) -> asyncio.Task[None]:
+        """Send so many batch prompts at once."""
+        numbers = [self._rng.randrange(PROMPTS) for _ in range(count)]
+
+        async def ask(number: int) -> None:
+            name = f"batch-{engine}-{next(self._numbers)}"
+            self.prompt_of[name] = number
+            ttft_s = await self._ask(engine, name, self._prompts[number], BATCH)
+            if count == 1 and engine == OFF:
+                self._length_s = ttft_s  # undisturbed: follows the machine's speed
+
+        async def ask_all() -> None:
+            await asyncio.gather(*map(ask, numbers))
+
+        return asyncio.create_task(ask_all())
+
+    def _prompt(self, tokens: int) -> tuple[int, ...]:
+        return tuple(self._rng.randrange(self._vocab_size) for _ in range(tokens))
+
+
+class Part(NamedTuple):
+    """An iteration, or a part of an interrupted one, on the monotonic clock."""
+
+    begin_s: float
+    end_s: float
+    request_ids: frozenset[str]
+
+
+def read_parts(folder: Path, engine: str) -> list[Part]:
+    """The parts that an engine in a group of one ran, in order."""
+    (path,) = folder.glob(f"{engine}-*.jsonl")
+    parts, running = [], None
+    for kind, value in read_entries(path, TYPES):
+        if kind == PLANNED:
+            running = (value.now_s, value.microbatch) if value.microbatch else None
+        elif running and isinstance(
+            value, IterationFinished | IterationSuspended | IterationDropped
+        ):
+            chunks = running[1].batch.chunks
+            names = frozenset(request_of(chunk.request_id) for chunk in chunks)
+            parts.append(Part(running[0], value.now_s, names))
+            running = None
+    return parts
+
+
+class Notice(NamedTuple):
+    """Seconds until the engine was free for what was sent, and what that iteration took in all."""
+
+    after_s: float
+    iteration_s: float
+
+
+def notice(parts: list[Part], sent_s: float) -> Notice | None:
+    """None unless an iteration of batch work alone ran at that time."""
+    index = bisect_right(parts, sent_s, key=lambda part: part.begin_s) - 1
+    if index < 0 or sent_s >= (part := parts[index]).end_s:
+        return None
+    if not all(name.startswith("batch") for name in part.request_ids):
+        return None
+    own = [one.end_s - one.begin_s for one in parts if one.request_ids == part.request_ids]
+    return Notice(part.end_s - sent_s, sum(own))
+
+
+def safepoints(tokens: int) -> tuple[list[float], list[float]]:
+    """What they add to an iteration of one prompt, by pair; and the intervals between them."""
+    costs, between_s = [], []
+    with runner_of_one_thread(MEMORY_BYTES, max_batch_tokens=tokens, suspends=True) as runner:
+        blocks = tuple(range(blocks_for(tokens, runner.block_size)))
+        ids = tuple(7 * position % runner.geometry.vocab_size for position in range(tokens))
+        batch = Batch((Chunk("safepoints", 0, ids, blocks, None),))
+        silent, other = socket.socketpair()
+        interrupt = WatchedInterrupt(lambda: False, silent.fileno())
+
+        def run_s(watched: bool) -> float:
+            began_s = time.thread_time()
+            runner.run_stage(batch, None, interrupt if watched else None, suspends=watched)
+            return time.thread_time() - began_s
+
+        def intervals_s() -> list[float]:
+            moments = [monotonic_s()]
+            runner.run_stage(
+                batch, None, lambda: bool(moments.append(monotonic_s())), suspends=True
+            )
+            return [after - before for before, after in pairwise([*moments, monotonic_s()])]
+
+        with silent, other:
+            run_s(False), run_s(True)  # the first runs warm up
+            for pair in range(PAIRS):
+                took_s = {
+                    watched: run_s(watched) for watched in sorted((False, True), reverse=pair % 2)
+                }
+                costs.append(took_s[True] / took_s[False] - 1)
+                between_s += intervals_s()
+    return costs, between_s
+
+
+@pytest.mark.timeout(600)
+def test_safepoints_cost_little() -> None:
+    rows = {}
+    for tokens in (SMALL_TOKENS, BATCH_TOKENS):
+        costs, between_s = safepoints(tokens)
+        rows[f"cost, {tokens:,} tokens"] = (
+            f"{median(costs):+.2%} (middle half {percentile(costs, 0.25):+.2%} to"
+            f" {percentile(costs, 0.75):+.2%})"
+        )
+        rows[f"interval, {tokens:,} tokens"] = in_ms(between_s)
+    show("safepoints", rows)
+    assert (percentile(costs, 0.25) or 0.0) <= SAFEPOINT_SHARE_MAX
+
+
+@pytest.fixture
+async def engines(tmp_path: Path) -> AsyncIterator[EngineProcesses]:
+    config = WorkerConfig(
+        worker_id="",
+        etcd_url="",
+        model_name="m",
+        model_dir=default_model(),
+        run_dir=tmp_path,
+        event_log=tmp_path / "events",
+        memory_bytes=MEMORY_BYTES,
+        dtype=fast_dtype(),
+        planner=IterationConfig(
+            max_batch_tokens=BATCH_TOKENS,
+            max_running=8,
+            prefix_caching=False,
+            scheduling=Scheduling.PRIORITY,
+        ),
+        profile_when_idle=False,
+    )
+    processes = EngineProcesses()
+    try:
+        changes = {
+            name: {"planner": replace(config.planner, preempt=Preempt(name))}
+            for name in (ALWAYS, OFF)
+        }
+        await processes.start(config, tuple(changes), changes=changes)
+        yield processes
+    finally:
+        await processes.stop()
+
+
+@pytest.mark.timeout(1800)
+async def test_interrupted_batch_work_gives_way_soon_and_loses_nothing(
+    tmp_path: Path, engines: EngineProcesses
+) -> None:
+    load = Load(engines)
+    await load.run()
+    parts = {name: read_parts(tmp_path / "events", name) for name in (ALWAYS, OFF)}
+    counts = engines.workers[ALWAYS].client.report.load
+    interrupted, resumed = counts.preempted_iterations_total, counts.resumed_iterations_total
+    ratios, rows = first_tokens(load, parts)
+    rows |= notices(load, parts[ALWAYS]) | {"interrupted / resumed": f"{interrupted} / {resumed}"}
+    show("interruptions of batch work", rows)
+    # A prompt that ran together with others has the rounding of a larger batch.
+    together = [part.request_ids for part in parts[ALWAYS] if len(part.request_ids) > 1]
+    alone = {
+        name: number
+        for name, number in load.prompt_of.items()
+        if name.startswith(f"batch-{ALWAYS}") and not any(name in names for names in together)
+    }
+    assert alone
+    for name, number in alone.items():
+        undisturbed = engines.streams[f"batch-0-{number}"]
+        assert engines.streams[name].output() == undisturbed.output(), name
+    assert counts.tokens.batch_recomputed_tokens_total == 0
+    # An iteration that waits for too long while others run is given up, as on a busy machine.
+    given_up = interrupted - resumed
+    assert given_up <= counts.discarded_tokens_total <= given_up * BATCH_TOKENS
+    assert resumed > 0, "no iteration was interrupted and resumed"
+    assert all(ratio <= TTFT_RATIO_MAX for ratio in ratios)
+
+
+def first_tokens(load: Load, parts: Mapping[str, list[Part]]) -> tuple[list[float], dict[str, str]]:
+    """P99 of first tokens of online requests that met batch work, and ratios to it without."""
+    ratios, rows = [], {}
+    for case in ("single", "behind"):
+        always, off = (
+            percentile(
+                [
+                    load.ttft_s[name]
+                    for name in load.online(engine, case)
+                    if notice(parts[engine], load.sent_s[name]) is not None
+                ],
+                0.99,
+            )
+            for engine in (ALWAYS, OFF)
+        )
+        if always and off:
+            ratios.append(always / off)
+            rows[f"first token, {case}"] = (
+                f"P99 {always:.2f} s, without preemption {off:.2f} s: {always / off:.2f} x"
+            )
+    return ratios, rows
+
+
+def notices(load: Load, parts: list[Part]) -> dict[str, str]:
+    rows = {"merge prepared after": in_ms(ended_s - sent_s for sent_s, ended_s in load.merges)}
+    for what, sent_s in (
+        ("online request", [load.sent_s[name] for name in load.online(ALWAYS, "")]),
+        ("merge", [began_s for began_s, _ in load.merges]),
+    ):
+        seen = [found for at_s in sent_s if (found := notice(parts, at_s)) is not None]
+        intervals = [one.after_s * load.layers / one.iteration_s for one in seen]
+        p99 = percentile(intervals, 0.99) or 0.0
+        rows[f"{what} noticed after"] = (
+            f"{in_ms(one.after_s for one in seen)}; P99 {p99:.2f} intervals of its iteration"
+        )
+    return rows
+
+
+def in_ms(seconds: Iterable[float]) -> str:
+    values = list(seconds)
+    if not values:
+        return "–"
+    p50, p99 = (1e3 * (percentile(values, share) or 0.0) for share in (0.5, 0.99))
+    return f"P50 {p50:.1f}, P99 {p99:.1f} ms of {len(values)}"

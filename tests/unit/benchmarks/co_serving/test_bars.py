@@ -1,0 +1,298 @@
+"""Bars of coserve, realtime and flood: which hold, which fail, which are not measured."""
+
+from typing import Any
+
+import pytest
+
+from benchmarks.co_serving.bars import (
+    COSERVE,
+    FLOOD,
+    REALTIME,
+    Judgement,
+    Rules,
+    failures,
+    judge,
+)
+from benchmarks.co_serving.online_load import OnlineTargets
+
+TARGETS = OnlineTargets(ttft_s=1.0, tpot_s=0.4)
+Systems = dict[str, dict[str, Any]]
+
+
+def merged(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    return one | {
+        key: merged(one[key], value) if isinstance(value, dict) and key in one else value
+        for key, value in other.items()
+    }
+
+
+def system(**changes: Any) -> dict[str, Any]:
+    """Figures of a system of two rounds, in each of which groups merged and split."""
+    found: dict[str, Any] = {
+        "processed_tokens_per_s": 1000.0,
+        "recomputed_share": 0.0,
+        "ttft_s": {"p99": 1.0},
+        "inter_token_s": {"p50": 0.08, "p99": 0.4},
+        "normalized_latency_s": {"mean": 0.1},
+        "cost_scale": {"prefill": 1.01, "decode": None},
+        "classes": {
+            "online": {
+                "sent": 320,
+                "cut_off": 0,
+                "slo_attainment": {"ttft": 0.97, "tpot": 0.99},
+                "normalized_latency_s": {"mean": 0.05},
+            },
+            "batch": {"completed": 7, "throughput_requests_per_s": 5.0},
+        },
+        "rounds": [{}, {}],
+        "changes": [{"merge": n % 2 == 0, "settled_s": 3.0} for n in range(4)],
+        "problems": [],
+    }
+    return merged(found, changes)
+
+
+def p99(ttft_s: float) -> dict[str, Any]:
+    return {"ttft_s": {"p99": ttft_s}}
+
+
+def attained(ttft: float, tpot: float = 0.99) -> dict[str, Any]:
+    return {"classes": {"online": {"slo_attainment": {"ttft": ttft, "tpot": tpot}}}}
+
+
+def online(**figures: Any) -> dict[str, Any]:
+    return {"classes": {"online": figures}}
+
+
+def gaps(p50: float, p99: float) -> dict[str, Any]:
+    return {"inter_token_s": {"p50": p50, "p99": p99}}
+
+
+def tokens(rate: float) -> dict[str, Any]:
+    return {"processed_tokens_per_s": rate}
+
+
+def batch(**figures: Any) -> dict[str, Any]:
+    return {"classes": {"batch": figures}}
+
+
+def changes(*settled_s: float | None, merge: bool = True) -> dict[str, Any]:
+    return {"changes": [{"merge": merge, "settled_s": value} for value in settled_s]}
+
+
+GOOD: dict[str, tuple[Rules, Systems]] = {
+    "coserve": (
+        COSERVE,
+        {
+            "online-only": system(**tokens(900.0)),
+            "eager": system(**tokens(2000.0), recomputed_share=0.01),
+            "priority": system(**p99(2.0)),
+            "priority-256": system(**p99(1.8)),
+            "slo": system(
+                **tokens(1440.0), **p99(1.1), **gaps(0.2, 0.42), normalized_latency_s={"mean": 0.2}
+            ),
+            "slo-full": system(**tokens(1620.0), **p99(1.2), **gaps(0.3, 0.42)),
+        },
+    ),
+    "realtime": (
+        REALTIME,
+        {
+            "fcfs": system(
+                **merged(
+                    attained(0.06, 0.7),
+                    merged(
+                        online(normalized_latency_s={"mean": 0.14}),
+                        batch(throughput_requests_per_s=5.4),
+                    ),
+                )
+            ),
+            "slo": system(),
+        },
+    ),
+    "flood": (FLOOD, {"online-only": system(**p99(0.5)), "slo": system(**p99(0.65))}),
+}
+
+
+def judged(
+    name: str, changed: str = "", change: dict[str, Any] | None = None, paced: bool = True
+) -> dict[str, Any]:
+    """The verdict on systems that are good but for one change."""
+    rules, systems = GOOD[name]
+    if changed:
+        systems = systems | {changed: merged(systems[changed], change or {})}
+    return judge(rules, {f"{key}@A100:4": own for key, own in systems.items()}, TARGETS, paced)
+
+
+def failing(verdict: dict[str, Any]) -> list[tuple[str, str]]:
+    bars = verdict["bars"]
+    return [(one["system"], one["what"]) for one in bars if one["verdict"] == Judgement.FAILS]
+
+
+@pytest.mark.parametrize(("name", "count"), [("coserve", 11), ("realtime", 6), ("flood", 12)])
+def test_all_hold(name: str, count: int) -> None:
+    verdict = judged(name)
+    assert {one["verdict"] for one in verdict["bars"]} == {Judgement.HOLDS}
+    assert len(verdict["bars"]) == count
+    assert failures(verdict) == failures(None) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "system", "change", "what"),
+    [
+        ("coserve", "slo", tokens(1349.0), "processed tokens"),
+        ("coserve", "slo-full", tokens(1529.0), "processed tokens"),
+        ("coserve", "slo", p99(1.41), "P99 TTFT"),
+        ("coserve", "slo-full", p99(1.41), "P99 TTFT"),
+        ("coserve", "slo", gaps(0.2, 0.445), "P99 gap between tokens"),
+        ("coserve", "slo-full", gaps(0.3, 0.445), "P99 gap between tokens"),
+        ("coserve", "slo", gaps(0.22, 0.4), "median gap between tokens"),
+        ("coserve", "slo", {"normalized_latency_s": {"mean": 0.23}}, "mean normalized latency"),
+        ("coserve", "eager", {"recomputed_share": 0.03}, "recomputed share of tokens"),
+        # A baseline is judged with the chunk that suits it best.
+        ("coserve", "priority-256", p99(1.3), "P99 TTFT / that of slo"),
+        ("coserve", "slo", online(sent=299), "online requests in the windows"),
+        ("realtime", "slo", attained(0.94), "attainment of first tokens"),
+        ("realtime", "slo", attained(0.97, 0.94), "attainment of time per token"),
+        (
+            *("realtime", "slo", online(normalized_latency_s={"mean": 0.14 * 0.41})),
+            "mean normalized latency",
+        ),
+        (
+            *("realtime", "slo", batch(throughput_requests_per_s=5.4 * 0.84)),
+            "batch requests a second",
+        ),
+        ("realtime", "slo", online(sent=299), "online requests in the windows"),
+        ("flood", "slo", p99(0.91), "P99 TTFT"),
+        ("flood", "slo", {"problems": ["I11: a dearer step"]}, "problems in the logs"),
+        ("flood", "slo", batch(completed=0), "batch requests completed"),
+        ("flood", "slo", online(sent=199), "online requests in the windows"),
+    ],
+)
+def test_each_fails_by_itself(name: str, system: str, change: dict[str, Any], what: str) -> None:
+    verdict = judged(name, system, change)
+    assert failing(verdict) == [(system, what)]
+    (sentence,) = failures(verdict)
+    assert sentence.startswith(f"{system}: {what} is ")
+
+
+@pytest.mark.parametrize(
+    ("change", "whats"),
+    [
+        (changes(*[31.0] * 4), {"longest change of groups [s]", "splits"}),
+        (changes(*[None] * 4), {"longest change of groups [s]", "splits"}),
+        (changes(3.0, 3.0, merge=False), {"merges"}),
+        (changes(3.0, 3.0), {"splits"}),
+    ],
+)
+def test_groups_have_to_merge_and_split_in_each_round_and_soon(
+    change: dict[str, Any], whats: set[str]
+) -> None:
+    assert {what for _, what in failing(judged("flood", "slo", change))} == whats
+
+
+def test_the_first_token_may_take_a_budget_longer_if_that_is_more() -> None:
+    """An arrival waits for an iteration: of a short P99 that is more than 15 %."""
+    assert failing(judged("coserve", "slo", p99(1.39))) == []
+    _, systems = GOOD["coserve"]
+    for ttft_s, fails in ((11.4, False), (11.6, True)):
+        slow = systems | {"online-only": merged(systems["online-only"], p99(10.0))}
+        slow["slo"] = merged(slow["slo"], p99(ttft_s))
+        slow |= {name: merged(systems[name], p99(20.0)) for name in ("priority", "priority-256")}
+        verdict = judge(COSERVE, slow, TARGETS, paced=True)
+        assert (("slo", "P99 TTFT") in failing(verdict)) is fails
+        (bar,) = (one for one in verdict["bars"] if one["wanted"].startswith("≤ 1.15"))
+        assert bar["wanted"] == "≤ 1.15 × (1.15 ×, or one budget of 400 ms longer)"
+
+
+@pytest.mark.parametrize(
+    ("base", "remedy"),
+    [(850.0, "give a --rate 1.06 times as high"), (950.0, "0.95 times as high"), (930.0, None)],
+)
+def test_another_load_fails_first_and_says_the_rate(base: float, remedy: str | None) -> None:
+    _, systems = GOOD["coserve"]
+    changed = systems | {"online-only": merged(systems["online-only"], tokens(base))}
+    changed["slo"] = merged(systems["slo"], tokens(1200.0))
+    first, *_ = failures(judge(COSERVE, changed, TARGETS, paced=True))
+    assert first.startswith("online-only: online tokens / all") is (remedy is not None)
+    assert remedy is None or remedy in first
+
+
+@pytest.mark.parametrize(
+    ("share", "rate"), [(0.039, "lower"), (0.04, None), (0.10, None), (0.101, "higher")]
+)
+def test_real_time_is_judged_where_fcfs_attains_a_little(share: float, rate: str | None) -> None:
+    sentences = failures(judged("realtime", "fcfs", attained(share, 0.7)))
+    if rate is None:
+        assert all(sentence.startswith("slo: attainment of first") for sentence in sentences)
+    else:
+        assert sentences[0].startswith("fcfs: attainment of first tokens is 0")
+        assert sentences[0].endswith(f"give a {rate} --rate")
+
+
+def test_ten_times_as_many_first_tokens_are_wanted() -> None:
+    what = "attainment of first tokens / that of fcfs"
+    assert failing(judged("realtime", "fcfs", attained(0.0971, 0.7))) == [("slo", what)]
+    # A baseline that attains nothing has no ratio.
+    bars = judged("realtime", "fcfs", attained(0.0, 0.7))["bars"]
+    (ratio,) = (one for one in bars if one["what"] == what)
+    assert ratio["verdict"] == Judgement.NOT_MEASURED
+
+
+@pytest.mark.parametrize("name", GOOD)
+def test_what_did_not_run_is_not_measured(name: str) -> None:
+    rules, systems = GOOD[name]
+    alone = {"slo": systems["slo"]} if name != "flood" else {"slo": system(**p99(0.6))}
+    for key in ("changes", "problems"):
+        alone["slo"] = {key_: own for key_, own in alone["slo"].items() if key_ != key}
+    verdict = judge(rules, alone, TARGETS, paced=True)
+    assert failures(verdict) == []
+    assert Judgement.NOT_MEASURED in {one["verdict"] for one in verdict["bars"]}
+    nothing = judge(rules, {}, TARGETS, paced=True)
+    assert {one["verdict"] for one in nothing["bars"]} == {Judgement.NOT_MEASURED}
+    assert nothing["notes"] == []
+
+
+def test_bars_of_unpaced_runs() -> None:
+    whats = {one["what"] for one in judged("coserve", paced=False)["bars"]}
+    assert "processed tokens" in whats and "P99 TTFT" not in whats
+    assert judged("realtime", paced=False)["bars"] == []
+    assert len(judged("flood", paced=False)["bars"]) == 12
+
+
+def test_shares_of_the_tokens_of_eager() -> None:
+    verdict = judged("coserve")
+    assert verdict["online_share_of_eager"] == pytest.approx(0.45)
+    assert verdict["harvested_share"]["slo"] == pytest.approx(540 / 1100)
+
+
+@pytest.mark.parametrize(
+    ("name", "system", "change", "paced", "begins"),
+    [
+        ("coserve", "slo", {"cost_scale": {"prefill": 1.065}}, True, "slo: iterations took 1.06"),
+        ("coserve", "slo", {"cost_scale": {"prefill": 1.065}}, False, None),
+        ("flood", "slo", online(cut_off=9), False, "slo: 9 online requests were cut off"),
+        ("coserve", "online-only", gaps(0.08, 0.6), True, "the target of a gap between tokens"),
+        ("realtime", "slo", {}, True, None),
+    ],
+)
+def test_figures_that_are_not_what_they_seem_are_noted(
+    name: str, system: str, change: dict[str, Any], paced: bool, begins: str | None
+) -> None:
+    notes = judged(name, system, change, paced)["notes"]
+    assert len(notes) == (begins is not None)
+    assert all(note.startswith(begins) for note in notes)
+
+
+def test_rivals_are_compared_priority_at_its_best_chunk() -> None:
+    _, systems = GOOD["realtime"]
+    chunk = merged(attained(0.9), online(normalized_latency_s={"mean": 0.0625}))
+    rivals = {
+        "priority": system(**online(normalized_latency_s={"mean": 0.08})),
+        "priority-256": system(**merged(chunk, batch(throughput_requests_per_s=4.0))),
+        "bros": system(**batch(throughput_requests_per_s=2.5)),
+    }
+    best, bros = judge(REALTIME, systems | rivals, TARGETS, paced=True)["notes"]
+    assert best == (
+        "slo against priority-256: attainment of first tokens 1.08 ×, of times per token 1.00 ×,"
+        " normalized latency 0.80 ×, batch requests a second 1.25 ×"
+    )
+    assert bros.startswith("slo against bros:") and bros.endswith("2.00 ×")

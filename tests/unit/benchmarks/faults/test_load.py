@@ -1,0 +1,163 @@
+"""Loads: every token of a stream is kept, and how each request ends is counted."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from benchmarks.faults.load import Shape, SteadyLoad, Streams, stream_requests
+from benchmarks.faults.outcomes import ERRORS_MAX, StreamOutcome, Tally, Undisturbed
+from tests.support.fake_openai import fake_openai
+from tests.support.waiting import eventually
+from tideserve.load.workload import PlannedRequest
+
+
+def requests_of(*first_tokens: int) -> list[PlannedRequest]:
+    return [PlannedRequest(0.0, (first,), 3, first, temperature=0.8) for first in first_tokens]
+
+
+def test_requests_are_made_of_their_seed() -> None:
+    requests = stream_requests(60, 3, (5, 9))
+    assert requests == stream_requests(60, 3, (5, 9)) != stream_requests(60, 4, (5, 9))
+    assert len({one.seed for one in requests}) == 60
+    assert {one.temperature for one in requests} == {0.8}
+    assert {one.output_tokens for one in requests} == {5, 6, 7, 8, 9}
+    shape = Shape(prompt_tokens=(2, 5), output_tokens=(3, 4), token_ids=(7, 9))
+    steady = [shape.request(number) for number in range(50)]
+    assert steady == [shape.request(number) for number in range(50)]
+    assert {len(one.prompt_ids) for one in steady} == {2, 3, 4, 5}
+    assert {one.output_tokens for one in steady} == {3, 4}
+    assert {token for one in steady for token in one.prompt_ids} == {7, 8, 9}
+
+
+def test_each_stream_ends_as_its_client_sees_it() -> None:
+    """Prompt 7: a stream without its end; 8: an error event; 9: refused."""
+    with fake_openai() as server:
+        server.behaviour = {7: "cut", 8: "error", 9: 503}
+        streams = Streams(server.url, "fake", requests_of(6, 7, 8, 9), "salt")
+        streams.start()
+        good, broken, failed, refused = streams.wait()
+        sent = server.received
+    assert not streams.running
+    assert {body["cache_salt"] for body in sent} == {"salt"}
+    assert {body["temperature"] for body in sent} == {0.8}
+    assert all(body["return_token_ids"] for body in sent)
+    assert good.finished
+    assert (good.failure, good.told_tokens, len(good.times_s)) == ("", 3, 3)
+    assert good.ended_s >= good.times_s[-1]
+    assert (broken.failure, broken.finished, broken.told_tokens) == ("", False, 0)
+    assert failed.failure
+    assert refused.failure.startswith("HTTP 503")
+    assert not any(one.stuck for one in (good, broken, failed, refused))
+
+
+def test_only_so_many_run_at_a_time() -> None:
+    with fake_openai() as server:
+        streams = Streams(server.url, "fake", requests_of(*range(6, 12)), "salt", at_once=2)
+        streams.start()
+        outcomes = streams.wait()
+    assert streams.ended == len([one for one in outcomes if one.finished]) == 6
+    for number, one in enumerate(outcomes[2:], 2):
+        ended = [other for other in outcomes[:number] if other.ended_s <= one.times_s[0]]
+        assert len(ended) >= number - 1, "two others were still running"
+
+
+def test_batch_work_begins_before_the_others() -> None:
+    planned = stream_requests(5, 1, (3, 3), batch=2)
+    assert [one.slo_class for one in planned] == ["batch"] * 2 + ["standard"] * 3
+    assert [replace(one, slo_class="standard") for one in planned] == stream_requests(5, 1, (3, 3))
+    requests = [replace(one, prompt_ids=(6 + number,)) for number, one in enumerate(planned)]
+    with fake_openai() as server:
+        streams = Streams(server.url, "fake", requests, "salt")
+        streams.start()
+        outcomes = streams.wait()
+        assert [body.get("slo_class") for body in server.received][:2] == ["batch"] * 2
+    firsts = [one.times_s[0] for one in outcomes]
+    assert all(one.finished for one in outcomes) and max(firsts[:2]) <= min(firsts[2:])
+
+
+def test_a_stream_without_tokens_for_long_is_given_up() -> None:
+    with fake_openai() as server:
+        server.behaviour = {6: "silent"}
+        streams = Streams(server.url, "fake", requests_of(6), "salt")
+        streams.stall_s = 1.0
+        streams.start()
+        (outcome,) = streams.wait()
+    assert outcome.stuck and not outcome.hung_up
+    assert outcome.failure == "nothing came for 1 s"
+
+
+async def test_a_steady_load_counts_how_requests_end() -> None:
+    """Token 7: a stream that is cut; 8: an error event; 9: refused."""
+    shape = Shape(4, (1, 1), (3, 3), (6, 9))
+    with fake_openai() as server:
+        server.behaviour = {7: "cut", 8: "error", 9: 503}
+        with SteadyLoad(server.url, "fake", shape) as load:
+            await eventually(lambda: load.tally.ended >= 40)
+        assert not load.running
+    tally = load.tally
+    assert tally.ended == tally.sent >= 40
+    assert min(tally.completed, tally.lost, tally.refused) > 0
+    assert tally.stuck == tally.duplicated == 0
+    assert len(tally.errors) == min(tally.lost, ERRORS_MAX)
+
+
+async def test_an_impatient_client_hangs_up() -> None:
+    with fake_openai() as server:
+        server.behaviour = {6: "silent"}
+        load = SteadyLoad(server.url, "fake", Shape(1, (1, 1), (3, 3), (6, 6)))
+        load.stall_s = 0.5
+        with load:
+            await eventually(lambda: load.tally.hung_up == 1)
+    assert load.tally.stuck == load.tally.sent - load.tally.hung_up >= 9
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind"),
+    [
+        ({}, "completed"),
+        ({"token_ids": (0, 1, 2, 4)}, "different"),
+        ({"prompt_tokens": 2}, "different"),
+    ],
+)
+async def test_a_steady_load_compares_answers(changes: dict[str, Any], kind: str) -> None:
+    wanted = replace(Undisturbed((0, 1, 2, 3), "0 1 2 3 ", "length", 1), **changes)
+    shape = Shape(concurrency=1, output_tokens=(4, 4), distinct=2)
+    with fake_openai() as server, SteadyLoad(server.url, "fake", shape, [wanted] * 2) as load:
+        await eventually(lambda: load.tally.ended > 2)
+    tally = load.tally
+    assert getattr(tally, kind) == tally.sent - tally.hung_up > 0
+
+
+@pytest.mark.parametrize(
+    ("ids", "told", "kind"),
+    [((0, 1, 2), 4, "lost"), ((0, 1, 2, 3), 4, "completed"), ((0, 1, 2, 3, 4), 4, "duplicated")],
+)
+def test_tokens_that_came_count_and_not_what_usage_says(
+    ids: tuple[int, ...], told: int, kind: str
+) -> None:
+    tally = Tally()
+    outcome = StreamOutcome(ids, (1.0,) * len(ids), 2.0, True, told)
+    tally.note(0, outcome, 4, Undisturbed((0, 1, 2, 3)))
+    assert getattr(tally, kind) == 1 and tally.tokens == len(ids)
+
+
+@pytest.mark.parametrize(
+    ("told", "changes", "kind"),
+    [
+        (4, {}, "completed"),
+        (3, {}, "lost"),
+        (4, {"finished": False}, "lost"),
+        (4, {"failure": "an error event"}, "lost"),
+        (5, {}, "duplicated"),
+        (2, {"stuck": True, "finished": False}, "stuck"),
+        (0, {"status": 429, "finished": False}, "refused"),
+        (0, {"hung_up": True, "finished": False}, "hung_up"),
+    ],
+)
+def test_without_an_undisturbed_run_usage_counts(
+    told: int, changes: dict[str, Any], kind: str
+) -> None:
+    tally = Tally()
+    tally.note(0, replace(StreamOutcome((), (), 2.0, True, told), **changes), 4, None)
+    assert getattr(tally, kind) == tally.ended == 1
