@@ -15,8 +15,8 @@ from benchmarks.scenarios.burst import STEPS
 from benchmarks.scenarios.scenario import QUICK_LIMIT_S, CoServing, LoadChoice, find_scenario
 from benchmarks.systems.catalog import check_names
 from benchmarks.systems.system import Deployment
-from services.common.config import parse_size_bytes
 from services.common.device_profile import load_profile
+from services.common.size import parse_size_bytes
 from services.worker.engine.compute.runner import ModelRunner
 from services.worker.engine.compute.runner_config import RunnerConfig
 from tideserve.cli.tiny_model import CONFIG, TINY_OPTIONS, VOCABULARY, write_tiny_model
