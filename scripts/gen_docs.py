@@ -106,7 +106,7 @@ def supported() -> str:
         ("gRPC", ("API", "service", "methods"), support.grpc_methods()),
     )
     tables = [f"\n## {title}\n\n{table(columns, lines)}" for title, columns, lines in sections]
-    return f"{GENERATED}# What is supported\n\nNot supported: {support.ABSENT}\n" + "".join(tables)
+    return f"{GENERATED}# What is supported\n\n{support.INTRODUCTION}\n" + "".join(tables)
 
 
 def flags_of_vllm() -> str:

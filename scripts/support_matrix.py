@@ -39,9 +39,11 @@ MERGES = (
     ("workers without the packages of UCX", "never"),
     ("all workers with `--overload-policy recompute`", "only by hand: `tideserve drop`"),
 )
-ABSENT = (
-    "tensor parallelism, quantized weights, adapters (LoRA), draft models, mixtures of experts,"
-    " images and other media, embeddings, weights in other files than safetensors."
+INTRODUCTION = (
+    "Not supported: tensor parallelism, quantized weights, adapters (LoRA), draft models, mixtures"
+    " of experts, images and other media, embeddings, weights in other files than safetensors.\n\n"
+    "Written by hand: the line above, states of engines, and the table of groups that merge;"
+    " all other cells come from the code."
 )
 
 

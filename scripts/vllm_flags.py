@@ -1,5 +1,6 @@
 """The page docs/vllm-flags.md: which setting of tideserve stands for a flag of `vllm serve`."""
 
+import re
 from collections.abc import Iterator
 
 import typer
@@ -17,7 +18,7 @@ MAPPED = (
     ("--host", "--host", "default 127.0.0.1; vLLM's opens the port to the network"),
     ("--port", "--port", ""),
     ("--grpc-port", "--grpc-port", "always on, with a contract of its own"),
-    ("--api-key", "--api-key", "or `TIDESERVE_API_KEY`; `--api-keys` for several with limits"),
+    ("--api-key", "--api-key", "or `TIDESERVE_API_KEY`; `tideserve up --api-keys` for several"),
     ("--config", "--config", "YAML; its keys are those of tideserve"),
     ("--dtype", "--dtype", "bfloat16 by default; no float16 and no `auto`"),
     ("--load-format", "--load-format", "safetensors or dummy"),
@@ -63,16 +64,16 @@ NOT_NEEDED = (
     ("--hf-token", "set `HF_TOKEN`"),
     ("--seed", "`seed` is a field of requests"),
     ("--distributed-executor-backend", "workers find each other through etcd"),
-    ("--nnodes", "workers find each other through etcd"),
-    ("--master-addr", "workers find each other through etcd"),
-    ("--pipeline-parallel-size", "groups form pipelines by themselves when KV cache overflows"),
     ("--attention-backend", "each device has one"),
     ("--enforce-eager", "CUDA graphs are captured when a batch size is first met"),
     ("--compilation-config", "kernels are compiled at the first start and kept"),
     ("--cudagraph-capture-sizes", "sizes are chosen by the engine"),
 )
 NOT_SUPPORTED = (
-    ("--tensor-parallel-size", "a worker is one device"),
+    ("--tensor-parallel-size", "a model must fit one device"),
+    ("--pipeline-parallel-size", "a model must fit one device; merged groups form pipelines"),
+    ("--nnodes", "a model must fit one device"),
+    ("--master-addr", "a model must fit one device"),
     ("--enable-expert-parallel", "no mixtures of experts"),
     ("--quantization", "weights are not quantized"),
     ("--kv-cache-dtype", "KV has the dtype of the model"),
@@ -134,6 +135,18 @@ def _checked(name: str) -> str:
     raise LookupError(f"neither `tideserve serve` nor `tideserve up` has {name}")
 
 
+def checked_note(note: str) -> str:
+    """The note, whose options of `tideserve serve` or of the command before them exist.
+
+    Raises:
+        LookupError: if there is no such option.
+    """
+    for command, option in re.findall(r"`(?:tideserve (\w+) )?(--[\w-]+)", note):
+        if option not in options(command or "serve"):
+            raise LookupError(f"`tideserve {command or 'serve'}` has no {option}")
+    return note
+
+
 def options(command: str) -> set[str]:
     """The flags of a command of `tideserve`, and the names of its arguments in capitals."""
     group = typer.main.get_command(app)
@@ -146,8 +159,8 @@ def options(command: str) -> set[str]:
 def rows() -> Iterator[tuple[str, str, str]]:
     """(flag of vLLM, setting of tideserve, note) of every flag on the page, in its order."""
     for flag, settings, note in MAPPED:
-        yield f"`{flag}`", setting_text(settings), note
+        yield f"`{flag}`", setting_text(settings), checked_note(note)
     for flag, note in NOT_NEEDED:
-        yield f"`{flag}`", "not needed", note
+        yield f"`{flag}`", "not needed", checked_note(note)
     for flag, note in NOT_SUPPORTED:
-        yield f"`{flag}`", "not supported", note
+        yield f"`{flag}`", "not supported", checked_note(note)

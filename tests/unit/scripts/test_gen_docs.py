@@ -47,6 +47,8 @@ def test_each_flag_of_vllm_stands_once_beside_a_setting_that_exists() -> None:
     for unknown in ("--no-such-flag", "worker: no_such_key", "services: queue_limit"):
         with pytest.raises(LookupError):
             vllm_flags.setting_text(unknown)
+    with pytest.raises(LookupError):
+        vllm_flags.checked_note("`--api-keys` is an option of `tideserve up` only")
 
 
 def test_every_option_has_a_row_with_its_variable() -> None:
