@@ -128,7 +128,7 @@ Minutes = Annotated[
     typer.Option(
         min=0,
         help="faults: no cell begins after so many minutes; without --cells and --append, random"
-        " faults and floods for so long.",
+        " faults and floods for so long (not with --quick).",
     ),
 ]
 Seed = Annotated[

@@ -115,6 +115,10 @@ def _check_options(arguments: BenchArguments, scenario: Scenario) -> None:
         raise BenchError(f"--plot is '{plot}', but must end in one of {', '.join(PICTURES)}")
     if choice.rate_per_s is not None and choice.time_scale is not None:
         raise BenchError("--rate and --time-scale both say how dense arrivals are; give one")
+    if choice.quick and choice.draws_faults:
+        raise BenchError(
+            "--quick chooses fewer cells, and --minutes alone runs random faults; leave one out"
+        )
     if choice.paced and not scenario.paced_memory:
         raise BenchError(f"'{scenario.name}' has no load for --paced's tiny model; give a --model")
     if choice.paced and choice.on_gpu:

@@ -110,6 +110,7 @@ def test_what_cannot_be_done_is_one_sentence(
             (["steady", "--json", figures, "--model", model], "cannot write to"),
             (["coserve", "--trace", "x"], "'coserve' does not use --trace; leave it out"),
             (["churn", "--minutes", "3"], "'churn' does not use --minutes; leave it out"),
+            (["faults", "--quick", "--minutes", "3"], "--minutes alone runs random faults"),
             (["drop", "--append", figures], "'drop' does not use --append; leave it out"),
             (["flood", "--device", "cpu"], "'flood' does not use --device; leave it out"),
             (["burst", "--ablation", "--device", "cpu"], "does not use --device; leave it out"),
