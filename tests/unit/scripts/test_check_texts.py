@@ -1,8 +1,12 @@
 """Broken names and links of pages are reported with file and line."""
 
+import re
 from pathlib import Path
 
 import check_texts
+
+LINK = re.compile(r"arxiv(?:\.org|:\s*\d)|doi\.org|openreview\.net", re.IGNORECASE)
+CITED = re.compile(r"(?:(RFC \d+)|([\w.-]+))?,?\s*\u00a7")
 
 
 def test_broken_names_and_links_are_reported_and_sound_ones_are_not(tmp_path: Path) -> None:
@@ -31,3 +35,20 @@ def test_broken_names_and_links_are_reported_and_sound_ones_are_not(tmp_path: Pa
             "docs/b.md:1: no file c.md",
         ]
     )
+
+
+def test_every_source_is_described_on_the_page_of_references() -> None:
+    page = check_texts.ROOT / "docs" / "references.md"
+    keys = set(re.findall(r"^\| ([^|]+?) \|", page.read_text("utf-8"), re.MULTILINE))
+    assert {"KunServe", "BROS"} <= keys
+    for folder in ("benchmarks", "docs", "proto", "scripts", "services", "tests", "tideserve"):
+        for path in (check_texts.ROOT / folder).rglob("*"):
+            if path.suffix not in (".md", ".proto", ".py", ".yaml") or path in (
+                page,
+                Path(__file__),
+            ):
+                continue
+            text = path.read_text("utf-8")
+            assert not LINK.search(text), f"{path} links to a paper; cite its key of {page.name}"
+            for rfc, key in CITED.findall(text):
+                assert (rfc or key) in keys, f"{path} cites {rfc or key}"

@@ -1,5 +1,6 @@
 """Alerts, boards and runbook: each names only what there is, and each alert has its page."""
 
+import itertools
 import json
 import re
 from pathlib import Path
@@ -171,3 +172,18 @@ def test_what_has_a_class_is_summed_over_no_classes_but_those_that_are_named() -
             found += 1
             assert re.search(r"by \([^)]*\bclass\b[^)]*\)", query) or 'class!="batch"' in query
     assert found > 10
+
+
+@pytest.mark.parametrize("path", BOARDS, ids=lambda path: path.stem)
+def test_panels_do_not_overlap_and_queries_use_defined_variables(path: Path) -> None:
+    board = json.loads(path.read_text())
+    assert len({panel["id"] for panel in board["panels"]}) == len(board["panels"])
+    taken: set[tuple[int, int]] = set()
+    for place in (panel["gridPos"] for panel in board["panels"]):
+        xs, ys = (range(place[at], place[at] + place[size]) for at, size in ("xw", "yh"))
+        cells = set(itertools.product(xs, ys))
+        assert not cells & taken and xs.stop <= 24
+        taken |= cells
+    defined = {variable["name"] for variable in board["templating"]["list"]}
+    used = {name for query in queries(path) for name in re.findall(r"\$\{?(\w+)", query)}
+    assert used - {"__rate_interval"} <= defined
