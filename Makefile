@@ -38,7 +38,7 @@ help:
 	@echo '                TESTS=       only these folders, files or tests'
 	@echo '                PYTEST_ARGS= more arguments for pytest   PYTEST_WORKERS=3'
 	@echo 'make trace-store-test  fetches a trace store, sends it traces of a cluster and reads them back'
-	@echo 'make client-tours  tests of other projects' clients, each in an environment of its own;'
+	@echo 'make client-tours  tests of clients of other projects, each in an environment of its own;'
 	@echo '                fetches them, about 6 GiB in all. CLIENTS= only these: see docs/clients.md'
 	@echo 'make check    formatting, lint, types, import rules, contracts, generated files'
 	@echo 'make boards-check  queries of the Grafana boards on a loaded cluster and a real Prometheus'
@@ -72,7 +72,7 @@ test-slow:
 
 trace-store-test:
 	$(SETUP) test --no-model
-	@FETCH_TRACE_STORE=1 TESTS=tests/integration/test_trace_store.py exec $(PYTHON) scripts/run_tests.py
+	@FETCH_TRACE_STORE=1 TESTS=tests/integration/test_trace_store.py exec $(PYTHON) scripts/run_tests.py --no-skips
 
 client-tours:
 	$(SETUP) test
@@ -88,7 +88,7 @@ check-deploy:
 
 boards-check:
 	$(SETUP) test
-	@TESTS=tests/integration/test_boards.py exec $(PYTHON) scripts/run_tests.py
+	@TESTS=tests/integration/test_boards.py exec $(PYTHON) scripts/run_tests.py --no-skips
 
 containers-test:
 	$(SETUP) test

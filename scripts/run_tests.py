@@ -3,7 +3,8 @@
 The two runs differ because clusters compete for the machine's cores, which would fail deadlines
 that say nothing about the code. Reads TESTS (run just these), PYTEST_ARGS and PYTEST_WORKERS from
 the environment, where `make` puts them. With `--slow` only the tests marked `slow` run, otherwise
-all others; tests that are named in TESTS run whatever they are marked.
+all others; tests that are named in TESTS run whatever they are marked. With `--no-skips` a skipped
+test makes the exit status 77.
 """
 
 import argparse
@@ -28,6 +29,7 @@ BYTECODE = ROOT / ".venv" / "bytecode"
 KERNELS = ("decoder_layer", "layer_range", "token_choice")
 """Modules of kernels that take longest to compile."""
 NOTHING_COLLECTED = 5
+SKIPPED = 77
 SUMMARY_WIDTH = 80
 
 
@@ -105,10 +107,12 @@ def count(results: Path) -> Counter[str]:
 
 
 def main() -> int:
-    """The first non-zero status of a run, else 0; the last line is a summary over all runs."""
+    """The first non-zero status of a run, else 0; prints a summary over all runs."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--slow", action="store_true", help="the tests marked slow, no others")
-    chosen = selection(parser.parse_args().slow)
+    parser.add_argument("--no-skips", action="store_true", help="fail when a test was skipped")
+    arguments = parser.parse_args()
+    chosen = selection(arguments.slow)
     started_s = time.monotonic()
     totals: Counter[str] = Counter()
     statuses = []
@@ -127,6 +131,9 @@ def main() -> int:
     parts = [f"{totals[kind]} {kind}" for kind in kinds if totals[kind]] or ["no tests ran"]
     line = f" {', '.join(parts)} in {time.monotonic() - started_s:.2f}s "
     print("\n" + line.center(SUMMARY_WIDTH, "="), flush=True)
+    if arguments.no_skips and totals["skipped"]:
+        print("Tests were skipped; pytest's lines SKIPPED above name what is missing.")
+        statuses.append(SKIPPED)
     return next((status for status in statuses if status), 0)
 
 
