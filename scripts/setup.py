@@ -313,7 +313,7 @@ def clean(with_cache: bool) -> None:
     """Delete what was installed or built, and the cache folder if asked to and if it is ours."""
     folders = [VENV, ROOT / "build", *(ROOT / name for name in TOOL_CACHES)]
     folders += [*ROOT.glob("*.egg-info")]
-    for top in ("services", "tideserve", "scripts", "tests"):
+    for top in ("benchmarks", "services", "tideserve", "scripts", "tests"):
         folders += [*(ROOT / top).rglob("__pycache__")]
     for folder in folders:
         shutil.rmtree(folder, ignore_errors=True)

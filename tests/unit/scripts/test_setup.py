@@ -333,3 +333,9 @@ def test_an_etcd_that_is_not_fetched_leaves_nothing(
         setup.fetch_etcd(tmp_path / "cache")
     left = cached_etcd(tmp_path / "cache").parent
     assert list((tmp_path / "cache").rglob("*")) == [left.parent, left]
+
+
+def test_make_help_lists_the_targets() -> None:
+    done = subprocess.run(["make", "-C", ROOT, "help"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "make client-tours " in done.stdout
