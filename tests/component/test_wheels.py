@@ -139,6 +139,9 @@ def test_every_command_explains_itself(installed: Environment) -> None:
 
 
 def test_benchmarks_need_a_checkout(installed: Environment) -> None:
+    foreign = installed.packages / "benchmarks"
+    foreign.mkdir()
+    (foreign / "command.py").touch()
     with pytest.raises(AssertionError, match="run this from a checkout"):
         installed.command("tideserve", "bench", "steady", "--quick")
 

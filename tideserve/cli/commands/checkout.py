@@ -1,5 +1,6 @@
 """Commands that need the source tree: the folder `benchmarks` is not in the wheel."""
 
+import sys
 from pathlib import Path
 
 import typer
@@ -11,8 +12,9 @@ CHECKOUT = Path(__file__).resolve().parents[3]
 
 
 def in_checkout() -> bool:
-    """Whether this package is a source tree's; a wheel has no benchmarks beside it."""
-    return (CHECKOUT / "benchmarks" / "command.py").is_file()
+    """Whether this package is a source tree's; `benchmarks` beside a wheel is another project's."""
+    files = (CHECKOUT / "pyproject.toml", CHECKOUT / "benchmarks" / "command.py")
+    return all(file.is_file() for file in files)
 
 
 def add_bench(app: typer.Typer) -> None:
@@ -21,8 +23,11 @@ def add_bench(app: typer.Typer) -> None:
         settings = {"allow_extra_args": True, "ignore_unknown_options": True}
         app.command("bench", context_settings=settings)(_unavailable)
         return
+    # Another package `benchmarks` may come before this tree on the path.
+    sys.path.insert(0, str(CHECKOUT))
     from benchmarks import command
 
+    sys.path.remove(str(CHECKOUT))
     epilog, changed = command.EPILOG, command.of_scenario
     app.command(cls=option_command(command.FLAGS, changed), epilog=epilog)(command.bench)
 

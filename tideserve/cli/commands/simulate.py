@@ -30,7 +30,10 @@ def simulate(
     json: Annotated[Path | None, typer.Option(help="File for all figures.")] = None,
     against: Annotated[
         Path | None,
-        typer.Option(help="Result of 'tideserve bench --json': simulate what it measured."),
+        typer.Option(
+            help="Result of 'tideserve bench --json': simulate what it measured. Needs a checkout"
+            " of the source."
+        ),
     ] = None,
     profile: Annotated[
         str | None,

@@ -1,7 +1,9 @@
 """The command as a whole: cheap to start, helpful, exact about its errors."""
 
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -16,6 +18,17 @@ def test_help_loads_nothing_heavy() -> None:
     code = f"import sys, tideserve.cli.commands.main; print({loaded})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_a_foreign_package_benchmarks_is_not_imported(tmp_path: Path) -> None:
+    (tmp_path / "benchmarks").mkdir()
+    (tmp_path / "benchmarks" / "__init__.py").write_text("raise SystemExit('foreign')")
+    command = [sys.executable, "-m", "tideserve.cli.commands.main", "bench", "tsunami"]
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
+    assert "unknown scenario 'tsunami'" in done.stderr
 
 
 @pytest.mark.parametrize(
