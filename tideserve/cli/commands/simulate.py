@@ -30,10 +30,7 @@ def simulate(
     json: Annotated[Path | None, typer.Option(help="File for all figures.")] = None,
     against: Annotated[
         Path | None,
-        typer.Option(
-            help="Result of 'tideserve bench --json': simulate what it measured. Needs a checkout"
-            " of the source."
-        ),
+        typer.Option(help="Result of 'tideserve bench --json', in a checkout: simulate its load."),
     ] = None,
     profile: Annotated[
         str | None,
