@@ -32,7 +32,7 @@ class IterationConfig:
     a round is not cut into parts of less than half of `min_microbatch_tokens`, on average, and cost
     is counted by `cost_model`; without one each token costs the same.
 
-    More about each: `overtaking`, `prefix_cache`, `precedence` (`scheduling`), `slo` (`fill_max` to
+    More about each: `overtaking`, `prefix_cache`, `precedence` (`scheduling`), `slo` (`harvest` to
     `online_chunk_tokens`), `packing`, `victims`, `preemption`, `shelf` and `lost_share`.
     """
 
@@ -81,13 +81,12 @@ class IterationConfig:
         " cached until their memory is needed.",
     )
     scheduling: Scheduling = scheduling_setting()
-    fill_max: float = number(
+    harvest: float = number(
         0.4,
         "With scheduling slo: the largest part of the time between what online requests cost and"
         " their deadlines that batch work gets; 0 leaves it only times without online requests.",
         minimum=0,
         maximum=1,
-        key="harvest",
     )
     offline_iteration_s: float = number(
         2.0,

@@ -65,11 +65,11 @@ class Feedback:
             self.fill.observe(missed or plan.pressed)
 
 
-def feedback_of(scheduling: Scheduling, fill_max: float) -> Feedback | None:
+def feedback_of(scheduling: Scheduling, harvest: float) -> Feedback | None:
     """What a planner that keeps deadlines learns; None for one that keeps none."""
     match scheduling:
         case Scheduling.SLO:
-            return Feedback(FillLevel(fill_max))
+            return Feedback(FillLevel(harvest))
         case Scheduling.CONSERVE | Scheduling.BROS:
             return Feedback(FillLevel(1.0), corrects=False)
         case _:

@@ -99,7 +99,7 @@ class PlannerState:
             config.prefix_caching,
             precedence_of(config.scheduling, config.victims),
         )
-        self._feedback = feedback_of(config.scheduling, config.fill_max)
+        self._feedback = feedback_of(config.scheduling, config.harvest)
         self._planner = self._new_planner()
         self._changes = ConfigurationHandlers(
             config, self.sequence_table, self._flight, self._feedback

@@ -12,7 +12,7 @@ from tests.unit.core.planner.test_slo import BATCH, Clock, planner, promised
 
 def _beside(packing: bool, tpot_s: float = 0.2) -> Clock:
     """Online decodes that leave a batch decode no time: one is due at once, nine are not."""
-    clock = Clock(planner(packing=packing, fill_max=1.0))
+    clock = Clock(planner(packing=packing, harvest=1.0))
     clock.arrive("filler", BATCH, output=60)
     clock.run()
     clock.arrive("tight", promised(tpot_s=0.022), output=60)
@@ -46,7 +46,7 @@ def test_nobody_gives_a_turn_without_time_to_spare() -> None:
 
 
 def test_a_request_that_is_promised_nothing_keeps_its_turn() -> None:
-    clock = Clock(planner(packing=True, fill_max=1.0))
+    clock = Clock(planner(packing=True, harvest=1.0))
     clock.arrive("filler", BATCH, output=60)
     clock.run()
     clock.arrive("tight", promised(tpot_s=0.013), output=60)
@@ -69,7 +69,7 @@ def test_slots_double_until_a_deadline_binds_and_fall_back_to_their_base() -> No
 
 @pytest.mark.parametrize(("adaptive", "after"), [(True, 15), (False, 19)])
 def test_slots_bound_what_joins_after_a_deadline_has_bound(adaptive: bool, after: int) -> None:
-    clock = Clock(planner(adaptive_slots=adaptive, fill_max=1.0, max_running=30))
+    clock = Clock(planner(adaptive_slots=adaptive, harvest=1.0, max_running=30))
     for number in range(18):
         clock.arrive(f"b{number}", BATCH, output=60)
     clock.run()

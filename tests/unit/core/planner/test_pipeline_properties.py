@@ -527,7 +527,7 @@ def test_tokens_blocks_and_counts_agree_in_any_order(
     [
         (BatchFormation.LOOKAHEAD, MODEL, {}),
         (BatchFormation.LOOKAHEAD, MODEL, {"online_chunk_tokens": 2, "prefix_caching": True}),
-        (BatchFormation.TOKEN_COUNT, None, {"fill_max": 1.0}),
+        (BatchFormation.TOKEN_COUNT, None, {"harvest": 1.0}),
     ],
 )
 @settings(max_examples=120, derandomize=True, deadline=None)

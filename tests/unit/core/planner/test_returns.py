@@ -123,7 +123,7 @@ def test_batch_work_that_deadlines_leave_no_time_goes_back_as_from_a_shelf() -> 
     """There is room for it, but the fill level admits none."""
     model = CostModel(alpha=0.0, beta=1e-3, gamma=0.0, lam=1e-3)
     state = make_state(
-        scheduling=Scheduling.SLO, cost_model=model, fill_max=0.0, shelf_max_s=5.0, num_blocks=64
+        scheduling=Scheduling.SLO, cost_model=model, harvest=0.0, shelf_max_s=5.0, num_blocks=64
     )
     service = Service(ServiceClass.INTERACTIVE, ttft_s=1.0, tpot_s=0.05)
     arrive(state, "runs", 8, 0.0, service=service)

@@ -105,7 +105,7 @@ class Clock:
 
 
 def test_a_deadline_bounds_what_batch_work_adds() -> None:
-    clock = Clock(planner(fill_max=1.0))
+    clock = Clock(planner(harvest=1.0))
     clock.arrive("online", promised(tpot_s=0.03), output=40)
     clock.run()
     clock.arrive("filler", BATCH, prompt=600)
@@ -119,7 +119,7 @@ def test_a_deadline_bounds_what_batch_work_adds() -> None:
 
 
 def test_a_target_that_iterations_exceed_still_bounds_them() -> None:
-    clock = Clock(planner(fill_max=1.0, num_blocks=4000))
+    clock = Clock(planner(harvest=1.0, num_blocks=4000))
     clock.arrive("online", promised(tpot_s=0.02, group=4), output=200)
     clock.arrive("prompt", NO_PROMISE, prompt=1400, output=1)
     while "prompt" not in clock.tokens:
@@ -133,16 +133,16 @@ def test_a_target_that_iterations_exceed_still_bounds_them() -> None:
     assert sum(gaps) <= len(gaps) * 0.02
 
 
-@pytest.mark.parametrize(("fill_max", "tokens"), [(0.0, 0), (0.5, 60), (1.0, 140)])
+@pytest.mark.parametrize(("harvest", "tokens"), [(0.0, 0), (0.5, 60), (1.0, 140)])
 def test_the_fill_level_is_the_part_of_the_spare_time_that_batch_work_gets(
-    fill_max: float, tokens: int
+    harvest: float, tokens: int
 ) -> None:
-    clock = Clock(planner(fill_max=fill_max))
+    clock = Clock(planner(harvest=harvest))
     clock.arrive("online", promised(tpot_s=0.03), output=40)
     clock.run()
     clock.arrive("filler", BATCH, prompt=600)
     assert clock.run().get("filler", 0) == pytest.approx(tokens, abs=45)
-    assert (clock.run().get("filler", 0) > 0) is (fill_max > 0)
+    assert (clock.run().get("filler", 0) > 0) is (harvest > 0)
 
 
 def test_online_prompts_do_not_lose_by_the_bound() -> None:
@@ -201,7 +201,7 @@ def test_decodes_that_cannot_wait_run_together_though_they_exceed_the_bound() ->
 
 
 def test_a_group_of_tokens_shares_a_deadline() -> None:
-    clock = Clock(planner(fill_max=1.0))
+    clock = Clock(planner(harvest=1.0))
     clock.arrive("online", promised(tpot_s=0.02, group=4), output=40)
     clock.run()
     sequence = clock.state.sequences["online"]
@@ -228,7 +228,7 @@ def test_without_online_work_half_of_the_least_first_token_target_bounds_batch_w
 
 
 def test_a_slow_device_corrects_the_model_and_a_replay_learns_the_same() -> None:
-    clocks = [Clock(planner(fill_max=1.0), slow=1.6) for _ in range(2)]
+    clocks = [Clock(planner(harvest=1.0), slow=1.6) for _ in range(2)]
     late = 0
     for clock in clocks:
         clock.arrive("online", promised(tpot_s=0.05), output=400)
@@ -245,7 +245,7 @@ def test_a_slow_device_corrects_the_model_and_a_replay_learns_the_same() -> None
 
 
 def test_missed_deadlines_lower_the_fill_level_at_once() -> None:
-    clock = Clock(planner(fill_max=1.0), slow=3.0)
+    clock = Clock(planner(harvest=1.0), slow=3.0)
     clock.arrive("online", promised(tpot_s=0.05), output=400)
     clock.arrive("batch", BATCH, prompt=500, output=900)
     levels = []
@@ -273,7 +273,7 @@ def test_any_load_ends_and_online_work_goes_first(seed: int) -> None:
         num_blocks=rng.choice((24, 60, 200)),
         max_running=rng.choice((2, 6, 32)),
         max_batch_tokens=rng.choice((32, 64, 256)),
-        fill_max=rng.choice((0.0, 0.5, 1.0)),
+        harvest=rng.choice((0.0, 0.5, 1.0)),
         prefix_caching=rng.random() < 0.5,
         cost_model=None if rng.random() < 0.2 else MODEL,
         packing=seed % 2 > 0,
@@ -341,7 +341,7 @@ def test_priority_and_fcfs_keep_no_deadlines() -> None:
 
 
 def test_conserve_as_printed_believes_the_model_and_fills_all_of_the_time() -> None:
-    clock = Clock(planner(scheduling=Scheduling.CONSERVE, fill_max=0.1), slow=2.0)
+    clock = Clock(planner(scheduling=Scheduling.CONSERVE, harvest=0.1), slow=2.0)
     clock.arrive("online", promised(tpot_s=0.03), output=40)
     clock.run()
     clock.arrive("filler", BATCH, prompt=1500)
@@ -364,7 +364,7 @@ def test_conserve_as_printed_leaves_no_decode_out() -> None:
 
 def test_a_backlog_that_waits_leaves_no_online_decode_out() -> None:
     """What mixed iterations took says nothing about one without prompts."""
-    clock = Clock(planner(fill_max=0.0))
+    clock = Clock(planner(harvest=0.0))
     for number in range(8):
         clock.arrive(f"o{number}", promised(tpot_s=0.03), output=200)
     clock.run()
@@ -388,7 +388,7 @@ def test_the_fill_level_rises_again_when_nothing_fits() -> None:
 
 
 def test_a_batch_prompt_that_has_come_too_far_does_not_keep_others_waiting() -> None:
-    clock = Clock(planner(fill_max=1.0, num_blocks=9000))
+    clock = Clock(planner(harvest=1.0, num_blocks=9000))
     clock.arrive("long", BATCH, prompt=30_000)
     while clock.state.sequences["long"].computed < 15_000:
         clock.run()

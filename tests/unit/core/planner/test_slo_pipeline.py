@@ -133,7 +133,7 @@ def test_a_deadline_bounds_what_batch_work_adds_to_a_microbatch() -> None:
     worst: dict[Scheduling, float] = {}
     prompts: dict[Scheduling, int] = {}
     for scheduling in (Scheduling.FCFS, Scheduling.SLO):
-        lane = pipeline(scheduling=scheduling, fill_max=1.0)
+        lane = pipeline(scheduling=scheduling, harvest=1.0)
         lane.services = {f"b{number}": BATCH for number in range(300)}
         lane.services |= {f"o{number}": online(tpot_s=0.03) for number in range(8)}
         arrivals = [(0.0, f"o{number}", 20, 150) for number in range(8)]
@@ -147,15 +147,15 @@ def test_a_deadline_bounds_what_batch_work_adds_to_a_microbatch() -> None:
     assert prompts[Scheduling.SLO] >= 30, "it fills the time that is left"
 
 
-@pytest.mark.parametrize("fill_max", [0.0, 0.5])
-def test_the_fill_level_holds_for_microbatches(fill_max: float) -> None:
-    state = make(fill_max=fill_max)
+@pytest.mark.parametrize("harvest", [0.0, 0.5])
+def test_the_fill_level_holds_for_microbatches(harvest: float) -> None:
+    state = make(harvest=harvest)
     arrive(state, "o", 20, 50, service=online(tpot_s=0.04))
     first = state.plan(0.0)
     assert first is not None
     arrive(state, "b", 400, 4, service=BATCH)
     second = state.plan(0.0)
-    if not fill_max:
+    if not harvest:
         assert second is None, "all that is online is in flight"
     else:
         assert second is not None and 16 <= second.batch.tokens < 60, (

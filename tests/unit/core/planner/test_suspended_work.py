@@ -150,7 +150,7 @@ def test_what_is_nearly_done_goes_on_beside_online_decodes() -> None:
 
 
 def test_without_a_part_of_the_time_it_waits_for_a_quiet_time() -> None:
-    device = Device(random.Random(1), fill_max=0.0)
+    device = Device(random.Random(1), harvest=0.0)
     device.suspend(part=0.9)
     name = device.arrive(online(), 4, 80)
     while name in device.state.sequences:
@@ -175,7 +175,7 @@ def test_a_resumed_iteration_tells_nothing_about_the_device() -> None:
     before = replace(feedback.budget)
     assert device.run().resumes == 1
     assert feedback.budget == before
-    assert feedback.fill.level == device.state.config.fill_max
+    assert feedback.fill.level == device.state.config.harvest
 
 
 @pytest.mark.parametrize(
@@ -259,7 +259,7 @@ def test_any_stream_of_events_ends_with_the_tokens_of_each_request(
         max_batch_tokens=rng.choice((16, 64)),
         max_running=rng.choice((3, 8)),
         prefix_caching=rng.random() < 0.5,
-        fill_max=rng.choice((0.25, 0.5, 1.0)),
+        harvest=rng.choice((0.25, 0.5, 1.0)),
         cost_model=None if rng.random() < 0.2 else MODEL,
         preempted_work=work,
     )

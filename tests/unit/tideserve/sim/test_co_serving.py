@@ -199,7 +199,7 @@ def test_a_request_that_can_wait_interrupts_nothing() -> None:
 
 
 def test_a_fuller_dial_gives_batch_work_more_and_online_tokens_later() -> None:
-    found = [run("slo", load(9, 60), fill_max=fill) for fill in (0.1, 0.5, 1.0)]
+    found = [run("slo", load(9, 60), harvest=fill) for fill in (0.1, 0.5, 1.0)]
     tokens = [one["classes"]["batch"]["processed_tokens_per_s"] for one in found]
     gaps_s = [one["classes"]["online"]["inter_token_s"]["p50"] for one in found]
     assert tokens == sorted(tokens) and tokens[0] < 0.8 * tokens[2]
