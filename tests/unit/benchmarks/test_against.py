@@ -62,6 +62,10 @@ def figures(ttft_s: float, tpot_s: float, tokens_per_s: float) -> dict[str, Any]
     }
 
 
+def burst() -> dict[str, Any]:
+    return result("burst", {"burst": {"recompute": figures(1, 1, 1)}})
+
+
 def simulated(
     folder: Path,
     measured: dict[str, Any],
@@ -99,7 +103,7 @@ def test_figures_stand_beside_those_of_the_same_load(
 def test_another_result_tells_how_much_longer_iterations_take(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    measured = result("burst", {"burst": {"recompute": figures(1, 1, 1)}})
+    measured = burst()
     plain = simulated(tmp_path, measured)
     loads = ["steady/prefill", "steady/mixed"]
     slow = result("steady", {load: {"recompute": figures(1, 1, 1)} for load in loads})
@@ -121,7 +125,7 @@ def test_another_result_tells_how_much_longer_iterations_take(
 def test_a_system_is_never_calibrated_with_what_it_counted_itself(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    measured = result("burst", {"burst": {"recompute": figures(1, 1, 1)}})
+    measured = burst()
     plain = simulated(tmp_path, measured)
     measured["systems"]["recompute"]["cost_scale"] = {"prefill": 9.0, "decode": 9.0}
     with pytest.raises(CommandError, match="of other systems than recompute took"):
@@ -145,7 +149,7 @@ def test_every_load_of_a_scenario_is_simulated(tmp_path: Path) -> None:
 
 
 def test_what_was_measured_under_another_load_is_refused(tmp_path: Path) -> None:
-    measured = result("burst", {"burst": {"recompute": figures(1, 1, 1)}})
+    measured = burst()
     choice = LoadChoice(quick=True, seed=3)
     statement = find_scenario("burst").cases(choice)[0].workload(0).statement
     measured["config"]["workload"] = {"burst": statement}
@@ -177,7 +181,7 @@ def test_limits_of_the_cluster_and_of_its_workers_count() -> None:
 
 
 def test_a_paced_system_takes_the_time_of_its_device(tmp_path: Path) -> None:
-    measured = result("burst", {"burst": {"recompute": figures(1, 1, 1)}})
+    measured = burst()
     plain = simulated(tmp_path, measured)
     measured["config"]["systems"]["recompute"]["paced"] = "A100-14B"
     paced = simulated(tmp_path, measured)

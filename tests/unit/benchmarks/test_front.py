@@ -53,7 +53,6 @@ def test_figures_name_what_each_process_took() -> None:
         ("python -P services/worker/vllm_engine/__main__.py", "engine"),
         ("python -m services.worker.engine --socket x", "engine"),
         ("python -m services.worker --config x", "worker"),
-        ("python -m services.gateway --config x", "gateway"),
         ("/cache/etcd/etcd --name tideserve", "etcd"),
         ("python -m vllm.entrypoints.openai.api_server", "vllm server"),
         ("python tideserve up", "other"),

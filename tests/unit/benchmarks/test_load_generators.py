@@ -120,7 +120,6 @@ def test_medians_of_the_rounds_are_compared_and_lost_requests_are_a_problem() ->
     assert ratios == pytest.approx(
         {"throughput_tokens_per_s": 1.5, "ttft_p50_s": 1.0, "ttft_p95_s": 1.0, "tpot_p50_s": 1.0}
     )
-    assert dict(verdict.rows)["decode by guidellm"].startswith("throughput 1.50 ×, TTFT P50 1.00 ×")
     found[PEER, "guidellm", "decode"] = reports(1, 1.0)
     (problem,) = judge(found, choice, "bfloat16").problems
     assert "guidellm completed 1 of 24 requests of decode against vllm" in problem
