@@ -30,20 +30,15 @@ IDLE_S, ROUND_TIMEOUT_S = 5.0, 120.0
 HTTP, GRPC = "http", "grpc"
 
 
-async def sent_over_grpc(target: str, model: str, requests: Sequence[PlannedRequest]) -> None:
+async def send_over_grpc(target: str, model: str, requests: Sequence[PlannedRequest]) -> None:
     waiting = iter(requests)
 
     async def send_in_turn(client: AsyncClient) -> None:
         for request in waiting:
             tokens = request.output_tokens
+            lengths = {"max_tokens": tokens, "min_tokens": tokens, "ignore_eos": True}
             async with client.stream_complete(
-                request.prompt_ids,
-                model=model,
-                max_tokens=tokens,
-                min_tokens=tokens,
-                ignore_eos=True,
-                temperature=0,
-                seed=request.seed % 2**31,
+                request.prompt_ids, model=model, temperature=0, seed=request.seed % 2**31, **lengths
             ) as pieces:
                 assert sum([len(piece.token_ids) async for piece in pieces]) == tokens
 
@@ -54,12 +49,11 @@ async def sent_over_grpc(target: str, model: str, requests: Sequence[PlannedRequ
 
 def send(system: Tideserve, door: str, target: str, requests: Sequence[PlannedRequest]) -> None:
     if door == GRPC:
-        asyncio.run(sent_over_grpc(target, system.model, requests))
-        return
-    job = Job(
-        (system.urls[0],), system.model, tuple(requests), ROUND_TIMEOUT_S, concurrency=CONCURRENCY
-    )
-    assert len(run_answered(job)) == len(requests)
+        asyncio.run(send_over_grpc(target, system.model, requests))
+    else:
+        urls = (system.urls[0],)
+        job = Job(urls, system.model, tuple(requests), ROUND_TIMEOUT_S, concurrency=CONCURRENCY)
+        assert len(run_answered(job)) == len(requests)
 
 
 @pytest.mark.timeout(900)

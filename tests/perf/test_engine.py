@@ -67,21 +67,19 @@ class Products:
         scratch = UpcastScratch(SCRATCH_BYTES, compute, device) if compute != dtype else None
         slabs, geometry = runner.stage_memory.slabs, runner.geometry
 
-        def weights(names: Iterable[str], ending: str) -> list[torch.Tensor]:
+        def products(names: Iterable[str], ending: str) -> list[tuple[SlabLinear, int, int]]:
             views = (view for name in names for view in slabs[name].views().items())
-            return [weight for path, weight in views if path.endswith(ending)]
-
-        def products(weights: list[torch.Tensor]) -> list[tuple[SlabLinear, int]]:
             return [
-                (SlabLinear(one, None, scratch, compiled=compiled), inputs_of(one))
-                for one in weights
+                (SlabLinear(view, None, scratch, compiled=compiled), inputs_of(view), view.numel())
+                for path, view in views
+                if path.endswith(ending)
             ]
 
-        layers = weights(map(layer_name, range(geometry.num_layers)), "_proj.weight")
         head = EMBEDDING if geometry.tied_embeddings else HEAD
         self._compute = compute
-        self._layers, self._head = products(layers), products(weights([head], f"{head}.weight"))
-        self._values = sum(weight.numel() for weight in layers)
+        self._layers = products(map(layer_name, range(geometry.num_layers)), "_proj.weight")
+        self._head = products([head], f"{head}.weight")
+        self._values = sum(values for _, _, values in self._layers)
 
     @torch.inference_mode()
     def duration_s(self, rows: int, sampled: int) -> float:
@@ -90,12 +88,12 @@ class Products:
         inputs = {
             (count, size): torch.randn(count, size, dtype=self._compute)
             for products, count in parts
-            for _, size in products
+            for _, size, _ in products
         }
 
         def run() -> None:
             for products, count in parts:
-                for product, size in products:
+                for product, size, _ in products:
                     product(inputs[count, size])
 
         return duration_s(run)

@@ -181,7 +181,9 @@ def test_secret_files_need_not_exist_here():
         read_config("scheduler", environment | {"TIDESERVE__QUEUE_LIMIT": "0"})
 
 
-@pytest.mark.parametrize("path", sorted(ROOT.glob("compose*.yaml")), ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "path", [*ROOT.glob("compose*.yaml"), ROOT / "docker" / "compose.test.yaml"], ids=str
+)
 def test_compose_files_say_what_services_understand(path):
     whole = dict(compose_services(yaml.safe_load((ROOT / "compose.yaml").read_text())))
     for service, environment in compose_services(yaml.safe_load(path.read_text())):
