@@ -140,14 +140,6 @@ def test_a_system_is_never_calibrated_with_what_it_counted_itself(
     )
 
 
-def test_every_load_of_a_scenario_is_simulated(tmp_path: Path) -> None:
-    loads = ["steady/mixed", "steady/prefill"]
-    measured = result("steady", {load: {"recompute": figures(1, 1, 1)} for load in loads})
-    rows = simulated(tmp_path, measured)
-    assert [row["load"] for row in rows] == [load for load in loads for _ in range(3)]
-    assert all(row["simulated"] > 0 for row in rows)
-
-
 def test_what_was_measured_under_another_load_is_refused(tmp_path: Path) -> None:
     measured = burst()
     choice = LoadChoice(quick=True, seed=3)
@@ -167,25 +159,6 @@ def test_the_lead_in_is_simulated_and_not_counted(tmp_path: Path) -> None:
     found = simulate(measured, parse_profile(yaml.safe_load(PROFILE), "a test"), CostScale())
     counted = len(case.workload(0).requests) - case.workload(0).lead_in
     assert found["sent"] == found["completed"] == 2 * counted
-
-
-def test_limits_of_the_cluster_and_of_its_workers_count() -> None:
-    case = find_scenario("ablation").cases(LoadChoice(quick=True))[0]
-    ours = result("ablation", {})["config"]["systems"]["recompute"]
-    profile, found = parse_profile(yaml.safe_load(PROFILE), "a test"), []
-    for options in ({}, {"max_batch_tokens": 128}, {"worker": {"max_batch_tokens": 128}}):
-        description = ours | {"options": OPTIONS | options}
-        measured = Measured(case, "recompute", figures(1, 1, 1), description, 1, 2)
-        found.append(simulate(measured, profile, CostScale())["ttft_s"])
-    assert found[0] != found[1] == found[2]
-
-
-def test_a_paced_system_takes_the_time_of_its_device(tmp_path: Path) -> None:
-    measured = burst()
-    plain = simulated(tmp_path, measured)
-    measured["config"]["systems"]["recompute"]["paced"] = "A100-14B"
-    paced = simulated(tmp_path, measured)
-    assert plain[1]["simulated"] != paced[1]["simulated"]
 
 
 def test_workers_that_merge_do_so_in_the_simulation_too(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from dataclasses import replace
 from itertools import pairwise
 from statistics import fmean, pstdev
+from typing import Any
 
 import pytest
 
@@ -62,15 +63,19 @@ def test_a_slower_device_gets_a_thinner_load_and_more_workers_a_denser_one() -> 
     assert cases(LoadChoice(paced=True, slowdown=2))[0].limit_s > whole[-1].arrival_s
 
 
-@pytest.mark.parametrize("name", ["burst", "ablation"])
-def test_what_arrives_after_the_end_of_a_round_is_refused(name: str) -> None:
-    with pytest.raises(BenchError, match="but a round ends after"):
-        find_scenario(name).cases(LoadChoice(quick=True, trace="gamma:4,1,300"))
-
-
-def test_a_slice_that_is_too_short_is_refused() -> None:
-    with pytest.raises(BenchError, match="a quick run needs at least"):
-        find_scenario("burst").cases(LoadChoice(quick=True, trace_duration_s=2.0))
+@pytest.mark.parametrize(
+    ("name", "choice", "sentence"),
+    [
+        ("burst", {"trace": "gamma:4,1,300"}, "but a round ends after"),
+        ("ablation", {"trace": "gamma:4,1,300"}, "but a round ends after"),
+        ("burst", {"trace_duration_s": 2.0}, "a quick run needs at least"),
+    ],
+)
+def test_a_trace_that_does_not_fit_a_round_is_refused(
+    name: str, choice: dict[str, Any], sentence: str
+) -> None:
+    with pytest.raises(BenchError, match=sentence):
+        find_scenario(name).cases(LoadChoice(quick=True, **choice))
 
 
 def test_a_burst_takes_made_up_arrivals_as_they_are() -> None:

@@ -38,13 +38,6 @@ from tideserve.cli.vllm_install import (
 )
 from tideserve.load.event_stream import Marks
 
-METRICS = """# HELP vllm:num_preemptions_total Preemptions.
-# TYPE vllm:num_preemptions_total counter
-vllm:num_preemptions_total{worker="worker-0"} 3.0
-vllm:num_preemptions_total{worker="a b{}"} 4
-vllm:kv_cache_usage_perc 0.25
-"""
-
 
 @pytest.fixture
 def deployment(tmp_path: Path) -> Deployment:
@@ -219,27 +212,25 @@ def test_parameters_are_counted_in_the_type_that_they_are_served_in(deployment: 
         _ = deployment.parameter_bytes
 
 
-def test_metrics_are_summed_over_labels() -> None:
-    metrics = parse_metrics(METRICS)
-    assert metrics["vllm:num_preemptions_total"] == 7
-    counters = vllm_counters(metrics)
-    assert counters.preemptions == 7
-    assert vllm_counters({}).preemptions is None
-
-
-def test_metrics_are_told_by_class_too() -> None:
+def test_metrics_are_summed_over_labels_and_by_class() -> None:
     metrics = parse_metrics(
-        'tokens_total{worker="a",class="online"} 3\n'
+        "# HELP tokens_total Tokens.\n# TYPE tokens_total counter\n"
+        'tokens_total{worker="a b{}",class="online"} 3.0\n'
         'tokens_total{class="batch",worker="a"} 4\n'
         'tokens_total{worker="b",class="batch"} 5\n'
+        "usage_perc 0.25\n"
     )
-    assert metrics == {"tokens_total": 12, "tokens_total{online}": 3, "tokens_total{batch}": 9}
+    by_class = {"tokens_total{online}": 3, "tokens_total{batch}": 9}
+    assert metrics == {"tokens_total": 12, "usage_perc": 0.25} | by_class
 
 
-def test_vllm_counts_prompts_and_outputs_as_processed() -> None:
-    counters = vllm_counters({"vllm:prompt_tokens_total": 70, "vllm:generation_tokens_total": 7})
+def test_counters_of_vllm() -> None:
+    counted = {"prompt_tokens": 70, "generation_tokens": 7, "num_preemptions": 2}
+    counters = vllm_counters({f"vllm:{name}_total": value for name, value in counted.items()})
     assert (counters.processed, counters.output, counters.batch_processed) == (77, 7, None)
+    assert counters.preemptions == 2
     assert vllm_counters({"vllm:prompt_tokens_total": 70}).processed is None
+    assert vllm_counters({}).preemptions is None
 
 
 def test_time_in_pipelines_is_read(deployment: Deployment, monkeypatch: pytest.MonkeyPatch) -> None:

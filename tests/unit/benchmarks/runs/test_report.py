@@ -131,17 +131,6 @@ def test_a_senseless_target_is_refused(text: str) -> None:
         read_target(text)
 
 
-def test_a_co_serving_result_has_classes_and_bars(plan: BenchPlan) -> None:
-    scenario = find_scenario("coserve")
-    plan = replace(plan, scenario=scenario)
-    found = RunOutcomes()
-    found.rounds = {"coserve": {"online-only@A100-14B": [measured(1.0)], "mine": [measured(2.0)]}}
-    result = result_of(plan, found)
-    assert set(result["systems"]["mine"]["classes"]) == {"online", "batch"}
-    assert "processed_tokens_per_s" in result["systems"]["mine"]["classes"]["batch"]
-    assert {one["verdict"] for one in result["co_serving"]["bars"]} == {"fails", "not measured"}
-
-
 def test_a_real_time_result_is_judged_by_the_load_of_its_name(plan: BenchPlan) -> None:
     """The other loads of a full run are shown without bars."""
     plan = replace(
