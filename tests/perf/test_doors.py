@@ -42,7 +42,7 @@ async def send_over_grpc(target: str, model: str, requests: Sequence[PlannedRequ
             tasks.create_task(send_in_turn(client))
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_cost_of_a_request_and_of_a_token(tmp_path: Path) -> None:
     port = free_port()
     system, target = tiny_cluster(tmp_path / "model", grpc_port=port), f"127.0.0.1:{port}"

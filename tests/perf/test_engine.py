@@ -109,7 +109,7 @@ def duration_s(run: Callable[[], object]) -> float:
     return monotonic_s() - began_s
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_iterations_take_little_longer_than_their_products() -> None:
     dtype = getattr(torch, fast_dtype())
     iterations: dict[str, list[float]] = {shape.name: [] for shape in SHAPES}

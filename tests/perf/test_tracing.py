@@ -18,7 +18,7 @@ PAIRS, REQUESTS, PROMPT_TOKENS, OUTPUT_TOKENS = 10, 200, 32, 32
 SAMPLE_RATIO, COST_MAX = 0.01, 0.02
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_tracing_costs_little(tmp_path: Path) -> None:
     receiver = OtlpReceiver()
     traced = {"otlp_endpoint": receiver.endpoint, "trace_sample_ratio": SAMPLE_RATIO}

@@ -87,12 +87,19 @@ def simulated(
 def test_figures_stand_beside_those_of_the_same_load(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    loads = ["steady/mixed", "steady/prefill"]
+    both = result("steady", {load: {"recompute": figures(1, 1, 1)} for load in loads})
+    rows = simulated(tmp_path, both)
+    assert [row["load"] for row in rows] == [load for load in loads for _ in range(3)]
     measured = result("burst", {"burst": {"recompute": figures(1, 1, 1), "vllm": figures(1, 1, 1)}})
     rows = simulated(tmp_path, measured)
     assert [row["metric"] for row in rows] == ["TTFT p50", "TPOT p50", "output tokens/s"]
     assert {row["system"] for row in rows} == {"recompute"}
     # The same again, with the simulated figures as if they had been measured.
     ttft_s, tpot_s, tokens_per_s = (row["simulated"] for row in rows)
+    measured["config"]["systems"]["recompute"]["paced"] = "A100-14B"
+    # A paced system takes the time of its device.
+    assert tpot_s != simulated(tmp_path, measured)[1]["simulated"]
     again = {"burst": {"recompute": figures(1.25 * ttft_s, tpot_s, tokens_per_s)}}
     capsys.readouterr()
     rows = simulated(tmp_path, result("burst", again))

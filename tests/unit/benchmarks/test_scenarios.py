@@ -146,10 +146,14 @@ def test_a_load_is_that_of_the_device_and_of_the_workers(name: str) -> None:
 def test_real_time_requests_have_the_lengths_of_sharegpt() -> None:
     (case,) = find_scenario("realtime").cases(QUICK)
     online = case.workload(0).requests
-    # BROS Table 2, less what the cut takes.
+    assert case.backlog is not None
+    batch = [case.backlog(0).request(number) for number in range(400)]
+    # BROS Table 2, less the part that is cut off; batch requests are uniform.
     for lengths, mean, deviation in (
         ([len(one.prompt_ids) for one in online], 215, 230),
         ([one.output_tokens for one in online], 227, 240),
+        ([len(one.prompt_ids) for one in batch], 768, 512 / 12**0.5),
+        ([one.output_tokens for one in batch], 80, 96 / 12**0.5),
     ):
         assert fmean(lengths) == pytest.approx(mean, rel=0.1)
         assert pstdev(lengths) == pytest.approx(deviation, rel=0.15)
