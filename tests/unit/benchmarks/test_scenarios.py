@@ -84,9 +84,7 @@ def test_a_burst_takes_made_up_arrivals_as_they_are() -> None:
     arrivals = [request.arrival_s for request in workload.requests]
     assert all(time % 15 < 5 or time % 15 >= 10 for time in arrivals)
     assert sum(time >= 15 for time in arrivals) == len(arrivals) / 2
-    assert "phases:5@2,5@0,5@4" in workload.statement and "2 times over" in workload.statement
     rest = find_scenario("burst").cases(replace(choice, trace_start_s=10.0))[0].workload(0)
-    assert "10-15 s, 2 times over" in rest.statement
     assert all(time < 10 for time in [request.arrival_s for request in rest.requests])
     scaled = find_scenario("burst").cases(LoadChoice(trace="gamma:2,3,30", rate_per_s=4.0))[0]
     assert "a mean of 4 requests/s" in scaled.workload(0).statement
