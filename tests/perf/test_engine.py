@@ -31,8 +31,8 @@ READ_BYTES = 256 * MIB
 """More than any cache holds."""
 RATE_ROWS = 256
 """Rows of the product whose rate is the processor's."""
-PRODUCTS_SHARE_MAX = 2.0
-"""Products alone over the iteration that contains them: noise of the machine."""
+ITERATION_MAX = 1.5
+"""An iteration over its products and the floor of attention; 1.02 to 1.28 on a quiet machine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,5 +141,5 @@ def test_iterations_take_little_longer_than_their_products() -> None:
             f" {iteration_s / products_s:.2f} x; with the floor of attention,"
             f" {1e3 * floor_s:,.1f} ms: {iteration_s / (products_s + floor_s):.2f} x"
         )
-        assert products_s <= PRODUCTS_SHARE_MAX * iteration_s, shape.name
+        assert iteration_s <= ITERATION_MAX * (products_s + floor_s), shape.name
     show("iterations", rows)

@@ -53,6 +53,9 @@ ALWAYS, OFF = Preempt.ALWAYS.value, Preempt.OFF.value
 BATCH, ONLINE = Service(ServiceClass.BATCH), Service(ServiceClass.INTERACTIVE, ttft_s=0.5)
 TTFT_RATIO_MAX, SAFEPOINT_SHARE_MAX = 0.25, 0.01
 """P99 of first tokens over that without preemption; safepoints over an iteration."""
+SLACK_S, STRETCH = 0.002, 1.2
+"""A request may be noticed so long after an interval between safepoints, of which the slowest take
+so many times the mean."""
 
 
 class Load:
@@ -225,7 +228,7 @@ def test_safepoints_cost_little() -> None:
         )
         rows[f"interval, {tokens:,} tokens"] = in_ms(between_s)
     show("safepoints", rows)
-    assert (percentile(costs, 0.25) or 0.0) <= SAFEPOINT_SHARE_MAX
+    assert median(costs) <= SAFEPOINT_SHARE_MAX
 
 
 @pytest.fixture
@@ -269,7 +272,8 @@ async def test_interrupted_batch_work_gives_way_soon_and_loses_nothing(
     counts = engines.workers[ALWAYS].client.report.load
     interrupted, resumed = counts.preempted_iterations_total, counts.resumed_iterations_total
     ratios, rows = first_tokens(load, parts)
-    rows |= notices(load, parts[ALWAYS]) | {"interrupted / resumed": f"{interrupted} / {resumed}"}
+    late_s, noticed = notices(load, parts[ALWAYS])
+    rows |= noticed | {"interrupted / resumed": f"{interrupted} / {resumed}"}
     show("interruptions of batch work", rows)
     # A prompt that ran together with others has the rounding of a larger batch.
     together = [part.request_ids for part in parts[ALWAYS] if len(part.request_ids) > 1]
@@ -283,11 +287,11 @@ async def test_interrupted_batch_work_gives_way_soon_and_loses_nothing(
         undisturbed = engines.streams[f"batch-0-{number}"]
         assert engines.streams[name].output() == undisturbed.output(), name
     assert counts.tokens.batch_recomputed_tokens_total == 0
-    # An iteration that waits for too long while others run is given up, as on a busy machine.
-    given_up = interrupted - resumed
-    assert given_up <= counts.discarded_tokens_total <= given_up * BATCH_TOKENS
+    assert counts.discarded_tokens_total == 0
     assert resumed > 0, "no iteration was interrupted and resumed"
-    assert all(ratio <= TTFT_RATIO_MAX for ratio in ratios)
+    assert ratios, "no online request arrived while batch work ran"
+    assert max(ratios) <= TTFT_RATIO_MAX
+    assert max(late_s) <= SLACK_S
 
 
 def first_tokens(load: Load, parts: Mapping[str, list[Part]]) -> tuple[list[float], dict[str, str]]:
@@ -307,19 +311,24 @@ def first_tokens(load: Load, parts: Mapping[str, list[Part]]) -> tuple[list[floa
     return ratios, rows
 
 
-def notices(load: Load, parts: list[Part]) -> dict[str, str]:
+def notices(load: Load, parts: list[Part]) -> tuple[list[float], dict[str, str]]:
+    """P99 of the seconds beyond the slowest interval between safepoints, and rows to print."""
+    late_s = []
     rows = {"merge prepared after": in_ms(ended_s - sent_s for sent_s, ended_s in load.merges)}
     for what, sent_s in (
         ("online request", [load.sent_s[name] for name in load.online(ALWAYS, "")]),
         ("merge", [began_s for began_s, _ in load.merges]),
     ):
         seen = [noticed for at_s in sent_s if (noticed := notice(parts, at_s))]
+        assert seen, f"no {what} arrived while batch work ran"
+        beyond_s = [after_s - STRETCH * whole_s / load.layers for after_s, whole_s in seen]
+        late_s.append(percentile(beyond_s, 0.99) or 0.0)
         p99 = percentile([after_s * load.layers / whole_s for after_s, whole_s in seen], 0.99)
         rows[f"{what} noticed after"] = (
             f"{in_ms(after_s for after_s, _ in seen)}; P99 {p99 or 0.0:.2f} intervals of its"
             " iteration"
         )
-    return rows
+    return late_s, rows
 
 
 def in_ms(seconds: Iterable[float]) -> str:

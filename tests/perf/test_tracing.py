@@ -51,4 +51,4 @@ def test_tracing_costs_little(tmp_path: Path) -> None:
     rows["spans received"] = f"{len(receiver.all_spans):,}"
     show("processor time of the gateway", rows)
     assert receiver.all_spans, "no trace arrived"
-    assert cost - 2 * error <= COST_MAX
+    assert cost <= COST_MAX
