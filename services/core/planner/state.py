@@ -50,10 +50,9 @@ from services.core.planner.preemption import (
     gives_way,
     is_given_up,
 )
-from services.core.planner.prefill_first import PrefillFirstPlanner
+from services.core.planner.prefill_first import PrefillFirstPlanner, RoundRobinPlanner
 from services.core.planner.refusal import known_already, queue_full, returned, too_large
 from services.core.planner.returns import NO_ROOM, RETURN_AFTER_S, ROOM, Patience, Returns
-from services.core.planner.round_robin import RoundRobinPlanner
 from services.core.planner.sequence import Phase, Sequence, SequenceState
 from services.core.planner.sequence_table import SequenceTable
 from services.core.planner.single import SinglePlanner

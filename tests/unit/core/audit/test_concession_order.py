@@ -7,9 +7,8 @@ import pytest
 
 from services.core.audit.concession_order import ConcessionOrder
 from services.core.audit.facts import MemoryDecided
-from services.core.audit.findings import Findings
 from services.core.audit.group_history import GroupHistory
-from services.core.audit.record import BATCH, COMMAND, EVENT, FACT
+from services.core.audit.record import BATCH, COMMAND, EVENT, FACT, Findings
 from services.core.changeover.state import Changeover, MemberConfig
 from services.core.line_order import LINES, Scheduling
 from services.core.overload.events import Action, Cause, Decision, Numbers, Why
