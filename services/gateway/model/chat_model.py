@@ -8,7 +8,6 @@ from services.gateway.model.chat_form import ChatForm
 from services.gateway.model.template import ChatTemplate
 from services.gateway.structure.asked import Structure, quoted
 from services.gateway.tools import mistral
-from services.gateway.tools.call_grammar import Rules, call_rules
 from services.gateway.tools.format import (
     ReasoningFormat,
     Thinking,
@@ -21,7 +20,9 @@ from services.gateway.tools.format import (
     tool_marks,
 )
 from services.gateway.tools.output_grammar import (
+    Rules,
     answer_rules,
+    call_rules,
     is_token,
     output_grammar,
     text_before,

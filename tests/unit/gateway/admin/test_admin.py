@@ -17,9 +17,8 @@ from services.gateway.admin import feed as feed_module
 from services.gateway.admin import lifecycle
 from services.gateway.admin.feed import HEARTBEAT, VIEWERS_MAX, Feed
 from services.gateway.admin.guard import SECURITY_HEADERS, Guard, host_name
-from services.gateway.admin.pulse import WINDOW_S, Pulse
-from services.gateway.admin.sentence import sentence
-from services.gateway.cluster.cluster_rows import cluster_rows
+from services.gateway.admin.live_state import WINDOW_S, Pulse, sentence
+from services.gateway.cluster.cluster_client import cluster_rows
 from services.gateway.config import GatewayConfig
 from services.gateway.keys.key_ring import KeyRing
 from services.gateway.records.metrics import EndpointTotals, Metrics
