@@ -1,7 +1,7 @@
 """Runs what the machine planned, passes it on, and collects what clients are told."""
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from services.core.changeover.configuration import Configuration
@@ -24,10 +24,25 @@ from services.core.planner.sequence_names import request_of
 from services.core.planner.state import PlannerState
 from services.core.request import Request
 from services.worker.engine.pipeline.links import Links
-from services.worker.engine.pipeline.news import News
 from services.worker.engine.pipeline.request_clock import RequestClock
 from services.worker.engine.pipeline.stage_runner import StageRunner, hidden_bytes
-from services.worker.ipc import AdoptedRequest, MovedRequest
+from services.worker.ipc import AdoptedRequest, MovedRequest, Prepared, RequestTimes
+
+
+@dataclass(slots=True)
+class News:
+    """Results since the last frame to the servicer; see `ipc.Progress`."""
+
+    tokens: list[EmitToken] = field(default_factory=list)
+    refusals: list[RefuseRequest] = field(default_factory=list)
+    adopted: list[AdoptedRequest] = field(default_factory=list)
+    moved: list[MovedRequest] = field(default_factory=list)
+    prepared: list[Prepared] = field(default_factory=list)
+    times: dict[str, RequestTimes] = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        return bool(self.tokens or self.refusals or self.adopted or self.moved or self.prepared)
+
 
 Interrupts = Callable[[Microbatch], Callable[[], bool] | None]
 
