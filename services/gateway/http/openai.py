@@ -15,6 +15,7 @@ from services.gateway.api.chat import ChatRequest, parse_chat
 from services.gateway.api.completion import CompletionRequest, parse_completion
 from services.gateway.api.generation import GenerationRequest
 from services.gateway.api.parameters import CHAT, COMPLETION
+from services.gateway.api.responses import VOCABULARY, ResponsesRequest, parse_responses
 from services.gateway.bounds.client import WatchedClient
 from services.gateway.http.description import takes
 from services.gateway.http.dialect import StreamWriter, send_body
@@ -26,6 +27,7 @@ from services.gateway.http.format import (
     whole_body,
 )
 from services.gateway.http.response import GenerationResponse
+from services.gateway.http.responses import ResponsesDialect
 from services.gateway.http.sse import EventStream
 from services.gateway.model.served_model import ServedModel
 from services.gateway.records.request_record import record_of
@@ -33,7 +35,7 @@ from services.gateway.serving.output import OutputPiece, Outputs, Usage, numbers
 from services.gateway.serving.prepared import PreparedRequest
 from services.gateway.serving.serving import RequestServing, Writer
 from services.gateway.text.tokenizer import TextPool
-from services.gateway.vocabulary.errors import NoSuchModel, NotSupported
+from services.gateway.vocabulary.errors import NoSuchModel, NoSuchRoute, NotSupported
 
 B = TypeVar("B", bound=GenerationRequest)
 
@@ -132,7 +134,31 @@ def router(model: ServedModel, serving: RequestServing, pool: TextPool) -> APIRo
             code="unsupported",
         )
 
+    _add_responses(routes, model, serving, pool)
     return routes
+
+
+def _add_responses(
+    routes: APIRouter, model: ServedModel, serving: RequestServing, pool: TextPool
+) -> None:
+    """Add the routes of the Responses API."""
+
+    @routes.post(
+        "/responses",
+        response_class=JSONResponse,
+        openapi_extra=takes(ResponsesRequest, VOCABULARY.policy, VOCABULARY.passed_on),
+    )
+    async def responses(request: Request) -> Response:
+        """What follows in a conversation, of which nothing is stored."""
+        parse = partial(parse_responses, refuse_unknown=serving.refuse_unknown)
+        dialect = ResponsesDialect(parse, model.tokenizer.texts)
+        return GenerationResponse(serving, pool, request, dialect)
+
+    @routes.get("/responses/{response_id}", response_class=JSONResponse)
+    @routes.delete("/responses/{response_id}", response_class=JSONResponse)
+    async def stored_response(response_id: str) -> Response:
+        """No response is stored."""
+        raise NoSuchRoute("no response is stored; keep what /v1/responses answers")
 
 
 def _add_models(routes: APIRouter, model: ServedModel, serving: RequestServing) -> None:

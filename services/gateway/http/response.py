@@ -3,26 +3,87 @@
 import asyncio
 import hashlib
 import re
-from collections.abc import Coroutine, Hashable
-from typing import Any
+from collections.abc import Callable, Coroutine, Hashable
+from typing import Any, NoReturn, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
+from services.common.timeouts import timeout
 from services.gateway.api.generation import GenerationRequest
 from services.gateway.api.json_object import parse_object
 from services.gateway.bounds.answer import AnswerReader, SharedAnswer
-from services.gateway.bounds.body_budget import BodyLease, TakenOnce
+from services.gateway.bounds.body_budget import (
+    BODY_BYTES_MAX,
+    BODY_BYTES_PER_ITEM,
+    BodyLease,
+    TakenOnce,
+)
 from services.gateway.bounds.client import ClientGone, WatchedClient
 from services.gateway.http.dialect import Dialect, hang_up, present
 from services.gateway.http.errors import error_response
-from services.gateway.http.json_body import read_body
 from services.gateway.records.request_record import RequestRecord, record_of
 from services.gateway.serving.service_policy import PROMISE_HEADERS
 from services.gateway.serving.serving import RequestServing
 from services.gateway.text.tokenizer import TextPool
-from services.gateway.vocabulary.errors import BadRequest, GatewayError
+from services.gateway.vocabulary.errors import (
+    BadRequest,
+    BodyTimeout,
+    BodyTooLarge,
+    GatewayError,
+    UnsupportedMediaType,
+)
+
+BODY_TIMEOUT_S = 30.0
+
+T = TypeVar("T")
+
+
+async def read_body(
+    request: Request, lease: BodyLease, pool: TextPool, parse: Callable[[bytearray], T]
+) -> T:
+    """What `parse` makes of the body, which is JSON and whose bytes `lease` then holds.
+
+    Raises:
+        GatewayError: whatever is wrong with the body.
+        ClientDisconnect: if the client hung up before its end.
+    """
+    _check_headers(request)
+    body = await _read(request, lease)
+    return await pool.run(lambda: parse(body), len(body) // BODY_BYTES_PER_ITEM)
+
+
+def _check_headers(request: Request) -> None:
+    kind = request.headers.get("content-type", "").split(";")[0].strip().lower()
+    if kind != "application/json":
+        raise UnsupportedMediaType(
+            "the content type must be application/json; set the header Content-Type so"
+        )
+    if request.headers.get("content-encoding", "identity").lower() != "identity":
+        raise UnsupportedMediaType("compressed bodies are not supported; send it as it is")
+    length = request.headers.get("content-length", "0")
+    if length.isdigit() and int(length) > BODY_BYTES_MAX:
+        _too_large()
+
+
+async def _read(request: Request, lease: BodyLease) -> bytearray:
+    body = bytearray()
+    try:
+        async with timeout(BODY_TIMEOUT_S):
+            async for part in request.stream():
+                if len(body) + len(part) > BODY_BYTES_MAX:
+                    _too_large()
+                lease.take(len(part))
+                body += part
+    except TimeoutError:
+        raise BodyTimeout(f"the body did not arrive within {BODY_TIMEOUT_S:g} s") from None
+    return body
+
+
+def _too_large() -> NoReturn:
+    raise BodyTooLarge(f"the body is larger than the limit of {BODY_BYTES_MAX} bytes; shorten it")
+
 
 HEADER = b"idempotency-key"
 REPLAYED = (b"idempotent-replayed", b"true")
