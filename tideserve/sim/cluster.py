@@ -32,13 +32,12 @@ from services.core.scheduler.vocabulary import (
     Ticked,
 )
 from tideserve.sim.change_spec import ChangeSpec
-from tideserve.sim.coordinator import Coordinator, workers_of
+from tideserve.sim.coordinator import FIRST_EPOCH, Coordinator, RecordStore, workers_of
 from tideserve.sim.delays import Delays
 from tideserve.sim.engine import Simulation
 from tideserve.sim.instance import Instance
 from tideserve.sim.member import SimulatedMember, World
 from tideserve.sim.network import Network
-from tideserve.sim.record_store import FIRST_EPOCH, RecordStore
 from tideserve.sim.report import KvSample, Outcome, Outcomes, Record, sum_of
 from tideserve.sim.senders import Senders
 from tideserve.sim.time_model import TimeModel
