@@ -11,8 +11,9 @@ from services.common.config import from_mapping, number
 from services.common.errors import ConfigError
 from tideserve.load.traces import TraceError, load_trace
 from tideserve.load.workload import LengthScale, arrivals_of
-from tideserve.sim.conversations import AGENTS, CHATS
 from tideserve.sim.workload import (
+    AGENTS,
+    CHATS,
     Arrival,
     ClosedLoop,
     Length,

@@ -53,8 +53,8 @@ from services.core.overload.group_use import group_uses
 from services.core.overload.monitor import OverloadMonitor
 from services.core.overload.worker_facts import WorkerFacts
 from services.core.report import EngineReport
-from tideserve.sim.change_log import ChangeRecord
 from tideserve.sim.member import World
+from tideserve.sim.pipeline import ChangeRecord
 
 TOKEN = 1
 """The token of the only coordinator."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from services.core.report import ClassTokens
 from services.core.service import NO_PROMISE, Service, ServiceClass
-from tideserve.sim.change_log import ChangeLog, ChangeRecord
+from tideserve.sim.pipeline import ChangeLog, ChangeRecord
 from tideserve.sim.token_times import (
     NOTHING_KEPT,
     Gaps,

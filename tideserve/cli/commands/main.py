@@ -212,7 +212,7 @@ def certs(
 
     Run it again to renew them: services read changed files without a restart.
     """
-    from tideserve.cli.certs import write_certificates
+    from tideserve.cli.certificates import write_certificates
 
     names = write_certificates(folder, host or (), days)
     print(f"{folder}: ca.pem, and NAME.pem with NAME-key.pem for {', '.join(names)}")
