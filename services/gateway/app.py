@@ -34,8 +34,7 @@ from services.gateway.grpc.kserve_service import KserveService
 from services.gateway.grpc.port import GRACE_S, GrpcPort, front_certificates
 from services.gateway.http.app import build
 from services.gateway.http.cors import origins_of
-from services.gateway.http.server import HttpServer, bind
-from services.gateway.http.tls import server_tls
+from services.gateway.http.server import HttpServer, bind, server_tls
 from services.gateway.keys.key_ring import KeyRing
 from services.gateway.keys.quota_exchange import QuotaExchange
 from services.gateway.keys.quotas import Quotas

@@ -21,9 +21,8 @@ from services.gateway.cluster.cluster_client import ClusterClient
 from services.gateway.cluster.group_client import GroupClient
 from services.gateway.cluster.readiness import ReadinessProbe
 from services.gateway.http.errors import add_handlers
-from services.gateway.http.server import HttpServer
+from services.gateway.http.server import HttpServer, ServerTls
 from services.gateway.http.sse import DONE, HEADERS, event
-from services.gateway.http.tls import ServerTls
 from services.gateway.keys.key_ring import KeyRing
 from services.gateway.records.metrics import Metrics
 from services.gateway.vocabulary.errors import GatewayError

@@ -11,7 +11,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from services.common.version import installed_version
 from services.gateway.bounds.drain import Drain
 from services.gateway.cluster.readiness import ReadinessProbe
-from services.gateway.http import anthropic, openai, operations, tokens
+from services.gateway.http import messages, openai, operations, tokens
 from services.gateway.http.cors import with_cors
 from services.gateway.http.errors import add_handlers
 from services.gateway.http.front_door import HttpFrontDoor
@@ -104,7 +104,7 @@ def build(
     add_handlers(app)
     routers = (
         openai.router(model, serving, pool),
-        anthropic.router(serving, pool),
+        messages.router(serving, pool),
         tokens.router(model, serving, pool),
         operations.router(canceller, probe, serving.metrics, public_metrics),
     )

@@ -6,11 +6,11 @@ from typing import Any
 
 from services.gateway.api.chat import ChatRequest
 from services.gateway.api.conversation import template_messages
-from services.gateway.model.chat_form import ChatForm
 from services.gateway.model.template import ChatTemplate
 from services.gateway.structure.asked import Structure, quoted
 from services.gateway.tools import mistral
 from services.gateway.tools.format import (
+    ChatForm,
     ReasoningFormat,
     Thinking,
     ToolFormat,
