@@ -14,8 +14,7 @@ from services.common.address import listen
 from services.common.clock import monotonic_s
 from services.worker.engine.transfer.connection_table import ConnectionTable
 from services.worker.engine.transfer.control_link import ControlLink
-from services.worker.engine.transfer.frame import Bytes, Frame
-from services.worker.engine.transfer.frame_memory import FrameMemory
+from services.worker.engine.transfer.frame import Bytes, Frame, FrameMemory
 from services.worker.engine.transfer.lane import Identity, LaneEvent
 from services.worker.engine.transfer.receive_check import ReceiveCheck
 from services.worker.engine.transfer.traffic import Traffic

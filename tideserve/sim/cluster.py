@@ -11,8 +11,7 @@ from services.core.overload.worker_facts import WorkerFacts
 from services.core.overtaking import OVERTAKEN_MAX
 from services.core.planner.config import IterationConfig
 from services.core.planner.events import EmitToken, RefuseRequest
-from services.core.prefix.block_hash import ThinHashes
-from services.core.prefix.prompt_prefix import prompt_prefix
+from services.core.prefix.block_hash import ThinHashes, prompt_prefix
 from services.core.report import LoadReport
 from services.core.request import Limits, Request, Sampling, admission_blocks
 from services.core.scheduler.class_rules import NO_CLASSES, ClassRules

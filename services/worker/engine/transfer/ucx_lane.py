@@ -27,8 +27,7 @@ from services.worker.engine.transfer.connection_table import UNPROVEN_MAX, Conne
 from services.worker.engine.transfer.control_link import ControlLink
 from services.worker.engine.transfer.doorbell import Doorbell
 from services.worker.engine.transfer.errors import LaneClosed, PeerUnknown, UcxUnavailable
-from services.worker.engine.transfer.frame import Frame, FrameCodec
-from services.worker.engine.transfer.frame_memory import FrameMemory
+from services.worker.engine.transfer.frame import Frame, FrameCodec, FrameMemory
 from services.worker.engine.transfer.lane import Identity, Lane, LaneEvent, Sent
 from services.worker.engine.transfer.receive_check import PAUSE_S, ReceiveCheck, memory_sender
 from services.worker.engine.transfer.traffic import Traffic
