@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import orjson
 from rich.box import SIMPLE
@@ -25,13 +25,13 @@ from benchmarks.errors import BenchError
 from benchmarks.scenarios.scenario import Case, LoadChoice, find_scenario
 from benchmarks.systems.catalog import dtype_of
 from benchmarks.systems.schedulings import serves_batch
+from services.common.config import from_mapping
 from services.common.device_profile import DeviceProfile, load_profile
 from services.common.errors import ConfigError
-from services.core.line_order import Scheduling
+from services.common.setting import settings_of
 from services.core.overload.events import OverloadConfig, OverloadPolicy
-from services.core.planner.config import BatchFormation, IterationConfig
-from services.core.planner.preemption import Preempt, PreemptedWork
-from services.core.planner.victims import VictimRule
+from services.core.planner.config import IterationConfig
+from services.core.scheduler.state_config import StateConfig
 from services.core.service import Service, ServiceClass
 from services.scheduler.config import SchedulerConfig
 from services.worker.config import WorkerConfig
@@ -39,7 +39,6 @@ from tideserve.cli.cache import PROFILES, cache_root
 from tideserve.cli.errors import EXIT_UNUSABLE, CommandError, unusable
 from tideserve.cli.report import Report
 from tideserve.cli.simulate import check_writable
-from tideserve.cli.simulated_classes import rules_of
 from tideserve.load.traces import TraceError
 from tideserve.load.workload import PlannedRequest
 from tideserve.load.workload import Workload as Requests
@@ -51,6 +50,7 @@ from tideserve.sim.report import Outcomes, class_figures, pooled_figures
 from tideserve.sim.time_model import CostTimeModel
 from tideserve.sim.workload import Arrival, ClosedLoop, CoServed, OpenLoop, Workload
 
+T = TypeVar("T")
 DIFFERENCE_MAX = 0.15
 ONE_HOST = LinkSpec(bytes_per_s=5e8, latency_s=0.001, piece_bytes=1 << 20)
 """Between workers that share two processors, as `tideserve bench drop` measures it."""
@@ -301,43 +301,40 @@ def _spec(measured: Measured, profile: DeviceProfile) -> ClusterSpec:
     options = measured.description["options"]
     block_size = options["block_size"]
     blocks = measured.description["kv_capacity_tokens"] // measured.workers // block_size
-    limits = {one.name: one.default for one in fields(WorkerConfig)} | options | options["worker"]
-    fill_max = options.get("harvest", limits["fill_max"])
-    iteration = IterationConfig(
-        block_size,
-        blocks,
-        limits["max_batch_tokens"],
-        options["max_running"],
-        limits["max_waiting"],
-        batch_formation=BatchFormation(limits["batch_formation"]),
-        min_microbatch_tokens=limits["min_microbatch_tokens"],
+    limits = _default_values(WorkerConfig) | options | options["worker"]
+    iteration = replace(
+        _settings(IterationConfig, limits, block_size=block_size),
+        num_blocks=blocks,
         cost_model=profile.model,
-        overtaken_max=limits["overtaken_max"],
-        scheduling=Scheduling(limits["scheduling"]),
-        fill_max=fill_max,
-        offline_iteration_s=limits["offline_iteration_s"],
-        online_chunk_tokens=limits["online_chunk_tokens"],
-        packing=limits["packing"],
-        adaptive_slots=limits["adaptive_slots"],
-        victims=VictimRule(limits["victims"]),
-        preempt=Preempt(limits["preempt"]),
-        preempted_work=PreemptedWork(limits["preempted_work"]),
+        prefix_caching=False,
     )
-    queue: dict[str, Any] = {one.name: one.default for one in fields(SchedulerConfig)}
-    queue |= options.get("scheduler") or {}
+    queue = _default_values(SchedulerConfig) | (options.get("scheduler") or {})
+    scheduling = {"scheduling": limits["scheduling"]}
+    scheduler = _settings(
+        StateConfig, queue | scheduling, queue_deadline_s=options["queue_deadline"]
+    )
     case = measured.case
     last_s = case.workload(0).requests[-1].arrival_s
     return ClusterSpec(
         instances=measured.workers,
         iteration=iteration,
         max_model_len=blocks * block_size,
-        queue_deadline_s=options["queue_deadline"],
+        scheduler=scheduler,
         delays=BUSY_HOST,
         fast_forward=False,
         drain_s=DRAIN_S if case.backlog is None else case.limit_s - last_s,
         change=_change(profile, blocks * block_size, options) if measured.merges else None,
-        rules=rules_of(queue | {"scheduling": limits["scheduling"]}),
     )
+
+
+def _default_values(config: type[Any]) -> dict[str, Any]:
+    return {key: setting.default for key, setting in settings_of(config).items()}
+
+
+def _settings(cls: type[T], values: Mapping[str, Any], **more: Any) -> T:
+    """Those of the values that are settings of core. Raises ConfigError."""
+    own = settings_of(cls).keys() & values.keys()
+    return from_mapping(cls, {key: values[key] for key in own} | more, "the result")
 
 
 def _change(profile: DeviceProfile, kv_tokens: int, options: Mapping[str, Any]) -> ChangeSpec:

@@ -43,11 +43,6 @@ class CountedCache:
         self._keep(list(self._walk(whole[:-1] if output else whole)))
         return hit
 
-    @property
-    def share(self) -> float:
-        """Hits by queries; 0 of nothing."""
-        return self.hits / self.queries if self.queries else 0.0
-
     def _walk(self, tokens: Tokens) -> Iterator[int]:
         """The numbers of the full blocks of a sequence; new ones get the next number."""
         size, before = self.block_size, -1

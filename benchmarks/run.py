@@ -21,8 +21,9 @@ from benchmarks.stats import LATENCIES, LatencyTarget
 from benchmarks.systems.catalog import check_names, is_reference, is_tideserve, is_vllm
 from benchmarks.systems.processor import fastest_dtype, read_processor
 from benchmarks.systems.system import CPU, RUNNING_MAX, Deployment
-from services.common.config import parse_size_bytes
 from services.common.errors import ConfigError
+from services.common.size import parse_size_bytes
+from services.core.planner.config import GPU_LIMITS
 from tideserve.cli.cache import cache_root
 from tideserve.cli.cluster_options import profile_name, read_options
 from tideserve.cli.default import DEFAULT_WORKERS
@@ -35,7 +36,6 @@ from tideserve.cli.errors import (
 )
 from tideserve.cli.model_store import ModelUnavailable, resolve_model
 from tideserve.cli.report import Report
-from tideserve.cli.service_config import GPU_DEFAULTS
 from tideserve.cli.simulate import check_writable
 from tideserve.cli.tiny_model import NUM_LAYERS, TINY_ON_GPU, TINY_OPTIONS, write_tiny_model
 from tideserve.cli.up import name_of
@@ -271,7 +271,7 @@ def _deployment(
         ample_memory_bytes=AMPLE_FACTOR * memory_bytes,
         dtype=_dtype(arguments, scenario),
         device=arguments.device or CPU,
-        max_running=GPU_DEFAULTS["max_running"] if on_gpu and not tiny else RUNNING_MAX,
+        max_running=GPU_LIMITS["max_running"] if on_gpu and not tiny else RUNNING_MAX,
         options={**up_options, **scenario.up_options},
         event_log=scenario.event_log,
         paced=None if arguments.paced is None else profile_name(arguments.paced),

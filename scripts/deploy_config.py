@@ -12,10 +12,11 @@ from typing import Any
 from deploy_network import Way, calls, check_ways, lets_strangers_in, sources_of_services
 from deploy_objects import ROOT, Object, identity
 
-from services.common.config import parse_size_bytes
 from services.common.errors import ConfigError
 from services.common.service_config import ServiceConfig
-from services.common.settings import PREFIX, load_settings, secret_names, variable
+from services.common.setting import settings_of
+from services.common.settings import PREFIX, load_settings, variable
+from services.common.size import parse_size_bytes
 from services.worker.config import WorkerConfig
 from tideserve.cli.cluster_options import CONFIGS
 
@@ -54,7 +55,11 @@ def read_config(service: str, environment: Mapping[str, str]) -> ServiceConfig:
     with tempfile.NamedTemporaryFile("w") as secret:
         secret.write(SECRET)
         secret.flush()
-        files = {variable(f"{name}_file"): secret.name for name in secret_names(cls)}
+        files = {
+            variable(f"{key}_file"): secret.name
+            for key, one in settings_of(cls).items()
+            if one.secret
+        }
         given = {name: files.get(name, value) for name, value in environment.items()}
         return load_settings(cls, None, given).config
 

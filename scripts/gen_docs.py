@@ -13,12 +13,9 @@ In the first four, what is around the tables is written by hand.
 """
 
 import argparse
-import dataclasses
 import sys
-import typing
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import yaml
 
@@ -31,8 +28,9 @@ from fields_reference import ENDPOINTS, fields_of  # noqa: E402
 from metrics_reference import reference  # noqa: E402
 from state_diagrams import page as states  # noqa: E402
 
-from services.common.reference import Row, default_text, rows, values_text  # noqa: E402
 from services.common.service_config import ServiceConfig  # noqa: E402
+from services.common.setting import Setting, settings_of  # noqa: E402
+from services.common.settings import variable  # noqa: E402
 from services.gateway.grpc import errors as grpc_errors  # noqa: E402
 from tideserve.cli.cluster_options import CONFIGS, SECTIONS, ClusterOptions  # noqa: E402
 from tideserve.client.errors import kind_of  # noqa: E402
@@ -51,10 +49,10 @@ END = "<!-- up to here -->\n"
 
 def configuration() -> str:
     """The page of all options."""
-    shared = {row.key for row in rows(ServiceConfig)}
-    parts = ["## All services\n", _key_table(rows(ServiceConfig))]
+    shared = settings_of(ServiceConfig)
+    parts = ["## All services\n", _key_table(list(shared.values()))]
     for name, title in SERVICES.items():
-        own = [row for row in rows(CONFIGS[name]) if row.key not in shared]
+        own = [one for key, one in settings_of(CONFIGS[name]).items() if key not in shared]
         parts += [f"## {title}\n", _key_table(own)]
     return _with_made("configuration", "\n".join(parts), _up_table())
 
@@ -156,44 +154,43 @@ PAGES: Mapping[str, Callable[[], str]] = {
 }
 
 
-def _key_table(keys: Sequence[Row]) -> str:
+def _key_table(settings: Sequence[Setting]) -> str:
     return table(
         ("key", "environment", "values", "default", "what it is"),
         [
             (
-                f"`{row.key}`",
-                f"`{row.variable}`",
-                row.values,
-                row.default,
-                f"**Secret.** {row.help}" if row.secret else row.help,
+                f"`{one.key}`",
+                f"`{variable(one.key)}`",
+                one.values_text,
+                one.default_text,
+                f"**Secret.** {one.help}" if one.secret else one.help,
             )
-            for row in keys
+            for one in settings
+            if "expert" not in one.metadata
         ],
     )
 
 
 def _up_table() -> str:
-    hints = typing.get_type_hints(ClusterOptions)
-    fields = [one for one in dataclasses.fields(ClusterOptions) if one.name not in SECTIONS]
     return table(
         ("flag", "key", "values", "default", "what it is", "passed on as"),
         [
             (
-                f"`--{one.name.replace('_', '-')}`",
-                f"`{one.name}`",
-                values_text(hints[one.name], one.metadata),
-                default_text(one),
-                one.metadata["help"],
+                f"`--{key.replace('_', '-')}`",
+                f"`{key}`",
+                one.values_text,
+                one.default_text,
+                one.help,
                 _passed_on(one),
             )
-            for one in fields
+            for key, one in settings_of(ClusterOptions).items()
+            if key not in SECTIONS and "expert" not in one.metadata
         ],
     )
 
 
-def _passed_on(one: dataclasses.Field[Any]) -> str:
-    cls, key = one.metadata.get("passed_to", (None, ""))
-    services = [name for name, config in CONFIGS.items() if cls and issubclass(config, cls)]
+def _passed_on(option: Setting) -> str:
+    services, key = option.metadata.get("passed_to", ((), ""))
     who = "all" if len(services) == len(CONFIGS) else ", ".join(services)
     return f"`{key}` ({who})" if services else ""
 

@@ -7,8 +7,8 @@ from typing import Any, cast
 
 from fastapi.routing import APIRoute
 
-from services.common.config import field_of
 from services.common.errors import ConfigError
+from services.common.setting import settings_of
 from services.core.engine_kind import EngineKind
 from services.gateway.http import messages, openai, operations, tokens
 from services.gateway.tools.format import ReasoningFormat, ToolFormat
@@ -60,7 +60,7 @@ def engines() -> list[Line]:
 def _dtypes(kind: EngineKind) -> Iterator[str]:
     """The dtypes that the configuration of a worker with the engine accepts."""
     python = None if kind is EngineKind.TIDESERVE else Path("python")
-    for dtype in field_of(WorkerConfig, "dtype").metadata["options"]:
+    for dtype in settings_of(WorkerConfig)["dtype"].metadata["options"]:
         other: dict[str, Any] = {"engine": kind, "engine_python": python, "dtype": dtype}
         try:
             WorkerConfig(etcd_url="", model_name="m", model_dir=Path(), memory_bytes=1, **other)

@@ -1,11 +1,11 @@
 """The page docs/vllm-flags.md: which setting of tideserve stands for a flag of `vllm serve`."""
 
 from collections.abc import Iterator
-from dataclasses import fields
 
 import typer
 from typer.core import TyperGroup
 
+from services.common.setting import settings_of
 from tideserve.cli.cluster_options import CONFIGS
 from tideserve.cli.commands.main import app
 from tideserve.cli.vllm_install import VLLM_VERSION
@@ -124,7 +124,7 @@ def _checked(name: str) -> str:
     section, colon, key = name.partition(": ")
     if colon:
         configs = CONFIGS.values() if section == "services" else [CONFIGS[section]]
-        if not all(key in {one.name for one in fields(config)} for config in configs):
+        if not all(key in settings_of(config) for config in configs):
             raise LookupError(f"section {section} has no key {key}")
         return f"`{name}`"
     if name in options("serve"):

@@ -22,13 +22,13 @@ from benchmarks.faults.random_run import run_random
 from benchmarks.scenarios.scenario import GPU, LoadChoice, Scenario, TrialVerdict
 from benchmarks.systems.system import Deployment, Say
 from services.common.clock import monotonic_s
-from services.common.config import field_of
 from services.common.service_config import ServiceConfig
+from services.common.setting import settings_of
 from tideserve.cli.tiny_model import DEEP
 
 SEEDS = 8
 """Cells take the seeds of their streams by turns, so that few undisturbed runs serve them all."""
-LEASE_S: Any = field_of(ServiceConfig, "lease_ttl_s").default
+LEASE_S: Any = settings_of(ServiceConfig)["lease_ttl_s"].default
 
 
 def run(deployment: Deployment, choice: LoadChoice, say: Say, progress: Say) -> TrialVerdict:

@@ -21,7 +21,8 @@ from benchmarks.systems.system import Deployment, Say
 from benchmarks.systems.tideserve import BLOCK_TOKENS, Tideserve
 from services.common.device_profile import load_profile
 from services.core.planner.config import IterationConfig
-from services.core.scheduler.dispatch import PREFIX, score_of
+from services.core.scheduler.dispatch import PREFIX
+from services.core.scheduler.state_config import StateConfig
 from tideserve.cli.errors import SystemUnavailable
 from tideserve.load.traces import load_trace
 from tideserve.load.workload import LengthScale, arrivals_of, prompt_ids
@@ -199,10 +200,7 @@ def serve(load: str, arrivals: Sequence[Arrival], dispatch: str, capacity_tokens
             prefix_caching=True,
         ),
         max_model_len=capacity_tokens,
-        queue_limit=1_000_000,
-        queue_deadline_s=1e6,
-        score=score_of(dispatch),
-        ttft=model if dispatch == PREFIX else None,
+        scheduler=StateConfig(1_000_000, 1e6, dispatch, ttft=model if dispatch == PREFIX else None),
     )
     outcomes = Cluster(spec, CostTimeModel(model), OpenLoop(arrivals)).run()
     ttfts_s = [one.ttft_s for one in outcomes.records if one.outcome is Outcome.COMPLETED]

@@ -1,13 +1,12 @@
 """Counters of a cluster's gateway: processor time by the kernel, tokens by its own count."""
 
-import json
 from dataclasses import dataclass
 
 import psutil
 
+from benchmarks.systems.cluster_status import read_status
 from benchmarks.systems.system import read_metrics
 from tideserve.cli.errors import SystemUnavailable
-from tideserve.cli.local_cluster import fetch
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,18 +27,13 @@ class GatewayCost:
 
 
 def read_gateway_cost(url: str, admin_url: str) -> GatewayCost:
-    """What the gateway at `url` has spent since it started. Raises SystemUnavailable."""
-    times = psutil.Process(_gateway_pid(admin_url)).cpu_times()
+    """The cost of the gateway at `url` since it started. Raises SystemUnavailable."""
+    services = read_status(admin_url).get("services", ())
+    pids = [int(row["pid"]) for row in services if row["name"] == "gateway"]
+    if len(pids) != 1:
+        raise SystemUnavailable(f"{admin_url} does not report its gateway's process")
+    times = psutil.Process(pids[0]).cpu_times()
     tokens = read_metrics(url).get("tideserve_gateway_output_tokens_total")
     if tokens is None:
-        raise SystemUnavailable(f"{url} does not tell how many tokens it has sent")
+        raise SystemUnavailable(f"{url} does not report how many tokens it has sent")
     return GatewayCost(times.user + times.system, int(tokens))
-
-
-def _gateway_pid(url: str) -> int:
-    try:
-        services = json.loads(fetch(f"{url}/tideserve/v1/status"))["services"]
-        (pid,) = [row["pid"] for row in services if row["name"] == "gateway"]
-        return int(pid)
-    except (OSError, ValueError, KeyError) as error:
-        raise SystemUnavailable(f"{url} does not tell its gateway's process") from error

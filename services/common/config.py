@@ -7,26 +7,35 @@ is an error that names the key, the place and the remedy.
 import dataclasses
 import difflib
 import math
-import mmap
 import re
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from enum import StrEnum
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import yaml
 
 from services.common.errors import ConfigError
+from services.common.setting import (
+    FILE,
+    PAGE_BYTES,
+    Setting,
+    is_enum,
+    key_of,
+    known_keys,
+    range_text,
+    settings_of,
+    values_of,
+)
+from services.common.size import parse_size_bytes
 
 T = TypeVar("T")
 
-# Memory is mapped in pages, so the size of a chunk of it is a multiple of this.
-PAGE_BYTES = mmap.PAGESIZE
-
-_DEVICE = (re.compile(r"cpu|cuda(:\d{1,3})?"), "cpu, cuda or cuda:N")
-_SIZE_UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
-_SIZE_UNITS |= {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+KEPT = dataclasses.MISSING
+# A password or a key; more is a wrong path.
+_SECRET_BYTES_MAX = 64 * 2**10
 _TRUTHS = {"true": True, "yes": True, "on": True, "1": True}
 _TRUTHS |= {"false": False, "no": False, "off": False, "0": False}
 # The last two for a value under a tag that it does not fit, such as "!!bool perhaps".
@@ -38,122 +47,6 @@ _READERS: Mapping[type, tuple[Callable[[str], Any], str]] = {
     int: (int, "a whole number"),
     float: (float, "a number"),
 }
-
-
-def option(
-    default: Any = dataclasses.MISSING,
-    help: str = "",
-    secret: bool = False,
-    *,
-    factory: Callable[[], Any] | None = None,
-    **more: Any,
-) -> Any:
-    """A dataclass field without further checks.
-
-    `help` is one sentence for the command line and the reference. A `secret` may also be given as
-    a file (key `<name>_file`) and is never shown. `factory` makes the default when it is needed.
-    Of `more`, which all kinds of fields take, `default_text` tells people what the default is where
-    the value itself does not, and `panel` is the heading under which a command shows the option.
-    """
-    metadata = {"help": help, "secret": secret, **more}
-    if factory is not None:
-        return dataclasses.field(default_factory=factory, metadata=metadata, repr=not secret)
-    return dataclasses.field(default=default, metadata=metadata, repr=not secret)
-
-
-def number(
-    default: Any = dataclasses.MISSING,
-    help: str = "",
-    *,
-    minimum: float,
-    maximum: float,
-    multiple_of: int = 1,
-    **more: Any,
-) -> Any:
-    """A dataclass field whose value must lie in [minimum, maximum], on a grid if that is given."""
-    return option(default, help, range=(minimum, maximum), multiple_of=multiple_of, **more)
-
-
-def tcp_port(default: Any, help: str) -> Any:
-    """A `number` that is a TCP port; 0: any free one."""
-    return number(default, help, minimum=0, maximum=65535)
-
-
-def size(default: Any = dataclasses.MISSING, help: str = "", **more: Any) -> Any:
-    """A `number` of bytes, which may also be written with a unit, such as 1GiB."""
-    return number(default, help, size=True, **more)
-
-
-def choice(default: Any, options: Iterable[str], help: str = "", **more: Any) -> Any:
-    """A dataclass field whose value must be one of `options`."""
-    return option(default, help, options=tuple(options), **more)
-
-
-def mapping(help: str) -> Any:
-    """A dataclass field that holds a mapping; empty by default."""
-    return option(help=help, factory=dict, default_text="none")
-
-
-def device_name(default: Any, help: str = "") -> Any:
-    """A dataclass field whose value must name a device; whether this machine has it is open."""
-    return option(default, help, pattern=_DEVICE)
-
-
-def like(
-    cls: type[Any],
-    key: str,
-    *,
-    default: Any = dataclasses.MISSING,
-    help: str | None = None,
-    default_text: str | None = None,
-    **more: Any,
-) -> Any:
-    """A dataclass field with the checks of field `key` of the dataclass `cls`.
-
-    Its help and default, too, unless they are given. `more` is added to the metadata.
-    """
-    field = field_of(cls, key)
-    changes: dict[str, Any] = more | ({} if help is None else {"help": help})
-    if default is dataclasses.MISSING:
-        default = field.default
-    else:
-        changes["default_text"] = default_text
-    metadata = dict(field.metadata) | changes
-    return dataclasses.field(default=default, metadata=metadata, repr=field.repr)
-
-
-def field_of(cls: type[Any], key: str) -> dataclasses.Field[Any]:
-    """The field `key` of the dataclass `cls`."""
-    return next(field for field in dataclasses.fields(cls) if field.name == key)
-
-
-def parse_size_bytes(text: str) -> int:
-    """Bytes in a size such as "1GiB", "400 MiB" or "1500000".
-
-    Raises:
-        ConfigError: if the text is no size.
-    """
-    stripped = text.strip().lower()
-    digits = stripped.rstrip("abcdefghijklmnopqrstuvwxyz ")
-    unit = stripped[len(digits) :].strip()
-    try:
-        size = float(digits) * _SIZE_UNITS[unit]
-    except (ValueError, KeyError):
-        raise ConfigError(
-            f"'{text}' is not a size; write a number and a unit, such as 1GiB or 400MiB"
-        ) from None
-    if not 0 < size < 2**60:
-        raise ConfigError(f"the size '{text}' is out of range; it must be above 0 and below 1 EiB")
-    return int(size)
-
-
-def format_size(size_bytes: int) -> str:
-    """The shortest text from which `parse_size_bytes` reads the same number of bytes."""
-    for unit in ("TiB", "GiB", "MiB", "KiB"):
-        scale = _SIZE_UNITS[unit.lower()]
-        if size_bytes >= scale and size_bytes % scale == 0:
-            return f"{size_bytes // scale}{unit}"
-    return str(size_bytes)
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
@@ -191,6 +84,21 @@ def _where_and_why(error: Exception) -> str:
     return f"{place}: {problem or 'a value or a character in it cannot be read'}"
 
 
+def like(cls: type[Any], key: str, *, default: Any = KEPT, **changes: Any) -> Any:
+    """A dataclass field with the checks of `key` of the configuration `cls`.
+
+    Also with its default, unless another one is given; `changes` are to its metadata.
+    """
+    setting = settings_of(cls)[key]
+    if default is KEPT:
+        default = setting.default
+    else:
+        changes = {"default_text": None, **changes}
+    metadata = {**setting.metadata, "key": None, **changes}
+    metadata = {name: value for name, value in metadata.items() if value is not None}
+    return dataclasses.field(default=default, metadata=metadata, repr=not setting.secret)
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Given:
     """A value and where it was given. `text`: from a place that knows only text."""
@@ -206,27 +114,19 @@ def from_mapping(cls: type[T], data: Mapping[str, Any], source: str) -> T:
     Raises:
         ConfigError: on an unknown or missing key, a wrong type or a value out of range.
     """
-    check_keys(data, field_names(cls), source)
-    given = {key: Given(value, source) for key, value in data.items()}
-    return build(cls, given, lambda key: f"missing in {source}; add it")
+    return build(cls, given_in(cls, data, source), lambda key: f"missing in {source}; add it")
 
 
-def check_values(cls: type[Any], data: Mapping[str, Any], source: str) -> None:
-    """Check the value of each key of `data` that the dataclass `cls` has; `source` as above.
+def given_in(cls: type[Any], data: Mapping[str, Any], source: str) -> dict[str, Given]:
+    """The values in `data`, secrets from their files included; `source` as above.
 
     Raises:
-        ConfigError: on a wrong type or a value out of range.
+        ConfigError: on an unknown key, or a file that cannot be read.
     """
-    hints = typing.get_type_hints(cls)
-    for field in dataclasses.fields(cls):
-        if field.name in data:
-            given = Given(data[field.name], source)
-            _checked(field.name, given, hints[field.name], field.metadata)
-
-
-def field_names(cls: type[Any]) -> list[str]:
-    """Keys of the dataclass `cls`, in the order of their declaration."""
-    return [field.name for field in dataclasses.fields(cls)]
+    check_keys(data, known_keys(cls), source)
+    given = {key: Given(value, source) for key, value in data.items()}
+    take_secret_files(cls, given, source)
+    return given
 
 
 def check_keys(data: Iterable[str], known: Sequence[str], source: str) -> None:
@@ -238,108 +138,162 @@ def check_keys(data: Iterable[str], known: Sequence[str], source: str) -> None:
             raise ConfigError(f"unknown configuration key '{key}' in {source}; {hint}")
 
 
+def take_secret_files(
+    cls: type[Any],
+    given: dict[str, Given],
+    source: str,
+    shown: Callable[[str], str] = lambda key: f"'{key}'",
+) -> None:
+    """Replace `<name>_file` of each secret in `given` by the content of that file.
+
+    Raises:
+        ConfigError: if it cannot be read, or the secret itself is given, too.
+    """
+    for name in (key for key, setting in settings_of(cls).items() if setting.secret):
+        pointer = given.pop(name + FILE, None)
+        if pointer is None:
+            continue
+        own, file = shown(name), shown(name + FILE)
+        if name in given:
+            raise ConfigError(f"{source} gives both {own} and {file}; take one out")
+        if not isinstance(pointer.value, str) or not pointer.value:
+            raise ConfigError(f"{file} in {source} must be the path of a file")
+        secret = _read_secret(Path(pointer.value), file)
+        given[name] = Given(secret, f"{pointer.value} ({file})", text=True)
+
+
+def _read_secret(path: Path, file: str) -> str:
+    try:
+        with path.open("rb") as stream:
+            content = stream.read(_SECRET_BYTES_MAX + 1)
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}, which {file} names: {error.strerror}") from error
+    if len(content) > _SECRET_BYTES_MAX:
+        raise ConfigError(f"{path}, which {file} names, is too large for a secret; correct it")
+    try:
+        text = content.decode()
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path}, which {file} names, is not text in UTF-8") from None
+    return text.removesuffix("\n").removesuffix("\r")
+
+
 def build(cls: type[T], given: Mapping[str, Given], missing: Callable[[str], str]) -> T:
     """An instance of the dataclass `cls`. `missing` says where a key without a value may be given.
+
+    A static method `defaults_for` of `cls` returns the defaults that follow from other values.
 
     Raises:
         ConfigError: on a missing key, a wrong type or a value out of range.
     """
-    hints = typing.get_type_hints(cls)
-    values: dict[str, Any] = {}
-    for field in dataclasses.fields(cls):  # type: ignore[arg-type]
-        name = field.name
-        if name in given:
-            values[name] = _checked(name, given[name], hints[name], field.metadata)
-        elif not has_default(field):
-            raise ConfigError(f"configuration key '{name}' is {missing(name)}")
-    return cls(**values)
+    values = read_values(cls, given)
+    for key, setting in settings_of(cls).items():
+        if key not in given and setting.required:
+            raise ConfigError(f"configuration key '{key}' is {missing(key)}")
+    if (defaults_for := getattr(cls, "defaults_for", None)) is not None:
+        values = defaults_for(values) | values
+    try:
+        return cls(**_arguments(cls, None, values))
+    except ValueError as error:  # of a dataclass of core
+        raise ConfigError(str(error)) from error
 
 
-def has_default(field: dataclasses.Field[Any]) -> bool:
-    """Whether the key may be left out."""
-    missing = dataclasses.MISSING
-    return field.default is not missing or field.default_factory is not missing
+def read_values(cls: type[Any], given: Mapping[str, Given]) -> dict[str, Any]:
+    """The value of each key in `given` that the dataclass `cls` has.
+
+    Raises:
+        ConfigError: on a wrong type or a value out of range.
+    """
+    settings = settings_of(cls)
+    return {key: _read(settings[key], one) for key, one in given.items() if key in settings}
+
+
+def _arguments(cls: type[Any], defaults: Any, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of the dataclass `cls` from the values of keys, nested dataclasses made anew."""
+    arguments = {}
+    for field in dataclasses.fields(cls):
+        if field.metadata.get("nested"):
+            inner: Any = field.default if defaults is None else getattr(defaults, field.name)
+            own = _arguments(type(inner), inner, values)
+            arguments[field.name] = dataclasses.replace(inner, **own)
+        elif key_of(field) in values and not field.metadata.get("computed"):
+            arguments[field.name] = values[key_of(field)]
+    return arguments
 
 
 def dump(config: Any) -> str:
     """YAML that `from_mapping` reads back to an equal dataclass; secrets are left out."""
-    secret = {one.name for one in dataclasses.fields(config) if one.metadata.get("secret")}
-    values = dataclasses.asdict(config)
-    text: str = yaml.safe_dump({key: plain(v) for key, v in values.items() if key not in secret})
+    settings = settings_of(type(config))
+    values = values_of(config).items()
+    text: str = yaml.safe_dump({k: plain(v) for k, v in values if not settings[k].secret})
     return text
 
 
 def plain(value: Any) -> Any:
     """The value in the types that YAML has."""
-    if isinstance(value, Path):
+    if isinstance(value, Path | StrEnum):
         return str(value)
     return list(value) if isinstance(value, tuple) else value
 
 
-def kinds_of(hint: Any) -> tuple[Any, ...]:
-    """The types that a field's annotation allows."""
-    return typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
-
-
-def _checked(name: str, given: Given, hint: Any, metadata: Mapping[str, Any]) -> Any:
-    kinds = kinds_of(hint)
-    where = f"'{name}' in {given.place}"
+def _read(setting: Setting, given: Given) -> Any:
+    for kind in setting.kinds:
+        if dataclasses.is_dataclass(kind) and isinstance(given.value, Mapping):
+            return from_mapping(
+                cast("type[Any]", kind), given.value, f"section '{setting.key}' of {given.place}"
+            )
+    where = f"'{setting.key}' in {given.place}"
     try:
-        read = _from_text if given.text else _converted
-        value = read(given.value, kinds, metadata)
+        value = (_from_text if given.text else _converted)(given.value, setting)
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from error
     # An empty secret is one that somebody forgot to fill in: none would open the door.
-    if metadata.get("secret") and isinstance(value, str) and not value.strip():
+    if setting.secret and isinstance(value, str) and not value.strip():
         raise ConfigError(f"{where} is empty; give the secret, or leave it out")
-    # A message must not show a secret, not even an unusable one.
-    shown = "not usable" if metadata.get("secret") else repr(value)
-    accepted = tuple(typing.get_origin(kind) or kind for kind in kinds)
+    enum = next((kind for kind in setting.kinds if is_enum(kind)), None)
+    accepted = tuple(map(_plain_type, setting.kinds))
     if not isinstance(value, accepted) or (isinstance(value, bool) and bool not in accepted):
+        # A message must not show a secret, not even an unusable one.
+        shown = "not usable" if setting.secret else repr(value)
         wanted = " or ".join(kind.__name__ for kind in accepted)
         raise ConfigError(f"{where} is {shown}, but must be of type {wanted}")
     if value is None:
         return None
+    if (allowed := _refusal(value, setting.metadata)) is not None:
+        shown = f"'{value}'" if isinstance(value, str) else value
+        raise ConfigError(f"{where} is {shown}, but must be {allowed}")
+    return value if enum is None else enum(value)
+
+
+def _plain_type(kind: Any) -> Any:
+    """The type of a value in YAML for this one of a field."""
+    if is_enum(kind):
+        return str
+    return dict if dataclasses.is_dataclass(kind) else typing.get_origin(kind) or kind
+
+
+def _refusal(value: Any, metadata: Mapping[str, Any]) -> str | None:
+    """What a value of the right type would have to be; None if it is that."""
     if "range" in metadata:
         low, high = metadata["range"]
         if not low <= value <= high:
-            raise ConfigError(f"{where} is {value}, but must be {range_text(metadata)}")
+            return range_text(metadata)
         step = metadata["multiple_of"]
         if step != 1 and value % step:
-            grid = f"the page size, {step} bytes" if step == PAGE_BYTES else step
-            raise ConfigError(f"{where} is {value}, but must be a multiple of {grid}")
+            return f"a multiple of {f'the page size, {step} bytes' if step == PAGE_BYTES else step}"
     if "pattern" in metadata and not metadata["pattern"][0].fullmatch(value):
-        raise ConfigError(f"{where} is '{value}', but must be {metadata['pattern'][1]}")
+        return str(metadata["pattern"][1])
     if "options" in metadata and value not in metadata["options"]:
-        options = ", ".join(metadata["options"])
-        raise ConfigError(f"{where} is '{value}', but must be one of {options}")
-    return value
+        return f"one of {', '.join(metadata['options'])}"
+    return None
 
 
-def range_text(metadata: Mapping[str, Any]) -> str:
-    """The range of a field in words, such as "4MiB to 1TiB"."""
-    low, high = metadata["range"]
-    if metadata.get("size"):
-        return f"{format_size(low)} to {format_size(high)}"
-    return f"{number_text(low)} to {number_text(high)}"
-
-
-def number_text(value: float) -> str:
-    """The number without a fraction that says nothing."""
-    return str(int(value)) if value == int(value) else str(value)
-
-
-def _from_text(text: str, kinds: tuple[Any, ...], metadata: Mapping[str, Any]) -> Any:
-    """The value that a text stands for, by the field's type; an empty text is none, if allowed.
-
-    Raises:
-        ConfigError: if it is not of that type.
-    """
-    if not text and types.NoneType in kinds and not metadata.get("secret"):
+def _from_text(text: str, setting: Setting) -> Any:
+    """The value that a text stands for; an empty text is none, if allowed. Raises ConfigError."""
+    if not text and types.NoneType in setting.kinds and not setting.secret:
         return None
-    if metadata.get("size"):
+    if setting.metadata.get("size"):
         return parse_size_bytes(text)
-    for kind in kinds:
+    for kind in setting.kinds:
         if typing.get_origin(kind) is tuple:
             return tuple(part.strip() for part in text.split(",") if part.strip())
         if kind in _READERS:
@@ -348,22 +302,20 @@ def _from_text(text: str, kinds: tuple[Any, ...], metadata: Mapping[str, Any]) -
                 return read(text.strip())
             except (ValueError, KeyError):
                 raise ConfigError(f"'{text}' is not {wanted}") from None
-        if kind in (str, Path):
-            return kind(text)
+        if kind in (str, Path) or is_enum(kind):
+            return text if is_enum(kind) else kind(text)
     raise ConfigError("this key can only be given in a YAML file")
 
 
-def _converted(value: Any, kinds: tuple[Any, ...], metadata: Mapping[str, Any]) -> Any:
+def _converted(value: Any, setting: Setting) -> Any:
     """YAML has no paths, tuples or sizes and writes whole floats as integers."""
-    if metadata.get("size") and isinstance(value, str):
-        return parse_size_bytes(value)
-    if Path in kinds and isinstance(value, str):
-        return Path(value)
-    if float in kinds and isinstance(value, int) and not isinstance(value, bool):
+    if isinstance(value, str):
+        if setting.metadata.get("size"):
+            return parse_size_bytes(value)
+        return Path(value) if Path in setting.kinds else value
+    if float in setting.kinds and isinstance(value, int) and not isinstance(value, bool):
         try:
             return float(value)
         except OverflowError:
             return math.inf if value > 0 else -math.inf
-    if isinstance(value, list):
-        return tuple(value)
-    return value
+    return tuple(value) if isinstance(value, list) else value

@@ -11,16 +11,17 @@ processors keep the pace of twice as many workers.
 import os
 import re
 import tempfile
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from services.common.config import from_mapping, number, read_yaml
+from services.common.config import from_mapping, read_yaml
 from services.common.errors import ConfigError
 from services.core.cost.model import Coefficients, CostModel
 from services.core.groups.layer_map import ModelShape
+from services.core.setting import number
 
 SHIPPED_DIR = Path(__file__).parent / "device_profiles"
 SUFFIX = ".yaml"
@@ -119,8 +120,8 @@ def _slowed(profile: DeviceProfile, factor: float) -> DeviceProfile:
 
 def parse_profile(data: dict[str, Any], source: str) -> DeviceProfile:
     """A profile from a mapping; `source` names the place in errors. Raises ConfigError."""
-    flat = from_mapping(_ProfileFile, data, source)
-    cost = from_mapping(_CostSection, flat.cost, f"section 'cost' of {source}")
+    file = from_mapping(_ProfileFile, data, source)
+    cost = file.cost
     if cost.lambda_s > cost.gamma_s:
         raise ConfigError(
             f"'lambda_s' in {source} is {cost.lambda_s}, but must not exceed 'gamma_s'"
@@ -128,37 +129,19 @@ def parse_profile(data: dict[str, Any], source: str) -> DeviceProfile:
         )
     decode = None
     if cost.decode is not None:
-        own = from_mapping(_DecodeSection, cost.decode, f"section 'decode' of {source}")
-        decode = Coefficients(own.alpha_s, own.beta_s, own.gamma_s)
-    accuracy = None
-    if flat.accuracy is not None:
-        accuracy = from_mapping(Accuracy, flat.accuracy, f"section 'accuracy' of {source}")
-    shape = None
-    if flat.shape is not None:
-        shape = from_mapping(ModelShape, flat.shape, f"section 'shape' of {source}")
-    return DeviceProfile(
-        name=flat.name,
-        source=flat.source,
-        model=CostModel(
-            cost.alpha_s,
-            cost.beta_s,
-            cost.gamma_s,
-            cost.lambda_s,
-            decode,
-            cost.kappa_s,
-            cost.knee_tokens,
-            cost.mu_s,
-        ),
-        kv_bytes_per_token=flat.kv_bytes_per_token,
-        parameter_bytes=flat.parameter_bytes,
-        memory_bytes=flat.memory_bytes,
-        host_link_bytes_per_s=flat.host_link_bytes_per_s,
-        peer_link_bytes_per_s=flat.peer_link_bytes_per_s,
-        network_bytes_per_s=flat.network_bytes_per_s,
-        hidden_bytes=flat.hidden_bytes,
-        shape=shape,
-        accuracy=accuracy,
+        decode = Coefficients(cost.decode.alpha_s, cost.decode.beta_s, cost.decode.gamma_s)
+    model = CostModel(
+        cost.alpha_s,
+        cost.beta_s,
+        cost.gamma_s,
+        cost.lambda_s,
+        decode,
+        cost.kappa_s,
+        cost.knee_tokens,
+        cost.mu_s,
     )
+    names = (one.name for one in fields(DeviceProfile) if one.name != "model")
+    return DeviceProfile(model=model, **{name: getattr(file, name) for name in names})
 
 
 def store_profile(profile: DeviceProfile, path: Path) -> None:
@@ -201,20 +184,10 @@ def to_mapping(profile: DeviceProfile) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, slots=True)
-class _ProfileFile:
-    name: str
-    source: str
-    cost: dict[str, Any]
-    kv_bytes_per_token: int | None = number(None, minimum=1, maximum=BYTES_MAX)
-    parameter_bytes: int | None = number(None, minimum=1, maximum=BYTES_MAX)
-    memory_bytes: int | None = number(None, minimum=1, maximum=BYTES_MAX)
-    host_link_bytes_per_s: float | None = number(None, minimum=1, maximum=BYTES_MAX)
-    peer_link_bytes_per_s: float | None = number(None, minimum=1, maximum=BYTES_MAX)
-    network_bytes_per_s: float | None = number(None, minimum=1, maximum=BYTES_MAX)
-    hidden_bytes: int | None = number(None, minimum=1, maximum=BYTES_MAX)
-    shape: dict[str, Any] | None = None
-    accuracy: dict[str, Any] | None = None
-    derivation: dict[str, Any] | None = None  # for readers: where an estimate is from
+class _DecodeSection:
+    alpha_s: float = number(minimum=0, maximum=SECONDS_MAX)
+    beta_s: float = number(minimum=0, maximum=SECONDS_MAX)
+    gamma_s: float = number(minimum=0, maximum=SECONDS_MAX)
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,11 +199,21 @@ class _CostSection:
     kappa_s: float = number(0.0, minimum=0, maximum=SECONDS_MAX)
     knee_tokens: int = number(0, minimum=0, maximum=TOKENS_MAX)
     mu_s: float = number(0.0, minimum=0, maximum=SECONDS_MAX)
-    decode: dict[str, Any] | None = None
+    decode: _DecodeSection | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class _DecodeSection:
-    alpha_s: float = number(minimum=0, maximum=SECONDS_MAX)
-    beta_s: float = number(minimum=0, maximum=SECONDS_MAX)
-    gamma_s: float = number(minimum=0, maximum=SECONDS_MAX)
+class _ProfileFile:
+    name: str
+    source: str
+    cost: _CostSection
+    kv_bytes_per_token: int | None = number(None, minimum=1, maximum=BYTES_MAX)
+    parameter_bytes: int | None = number(None, minimum=1, maximum=BYTES_MAX)
+    memory_bytes: int | None = number(None, minimum=1, maximum=BYTES_MAX)
+    host_link_bytes_per_s: float | None = number(None, minimum=1, maximum=BYTES_MAX)
+    peer_link_bytes_per_s: float | None = number(None, minimum=1, maximum=BYTES_MAX)
+    network_bytes_per_s: float | None = number(None, minimum=1, maximum=BYTES_MAX)
+    hidden_bytes: int | None = number(None, minimum=1, maximum=BYTES_MAX)
+    shape: ModelShape | None = None
+    accuracy: Accuracy | None = None
+    derivation: dict[str, Any] | None = None  # for readers: where an estimate is from

@@ -19,9 +19,8 @@ import uvloop
 from services.common import failpoint
 from services.common.errors import ServiceError
 from services.common.logging import set_up_logging
-from services.common.reference import help_text
 from services.common.service_config import ServiceConfig
-from services.common.settings import describe, load_settings
+from services.common.settings import describe, help_text, load_settings
 
 C = TypeVar("C")
 

@@ -4,9 +4,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from services.common import failpoint
-from services.common.config import choice, number, option, tcp_port
 from services.common.errors import ConfigError
 from services.common.etcd_url import refuse_user
+from services.core.setting import choice, number, option, tcp_port
 
 DEFAULT_PREFIX = "/tideserve/"
 

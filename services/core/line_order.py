@@ -2,8 +2,10 @@
 
 from collections.abc import Callable, Mapping
 from enum import StrEnum
+from typing import Any
 
 from services.core.service import Service, ServiceClass
+from services.core.setting import choice
 
 LineKey = tuple[float, ...]
 LineOrder = Callable[[Service, float], LineKey]
@@ -14,15 +16,11 @@ UNTARGETED_S = 10.0
 
 
 class Scheduling(StrEnum):
-    """First come, first served, whatever was promised; or class before class, `batch` last.
+    """Which requests go first, see `scheduling_setting`.
 
-    `slo`: by deadline, and batch work fills the time that deadlines leave.
-
-    Five are there to be compared with. `prefill_first`: as `fcfs`, but prompts run whole, and
-    without decodes beside them (the baseline of BROS). `round_robin`: iterations of online and of
-    batch work alternate (another one). `conserve`: deadlines as ConServe prints them, see `slo.py`.
-    `bros`: packing as BROS prints it, see `bros.py`. `waiting_time`: whoever has waited longest
-    since its last iteration runs (a third baseline of BROS).
+    The last five are there to be compared with: `round_robin`, `waiting_time` and `prefill_first`
+    are baselines of BROS, `conserve` has the deadlines that ConServe prints (`slo.py`), and `bros`
+    the packing that BROS prints (`bros.py`).
     """
 
     FCFS = "fcfs"
@@ -43,6 +41,23 @@ class Scheduling(StrEnum):
     def keeps_deadlines(self) -> bool:
         """Whether deadlines bound iterations."""
         return self in (Scheduling.SLO, Scheduling.CONSERVE, Scheduling.BROS)
+
+
+def scheduling_setting() -> Any:
+    """The setting on which a scheduler and its workers have to agree."""
+    return choice(
+        Scheduling.FCFS,
+        Scheduling,
+        "Which requests go first. fcfs: first come, first served; priority: interactive before"
+        " standard before batch, and batch gives its KV and its places to the others, does not"
+        " start while one of them waits, and never triggers a drop; slo: the same by deadline,"
+        " and batch fills a part of the time that deadlines leave. For comparisons:"
+        " prefill_first: as fcfs, but prompts run whole, and no answer goes on beside them;"
+        " round_robin: iterations of batch and of the others alternate; waiting_time: whoever has"
+        " waited longest since its last iteration runs; bros: whole prompts by the least time left;"
+        " conserve: as slo, but nothing is corrected by what iterations take, and batch gets all of"
+        " the time.",
+    )
 
 
 def by_arrival(_service: Service, arrival_s: float) -> LineKey:

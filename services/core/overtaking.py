@@ -9,12 +9,26 @@ use.
 
 from collections.abc import Callable, Iterable
 from itertools import islice
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
+
+from services.core.setting import number
 
 LOOKED_AT = 16
 """Requests at the head of a line among which one that fits is looked for."""
 OVERTAKEN_MAX = 8
 """How often a request may be overtaken by default; 0 keeps the order of the line."""
+
+
+def overtaken_setting() -> Any:
+    """The bound, in the configuration of a waiting line."""
+    return number(
+        OVERTAKEN_MAX,
+        "How often a waiting request may be overtaken by later ones that fit where it does not;"
+        " 0: never.",
+        minimum=0,
+        maximum=2**20,
+        expert=True,
+    )
 
 
 class Overtakeable(Protocol):

@@ -54,6 +54,8 @@ from services.gateway.text.tokenizer import TextPool
 from services.gateway.vocabulary.class_targets import class_targets
 from tideserve.common.v1 import record_pb2
 
+# Answers kept for repeated requests, those of running requests included; the oldest go first.
+KEPT_ANSWERS_MAX = 10_000
 log = logging.getLogger(__name__)
 
 
@@ -334,7 +336,6 @@ class _Gateway:
         return AdmissionClient(
             lambda: view.address_of("scheduler"),
             config.admit_timeout_s,
-            config.resume_timeout_s,
             self._transport.dial,
         )
 
@@ -365,6 +366,6 @@ def _kept_answers(config: GatewayConfig) -> KeptAnswers[Any]:
     return KeptAnswers(
         config.idempotency_keep_s,
         config.idempotency_grace_s,
-        config.idempotency_keys_max,
+        KEPT_ANSWERS_MAX,
         config.idempotency_bytes_max,
     )

@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import Any
 
 from services.common.address import is_loopback
-from services.common.config import choice, mapping, number, option, size, tcp_port
 from services.common.errors import ConfigError
 from services.common.service_config import ServiceConfig
 from services.core.service import ServiceClass
+from services.core.setting import choice, mapping, number, option, size, tcp_port
 from services.gateway.bounds.body_budget import BODY_BYTES_MAX
 from services.gateway.tools.format import AUTO, ReasoningFormat, ToolFormat
 from services.gateway.vocabulary.class_targets import class_targets
@@ -81,6 +81,7 @@ class GatewayConfig(ServiceConfig):
         " placed first.",
         minimum=0,
         maximum=86400,
+        expert=True,
     )
     api_key: str | None = option(
         None, "A key of clients, without owner and limits; see also 'api_keys_file'.", secret=True
@@ -186,7 +187,11 @@ class GatewayConfig(ServiceConfig):
         maximum=172_800,
     )
     client_stall_s: float = number(
-        30.0, "Seconds after which a client that takes nothing is cut.", minimum=0.1, maximum=3600
+        30.0,
+        "Seconds after which a client that takes nothing is cut.",
+        minimum=0.1,
+        maximum=3600,
+        expert=True,
     )
     admit_timeout_s: float = number(
         4.0,
@@ -194,20 +199,13 @@ class GatewayConfig(ServiceConfig):
         minimum=0.1,
         maximum=600,
     )
-    # A scheduler is started anew well within this.
-    resume_timeout_s: float = number(
-        60.0,
-        "Seconds that a request that has lost its worker after a token waits for a living"
-        " scheduler.",
-        minimum=0.1,
-        maximum=3600,
-    )
     # More than the 10 s that a worker waits for a request, so that its answer comes first.
     attach_timeout_s: float = number(
         12.0,
         "Seconds that a worker to which a request has moved may be silent.",
         minimum=0.1,
         maximum=600,
+        expert=True,
     )
     resume_streams: bool = option(
         True,
@@ -226,18 +224,13 @@ class GatewayConfig(ServiceConfig):
         " again.",
         minimum=0,
         maximum=3600,
-    )
-    idempotency_keys_max: int = number(
-        10_000,
-        "Answers that are kept, those of running requests included; the oldest go first.",
-        minimum=1,
-        maximum=1_000_000,
+        expert=True,
     )
     idempotency_bytes_max: int = size(
-        64 * 2**20, "Bytes that these answers may have.", minimum=2**16, maximum=2**40
+        64 * 2**20, "Bytes that these answers may have.", minimum=2**16, maximum=2**40, expert=True
     )
     tokenizer_threads: int = number(
-        2, "Threads that tokenise and apply templates.", minimum=1, maximum=64
+        2, "Threads that tokenise and apply templates.", minimum=1, maximum=64, expert=True
     )
 
     @property

@@ -16,7 +16,7 @@ from services.common.tracing import Tracer, tracing
 from services.common.transport import transport_of
 from services.core.groups.coordinator import CoordinatorConfig, CoordinatorState
 from services.core.groups.state import ProtocolConfig
-from services.core.overload.events import OverloadConfig, OverloadPolicy
+from services.core.overload.events import OverloadConfig
 from services.core.overload.monitor import OverloadMonitor
 from services.memmgr.action_runner import ActionRunner
 from services.memmgr.cluster_store import ClusterStore
@@ -58,8 +58,6 @@ async def _serve(
     protocol = ProtocolConfig(
         prepare_timeout_s=config.prepare_timeout_s,
         backoff_s=config.backoff_s,
-        backoff_max_s=config.backoff_max_s,
-        gone_after_s=config.gone_after_s,
     )
     bounds = CoordinatorConfig(protocol, change_over_timeout_s=config.change_over_timeout_s)
     event_log = open_event_log(config.event_log, NAME, bounds)
@@ -71,7 +69,7 @@ async def _serve(
         event_log,
         tracer,
     )
-    actor = ActionRunner(driver, memory, config.backoff_s, config.backoff_max_s, event_log)
+    actor = ActionRunner(driver, memory, protocol.backoff_s, protocol.backoff_max_s, event_log)
     watch = OverloadWatch(
         open_monitor(config),
         memory,
@@ -105,10 +103,9 @@ def open_monitor(config: MemmgrConfig) -> OverloadMonitor:
     """The monitor as configured."""
     return OverloadMonitor(
         OverloadConfig(
-            policy=OverloadPolicy(config.overload_policy),
+            policy=config.overload_policy,
             overload_dwell_s=config.overload_dwell_s,
             split_dwell_s=config.split_dwell_s,
-            lookahead_s=config.lookahead_s,
         )
     )
 

@@ -4,18 +4,17 @@ import asyncio
 import logging
 import os
 import uuid
+from dataclasses import replace
 
 from services.common.advertise import advertised
 from services.common.device_profile import load_profile
 from services.common.etcd import Store, open_store
-from services.common.event_log import EventLog
+from services.common.event_log import open_event_log
 from services.common.grpc_server import ProcessServicer, Server
 from services.common.membership import SERVICES, Registration
 from services.common.metrics_server import metrics_exposed
 from services.common.process_metrics import service_registry
 from services.common.transport import Transport, transport_of
-from services.core.line_order import Scheduling
-from services.core.scheduler.class_rules import ClassRules, Order
 from services.core.scheduler.dispatch import PREFIX
 from services.core.scheduler.state_config import StateConfig
 from services.scheduler.config import SchedulerConfig
@@ -48,10 +47,10 @@ async def _serve(config: SchedulerConfig, store: Store, stop: asyncio.Event) -> 
     made_with = state_config(config)
     state = made_with.state()
     # A group that joins may empty a full queue into one gateway's outbox, behind its tickets.
-    outbox_limit = 2 * config.queue_limit + 1024
-    event_log = open_event_log(config, made_with)
+    outbox_limit = 2 * config.state.queue_limit + 1024
+    event_log = open_event_log(config.event_log, NAME, made_with)
     driver = SchedulerDriver(state, outbox_limit, config.gateway_grace_s, event_log)
-    view = LoadView(store, driver.apply, config.scheduling)
+    view = LoadView(store, driver.apply, config.state.rules.scheduling)
     transport = transport_of(config)
     server = Server(
         config.host,
@@ -76,32 +75,9 @@ async def _serve(config: SchedulerConfig, store: Store, stop: asyncio.Event) -> 
 
 def state_config(config: SchedulerConfig) -> StateConfig:
     """The settings of the state. Raises ConfigError if there is no such profile."""
-    ttft = None
-    if config.dispatch == PREFIX:
-        ttft = load_profile(config.cost_profile).model
-    return StateConfig(
-        config.queue_limit,
-        config.queue_deadline_s,
-        config.dispatch,
-        config.overtaken_max,
-        config.growth_blocks,
-        ttft,
-        ClassRules(
-            Scheduling(config.scheduling),
-            Order(config.order),
-            config.batch_queue_limit,
-            config.batch_queue_deadline_s,
-            config.batch_groups,
-        ),
-        config.spread_s,
-    )
-
-
-def open_event_log(config: SchedulerConfig, made_with: StateConfig) -> EventLog | None:
-    """The log of all events, if one is asked for. Raises EventLogError."""
-    if config.event_log is None:
-        return None
-    return EventLog(config.event_log, NAME, made_with)
+    if config.state.dispatch != PREFIX:
+        return config.state
+    return replace(config.state, ttft=load_profile(config.cost_profile).model)
 
 
 async def _run(
@@ -121,7 +97,7 @@ async def _run(
         incarnation=incarnation,
         address=address,
         pid=os.getpid(),
-        scheduling=config.scheduling,
+        scheduling=config.state.rules.scheduling,
     )
     registration = Registration(
         store, f"{SERVICES}{NAME}/{incarnation}", record, config.lease_ttl_s

@@ -1,22 +1,28 @@
 """Configuration of a worker."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from services.common.config import PAGE_BYTES, choice, device_name, number, option, size, tcp_port
 from services.common.errors import ConfigError
-from services.common.scheduling_config import SchedulingConfig
+from services.common.service_config import ServiceConfig
+from services.common.setting import PAGE_BYTES
 from services.core.engine_kind import EngineKind
 from services.core.line_order import Scheduling
-from services.core.overtaking import OVERTAKEN_MAX
-from services.core.planner.config import BatchFormation
-from services.core.planner.preemption import Preempt, PreemptedWork
+from services.core.planner.config import GPU_LIMITS, IterationConfig
 from services.core.planner.victims import VictimRule
+from services.core.setting import choice, device_name, nested, number, option, size, tcp_port
 
 # Kinds of device that a worker has a memory backend for.
 DEVICES = ("cpu", "cuda")
 # Only tideserve's own engine has these, and only if they are set.
 OWN_ENGINE_OPTIONS = ("chunk_bytes", "event_log", "paced")
+# vLLM's kernels for CPUs need blocks of a multiple of 32 tokens.
+VLLM_DEFAULTS: Mapping[str, int] = {
+    "block_size": 32,
+    "max_batch_tokens": GPU_LIMITS["max_batch_tokens"],
+}
 
 
 def only_cpus(torch_version: str) -> str:
@@ -28,7 +34,7 @@ def only_cpus(torch_version: str) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerConfig(SchedulingConfig):
+class WorkerConfig(ServiceConfig):
     """What a worker serves, on which device, within which memory."""
 
     worker_id: str = option(
@@ -74,7 +80,6 @@ class WorkerConfig(SchedulingConfig):
     load_format: str = choice(
         "auto", ("auto", "dummy"), "auto: weights of the model's files; dummy: random ones."
     )
-    block_size: int = number(16, "Tokens in a KV block.", minimum=1, maximum=1024)
     chunk_bytes: int | None = size(
         None,
         "Size of a chunk of device memory, such as 2MiB.",
@@ -82,32 +87,15 @@ class WorkerConfig(SchedulingConfig):
         maximum=2**30,
         multiple_of=PAGE_BYTES,
         default_text="chosen by the sizes of the model",
+        expert=True,
     )
-    # The next tokens come once an iteration has ended, so a slow device gets small ones. With vLLM
-    # an abort waits for that, too.
-    max_batch_tokens: int = number(
-        256,
-        "Tokens of one iteration; more raise throughput and the time between tokens.",
-        minimum=1,
-        maximum=2**20,
-    )
+    planner: IterationConfig = nested(IterationConfig())
     max_model_len: int | None = number(
         None,
         "Longest prompt and answer together, in tokens.",
         minimum=1,
         maximum=2**31 - 1,
         default_text="what the model and the KV cache allow",
-    )
-    max_running: int = number(128, "Requests that run at once.", minimum=1, maximum=2**16)
-    max_waiting: int = number(
-        4096, "Requests that may wait in the worker.", minimum=1, maximum=2**20
-    )
-    overtaken_max: int = number(
-        OVERTAKEN_MAX,
-        "How often a waiting request may be overtaken by later ones that fit where it does not;"
-        " 0: never.",
-        minimum=0,
-        maximum=2**20,
     )
     threads: int = number(
         1,
@@ -119,87 +107,8 @@ class WorkerConfig(SchedulingConfig):
     start_timeout_s: float = number(
         600.0, "Seconds that loading the model may take.", minimum=1, maximum=86400
     )
-    batch_formation: str = choice(
-        "lookahead",
-        BatchFormation,
-        "How a pipeline's microbatches are formed: by equal cost, looking ahead, or by token"
-        " count.",
-    )
-    min_microbatch_tokens: int = number(
-        128, "Tokens below which a microbatch is not divided.", minimum=1, maximum=2**20
-    )
-    fill_max: float = number(
-        0.4,
-        "With scheduling slo: the largest part of the time between what online requests cost and"
-        " their deadlines that batch work gets; 0 leaves it only times without online requests.",
-        minimum=0,
-        maximum=1,
-    )
-    offline_iteration_s: float = number(
-        2.0,
-        "With scheduling slo: seconds that an iteration of batch work alone may take; less where"
-        " first tokens are promised sooner and nothing interrupts it (preempt).",
-        minimum=0.001,
-        maximum=3600,
-    )
-    online_chunk_tokens: int | None = number(
-        None,
-        "With scheduling slo: tokens of an iteration that online requests get for their prompts"
-        " whatever is due.",
-        minimum=1,
-        maximum=2**20,
-        default_text="max_batch_tokens",
-    )
-    packing: bool = option(
-        False,
-        "With scheduling slo: whether a batch request that finds no time beside online ones takes"
-        " the turn of one whose deadline holds without it.",
-    )
-    adaptive_slots: bool = option(
-        False,
-        "With scheduling slo: whether the sequences of an iteration with both kinds are bounded,"
-        " by half of max_running after an iteration that a deadline has bound, and by twice as many"
-        " after each other one.",
-    )
-    victims: str = choice(
-        "newest",
-        VictimRule,
-        "With scheduling slo: which online request loses its KV when all of batch requests is"
-        " taken: the newest one, or the one whose next token is due last.",
-    )
-    preempt: str = choice(
-        "off",
-        Preempt,
-        "When an online request interrupts an iteration of batch work between two layers, in a"
-        " group of one: never, if its deadline would be missed, or always.",
-    )
-    preempted_work: str = choice(
-        "resume",
-        PreemptedWork,
-        "What becomes of an interrupted iteration: it goes on later at the layer where it was, or"
-        " runs again.",
-    )
-    shelf_max_s: float = number(
-        60.0,
-        "Seconds for which batch requests rest at a worker that does not lead its merged group,"
-        " before the leader gets them; 0: it gets them at once. With `scheduling: fcfs` they move"
-        " as all others.",
-        minimum=0,
-        maximum=86400,
-    )
-    spread_after_loss: bool = option(
-        True,
-        "Whether the leader of a merged group that has lost a member gives the younger part of its"
-        " requests back, so that its former members compute them again, too. Their gateways go on"
-        " with them after the tokens that have come, unless they have `resume_streams: false`.",
-    )
-    prefix_caching: bool = option(
-        True,
-        "Automatic prefix caching: requests with a common prefix share its KV blocks, which stay"
-        " cached until their memory is needed.",
-    )
     coordinated_exchange: bool = option(
-        True, "Whether bulk transfers (KV, parameters) yield to activations."
+        True, "Whether bulk transfers (KV, parameters) yield to activations.", expert=True
     )
     link_bytes_per_s: int = size(
         10**9,
@@ -234,6 +143,7 @@ class WorkerConfig(SchedulingConfig):
         " takes, which is bounded by max_batch_tokens.",
         minimum=1,
         maximum=86400,
+        expert=True,
     )
     drain_timeout_s: float = number(
         30.0, "Seconds that running requests may go on after SIGTERM.", minimum=0, maximum=86400
@@ -244,7 +154,27 @@ class WorkerConfig(SchedulingConfig):
         " A100-14B:2 is half as fast.",
     )
     profile_dir: Path | None = option(None, "Folder of measured profiles; none: they are not kept.")
-    profile_when_idle: bool = option(True, "Whether an idle worker profiles itself.")
+    profile_when_idle: bool = option(True, "Whether an idle worker profiles itself.", expert=True)
+
+    @staticmethod
+    def defaults_for(given: Mapping[str, Any]) -> dict[str, Any]:
+        """Defaults that suit the engine and device.
+
+        A batch has room for one token of every running request: of `max_running` and
+        `max_batch_tokens`, one that is not given follows the other.
+        """
+        defaults: dict[str, Any] = {}
+        if given.get("engine") == EngineKind.VLLM:
+            defaults = dict(VLLM_DEFAULTS)
+        elif given.get("device", "cpu") != "cpu":
+            defaults = dict(GPU_LIMITS)
+        usual = IterationConfig()
+        limits = {**defaults, **given}
+        running = limits.get("max_running", usual.max_running)
+        tokens = limits.get("max_batch_tokens", usual.max_batch_tokens)
+        if running > tokens:
+            defaults |= {"max_running": tokens, "max_batch_tokens": running}
+        return defaults
 
     @property
     def location_parts(self) -> tuple[str, ...]:
@@ -253,13 +183,8 @@ class WorkerConfig(SchedulingConfig):
 
     def __post_init__(self) -> None:
         # Without `super`: a dataclass with slots is another class than the one in its body.
-        SchedulingConfig.__post_init__(self)
-        if self.max_running > self.max_batch_tokens:
-            raise ConfigError(
-                f"'max_running' is {self.max_running}, but must not exceed 'max_batch_tokens' "
-                f"({self.max_batch_tokens}): every running request decodes one token an iteration"
-            )
-        if self.scheduling != Scheduling.SLO:
+        ServiceConfig.__post_init__(self)
+        if self.planner.scheduling is not Scheduling.SLO:
             self._check_parts()
         if self.engine == EngineKind.VLLM:
             self._check_vllm()
@@ -270,12 +195,13 @@ class WorkerConfig(SchedulingConfig):
 
     def _check_parts(self) -> None:
         """Nothing that only `slo` has is set: it would do nothing, and nobody would notice."""
-        parts = {"packing": self.packing, "adaptive_slots": self.adaptive_slots}
-        parts["victims"] = self.victims != VictimRule.NEWEST
+        planner = self.planner
+        parts = {"packing": planner.packing, "adaptive_slots": planner.adaptive_slots}
+        parts["victims"] = planner.victims is not VictimRule.NEWEST
         for name in (name for name, is_set in parts.items() if is_set):
             raise ConfigError(
-                f"'{name}' does nothing with `scheduling: {self.scheduling}`; take it out, or set"
-                " 'scheduling' to 'slo'"
+                f"'{name}' does nothing with `scheduling: {planner.scheduling}`; take it out, or"
+                " set 'scheduling' to 'slo'"
             )
 
     def _check_vllm(self) -> None:

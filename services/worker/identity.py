@@ -89,7 +89,7 @@ def worker_record(
         max_model_len=facts.max_model_len,
         context_tokens=facts.context_tokens,
         block_size=facts.block_size,
-        max_batch_tokens=config.max_batch_tokens,
+        max_batch_tokens=config.planner.max_batch_tokens,
         location=config.location_parts,
         kv_blocks_total=facts.kv_blocks_total,
         capabilities=capabilities_of(can_drop(facts), config.paced, config.engine),
@@ -100,5 +100,5 @@ def worker_record(
         model_digest=facts.model_digest,
         protocol_version=PROTOCOL_VERSION,
         code_digest=code_digest,
-        scheduling=config.scheduling,
+        scheduling=config.planner.scheduling,
     )

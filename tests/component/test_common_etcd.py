@@ -8,7 +8,7 @@ import pytest
 from etcd3aio.kv import KVService
 from google.protobuf.message import Message
 
-from benchmarks.faults.cluster import forget_history
+from benchmarks.faults.cell_run import forget_history
 from services.common import etcd as etcd_module
 from services.common.errors import StoreError
 from services.common.etcd import SameCreation, Store, StoreSnapshot, Unchanged

@@ -16,6 +16,7 @@ import transformers
 from tokenizers import Tokenizer
 
 from services.core.groups.layer_map import Stage
+from services.core.planner.config import IterationConfig
 from services.core.request import (
     Grammar,
     GrammarKind,
@@ -132,9 +133,7 @@ async def engines(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Eng
         memory_bytes=MEMORY_BYTES,
         dtype="float32",
         chunk_bytes=64 << 10,
-        max_batch_tokens=64,
-        max_running=16,
-        min_microbatch_tokens=8,
+        planner=IterationConfig(max_batch_tokens=64, max_running=16, min_microbatch_tokens=8),
         profile_when_idle=False,
     )
     made = EngineProcesses()

@@ -11,6 +11,7 @@ import grpc.aio
 import pytest
 import yaml
 
+from services.common.config import from_mapping
 from services.common.etcd import Store
 from services.common.grpc_client import open_channel
 from services.common.membership import ASSIGNMENTS, GROUPS, LEADERS, SERVICES
@@ -46,7 +47,7 @@ async def memmgr(store: Store, **changes: object) -> AsyncIterator[str]:
         "lease_ttl_s": LEASE_TTL_S,
         "backoff_s": 0.1,
     }
-    async with serving(serve, MemmgrConfig(**(options | changes))):  # type: ignore[arg-type]
+    async with serving(serve, from_mapping(MemmgrConfig, options | changes, "a test")):
         await eventually(lambda: store.list_prefix(LEADER))
         yield await service_address(store, "memmgr")
 

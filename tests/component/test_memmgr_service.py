@@ -7,6 +7,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 import grpc.aio
 import pytest
 
+from services.common.config import from_mapping
 from services.common.etcd import Store
 from services.common.grpc_client import open_channel
 from services.common.membership import GROUPS, SERVICES, WORKERS, Directory
@@ -41,7 +42,7 @@ KEY = f"{WORKERS}w0"
 async def memmgr(store: Store, **changes: object) -> AsyncIterator[str]:
     """A running memory manager; yields its address."""
     options = {"etcd_url": store.url, "lease_ttl_s": LEASE_TTL_S}
-    async with serving(serve, MemmgrConfig(**(options | changes))):  # type: ignore[arg-type]
+    async with serving(serve, from_mapping(MemmgrConfig, options | changes, "a test")):
         yield await service_address(store, "memmgr")
 
 

@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 import grpc.aio
 import pytest
 
+from services.common.config import from_mapping
 from services.common.etcd import Store
 from services.common.grpc_client import open_channel
 from services.common.membership import GROUPS, SERVICES, WORKERS
@@ -37,7 +38,7 @@ from tideserve.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 async def scheduler(store: Store, **changes: object) -> AsyncIterator[str]:
     """A running scheduler; yields its address."""
     options = {"etcd_url": store.url, "lease_ttl_s": LEASE_TTL_S, "gateway_grace_s": 0.5}
-    async with serving(serve, SchedulerConfig(**(options | changes))):  # type: ignore[arg-type]
+    async with serving(serve, from_mapping(SchedulerConfig, options | changes, "a test")):
         yield await service_address(store, "scheduler")
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from services.common.config import field_names
+from services.common.setting import settings_of
 from tideserve.cli.cluster_options import CONFIGS
 from tideserve.cli.local_cluster import python_environment
 
@@ -25,7 +25,7 @@ SETTINGS = {
 def test_the_configuration_of_a_container_is_printed(service: str, tmp_path: Path) -> None:
     password = tmp_path / "password"
     password.write_text("hidden\n")
-    known = {key.upper() for key in field_names(CONFIGS[service])}
+    known = {key.upper() for key in settings_of(CONFIGS[service])}
     given = {f"TIDESERVE__{key}": value for key, value in SETTINGS.items() if key in known}
     given["TIDESERVE__ETCD_PASSWORD_FILE"] = str(password)
     kept = {key: text for key, text in os.environ.items() if not key.startswith("TIDESERVE")}
@@ -41,7 +41,7 @@ def test_the_configuration_of_a_container_is_printed(service: str, tmp_path: Pat
     assert "hidden" not in done.stdout
     assert f"etcd_password: '***'  # {password} (TIDESERVE__ETCD_PASSWORD_FILE)\n" in done.stdout
     shown = yaml.safe_load(done.stdout)
-    assert list(shown) == field_names(CONFIGS[service])
+    assert list(shown) == list(settings_of(CONFIGS[service]))
     assert shown["etcd_url"] == "https://etcd:2379"
     assert shown.get("memory_bytes") == ("3GiB" if service == "worker" else None)
 

@@ -15,6 +15,7 @@ import socket
 import time
 from bisect import bisect_right
 from collections.abc import AsyncIterator, Iterable, Mapping
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -29,6 +30,7 @@ from services.core.audit.record import BATCH as PLANNED
 from services.core.groups.layer_map import Stage
 from services.core.line_order import Scheduling
 from services.core.planner.batch import Batch, Chunk
+from services.core.planner.config import IterationConfig
 from services.core.planner.events import IterationDropped, IterationFinished, IterationSuspended
 from services.core.planner.preemption import Preempt
 from services.core.planner.sequence_names import request_of
@@ -245,15 +247,20 @@ async def engines(tmp_path: Path) -> AsyncIterator[EngineProcesses]:
         event_log=tmp_path / "events",
         memory_bytes=MEMORY_BYTES,
         dtype=fast_dtype(),
-        max_batch_tokens=BATCH_TOKENS,
-        max_running=8,
-        prefix_caching=False,
+        planner=IterationConfig(
+            max_batch_tokens=BATCH_TOKENS,
+            max_running=8,
+            prefix_caching=False,
+            scheduling=Scheduling.PRIORITY,
+        ),
         profile_when_idle=False,
-        scheduling=Scheduling.PRIORITY.value,
     )
     processes = EngineProcesses()
     try:
-        changes = {name: {"preempt": name} for name in (ALWAYS, OFF)}
+        changes = {
+            name: {"planner": replace(config.planner, preempt=Preempt(name))}
+            for name in (ALWAYS, OFF)
+        }
         await processes.start(config, tuple(changes), changes=changes)
         yield processes
     finally:

@@ -1,7 +1,7 @@
 """CUDA's virtual memory management as a GPU was seen to do it, over pages of a memory file.
 
-It refuses what an H200 has refused (benchmarks/results/gpu-h200.json): to map over what is mapped, to
-give access over a hole, to unmap a part of a chunk. Memory without access crashes, as there.
+It refuses what an H200 has refused (benchmarks/results/gpu-h200.json): to map over what is mapped,
+to give access over a hole, to unmap a part of a chunk. Memory without access crashes, as there.
 """
 
 from collections.abc import Iterator

@@ -5,7 +5,6 @@ field in the service's configuration. `option_command` makes the flags from the 
 panel.
 """
 
-import dataclasses
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -14,25 +13,21 @@ from pathlib import Path
 from typing import Any
 
 from services.common.config import (
+    KEPT,
     Given,
     build,
     check_keys,
-    check_values,
-    field_names,
-    field_of,
+    given_in,
     like,
-    mapping,
-    number,
-    option,
+    read_values,
     read_yaml,
 )
 from services.common.device_profile import load_profile, split_slowdown
 from services.common.errors import ConfigError
-from services.common.reference import default_text as default_text_of
-from services.common.scheduling_config import SchedulingConfig
 from services.common.service_config import ServiceConfig
-from services.common.settings import given_in_mapping
+from services.common.setting import settings_of
 from services.core.engine_kind import EngineKind
+from services.core.setting import mapping, number, option
 from services.gateway.config import GatewayConfig
 from services.memmgr.config import MemmgrConfig
 from services.scheduler.config import SchedulerConfig
@@ -52,6 +47,7 @@ CONFIGS: Mapping[str, type[ServiceConfig]] = {
     "memmgr": MemmgrConfig,
     "worker": WorkerConfig,
 }
+SETTINGS = {name: settings_of(config) for name, config in CONFIGS.items()}
 READY_TIMEOUTS_S = {EngineKind.TIDESERVE: 600.0, EngineKind.VLLM: 1800.0}
 TORCH_THREADS_MIN = 8
 """Threads of torch that are about as fast as the compiled kernels on one. Two of them took 2.6
@@ -59,7 +55,6 @@ times as long for a prompt, 3.6 times for a token (bfloat16, EPYC of family 26).
 SERVICES = "services"
 SECTIONS = (*CONFIGS, SERVICES)
 """Keys that are passed on to services as they are."""
-KEPT = dataclasses.MISSING
 COMMAND_LINE = "the command line"
 # These follow from the cluster itself: a section that set one would break it apart.
 SETTLED_KEYS = frozenset(
@@ -76,24 +71,17 @@ SETTLED_KEYS = frozenset(
 )
 
 
-def _of(
-    cls: type[ServiceConfig],
-    key: str,
-    panel: str | None = None,
-    *,
-    default: Any = None,
-    help: str | None = None,
-    default_text: str | None = None,
-    **other: Any,
-) -> Any:
-    """An option that is passed on as `key` to the services whose configuration is a `cls`.
+def _of(key: str, panel: str | None = None, service: str = "", **changes: Any) -> Any:
+    """An option that is passed on as `key` to `service`, or to every service that has the key.
 
-    Without a value the service has its own default, which is ours, too, if that is KEPT. `other`
-    checks replace the service's.
+    Without a value the service has its own default, which is ours, too, if that is KEPT.
     """
-    other |= {"panel": panel, "passed_to": (cls, key)}
-    text = default_text or (default_text_of(field_of(cls, key)) if default is None else None)
-    return like(cls, key, default=default, help=help, default_text=text, **other)
+    services = [name for name, settings in SETTINGS.items() if key in settings]
+    if service:
+        services = [service]
+    if changes.setdefault("default", None) is None:
+        changes.setdefault("default_text", SETTINGS[services[0]][key].default_text)
+    return like(CONFIGS[services[0]], key, panel=panel, passed_to=(services, key), **changes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,22 +98,16 @@ class ClusterOptions:
         default_text="SmolLM2-135M-Instruct",
         panel=MODEL,
     )
-    model_name: str | None = like(
-        WorkerConfig,
-        "model_name",
-        default=None,
-        default_text="the hub id or the folder's name",
-        panel=MODEL,
+    model_name: str | None = _of(
+        "model_name", MODEL, default_text="the hub id or the folder's name"
     )
-    dtype: str = _of(WorkerConfig, "dtype", MODEL, default=KEPT)
-    load_format: str = _of(WorkerConfig, "load_format", MODEL, default=KEPT)
-    engine: str = _of(WorkerConfig, "engine", MODEL, default=KEPT)
-    engine_python: Path | None = like(  # noqa: RUF009  # it makes a field
-        WorkerConfig,
+    dtype: str = _of("dtype", MODEL, default=KEPT)
+    load_format: str = _of("load_format", MODEL, default=KEPT)
+    engine: str = _of("engine", MODEL, default=KEPT)
+    engine_python: Path | None = _of(  # noqa: RUF009  # it makes a field
         "engine_python",
-        default=None,
+        MODEL,
         default_text="the one that `tideserve engine install vllm` has made",
-        panel=MODEL,
     )
     workers: int = number(
         DEFAULT_WORKERS,
@@ -134,52 +116,51 @@ class ClusterOptions:
         maximum=64,
         panel=RESOURCES,
     )
-    memory: int = _of(WorkerConfig, "memory_bytes", RESOURCES, default=2**30)
-    device: str = _of(WorkerConfig, "device", RESOURCES, default=KEPT)
+    memory: int = _of("memory_bytes", RESOURCES, default=2**30)
+    device: str = _of("device", RESOURCES, default=KEPT)
     threads: int | None = _of(
-        WorkerConfig,
         "threads",
         RESOURCES,
         default_text=f"processors / workers; 1 if that is below {TORCH_THREADS_MIN} and the engine"
         " is tideserve's",
     )
-    chunk_size: int | None = _of(WorkerConfig, "chunk_bytes", RESOURCES)
-    block_size: int | None = _of(WorkerConfig, "block_size", RESOURCES)
-    paced: str | None = _of(WorkerConfig, "paced", RESOURCES)
-    overload_policy: str | None = _of(MemmgrConfig, "overload_policy", LIMITS)
-    scheduling: str | None = _of(SchedulingConfig, "scheduling", LIMITS)
-    harvest: float | None = _of(WorkerConfig, "fill_max", LIMITS)
-    max_running: int | None = _of(WorkerConfig, "max_running", LIMITS)
-    max_batch_tokens: int | None = _of(WorkerConfig, "max_batch_tokens", LIMITS)
-    preempt: str | None = _of(WorkerConfig, "preempt", LIMITS)
-    max_model_len: int | None = _of(WorkerConfig, "max_model_len", LIMITS)
-    queue_limit: int | None = _of(SchedulerConfig, "queue_limit", LIMITS)
-    queue_deadline: float | None = _of(SchedulerConfig, "queue_deadline_s", LIMITS)
-    host: str = _of(GatewayConfig, "host", CLUSTER, default=KEPT)
+    chunk_size: int | None = _of("chunk_bytes", RESOURCES)
+    block_size: int | None = _of("block_size", RESOURCES)
+    paced: str | None = _of("paced", RESOURCES)
+    overload_policy: str | None = _of("overload_policy", LIMITS)
+    scheduling: str | None = _of("scheduling", LIMITS)
+    harvest: float | None = _of("harvest", LIMITS)
+    max_running: int | None = _of("max_running", LIMITS)
+    max_batch_tokens: int | None = _of("max_batch_tokens", LIMITS)
+    preempt: str | None = _of("preempt", LIMITS)
+    max_model_len: int | None = _of("max_model_len", LIMITS)
+    queue_limit: int | None = _of("queue_limit", LIMITS)
+    queue_deadline: float | None = _of("queue_deadline_s", LIMITS)
+    host: str = _of("host", CLUSTER, "gateway", default=KEPT)
     port: int = _of(
-        GatewayConfig,
         "port",
         CLUSTER,
+        "gateway",
         default=KEPT,
         help="HTTP port; all others are found through etcd.",
         range=(1, 65535),
     )
     grpc_port: int = _of(
-        GatewayConfig,
         "public_grpc_port",
         CLUSTER,
+        "gateway",
         default=0,
         help="gRPC port of clients; 0: a free one, the same as long as it can be.",
         range=(0, 65535),
     )
-    api_key: str | None = _of(GatewayConfig, "api_key", help=API_KEY_HELP)
+    api_key: str | None = _of("api_key", help=API_KEY_HELP)
     api_keys: Path | None = _of(  # noqa: RUF009  # it makes a field
-        GatewayConfig, "api_keys_file", CLUSTER, help=API_KEYS_HELP
+        "api_keys_file", CLUSTER, help=API_KEYS_HELP
     )
     etcd: str | None = option(
         None, "URL of a running etcd.", default_text="a private one", panel=CLUSTER
     )
-    lease_ttl: int | None = _of(ServiceConfig, "lease_ttl_s", CLUSTER)
+    lease_ttl: int | None = _of("lease_ttl_s", CLUSTER)
     ready_timeout: float | None = number(
         None,
         "Seconds until the cluster must be ready.",
@@ -235,7 +216,7 @@ def read_options(
     """
     given = {key: Given(value, COMMAND_LINE) for key, value in (defaults or {}).items()}
     given |= {} if path is None else _given_in(path)
-    check_keys(flags, field_names(ClusterOptions), COMMAND_LINE)
+    check_keys(flags, list(settings_of(ClusterOptions)), COMMAND_LINE)
     given |= {key: Given(v, COMMAND_LINE) for key, v in flags.items() if v is not None}
     options = build(ClusterOptions, given, lambda key: f"missing in {path or COMMAND_LINE}")
     if options.paced is not None:
@@ -261,18 +242,18 @@ def _given_in(path: Path) -> dict[str, Given]:
                 f"unknown configuration key '{key}' in {path}; it is a key of section"
                 f" {' or '.join(map(repr, sections))}: write `{sections[0]}: {{{key}: …}}`"
             )
-    return given_in_mapping(ClusterOptions, data, str(path))
+    return given_in(ClusterOptions, data, str(path))
 
 
 def _sections_with(key: str) -> list[str]:
     """The sections that have a key, if it is no option of the cluster by this or another name."""
-    options = dataclasses.fields(ClusterOptions)
-    named = {one.metadata.get("passed_to", (None, ""))[1] for one in options}
-    if key in named | SETTLED_KEYS | {one.name for one in options}:
+    options = settings_of(ClusterOptions)
+    named = {one.metadata.get("passed_to", ((), ""))[1] for one in options.values()}
+    if key in named | SETTLED_KEYS | options.keys():
         return []
-    if key in field_names(ServiceConfig):
+    if key in settings_of(ServiceConfig):
         return [SERVICES]
-    return [name for name, config in CONFIGS.items() if key in field_names(config)]
+    return [name for name, settings in SETTINGS.items() if key in settings]
 
 
 def profile_name(name_or_path: str) -> str:
@@ -317,6 +298,6 @@ def _check_section(section: Mapping[Any, Any], name: str, path: Path | None) -> 
                 f"'{key}' cannot be set in section '{name}': it follows from the options of the"
                 " cluster; take it out"
             )
-    check_values(
-        CONFIGS.get(name, ServiceConfig), section, f"section '{name}' of {path or COMMAND_LINE}"
-    )
+    place = f"section '{name}' of {path or COMMAND_LINE}"
+    given = {key: Given(value, place) for key, value in section.items()}
+    read_values(CONFIGS.get(name, ServiceConfig), given)

@@ -8,10 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from services.common.config import build
+from services.common.config import from_mapping
 from services.common.errors import ConfigError, StoreError
 from services.common.service_config import ServiceConfig
-from services.common.settings import given_in_mapping
 from tideserve.cli.cluster_folder import ClusterFolder
 from tideserve.cli.errors import EXIT_UNUSABLE, CommandError, unusable
 from tideserve.cli.etcd_binary import EtcdBinary
@@ -42,8 +41,7 @@ def check_given_etcd(access: Mapping[str, Any]) -> None:
     from services.common.membership import SERVICES, WORKERS
 
     async def registered() -> list[str]:
-        given = given_in_mapping(ServiceConfig, access, "section 'services'")
-        store = open_store(build(ServiceConfig, given, lambda key: f"'{key}' is missing"))
+        store = open_store(from_mapping(ServiceConfig, access, "section 'services'"))
         try:
             await store.connect(GIVEN_TIMEOUT_S)
             listings = [await store.list_prefix(prefix) for prefix in (SERVICES, WORKERS)]

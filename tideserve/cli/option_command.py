@@ -3,16 +3,17 @@
 Not before: the configurations of the services would be loaded for every `tideserve --help`.
 """
 
-import dataclasses
 import inspect
-import types
-import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperCommand
+
+if TYPE_CHECKING:
+    from services.common.setting import Setting
 
 NO_DEFAULT = ("none", "empty")
 
@@ -71,74 +72,52 @@ def option_command(flags: Flags, narrowed: Narrowed | None = None) -> type[Typer
 
 def _complete(command: TyperCommand, flags: Flags) -> list[str]:
     """Give the command its flags, unless it has them; returns their names."""
+    from services.common.setting import settings_of
     from tideserve.cli.cluster_options import ClusterOptions
 
-    chosen = [one for one in dataclasses.fields(ClusterOptions) if _is_chosen(one, flags)]
-    names = [one.name for one in chosen]
+    chosen = [one for one in settings_of(ClusterOptions).values() if _is_chosen(one, flags)]
+    names = [one.key for one in chosen]
     if not {one.name for one in command.params} >= set(names):
-        command.params = [*_parameters(ClusterOptions, chosen, flags), *command.params]
+        command.params = [*_parameters(chosen, flags), *command.params]
     return names
 
 
-def _is_chosen(one: dataclasses.Field[Any], flags: Flags) -> bool:
-    return one.name in flags.names if flags.names else one.metadata.get("panel") is not None
+def _is_chosen(option: "Setting", flags: Flags) -> bool:
+    return option.key in flags.names if flags.names else "panel" in option.metadata
 
 
-def _parameters(
-    cls: type[Any], chosen: Sequence[dataclasses.Field[Any]], flags: Flags
-) -> list[Any]:
+def _parameters(options: Sequence["Setting"], flags: Flags) -> list[Any]:
     """What typer makes of a function that has these parameters."""
-    hints = typing.get_type_hints(cls)
-    app = typer.Typer(add_completion=False)
-    app.command()(_function([(one, hints[one.name]) for one in chosen], flags))
-    return [one for one in typer.main.get_command(app).params if one.name != "help"]
 
-
-def _function(chosen: Sequence[tuple[dataclasses.Field[Any], Any]], flags: Flags) -> Any:
     def function(**_: Any) -> None:
         """Never called; typer reads its signature."""
 
-    parameters = []
-    for one, hint in chosen:
-        wording = flags.wordings.get(one.name, Wording())
-        info = typer.Option(
-            *([wording.flag] if wording.flag else []),
-            help=_help(one, hint, wording),
-            show_default=_default(one, wording),
-            rich_help_panel=one.metadata.get("panel") if flags.panels else None,
-        )
-        kind: Any = _flag_type(one, hint)
-        annotation = Annotated[kind | None, info]
-        function.__annotations__[one.name] = annotation
-        parameters.append(
-            inspect.Parameter(
-                one.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation
-            )
-        )
-    del function.__annotations__["_"]
-    function.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    return function
+    function.__annotations__ = {one.key: _annotation(one, flags) for one in options}
+    function.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [
+            inspect.Parameter(key, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=kind)
+            for key, kind in function.__annotations__.items()
+        ]
+    )
+    app = typer.Typer(add_completion=False)
+    app.command()(function)
+    return [one for one in typer.main.get_command(app).params if one.name != "help"]
 
 
-def _flag_type(one: dataclasses.Field[Any], hint: Any) -> Any:
-    """What typer may read: sizes, which have units, are read with the rest of the options."""
-    from services.common.config import kinds_of
-
-    if one.metadata.get("size"):
-        return str
-    return next(kind for kind in kinds_of(hint) if kind is not types.NoneType)
-
-
-def _help(one: dataclasses.Field[Any], hint: Any, wording: Wording) -> str:
-    from services.common.reference import values_text
-
-    text = wording.help or str(one.metadata["help"])
-    checked = {"options", "pattern", "range"} & one.metadata.keys()
-    return f"{text} [dim]\\[{values_text(hint, one.metadata)}][/]" if checked else text
-
-
-def _default(one: dataclasses.Field[Any], wording: Wording) -> str | bool:
-    from services.common.reference import default_text
-
-    text = wording.default or default_text(one)
-    return False if text in NO_DEFAULT else text
+def _annotation(option: "Setting", flags: Flags) -> Any:
+    wording = flags.wordings.get(option.key, Wording())
+    text = wording.help or option.help
+    if {"options", "pattern", "range"} & option.metadata.keys():
+        text += f" [dim]\\[{option.values_text}][/]"
+    default = wording.default or option.default_text
+    info = typer.Option(
+        *([wording.flag] if wording.flag else []),
+        help=text,
+        show_default=False if default in NO_DEFAULT else default,
+        rich_help_panel=option.metadata.get("panel") if flags.panels else None,
+        hidden="expert" in option.metadata,
+    )
+    # Sizes, which have units, and names of enums are read with the rest of the configuration.
+    kinds = () if option.metadata.get("size") else option.kinds
+    kind: Any = next((kind for kind in (int, float, Path) if kind in kinds), str)
+    return Annotated[kind | None, info]

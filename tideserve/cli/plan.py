@@ -13,8 +13,8 @@ from rich.table import Table
 
 from services.common.clock import cpu_s
 from services.common.collector import collector_paused
-from services.common.config import parse_size_bytes
 from services.common.errors import ConfigError
+from services.common.size import parse_size_bytes
 from services.core.groups.layer_map import ModelShape, SplitError
 from services.core.overload.drop_plan import DropPlan, MergeKey, PlanGroup, PlanMember, plan_drop
 from services.core.overload.target import Target, plan_group, targets_of

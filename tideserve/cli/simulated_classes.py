@@ -19,11 +19,10 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from services.common.config import choice, from_mapping, number
+from services.common.config import from_mapping
 from services.common.errors import ConfigError
-from services.core.line_order import Scheduling
-from services.core.scheduler.class_rules import ClassRules, Order
 from services.core.service import Service, ServiceClass
+from services.core.setting import choice, number
 from tideserve.cli.simulated_workload import SECONDS_MAX
 from tideserve.sim.workload import Arrival, ClosedLoop, CoServed, OpenLoop, UniformLength, Workload
 
@@ -51,45 +50,30 @@ class ServiceSection:
         service_class = ServiceClass(self.slo_class)
         return Service(service_class, self.ttft_s, self.tpot_s, self.token_group)
 
+    def __post_init__(self) -> None:
+        if self.targets_of is not None and (self.ttft_s or self.tpot_s):
+            raise ConfigError("section 'service' gives both 'targets_of' and targets; take one out")
+
 
 @dataclass(frozen=True, slots=True)
-class _Backlog:
-    prompt: dict[str, Any] | int
-    output: dict[str, Any] | int
+class _Span:
+    least: int = number(minimum=1, maximum=1_000_000)
+    most: int = number(minimum=1, maximum=1_000_000)
+
+
+@dataclass(frozen=True, slots=True)
+class BatchSection:
+    """A backlog of batch requests beside `workload`, see above."""
+
+    prompt: _Span | int
+    output: _Span | int
     clients: int = number(minimum=0, maximum=100_000)
     window_from_s: float = number(15.0, minimum=0, maximum=SECONDS_MAX)
     in_batches: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class _SpanSection:
-    least: int = number(minimum=1, maximum=1_000_000)
-    most: int = number(minimum=1, maximum=1_000_000)
-
-
-def service_section(given: Mapping[str, Any], path: Path) -> ServiceSection:
-    """Section `service`. Raises ConfigError."""
-    section = from_mapping(ServiceSection, given, f"section 'service' of {path}")
-    if section.targets_of is not None and (section.ttft_s or section.tpot_s):
-        raise ConfigError(
-            f"section 'service' of {path} gives both 'targets_of' and targets; take one out"
-        )
-    return section
-
-
-def rules_of(settings: Mapping[str, Any]) -> ClassRules:
-    """The rules of a scheduler with these settings, by their names; others are ignored."""
-    return ClassRules(
-        Scheduling(settings["scheduling"]),
-        Order(settings["order"]),
-        settings["batch_queue_limit"],
-        settings["batch_queue_deadline_s"],
-        settings["batch_groups"],
-    )
-
-
 def with_classes(
-    load: Workload, service: Service, batch: Mapping[str, Any] | None, seed: int, path: Path
+    load: Workload, service: Service, batch: BatchSection | None, seed: int, path: Path
 ) -> Workload:
     """The load with its promise, and with the backlog of section `batch`. Raises ConfigError."""
     load = served_as(load, lambda _: service)
@@ -100,12 +84,10 @@ def with_classes(
             f"{path} has a section 'batch' beside clients that wait; give a 'workload' whose"
             " requests arrive by themselves"
         )
-    source = f"section 'batch' of {path}"
-    section = from_mapping(_Backlog, batch, source)
-    prompt, output = _span(section.prompt, source), _span(section.output, source)
+    prompt, output = _length(batch.prompt, path), _length(batch.output, path)
     backlog = _backlog(prompt, output, Random(f"batch {seed}"))
-    clients = ClosedLoop(backlog, section.clients, in_batches=section.in_batches)
-    return CoServed(load, clients, section.window_from_s)
+    clients = ClosedLoop(backlog, batch.clients, in_batches=batch.in_batches)
+    return CoServed(load, clients, batch.window_from_s)
 
 
 def _backlog(prompt: UniformLength, output: UniformLength, rng: Random) -> Iterator[Arrival]:
@@ -115,12 +97,13 @@ def _backlog(prompt: UniformLength, output: UniformLength, rng: Random) -> Itera
         yield Arrival(0.0, prompt.draw(rng), output.draw(rng), service=service)
 
 
-def _span(given: dict[str, Any] | int, source: str) -> UniformLength:
-    data = {"least": given, "most": given} if isinstance(given, int) else given
-    section = from_mapping(_SpanSection, data, f"a length in {source}")
-    if section.least > section.most:
+def _length(span: _Span | int, path: Path) -> UniformLength:
+    source = f"section 'batch' of {path}"
+    if isinstance(span, int):
+        span = from_mapping(_Span, {"least": span, "most": span}, f"a length in {source}")
+    if span.least > span.most:
         raise ConfigError(f"a length in {source} has 'least' above 'most'")
-    return UniformLength(section.least, section.most)
+    return UniformLength(span.least, span.most)
 
 
 def with_targets(load: Workload, ttft_s: float, tpot_s: float) -> Workload:

@@ -7,8 +7,9 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from services.common.config import from_mapping, number
+from services.common.config import from_mapping
 from services.common.errors import ConfigError
+from services.core.setting import number
 from tideserve.load.traces import TraceError, load_trace
 from tideserve.load.workload import LengthScale, arrivals_of
 from tideserve.sim.workload import (

@@ -1,32 +1,33 @@
 """The configuration of `tideserve simulate`: from a YAML file to what `sim` takes."""
 
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from services.common.config import from_mapping, like, number, read_yaml
+from services.common.config import from_mapping, like, read_yaml
 from services.common.device_profile import DeviceProfile, load_profile, parse_profile
 from services.common.errors import ConfigError
-from services.core.line_order import Scheduling
-from services.core.overload.events import OverloadPolicy
-from services.core.planner.config import BatchFormation, IterationConfig
-from services.core.planner.preemption import Preempt, PreemptedWork
-from services.core.planner.victims import VictimRule
-from services.core.scheduler.dispatch import PREFIX, score_of
-from services.scheduler.config import SchedulerConfig
+from services.common.setting import values_of
+from services.core.groups.layer_map import ModelShape
+from services.core.groups.state import ProtocolConfig
+from services.core.overload.events import OverloadConfig, OverloadPolicy
+from services.core.planner.config import GPU_LIMITS, IterationConfig
+from services.core.scheduler.dispatch import PREFIX
+from services.core.scheduler.state_config import StateConfig
+from services.core.setting import nested, number
 from services.worker.config import WorkerConfig
-from tideserve.cli.simulated_change import change_spec, description_of, policies_of, shape_of
 from tideserve.cli.simulated_classes import (
+    BatchSection,
+    ServiceSection,
     by_load,
     differing,
-    rules_of,
-    service_section,
     with_classes,
 )
 from tideserve.cli.simulated_workload import SECONDS_MAX, workload_of
-from tideserve.sim.change_spec import ChangeSpec
+from tideserve.sim.change_spec import ChangeCosts, ChangeSpec
 from tideserve.sim.cluster import ClusterSpec
 from tideserve.sim.delays import Delays
+from tideserve.sim.network import LinkSpec
 from tideserve.sim.time_model import CostTimeModel
 from tideserve.sim.workload import Workload
 
@@ -50,57 +51,33 @@ class SimulationOptions:
     cost: dict[str, Any] | None = None
     kv_blocks: int | None = number(None, minimum=1, maximum=2**31)
     memory: int | None = like(WorkerConfig, "memory_bytes", default=None)
-    block_size: int = like(WorkerConfig, "block_size")
-    max_batch_tokens: int = like(WorkerConfig, "max_batch_tokens", default=2048)
-    max_running: int = like(WorkerConfig, "max_running", default=256)
-    max_waiting: int = like(WorkerConfig, "max_waiting")
-    overtaken_max: int = like(SchedulerConfig, "overtaken_max")
-    growth_blocks: float = like(SchedulerConfig, "growth_blocks")
+    planner: IterationConfig = nested(IterationConfig(**GPU_LIMITS))
+    scheduler: StateConfig = nested(StateConfig())
     max_model_len: int = number(32_768, minimum=2, maximum=2**31)
-    queue_limit: int = like(SchedulerConfig, "queue_limit")
-    queue_deadline_s: float = like(SchedulerConfig, "queue_deadline_s")
-    dispatch: str = like(SchedulerConfig, "dispatch")
     # Time of an iteration beside the model: planning, sampling, messages.
     iteration_overhead_s: float = number(0.0, minimum=0, maximum=60)
     fast_forward: bool = True
     sample_s: float = number(1.0, minimum=0.001, maximum=3600)
     # Time that requests get after the last arrival.
     drain_s: float = number(3600.0, minimum=0, maximum=SECONDS_MAX)
-    delays: dict[str, Any] = field(default_factory=dict)
+    delays: Delays = field(default_factory=Delays)
     overload_policy: str | tuple[str, ...] = OverloadPolicy.RECOMPUTE.value
     # When groups merge and split, how, and what that costs.
-    monitor: dict[str, Any] = field(default_factory=dict)
-    protocol: dict[str, Any] = field(default_factory=dict)
+    monitor: OverloadConfig = field(default_factory=OverloadConfig)
+    protocol: ProtocolConfig = field(default_factory=ProtocolConfig)
     link: dict[str, Any] = field(default_factory=dict)
-    change: dict[str, Any] = field(default_factory=dict)
-    shape: dict[str, Any] | None = None
+    change: ChangeCosts = field(default_factory=ChangeCosts)
+    shape: ModelShape | None = None
     hidden_bytes: int | None = number(None, minimum=1, maximum=2**40)
     workers_per_host: int = number(1, minimum=1, maximum=10_000)
     hosts_per_rack: int = number(8, minimum=1, maximum=10_000)
-    batch_formation: str = like(WorkerConfig, "batch_formation")
-    min_microbatch_tokens: int = like(WorkerConfig, "min_microbatch_tokens")
-    scheduling: str = like(WorkerConfig, "scheduling")
-    fill_max: float = like(WorkerConfig, "fill_max")
-    offline_iteration_s: float = like(WorkerConfig, "offline_iteration_s")
-    online_chunk_tokens: int | None = like(WorkerConfig, "online_chunk_tokens")
-    packing: bool = like(WorkerConfig, "packing")
-    adaptive_slots: bool = like(WorkerConfig, "adaptive_slots")
-    victims: str = like(WorkerConfig, "victims")
-    preempt: str = like(WorkerConfig, "preempt")
-    preempted_work: str = like(WorkerConfig, "preempted_work")
-    order: str = like(SchedulerConfig, "order")
-    batch_queue_limit: int = like(SchedulerConfig, "batch_queue_limit")
-    batch_queue_deadline_s: float = like(SchedulerConfig, "batch_queue_deadline_s")
-    batch_groups: int = like(SchedulerConfig, "batch_groups")
     # The promise to requests of `workload`, and a backlog of batch requests beside them.
-    service: dict[str, Any] = field(default_factory=dict)
-    batch: dict[str, Any] | None = None
+    service: ServiceSection = field(default_factory=ServiceSection)
+    batch: BatchSection | None = None
     # Systems to compare: for each name, the keys that differ from those of the file.
     systems: dict[str, dict[str, Any]] = field(default_factory=dict)
     # Loads to serve one after the other: for each name, the keys of `workload` that differ.
     loads: dict[str, dict[str, Any]] = field(default_factory=dict)
-    # Whether requests share KV; without prompts that begin alike nothing is looked up.
-    prefix_caching: bool = like(WorkerConfig, "prefix_caching")
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,25 +135,23 @@ def prepare(options: SimulationOptions, path: Path) -> PreparedSimulation:
     """Check what the types do not say; `path` names the file in errors. Raises ConfigError."""
     profile = _profile(options, path)
     blocks = _kv_blocks(options, profile, path)
-    iteration = _iteration(options, profile, blocks, path)
-    given = {one.name: getattr(options, one.name) for one in fields(options)}
+    iteration = replace(options.planner, num_blocks=blocks, cost_model=profile.model)
+    ttft = profile.model if options.scheduler.dispatch == PREFIX else None
+    given = {
+        key: asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
+        for key, value in values_of(options).items()
+    }
     plain = ClusterSpec(
         instances=options.instances,
         iteration=iteration,
-        max_model_len=min(options.max_model_len, blocks * options.block_size),
-        queue_limit=options.queue_limit,
-        overtaken_max=options.overtaken_max,
-        growth_blocks=options.growth_blocks,
-        queue_deadline_s=options.queue_deadline_s,
-        score=score_of(options.dispatch),
-        ttft=profile.model if options.dispatch == PREFIX else None,
-        delays=_delays(options, path),
+        max_model_len=min(options.max_model_len, blocks * iteration.block_size),
+        scheduler=replace(options.scheduler, ttft=ttft),
+        delays=options.delays,
         fast_forward=options.fast_forward,
         sample_s=options.sample_s,
         drain_s=options.drain_s,
-        rules=rules_of(given),
     )
-    service = service_section(options.service, path)
+    service = options.service
     description = {
         "file": path.name,
         "device": profile.name,
@@ -185,16 +160,17 @@ def prepare(options: SimulationOptions, path: Path) -> PreparedSimulation:
         **given,
     }
     systems = {}
-    for policy in policies_of(options.overload_policy, path):
+    for policy in _policies(options.overload_policy, path):
         spec = plain
         if policy is OverloadPolicy.DROP:
             spec = replace(plain, change=_change(options, profile, blocks, path))
             assert spec.change is not None
-            description["drop"] = description_of(spec.change)
+            description["drop"] = asdict(spec.change)
         notes: list[str] = []
         load = workload_of(options.workload, options.duration_s, options.seed, path, notes)
         load = with_classes(load, service.service, options.batch, options.seed, path)
-        caching = options.prefix_caching and load.shares_prefixes
+        # Without prompts that begin alike nothing is looked up.
+        caching = iteration.prefix_caching and load.shares_prefixes
         shared = replace(iteration, prefix_caching=caching)
         systems[policy.value] = replace(spec, iteration=shared), load
     time_model = CostTimeModel(profile.model, options.iteration_overhead_s)
@@ -203,44 +179,52 @@ def prepare(options: SimulationOptions, path: Path) -> PreparedSimulation:
     )
 
 
-def _iteration(
-    options: SimulationOptions, profile: DeviceProfile, blocks: int, path: Path
-) -> IterationConfig:
-    try:
-        return IterationConfig(
-            options.block_size,
-            blocks,
-            options.max_batch_tokens,
-            options.max_running,
-            options.max_waiting,
-            BatchFormation(options.batch_formation),
-            options.min_microbatch_tokens,
-            profile.model,
-            options.overtaken_max,
-            scheduling=Scheduling(options.scheduling),
-            fill_max=options.fill_max,
-            offline_iteration_s=options.offline_iteration_s,
-            online_chunk_tokens=options.online_chunk_tokens,
-            packing=options.packing,
-            adaptive_slots=options.adaptive_slots,
-            victims=VictimRule(options.victims),
-            preempt=Preempt(options.preempt),
-            preempted_work=PreemptedWork(options.preempted_work),
-        )
-    except ValueError as error:
-        raise ConfigError(f"{error} in {path}") from error
+def _policies(value: str | tuple[str, ...], path: Path) -> tuple[OverloadPolicy, ...]:
+    """The policies to simulate, one after the other. Raises ConfigError."""
+    names = (value,) if isinstance(value, str) else value
+    known = {policy.value: policy for policy in OverloadPolicy}
+    for name in names:
+        if name not in known:
+            raise ConfigError(
+                f"'overload_policy' in {path} is {name!r}, but must be one of {', '.join(known)},"
+                " or a list of them"
+            )
+    if not names or len(set(names)) < len(names):
+        raise ConfigError(f"'overload_policy' in {path} must name each policy once")
+    return tuple(known[name] for name in names)
 
 
 def _change(
     options: SimulationOptions, profile: DeviceProfile, blocks: int, path: Path
 ) -> ChangeSpec:
-    sections = {name: getattr(options, name) for name in ("monitor", "protocol", "link", "change")}
-    if options.hidden_bytes is not None:
-        profile = replace(profile, hidden_bytes=options.hidden_bytes)
-    shape = shape_of(options.shape, profile, path)
-    kv_bytes = blocks * options.block_size * shape.num_layers * shape.kv_bytes
-    places = options.workers_per_host, options.hosts_per_rack
-    return change_spec(sections, profile, shape, places, kv_bytes, path)
+    """What groups that merge are simulated with. Raises ConfigError."""
+    shape = options.shape or profile.shape
+    if shape is None:
+        raise ConfigError(
+            f"the device of {path} does not say how large layers are, which the policy 'drop'"
+            " needs; add a section 'shape'"
+        )
+    hidden_bytes = options.hidden_bytes or profile.hidden_bytes
+    if hidden_bytes is None:
+        raise ConfigError(
+            f"the device of {path} does not say how large activations are, which the policy 'drop'"
+            " needs; add 'hidden_bytes'"
+        )
+    link = dict(options.link)
+    if profile.network_bytes_per_s is not None:
+        link.setdefault("bytes_per_s", profile.network_bytes_per_s)
+    kv_bytes = blocks * options.planner.block_size * shape.num_layers * shape.kv_bytes
+    return ChangeSpec(
+        shape=shape,
+        arena_bytes=shape.parameter_bytes(1) + kv_bytes,
+        hidden_bytes=hidden_bytes,
+        monitor=options.monitor,
+        protocol=options.protocol,
+        link=from_mapping(LinkSpec, link, f"section 'link' of {path}"),
+        costs=options.change,
+        workers_per_host=options.workers_per_host,
+        hosts_per_rack=options.hosts_per_rack,
+    )
 
 
 def _profile(options: SimulationOptions, path: Path) -> DeviceProfile:
@@ -272,7 +256,7 @@ def _kv_blocks(options: SimulationOptions, profile: DeviceProfile, path: Path) -
         memory_bytes = round(0.9 * profile.memory_bytes)
     else:
         raise ConfigError(f"the device of {path} has no memory size; give 'memory' or 'kv_blocks'")
-    block_bytes = profile.kv_bytes_per_token * options.block_size
+    block_bytes = profile.kv_bytes_per_token * options.planner.block_size
     blocks = (memory_bytes - profile.parameter_bytes) // block_bytes
     if blocks < 1:
         raise ConfigError(
@@ -280,16 +264,3 @@ def _kv_blocks(options: SimulationOptions, profile: DeviceProfile, path: Path) -
             " parameters; give more"
         )
     return blocks
-
-
-def _delays(options: SimulationOptions, path: Path) -> Delays:
-    delays = from_mapping(Delays, options.delays, f"section 'delays' of {path}")
-    for one in fields(delays):
-        value = getattr(delays, one.name)
-        least = 0.001 if one.name == "heartbeat_s" else 0.0
-        if not least <= value <= 60:
-            raise ConfigError(
-                f"'{one.name}' in section 'delays' of {path} is {value}, but must be"
-                f" {least:g} to 60"
-            )
-    return delays

@@ -6,14 +6,15 @@ import socket
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from services.common.address import is_loopback
 from services.common.clock import monotonic_s
-from services.common.config import format_size
 from services.common.errors import ConfigError
+from services.common.setting import settings_of
+from services.common.size import format_size
 from services.gateway.config import GatewayConfig
 from services.gateway.keys.key_file import read_keys
 from services.worker.config import WorkerConfig
@@ -393,7 +394,7 @@ class Up:
 
 def drain_time_s(config: type[Any], section: Mapping[str, Any]) -> float:
     """How long a service drains: as its section says, else its own defaults."""
-    defaults: dict[str, Any] = {one.name: one.default for one in fields(config)}
+    defaults = {key: one.default for key, one in settings_of(config).items()}
     total_s = 0.0
     for name in defaults.keys() & {"drain_delay_s", "drain_timeout_s"}:
         chosen = section.get(name, defaults[name])

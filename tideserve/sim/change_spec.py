@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from services.core.groups.layer_map import ModelShape
 from services.core.groups.state import ProtocolConfig
 from services.core.overload.events import OverloadConfig
+from services.core.setting import number, seconds
 from tideserve.sim.network import LinkSpec
 
 
@@ -18,15 +19,15 @@ class ChangeCosts:
     have not changed over `change_over_timeout_s` after the commit has failed.
     """
 
-    pause_s: float = 0.005
-    connect_s: float = 0.01
-    verify_bytes_per_s: float = 1e9
-    store_s: float = 0.005
-    watch_s: float = 0.005
-    call_s: float = 0.001
-    tick_s: float = 0.1
-    changes_max: int = 32
-    change_over_timeout_s: float = 30.0
+    pause_s: float = seconds(0.005)
+    connect_s: float = seconds(0.01)
+    verify_bytes_per_s: float = number(1e9, minimum=1, maximum=2**60)
+    store_s: float = seconds(0.005)
+    watch_s: float = seconds(0.005)
+    call_s: float = seconds(0.001)
+    tick_s: float = seconds(0.1, minimum=0.001)
+    changes_max: int = number(32, minimum=1, maximum=10**6)
+    change_over_timeout_s: float = seconds(30.0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,20 +4,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from services.core.ask import NO_PREFIX, FailedAssignment
-from services.core.cost.model import CostModel
 from services.core.groups.vocabulary import StoredGroup
 from services.core.ids import group_id_of
 from services.core.overload.worker_facts import WorkerFacts
-from services.core.overtaking import OVERTAKEN_MAX
 from services.core.planner.config import IterationConfig
 from services.core.planner.events import EmitToken, RefuseRequest
 from services.core.prefix.block_hash import ThinHashes, prompt_prefix
 from services.core.report import LoadReport
 from services.core.request import Limits, Request, Sampling, admission_blocks
-from services.core.scheduler.class_rules import NO_CLASSES, ClassRules
-from services.core.scheduler.dispatch import ScoreFunction, kv_share
-from services.core.scheduler.group_load import GROWTH_BLOCKS
-from services.core.scheduler.state import SchedulerState
+from services.core.scheduler.state_config import StateConfig
 from services.core.scheduler.vocabulary import (
     Asked,
     Event,
@@ -55,25 +50,18 @@ Progress = Callable[[float], None]
 class ClusterSpec:
     """What is simulated. `drain_s` bounds the time that requests get after the last arrival.
 
-    With `change`, a memory manager watches, and groups may merge. `score`, `ttft` and `rules` as in
-    SchedulerState.
+    With `change`, a memory manager watches, and groups may merge.
     """
 
     instances: int
     iteration: IterationConfig
     max_model_len: int
-    queue_limit: int = 1024
-    overtaken_max: int = OVERTAKEN_MAX
-    growth_blocks: float = GROWTH_BLOCKS
-    queue_deadline_s: float = 120.0
-    score: ScoreFunction = kv_share
-    ttft: CostModel | None = None
+    scheduler: StateConfig = field(default_factory=StateConfig)
     delays: Delays = field(default_factory=Delays)
     fast_forward: bool = True
     sample_s: float = 1.0
     drain_s: float = DRAIN_S
     change: ChangeSpec | None = None
-    rules: ClassRules = NO_CLASSES
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,15 +89,7 @@ class Cluster:
         self._token_times: TokenTimes | None = None
         if isinstance(workload, CoServed):
             self._token_times = TokenTimes(workload.window_s)
-        self.scheduler = SchedulerState(
-            spec.queue_limit,
-            spec.queue_deadline_s,
-            spec.score,
-            spec.overtaken_max,
-            spec.growth_blocks,
-            ttft=spec.ttft,
-            rules=spec.rules,
-        )
+        self.scheduler = spec.scheduler.state()
         self.instances = {
             name: Instance(
                 name,
@@ -224,7 +204,7 @@ class Cluster:
         )
         self.outcomes.records.append(record)
         prefix = NO_PREFIX
-        if self._spec.ttft is not None and arrival.prefix_ids:
+        if self._spec.scheduler.ttft is not None and arrival.prefix_ids:
             prompt_ids = arrival.prompt_ids(number)
             prefix = prompt_prefix(prompt_ids, "", self._spec.iteration.block_size)
         client = _Client(record, arrival, number, prefix, in_turn)

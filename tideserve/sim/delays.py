@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from services.core.setting import seconds
+
 
 @dataclass(frozen=True, slots=True)
 class Delays:
@@ -13,10 +15,10 @@ class Delays:
     blocks in use alone `report_minor_pause_s` after it, and `heartbeat_s` after it in any case.
     """
 
-    ask_s: float = 0.002
-    start_s: float = 0.002
-    token_s: float = 0.001
-    report_s: float = 0.0005
-    report_pause_s: float = 0.005
-    report_minor_pause_s: float = 0.25
-    heartbeat_s: float = 0.5
+    ask_s: float = seconds(0.002)
+    start_s: float = seconds(0.002)
+    token_s: float = seconds(0.001)
+    report_s: float = seconds(0.0005)
+    report_pause_s: float = seconds(0.005)
+    report_minor_pause_s: float = seconds(0.25)
+    heartbeat_s: float = seconds(0.5, minimum=0.001)

@@ -9,6 +9,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
+from services.core.setting import number, seconds
 from tideserve.sim.engine import Action, Simulation
 
 ACTIVE_MAX = 8
@@ -21,9 +22,9 @@ MESSAGE_BYTES = 256
 class LinkSpec:
     """What a worker sends over: 200 Gbit/s RDMA by default, as in KunServe's cluster A."""
 
-    bytes_per_s: float = 2.5e10
-    latency_s: float = 2e-5
-    piece_bytes: int = 16 << 20
+    bytes_per_s: float = number(2.5e10, minimum=1, maximum=2**60)
+    latency_s: float = seconds(2e-5)
+    piece_bytes: int = number(16 << 20, minimum=1, maximum=2**60)
     coordinated: bool = True
 
 

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from heapq import heapify, heapreplace
 from itertools import chain
 
+from services.core.setting import number, option
+
 
 class SplitError(ValueError):
     """The layers cannot be divided among these members; one sentence of cause and remedy."""
@@ -26,15 +28,15 @@ class ModelShape:
     ratios matter.
     """
 
-    num_layers: int
-    layer_bytes: int
-    embedding_bytes: int
-    head_bytes: int
-    tied_embeddings: bool
-    kv_bytes: int
-    layer_cost: float = 1.0
-    embedding_cost: float = 0.0
-    head_cost: float = 0.0
+    num_layers: int = number(minimum=1, maximum=10**6)
+    layer_bytes: int = number(minimum=1, maximum=2**60)
+    embedding_bytes: int = number(minimum=0, maximum=2**60)
+    head_bytes: int = number(minimum=0, maximum=2**60)
+    tied_embeddings: bool = option()
+    kv_bytes: int = number(minimum=1, maximum=2**60)
+    layer_cost: float = number(1.0, minimum=1e-12, maximum=2**60)
+    embedding_cost: float = number(0.0, minimum=0, maximum=2**60)
+    head_cost: float = number(0.0, minimum=0, maximum=2**60)
 
     def kept_bytes(self, first: bool, last: bool) -> int:
         """Parameters that a stage holds beside its layers."""

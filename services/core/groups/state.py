@@ -53,6 +53,7 @@ from services.core.groups.vocabulary import (
     group_keys,
     worker_keys,
 )
+from services.core.setting import seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,12 +67,12 @@ class ProtocolConfig:
     leases have ended, and all are back in a moment.
     """
 
-    prepare_timeout_s: float = 60.0
-    backoff_s: float = 1.0
-    backoff_max_s: float = 30.0
-    gone_after_s: float = 3600.0
-    renew_timeout_s: float = 1.5
-    absent_wait_s: float = 3.0
+    prepare_timeout_s: float = seconds(60.0)
+    backoff_s: float = seconds(1.0)
+    backoff_max_s: float = seconds(30.0)
+    gone_after_s: float = seconds(3600.0)
+    renew_timeout_s: float = seconds(1.5)
+    absent_wait_s: float = seconds(3.0)
 
 
 @dataclass(slots=True)

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from services.core.demand import ModelDemand
+from services.core.setting import computed, number, seconds
 
 
 class Action(StrEnum):
@@ -46,18 +47,18 @@ class OverloadConfig:
     `manual_hold_s`: for how long a change by hand stands.
     """
 
-    policy: OverloadPolicy = OverloadPolicy.DROP
-    overload_dwell_s: float = 0.2
-    split_dwell_s: float = 5.0
-    split_dwell_max_s: float = 80.0
-    subsided_share: float = 0.5
-    lookahead_s: float = 1.0
-    smoothing_s: float = 2.0
-    settle_s: float = 5.0
-    report_s: float = 1.0
-    regret_s: float = 30.0
-    calm_s: float = 5.0
-    manual_hold_s: float = 30.0
+    policy: OverloadPolicy = computed(OverloadPolicy.DROP)
+    overload_dwell_s: float = seconds(0.2)
+    split_dwell_s: float = seconds(5.0)
+    split_dwell_max_s: float = seconds(80.0)
+    subsided_share: float = number(0.5, minimum=0, maximum=1)
+    lookahead_s: float = seconds(1.0)
+    smoothing_s: float = seconds(2.0, minimum=0.001)
+    settle_s: float = seconds(5.0)
+    report_s: float = seconds(1.0)
+    regret_s: float = seconds(30.0)
+    calm_s: float = seconds(5.0)
+    manual_hold_s: float = seconds(30.0)
 
 
 @dataclass(frozen=True, slots=True)

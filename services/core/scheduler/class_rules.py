@@ -7,11 +7,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
-from services.core.line_order import LINES, LineOrder, Scheduling, by_deadline
+from services.core.line_order import LINES, LineOrder, Scheduling, by_deadline, scheduling_setting
 from services.core.service import Service, ServiceClass
+from services.core.setting import choice, number
 
-BATCH_QUEUE_LIMIT = 1024
-BATCH_QUEUE_DEADLINE_S = 3600.0
 ONLINE = (ServiceClass.INTERACTIVE, ServiceClass.STANDARD)
 ALL = tuple(ServiceClass)
 
@@ -33,11 +32,41 @@ class ClassRules:
     is for online requests, and takes all if it is the only one.
     """
 
-    scheduling: Scheduling = Scheduling.FCFS
-    order: Order = Order.CLASS
-    batch_queue_limit: int = BATCH_QUEUE_LIMIT
-    batch_queue_deadline_s: float = BATCH_QUEUE_DEADLINE_S
-    batch_groups: int = 0
+    scheduling: Scheduling = scheduling_setting()
+    order: Order = choice(
+        Order.CLASS,
+        Order,
+        "Which online request of a tenant is next, with scheduling priority or round_robin. class:"
+        " interactive before standard, by arrival; deadline: that whose first token is due first,"
+        " ten seconds after its arrival if it has no target. Both after rank; batch comes last."
+        " With slo and conserve it is always the deadline, with fcfs and prefill_first the"
+        " arrival.",
+        expert=True,
+    )
+    batch_queue_limit: int = number(
+        1024,
+        "Places of queue_limit that batch requests may take, unless scheduling is fcfs or"
+        " prefill_first. An online request takes the place of one of them if all are taken.",
+        minimum=0,
+        maximum=1_000_000,
+    )
+    batch_queue_deadline_s: float = number(
+        3600.0,
+        "Seconds that a batch request may wait, unless scheduling is fcfs or prefill_first; then"
+        " 504. The gateway's 'batch_timeout_s' bounds its waiting and running together.",
+        minimum=0.1,
+        maximum=86_400,
+    )
+    batch_groups: int = number(
+        0,
+        "Groups of each model that take batch requests only, the others taking none, unless"
+        " scheduling is fcfs or prefill_first; 0: every group takes all. One group at least takes"
+        " online requests, and all if it is the only one. For comparisons: idle time of one kind"
+        " is lost to the other.",
+        minimum=0,
+        maximum=1024,
+        expert=True,
+    )
 
     @property
     def on(self) -> bool:

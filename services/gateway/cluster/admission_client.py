@@ -33,6 +33,8 @@ RESEND_S = 1.0
 SWEEP_S = 0.25
 HEARTBEAT_TIMEOUT_S = 3.0
 RECONNECT_S = 0.2
+# For a living scheduler, once a worker was lost after a token: a scheduler restarts well within it.
+RESUME_TIMEOUT_S = 60.0
 
 log = logging.getLogger(__name__)
 AdmitCall = grpc.aio.StreamStreamCall[scheduler_pb2.AdmitRequest, scheduler_pb2.AdmitResponse]
@@ -60,13 +62,11 @@ class AdmissionClient:
         self,
         address: Callable[[], str | None],
         admit_timeout_s: float,
-        resume_timeout_s: float,
         dial: Dial,
     ) -> None:
         """`address`: where the newest scheduler listens, None while there is none."""
         self._address = address
         self._admit_timeout_s = admit_timeout_s
-        self._resume_timeout_s = resume_timeout_s
         self._dial = dial
         self._pending: dict[str, _Pending] = {}
         self._outbox: Outbox[scheduler_pb2.AdmitRequest] | None = None
@@ -88,7 +88,7 @@ class AdmissionClient:
 
         Raises:
             GatewayError: the scheduler's refusal, or ServiceUnavailable when no living scheduler
-                has known the request for `admit_timeout_s`, or for `resume_timeout_s` if it is
+                has known the request for `admit_timeout_s`, or for `RESUME_TIMEOUT_S` if it is
                 resumed.
         """
         now_s = monotonic_s()
@@ -127,7 +127,7 @@ class AdmissionClient:
                 if pending.ticketed:
                     pending.known_s = self._heard_s
                 resumed = pending.ask.resumed
-                limit_s = self._resume_timeout_s if resumed else self._admit_timeout_s
+                limit_s = RESUME_TIMEOUT_S if resumed else self._admit_timeout_s
                 if now_s - pending.known_s > limit_s:
                     pending.answer.set_exception(
                         ServiceUnavailable(

@@ -16,9 +16,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from services.common.config import from_mapping, number, option
+from services.common.config import from_mapping
 from services.common.errors import ConfigError
 from services.core.quota.limits import QuotaLimits
+from services.core.setting import number, option
 from services.gateway.keys.principal import Principal
 
 PREFIX = "tsk_"

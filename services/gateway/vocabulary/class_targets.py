@@ -4,9 +4,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from services.common.config import check_keys, from_mapping, number
+from services.common.config import check_keys, from_mapping
 from services.common.errors import ConfigError
 from services.core.service import ServiceClass
+from services.core.setting import number
 
 TARGET_MS_MAX = 3_600_000
 """Longest target, an hour; the shortest is 1 ms."""

@@ -5,6 +5,7 @@ import logging
 import os
 import signal
 import sys
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -14,17 +15,15 @@ from services.common import failpoint
 from services.common.clock import monotonic_s
 from services.common.device_profile import DeviceProfile, load_profile
 from services.common.errors import ConfigError, ServiceError
-from services.common.event_log import EventLog
+from services.common.event_log import open_event_log
 from services.common.lifecycle import EXIT_UNUSABLE, die_with_parent
 from services.common.logging import set_up_logging
 from services.core.changeover.state import Changeover, MemberConfig
 from services.core.cost.model import CostModel
-from services.core.line_order import Scheduling
 from services.core.planner.block_pool import BlockPool
-from services.core.planner.config import BatchFormation, IterationConfig
+from services.core.planner.config import IterationConfig
 from services.core.planner.impossible import ImpossibleTargets
 from services.core.planner.preemption import Preempt, PreemptedWork
-from services.core.planner.victims import VictimRule
 from services.worker.config import WorkerConfig
 from services.worker.engine.compute.pacer import Pacer
 from services.worker.engine.compute.runner import ModelRunner
@@ -82,7 +81,7 @@ def started() -> EngineLoop:
             made_with,
             config.link_bytes_per_s / runner.stage_memory.kv_ranges[0].shape.size_bytes,
         )
-        event_log = open_event_log(member_config, config)
+        event_log = open_event_log(config.event_log, config.worker_id, member_config)
         lanes = open_lanes(identity, lanes_config(config), KINDS)
     except (WorkerError, ServiceError) as error:
         send(socket, EngineUnusable(str(error)))
@@ -121,20 +120,21 @@ def promises_tokens(config: WorkerConfig) -> bool:
 
 def runner_config(config: WorkerConfig) -> RunnerConfig:
     """The part of the configuration that the model runner needs."""
-    suspends = config.preempt != Preempt.OFF and config.preempted_work == PreemptedWork.RESUME
+    planner = config.planner
+    resumes = planner.preempted_work is PreemptedWork.RESUME
     return RunnerConfig(
         model_dir=config.model_dir,
         device=config.device,
         dtype=getattr(torch, config.dtype),
         budget_bytes=config.memory_bytes,
-        block_size=config.block_size,
+        block_size=planner.block_size,
         chunk_bytes=config.chunk_bytes,
         load_format=config.load_format,
-        max_batch_tokens=config.max_batch_tokens,
-        max_running=config.max_running,
+        max_batch_tokens=planner.max_batch_tokens,
+        max_running=planner.max_running,
         max_model_len=config.max_model_len,
         threads=config.threads,
-        suspends=suspends,
+        suspends=resumes and planner.preempt is not Preempt.OFF,
     )
 
 
@@ -155,48 +155,20 @@ def cost_model_of(
     """The cost model of `known`; without it a sketch is measured if deadlines need one."""
     if known is not None:
         return known.model
-    if not Scheduling(config.scheduling).keeps_deadlines:
+    planner = config.planner
+    if not planner.scheduling.keeps_deadlines:
         return None
     log.info(
-        "scheduling: %s, and no profile is stored: measuring a rough cost model", config.scheduling
+        "scheduling: %s, and no profile is stored: measuring a rough cost model", planner.scheduling
     )
-    return sketch(runner, config.max_batch_tokens, config.max_running)
+    return sketch(runner, planner.max_batch_tokens, planner.max_running)
 
 
 def planner_config(
     runner: ModelRunner, config: WorkerConfig, cost_model: CostModel | None
 ) -> IterationConfig:
     """The configuration of a planner over the blocks that the runner has."""
-    return IterationConfig(
-        block_size=runner.block_size,
-        num_blocks=runner.num_blocks,
-        max_batch_tokens=config.max_batch_tokens,
-        max_running=config.max_running,
-        max_waiting=config.max_waiting,
-        batch_formation=BatchFormation(config.batch_formation),
-        min_microbatch_tokens=config.min_microbatch_tokens,
-        cost_model=cost_model,
-        overtaken_max=config.overtaken_max,
-        prefix_caching=config.prefix_caching,
-        scheduling=Scheduling(config.scheduling),
-        fill_max=config.fill_max,
-        offline_iteration_s=config.offline_iteration_s,
-        online_chunk_tokens=config.online_chunk_tokens,
-        packing=config.packing,
-        adaptive_slots=config.adaptive_slots,
-        victims=VictimRule(config.victims),
-        preempt=Preempt(config.preempt),
-        preempted_work=PreemptedWork(config.preempted_work),
-        shelf_max_s=config.shelf_max_s,
-        spread_after_loss=config.spread_after_loss,
-    )
-
-
-def open_event_log(made_with: MemberConfig, config: WorkerConfig) -> EventLog | None:
-    """The event log, if one is configured. Raises EventLogError."""
-    if config.event_log is None:
-        return None
-    return EventLog(config.event_log, config.worker_id, made_with)
+    return replace(config.planner, num_blocks=runner.num_blocks, cost_model=cost_model)
 
 
 def pacer_of(config: WorkerConfig) -> Pacer | None:
@@ -235,7 +207,7 @@ def idle_profiler(
         return None
     own = runner_config(config)
     path = profile_path(config.profile_dir, own, config.threads)
-    room = room_of(runner, config.max_batch_tokens, config.max_running)
+    room = room_of(runner, config.planner.max_batch_tokens, config.planner.max_running)
     return IdleProfiler(
         ProfileSession(IDLE, room), Measurer(runner, pool), runner, own, config.threads, path
     )

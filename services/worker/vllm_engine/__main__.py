@@ -78,7 +78,7 @@ async def serve(config: WorkerConfig, address: str) -> None:
         os._exit(EXIT_UNUSABLE)
     await socket.send(encode(opened.facts))
     try:
-        await VllmAdapter(config.worker_id, config.max_waiting, opened, socket).run()
+        await VllmAdapter(config.worker_id, config.planner.max_waiting, opened, socket).run()
     except* opened.dead as group:
         log.error("vLLM's engine has died: %s", group.exceptions[0])
         # At once: nothing of vLLM is left to be ended in order.

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-from services.core.line_order import Scheduling
 from services.core.service import Service, ServiceClass
 from services.worker.config import WorkerConfig
 
@@ -17,16 +16,17 @@ def arguments_of(config: WorkerConfig, room_bytes: int) -> dict[str, Any]:
 
     The cache of prefixes is never forced on: vLLM knows which models cannot have one.
     """
+    planner = config.planner
     return {
         "model": str(config.model_dir),
         "dtype": config.dtype,
         "max_model_len": config.max_model_len or FIT_MODEL_LEN,
-        "block_size": config.block_size,
+        "block_size": planner.block_size,
         "kv_cache_memory_bytes": room_bytes,
-        "max_num_seqs": config.max_running,
-        "max_num_batched_tokens": config.max_batch_tokens,
-        "enable_prefix_caching": None if config.prefix_caching else False,
-        "scheduling_policy": "priority" if Scheduling(config.scheduling).knows_classes else "fcfs",
+        "max_num_seqs": planner.max_running,
+        "max_num_batched_tokens": planner.max_batch_tokens,
+        "enable_prefix_caching": None if planner.prefix_caching else False,
+        "scheduling_policy": "priority" if planner.scheduling.knows_classes else "fcfs",
     }
 
 

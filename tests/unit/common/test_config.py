@@ -1,26 +1,20 @@
 """Configuration is strict, and every error names the key, the place and the remedy."""
 
+import re
 import traceback
+from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from services.common.config import (
-    choice,
-    device_name,
-    dump,
-    format_size,
-    from_mapping,
-    like,
-    number,
-    option,
-    parse_size_bytes,
-    parse_yaml,
-    read_yaml,
-    size,
-)
+from services.common.config import dump, from_mapping, like, parse_yaml, read_yaml
 from services.common.errors import ConfigError
+from services.common.setting import settings_of, values_of
+from services.common.size import format_size, parse_size_bytes
+from services.core.setting import choice, computed, device_name, nested, number, option, size
 
 
 @dataclass(frozen=True)
@@ -215,7 +209,7 @@ class Other:
 
 def test_a_field_like_another() -> None:
     assert Other() == Other(0, 3, "slow", None)
-    metadata = Other.__dataclass_fields__["limit"].metadata
+    metadata = settings_of(Other)["limit"].metadata
     assert (metadata["help"], metadata["default_text"], metadata["more"]) == (
         "Another.",
         "three",
@@ -230,3 +224,65 @@ def test_a_field_like_another() -> None:
         with pytest.raises(ConfigError, match=said):
             from_mapping(Other, data, "the test")
     assert "hidden" not in repr(Other(key="hidden"))
+
+
+class Colour(StrEnum):
+    RED = "red"
+    BLUE = "blue"
+
+
+@dataclass(frozen=True)
+class Part:
+    colour: Colour = choice(Colour.RED, Colour)
+    least: int = number(1, minimum=0, maximum=9, key="low")
+    most: int = number(5, minimum=0, maximum=9)
+    measured: int = computed(0)
+
+    def __post_init__(self) -> None:
+        if self.least > self.most:
+            raise ValueError(f"'low' is {self.least}, but must not exceed 'most' ({self.most})")
+
+
+@dataclass(frozen=True)
+class Inner:
+    colour: Colour = choice(Colour.BLUE, Colour)
+
+
+@dataclass(frozen=True)
+class Outer:
+    name: str = ""
+    part: Part = nested(Part(most=7))
+    inner: Inner = nested(Inner())
+
+    @staticmethod
+    def defaults_for(given: Mapping[str, Any]) -> dict[str, Any]:
+        return {"most": 9} if given.get("name") == "large" else {}
+
+
+def test_keys_of_nested_dataclasses_stand_beside_the_others() -> None:
+    outer = from_mapping(Outer, {"low": 2, "colour": "blue"}, "it")
+    assert outer == Outer(part=Part(Colour.BLUE, 2, 7))
+    assert outer.part.colour is Colour.BLUE
+    assert values_of(outer) == {"name": "", "colour": "blue", "low": 2, "most": 7}
+    assert from_mapping(Outer, parse_yaml(dump(outer), "it"), "it") == outer
+    assert from_mapping(Outer, {"colour": "red"}, "it").inner == Inner(Colour.RED), "one key"
+
+
+def test_a_default_may_follow_from_another_value() -> None:
+    assert from_mapping(Outer, {"name": "large"}, "it").part.most == 9
+    assert from_mapping(Outer, {"name": "large", "most": 3}, "it").part.most == 3
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ({"measured": 1}, "unknown configuration key 'measured' in it"),
+        ({"least": 1}, "unknown configuration key 'least' in it"),
+        ({"colour": "green"}, "'colour' in it is 'green', but must be one of red, blue"),
+        ({"colour": 1}, "'colour' in it is 1, but must be of type str"),
+        ({"low": 8}, "'low' is 8, but must not exceed 'most' (7)"),
+    ],
+)
+def test_errors_of_nested_dataclasses(data: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        from_mapping(Outer, data, "it")

@@ -15,7 +15,7 @@ from tideserve.cli.local_cluster import python_environment
 PROGRAM = """
 import asyncio
 from dataclasses import dataclass
-from services.common.config import number, option
+from services.core.setting import number, option
 from services.common.errors import ConfigError
 from services.common.lifecycle import main
 

@@ -1,13 +1,11 @@
 """Rules for the options of all services."""
 
-import dataclasses
 from typing import Any
 
 import pytest
 
 from services.common.errors import ConfigError
-from services.common.reference import rows
-from services.common.settings import secret_names
+from services.common.setting import known_keys, settings_of
 from services.gateway.config import GatewayConfig
 from services.memmgr.config import MemmgrConfig
 from services.scheduler.config import SchedulerConfig
@@ -18,25 +16,26 @@ CONFIGS = (GatewayConfig, SchedulerConfig, MemmgrConfig, WorkerConfig)
 
 @pytest.mark.parametrize("cls", CONFIGS)
 def test_every_option_has_a_sentence(cls: type[Any]) -> None:
-    for row in rows(cls):
-        assert row.help and row.help.endswith("."), row.key
+    for key, setting in settings_of(cls).items():
+        assert setting.help.endswith("."), key
 
 
 @pytest.mark.parametrize("cls", CONFIGS)
 def test_a_number_of_bytes_can_be_written_as_a_size(cls: type[Any]) -> None:
-    named = {one.name for one in dataclasses.fields(cls) if "bytes" in one.name.split("_")}
-    assert named == {one.name for one in dataclasses.fields(cls) if one.metadata.get("size")}
+    settings = settings_of(cls)
+    named = {key for key in settings if "bytes" in key.split("_")}
+    assert named == {key for key, one in settings.items() if one.metadata.get("size")}
 
 
 @pytest.mark.parametrize("cls", CONFIGS)
 def test_the_file_of_a_secret_is_no_other_key(cls: type[Any]) -> None:
-    names = {one.name for one in dataclasses.fields(cls)}
-    assert not names & {f"{name}_file" for name in secret_names(cls)}
+    assert len(set(known_keys(cls))) == len(known_keys(cls))
 
 
 @pytest.mark.parametrize("cls", CONFIGS)
 def test_every_number_has_a_range(cls: type[Any]) -> None:
-    assert not [row.key for row in rows(cls) if row.values in ("number", "whole number")]
+    settings = settings_of(cls)
+    assert not [key for key, one in settings.items() if one.values_text.endswith("number")]
 
 
 def test_an_address_that_is_shown_holds_no_password() -> None:

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from services.common.config import choice, from_mapping, number, option, parse_yaml, size
+from services.common.config import from_mapping, parse_yaml
 from services.common.errors import ConfigError
 from services.common.settings import describe, load_settings
+from services.core.setting import choice, number, option, size
 
 
 @dataclass(frozen=True)

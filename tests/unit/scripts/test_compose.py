@@ -1,6 +1,5 @@
 """The compose files: what no service of ours may do without, and settings that services know."""
 
-import dataclasses
 import re
 from pathlib import Path
 from typing import Any
@@ -8,6 +7,7 @@ from typing import Any
 import pytest
 import yaml
 
+from services.common.setting import known_keys
 from services.gateway.config import GatewayConfig
 from services.memmgr.config import MemmgrConfig
 from services.scheduler.config import SchedulerConfig
@@ -40,10 +40,8 @@ def test_every_setting_is_one_that_its_service_has(path: Path) -> None:
         keys = [key for key in environment if key.startswith(PREFIX)]
         if not keys:
             continue
-        known = set()
-        for field in dataclasses.fields(CONFIGS[name]):
-            known |= {field.name, *([f"{field.name}_file"] if field.metadata.get("secret") else [])}
-        assert {key.removeprefix(PREFIX).lower() for key in keys} <= known
+        known = known_keys(CONFIGS[name])
+        assert {key.removeprefix(PREFIX).lower() for key in keys} <= set(known)
 
 
 @pytest.mark.parametrize("name", ["etcd", "model", *CONFIGS])

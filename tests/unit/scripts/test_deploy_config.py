@@ -16,6 +16,7 @@ from deploy_config import (
 from deploy_objects import CPU_OVERLAY, ROOT, ToolMissing, Variant, build, build_variant, identity
 
 from services.common.errors import ConfigError
+from services.common.setting import values_of
 from services.core.line_order import Scheduling
 
 VERSION = "0.1.0"
@@ -66,7 +67,7 @@ def test_scheduler_and_workers_are_told_one_scheduling(objects):
     known["ConfigMap/tideserve-scheduling"]["data"]["SCHEDULING"] = "slo"
     for service in ("scheduler", "worker"):
         config = read_config(service, environment_of(container(objects, service), known))
-        assert config.scheduling == "slo"
+        assert values_of(config)["scheduling"] == "slo"
     text = yaml.safe_load((ROOT / "compose.yaml").read_text())["services"]
     told = {name: text[name]["environment"].get("TIDESERVE__SCHEDULING") for name in CONFIGS}
     assert told["scheduler"] == told["worker"] == "${SCHEDULING:-fcfs}"

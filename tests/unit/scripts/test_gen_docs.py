@@ -13,6 +13,7 @@ from metrics_reference import Entry, gateway, reference
 from openai.types import completion_create_params as completion_params
 from openai.types.chat import completion_create_params as chat_params
 
+from services.common.setting import settings_of
 from services.gateway.api.parameters import NAMES_TOLD
 from services.gateway.serving.output import LOGPROB_MIN
 from services.gateway.serving.service_policy import PROMISE_HEADERS
@@ -51,11 +52,12 @@ def test_each_flag_of_vllm_stands_once_beside_a_setting_that_exists() -> None:
 def test_every_option_has_a_row_with_its_variable() -> None:
     text = gen_docs.configuration()
     for config in CONFIGS.values():
-        for one in dataclasses.fields(config):
-            assert f"| `{one.name}` | `TIDESERVE__{one.name.upper()}` | " in text
-    for one in dataclasses.fields(ClusterOptions):
-        flag = f"| `--{one.name.replace('_', '-')}` | `{one.name}` | "
-        assert (flag in text) == (one.name not in SECTIONS)
+        for key, one in settings_of(config).items():
+            row = f"| `{key}` | `TIDESERVE__{key.upper()}` | "
+            assert (row in text) == ("expert" not in one.metadata), key
+    for key, one in settings_of(ClusterOptions).items():
+        flag = f"| `--{key.replace('_', '-')}` | `{key}` | "
+        assert (flag in text) == (key not in SECTIONS and "expert" not in one.metadata)
     assert "| `queue_limit` | `TIDESERVE__QUEUE_LIMIT` | 1 to 1000000 | 1024 | " in text
     assert "| `queue_limit` (scheduler) |" in text
     assert "| `lease_ttl_s` (all) |" in text

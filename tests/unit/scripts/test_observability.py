@@ -1,6 +1,5 @@
 """Alerts, boards and runbook: each names only what there is, and each alert has its page."""
 
-import dataclasses
 import json
 import re
 from pathlib import Path
@@ -12,6 +11,7 @@ import typer
 import yaml
 from metrics_reference import reference
 
+from services.common.setting import settings_of
 from tideserve.cli.cluster_options import CONFIGS, ClusterOptions
 from tideserve.cli.commands.main import app
 
@@ -90,11 +90,7 @@ def test_pages_name_only_what_there_is(path: Path) -> None:
         assert missing_of(command) is None, command
     for link in re.findall(r"\]\(([^)#]+)\)", text):
         assert (path.parent / link).is_file(), link
-    keys = {
-        one.name
-        for config in (*CONFIGS.values(), ClusterOptions)
-        for one in dataclasses.fields(config)
-    }
+    keys = {key for config in (*CONFIGS.values(), ClusterOptions) for key in settings_of(config)}
     known = keys | sample_names()
     for word in re.findall(r"`([a-z]+(?:_[a-z]+)+)(?:: \w+)?`", text):
         assert word in known or word in codes() or FOREIGN.fullmatch(word), word

@@ -1,8 +1,8 @@
 """The arena on an NVIDIA GPU: chunks are allocations of the driver, mapped one by one.
 
 Time goes by the number of chunks: on an H200, to map one, give access and unmap it takes about 80
-µs in all while kernels run, for 2 MiB as for 32 (benchmarks/results/gpu-h200.json). A chunk can only be
-mapped whole.
+µs in all while kernels run, for 2 MiB as for 32 (benchmarks/results/gpu-h200.json). A chunk can
+only be mapped whole.
 """
 
 from typing import Any, Protocol

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import torch
 
-from services.common.config import like, number
+from services.common.config import like
+from services.core.setting import number
 from services.worker.config import WorkerConfig
 from services.worker.engine.compute.runner_config import RunnerConfig
 from services.worker.engine.profile.point import FULL, GPU, QUICK, Effort

@@ -28,6 +28,7 @@ def random_config(rng: random.Random, scheduling: Scheduling = Scheduling.FCFS) 
         max_batch_tokens=max_running + rng.choice([0, 10, 60]),
         max_running=max_running,
         max_waiting=1000,
+        prefix_caching=False,
         scheduling=scheduling,
     )
 

@@ -39,9 +39,8 @@ from tests.support.modelled_pipeline import A100, ModelledPipeline, arrive
 
 def make_state(stages: int = 2, **changes) -> PlannerState:
     bounds = {"block_size": 4, "num_blocks": 100, "max_batch_tokens": 16, "max_running": 8}
-    config = IterationConfig(
-        **{**bounds, "max_waiting": 1000, "min_microbatch_tokens": 4, **changes}
-    )
+    bounds |= {"max_waiting": 1000, "min_microbatch_tokens": 4, "prefix_caching": False}
+    config = IterationConfig(**(bounds | changes))
     state = PlannerState(config)
     state.handle(StagesConfigured(tuple(Follower(config.num_blocks) for _ in range(stages - 1))))
     return state

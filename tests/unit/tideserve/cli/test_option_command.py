@@ -1,12 +1,10 @@
 """Flags made from dataclass fields: complete, as well described as the fields, and late."""
 
-import dataclasses
 import inspect
 import re
 import subprocess
 import sys
 import types
-import typing
 from typing import Any
 
 import pytest
@@ -18,15 +16,14 @@ from benchmarks.faults.matrix import FAULTS, PHASES
 from benchmarks.scenarios import SUMMARIES
 from benchmarks.scenarios.scenario import find_scenario
 from benchmarks.systems.tideserve import MECHANISMS
-from services.common.config import field_of, kinds_of
-from services.common.reference import values_text
-from tideserve.cli.cluster_options import SECTIONS, ClusterOptions
+from services.common.setting import Setting, is_enum, settings_of
+from tideserve.cli.cluster_options import CONFIGS, SECTIONS, ClusterOptions
 from tideserve.cli.commands.main import app
 from tideserve.cli.option_command import Flags, Wording, option_command
 from tideserve.cli.vllm_install import CPU_BUILD, GPU_BUILD
 
 HEAVY = ("grpc", "httpx", "torch", "transformers", "psutil", "zmq", "fastapi")
-FIELDS = {one.name: one for one in dataclasses.fields(ClusterOptions)}
+OPTIONS = settings_of(ClusterOptions)
 
 
 def help_of(command: str) -> str:
@@ -66,17 +63,17 @@ def test_wordings_replace_what_the_field_says() -> None:
 
     text = CliRunner().invoke(one, ["--help"], env={"COLUMNS": "200"}).output
     assert "How many. [1 to 64] [default: (as many as you like)]" in text
-    assert field_of(ClusterOptions, "dtype").metadata["help"] in text
+    assert OPTIONS["dtype"].help in text
 
 
 def test_up_has_a_flag_with_help_range_and_default_for_every_option() -> None:
     text = help_of("up")
-    hints = typing.get_type_hints(ClusterOptions)
-    for name in FIELDS.keys() - set(SECTIONS):
+    for name in OPTIONS.keys() - {*SECTIONS, "chunk_size"}:
         assert f" --{name.replace('_', '-')} " in text
-        assert FIELDS[name].metadata["help"] in text
-        if "range" in FIELDS[name].metadata:
-            assert f"[{values_text(hints[name], FIELDS[name].metadata)}]" in text
+        assert OPTIONS[name].help in text
+        if "range" in OPTIONS[name].metadata:
+            assert f"[{OPTIONS[name].values_text}]" in text
+    assert "--chunk-size" not in text, "for experts"
     for said in (
         "[default: (120)]",
         "[default: (1GiB)]",
@@ -89,8 +86,8 @@ def test_up_has_a_flag_with_help_range_and_default_for_every_option() -> None:
 @pytest.mark.parametrize("command", ["bench", "profile"])
 def test_other_commands_say_the_same_about_the_same_option(command: str) -> None:
     text = help_of(command)
-    assert FIELDS["dtype"].metadata["help"] in text
-    assert FIELDS["memory"].metadata["help"] in text
+    assert OPTIONS["dtype"].help in text
+    assert OPTIONS["memory"].help in text
 
 
 def test_bench_names_every_scenario_and_what_it_measures() -> None:
@@ -160,17 +157,15 @@ def test_an_option_that_a_service_has_is_the_services() -> None:
     """Same type, same checks; only the port of a cluster must be known beforehand."""
     checks = ("range", "multiple_of", "options", "pattern", "size", "secret")
     passed = 0
-    for name, one in FIELDS.items():
-        cls, key = one.metadata.get("passed_to", (None, ""))
-        if cls is None:
-            continue
-        passed += 1
-        theirs = field_of(cls, key)
-        differing = [it for it in checks if one.metadata.get(it) != theirs.metadata.get(it)]
-        assert differing == (["range"] if name == "port" else [])
-        assert _kinds(ClusterOptions, name) == _kinds(cls, key)
+    for name, one in OPTIONS.items():
+        services, key = one.metadata.get("passed_to", ((), ""))
+        passed += bool(services)
+        for theirs in (settings_of(CONFIGS[service])[key] for service in services):
+            differing = [it for it in checks if one.metadata.get(it) != theirs.metadata.get(it)]
+            assert differing == (["range"] if name == "port" else [])
+            assert _kinds(one) == _kinds(theirs)
     assert passed > 15
 
 
-def _kinds(cls: type[Any], name: str) -> set[Any]:
-    return set(kinds_of(typing.get_type_hints(cls)[name])) - {types.NoneType}
+def _kinds(setting: Setting) -> set[Any]:
+    return {str if is_enum(kind) else kind for kind in setting.kinds} - {types.NoneType}

@@ -68,7 +68,7 @@ batch: {{clients: 40, prompt: 300, output: 20, window_from_s: 2}}
 systems:
   alone: {{scheduling: slo, batch: {{clients: 0}}}}
   priority: {{scheduling: priority, batch_groups: 1}}
-  slo: {{scheduling: slo, fill_max: 0.5}}
+  slo: {{scheduling: slo, harvest: 0.5}}
 """
 
 
@@ -76,7 +76,7 @@ def test_systems_are_compared_by_class(tmp_path: Path, capsys: pytest.CaptureFix
     path, written = write(tmp_path, CO_SERVED), tmp_path / "figures.json"
     prepared = read_simulation(path, None)
     spec = prepared.systems["priority"][0]
-    assert spec.rules == ClassRules(Scheduling.PRIORITY, batch_groups=1)
+    assert spec.scheduler.rules == ClassRules(Scheduling.PRIORITY, batch_groups=1)
     assert spec.iteration.scheduling is Scheduling.PRIORITY
     run_simulation(path, None, written)
     systems = json.loads(written.read_text())["systems"]
@@ -131,15 +131,19 @@ BAD = {
     "instances: 0": "must be 1 to",
     "profile: A100-14B": "either 'profile' or 'cost'",
     "memory: 1GiB": "both 'kv_blocks' and 'memory'",
-    "max_running: 4000": "max_running is 4000",
+    "max_running: 4000": "'max_running' is 4000",
     "delays: {ask_s: -1}": "'ask_s'",
     "delays: {aks_s: 1}": "did you mean 'ask_s'",
+    "monitor: {smoothing_s: 0}": "'smoothing_s' in section 'monitor' of .* is 0.0,",
+    "shape: 3": "must be of type dict",
     "workload: {kind: gama}": "must be one of gamma",
     "workload: {kind: gamma}": "'rate_per_s' is missing",
     "workload: {kind: gamma, rate_per_s: 1, cvs: 2}": "did you mean 'cv'",
     "workload: {kind: gamma, rate_per_s: 1, prompt: {mean: 5, least: 9, most: 3}}": "'least'",
     "workload: {kind: trace, path: nowhere.csv}": "cannot read the trace",
-    "batch: {}\nworkload: {kind: closed, concurrency: 1}": "clients that wait",
+    "batch: {clients: 1, prompt: 5, output: 5}\nworkload: {kind: closed, concurrency: 1}": (
+        "clients that wait"
+    ),
     "workload: 3": "must be of type dict",
     "service: {slo_class: batch}": "'slo_class'",
     "service: {ttft_s: 1, targets_of: a}": "both 'targets_of' and targets",

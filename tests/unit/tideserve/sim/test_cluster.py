@@ -10,6 +10,7 @@ import pytest
 from services.core.cost.model import CostModel
 from services.core.planner.batch import IterationShape
 from services.core.planner.config import IterationConfig
+from services.core.scheduler.state_config import StateConfig
 from tideserve.sim.cluster import Cluster, ClusterSpec
 from tideserve.sim.delays import Delays
 from tideserve.sim.report import Outcome, Outcomes, figures
@@ -26,6 +27,7 @@ from tideserve.sim.workload import (
 )
 
 DEVICE = CostTimeModel(CostModel(alpha=1e-8, beta=1e-4, gamma=0.02, lam=0.0195))
+PATIENT = StateConfig(10_000, 1e6)
 NO_DELAYS = Delays(ask_s=0, start_s=0, token_s=0, report_s=0, report_pause_s=0)
 
 
@@ -103,7 +105,7 @@ def test_fast_forward_changes_no_time_of_one_instance(seed: int) -> None:
 def test_one_instance_serves_as_an_m_d_1_queue_predicts() -> None:
     # One request at a time, one iteration each, all of the same length: M/D/1.
     iteration = IterationConfig(16, 1000, 512, 1, 10_000)
-    spec = make_spec(instances=1, iteration=iteration, delays=NO_DELAYS, queue_deadline_s=1e6)
+    spec = make_spec(instances=1, iteration=iteration, delays=NO_DELAYS, scheduler=PATIENT)
     service_s = DEVICE.iteration_s(IterationShape(0, 0, ((0, 256),)))
     load = 0.7
     rng = random.Random(5)
@@ -130,7 +132,7 @@ def test_an_idle_cluster_takes_the_time_of_the_model_and_the_delays() -> None:
 def test_overload_queues_then_refuses_and_recovers() -> None:
     burst = [Arrival(index * 0.001, 400, 200) for index in range(300)]
     later = [Arrival(400.0 + index, 100, 10) for index in range(10)]
-    spec = make_spec(instances=1, queue_limit=100, queue_deadline_s=60.0)
+    spec = make_spec(instances=1, scheduler=StateConfig(100, 60.0))
     cluster, outcomes = run(spec, OpenLoop(burst + later))
     check_conservation(cluster, outcomes)
     found = figures(outcomes)
@@ -144,7 +146,7 @@ def test_overload_queues_then_refuses_and_recovers() -> None:
 
 def test_kv_overflow_preempts_and_completes_all_the_same() -> None:
     iteration = replace(make_spec().iteration, num_blocks=120)
-    spec = make_spec(instances=2, iteration=iteration, queue_limit=10_000, queue_deadline_s=1e6)
+    spec = make_spec(instances=2, iteration=iteration, scheduler=PATIENT)
     cluster, outcomes = run(spec, poisson(3, 6, 30, prompt=60, output=300))
     check_conservation(cluster, outcomes)
     assert outcomes.preemptions > 0

@@ -13,6 +13,7 @@ from services.core.line_order import Scheduling
 from services.core.planner.config import IterationConfig
 from services.core.planner.preemption import Preempt, PreemptedWork
 from services.core.scheduler.class_rules import ClassRules
+from services.core.scheduler.state_config import StateConfig
 from services.core.service import Service, ServiceClass
 from tideserve.sim.cluster import Cluster, ClusterSpec
 from tideserve.sim.report import Outcome, figures
@@ -37,9 +38,8 @@ def spec(scheduling: str, **changes: Any) -> ClusterSpec:
     iteration = IterationConfig(
         16, 2000, 512, 64, 1000, cost_model=DEVICE.model, scheduling=Scheduling(scheduling)
     )
-    rules = ClassRules(Scheduling(scheduling))
-    found = ClusterSpec(2, replace(iteration, **changes), 8192, rules=rules)
-    return replace(found, queue_deadline_s=3600.0)
+    scheduler = StateConfig(queue_deadline_s=3600.0, rules=ClassRules(Scheduling(scheduling)))
+    return ClusterSpec(2, replace(iteration, **changes), 8192, scheduler)
 
 
 def run(scheduling: str, workload: CoServed, **changes: Any) -> dict[str, Any]:
@@ -118,7 +118,9 @@ def test_classes_decide_in_the_scheduler_and_in_the_workers() -> None:
 def test_some_groups_may_be_for_batch_work_alone() -> None:
     workload = load(8, 8)
     rules = ClassRules(Scheduling.PRIORITY, batch_groups=1)
-    cluster = Cluster(replace(spec("priority"), rules=rules), DEVICE, workload)
+    plain = spec("priority")
+    scheduler = replace(plain.scheduler, rules=rules)
+    cluster = Cluster(replace(plain, scheduler=scheduler), DEVICE, workload)
     places = _places(cluster)
     assert places[ServiceClass.BATCH] == {"worker-0000"}
     assert places[ServiceClass.INTERACTIVE] == {"worker-0001"}

@@ -11,6 +11,7 @@ from benchmarks.scenarios.scenario import LoadChoice
 from services.common.device_profile import load_profile
 from services.core.groups.layer_map import ModelShape
 from services.core.planner.config import IterationConfig
+from services.core.scheduler.state_config import StateConfig
 from tideserve.sim.change_spec import ChangeSpec
 from tideserve.sim.cluster import Cluster, ClusterSpec
 from tideserve.sim.report import Outcomes
@@ -40,7 +41,7 @@ def simulated(rate_per_s: float, change: ChangeSpec | None) -> Outcomes:
         WORKERS,
         IterationConfig(BLOCK_TOKENS, BLOCKS, 256, 64, 4096, cost_model=PROFILE.model),
         BLOCKS * BLOCK_TOKENS,
-        queue_deadline_s=3600,
+        StateConfig(queue_deadline_s=3600),
         delays=BUSY_HOST,
         fast_forward=False,
         change=change,

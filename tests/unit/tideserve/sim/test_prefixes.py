@@ -10,7 +10,8 @@ from benchmarks.prefix_count import CountedCache
 from benchmarks.scenarios.prefix import serve
 from services.core.cost.model import CostModel
 from services.core.planner.config import IterationConfig
-from services.core.scheduler.dispatch import PREFIX, score_of
+from services.core.scheduler.dispatch import PREFIX
+from services.core.scheduler.state_config import StateConfig
 from tideserve.sim.cluster import Cluster, ClusterSpec
 from tideserve.sim.report import Outcome, Outcomes
 from tideserve.sim.time_model import CostTimeModel
@@ -31,10 +32,7 @@ def simulated(
         instances=workers,
         iteration=IterationConfig(16, blocks, 2048, 256, 10_000, prefix_caching=True),
         max_model_len=blocks * 16,
-        queue_limit=100_000,
-        queue_deadline_s=1e6,
-        score=score_of(dispatch),
-        ttft=COST if dispatch == PREFIX else None,
+        scheduler=StateConfig(100_000, 1e6, dispatch, ttft=COST if dispatch == PREFIX else None),
     )
     cluster = Cluster(spec, CostTimeModel(COST), OpenLoop(arrivals))
     outcomes = cluster.run()

@@ -5,22 +5,24 @@ from typing import Any
 
 import pytest
 
+from services.core.line_order import Scheduling
+from services.core.planner.config import IterationConfig
 from services.core.service import Service, ServiceClass
 from services.worker.config import WorkerConfig
 from services.worker.vllm_engine.arguments import FIT_MODEL_LEN, arguments_of, priority_of
 
 
 def config(**changes: Any) -> WorkerConfig:
+    max_model_len = changes.pop("max_model_len", None)
     return WorkerConfig(
         etcd_url="http://127.0.0.1:2379",
         engine="vllm",
         engine_python=Path("/python"),
         model_name="m",
         model_dir=Path("/models/m"),
+        max_model_len=max_model_len,
         memory_bytes=1 << 30,
-        max_running=7,
-        max_batch_tokens=300,
-        **changes,
+        planner=IterationConfig(max_running=7, max_batch_tokens=300, **changes),
     )
 
 
@@ -37,7 +39,7 @@ def test_options_have_vllms_names() -> None:
         "scheduling_policy": "fcfs",
     }
     for scheduling, policy in (("priority", "priority"), ("prefill_first", "fcfs")):
-        found = arguments_of(config(scheduling=scheduling), 1)
+        found = arguments_of(config(scheduling=Scheduling(scheduling)), 1)
         assert found["scheduling_policy"] == policy
     assert arguments_of(config(max_model_len=99), 1)["max_model_len"] == 99
 

@@ -3,8 +3,9 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from services.common.config import PAGE_BYTES, choice, device_name, number, option, size
-from services.common.reference import help_text, rows
+from services.common.setting import PAGE_BYTES, settings_of
+from services.common.settings import help_text
+from services.core.setting import choice, device_name, number, option, size
 
 
 @dataclass(frozen=True)
@@ -20,13 +21,15 @@ class Example:
     device: str = device_name("cpu", "Where.")
     folder: Path | None = option(None, "A folder.")
     tags: tuple[str, ...] = option((), "Tags.", default_text="no tags")
-    made: str = option(help="Made.", factory=lambda: "now", default_text="made when it is needed")
+    limit: int = number(7, "A limit.", minimum=1, maximum=9, elsewhere="on GPUs 9", expert=True)
     devices: str = option("", "Devices.")
     key: str | None = option(None, "A key.", secret=True)
 
 
 def test_rows() -> None:
-    assert [(row.key, row.values, row.default) for row in rows(Example)] == [
+    assert [
+        (key, one.values_text, one.default_text) for key, one in settings_of(Example).items()
+    ] == [
         ("name", "text", "required"),
         ("port", "0 to 65535", "none"),
         ("room_bytes", "4KiB to 1TiB, a multiple of 512", "1MiB"),
@@ -36,11 +39,10 @@ def test_rows() -> None:
         ("device", "cpu, cuda or cuda:N", "cpu"),
         ("folder", "path", "none"),
         ("tags", "a list, with commas", "no tags"),
-        ("made", "text", "made when it is needed"),
+        ("limit", "1 to 9", "7; on GPUs 9"),
         ("devices", "text", "empty"),
         ("key", "text", "none"),
     ]
-    assert Example("n").made == "now"
 
 
 def test_help() -> None:
@@ -48,3 +50,4 @@ def test_help() -> None:
     assert "  port  (0 to 65535; default: none)\n      A port.\n" in text
     assert "  name  (text; required)\n" in text
     assert "A key. Or as a file: key_file." in text
+    assert "limit" not in text, "for experts"

@@ -1,0 +1,35 @@
+"""Numbers of bytes as people write them."""
+
+from services.common.errors import ConfigError
+
+_SIZE_UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+_SIZE_UNITS |= {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+
+
+def parse_size_bytes(text: str) -> int:
+    """Bytes in a size such as "1GiB", "400 MiB" or "1500000".
+
+    Raises:
+        ConfigError: if the text is no size.
+    """
+    stripped = text.strip().lower()
+    digits = stripped.rstrip("abcdefghijklmnopqrstuvwxyz ")
+    unit = stripped[len(digits) :].strip()
+    try:
+        size = float(digits) * _SIZE_UNITS[unit]
+    except (ValueError, KeyError):
+        raise ConfigError(
+            f"'{text}' is not a size; write a number and a unit, such as 1GiB or 400MiB"
+        ) from None
+    if not 0 < size < 2**60:
+        raise ConfigError(f"the size '{text}' is out of range; it must be above 0 and below 1 EiB")
+    return int(size)
+
+
+def format_size(size_bytes: int) -> str:
+    """The shortest text from which `parse_size_bytes` reads the same number of bytes."""
+    for unit in ("TiB", "GiB", "MiB", "KiB"):
+        scale = _SIZE_UNITS[unit.lower()]
+        if size_bytes >= scale and size_bytes % scale == 0:
+            return f"{size_bytes // scale}{unit}"
+    return str(size_bytes)
