@@ -9,7 +9,7 @@ from mmap import PAGESIZE
 
 import torch
 
-from services.worker.engine.memory.cuda_driver import tensor_over
+from services.worker.engine.memory.borrowed_memory import tensor_over
 from services.worker.engine.memory.memfd import MemfdArena
 from services.worker.errors import DeviceError
 

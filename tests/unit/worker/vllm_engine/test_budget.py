@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from services.worker.errors import BudgetTooSmall, ModelError
-from services.worker.vllm_engine.async_llm import LEAST_KV_BYTES, kv_bytes, parameter_bytes
+from services.worker.vllm_engine.budget import LEAST_KV_BYTES, kv_bytes, parameter_bytes
 from tests.support.safetensors_file import write_safetensors
 
 
