@@ -22,7 +22,7 @@ from services.common.membership import GROUPS, WORKERS
 from services.gateway.app import serve
 from services.gateway.bounds.body_budget import SMALL_BYTES
 from services.gateway.bounds.drain import Drain
-from services.gateway.cluster import reach, worker_client
+from services.gateway.cluster import worker_client, worker_link
 from services.gateway.cluster.admission_client import SWEEP_S
 from services.gateway.cluster.worker_client import WorkerClient
 from services.gateway.cluster.worker_link import WorkerLink
@@ -229,8 +229,8 @@ async def test_workers_that_do_not_listen_are_asked_three_times(case: Case) -> N
 async def test_the_scheduler_hears_who_cannot_be_reached(
     case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reach, "FIRST_S", 600.0)
-    monkeypatch.setattr(reach, "LONGEST_S", 600.0)
+    monkeypatch.setattr(worker_link, "FIRST_S", 600.0)
+    monkeypatch.setattr(worker_link, "LONGEST_S", 600.0)
     worker = case.cluster.workers[0]
     good = worker.address
     with refusing_address() as bad:

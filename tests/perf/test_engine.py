@@ -16,9 +16,9 @@ import torch
 from services.common.clock import monotonic_s
 from services.core.groups.slab_names import EMBEDDING, HEAD, layer_name
 from services.core.planner.block_pool import BlockPool
+from services.worker.engine.compute.assembly import SCRATCH_BYTES
 from services.worker.engine.compute.runner import ModelRunner
 from services.worker.engine.compute.runner_config import compute_dtype
-from services.worker.engine.compute.staging import SCRATCH_BYTES
 from services.worker.engine.memory.panels import inputs_of
 from services.worker.engine.model import cpu_kernels
 from services.worker.engine.model.linear import SlabLinear, UpcastScratch

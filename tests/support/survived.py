@@ -8,7 +8,7 @@ from benchmarks.audit_logs import INVARIANTS, Audited
 from benchmarks.faults.memory import ResidentMemory
 from benchmarks.faults.outcomes import StreamOutcome, Tally, Undisturbed
 from benchmarks.faults.survival import Crowd, Loss, Outage
-from services.core.audit.findings import Findings
+from services.core.audit.record import Findings
 from tideserve.sim.replay import Replayed
 
 TOKENS, MIB = 10, 1 << 20

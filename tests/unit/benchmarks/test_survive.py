@@ -11,7 +11,7 @@ from benchmarks.faults import cluster
 from benchmarks.faults.cluster import FaultCluster, logs_folder
 from benchmarks.scenarios.survive import judge
 from benchmarks.systems.system import Deployment
-from services.core.audit.findings import Findings
+from services.core.audit.record import Findings
 from tests.support.survived import CUT, audited, crowd, loss, outage
 from tideserve.cli.errors import SystemUnavailable
 

@@ -16,8 +16,7 @@ from services.core.audit.facts import (
     StreamOpened,
     TokensForwarded,
 )
-from services.core.audit.findings import VIOLATIONS_MAX, Findings
-from services.core.audit.record import BATCH, COMMAND, EVENT, FACT
+from services.core.audit.record import BATCH, COMMAND, EVENT, FACT, VIOLATIONS_MAX, Findings
 from services.core.changeover.configuration import GroupStages
 from services.core.changeover.frames import Activations, StageChunk
 from services.core.changeover.vocabulary import (

@@ -5,8 +5,8 @@ import pytest
 from services.core.changeover import preparation
 from services.core.changeover import vocabulary as words
 from services.core.changeover.configuration import GroupStages
-from services.core.changeover.desertion import UNFINISHED_WAIT_S
 from services.core.changeover.frames import Capacity
+from services.core.changeover.lost_peers import UNFINISHED_WAIT_S
 from services.core.changeover.preparation import BUSY, NO_ROOM, UNFINISHED
 from services.core.groups.layer_map import Stage
 from tests.support.changeover_scenes import restoring

@@ -14,12 +14,11 @@ from services.core.groups.vocabulary import Group, GroupPhase, Member
 from services.core.report import EngineReport, Load
 from services.core.service import ServiceClass
 from services.gateway.admin import feed as feed_module
-from services.gateway.admin import lifecycle
+from services.gateway.admin import port as admin_port
 from services.gateway.admin.feed import HEARTBEAT, VIEWERS_MAX, Feed
 from services.gateway.admin.guard import SECURITY_HEADERS, Guard, host_name
-from services.gateway.admin.pulse import WINDOW_S, Pulse
-from services.gateway.admin.sentence import sentence
-from services.gateway.cluster.cluster_rows import cluster_rows
+from services.gateway.admin.live_state import WINDOW_S, Pulse, sentence
+from services.gateway.cluster.cluster_client import cluster_rows
 from services.gateway.config import GatewayConfig
 from services.gateway.keys.key_ring import KeyRing
 from services.gateway.records.metrics import EndpointTotals, Metrics
@@ -262,7 +261,7 @@ async def test_viewers_are_limited_and_leave() -> None:
 async def test_what_fails_begins_again_and_leaves_one_line(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(lifecycle, "RETRY_S", 0)
+    monkeypatch.setattr(admin_port, "RETRY_S", 0)
     monkeypatch.setattr(feed_module, "PERIOD_S", 0)
     looks = 0
 
@@ -274,7 +273,7 @@ async def test_what_fails_begins_again_and_leaves_one_line(
         return await state()
 
     feed = Feed(look)
-    running = asyncio.create_task(lifecycle.kept_up(feed.run, "the feed"))
+    running = asyncio.create_task(admin_port.kept_up(feed.run, "the feed"))
     with feed.viewer() as frames:
         async for frame in frames:
             if frame.startswith(b"data: "):
@@ -290,5 +289,5 @@ async def test_a_failure_is_told_and_stays_where_it_is(caplog: pytest.LogCapture
         raise OSError("no more sockets")
 
     async with asyncio.TaskGroup() as tasks:
-        tasks.create_task(lifecycle.kept_apart(fails(), "the port"))
+        tasks.create_task(admin_port.kept_apart(fails(), "the port"))
     assert "restart this gateway" in caplog.text and "no more sockets" in caplog.text

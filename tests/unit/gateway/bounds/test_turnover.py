@@ -3,9 +3,8 @@
 import pytest
 
 from services.core.service import ServiceClass
-from services.gateway.bounds.body_budget import BodyBudget
+from services.gateway.bounds.body_budget import BodyBudget, Turnover
 from services.gateway.bounds.drain import Drain
-from services.gateway.bounds.turnover import Turnover
 from services.gateway.vocabulary.errors import QueueFull
 
 

@@ -11,8 +11,7 @@ import msgspec
 import pytest
 
 from services.gateway.api import messages, responses
-from services.gateway.api.chat import ChatRequest, parse_chat
-from services.gateway.api.dialect import Vocabulary
+from services.gateway.api.chat import ChatRequest, Vocabulary, parse_chat
 from services.gateway.api.messages import (
     CountTokensRequest,
     MessagesRequest,

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from services.gateway.structure.turns import Turns
+from services.gateway.structure.checker import Turns
 from services.gateway.vocabulary.errors import QueueFull
 
 

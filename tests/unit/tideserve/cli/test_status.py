@@ -6,12 +6,13 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from tideserve.cli.decision import decision_lines, loss_lines
 from tideserve.cli.status import (
     batch_table,
+    decision_lines,
     etcd_line,
     foreign_engines,
     groups_table,
+    loss_lines,
     paced_workers,
     services_table,
     shortfall_lines,

@@ -24,7 +24,7 @@ from services.core.request import Grammar, GrammarKind, Limits, Request, Samplin
 from services.core.service import Service, ServiceClass
 from services.worker.engine.grammar_check import GrammarCheck
 from services.worker.engine.loop import EngineLoop
-from services.worker.engine.pipeline.news import News
+from services.worker.engine.pipeline.serving import News
 from services.worker.engine.sampling.grammar import Grammars
 from services.worker.ipc import (
     AbortRequest,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from services.worker.engine.model.cpu_kernels.cache import CACHE_VARIABLE, cache_folder
+from services.worker.engine.model.cpu_kernels.compiler import CACHE_VARIABLE, cache_folder
 
 REPOSITORY = Path(__file__).resolve().parents[5]
 # Compiles kernels, runs one, and tells whether those of a module were in the cache.

@@ -15,7 +15,7 @@ from numba.core.codegen import get_host_cpu_features
 
 from services.worker.engine.model import cpu_kernels
 from services.worker.engine.model.cpu_kernels import compiler
-from services.worker.engine.model.cpu_kernels.cache import CACHE_VARIABLE
+from services.worker.engine.model.cpu_kernels.compiler import CACHE_VARIABLE
 
 
 @pytest.mark.parametrize("step", ["__init__", "load_overload", "save_overload"])

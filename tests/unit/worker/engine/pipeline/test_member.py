@@ -9,8 +9,8 @@ import pytest
 
 from services.common.event_log import read_config, read_entries
 from services.core.audit.facts import EngineStarted, EngineSwitched, MemoryHeld
-from services.core.changeover.desertion import ALONE_WAIT_S, FAREWELL_WAIT_S
 from services.core.changeover.epoch_fence import Standing
+from services.core.changeover.lost_peers import ALONE_WAIT_S, FAREWELL_WAIT_S
 from services.core.changeover.state import (
     DRAINED_TIMEOUT_S,
     Changeover,
