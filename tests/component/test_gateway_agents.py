@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -36,10 +35,7 @@ FORM = {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA}}
 NAMED = {"type": "function", "function": {"name": "get_weather"}}
 
 
-@pytest.fixture
-async def case(store: Store, tmp_path: Path) -> AsyncIterator[Case]:
-    async with gateway_case(store, tmp_path / "model", max_model_len=4096) as case:
-        yield case
+pytestmark = pytest.mark.gateway(max_model_len=4096)
 
 
 def answer_with(case: Case, text: str) -> None:

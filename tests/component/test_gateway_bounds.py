@@ -5,7 +5,7 @@ import contextlib
 import gc
 import json
 import socket
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,12 +27,6 @@ from tideserve.kserve.v2 import inference_pb2_grpc
 TOOL = {"type": "function", "name": "f", "parameters": {"type": "object", "enum": [[]] * 900}}
 INFLIGHT = "tideserve_gateway_requests_inflight"
 MESSAGES = [{"role": "user", "content": "hi"}]
-
-
-@pytest.fixture
-async def case(store: Store, tmp_path: Path) -> AsyncIterator[Case]:
-    async with gateway_case(store, tmp_path / "model") as case:
-        yield case
 
 
 def bodies() -> list[Any]:

@@ -5,15 +5,13 @@ import contextlib
 import io
 import json
 import re
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from services.common.etcd import Store
 from tests.support.byte_tokenizer import EOS_ID
-from tests.support.gateway import Case, gateway_case, text_ids
+from tests.support.gateway import Case, text_ids
 from tideserve import client as tide
 from tideserve.gateway.v1 import gateway_pb2 as pb
 
@@ -27,12 +25,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "grpc.md"
 EXAMPLES = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
 
 
-@pytest.fixture
-async def case(store: Store, tmp_path: Path) -> AsyncIterator[Case]:
-    async with gateway_case(
-        store, tmp_path / "model", max_model_len=4096, reasoning_format="qwen3"
-    ) as case:
-        yield case
+pytestmark = pytest.mark.gateway(max_model_len=4096, reasoning_format="qwen3")
 
 
 def answer_with(case: Case, text: str) -> None:

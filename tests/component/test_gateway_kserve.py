@@ -26,12 +26,6 @@ Stub = Any
 
 
 @pytest.fixture
-async def case(store: Store, tmp_path: Path) -> AsyncIterator[Case]:
-    async with gateway_case(store, tmp_path / "model") as case:
-        yield case
-
-
-@pytest.fixture
 async def stub(case: Case) -> AsyncIterator[Stub]:
     async with grpc.aio.insecure_channel(case.target) as channel:
         yield inference_pb2_grpc.GRPCInferenceServiceStub(channel)

@@ -24,12 +24,6 @@ HI_TOKENS = len("user\nhi" + "\n" + "assistant\n") + 3
 ASK: dict[str, Any] = {"model": "m", "max_tokens": 8, "messages": HI}
 
 
-@pytest.fixture
-async def case(store: Store, tmp_path: Path) -> AsyncIterator[Case]:
-    async with gateway_case(store, tmp_path / "model") as case:
-        yield case
-
-
 async def send(case: Case, **fields: Any) -> httpx.Response:
     """A message, by hand."""
     return await case.http.post("/v1/messages", json=ASK | fields)

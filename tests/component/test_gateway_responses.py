@@ -2,8 +2,6 @@
 
 import itertools
 import json
-from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -11,9 +9,8 @@ import openai
 import pydantic
 import pytest
 
-from services.common.etcd import Store
 from tests.support.byte_tokenizer import EOS_ID, VOCAB_SIZE
-from tests.support.gateway import TEXT, TOKENIZER, Case, gateway_case, text_ids
+from tests.support.gateway import TEXT, TOKENIZER, Case, text_ids
 from tests.support.waiting import eventually
 from tideserve.scheduler.v1 import scheduler_pb2
 
@@ -31,10 +28,7 @@ TOOL: Any = {
 }
 
 
-@pytest.fixture
-async def case(store: Store, tmp_path: Path) -> AsyncIterator[Case]:
-    async with gateway_case(store, tmp_path / "model", max_model_len=2048) as case:
-        yield case
+pytestmark = pytest.mark.gateway(max_model_len=2048)
 
 
 async def send(case: Case, **fields: Any) -> httpx.Response:

@@ -2,14 +2,11 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from services.common.etcd import Store
-from tests.support.gateway import TEXT, Case, gateway_case, text_ids
+from tests.support.gateway import TEXT, Case, text_ids
 from tests.support.waiting import eventually
 from tideserve.scheduler.v1 import scheduler_pb2
 from tideserve.worker.v1 import worker_pb2
@@ -17,10 +14,7 @@ from tideserve.worker.v1 import worker_pb2
 TOKENS = 20
 
 
-@pytest.fixture
-async def case(store: Store, tmp_path: Path) -> AsyncIterator[Case]:
-    async with gateway_case(store, tmp_path / "model", workers=2) as case:
-        yield case
+pytestmark = pytest.mark.gateway(workers=2)
 
 
 async def chunks_of(case: Case, **fields: Any) -> list[dict[str, Any]]:
@@ -83,20 +77,18 @@ async def test_a_client_does_not_notice_that_its_worker_is_lost(case: Case, at: 
     assert await metric(case, "tideserve_gateway_resumed_streams_total") == 1
 
 
-async def test_a_lost_worker_and_a_lost_scheduler_cost_a_pause(
-    store: Store, tmp_path: Path
-) -> None:
-    async with gateway_case(store, tmp_path / "model", workers=2, admit_timeout_s=0.5) as case:
-        case.cluster.workers[1].pause_at = 3
-        asking = asyncio.create_task(chunks_of(case))
-        await eventually(lambda: case.cluster.workers[1].emitted >= 3)
-        await case.cluster.stop_scheduler()
-        await lose(case, 1, 3)
-        assert (await case.complete()).status_code == 503, "a new one is told soon"
-        await case.cluster.start_scheduler()
-        chunks = await asking
-        text = "".join(chunk["choices"][0]["text"] for chunk in chunks if chunk["choices"])
-        assert text == TEXT[:TOKENS]
+@pytest.mark.gateway(workers=2, admit_timeout_s=0.5)
+async def test_a_lost_worker_and_a_lost_scheduler_cost_a_pause(case: Case) -> None:
+    case.cluster.workers[1].pause_at = 3
+    asking = asyncio.create_task(chunks_of(case))
+    await eventually(lambda: case.cluster.workers[1].emitted >= 3)
+    await case.cluster.stop_scheduler()
+    await lose(case, 1, 3)
+    assert (await case.complete()).status_code == 503, "a new one is told soon"
+    await case.cluster.start_scheduler()
+    chunks = await asking
+    text = "".join(chunk["choices"][0]["text"] for chunk in chunks if chunk["choices"])
+    assert text == TEXT[:TOKENS]
 
 
 async def test_a_drawn_seed_is_kept(case: Case) -> None:
