@@ -28,8 +28,7 @@ async def refused(case: Case, service_class: str) -> float | None:
 
 @pytest.mark.gateway(inflight_max=3, batch_inflight_part=0.7)
 async def test_a_batch_backlog_leaves_places_to_online_requests_at_both_doors(case: Case) -> None:
-    worker = case.cluster.workers[0]
-    worker.pause_at = 1
+    worker = case.paused(1)
     backlog = [asyncio.create_task(case.complete(**BATCH)) for _ in range(2)]
     await eventually(lambda: len(worker.active) == 2)
     for _ in range(3):
@@ -68,8 +67,7 @@ async def test_a_batch_backlog_leaves_places_to_online_requests_at_both_doors(ca
 
 @pytest.mark.gateway(inflight_max=1)
 async def test_requests_that_are_refused_before_they_are_read_have_no_class(case: Case) -> None:
-    worker = case.cluster.workers[0]
-    worker.pause_at = 1
+    worker = case.paused(1)
     first = asyncio.create_task(case.complete(max_tokens=9))
     await eventually(lambda: worker.active)
     assert (await case.complete(**BATCH)).status_code == 503
@@ -85,8 +83,7 @@ async def test_batch_requests_have_a_time_of_their_own(
     """One of the two limits is reached long before the other, which would hang the test."""
     limits = {"batch": "batch_timeout_s", "standard": "request_timeout_s"}
     async with gateway_case(store, tmp_path / "model", **{limits[late]: 1.0}) as case:
-        worker = case.cluster.workers[0]
-        worker.pause_at = 1
+        worker = case.paused(1)
         running = {
             one: asyncio.create_task(case.complete(slo_class=one, max_tokens=9)) for one in limits
         }

@@ -94,8 +94,7 @@ async def test_hanging_up_in_the_queue_withdraws(case: Case) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("pause_at", [0, 5])
 async def test_hanging_up_while_running_aborts(case: Case, stream: bool, pause_at: int) -> None:
-    worker = case.cluster.workers[0]
-    worker.pause_at = pause_at
+    worker = case.paused(pause_at)
     first = b"data: " if stream and pause_at else b""
     await hang_up(case, {"stream": stream}, lambda: worker.active, first)
     await eventually(lambda: worker.aborted)
@@ -168,8 +167,7 @@ async def test_a_queued_request_outlives_a_restart_of_the_scheduler(case: Case) 
 
 
 async def test_streams_do_not_need_the_scheduler(case: Case) -> None:
-    worker = case.cluster.workers[0]
-    worker.pause_at = 10
+    worker = case.paused(10)
     stream = await case.openai.completions.create(
         model="m", prompt="hi", max_tokens=60, stream=True
     )
@@ -245,8 +243,7 @@ async def test_the_scheduler_hears_who_cannot_be_reached(
 async def test_without_resumption_a_worker_lost_after_a_token_ends_its_requests_with_one_error(
     case: Case,
 ) -> None:
-    worker = case.cluster.workers[0]
-    worker.pause_at = 5
+    worker = case.paused(5)
     body = {"model": "m", "messages": HI, "stream": True}
     async with case.http.stream("POST", "/v1/chat/completions", json=body) as answer:
         events = asyncio.create_task(events_of(answer))
@@ -277,8 +274,7 @@ async def test_a_client_does_not_notice_that_its_request_moves(case: Case, move_
     last, first, second = case.cluster.workers
     first.moves_to, first.move_at = second, move_at
     second.moves_to, second.move_at = last, 7
-    body = {"model": "m", "prompt": "hi", "max_tokens": 20, "stream": True}
-    async with case.http.stream("POST", "/v1/completions", json=body) as answer:
+    async with case.stream(max_tokens=20) as answer:
         data = await events_of(answer)
     assert data.pop() == "[DONE]"
     choices = [json.loads(line)["choices"][0] for line in data]
@@ -311,24 +307,25 @@ async def test_an_idle_link_to_a_vanished_worker_is_closed(case: Case) -> None:
     await eventually(lambda: not worker.calls)
 
 
+@pytest.mark.gateway(workers=2)
 async def test_a_worker_that_is_not_registered_and_silent_loses_its_requests(
-    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(worker_client, "GONE_SILENT_S", 0.3)
-    async with gateway_case(store, tmp_path / "model", workers=2) as case:
-        other, frozen = case.cluster.workers
-        frozen.pause_at = 2
-        answering = asyncio.create_task(case.complete(max_tokens=6))
-        await eventually(lambda: frozen.emitted == 2)
-        await delete(case.cluster.store, f"{WORKERS}w1")
-        answer = (await answering).json()
-        assert answer["choices"][0]["text"] == TEXT[:6]
-        assert [len(one.starts) for one in (frozen, other)] == [1, 1]
-        assert list(other.starts[0].output_ids) == text_ids(TEXT)[:2]
+    other, frozen = case.cluster.workers
+    frozen.pause_at = 2
+    answering = asyncio.create_task(case.complete(max_tokens=6))
+    await eventually(lambda: frozen.emitted == 2)
+    await delete(case.cluster.store, f"{WORKERS}w1")
+    answer = (await answering).json()
+    assert answer["choices"][0]["text"] == TEXT[:6]
+    assert [len(one.starts) for one in (frozen, other)] == [1, 1]
+    assert list(other.starts[0].output_ids) == text_ids(TEXT)[:2]
 
 
+@pytest.mark.gateway(workers=2, attach_timeout_s=300)
 async def test_a_move_to_a_worker_that_is_gone_before_it_answers_is_given_up(
-    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     attached = asyncio.Event()
     take = FakeWorker._take
@@ -341,18 +338,17 @@ async def test_a_move_to_a_worker_that_is_gone_before_it_answers_is_given_up(
 
     monkeypatch.setattr(worker_client, "GONE_SILENT_S", 0.3)
     monkeypatch.setattr(FakeWorker, "_take", silent)
-    async with gateway_case(store, tmp_path / "model", workers=2, attach_timeout_s=300) as case:
-        new, old = case.cluster.workers
-        old.moves_to, old.move_at = new, 3
-        answering = asyncio.create_task(case.complete(max_tokens=6))
-        await eventually(attached.is_set)
-        await delete(case.cluster.store, f"{WORKERS}w0")
-        assert (await answering).json()["choices"][0]["text"] == TEXT[:6]
-        assert list(new.starts[0].output_ids) == text_ids(TEXT)[:3]
+    new, old = case.cluster.workers
+    old.moves_to, old.move_at = new, 3
+    answering = asyncio.create_task(case.complete(max_tokens=6))
+    await eventually(attached.is_set)
+    await delete(case.cluster.store, f"{WORKERS}w0")
+    assert (await answering).json()["choices"][0]["text"] == TEXT[:6]
+    assert list(new.starts[0].output_ids) == text_ids(TEXT)[:3]
 
 
 async def test_a_worker_that_is_not_registered_goes_on_while_it_speaks(
-    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     watched = asyncio.Event()
     watch = WorkerClient._watch_vanished
@@ -363,17 +359,15 @@ async def test_a_worker_that_is_not_registered_goes_on_while_it_speaks(
 
     monkeypatch.setattr(worker_client, "GONE_SILENT_S", BUSY_S)
     monkeypatch.setattr(WorkerClient, "_watch_vanished", noted)
-    async with gateway_case(store, tmp_path / "model") as case:
-        worker = case.cluster.workers[0]
-        worker.pause_at = 2
-        answering = asyncio.create_task(case.complete(max_tokens=6))
-        await eventually(lambda: worker.emitted == 2)
-        await delete(case.cluster.store, f"{WORKERS}w0")
-        await eventually(watched.is_set)
-        worker.go.set()
-        assert (await answering).json()["choices"][0]["text"] == TEXT[:6]
-        assert len(worker.starts) == 1
-        await eventually(lambda: not worker.calls)
+    worker = case.paused(2)
+    answering = asyncio.create_task(case.complete(max_tokens=6))
+    await eventually(lambda: worker.emitted == 2)
+    await delete(case.cluster.store, f"{WORKERS}w0")
+    await eventually(watched.is_set)
+    worker.go.set()
+    assert (await answering).json()["choices"][0]["text"] == TEXT[:6]
+    assert len(worker.starts) == 1
+    await eventually(lambda: not worker.calls)
 
 
 async def test_a_stale_assignment_is_asked_for_again_under_the_same_id(case: Case) -> None:
@@ -408,9 +402,7 @@ async def test_failures_that_the_worker_reports(case: Case, reason: Any, status:
     answer = await case.complete()
     assert answer.status_code == status
     assert answer.json()["error"]["message"]
-    async with case.http.stream(
-        "POST", "/v1/completions", json={"model": "m", "prompt": "hi", "stream": True}
-    ) as answer:
+    async with case.stream() as answer:
         data = await events_of(answer)
     assert "error" in json.loads(data[-1])
     assert "".join(json.loads(line)["choices"][0]["text"] for line in data[:-1]) == "abc"
@@ -462,8 +454,7 @@ async def test_a_worker_that_sends_too_much_is_aborted(case: Case) -> None:
 
 @pytest.mark.gateway(drain_timeout_s=30)
 async def test_draining_refuses_new_requests_and_finishes_old_ones(case: Case) -> None:
-    worker = case.cluster.workers[0]
-    worker.pause_at = 5
+    worker = case.paused(5)
     stream = await case.openai.completions.create(
         model="m", prompt="hi", max_tokens=20, stream=True
     )
@@ -524,11 +515,9 @@ async def test_before_it_drains_it_says_so_and_takes_requests_yet(
 
 @pytest.mark.gateway(drain_timeout_s=0.5)
 async def test_when_the_time_for_draining_is_over_streams_end_with_an_error(case: Case) -> None:
-    worker = case.cluster.workers[0]
-    worker.pause_at = 5
+    worker = case.paused(5)
     waiting = asyncio.create_task(case.complete())
-    body = {"model": "m", "prompt": "hi", "stream": True}
-    async with case.http.stream("POST", "/v1/completions", json=body) as answer:
+    async with case.stream() as answer:
         await eventually(lambda: len(worker.active) == 2)
         case.stop.set()
         data = await events_of(answer)
@@ -559,8 +548,7 @@ async def test_a_client_that_does_not_read_is_cut(case: Case) -> None:
 
 @pytest.mark.gateway(inflight_max=1)
 async def test_more_requests_than_allowed(case: Case) -> None:
-    worker = case.cluster.workers[0]
-    worker.pause_at = 0
+    worker = case.paused(0)
     first = asyncio.create_task(case.complete(max_tokens=4))
     await eventually(lambda: worker.active)
     answer = await case.complete()
@@ -640,8 +628,7 @@ async def test_a_request_counts_from_before_its_body(case: Case) -> None:
 
 
 async def test_running_requests_hold_no_body(case: Case) -> None:
-    worker = case.cluster.workers[0]
-    worker.pause_at = 0
+    worker = case.paused(0)
     running = asyncio.create_task(case.complete(max_tokens=4))
     await eventually(lambda: worker.active)
     assert await body_bytes_are(case, 0)

@@ -132,8 +132,7 @@ async def test_choices_of_several_prompts_come_prompt_by_prompt(case: Case) -> N
 
 
 async def test_one_failed_choice_ends_the_request_and_the_others(case: Case) -> None:
-    worker = case.cluster.workers[0]
-    worker.pause_at = 2
+    worker = case.paused(2)
     worker.stale_times = 0
     answer = await case.chat(n=2, max_tokens=5, messages=[])
     assert answer.status_code == 400

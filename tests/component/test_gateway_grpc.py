@@ -19,7 +19,6 @@ from tests.support.waiting import eventually
 from tideserve import client as tide
 from tideserve.gateway.v1 import gateway_pb2 as pb
 from tideserve.gateway.v1 import gateway_pb2_grpc
-from tideserve.scheduler.v1 import scheduler_pb2
 from tideserve.worker.v1 import worker_pb2
 
 HI = "hi"
@@ -111,8 +110,7 @@ async def test_models(case: Case) -> None:
 
 
 async def test_leaving_a_stream_aborts_it_at_the_worker(case: Case) -> None:
-    worker = case.cluster.workers[0]
-    worker.pause_at = 3
+    worker = case.paused(3)
     async with case.grpc.stream_chat(HI, model="m") as stream:
         await anext(stream)
     await eventually(lambda: worker.aborted == [worker.starts[-1].request_id])
@@ -128,9 +126,7 @@ async def test_a_deadline_ends_the_wait_for_a_place(case: Case) -> None:
 
 async def test_a_call_that_cannot_be_placed_is_tried_again_by_its_library(case: Case) -> None:
     scheduler = case.cluster.scheduler
-    scheduler.refusal = scheduler_pb2.Refusal(
-        reason=scheduler_pb2.REFUSAL_REASON_QUEUE_FULL, message="full", retry_after_s=0.01
-    )
+    case.refuse(message="full", retry_after_s=0.01)
     with pytest.raises(tide.Unavailable) as caught:
         await case.grpc.chat(HI, model="m", request_id="mine")
     assert len(scheduler.asks) == 4, "three times more"
@@ -139,8 +135,7 @@ async def test_a_call_that_cannot_be_placed_is_tried_again_by_its_library(case: 
 
 
 async def test_a_stream_that_breaks_says_how_far_it_came(case: Case) -> None:
-    worker = case.cluster.workers[0]
-    worker.pause_at = 5
+    worker = case.paused(5)
     async with case.grpc.stream_chat(HI, model="m") as stream:
         got = await anext(stream)
         count = len(got.token_ids)
@@ -328,8 +323,7 @@ async def test_health_checks_that_say_nothing_end(
 
 @pytest.mark.gateway(drain_delay_s=0.5)
 async def test_a_gateway_that_drains_finishes_streams_and_says_so(case: Case) -> None:
-    worker = case.cluster.workers[0]
-    worker.pause_at = 3
+    worker = case.paused(3)
     async with case.grpc.stream_chat(HI, model="m", max_tokens=6) as stream:
         texts = [(await anext(stream)).text]
         async with grpc.aio.insecure_channel(case.target) as channel:
@@ -356,11 +350,9 @@ async def test_what_still_runs_after_the_drain_is_told(case: Case) -> None:
     assert caught.value.metadata["cause"] == "SHUTTING_DOWN"
 
 
-async def test_a_caller_without_a_key_is_not_waited_for(store: Store, tmp_path: Path) -> None:
-    async with (
-        gateway_case(store, tmp_path / "model", api_key="k" * 24) as case,
-        grpc.aio.insecure_channel(case.target) as channel,
-    ):
+@pytest.mark.gateway(api_key="k" * 24)
+async def test_a_caller_without_a_key_is_not_waited_for(case: Case) -> None:
+    async with grpc.aio.insecure_channel(case.target) as channel:
         silent = channel.stream_unary(f"/{SERVICE}/Chat")(timeout=20)
         assert await silent.code() is grpc.StatusCode.UNAUTHENTICATED
 

@@ -15,7 +15,6 @@ from tests.support.exposition import samples, value
 from tests.support.gateway import TEXT, Case, gateway_case
 from tests.support.log_lines import log_lines
 from tests.support.waiting import eventually
-from tideserve.scheduler.v1 import scheduler_pb2
 from tideserve.worker.v1 import worker_pb2
 
 OPERATORS_KEY = "operators-key"
@@ -60,8 +59,7 @@ async def metric(case: Case, name: str) -> float:
 
 async def gone_after(case: Case, body: dict[str, Any], key: str, at: int) -> None:
     """A client that goes when the worker is about to emit token `at`."""
-    worker = case.cluster.workers[0]
-    worker.pause_at = at
+    worker = case.paused(at)
     asking = asyncio.create_task(post(case, body, key))
     await eventually(lambda: worker.active and worker.emitted >= at)
     asking.cancel()
@@ -129,8 +127,7 @@ async def test_what_is_ignored_is_told_again(case: Case) -> None:
 
 
 async def test_others_join_while_it_runs(case: Case) -> None:
-    worker = case.cluster.workers[0]
-    worker.pause_at = 4
+    worker = case.paused(4)
     url, key = "/v1/completions", {"idempotency-key": "a"}
     async with (
         case.http.stream("POST", url, json=STREAM, headers=key) as first,
@@ -189,8 +186,7 @@ async def test_a_request_whose_client_has_gone_ends_after_the_time_of_grace(case
 
 
 async def test_one_without_a_key_ends_at_once(case: Case) -> None:
-    worker = case.cluster.workers[0]
-    worker.pause_at = 4
+    worker = case.paused(4)
     asking = asyncio.create_task(case.complete(max_tokens=9))
     await eventually(lambda: worker.active)
     asking.cancel()
@@ -200,9 +196,7 @@ async def test_one_without_a_key_ends_at_once(case: Case) -> None:
 
 async def test_a_failure_is_told_to_all_and_not_kept(case: Case) -> None:
     scheduler = case.cluster.scheduler
-    scheduler.refusal = scheduler_pb2.Refusal(
-        reason=scheduler_pb2.REFUSAL_REASON_QUEUE_FULL, message="full"
-    )
+    case.refuse(message="full")
     refused = await post(case, COMPLETION)
     assert refused.status_code == 503
     scheduler.refusal = None
@@ -221,8 +215,7 @@ async def test_a_stream_that_breaks_off_runs_anew(case: Case) -> None:
 
 
 async def test_a_cancelled_one_ends_for_all_its_clients(case: Case) -> None:
-    worker = case.cluster.workers[0]
-    worker.pause_at = 2
+    worker = case.paused(2)
     asking = [asyncio.create_task(post(case, COMPLETION)) for _ in range(2)]
     await eventually(lambda: _replayed(case))
     await case.http.post(f"/v1/requests/{worker.starts[0].request_id}/cancel")
@@ -256,8 +249,7 @@ async def test_owners_never_meet_and_a_repeated_request_costs_nothing(
     async with gateway_case(
         store, tmp_path / "model", api_key=OPERATORS_KEY, api_keys_file=path
     ) as case:
-        worker = case.cluster.workers[0]
-        worker.pause_at = 4
+        worker = case.paused(4)
 
         async def ask(key: str, owner: str) -> httpx.Response:
             return await post(case, COMPLETION, key, authorization=f"Bearer {owner}")

@@ -19,8 +19,7 @@ pytestmark = pytest.mark.gateway(workers=2)
 
 async def chunks_of(case: Case, **fields: Any) -> list[dict[str, Any]]:
     """The chunks of a completion's stream, which ends as it should."""
-    body = {"model": "m", "prompt": "hi", "max_tokens": TOKENS, "stream": True} | fields
-    async with case.http.stream("POST", "/v1/completions", json=body) as answer:
+    async with case.stream(max_tokens=TOKENS, **fields) as answer:
         lines = [line.removeprefix("data: ") async for line in answer.aiter_lines() if line]
     assert lines.pop() == "[DONE]"
     return [json.loads(line) for line in lines]
@@ -209,8 +208,7 @@ async def test_three_resumptions_without_a_new_token_end_a_request(case: Case) -
             lambda _: text_ids(TEXT)[:6],
             worker_pb2.FINISH_REASON_ERROR,
         )
-    body = {"model": "m", "prompt": "hi", "max_tokens": TOKENS, "stream": True}
-    async with case.http.stream("POST", "/v1/completions", json=body) as answer:
+    async with case.stream(max_tokens=TOKENS) as answer:
         lines = [line.removeprefix("data: ") async for line in answer.aiter_lines() if line]
     *chunks, error = map(json.loads, lines)
     assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == TEXT[:6]

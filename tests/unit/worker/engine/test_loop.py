@@ -2,14 +2,13 @@
 
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from select import select
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
-import zmq
 
 from services.common.clock import monotonic_s
 from services.core.cost.bubble import StageTime
@@ -23,21 +22,15 @@ from services.core.planner.plan import Plan
 from services.core.planner.preemption import Preempt
 from services.core.request import Grammar, GrammarKind, Limits, Request, Sampling
 from services.core.service import Service, ServiceClass
-from services.worker.engine.grammar_check import GrammarCheck
-from services.worker.engine.loop import EngineLoop
 from services.worker.engine.pipeline.news import News
 from services.worker.engine.sampling.grammar import Grammars
 from services.worker.ipc import (
     AbortRequest,
     Prepare,
-    Progress,
     StartRequest,
-    encode,
-    from_engine_decoder,
 )
+from tests.support.engine_inbox import WAIT_MS, Inbox, open_inbox
 from tests.unit.core.planner.test_state import make_state
-
-WAIT_MS = 10_000
 
 
 def member_that(**does: Any) -> SimpleNamespace:
@@ -60,37 +53,10 @@ def member_that(**does: Any) -> SimpleNamespace:
     return SimpleNamespace(**defaults | does)
 
 
-@dataclass
-class Inbox:
-    """Both ends of the engine's inbox."""
-
-    servicer: zmq.Socket[bytes]
-    engine: zmq.Socket[bytes]
-    grammars: GrammarCheck
-
-    def loop(self, member: SimpleNamespace, *args: Any, **kwargs: Any) -> EngineLoop:
-        return EngineLoop(cast(Any, member), self.engine, self.grammars, *args, **kwargs)
-
-    def send(self, frame: Any) -> None:
-        self.servicer.send(encode(frame))
-
-    def progress(self) -> Progress:
-        assert self.servicer.poll(WAIT_MS), "a token waits for the next turn or a whole microbatch"
-        frame = from_engine_decoder.decode(self.servicer.recv())
-        assert isinstance(frame, Progress)
-        return frame
-
-
 @pytest.fixture
 def inbox() -> Iterator[Inbox]:
-    context = zmq.Context.instance()
-    grammars = GrammarCheck(Grammars(Path("none"), 1), lambda: 0.0)
-    with context.socket(zmq.PAIR) as servicer, context.socket(zmq.PAIR) as engine:
-        servicer.linger = engine.linger = 0
-        servicer.bind("inproc://engine-loop")
-        engine.connect("inproc://engine-loop")
-        yield Inbox(servicer, engine, grammars)
-    grammars.close()
+    with open_inbox(Grammars(Path("none"), 1)) as inbox:
+        yield inbox
 
 
 def readable(watched: Any, wait_s: float = WAIT_MS / 1e3) -> bool:

@@ -84,11 +84,6 @@ def pair() -> Iterator[Pair]:
     pair.close()
 
 
-def test_an_expected_peer_connects(pair: Pair) -> None:
-    pair.attempt()
-    assert pair.connected
-
-
 def test_an_end_that_gets_no_event_finds_its_connection_lost_when_it_looks(pair: Pair) -> None:
     """Both ends of a lost lane must give up what they do for each other."""
     pair.attempt()
@@ -129,8 +124,12 @@ def test_the_end_of_an_older_process_does_not_end_the_wait_for_its_successor(pai
     assert dialled == []
 
 
-def test_an_attempt_aborted_before_the_peer_came_is_no_obstacle(pair: Pair) -> None:
-    pair.open("w1", 1)
+@pytest.mark.parametrize("aborted", [(), (1,)])
+def test_an_attempt_aborted_before_the_peer_came_is_no_obstacle(
+    pair: Pair, aborted: tuple[int, ...]
+) -> None:
+    for attempt in aborted:
+        pair.open("w1", attempt)
     pair.attempt(2)
     assert pair.connected
 

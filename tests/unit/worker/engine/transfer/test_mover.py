@@ -99,6 +99,10 @@ class Pair:
                 return
         raise AssertionError("it never comes to rest")
 
+    def send_slab(self, peer: str, transfer_id: str = "t", epoch: int = 1) -> None:
+        self.a.send_slab(peer, transfer_id, epoch)
+        self.settle()
+
     def later(self, duration_s: float) -> None:
         self.now_s += duration_s
         self.settle()
@@ -118,8 +122,7 @@ def pair() -> Pair:
 
 
 def test_a_slab_arrives_whole(pair: Pair) -> None:
-    pair.a.send_slab("b")
-    pair.settle()
+    pair.send_slab("b")
     assert np.array_equal(pair.b.memory.slab, pair.a.memory.slab)
     assert pair.a.ends == [TransferSent("t", "b", SIZE_BYTES)]
     assert pair.b.ends == [TransferReceived("t", "a", "g", 1, SIZE_BYTES)]
@@ -161,8 +164,7 @@ def test_a_chunk_has_a_sane_size(size_bytes: int) -> None:
 
 def test_few_pieces_are_under_way_and_packed_only_then(pair: Pair) -> None:
     pair.network.hold("a", "b")
-    pair.a.send_slab("b")
-    pair.settle()
+    pair.send_slab("b")
     assert pair.a.memory.reads == PIECES_MIN
     assert pair.a.ends == []
 
@@ -233,8 +235,7 @@ def test_more_pieces_of_a_future_epoch_than_memory_are_refused(
 def test_bulk_stands_aside_for_activations_but_not_for_ever(pair: Pair) -> None:
     pair.settle()
     pair.a.gate.enter()
-    pair.a.send_slab("b")
-    pair.settle()
+    pair.send_slab("b")
     assert pair.a.memory.reads == 0
     pair.later(CONFIG.yield_s)
     assert pair.a.memory.reads == 1
@@ -251,8 +252,7 @@ def test_activations_wake_a_mover_only_if_it_stands_aside_for_them(pair: Pair) -
     pair.a.gate.leave()
     assert select.select([bell], [], [], 0) == ([], [], [])
     pair.a.gate.enter()
-    pair.a.send_slab("b")
-    pair.settle()
+    pair.send_slab("b")
     bell.clear()
     pair.a.gate.leave()
     assert select.select([bell], [], [], 0)[0] == [bell]
@@ -260,8 +260,7 @@ def test_activations_wake_a_mover_only_if_it_stands_aside_for_them(pair: Pair) -
 
 def test_the_receiver_stands_aside_too(pair: Pair) -> None:
     pair.b.gate.enter()
-    pair.a.send_slab("b")
-    pair.settle()
+    pair.send_slab("b")
     assert pair.b.memory.writes == 0
     pair.b.gate.leave()
     pair.settle()
@@ -272,15 +271,13 @@ def test_without_coordination_nothing_waits() -> None:
     pair = Pair(replace(CONFIG, coordinated=False))
     pair.a.gate.enter()
     pair.b.gate.enter()
-    pair.a.send_slab("b")
-    pair.settle()
+    pair.send_slab("b")
     assert pair.a.ends == [TransferSent("t", "b", SIZE_BYTES)]
 
 
 def test_a_cancelled_transfer_ends_when_no_send_reads_its_memory(pair: Pair) -> None:
     pair.network.hold("a", "b")
-    pair.a.send_slab("b")
-    pair.settle()
+    pair.send_slab("b")
     pair.a.mover.cancel("t")
     pair.settle()
     assert pair.a.ends == []
@@ -309,15 +306,13 @@ def test_a_transfer_can_be_cancelled_before_it_begins(pair: Pair) -> None:
     pair.b.mover.cancel("t")
     pair.settle()
     assert failed("t", None, False, pair.b.ends) == "cancelled"
-    pair.a.send_slab("b")
-    pair.settle()
+    pair.send_slab("b")
     assert "refused" in failed("t", "b", True, pair.a.ends)
     assert pair.b.memory.writes == 0 and len(pair.b.ends) == 1
 
 
 def test_a_finished_transfer_is_not_cancelled(pair: Pair) -> None:
-    pair.a.send_slab("b")
-    pair.settle()
+    pair.send_slab("b")
     pair.a.mover.cancel("t")
     pair.b.mover.cancel("t")
     pair.settle()
@@ -326,8 +321,7 @@ def test_a_finished_transfer_is_not_cancelled(pair: Pair) -> None:
 
 def test_pieces_of_a_stale_epoch_are_refused(pair: Pair) -> None:
     pair.b.memory.epochs["g"] = 2
-    pair.a.send_slab("b")
-    pair.settle()
+    pair.send_slab("b")
     assert "not current" in failed("t", "b", True, pair.a.ends)
     assert "not current" in failed("t", "a", False, pair.b.ends)
     assert pair.b.memory.writes == 0
@@ -344,8 +338,7 @@ def test_an_epoch_that_passes_ends_the_transfer(pair: Pair) -> None:
 
 
 def test_pieces_of_a_future_epoch_wait_for_it(pair: Pair) -> None:
-    pair.a.send_slab("b", epoch=2)
-    pair.settle()
+    pair.send_slab("b", epoch=2)
     assert pair.b.memory.writes == 0 and pair.b.ends == []
     pair.b.memory.epochs["g"] = 2
     pair.later(0.1)
@@ -353,8 +346,7 @@ def test_pieces_of_a_future_epoch_wait_for_it(pair: Pair) -> None:
 
 
 def test_a_future_epoch_that_never_comes_is_not_waited_for(pair: Pair) -> None:
-    pair.a.send_slab("b", epoch=2)
-    pair.settle()
+    pair.send_slab("b", epoch=2)
     pair.later(CONFIG.future_wait_s)
     assert "did not begin" in failed("t", "a", False, pair.b.ends)
     assert "did not begin" in failed("t", "b", True, pair.a.ends)
@@ -420,8 +412,7 @@ def test_pieces_of_one_transfer_are_of_one_epoch(pair: Pair) -> None:
 
 def test_a_receiver_without_a_place_refuses(pair: Pair) -> None:
     pair.b.memory.refuses = True
-    pair.a.send_slab("b")
-    pair.settle()
+    pair.send_slab("b")
     assert "no place" in failed("t", "b", True, pair.a.ends)
 
 
@@ -449,8 +440,7 @@ def test_a_series_without_a_last_piece_fails(pair: Pair) -> None:
 def test_a_peer_that_never_answers_is_not_waited_for(pair: Pair) -> None:
     pair.settle()
     pair.network.hold("b", "a")
-    pair.a.send_slab("b")
-    pair.settle()
+    pair.send_slab("b")
     assert pair.a.ends == []
     pair.later(CONFIG.answer_timeout_s)
     assert "did not answer" in failed("t", "b", True, pair.a.ends)
@@ -481,8 +471,7 @@ def test_a_lost_peer_ends_its_transfers(pair: Pair) -> None:
 
 
 def test_an_unknown_peer_fails_the_transfer(pair: Pair) -> None:
-    pair.a.send_slab("c")
-    pair.settle()
+    pair.send_slab("c")
     assert "no connection" in failed("t", "c", True, pair.a.ends)
 
 
@@ -495,8 +484,7 @@ def test_transfers_are_bounded_and_ids_are_their_own() -> None:
     with pytest.raises(MoverFull):
         pair.a.send_slab("b", "z")
     pair.settle()
-    pair.a.send_slab("b", "z")
-    pair.settle()
+    pair.send_slab("b", "z")
     assert len(pair.a.ends) == 3
 
 
