@@ -24,17 +24,14 @@ from services.gateway.keys.key_ring import KeyRing
 from services.gateway.records.metrics import EndpointTotals, Metrics
 from services.gateway.vocabulary.errors import ServiceUnavailable
 from services.gateway.vocabulary.message import ClusterStatus
+from tests.support.asgi import answer_ok
 from tests.support.control_plane import worker_record
 from tests.support.reports import memory_report
+from tests.support.waiting import settle
 from tideserve.common.v1 import record_pb2
 
 KEY = "k" * 32
 API = "/tideserve/v1/status"
-
-
-async def answer_ok(scope: Any, receive: Any, send: Any) -> None:
-    await send({"type": "http.response.start", "status": 200, "headers": []})
-    await send({"type": "http.response.body", "body": b"ok"})
 
 
 def client(host: str = "127.0.0.1", names: str = "", key: str | None = None) -> httpx.AsyncClient:
@@ -210,12 +207,6 @@ async def state() -> dict[str, Any]:
     return {"workers": []}
 
 
-async def turns() -> None:
-    """Let everything run that waits for nobody."""
-    for _ in range(100):
-        await asyncio.sleep(0)
-
-
 async def test_one_producer_serves_all_and_rests_when_nobody_looks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -229,16 +220,16 @@ async def test_one_producer_serves_all_and_rests_when_nobody_looks(
 
     feed = Feed(look)
     running = asyncio.create_task(feed.run())
-    await turns()
+    await settle(100)
     assert looks == 0
     with feed.viewer() as one, feed.viewer() as other:
-        await turns()
+        await settle(100)
         assert 0 < looks <= 101
         newest = f'data: {{"workers":[],"looks":{looks}}}\n\n'.encode()
         assert [await anext(one), await anext(other)] == [newest, newest]
-    await turns()
+    await settle(100)
     rested = looks
-    await turns()
+    await settle(100)
     assert looks == rested
     running.cancel()
 

@@ -7,14 +7,8 @@ from services.core.quota.limits import Limit, QuotaLimits
 from services.gateway.keys.principal import ANYONE, Principal
 from services.gateway.keys.quotas import QuotaMetrics, Quotas, duration
 from services.gateway.vocabulary.errors import ClientDeadline, Expired, OverQuota, QueueFull
+from tests.support.clock import Clock
 from tests.support.exposition import samples, value
-
-
-class Clock:
-    now_s = 100.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 class Case:

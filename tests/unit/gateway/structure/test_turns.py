@@ -7,11 +7,7 @@ import pytest
 
 from services.gateway.structure.checker import Turns
 from services.gateway.vocabulary.errors import QueueFull
-
-
-async def settle() -> None:
-    for _ in range(10):
-        await asyncio.sleep(0)
+from tests.support.waiting import settle
 
 
 async def test_owners_take_turns_and_so_many_wait() -> None:
