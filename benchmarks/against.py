@@ -37,8 +37,8 @@ from services.scheduler.config import SchedulerConfig
 from services.worker.config import WorkerConfig
 from tideserve.cli.cache import PROFILES, cache_root
 from tideserve.cli.errors import EXIT_UNUSABLE, CommandError, unusable
-from tideserve.cli.files import check_writable
 from tideserve.cli.report import Report
+from tideserve.cli.simulate import check_writable
 from tideserve.load.traces import TraceError
 from tideserve.load.workload import PlannedRequest
 from tideserve.load.workload import Workload as Requests

@@ -8,7 +8,7 @@ from typing import Any
 from services.common.event_log import EventLogError, read_config, read_entries
 from services.core.audit.audit import Audit
 from services.core.audit.concession_order import ConcessionOrder
-from services.core.audit.findings import Findings
+from services.core.audit.record import Findings
 from services.core.audit.settled_changes import SettledChange, settled_changes
 from services.core.changeover.state import Changeover, MemberConfig
 from services.core.groups.coordinator import CoordinatorConfig, CoordinatorState

@@ -34,9 +34,9 @@ from tideserve.cli.errors import (
     SystemUnavailable,
     unusable,
 )
-from tideserve.cli.files import check_writable
 from tideserve.cli.model_store import ModelUnavailable, resolve_model
 from tideserve.cli.report import Report
+from tideserve.cli.simulate import check_writable
 from tideserve.cli.tiny_model import NUM_LAYERS, TINY_ON_GPU, TINY_OPTIONS, write_tiny_model
 from tideserve.cli.up import name_of
 from tideserve.load.traces import TraceError

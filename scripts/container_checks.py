@@ -23,7 +23,7 @@ from container_load import (
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tideserve.cli.cache import cache_root
-from tideserve.cli.certs import write_certificates
+from tideserve.cli.certificates import write_certificates
 from tideserve.cli.model_store import prepare_default_model
 from tideserve.client import AsyncClient
 from tideserve.client.request import ChatFields

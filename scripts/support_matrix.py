@@ -10,7 +10,7 @@ from fastapi.routing import APIRoute
 from services.common.errors import ConfigError
 from services.common.setting import settings_of
 from services.core.engine_kind import EngineKind
-from services.gateway.http import anthropic, openai, operations, requests, responses_routes, tokens
+from services.gateway.http import messages, openai, operations, tokens
 from services.gateway.tools.format import ReasoningFormat, ToolFormat
 from services.worker.config import DEVICES, WorkerConfig
 from services.worker.engine.model.activations import ACTIVATIONS
@@ -42,7 +42,7 @@ MERGES = (
 INTRODUCTION = (
     "Not supported: tensor parallelism, quantized weights, adapters (LoRA), draft models, mixtures"
     " of experts, images and other media, embeddings, weights in other files than safetensors.\n\n"
-    "Written by hand: the line above, states of engines, and the table of groups that merge;"
+    "Written by hand: the line above, models and states of engines, and the table of groups that merge;"
     " all other cells come from the code."
 )
 
@@ -109,11 +109,9 @@ def http_routes() -> list[Line]:
     part.metrics, part.refuse_unknown = None, False
     routers = (
         ("OpenAI", openai.router(part, part, part)),
-        ("OpenAI", responses_routes.router(part, part, part)),
-        ("Anthropic", anthropic.router(part, part)),
-        ("tideserve", requests.router(part)),
+        ("Anthropic", messages.router(part, part)),
         ("vLLM", tokens.router(part, part, part)),
-        ("tideserve", operations.router(part, part, False)),
+        ("tideserve", operations.router(part, part, part, False)),
     )
     return [
         (api, f"`{' '.join(sorted(route.methods or ()))} {route.path}`", _first_sentence(route))

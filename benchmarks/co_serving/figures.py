@@ -24,7 +24,7 @@ from benchmarks.stats import (
 from tideserve.load.client import UNFINISHED
 from tideserve.load.record import RequestOutcome, Round, SentRequest, TokenSample
 from tideserve.load.workload import BATCH_CLASS
-from tideserve.sim.promises import NOTHING_KEPT, Kept, TokenGroups, attainment, goodput
+from tideserve.sim.token_times import NOTHING_KEPT, Kept, TokenGroups, attainment, goodput
 
 Span = tuple[float, float]
 Count = Callable[[TokenSample], float | None]

@@ -27,10 +27,9 @@ from tideserve.cli.errors import SystemUnavailable
 from tideserve.load.traces import load_trace
 from tideserve.load.workload import LengthScale, arrivals_of, prompt_ids
 from tideserve.sim.cluster import Cluster, ClusterSpec
-from tideserve.sim.conversations import AGENTS, CHATS
 from tideserve.sim.report import Outcome, percentile
 from tideserve.sim.time_model import CostTimeModel
-from tideserve.sim.workload import Arrival, OpenLoop
+from tideserve.sim.workload import AGENTS, CHATS, Arrival, OpenLoop
 
 TURNS, QUESTION_TOKENS, ANSWER_TOKENS = 5, 256, 64
 CHAT_COUNT, QUICK_CHAT_COUNT = 8, 3

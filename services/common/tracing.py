@@ -15,8 +15,26 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from services.common.clock import monotonic_s
-from services.common.rate import RateLimit
 from services.common.service_config import ServiceConfig
+
+
+class RateLimit:
+    """Allows so many events in each second of the clock that `take` is told."""
+
+    def __init__(self, per_second: int) -> None:
+        self._per_second = per_second
+        self._began_s = float("-inf")
+        self._taken = 0
+
+    def take(self, now_s: float) -> bool:
+        """Whether one more may happen now; it then counts."""
+        if now_s - self._began_s >= 1.0:
+            self._began_s, self._taken = now_s, 0
+        if self._taken >= self._per_second:
+            return False
+        self._taken += 1
+        return True
+
 
 ENDPOINT_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 ERRORS_PER_S = 10

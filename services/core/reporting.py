@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from operator import attrgetter
 
-from services.core.prefix.dropped_prefixes import DROPPED_MAX
+from services.core.prefix.cached_blocks import DROPPED_MAX
 from services.core.report import Load, LoadReport, MemoryReport
 
 RECEIVED_IDS_MAX = 10_000

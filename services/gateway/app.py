@@ -34,8 +34,7 @@ from services.gateway.grpc.kserve_service import KserveService
 from services.gateway.grpc.port import GRACE_S, GrpcPort, front_certificates
 from services.gateway.http.app import build
 from services.gateway.http.cors import origins_of
-from services.gateway.http.server import HttpServer, bind
-from services.gateway.http.tls import server_tls
+from services.gateway.http.server import HttpServer, bind, server_tls
 from services.gateway.keys.key_ring import KeyRing
 from services.gateway.keys.quota_exchange import QuotaExchange
 from services.gateway.keys.quotas import Quotas
@@ -43,13 +42,12 @@ from services.gateway.model.sampling import PLAIN_DEFAULTS
 from services.gateway.model.served_model import ServedModel, load_model
 from services.gateway.records.metrics import Metrics
 from services.gateway.records.reception import Reception
-from services.gateway.records.stream_record import StreamRecord
+from services.gateway.records.request_record import StreamRecord
 from services.gateway.serving.canceller import Canceller
 from services.gateway.serving.choice_runner import ChoiceRunner
 from services.gateway.serving.prepare import Preparer
-from services.gateway.serving.running import RunningRequests
+from services.gateway.serving.running import RunningRequests, internal_server
 from services.gateway.serving.service_policy import ServicePolicy
-from services.gateway.serving.servicer import internal_server
 from services.gateway.serving.serving import RequestServing
 from services.gateway.structure.checker import GrammarChecker
 from services.gateway.text.tokenizer import TextPool

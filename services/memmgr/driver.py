@@ -47,11 +47,10 @@ from services.core.report import MemoryReport
 from services.memmgr.change_count import LAST_PHASES, ChangeCount
 from services.memmgr.change_trace import ChangeCause, ChangeTrace, restoration
 from services.memmgr.cluster_store import ClusterRecords, ClusterStore
-from services.memmgr.loss_log import LossLog
-from services.memmgr.losses import Losses
+from services.memmgr.losses import Losses, LossLog
 from services.memmgr.member_client import MemberClient
+from services.memmgr.translate_record import WorkerPlace
 from services.memmgr.worker_memory import MemoryView
-from services.memmgr.worker_place import WorkerPlace
 
 TICK_S = 0.2
 

@@ -11,7 +11,7 @@ from services.common.grpc_client import Dial
 from services.core.groups.fence import asked_of
 from services.core.groups.vocabulary import AbortMember, PrepareMembers
 from services.memmgr.translate import to_abort_request, to_peer, to_prepare_request
-from services.memmgr.worker_place import WorkerPlace
+from services.memmgr.translate_record import WorkerPlace
 from tideserve.worker.v1 import worker_pb2, worker_pb2_grpc
 
 ABORT_TIMEOUT_S = 5.0

@@ -16,7 +16,7 @@ from services.core.overload.events import Action, Cause
 from services.core.report import MemoryReport
 from services.memmgr.losses import GroupLoss
 from services.memmgr.overload_watch import LoggedDecision
-from services.memmgr.worker_place import WorkerPlace
+from services.memmgr.translate_record import WorkerPlace
 from tideserve.memmgr.v1 import memmgr_pb2
 from tideserve.worker.v1 import worker_pb2
 

@@ -16,8 +16,21 @@ from services.core.groups.vocabulary import (
     Worker,
 )
 from services.core.overload.worker_facts import WorkerFacts
-from services.memmgr.worker_place import WorkerPlace
 from tideserve.common.v1 import record_pb2
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerPlace:
+    """The addresses of a registered worker: RPC, and its lanes to other members.
+
+    `draining`: it is leaving.
+    """
+
+    address: str
+    activation_address: str
+    bulk_address: str
+    draining: bool = False
+
 
 T = TypeVar("T")
 

@@ -1,9 +1,13 @@
 """Runs a worker's servicer process: its port, its store, its engine; then `EngineServing`."""
 
 import asyncio
+import hashlib
 import logging
 import os
 import uuid
+from collections.abc import Iterable
+from importlib import metadata
+from pathlib import Path
 
 from services.common.address import host_of
 from services.common.advertise import advertised
@@ -12,13 +16,37 @@ from services.common.grpc_server import ProcessServicer, Server
 from services.common.metrics_server import metrics_exposed
 from services.common.process_metrics import service_registry
 from services.common.transport import transport_of
-from services.worker.build import code_digest
 from services.worker.config import WorkerConfig
 from services.worker.engine_client import EngineClient
 from services.worker.identity import settled, worker_record
 from services.worker.ipc import EngineReady
 from services.worker.metrics import WorkerCollector
 from services.worker.serving import EngineServing
+
+SERVICES = Path(__file__).resolve().parent.parent
+PARTS = ("common", "core", "worker")
+# Libraries that compute: another version may round differently.
+LIBRARIES = ("numba", "torch", "transformers")
+
+
+def code_digest(root: Path = SERVICES, parts: Iterable[str] = PARTS) -> str:
+    """SHA-256 of the worker's sources below `root` and the versions of its libraries."""
+    digest = hashlib.sha256()
+    for part in sorted(parts):
+        for path in sorted((root / part).rglob("*.py")):
+            content = path.read_bytes()
+            digest.update(f"{path.relative_to(root)} {len(content)}\n".encode() + content)
+    for name in LIBRARIES:
+        digest.update(f"{name} {_version(name)}\n".encode())
+    return digest.hexdigest()
+
+
+def _version(name: str) -> str:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return ""
+
 
 log = logging.getLogger(__name__)
 

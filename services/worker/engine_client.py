@@ -3,8 +3,10 @@
 import asyncio
 import contextlib
 import os
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from pathlib import Path
 
 import zmq
 
@@ -12,12 +14,14 @@ from services.common.child import Child
 from services.common.clock import monotonic_s
 from services.common.config import dump
 from services.common.errors import ServiceError
+from services.common.settings import PREFIX
 from services.common.timeouts import timeout
+from services.common.vllm_environment import vllm_environment
+from services.core.engine_kind import EngineKind
 from services.core.report import EngineReport, Load
 from services.core.request import Request
 from services.core.stall import StallLimit
 from services.worker.config import WorkerConfig
-from services.worker.engine_command import engine_command, engine_environment
 from services.worker.frame_socket import FrameSocket
 from services.worker.ipc import (
     FRAMES_MAX,
@@ -36,6 +40,49 @@ from services.worker.ipc import (
     from_engine_decoder,
     pulse_address,
 )
+
+VLLM_ENGINE = Path(__file__).resolve().parent / "vllm_engine" / "__main__.py"
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+ALLOCATOR = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+"""On a GPU: memory of activations, of which each batch needs another size, leaves no gaps."""
+
+
+def engine_command(config: WorkerConfig) -> list[str]:
+    """The command, but for the arguments that every engine takes."""
+    if config.engine == EngineKind.VLLM:
+        # -P: nothing beside that file is a module of its own.
+        return [str(config.engine_python), "-P", str(VLLM_ENGINE)]
+    return [sys.executable, "-m", "services.worker.engine"]
+
+
+def engine_environment(
+    config: WorkerConfig, inherited: Mapping[str, str] = os.environ
+) -> dict[str, str]:
+    """Its environment.
+
+    Options in the environment stay here: the servicer gives the engine its configuration, which has
+    no secrets.
+    """
+    kept = {key: value for key, value in inherited.items() if not key.startswith(PREFIX)}
+    if config.engine == EngineKind.VLLM:
+        assert config.engine_python is not None
+        on_cpu = config.device == "cpu"
+        seen = kept | _one_gpu(config.device, kept)
+        return vllm_environment(seen, config.engine_python, config.threads, on_cpu)
+    allocator = {} if config.device == "cpu" else ALLOCATOR
+    return allocator | kept | {"OMP_NUM_THREADS": str(config.threads)}
+
+
+def _one_gpu(device: str, inherited: Mapping[str, str]) -> dict[str, str]:
+    """Shows vLLM, which takes the first GPU, the one of `cuda:N` alone."""
+    number = device.partition(":")[2]
+    if not number:
+        return {}
+    shown = inherited.get(VISIBLE, "").split(",")
+    chosen = shown[int(number)] if int(number) < len(shown) and shown != [""] else number
+    return {VISIBLE: chosen}
+
 
 SEND_TIMEOUT_S = 5.0
 WATCH_INTERVAL_S = 0.5

@@ -34,7 +34,7 @@ async def claim(
     """Conditions in etcd under which the process may register: only etcd knows its layers.
 
     A process that was in a group, last at `epoch`, registers again only while its assignment record
-    says so; see `services.core.groups.departed`.
+    says so; see `services.core.groups.settlement`.
 
     Raises:
         Forgotten: if the assignment has gone, or is another process's.

@@ -5,11 +5,13 @@ import logging
 from collections.abc import Callable
 
 from services.common.clock import monotonic_s
-from services.common.etcd import Condition, Store
+from services.common.errors import StoreError
+from services.common.etcd import RETRY_S, Condition, Store
 from services.common.grpc_client import Dial
 from services.common.grpc_server import Server
-from services.common.membership import SERVICES, WORKERS, Directory, Registration
+from services.common.membership import GROUPS, SERVICES, WORKERS, Directory, Registration
 from services.core.groups.fence import MemberState
+from services.core.report import EngineReport
 from services.worker.config import WorkerConfig
 from services.worker.departure import Departure
 from services.worker.engine_client import EngineClient, EngineStopped
@@ -20,9 +22,60 @@ from services.worker.ipc import EngineReady, Progress
 from services.worker.member.servicer import MemberServicer
 from services.worker.reporter import ReportSender
 from services.worker.servicer import WorkerServicer
-from services.worker.stranding import Stranding
 from tideserve.common.v1 import record_pb2
 from tideserve.worker.v1 import worker_pb2_grpc
+
+SILENCE_MAX_S = 3.0
+"""So long the records may be silent while the group is in trouble; a call to etcd takes as long."""
+
+
+class Stranding:
+    """Gives a worker's requests up while etcd is away, so that its group cannot be mended.
+
+    A group that has lost a member goes on after a change of its record. Without it requests would
+    stand still here though other groups could run them.
+    `stranded`: from when they have been silent for too long until the trouble is over, or another
+    epoch has begun. `on_stranded` is called as it begins.
+    """
+
+    def __init__(self, store: Store, on_stranded: Callable[[], None]) -> None:
+        self._store = store
+        self._on_stranded = on_stranded
+        self._epoch = 0
+        self._in_trouble = asyncio.Event()
+        self.stranded = False
+
+    def note(self, report: EngineReport) -> None:
+        """The engine has reported."""
+        if not report.trouble or report.epoch != self._epoch:
+            self._in_trouble.clear()
+            self.stranded = False
+        self._epoch = report.epoch
+        if report.trouble:
+            self._in_trouble.set()
+
+    async def run(self) -> None:
+        """Watch until cancelled."""
+        while True:
+            await self._in_trouble.wait()
+            epoch, heard_s = self._epoch, monotonic_s()
+            while self._in_trouble.is_set() and epoch == self._epoch:
+                if not self.stranded and await self._answers():
+                    heard_s = monotonic_s()
+                lasts = self._in_trouble.is_set() and epoch == self._epoch
+                if lasts and not self.stranded and monotonic_s() - heard_s >= SILENCE_MAX_S:
+                    self.stranded = True
+                    self._on_stranded()
+                await asyncio.sleep(RETRY_S)
+
+    async def _answers(self) -> bool:
+        """Whether the group records can be read."""
+        try:
+            await self._store.snapshot(GROUPS)
+        except StoreError:
+            return False
+        return True
+
 
 log = logging.getLogger(__name__)
 

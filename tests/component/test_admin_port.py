@@ -4,25 +4,17 @@ import asyncio
 import json
 import re
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from services.common.etcd import Store
 from services.gateway.admin import feed as feed_module
 from tests.support.etcd_server import EtcdServer
-from tests.support.gateway import Case, gateway_case
+from tests.support.gateway import Case
 from tests.support.waiting import eventually
 
 EVENTS = "/tideserve/v1/events"
-
-
-@pytest.fixture
-async def case(store: Store, tmp_path: Path) -> AsyncIterator[Case]:
-    async with gateway_case(store, tmp_path / "model") as made:
-        yield made
 
 
 async def states(response: httpx.Response) -> AsyncIterator[dict[str, Any]]:

@@ -3,24 +3,19 @@
 import asyncio
 import json
 import re
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from services.common.etcd import Store
-from tests.support.gateway import TEXT, Case, gateway_case
+from tests.support.gateway import TEXT, Case
 
 PAGE = Path(__file__).parents[2] / "docs" / "api.md"
 EXAMPLES = re.findall(r"```sh\n(curl .*?)\n```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
 MODEL = "SmolLM2-135M-Instruct"
 
 
-@pytest.fixture
-async def case(store: Store, tmp_path: Path) -> AsyncIterator[Case]:
-    async with gateway_case(store, tmp_path / "model", model_aliases=MODEL) as case:
-        yield case
+pytestmark = pytest.mark.gateway(model_aliases=MODEL)
 
 
 async def run(case: Case, example: str) -> str:

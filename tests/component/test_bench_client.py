@@ -52,14 +52,8 @@ async def test_every_outcome_is_told_apart() -> None:
         records = await run(
             job([server.url], [request(first) for first in (300, 1, 2, 3, 4, 5)], concurrency=1)
         )
-    assert [record.outcome for record in records] == [
-        RequestOutcome.COMPLETED,
-        RequestOutcome.REJECTED,
-        RequestOutcome.REJECTED,
-        RequestOutcome.FAILED,
-        RequestOutcome.FAILED,
-        RequestOutcome.FAILED,
-    ]
+    done, refused, failed = RequestOutcome.COMPLETED, RequestOutcome.REJECTED, RequestOutcome.FAILED
+    assert [record.outcome for record in records] == [done, *[refused] * 2, *[failed] * 3]
     good = records[0]
     assert good.output_tokens == OUTPUT_TOKENS == len(good.token_times_s)
     assert good.request_id == "cmpl-1"
@@ -72,8 +66,8 @@ async def test_every_outcome_is_told_apart() -> None:
 async def test_an_answer_shorter_than_asked_for_is_told_apart() -> None:
     with fake_openai({1: "short"}) as server:
         records = await run(job([server.url], [request(), request(1)], concurrency=1))
-    assert [record.outcome for record in records] == [RequestOutcome.COMPLETED] * 2
     assert [(record.output_tokens, record.short) for record in records] == [(5, False), (1, True)]
+    assert {record.outcome for record in records} == {RequestOutcome.COMPLETED}
 
 
 async def test_a_client_of_a_closed_loop_keeps_its_server() -> None:
@@ -88,11 +82,8 @@ async def test_of_the_lead_in_only_failures_are_noted() -> None:
         requests = [request(), request(1), request(301), request(302)]
         records = await run(job([server.url], requests, concurrency=1, lead_in=2))
         assert len(server.received) == 4
-    assert [record.outcome for record in records] == [
-        RequestOutcome.FAILED,
-        RequestOutcome.COMPLETED,
-        RequestOutcome.COMPLETED,
-    ]
+    outcomes = [record.outcome for record in records]
+    assert outcomes == [RequestOutcome.FAILED, *[RequestOutcome.COMPLETED] * 2]
 
 
 async def test_generation_is_forced_to_the_planned_length() -> None:
@@ -117,20 +108,25 @@ async def test_the_open_loop_keeps_its_times_and_takes_turns() -> None:
     assert all(record.late == (record.sent_s - record.due_s > 0.01) for record in records)
 
 
-async def test_a_backlog_runs_beside_the_open_loop_and_ends_with_it() -> None:
-    backlog = Backlog(clients=3, prompt_tokens=(4, 4), output_tokens=(2, 2), seed=1)
+async def beside(backlog: Backlog, count: int) -> tuple[list[SentRequest], list[dict[str, Any]]]:
+    """The records of `count` requests or more, one of them online, and the bodies sent."""
     with fake_openai({1: "silent"}) as server:
-        client = LoadClient(job([server.url], [request(), request(1)], backlog=backlog))
+        client = LoadClient(job([server.url], [request(1)], backlog=backlog))
         running = asyncio.create_task(client.run())
-        while len(client.records) < 8 and not running.done():
+        while len(client.records) < count and not running.done():
             await asyncio.wait((running,), timeout=0.01)
         server.ending.set()  # the silent request is answered, and the open loop is over
         await running
         bodies = list(server.received)
-    online = [record for record in client.records if record.slo_class == "standard"]
-    batch = [record for record in client.records if record.slo_class == "batch"]
-    assert len(online) == 2 and len(batch) >= 6
     assert {record.outcome for record in client.records} == {RequestOutcome.COMPLETED}
+    batch = [record for record in client.records if record.slo_class == "batch"]
+    assert len(batch) == len(client.records) - 1 >= count
+    return sorted(batch, key=lambda record: record.due_s), bodies
+
+
+async def test_a_backlog_runs_beside_the_open_loop_and_ends_with_it() -> None:
+    backlog = Backlog(clients=3, prompt_tokens=(4, 4), output_tokens=(2, 2), seed=1)
+    batch, bodies = await beside(backlog, 6)
     assert not any(record.late for record in batch)
     prompts = [tuple(body["prompt"]) for body in bodies if body.get("slo_class") == "batch"]
     assert len(set(prompts)) == len(prompts) >= len(batch)
@@ -139,19 +135,10 @@ async def test_a_backlog_runs_beside_the_open_loop_and_ends_with_it() -> None:
 
 
 async def test_a_backlog_in_batches_sends_the_next_one_when_the_last_has_ended() -> None:
-    backlog = Backlog(3, (4, 4), (2, 2), seed=1, in_batches=True)
-    with fake_openai({1: "silent"}) as server:
-        client = LoadClient(job([server.url], [request(1)], backlog=backlog))
-        running = asyncio.create_task(client.run())
-        while len(client.records) < 9 and not running.done():
-            await asyncio.wait((running,), timeout=0.01)
-        server.ending.set()
-        await running
-    batch = [record for record in client.records if record.slo_class == "batch"]
-    batch.sort(key=lambda record: record.due_s)
+    batch, _ = await beside(Backlog(3, (4, 4), (2, 2), seed=1, in_batches=True), 9)
     for number in range(3, 9):
         begin = number // 3 * 3
-        assert batch[number].due_s >= max(one.end_s for one in batch[begin - 3 : begin])
+        assert batch[number].due_s >= max(each.end_s for each in batch[begin - 3 : begin])
 
 
 async def test_what_runs_of_a_backlog_at_the_end_is_no_failure() -> None:
@@ -224,18 +211,12 @@ async def test_what_would_be_cut_off_is_not_begun(
     assert [record.outcome for record in records] == [RequestOutcome.COMPLETED] * begun
 
 
-async def test_a_frozen_server_ends_with_the_deadline() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as frozen:
-        url = f"http://127.0.0.1:{frozen.getsockname()[1]}"
-        records = await run(job([url], [request()], timeout_s=0.5))
-    assert records[0].outcome is RequestOutcome.FAILED
-    assert "not finished" in records[0].error
-
-
-async def test_a_closed_port_is_a_failure_each() -> None:
-    with refusing_address() as address:
-        records = await run(job([f"http://{address}"], [request(), request()]))
-    assert [record.outcome for record in records] == [RequestOutcome.FAILED] * 2
+async def test_a_frozen_server_ends_with_the_deadline_and_a_closed_port_at_once() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as frozen, refusing_address() as closed:
+        urls = [f"http://127.0.0.1:{frozen.getsockname()[1]}", f"http://{closed}"]
+        records = await run(job(urls, [request(), request()], timeout_s=0.5))
+    assert {record.outcome for record in records} == {RequestOutcome.FAILED}
+    assert ["not finished" in record.error for record in records] == [False, True]
 
 
 def test_requests_come_from_another_process() -> None:

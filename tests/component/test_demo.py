@@ -6,10 +6,11 @@ from collections.abc import Iterator
 import pytest
 
 from tests.support.fake_openai import FakeOpenAI, fake_openai
-from tideserve.cli.demo import Flood, shown, watch
+from tideserve.cli.demo import MODEL_NAME, shown, watch
 from tideserve.cli.demo_state import Score
 from tideserve.cli.report import Report
 from tideserve.cli.status import STATUS_PATH
+from tideserve.load.client import Job
 from tideserve.load.workload import PlannedRequest
 
 STATUS = {
@@ -41,15 +42,16 @@ def server() -> Iterator[FakeOpenAI]:
         yield running
 
 
-def load(*first_ids: int) -> Flood:
-    return Flood(tuple(PlannedRequest(0.3, (one, 1), 4, one) for one in first_ids), 20.0)
+def job(url: str, *first_ids: int) -> Job:
+    requests = tuple(PlannedRequest(0.3, (first, 1), 4, first) for first in first_ids)
+    return Job((url,), MODEL_NAME, requests, 20.0)
 
 
 async def test_requests_are_sent_and_the_cluster_is_shown(server: FakeOpenAI) -> None:
     screen = io.StringIO()
     scores = [Score("recompute", 1, completed=1)]
     with shown(Report(screen)) as show:
-        await watch(server.url, server.url, load(300, 301, 9), "drop", scores, show)
+        await watch(job(server.url, 300, 301, 9), server.url, "drop", scores, show)
     score = scores[1]
     assert (score.planned, score.completed, score.failed) == (3, 2, 1)
     assert score.ttft_p50_s is not None and score.preemptions == 3 and score.merges == 0
@@ -62,5 +64,5 @@ async def test_requests_are_sent_and_the_cluster_is_shown(server: FakeOpenAI) ->
 async def test_a_cluster_that_does_not_answer_about_itself_is_no_reason_to_stop() -> None:
     scores: list[Score] = []
     with fake_openai() as server, shown(Report(io.StringIO())) as show:
-        await watch(server.url, server.url, load(300), "drop", scores, show)
+        await watch(job(server.url, 300), server.url, "drop", scores, show)
     assert scores[0].completed == 1

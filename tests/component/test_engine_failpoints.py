@@ -71,15 +71,13 @@ def test_both_roles_pass_every_phase_of_online_requests(group: EngineGroup, tmp_
     for _ in range(50):
         group.turn()
     assert hits(file) == [], "engines that serve alone pass none"
-    group.reconfigure(TOGETHER)
-    group.settle()
+    group.change(TOGETHER)
     merge = points("prepare committed exchange")
     assert sorted(set(hits(file)) - set(points("steady"))) == sorted(merge)
     for _ in range(200):
         group.turn()
     assert sorted(hits(file)) == sorted([*merge, *points("steady")])
-    group.reconfigure(APART)
-    group.settle()
+    group.change(APART)
     assert sorted(hits(file)) == sorted(points(ONLINE_PHASES))
     # Everything was ready before anything was committed, and KV moved after that.
     order = hits(file)
@@ -92,8 +90,7 @@ def test_the_other_member_notices_that_one_is_cut_off(
     action: str, group: EngineGroup, tmp_path: Path
 ) -> None:
     failpoint.on_cut(group.engines["w0"].member.cut_off)
-    group.reconfigure(TOGETHER)
-    group.settle()
+    group.change(TOGETHER)
     other = group.engines["w1"].member
     assert other.trouble == ""
     failpoint.arm([f"engine.steady.microbatch.leader={action}"], tmp_path / "hits")

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ from openai import BadRequestError
 from services.common.clock import monotonic_s
 from services.common.etcd import Store
 from tests.support.bad_inputs import BOMB
-from tests.support.byte_tokenizer import EOS_ID
 from tests.support.gateway import Case, gateway_case, text_ids
 from tests.support.waiting import eventually
 
@@ -36,15 +34,7 @@ FORM = {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA}}
 NAMED = {"type": "function", "function": {"name": "get_weather"}}
 
 
-@pytest.fixture
-async def case(store: Store, tmp_path: Path) -> AsyncIterator[Case]:
-    async with gateway_case(store, tmp_path / "model", max_model_len=4096) as case:
-        yield case
-
-
-def answer_with(case: Case, text: str) -> None:
-    """Have the model answer so."""
-    case.cluster.workers[0].script = lambda _: [*text_ids(text), EOS_ID]
+pytestmark = pytest.mark.gateway(max_model_len=4096)
 
 
 def last_prompt(case: Case) -> str:
@@ -55,7 +45,7 @@ def last_prompt(case: Case) -> str:
 
 
 async def test_a_call_and_its_answer(case: Case) -> None:
-    answer_with(case, f"Let me see.\n{CALL}")
+    case.answer_with(f"Let me see.\n{CALL}")
     messages: list[Any] = [{"role": "user", "content": "hi"}]
     first = await case.openai.chat.completions.create(model="m", messages=messages, tools=[TOOL])  # type: ignore[list-item]
     message = first.choices[0].message
@@ -68,7 +58,7 @@ async def test_a_call_and_its_answer(case: Case) -> None:
     assert (call.function.name, call.function.arguments) == ("get_weather", ARGUMENTS)
     assert '"name": "get_weather"' in last_prompt(case)
 
-    answer_with(case, "It rains.")
+    case.answer_with("It rains.")
     messages += [message, {"role": "tool", "tool_call_id": call.id, "content": "rain"}]
     second = await case.openai.chat.completions.create(model="m", messages=messages, tools=[TOOL])  # type: ignore[list-item]
 
@@ -78,7 +68,7 @@ async def test_a_call_and_its_answer(case: Case) -> None:
 
 
 async def test_a_streamed_call_is_as_the_whole_one(case: Case) -> None:
-    answer_with(case, f"Well.\n{CALL}\n{CALL}")
+    case.answer_with(f"Well.\n{CALL}\n{CALL}")
     chunks = await case.openai.chat.completions.create(
         model="m",
         messages=[{"role": "user", "content": "hi"}],
@@ -112,7 +102,7 @@ async def chunks_of(case: Case, **fields: Any) -> list[dict[str, Any]]:
 
 
 async def test_tokens_around_a_call_bring_no_events(case: Case) -> None:
-    answer_with(case, CALL)
+    case.answer_with(CALL)
     first, *chunks, last = [chunk["choices"][0] for chunk in await chunks_of(case)]
     assert first["delta"] == {"role": "assistant", "content": ""}
     assert chunks and all(chunk["delta"].keys() == {"tool_calls"} for chunk in chunks)
@@ -130,14 +120,14 @@ async def test_tokens_around_a_call_bring_no_events(case: Case) -> None:
 async def test_each_token_has_an_event_where_that_is_asked_for(
     case: Case, fields: dict[str, Any]
 ) -> None:
-    answer_with(case, CALL)
+    case.answer_with(CALL)
     chunks = [chunk for chunk in await chunks_of(case, **fields) if chunk["choices"]]
     # One event opens the answer. The last token ends it.
     assert len(chunks) == 1 + len(text_ids(CALL)) + 1
 
 
 async def test_text_after_a_call_that_comes_with_it_is_sent(case: Case) -> None:
-    answer_with(case, f"{CALL}and on it goes")
+    case.answer_with(f"{CALL}and on it goes")
     case.cluster.workers[0].tokens_per_event = len(text_ids(f"{CALL}and"))
     whole = (await case.chat(tools=[TOOL])).json()["choices"][0]["message"]
     deltas = [chunk["choices"][0]["delta"] for chunk in await chunks_of(case)]
@@ -146,7 +136,7 @@ async def test_text_after_a_call_that_comes_with_it_is_sent(case: Case) -> None:
 
 
 async def test_a_message_of_calls_alone_has_no_content(case: Case) -> None:
-    answer_with(case, CALL)
+    case.answer_with(CALL)
     choice = (await case.chat(tools=[TOOL])).json()["choices"][0]
 
     assert choice["message"]["content"] is None
@@ -154,7 +144,7 @@ async def test_a_message_of_calls_alone_has_no_content(case: Case) -> None:
 
 
 async def test_without_tools_calls_are_text(case: Case) -> None:
-    answer_with(case, CALL)
+    case.answer_with(CALL)
     for fields in ({}, {"tools": [TOOL], "tool_choice": "none"}):
         choice = (await case.chat(**fields)).json()["choices"][0]
 
@@ -166,7 +156,7 @@ async def test_without_tools_calls_are_text(case: Case) -> None:
 async def test_reasoning_is_apart(store: Store, tmp_path: Path) -> None:
     fields: dict[str, Any] = {"reasoning_format": "qwen3"}
     async with gateway_case(store, tmp_path / "model", **fields) as case:
-        answer_with(case, "<think>\nhm\n</think>\n\nYes.")
+        case.answer_with("<think>\nhm\n</think>\n\nYes.")
         message = (await case.chat()).json()["choices"][0]["message"]
         assert message["content"] == "Yes."
         assert message["reasoning"] == message["reasoning_content"] == "hm"
@@ -228,8 +218,7 @@ async def test_a_bomb_is_refused_while_a_stream_goes_on(case: Case) -> None:
     times: list[float] = []
 
     async def read() -> None:
-        body = {"model": "m", "prompt": "hi", "max_tokens": 400, "stream": True}
-        async with case.http.stream("POST", "/v1/completions", json=body) as answer:
+        async with case.stream(max_tokens=400) as answer:
             async for line in answer.aiter_lines():
                 if line:
                     times.append(monotonic_s())

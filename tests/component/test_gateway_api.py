@@ -1,16 +1,14 @@
 """The gateway's API as clients see it, in front of fake services."""
 
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 
-from services.common.etcd import Store
 from services.worker.start_frame import to_request
 from tests.support.byte_tokenizer import EOS_ID, VOCAB_SIZE
-from tests.support.gateway import TEXT, Case, gateway_case, text_ids
+from tests.support.gateway import TEXT, Case, text_ids
 from tests.support.waiting import eventually
 from tideserve.memmgr.v1 import memmgr_pb2
 from tideserve.scheduler.v1 import scheduler_pb2
@@ -19,12 +17,6 @@ from tideserve.worker.v1 import worker_pb2
 HI: list[Any] = [{"role": "user", "content": "hi"}]
 # HI as the template writes it, in tokens of one byte, two of them special.
 HI_TOKENS = len("user\nhi" + "\n" + "assistant\n") + 3
-
-
-@pytest.fixture
-async def case(store: Store, tmp_path: Path) -> AsyncIterator[Case]:
-    async with gateway_case(store, tmp_path / "model") as case:
-        yield case
 
 
 async def test_chat_whole_and_streamed_give_the_same(case: Case) -> None:
@@ -384,15 +376,15 @@ async def test_status_metrics_and_probes(case: Case) -> None:
     assert "/v1/chat/completions" in description["paths"]
 
 
-async def test_a_key_guards_every_route_but_the_probes(store: Store, tmp_path: Path) -> None:
-    async with gateway_case(store, tmp_path / "model", api_key="secret") as case:
-        assert (await case.complete(max_tokens=1)).status_code == 200
-        paths = ("/v1/models", "/metrics", "/openapi.json", "/nowhere")
-        for given in ("", "Bearer", "Bearer wrong", "secret", "Basic secret"):
-            for path in paths:
-                answer = await case.http.get(path, headers={"authorization": given})
-                assert answer.status_code == 401
-                assert answer.json()["error"]["code"] == "invalid_api_key"
-            for path in ("/live", "/ready", "/health"):
-                answer = await case.http.get(path, headers={"authorization": given})
-                assert answer.status_code == 200
+@pytest.mark.gateway(api_key="secret")
+async def test_a_key_guards_every_route_but_the_probes(case: Case) -> None:
+    assert (await case.complete(max_tokens=1)).status_code == 200
+    paths = ("/v1/models", "/metrics", "/openapi.json", "/nowhere")
+    for given in ("", "Bearer", "Bearer wrong", "secret", "Basic secret"):
+        for path in paths:
+            answer = await case.http.get(path, headers={"authorization": given})
+            assert answer.status_code == 401
+            assert answer.json()["error"]["code"] == "invalid_api_key"
+        for path in ("/live", "/ready", "/health"):
+            answer = await case.http.get(path, headers={"authorization": given})
+            assert answer.status_code == 200

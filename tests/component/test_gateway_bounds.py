@@ -5,7 +5,7 @@ import contextlib
 import gc
 import json
 import socket
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,12 +27,6 @@ from tideserve.kserve.v2 import inference_pb2_grpc
 TOOL = {"type": "function", "name": "f", "parameters": {"type": "object", "enum": [[]] * 900}}
 INFLIGHT = "tideserve_gateway_requests_inflight"
 MESSAGES = [{"role": "user", "content": "hi"}]
-
-
-@pytest.fixture
-async def case(store: Store, tmp_path: Path) -> AsyncIterator[Case]:
-    async with gateway_case(store, tmp_path / "model") as case:
-        yield case
 
 
 def bodies() -> list[Any]:
@@ -70,8 +64,7 @@ def inference(text: str) -> kpb.ModelInferRequest:
 
 async def test_nobody_holds_a_body_once_it_is_prepared(case: Case) -> None:
     gc.collect()  # bodies of other tests, in cycles with the errors that refused them
-    worker = case.cluster.workers[0]
-    worker.pause_at = 1
+    worker = case.paused(1)
     chat = {"model": "m", "messages": MESSAGES, "max_tokens": 4}
     # Tools that are not told the model take room only.
     unused = {"tools": [{"type": "function", "function": TOOL}], "tool_choice": "none"}
@@ -107,8 +100,7 @@ async def test_nobody_holds_a_body_once_it_is_prepared(case: Case) -> None:
 
 
 async def test_what_a_response_repeats_counts_until_it_is_over(case: Case) -> None:
-    worker = case.cluster.workers[0]
-    worker.pause_at = 1
+    worker = case.paused(1)
 
     async def held() -> float:
         return await value(case, "tideserve_gateway_body_bytes")

@@ -142,8 +142,7 @@ async def test_calls_that_are_no_requests_are_answered_by_a_full_gateway(
         ) as case,
         grpc.aio.insecure_channel(case.target) as channel,
     ):
-        worker = case.cluster.workers[0]
-        worker.pause_at = 2
+        case.paused(2)
         async with case.grpc.stream_chat("hi", model="m", max_tokens=9) as stream:
             await anext(stream)
             assert (await case.complete()).status_code == 503, "it is full"
@@ -190,8 +189,7 @@ async def test_http_requests_are_cancelled_alike(case: Case) -> None:
     assert (done.status_code, done.json()) == (200, told)
     answer = await whole
     assert (answer.status_code, answer.json()["error"]["code"]) == (499, "cancelled")
-    body = {"model": "m", "prompt": "hi", "stream": True, "max_tokens": 9}
-    async with case.http.stream("POST", "/v1/completions", json=body) as streamed:
+    async with case.stream(max_tokens=9) as streamed:
         lines = streamed.aiter_lines()
         first = json.loads((await anext(lines)).removeprefix("data: "))
         await case.grpc.cancel(first["id"])
@@ -219,8 +217,7 @@ async def test_another_gateway_passes_a_cancel_on(case: Case) -> None:
 
 async def test_nobody_cancels_what_is_not_theirs(store: Store, tmp_path: Path, keys: Path) -> None:
     async with gateway_case(store, tmp_path / "model", api_keys_file=keys, sent_key=MINE) as case:
-        worker = case.cluster.workers[0]
-        worker.pause_at = 2
+        worker = case.paused(2)
         async with (
             AsyncClient(case.target, api_key=OTHERS, timeout_s=TIMEOUT_S) as stranger,
             second_gateway(case, OTHERS) as elsewhere,

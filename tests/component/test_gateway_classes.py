@@ -26,62 +26,54 @@ async def refused(case: Case, service_class: str) -> float | None:
     return value(told, "vllm:admission_rejections_total", **labels)
 
 
-async def test_a_batch_backlog_leaves_places_to_online_requests_at_both_doors(
-    store: Store, tmp_path: Path
-) -> None:
-    async with gateway_case(
-        store, tmp_path / "model", inflight_max=3, batch_inflight_part=0.7
-    ) as case:
-        worker = case.cluster.workers[0]
-        worker.pause_at = 1
-        backlog = [asyncio.create_task(case.complete(**BATCH)) for _ in range(2)]
-        await eventually(lambda: len(worker.active) == 2)
-        for _ in range(3):
-            answer = await case.complete(**BATCH)
-            assert answer.status_code == 503
-            assert answer.json()["error"]["code"] == "queue_full"
-            assert answer.headers["retry-after"] == "60", "no batch request has left lately"
-        assert await refused(case, "batch") == 3
-        # Without the client's retries, which wait for as long as they are told.
-        async with grpc.aio.insecure_channel(case.target) as channel:
-            stub: Any = gateway_pb2_grpc.GatewayServiceStub(channel)
-            options = gateway_pb2.Options(service_class=service_pb2.SERVICE_CLASS_BATCH)
-            prompt = gateway_pb2.Prompt(text="hi")
-            with pytest.raises(grpc.aio.AioRpcError) as caught:
-                await stub.Complete(
-                    gateway_pb2.CompleteRequest(model="m", prompts=[prompt], options=options)
-                )
-            assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
-            assert "of class 'batch'" in (caught.value.details() or "")
-        keyed = await case.http.post(
-            "/v1/completions",
-            json={"model": "m", "prompt": "hi", **BATCH},
-            headers={"idempotency-key": "a"},
-        )
-        assert keyed.status_code == 503
-        assert await refused(case, "batch") == 5
-        worker.pause_at = None
-        assert (await case.complete(max_tokens=3)).status_code == 200
-        answered = await case.grpc.complete("hi", model="m", max_tokens=3)
-        assert answered.usage.completion_tokens == 3
-        assert await refused(case, "standard") == 0
-        worker.go.set()
-        assert [answer.status_code for answer in await asyncio.gather(*backlog)] == [200, 200]
-        assert (await case.complete(**BATCH)).status_code == 200
+@pytest.mark.gateway(inflight_max=3, batch_inflight_part=0.7)
+async def test_a_batch_backlog_leaves_places_to_online_requests_at_both_doors(case: Case) -> None:
+    worker = case.paused(1)
+    backlog = [asyncio.create_task(case.complete(**BATCH)) for _ in range(2)]
+    await eventually(lambda: len(worker.active) == 2)
+    for _ in range(3):
+        answer = await case.complete(**BATCH)
+        assert answer.status_code == 503
+        assert answer.json()["error"]["code"] == "queue_full"
+        assert answer.headers["retry-after"] == "60", "no batch request has left lately"
+    assert await refused(case, "batch") == 3
+    # Without the client's retries, which wait for as long as they are told.
+    async with grpc.aio.insecure_channel(case.target) as channel:
+        stub: Any = gateway_pb2_grpc.GatewayServiceStub(channel)
+        options = gateway_pb2.Options(service_class=service_pb2.SERVICE_CLASS_BATCH)
+        prompt = gateway_pb2.Prompt(text="hi")
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.Complete(
+                gateway_pb2.CompleteRequest(model="m", prompts=[prompt], options=options)
+            )
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert "of class 'batch'" in (caught.value.details() or "")
+    keyed = await case.http.post(
+        "/v1/completions",
+        json={"model": "m", "prompt": "hi", **BATCH},
+        headers={"idempotency-key": "a"},
+    )
+    assert keyed.status_code == 503
+    assert await refused(case, "batch") == 5
+    worker.pause_at = None
+    assert (await case.complete(max_tokens=3)).status_code == 200
+    answered = await case.grpc.complete("hi", model="m", max_tokens=3)
+    assert answered.usage.completion_tokens == 3
+    assert await refused(case, "standard") == 0
+    worker.go.set()
+    assert [answer.status_code for answer in await asyncio.gather(*backlog)] == [200, 200]
+    assert (await case.complete(**BATCH)).status_code == 200
 
 
-async def test_requests_that_are_refused_before_they_are_read_have_no_class(
-    store: Store, tmp_path: Path
-) -> None:
-    async with gateway_case(store, tmp_path / "model", inflight_max=1) as case:
-        worker = case.cluster.workers[0]
-        worker.pause_at = 1
-        first = asyncio.create_task(case.complete(max_tokens=9))
-        await eventually(lambda: worker.active)
-        assert (await case.complete(**BATCH)).status_code == 503
-        assert await refused(case, "unknown") == 1
-        worker.go.set()
-        assert (await first).status_code == 200
+@pytest.mark.gateway(inflight_max=1)
+async def test_requests_that_are_refused_before_they_are_read_have_no_class(case: Case) -> None:
+    worker = case.paused(1)
+    first = asyncio.create_task(case.complete(max_tokens=9))
+    await eventually(lambda: worker.active)
+    assert (await case.complete(**BATCH)).status_code == 503
+    assert await refused(case, "unknown") == 1
+    worker.go.set()
+    assert (await first).status_code == 200
 
 
 @pytest.mark.parametrize("late", ["batch", "standard"])
@@ -91,8 +83,7 @@ async def test_batch_requests_have_a_time_of_their_own(
     """One of the two limits is reached long before the other, which would hang the test."""
     limits = {"batch": "batch_timeout_s", "standard": "request_timeout_s"}
     async with gateway_case(store, tmp_path / "model", **{limits[late]: 1.0}) as case:
-        worker = case.cluster.workers[0]
-        worker.pause_at = 1
+        worker = case.paused(1)
         running = {
             one: asyncio.create_task(case.complete(slo_class=one, max_tokens=9)) for one in limits
         }

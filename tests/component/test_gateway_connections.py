@@ -128,8 +128,7 @@ async def test_what_comes_slowly_ends(case: Case) -> None:
 
 
 async def test_an_answer_may_take_longer_whatever_its_client_sends_after_it(case: Case) -> None:
-    worker = case.cluster.workers[0]
-    worker.pause_at = 1
+    worker = case.paused(1)
     # Its body comes in many parts, which count for themselves.
     large = completion(blanks=16 * INCOMPLETE_BYTES_MAX)
     async with connection(case, large, b"\r\n") as (reader, _):
@@ -142,8 +141,7 @@ async def test_an_answer_may_take_longer_whatever_its_client_sends_after_it(case
 async def test_a_connection_that_is_kept_stays_while_its_next_request_is_answered(
     case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    worker = case.cluster.workers[0]
-    worker.pause_at = 1
+    worker = case.paused(1)
     begin, begun = BoundedProtocol.connection_made, list[BoundedProtocol]()
 
     def noted(self: BoundedProtocol, transport: asyncio.Transport) -> None:
@@ -163,8 +161,7 @@ async def test_a_connection_that_is_kept_stays_while_its_next_request_is_answere
 
 
 async def test_few_requests_may_wait_for_the_answer_to_another_one(case: Case) -> None:
-    worker = case.cluster.workers[0]
-    worker.pause_at = 1
+    worker = case.paused(1)
     half = completion(blanks=PIPELINED_BYTES_MAX // 2)
     endings = [
         (LIVE * PIPELINED_MAX, PIPELINED_MAX, False),
@@ -184,8 +181,7 @@ async def test_few_requests_may_wait_for_the_answer_to_another_one(case: Case) -
 
 
 async def test_a_client_that_hangs_up_ends_its_request_even_while_another_waits(case: Case) -> None:
-    worker = case.cluster.workers[0]
-    worker.pause_at = 1
+    worker = case.paused(1)
     large = completion(blanks=PIPELINED_BYTES_MAX)
     for waiting in (LIVE, completion(), large, CHUNKED, b"no HTTP\r\n\r\n"):
         for later in (False, True):
@@ -247,13 +243,9 @@ async def test_few_more_headers_are_kept_than_the_front_door_lets_in(
     assert HEADER_BYTES_MAX < size <= HEADER_BYTES_MAX + 1001
 
 
-async def test_an_idle_connection_ends_after_the_time_that_was_configured(
-    store: Store, tmp_path: Path
-) -> None:
-    async with (
-        gateway_case(store, tmp_path / "model", keep_alive_s=1.0) as case,
-        connection(case, LIVE) as (reader, _),
-    ):
+@pytest.mark.gateway(keep_alive_s=1.0)
+async def test_an_idle_connection_ends_after_the_time_that_was_configured(case: Case) -> None:
+    async with connection(case, LIVE) as (reader, _):
         assert await status(reader) == 200
         assert await until_end(reader) == b""
 

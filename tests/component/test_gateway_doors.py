@@ -4,20 +4,18 @@ import json
 import math
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from pathlib import Path
 from random import Random
 from typing import Any
 
 import grpc.aio
 import pytest
 
-from services.common.etcd import Store
 from services.gateway.grpc.errors import reason_of
 from services.gateway.serving.output import LOGPROB_MIN
 from services.gateway.vocabulary.errors import BadRequest
 from tests.support import fake_cluster
 from tests.support.bad_inputs import CHAT, COMPLETION, CONTEXT, VOCABULARY, bad_inputs
-from tests.support.gateway import TIMEOUT_S, Case, gateway_case, text_ids
+from tests.support.gateway import TIMEOUT_S, Case, text_ids
 from tests.support.grpc_bodies import Request, said
 from tideserve.client.errors import error_of
 from tideserve.gateway.v1 import gateway_pb2 as pb
@@ -43,12 +41,6 @@ class Answer:
     usage: tuple[int, int, int] | None = None
     # Parts of an error: HTTP's status, reason, field, sentence.
     error: tuple[int, str, str | None, str] | None = None
-
-
-@pytest.fixture
-async def case(store: Store, tmp_path: Path) -> AsyncIterator[Case]:
-    async with gateway_case(store, tmp_path / "model") as case:
-        yield case
 
 
 @pytest.fixture

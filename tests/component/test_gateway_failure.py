@@ -22,7 +22,7 @@ from services.common.membership import GROUPS, WORKERS
 from services.gateway.app import serve
 from services.gateway.bounds.body_budget import SMALL_BYTES
 from services.gateway.bounds.drain import Drain
-from services.gateway.cluster import reach, worker_client
+from services.gateway.cluster import worker_client, worker_link
 from services.gateway.cluster.admission_client import SWEEP_S
 from services.gateway.cluster.worker_client import WorkerClient
 from services.gateway.cluster.worker_link import WorkerLink
@@ -38,12 +38,6 @@ from tideserve.worker.v1 import worker_pb2
 HI: list[Any] = [{"role": "user", "content": "hi"}]
 BUSY_S = 30.0
 """What a busy machine may take for an answer that is promised within 5 s."""
-
-
-@pytest.fixture
-async def case(store: Store, tmp_path: Path) -> AsyncIterator[Case]:
-    async with gateway_case(store, tmp_path / "model") as case:
-        yield case
 
 
 async def events_of(answer: httpx.Response) -> list[str]:
@@ -100,8 +94,7 @@ async def test_hanging_up_in_the_queue_withdraws(case: Case) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("pause_at", [0, 5])
 async def test_hanging_up_while_running_aborts(case: Case, stream: bool, pause_at: int) -> None:
-    worker = case.cluster.workers[0]
-    worker.pause_at = pause_at
+    worker = case.paused(pause_at)
     first = b"data: " if stream and pause_at else b""
     await hang_up(case, {"stream": stream}, lambda: worker.active, first)
     await eventually(lambda: worker.aborted)
@@ -156,28 +149,25 @@ async def test_a_frozen_scheduler_is_as_good_as_none(case: Case) -> None:
     assert (await case.chat(max_tokens=4)).status_code == 200
 
 
-async def test_a_queued_request_outlives_a_restart_of_the_scheduler(
-    store: Store, tmp_path: Path
-) -> None:
-    async with gateway_case(store, tmp_path / "model", admit_timeout_s=8) as case:
-        scheduler = case.cluster.scheduler
-        scheduler.holding = True
-        asked = asyncio.create_task(case.complete(max_tokens=4))
-        await eventually(lambda: scheduler.asks)
-        # Long enough in the queue that it would fail if tickets did not count.
-        await asyncio.sleep(8.5)
-        await case.cluster.stop_scheduler()
-        scheduler.holding = False
-        await case.cluster.start_scheduler()
-        assert (await asked).status_code == 200
-        assert len({ask.request_id for ask in scheduler.asks}) == 1
-        assert scheduler.asks[0].waited_s < 1
-        assert scheduler.asks[-1].waited_s > 8
+@pytest.mark.gateway(admit_timeout_s=8)
+async def test_a_queued_request_outlives_a_restart_of_the_scheduler(case: Case) -> None:
+    scheduler = case.cluster.scheduler
+    scheduler.holding = True
+    asked = asyncio.create_task(case.complete(max_tokens=4))
+    await eventually(lambda: scheduler.asks)
+    # Long enough in the queue that it would fail if tickets did not count.
+    await asyncio.sleep(8.5)
+    await case.cluster.stop_scheduler()
+    scheduler.holding = False
+    await case.cluster.start_scheduler()
+    assert (await asked).status_code == 200
+    assert len({ask.request_id for ask in scheduler.asks}) == 1
+    assert scheduler.asks[0].waited_s < 1
+    assert scheduler.asks[-1].waited_s > 8
 
 
 async def test_streams_do_not_need_the_scheduler(case: Case) -> None:
-    worker = case.cluster.workers[0]
-    worker.pause_at = 10
+    worker = case.paused(10)
     stream = await case.openai.completions.create(
         model="m", prompt="hi", max_tokens=60, stream=True
     )
@@ -191,29 +181,27 @@ async def test_streams_do_not_need_the_scheduler(case: Case) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_worker_lost_before_a_token_is_replaced(
-    store: Store, tmp_path: Path, stream: bool
-) -> None:
-    async with gateway_case(store, tmp_path / "model", workers=2) as case:
-        # The fake scheduler takes turns, and begins with the second one.
-        alive, dying = case.cluster.workers
-        dying.pause_at = 0
-        waiting = asyncio.create_task(case.complete(max_tokens=8, stream=stream))
-        await eventually(lambda: dying.active)
-        dying.hang_up()
-        answer = await waiting
-        assert answer.status_code == 200
-        if stream:
-            lines = [line.removeprefix("data: ") for line in answer.text.split("\n\n") if line]
-            assert lines.pop() == "[DONE]"
-            assert "".join(json.loads(line)["choices"][0]["text"] for line in lines) == TEXT[:8]
-        else:
-            assert answer.json()["choices"][0]["text"] == TEXT[:8]
-        first, second = case.cluster.scheduler.asks
-        assert (first.refused_group_id, first.refused_epoch) == ("", 0)
-        assert (second.refused_group_id, second.refused_epoch) == ("group-w1", 1)
-        assert first.request_id == second.request_id == alive.starts[0].request_id
-        assert [len(worker.starts) for worker in (dying, alive)] == [1, 1]
+@pytest.mark.gateway(workers=2)
+async def test_a_worker_lost_before_a_token_is_replaced(case: Case, stream: bool) -> None:
+    # The fake scheduler takes turns, and begins with the second one.
+    alive, dying = case.cluster.workers
+    dying.pause_at = 0
+    waiting = asyncio.create_task(case.complete(max_tokens=8, stream=stream))
+    await eventually(lambda: dying.active)
+    dying.hang_up()
+    answer = await waiting
+    assert answer.status_code == 200
+    if stream:
+        lines = [line.removeprefix("data: ") for line in answer.text.split("\n\n") if line]
+        assert lines.pop() == "[DONE]"
+        assert "".join(json.loads(line)["choices"][0]["text"] for line in lines) == TEXT[:8]
+    else:
+        assert answer.json()["choices"][0]["text"] == TEXT[:8]
+    first, second = case.cluster.scheduler.asks
+    assert (first.refused_group_id, first.refused_epoch) == ("", 0)
+    assert (second.refused_group_id, second.refused_epoch) == ("group-w1", 1)
+    assert first.request_id == second.request_id == alive.starts[0].request_id
+    assert [len(worker.starts) for worker in (dying, alive)] == [1, 1]
 
 
 async def test_workers_that_do_not_listen_are_asked_three_times(case: Case) -> None:
@@ -229,8 +217,8 @@ async def test_workers_that_do_not_listen_are_asked_three_times(case: Case) -> N
 async def test_the_scheduler_hears_who_cannot_be_reached(
     case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reach, "FIRST_S", 600.0)
-    monkeypatch.setattr(reach, "LONGEST_S", 600.0)
+    monkeypatch.setattr(worker_link, "FIRST_S", 600.0)
+    monkeypatch.setattr(worker_link, "LONGEST_S", 600.0)
     worker = case.cluster.workers[0]
     good = worker.address
     with refusing_address() as bad:
@@ -251,72 +239,64 @@ async def test_the_scheduler_hears_who_cannot_be_reached(
     assert last.resumed and good not in last.avoided_addresses
 
 
+@pytest.mark.gateway(resume_streams=False)
 async def test_without_resumption_a_worker_lost_after_a_token_ends_its_requests_with_one_error(
-    store: Store, tmp_path: Path
+    case: Case,
 ) -> None:
-    async with gateway_case(store, tmp_path / "model", resume_streams=False) as case:
-        worker = case.cluster.workers[0]
-        worker.pause_at = 5
-        body = {"model": "m", "messages": HI, "stream": True}
-        async with case.http.stream("POST", "/v1/chat/completions", json=body) as answer:
-            events = asyncio.create_task(events_of(answer))
-            await eventually(lambda: gauge(case, "tideserve_gateway_output_tokens_total"))
-            worker.hang_up()
-            data = await events
-        assert "[DONE]" not in data
-        assert json.loads(data[-1])["error"]["code"] == "worker_lost"
-        assert not any("error" in json.loads(line) for line in data[:-1])
-
-        stream = await case.openai.chat.completions.create(model="m", messages=HI, stream=True)
-        chunks = aiter(stream)
-        await anext(chunks)
+    worker = case.paused(5)
+    body = {"model": "m", "messages": HI, "stream": True}
+    async with case.http.stream("POST", "/v1/chat/completions", json=body) as answer:
+        events = asyncio.create_task(events_of(answer))
+        await eventually(lambda: gauge(case, "tideserve_gateway_output_tokens_total"))
         worker.hang_up()
-        with pytest.raises(openai.APIError, match="worker"):
-            async for _ in chunks:
-                pass
-        assert len(case.cluster.scheduler.asks) == 2
-        assert not any(start.resumable for start in worker.starts)
-        worker.pause_at = None
-        assert (await case.chat(max_tokens=4)).status_code == 200
+        data = await events
+    assert "[DONE]" not in data
+    assert json.loads(data[-1])["error"]["code"] == "worker_lost"
+    assert not any("error" in json.loads(line) for line in data[:-1])
+
+    stream = await case.openai.chat.completions.create(model="m", messages=HI, stream=True)
+    chunks = aiter(stream)
+    await anext(chunks)
+    worker.hang_up()
+    with pytest.raises(openai.APIError, match="worker"):
+        async for _ in chunks:
+            pass
+    assert len(case.cluster.scheduler.asks) == 2
+    assert not any(start.resumable for start in worker.starts)
+    worker.pause_at = None
+    assert (await case.chat(max_tokens=4)).status_code == 200
 
 
 @pytest.mark.parametrize("move_at", [0, 1, 7])
-async def test_a_client_does_not_notice_that_its_request_moves(
-    store: Store, tmp_path: Path, move_at: int
-) -> None:
-    async with gateway_case(store, tmp_path / "model", workers=3) as case:
-        # The fake scheduler takes turns, and begins with the second one.
-        last, first, second = case.cluster.workers
-        first.moves_to, first.move_at = second, move_at
-        second.moves_to, second.move_at = last, 7
-        body = {"model": "m", "prompt": "hi", "max_tokens": 20, "stream": True}
-        async with case.http.stream("POST", "/v1/completions", json=body) as answer:
-            data = await events_of(answer)
-        assert data.pop() == "[DONE]"
-        choices = [json.loads(line)["choices"][0] for line in data]
-        assert "".join(choice["text"] for choice in choices) == TEXT[:20]
-        assert [choice["finish_reason"] for choice in choices if choice["finish_reason"]] == [
-            "length"
-        ]
-        assert [a.from_index for w in (second, last) for a in w.attaches] == [move_at, 7]
-        assert [len(worker.starts) for worker in (first, second, last)] == [1, 0, 0]
-        assert len(case.cluster.scheduler.asks) == 1
-        assert await gauge(case, "tideserve_gateway_moved_streams_total") == 2
-        assert await gauge(case, "tideserve_gateway_requests_running") == 0
+@pytest.mark.gateway(workers=3)
+async def test_a_client_does_not_notice_that_its_request_moves(case: Case, move_at: int) -> None:
+    # The fake scheduler takes turns, and begins with the second one.
+    last, first, second = case.cluster.workers
+    first.moves_to, first.move_at = second, move_at
+    second.moves_to, second.move_at = last, 7
+    async with case.stream(max_tokens=20) as answer:
+        data = await events_of(answer)
+    assert data.pop() == "[DONE]"
+    choices = [json.loads(line)["choices"][0] for line in data]
+    assert "".join(choice["text"] for choice in choices) == TEXT[:20]
+    assert [choice["finish_reason"] for choice in choices if choice["finish_reason"]] == ["length"]
+    assert [a.from_index for w in (second, last) for a in w.attaches] == [move_at, 7]
+    assert [len(worker.starts) for worker in (first, second, last)] == [1, 0, 0]
+    assert len(case.cluster.scheduler.asks) == 1
+    assert await gauge(case, "tideserve_gateway_moved_streams_total") == 2
+    assert await gauge(case, "tideserve_gateway_requests_running") == 0
 
 
-async def test_hanging_up_after_a_move_aborts_at_the_new_worker(
-    store: Store, tmp_path: Path
-) -> None:
-    async with gateway_case(store, tmp_path / "model", workers=2) as case:
-        new, old = case.cluster.workers
-        old.moves_to, old.move_at = new, 3
-        new.pause_at = 5
-        await hang_up(case, {"stream": True}, lambda: new.active, b"data: ")
-        await eventually(lambda: new.aborted)
-        assert new.aborted == [old.starts[0].request_id]
-        assert old.aborted == []
-        await eventually(lambda: inflight_is(case, 0))
+@pytest.mark.gateway(workers=2)
+async def test_hanging_up_after_a_move_aborts_at_the_new_worker(case: Case) -> None:
+    new, old = case.cluster.workers
+    old.moves_to, old.move_at = new, 3
+    new.pause_at = 5
+    await hang_up(case, {"stream": True}, lambda: new.active, b"data: ")
+    await eventually(lambda: new.aborted)
+    assert new.aborted == [old.starts[0].request_id]
+    assert old.aborted == []
+    await eventually(lambda: inflight_is(case, 0))
 
 
 async def test_an_idle_link_to_a_vanished_worker_is_closed(case: Case) -> None:
@@ -327,24 +307,25 @@ async def test_an_idle_link_to_a_vanished_worker_is_closed(case: Case) -> None:
     await eventually(lambda: not worker.calls)
 
 
+@pytest.mark.gateway(workers=2)
 async def test_a_worker_that_is_not_registered_and_silent_loses_its_requests(
-    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(worker_client, "GONE_SILENT_S", 0.3)
-    async with gateway_case(store, tmp_path / "model", workers=2) as case:
-        other, frozen = case.cluster.workers
-        frozen.pause_at = 2
-        answering = asyncio.create_task(case.complete(max_tokens=6))
-        await eventually(lambda: frozen.emitted == 2)
-        await delete(case.cluster.store, f"{WORKERS}w1")
-        answer = (await answering).json()
-        assert answer["choices"][0]["text"] == TEXT[:6]
-        assert [len(one.starts) for one in (frozen, other)] == [1, 1]
-        assert list(other.starts[0].output_ids) == text_ids(TEXT)[:2]
+    other, frozen = case.cluster.workers
+    frozen.pause_at = 2
+    answering = asyncio.create_task(case.complete(max_tokens=6))
+    await eventually(lambda: frozen.emitted == 2)
+    await delete(case.cluster.store, f"{WORKERS}w1")
+    answer = (await answering).json()
+    assert answer["choices"][0]["text"] == TEXT[:6]
+    assert [len(one.starts) for one in (frozen, other)] == [1, 1]
+    assert list(other.starts[0].output_ids) == text_ids(TEXT)[:2]
 
 
+@pytest.mark.gateway(workers=2, attach_timeout_s=300)
 async def test_a_move_to_a_worker_that_is_gone_before_it_answers_is_given_up(
-    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     attached = asyncio.Event()
     take = FakeWorker._take
@@ -357,18 +338,17 @@ async def test_a_move_to_a_worker_that_is_gone_before_it_answers_is_given_up(
 
     monkeypatch.setattr(worker_client, "GONE_SILENT_S", 0.3)
     monkeypatch.setattr(FakeWorker, "_take", silent)
-    async with gateway_case(store, tmp_path / "model", workers=2, attach_timeout_s=300) as case:
-        new, old = case.cluster.workers
-        old.moves_to, old.move_at = new, 3
-        answering = asyncio.create_task(case.complete(max_tokens=6))
-        await eventually(attached.is_set)
-        await delete(case.cluster.store, f"{WORKERS}w0")
-        assert (await answering).json()["choices"][0]["text"] == TEXT[:6]
-        assert list(new.starts[0].output_ids) == text_ids(TEXT)[:3]
+    new, old = case.cluster.workers
+    old.moves_to, old.move_at = new, 3
+    answering = asyncio.create_task(case.complete(max_tokens=6))
+    await eventually(attached.is_set)
+    await delete(case.cluster.store, f"{WORKERS}w0")
+    assert (await answering).json()["choices"][0]["text"] == TEXT[:6]
+    assert list(new.starts[0].output_ids) == text_ids(TEXT)[:3]
 
 
 async def test_a_worker_that_is_not_registered_goes_on_while_it_speaks(
-    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     watched = asyncio.Event()
     watch = WorkerClient._watch_vanished
@@ -379,17 +359,15 @@ async def test_a_worker_that_is_not_registered_goes_on_while_it_speaks(
 
     monkeypatch.setattr(worker_client, "GONE_SILENT_S", BUSY_S)
     monkeypatch.setattr(WorkerClient, "_watch_vanished", noted)
-    async with gateway_case(store, tmp_path / "model") as case:
-        worker = case.cluster.workers[0]
-        worker.pause_at = 2
-        answering = asyncio.create_task(case.complete(max_tokens=6))
-        await eventually(lambda: worker.emitted == 2)
-        await delete(case.cluster.store, f"{WORKERS}w0")
-        await eventually(watched.is_set)
-        worker.go.set()
-        assert (await answering).json()["choices"][0]["text"] == TEXT[:6]
-        assert len(worker.starts) == 1
-        await eventually(lambda: not worker.calls)
+    worker = case.paused(2)
+    answering = asyncio.create_task(case.complete(max_tokens=6))
+    await eventually(lambda: worker.emitted == 2)
+    await delete(case.cluster.store, f"{WORKERS}w0")
+    await eventually(watched.is_set)
+    worker.go.set()
+    assert (await answering).json()["choices"][0]["text"] == TEXT[:6]
+    assert len(worker.starts) == 1
+    await eventually(lambda: not worker.calls)
 
 
 async def test_a_stale_assignment_is_asked_for_again_under_the_same_id(case: Case) -> None:
@@ -424,47 +402,45 @@ async def test_failures_that_the_worker_reports(case: Case, reason: Any, status:
     answer = await case.complete()
     assert answer.status_code == status
     assert answer.json()["error"]["message"]
-    async with case.http.stream(
-        "POST", "/v1/completions", json={"model": "m", "prompt": "hi", "stream": True}
-    ) as answer:
+    async with case.stream() as answer:
         data = await events_of(answer)
     assert "error" in json.loads(data[-1])
     assert "".join(json.loads(line)["choices"][0]["text"] for line in data[:-1]) == "abc"
 
 
+@pytest.mark.gateway(expected_workers=None)
 async def test_where_no_number_is_expected_it_is_ready_while_a_request_can_be_placed(
-    store: Store, tmp_path: Path
+    case: Case, store: Store
 ) -> None:
-    async with gateway_case(store, tmp_path / "model", expected_workers=None) as case:
+    answer = await case.http.get("/ready")
+    assert (answer.status_code, answer.json()["workers_expected"]) == (200, None)
+    # A worker that comes or goes does not matter as long as a group serves.
+    await put(store, f"{WORKERS}w9", worker_record("w9"))
+    assert (await case.http.get("/ready")).status_code == 200
+    case.cluster.scheduler.workers = []
+
+    async def unready() -> Any:
         answer = await case.http.get("/ready")
-        assert (answer.status_code, answer.json()["workers_expected"]) == (200, None)
-        # A worker that comes or goes does not matter as long as a group serves.
-        await put(store, f"{WORKERS}w9", worker_record("w9"))
-        assert (await case.http.get("/ready")).status_code == 200
-        case.cluster.scheduler.workers = []
+        return answer.json()["missing"] if answer.status_code == 503 else None
 
-        async def unready() -> Any:
-            answer = await case.http.get("/ready")
-            return answer.json()["missing"] if answer.status_code == 503 else None
-
-        assert await eventually(unready) == ["the scheduler sees 0 of 1 groups serving"]
+    assert await eventually(unready) == ["the scheduler sees 0 of 1 groups serving"]
 
 
-async def test_groups_of_another_model_do_not_make_it_ready(store: Store, tmp_path: Path) -> None:
-    async with gateway_case(store, tmp_path / "model", expected_workers=None) as case:
-        worker = worker_record("w0", address=case.cluster.workers[0].address, model="another")
-        await put(store, f"{GROUPS}group-w0", group_record(worker, epoch=2))
+@pytest.mark.gateway(expected_workers=None)
+async def test_groups_of_another_model_do_not_make_it_ready(case: Case, store: Store) -> None:
+    worker = worker_record("w0", address=case.cluster.workers[0].address, model="another")
+    await put(store, f"{GROUPS}group-w0", group_record(worker, epoch=2))
 
-        async def unready() -> Any:
-            answer = await case.http.get("/ready")
-            return answer.json() if answer.status_code == 503 else None
+    async def unready() -> Any:
+        answer = await case.http.get("/ready")
+        return answer.json() if answer.status_code == 503 else None
 
-        state = await eventually(unready)
-        assert state["missing"] == ["no group of the model is stable"]
-        assert state["groups_serving"] == 0
-        assert (await case.http.get("/health")).status_code == 503
-        metrics = (await case.http.get("/metrics")).text
-        assert 'tideserve_gateway_groups_serving{model_name="m"} 0.0' in metrics
+    state = await eventually(unready)
+    assert state["missing"] == ["no group of the model is stable"]
+    assert state["groups_serving"] == 0
+    assert (await case.http.get("/health")).status_code == 503
+    metrics = (await case.http.get("/metrics")).text
+    assert 'tideserve_gateway_groups_serving{model_name="m"} 0.0' in metrics
 
 
 async def test_a_worker_that_sends_too_much_is_aborted(case: Case) -> None:
@@ -476,27 +452,24 @@ async def test_a_worker_that_sends_too_much_is_aborted(case: Case) -> None:
     await eventually(lambda: worker.aborted)
 
 
-async def test_draining_refuses_new_requests_and_finishes_old_ones(
-    store: Store, tmp_path: Path
-) -> None:
-    async with gateway_case(store, tmp_path / "model", drain_timeout_s=30) as case:
-        worker = case.cluster.workers[0]
-        worker.pause_at = 5
-        stream = await case.openai.completions.create(
-            model="m", prompt="hi", max_tokens=20, stream=True
-        )
-        chunks = aiter(stream)
-        await anext(chunks)
-        case.stop.set()
-        await eventually(lambda: refuses(case))
-        answer = await case.complete()
-        assert answer.status_code == 503
-        assert answer.json()["error"]["code"] == "shutting_down"
-        assert answer.headers["retry-after"]
-        assert (await case.http.get("/live")).status_code == 200
-        worker.go.set()
-        reasons = [chunk.choices[0].finish_reason async for chunk in chunks]
-        assert reasons[-1] == "length"
+@pytest.mark.gateway(drain_timeout_s=30)
+async def test_draining_refuses_new_requests_and_finishes_old_ones(case: Case) -> None:
+    worker = case.paused(5)
+    stream = await case.openai.completions.create(
+        model="m", prompt="hi", max_tokens=20, stream=True
+    )
+    chunks = aiter(stream)
+    await anext(chunks)
+    case.stop.set()
+    await eventually(lambda: refuses(case))
+    answer = await case.complete()
+    assert answer.status_code == 503
+    assert answer.json()["error"]["code"] == "shutting_down"
+    assert answer.headers["retry-after"]
+    assert (await case.http.get("/live")).status_code == 200
+    worker.go.set()
+    reasons = [chunk.choices[0].finish_reason async for chunk in chunks]
+    assert reasons[-1] == "length"
 
 
 async def test_before_it_drains_it_says_so_and_takes_requests_yet(
@@ -540,56 +513,49 @@ async def test_before_it_drains_it_says_so_and_takes_requests_yet(
         over.set()
 
 
-async def test_when_the_time_for_draining_is_over_streams_end_with_an_error(
-    store: Store, tmp_path: Path
-) -> None:
-    async with gateway_case(store, tmp_path / "model", drain_timeout_s=0.5) as case:
-        worker = case.cluster.workers[0]
-        worker.pause_at = 5
-        waiting = asyncio.create_task(case.complete())
-        body = {"model": "m", "prompt": "hi", "stream": True}
-        async with case.http.stream("POST", "/v1/completions", json=body) as answer:
-            await eventually(lambda: len(worker.active) == 2)
-            case.stop.set()
-            data = await events_of(answer)
-        assert json.loads(data[-1])["error"]["code"] == "shutting_down"
-        assert (await waiting).status_code == 503
-        await eventually(lambda: not worker.active)
+@pytest.mark.gateway(drain_timeout_s=0.5)
+async def test_when_the_time_for_draining_is_over_streams_end_with_an_error(case: Case) -> None:
+    worker = case.paused(5)
+    waiting = asyncio.create_task(case.complete())
+    async with case.stream() as answer:
+        await eventually(lambda: len(worker.active) == 2)
+        case.stop.set()
+        data = await events_of(answer)
+    assert json.loads(data[-1])["error"]["code"] == "shutting_down"
+    assert (await waiting).status_code == 503
+    await eventually(lambda: not worker.active)
 
 
-async def test_a_client_that_does_not_read_is_cut(store: Store, tmp_path: Path) -> None:
-    async with gateway_case(
-        store, tmp_path / "model", client_stall_s=0.5, max_model_len=400_000
-    ) as case:
-        worker = case.cluster.workers[0]
-        worker.script = lambda _: text_ids(TEXT) * 6000
-        worker.tokens_per_event = 8
-        worker.step_s = 0
-        host, port = case.url.removeprefix("http://").split(":")
-        with socket.socket() as client:
-            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-            client.connect((host, int(port)))
-            body = {"model": "m", "prompt": "hi", "stream": True, "max_tokens": 390_000}
-            data = json.dumps(body).encode()
-            head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n"
-            client.sendall(head.encode() + b"Content-Type: application/json\r\n\r\n" + data)
-            await eventually(lambda: worker.starts)
-            assert (await case.complete(max_tokens=4)).status_code == 200
-            await eventually(lambda: worker.aborted)
-            await eventually(lambda: inflight_is(case, 0))
+@pytest.mark.gateway(client_stall_s=0.5, max_model_len=400_000)
+async def test_a_client_that_does_not_read_is_cut(case: Case) -> None:
+    worker = case.cluster.workers[0]
+    worker.script = lambda _: text_ids(TEXT) * 6000
+    worker.tokens_per_event = 8
+    worker.step_s = 0
+    host, port = case.url.removeprefix("http://").split(":")
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.connect((host, int(port)))
+        body = {"model": "m", "prompt": "hi", "stream": True, "max_tokens": 390_000}
+        data = json.dumps(body).encode()
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n"
+        client.sendall(head.encode() + b"Content-Type: application/json\r\n\r\n" + data)
+        await eventually(lambda: worker.starts)
+        assert (await case.complete(max_tokens=4)).status_code == 200
+        await eventually(lambda: worker.aborted)
+        await eventually(lambda: inflight_is(case, 0))
 
 
-async def test_more_requests_than_allowed(store: Store, tmp_path: Path) -> None:
-    async with gateway_case(store, tmp_path / "model", inflight_max=1) as case:
-        worker = case.cluster.workers[0]
-        worker.pause_at = 0
-        first = asyncio.create_task(case.complete(max_tokens=4))
-        await eventually(lambda: worker.active)
-        answer = await case.complete()
-        assert answer.status_code == 503
-        assert answer.json()["error"]["code"] == "queue_full"
-        worker.go.set()
-        assert (await first).status_code == 200
+@pytest.mark.gateway(inflight_max=1)
+async def test_more_requests_than_allowed(case: Case) -> None:
+    worker = case.paused(0)
+    first = asyncio.create_task(case.complete(max_tokens=4))
+    await eventually(lambda: worker.active)
+    answer = await case.complete()
+    assert answer.status_code == 503
+    assert answer.json()["error"]["code"] == "queue_full"
+    worker.go.set()
+    assert (await first).status_code == 200
 
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
@@ -641,29 +607,28 @@ async def test_bodies_together_are_bounded(store: Store, tmp_path: Path) -> None
         await eventually(lambda: inflight_is(case, 0))
 
 
-async def test_a_large_body_does_not_keep_small_ones_out(store: Store, tmp_path: Path) -> None:
-    async with gateway_case(store, tmp_path / "model", body_bytes_max=4 * 2**20) as case:
-        size = 4 * 2**20 - 1
-        async with unfinished_body(case, size):
-            await eventually(lambda: body_bytes_are(case, size - SMALL_BYTES))
-            assert (await case.complete(prompt="x" * 3 * SMALL_BYTES)).status_code == 503
-            assert (await case.complete(max_tokens=4)).status_code == 200
-
-
-async def test_a_request_counts_from_before_its_body(store: Store, tmp_path: Path) -> None:
-    async with gateway_case(store, tmp_path / "model", inflight_max=1) as case:
-        async with unfinished_body(case, 100):
-            await eventually(lambda: inflight_is(case, 1))
-            answer = await case.complete()
-            assert answer.status_code == 503
-            assert answer.json()["error"]["code"] == "queue_full"
-        await eventually(lambda: inflight_is(case, 0))
+@pytest.mark.gateway(body_bytes_max=4 * 2**20)
+async def test_a_large_body_does_not_keep_small_ones_out(case: Case) -> None:
+    size = 4 * 2**20 - 1
+    async with unfinished_body(case, size):
+        await eventually(lambda: body_bytes_are(case, size - SMALL_BYTES))
+        assert (await case.complete(prompt="x" * 3 * SMALL_BYTES)).status_code == 503
         assert (await case.complete(max_tokens=4)).status_code == 200
 
 
+@pytest.mark.gateway(inflight_max=1)
+async def test_a_request_counts_from_before_its_body(case: Case) -> None:
+    async with unfinished_body(case, 100):
+        await eventually(lambda: inflight_is(case, 1))
+        answer = await case.complete()
+        assert answer.status_code == 503
+        assert answer.json()["error"]["code"] == "queue_full"
+    await eventually(lambda: inflight_is(case, 0))
+    assert (await case.complete(max_tokens=4)).status_code == 200
+
+
 async def test_running_requests_hold_no_body(case: Case) -> None:
-    worker = case.cluster.workers[0]
-    worker.pause_at = 0
+    worker = case.paused(0)
     running = asyncio.create_task(case.complete(max_tokens=4))
     await eventually(lambda: worker.active)
     assert await body_bytes_are(case, 0)
@@ -671,11 +636,11 @@ async def test_running_requests_hold_no_body(case: Case) -> None:
     assert (await running).status_code == 200
 
 
-async def test_a_request_that_takes_too_long(store: Store, tmp_path: Path) -> None:
-    async with gateway_case(store, tmp_path / "model", request_timeout_s=5) as case:
-        case.cluster.workers[0].pause_at = 0
-        assert (await case.complete()).status_code == 504
-        await eventually(lambda: case.cluster.workers[0].aborted)
+@pytest.mark.gateway(request_timeout_s=5)
+async def test_a_request_that_takes_too_long(case: Case) -> None:
+    case.cluster.workers[0].pause_at = 0
+    assert (await case.complete()).status_code == 504
+    await eventually(lambda: case.cluster.workers[0].aborted)
 
 
 async def test_status_without_a_memory_manager(case: Case) -> None:
@@ -686,24 +651,24 @@ async def test_status_without_a_memory_manager(case: Case) -> None:
     assert (await case.http.get("/metrics")).status_code == 200
 
 
-async def test_sixty_four_streams_on_two_workers(store: Store, tmp_path: Path) -> None:
-    async with gateway_case(store, tmp_path / "model", workers=2) as case:
-        for worker in case.cluster.workers:
-            worker.pause_at = 20
+@pytest.mark.gateway(workers=2)
+async def test_sixty_four_streams_on_two_workers(case: Case) -> None:
+    for worker in case.cluster.workers:
+        worker.pause_at = 20
 
-        async def one(number: int) -> str:
-            stream = await case.openai.completions.create(
-                model="m", prompt="x" * (number + 1), max_tokens=100, stream=True
-            )
-            return "".join([chunk.choices[0].text async for chunk in stream])
+    async def one(number: int) -> str:
+        stream = await case.openai.completions.create(
+            model="m", prompt="x" * (number + 1), max_tokens=100, stream=True
+        )
+        return "".join([chunk.choices[0].text async for chunk in stream])
 
-        streams = [asyncio.create_task(one(number)) for number in range(64)]
-        await eventually(lambda: sum(len(w.active) for w in case.cluster.workers) == 64)
-        for worker in case.cluster.workers:
-            worker.go.set()
-        texts = {await stream for stream in streams}
-        assert len(texts) == 1
-        assert min(len(worker.starts) for worker in case.cluster.workers) >= 20
+    streams = [asyncio.create_task(one(number)) for number in range(64)]
+    await eventually(lambda: sum(len(w.active) for w in case.cluster.workers) == 64)
+    for worker in case.cluster.workers:
+        worker.go.set()
+    texts = {await stream for stream in streams}
+    assert len(texts) == 1
+    assert min(len(worker.starts) for worker in case.cluster.workers) >= 20
 
 
 def config_of(store: Store, model_dir: Path, **fields: Any) -> GatewayConfig:

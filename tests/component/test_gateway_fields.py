@@ -1,7 +1,6 @@
 """What the fields of requests do, seen by clients and by the worker behind the gateway."""
 
 import json
-from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,12 +22,6 @@ from tideserve.worker.v1 import worker_pb2
 # The first words of the answer, their ids, and what the fake worker tells of them.
 THE = text_ids("The")
 PROMPT = text_ids("hi")
-
-
-@pytest.fixture
-async def case(store: Store, tmp_path: Path) -> AsyncIterator[Case]:
-    async with gateway_case(store, tmp_path / "model") as case:
-        yield case
 
 
 def last_start(case: Case) -> worker_pb2.Start:
@@ -139,8 +132,7 @@ async def test_choices_of_several_prompts_come_prompt_by_prompt(case: Case) -> N
 
 
 async def test_one_failed_choice_ends_the_request_and_the_others(case: Case) -> None:
-    worker = case.cluster.workers[0]
-    worker.pause_at = 2
+    worker = case.paused(2)
     worker.stale_times = 0
     answer = await case.chat(n=2, max_tokens=5, messages=[])
     assert answer.status_code == 400
@@ -209,12 +201,12 @@ async def test_unknown_fields_are_told_in_a_header(case: Case) -> None:
     assert stream.headers["warning"] == answer.headers["warning"]
 
 
-async def test_unknown_fields_can_be_refused(store: Store, tmp_path: Path) -> None:
-    async with gateway_case(store, tmp_path / "model", unknown_fields="refuse") as case:
-        answer = await case.chat(odd=1)
-        assert answer.status_code == 400
-        assert answer.json()["error"]["code"] == "unknown_parameter"
-        assert (await case.chat(user="u", nvext={}, max_tokens=1)).status_code == 200
+@pytest.mark.gateway(unknown_fields="refuse")
+async def test_unknown_fields_can_be_refused(case: Case) -> None:
+    answer = await case.chat(odd=1)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["code"] == "unknown_parameter"
+    assert (await case.chat(user="u", nvext={}, max_tokens=1)).status_code == 200
 
 
 async def test_log_probabilities_of_a_chat(case: Case) -> None:
@@ -517,19 +509,19 @@ async def test_what_the_model_advises_holds_where_clients_say_nothing(
         assert start.limits.max_tokens == 11
 
 
-async def test_the_model_goes_by_its_aliases_too(store: Store, tmp_path: Path) -> None:
-    async with gateway_case(store, tmp_path / "model", model_aliases="gpt-4o, m,best") as case:
-        models = (await case.http.get("/v1/models")).json()["data"]
-        assert [(row["id"], row["root"], row["parent"]) for row in models] == [
-            ("m", "m", None),
-            ("gpt-4o", "m", None),
-            ("best", "m", None),
-        ]
-        assert (await case.http.get("/v1/models/best")).json()["id"] == "best"
-        answer = await case.chat(model="gpt-4o", max_tokens=1)
-        assert answer.json()["model"] == "gpt-4o"
-        assert case.cluster.scheduler.asks[-1].model == "m"
-        assert (await case.chat(model="gpt-5")).status_code == 404
+@pytest.mark.gateway(model_aliases="gpt-4o, m,best")
+async def test_the_model_goes_by_its_aliases_too(case: Case) -> None:
+    models = (await case.http.get("/v1/models")).json()["data"]
+    assert [(row["id"], row["root"], row["parent"]) for row in models] == [
+        ("m", "m", None),
+        ("gpt-4o", "m", None),
+        ("best", "m", None),
+    ]
+    assert (await case.http.get("/v1/models/best")).json()["id"] == "best"
+    answer = await case.chat(model="gpt-4o", max_tokens=1)
+    assert answer.json()["model"] == "gpt-4o"
+    assert case.cluster.scheduler.asks[-1].model == "m"
+    assert (await case.chat(model="gpt-5")).status_code == 404
 
 
 async def test_tokens_of_prompts_and_chats(case: Case) -> None:

@@ -1,6 +1,5 @@
 """The gateway's gRPC API as clients see it, in front of fake services."""
 
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -20,18 +19,11 @@ from tests.support.waiting import eventually
 from tideserve import client as tide
 from tideserve.gateway.v1 import gateway_pb2 as pb
 from tideserve.gateway.v1 import gateway_pb2_grpc
-from tideserve.scheduler.v1 import scheduler_pb2
 from tideserve.worker.v1 import worker_pb2
 
 HI = "hi"
 HI_TOKENS = len("user\nhi" + "\n" + "assistant\n") + 3
 SERVICE = "tideserve.gateway.v1.GatewayService"
-
-
-@pytest.fixture
-async def case(store: Store, tmp_path: Path) -> AsyncIterator[Case]:
-    async with gateway_case(store, tmp_path / "model") as case:
-        yield case
 
 
 async def test_chat_whole_and_streamed_give_the_same(case: Case) -> None:
@@ -118,8 +110,7 @@ async def test_models(case: Case) -> None:
 
 
 async def test_leaving_a_stream_aborts_it_at_the_worker(case: Case) -> None:
-    worker = case.cluster.workers[0]
-    worker.pause_at = 3
+    worker = case.paused(3)
     async with case.grpc.stream_chat(HI, model="m") as stream:
         await anext(stream)
     await eventually(lambda: worker.aborted == [worker.starts[-1].request_id])
@@ -135,9 +126,7 @@ async def test_a_deadline_ends_the_wait_for_a_place(case: Case) -> None:
 
 async def test_a_call_that_cannot_be_placed_is_tried_again_by_its_library(case: Case) -> None:
     scheduler = case.cluster.scheduler
-    scheduler.refusal = scheduler_pb2.Refusal(
-        reason=scheduler_pb2.REFUSAL_REASON_QUEUE_FULL, message="full", retry_after_s=0.01
-    )
+    case.refuse(message="full", retry_after_s=0.01)
     with pytest.raises(tide.Unavailable) as caught:
         await case.grpc.chat(HI, model="m", request_id="mine")
     assert len(scheduler.asks) == 4, "three times more"
@@ -146,8 +135,7 @@ async def test_a_call_that_cannot_be_placed_is_tried_again_by_its_library(case: 
 
 
 async def test_a_stream_that_breaks_says_how_far_it_came(case: Case) -> None:
-    worker = case.cluster.workers[0]
-    worker.pause_at = 5
+    worker = case.paused(5)
     async with case.grpc.stream_chat(HI, model="m") as stream:
         got = await anext(stream)
         count = len(got.token_ids)
@@ -236,13 +224,13 @@ async def test_fields_that_nobody_knows_are_told(case: Case) -> None:
             assert metadata["warning"] == warning, method
 
 
-async def test_fields_that_nobody_knows_can_be_refused(store: Store, tmp_path: Path) -> None:
-    async with gateway_case(store, tmp_path / "model", unknown_fields="refuse") as case:
-        for method, request in unknown_requests().items():
-            with pytest.raises(grpc.aio.AioRpcError) as caught:
-                await raw(case, f"/{SERVICE}/{method}", odd(request))
-            assert tide.errors.error_of(caught.value).reason == "UNKNOWN_PARAMETER", method
-            await raw(case, f"/{SERVICE}/{method}", request.SerializeToString())
+@pytest.mark.gateway(unknown_fields="refuse")
+async def test_fields_that_nobody_knows_can_be_refused(case: Case) -> None:
+    for method, request in unknown_requests().items():
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await raw(case, f"/{SERVICE}/{method}", odd(request))
+        assert tide.errors.error_of(caught.value).reason == "UNKNOWN_PARAMETER", method
+        await raw(case, f"/{SERVICE}/{method}", request.SerializeToString())
 
 
 async def test_unset_oneofs_and_unknown_enums_are_refused(case: Case) -> None:
@@ -333,88 +321,81 @@ async def test_health_checks_that_say_nothing_end(
     assert 'stream_errors_total{code="client_gone"}' not in (await case.http.get("/metrics")).text
 
 
-async def test_a_gateway_that_drains_finishes_streams_and_says_so(
-    store: Store, tmp_path: Path
-) -> None:
-    async with gateway_case(store, tmp_path / "model", drain_delay_s=0.5) as case:
-        worker = case.cluster.workers[0]
-        worker.pause_at = 3
-        async with case.grpc.stream_chat(HI, model="m", max_tokens=6) as stream:
-            texts = [(await anext(stream)).text]
-            async with grpc.aio.insecure_channel(case.target) as channel:
-                stub = health_pb2_grpc.HealthStub(channel)
-                watch = stub.Watch(health_pb2.HealthCheckRequest(service=SERVICE), timeout=20)
-                told = [(await watch.read()).status]
-                case.stop.set()
-                told.append((await watch.read()).status)
-            assert told == [1, 2], "SERVING, then NOT_SERVING"
-            worker.go.set()
-            texts += [piece.text async for piece in stream]
-        assert "".join(texts) == TEXT[:6]
-
-
-async def test_what_still_runs_after_the_drain_is_told(store: Store, tmp_path: Path) -> None:
-    async with gateway_case(store, tmp_path / "model", drain_timeout_s=0.2) as case:
-        case.cluster.workers[0].pause_at = 3
-        async with case.grpc.stream_chat(HI, model="m", max_tokens=6) as stream:
-            await anext(stream)
+@pytest.mark.gateway(drain_delay_s=0.5)
+async def test_a_gateway_that_drains_finishes_streams_and_says_so(case: Case) -> None:
+    worker = case.paused(3)
+    async with case.grpc.stream_chat(HI, model="m", max_tokens=6) as stream:
+        texts = [(await anext(stream)).text]
+        async with grpc.aio.insecure_channel(case.target) as channel:
+            stub = health_pb2_grpc.HealthStub(channel)
+            watch = stub.Watch(health_pb2.HealthCheckRequest(service=SERVICE), timeout=20)
+            told = [(await watch.read()).status]
             case.stop.set()
-            with pytest.raises(tide.StreamLost) as caught:
-                async for _ in stream:
-                    pass
-        assert caught.value.metadata["cause"] == "SHUTTING_DOWN"
+            told.append((await watch.read()).status)
+        assert told == [1, 2], "SERVING, then NOT_SERVING"
+        worker.go.set()
+        texts += [piece.text async for piece in stream]
+    assert "".join(texts) == TEXT[:6]
 
 
-async def test_a_caller_without_a_key_is_not_waited_for(store: Store, tmp_path: Path) -> None:
-    async with (
-        gateway_case(store, tmp_path / "model", api_key="k" * 24) as case,
-        grpc.aio.insecure_channel(case.target) as channel,
-    ):
+@pytest.mark.gateway(drain_timeout_s=0.2)
+async def test_what_still_runs_after_the_drain_is_told(case: Case) -> None:
+    case.cluster.workers[0].pause_at = 3
+    async with case.grpc.stream_chat(HI, model="m", max_tokens=6) as stream:
+        await anext(stream)
+        case.stop.set()
+        with pytest.raises(tide.StreamLost) as caught:
+            async for _ in stream:
+                pass
+    assert caught.value.metadata["cause"] == "SHUTTING_DOWN"
+
+
+@pytest.mark.gateway(api_key="k" * 24)
+async def test_a_caller_without_a_key_is_not_waited_for(case: Case) -> None:
+    async with grpc.aio.insecure_channel(case.target) as channel:
         silent = channel.stream_unary(f"/{SERVICE}/Chat")(timeout=20)
         assert await silent.code() is grpc.StatusCode.UNAUTHENTICATED
 
 
-async def test_slow_readers_are_cut(store: Store, tmp_path: Path) -> None:
-    async with gateway_case(
-        store, tmp_path / "model", client_stall_s=0.4, max_model_len=200_000
-    ) as case:
-        worker = case.cluster.workers[0]
-        worker.script, worker.step_s = (lambda _: text_ids(TEXT) * 2000), 0.0
-        worker.tokens_per_event = 500
+@pytest.mark.gateway(client_stall_s=0.4, max_model_len=200_000)
+async def test_slow_readers_are_cut(case: Case) -> None:
+    worker = case.cluster.workers[0]
+    worker.script, worker.step_s = (lambda _: text_ids(TEXT) * 2000), 0.0
+    worker.tokens_per_event = 500
 
-        async def counted(line: str) -> bool:
-            return line in (await case.http.get("/metrics")).text
+    async def counted(line: str) -> bool:
+        return line in (await case.http.get("/metrics")).text
 
-        # The library reads ahead, but no further than this.
-        options = (("grpc.http2.lookahead_bytes", 1024), ("grpc.http2.bdp_probe", 0))
-        async with grpc.aio.insecure_channel(case.target, options=options) as channel:
-            stub: gateway_pb2_grpc.GatewayServiceAsyncStub = gateway_pb2_grpc.GatewayServiceStub(
-                channel
-            )
-            request = pb.CompleteRequest(
-                model="m",
-                prompts=[pb.Prompt(text="hi")],
-                sampling=pb.Sampling(max_tokens=100_000),
-            )
-            stream = stub.StreamComplete(pb.StreamCompleteRequest(completion=request))
-            await stream.read()
-            # It reads nothing more.
-            await eventually(
-                lambda: counted('tideserve_gateway_stream_errors_total{code="client_gone"} 1.0')
-            )
-            assert await counted("tideserve_gateway_requests_inflight 0.0")
-            method = f"/{SERVICE}/StreamComplete"
-            assert await counted(
-                f'tideserve_gateway_requests_total{{endpoint="{method}",status="499"}} 1.0'
-            )
-            assert (await case.complete(max_tokens=3)).status_code == 200
-            answer = await case.grpc.complete("hi", model="m", max_tokens=3)
-            assert answer.usage.completion_tokens == 3
-            # Late, it learns that it was cut.
-            with pytest.raises(grpc.aio.AioRpcError) as caught:
-                while await stream.read() is not grpc.aio.EOF:
-                    pass
-            assert caught.value.code() is grpc.StatusCode.CANCELLED
+    # The library reads ahead, but no further than this.
+    options = (("grpc.http2.lookahead_bytes", 1024), ("grpc.http2.bdp_probe", 0))
+    async with grpc.aio.insecure_channel(case.target, options=options) as channel:
+        stub: gateway_pb2_grpc.GatewayServiceAsyncStub = gateway_pb2_grpc.GatewayServiceStub(
+            channel
+        )
+        request = pb.CompleteRequest(
+            model="m",
+            prompts=[pb.Prompt(text="hi")],
+            sampling=pb.Sampling(max_tokens=100_000),
+        )
+        stream = stub.StreamComplete(pb.StreamCompleteRequest(completion=request))
+        await stream.read()
+        # It reads nothing more.
+        await eventually(
+            lambda: counted('tideserve_gateway_stream_errors_total{code="client_gone"} 1.0')
+        )
+        assert await counted("tideserve_gateway_requests_inflight 0.0")
+        method = f"/{SERVICE}/StreamComplete"
+        assert await counted(
+            f'tideserve_gateway_requests_total{{endpoint="{method}",status="499"}} 1.0'
+        )
+        assert (await case.complete(max_tokens=3)).status_code == 200
+        answer = await case.grpc.complete("hi", model="m", max_tokens=3)
+        assert answer.usage.completion_tokens == 3
+        # Late, it learns that it was cut.
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            while await stream.read() is not grpc.aio.EOF:
+                pass
+        assert caught.value.code() is grpc.StatusCode.CANCELLED
 
 
 async def test_calls_without_a_message_are_in_nobodys_way(

@@ -5,15 +5,13 @@ import contextlib
 import io
 import json
 import re
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from services.common.etcd import Store
 from tests.support.byte_tokenizer import EOS_ID
-from tests.support.gateway import Case, gateway_case, text_ids
+from tests.support.gateway import Case, text_ids
 from tideserve import client as tide
 from tideserve.gateway.v1 import gateway_pb2 as pb
 
@@ -27,17 +25,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "grpc.md"
 EXAMPLES = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
 
 
-@pytest.fixture
-async def case(store: Store, tmp_path: Path) -> AsyncIterator[Case]:
-    async with gateway_case(
-        store, tmp_path / "model", max_model_len=4096, reasoning_format="qwen3"
-    ) as case:
-        yield case
-
-
-def answer_with(case: Case, text: str) -> None:
-    """Have the model answer so."""
-    case.cluster.workers[0].script = lambda _: [*text_ids(text), EOS_ID]
+pytestmark = pytest.mark.gateway(max_model_len=4096, reasoning_format="qwen3")
 
 
 async def streamed(case: Case, **fields: Any) -> tuple[pb.Message, int]:
@@ -61,7 +49,7 @@ async def streamed(case: Case, **fields: Any) -> tuple[pb.Message, int]:
 @pytest.mark.parametrize("tokens_per_event", [1, 7, 500])
 async def test_calls_reasoning_and_text(case: Case, tokens_per_event: int) -> None:
     case.cluster.workers[0].tokens_per_event = tokens_per_event
-    answer_with(case, f"<think>\nhm\n</think>\n\nLet me see.\n{CALL}\n{CALL}")
+    case.answer_with(f"<think>\nhm\n</think>\n\nLet me see.\n{CALL}\n{CALL}")
     answer = await case.grpc.chat(HI, model="m", tools=[TOOL])
     message = answer.choices[0].message
     assert (message.text, message.reasoning) == ("Let me see.", "hm")
@@ -79,11 +67,11 @@ async def test_calls_reasoning_and_text(case: Case, tokens_per_event: int) -> No
 
 
 async def test_what_was_answered_can_be_sent_back(case: Case) -> None:
-    answer_with(case, CALL)
+    case.answer_with(CALL)
     first = (await case.grpc.chat(HI, model="m", tools=[TOOL])).choices[0].message
     assert first.WhichOneof("content") is None
     result = {"role": "tool", "tool_call_id": first.tool_calls[0].id, "content": "rain"}
-    answer_with(case, "It rains.")
+    case.answer_with("It rains.")
     messages: list[Any] = [{"role": "user", "content": HI}, first, result]
     second = await case.grpc.chat(messages, model="m", tools=[TOOL])
     assert second.choices[0].message.text == "It rains."
@@ -190,18 +178,18 @@ def run(example: str, target: str) -> str:
 async def test_examples_of_the_page(case: Case) -> None:
     first, tools, form, cancelled = EXAMPLES
     worker = case.cluster.workers[0]
-    answer_with(case, "Paris")
+    case.answer_with("Paris")
     written = await asyncio.to_thread(run, first, case.target)
     assert written.startswith("Paris 6\nParisMODEL_NOT_FOUND model ")
     answers = [CALL, "It rains."]
     worker.script = lambda _: [*text_ids(answers.pop(0)), EOS_ID]
     assert await asyncio.to_thread(run, tools, case.target) == "get_weather Köln\nIt rains.\n"
     assert worker.starts[-2].sampling.HasField("grammar") and not answers
-    answer_with(case, '{"capital": "Paris"}')
+    case.answer_with('{"capital": "Paris"}')
     assert await asyncio.to_thread(run, form, case.target) == "Paris\n"
     assert worker.starts[-1].sampling.HasField("grammar")
     # It writes no more than that before it is cancelled, and would never end.
-    answer_with(case, "sea " * 10)
+    case.answer_with("sea " * 10)
     worker.pause_at = 30
     written = await asyncio.to_thread(run, cancelled, case.target)
     assert written.startswith("sea sea ") and written.endswith("ended\n")

@@ -113,8 +113,7 @@ async def test_a_call_that_failed_and_whose_client_takes_nothing_is_told_and_cou
             rows = (await case.http.get("/metrics")).text.splitlines()
             return any("GatewayService/StreamChat" in row and 'status="499"' in row for row in rows)
 
-        worker = case.cluster.workers[0]
-        worker.pause_at = 20
+        case.paused(20)
         host, _, port = case.target.rpartition(":")
         reader, writer = await asyncio.open_connection(host, int(port))
         small = struct.pack(">HI", INITIAL_WINDOW_SIZE, 10)

@@ -3,7 +3,6 @@
 import asyncio
 import json
 import random
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ from tests.support.exposition import samples, value
 from tests.support.gateway import TEXT, Case, gateway_case
 from tests.support.log_lines import log_lines
 from tests.support.waiting import eventually
-from tideserve.scheduler.v1 import scheduler_pb2
 from tideserve.worker.v1 import worker_pb2
 
 OPERATORS_KEY = "operators-key"
@@ -32,12 +30,6 @@ DIALECTS = [
     ("/v1/responses", RESPONSE),
 ]
 STREAM = COMPLETION | {"stream": True}
-
-
-@pytest.fixture
-async def case(store: Store, tmp_path: Path) -> AsyncIterator[Case]:
-    async with gateway_case(store, tmp_path / "model") as case:
-        yield case
 
 
 async def post(
@@ -67,8 +59,7 @@ async def metric(case: Case, name: str) -> float:
 
 async def gone_after(case: Case, body: dict[str, Any], key: str, at: int) -> None:
     """A client that goes when the worker is about to emit token `at`."""
-    worker = case.cluster.workers[0]
-    worker.pause_at = at
+    worker = case.paused(at)
     asking = asyncio.create_task(post(case, body, key))
     await eventually(lambda: worker.active and worker.emitted >= at)
     asking.cancel()
@@ -136,8 +127,7 @@ async def test_what_is_ignored_is_told_again(case: Case) -> None:
 
 
 async def test_others_join_while_it_runs(case: Case) -> None:
-    worker = case.cluster.workers[0]
-    worker.pause_at = 4
+    worker = case.paused(4)
     url, key = "/v1/completions", {"idempotency-key": "a"}
     async with (
         case.http.stream("POST", url, json=STREAM, headers=key) as first,
@@ -178,28 +168,25 @@ async def _replayed(case: Case) -> bool:
     return await metric(case, "tideserve_gateway_replayed_requests_total") == 1
 
 
-async def test_a_request_whose_client_has_gone_ends_after_the_time_of_grace(
-    store: Store, tmp_path: Path
-) -> None:
-    async with gateway_case(store, tmp_path / "model", idempotency_grace_s=0.3) as case:
-        worker = case.cluster.workers[0]
-        body = COMPLETION | {"seed": 7}
-        await gone_after(case, body, "a", 4)
-        await eventually(lambda: worker.aborted)
-        await eventually(lambda: idle(case))
-        assert await metric(case, "tideserve_gateway_answer_bytes") == 0
-        # It runs anew, as at another gateway: the same seed, another id.
-        worker.pause_at = None
-        answer = await post(case, body)
-        assert answer.json()["choices"][0]["text"] == TEXT[:9]
-        first, second = worker.starts
-        assert first.sampling == second.sampling and first.request_id != second.request_id
-        assert "idempotent-replayed" not in answer.headers
+@pytest.mark.gateway(idempotency_grace_s=0.3)
+async def test_a_request_whose_client_has_gone_ends_after_the_time_of_grace(case: Case) -> None:
+    worker = case.cluster.workers[0]
+    body = COMPLETION | {"seed": 7}
+    await gone_after(case, body, "a", 4)
+    await eventually(lambda: worker.aborted)
+    await eventually(lambda: idle(case))
+    assert await metric(case, "tideserve_gateway_answer_bytes") == 0
+    # It runs anew, as at another gateway: the same seed, another id.
+    worker.pause_at = None
+    answer = await post(case, body)
+    assert answer.json()["choices"][0]["text"] == TEXT[:9]
+    first, second = worker.starts
+    assert first.sampling == second.sampling and first.request_id != second.request_id
+    assert "idempotent-replayed" not in answer.headers
 
 
 async def test_one_without_a_key_ends_at_once(case: Case) -> None:
-    worker = case.cluster.workers[0]
-    worker.pause_at = 4
+    worker = case.paused(4)
     asking = asyncio.create_task(case.complete(max_tokens=9))
     await eventually(lambda: worker.active)
     asking.cancel()
@@ -209,9 +196,7 @@ async def test_one_without_a_key_ends_at_once(case: Case) -> None:
 
 async def test_a_failure_is_told_to_all_and_not_kept(case: Case) -> None:
     scheduler = case.cluster.scheduler
-    scheduler.refusal = scheduler_pb2.Refusal(
-        reason=scheduler_pb2.REFUSAL_REASON_QUEUE_FULL, message="full"
-    )
+    case.refuse(message="full")
     refused = await post(case, COMPLETION)
     assert refused.status_code == 503
     scheduler.refusal = None
@@ -230,8 +215,7 @@ async def test_a_stream_that_breaks_off_runs_anew(case: Case) -> None:
 
 
 async def test_a_cancelled_one_ends_for_all_its_clients(case: Case) -> None:
-    worker = case.cluster.workers[0]
-    worker.pause_at = 2
+    worker = case.paused(2)
     asking = [asyncio.create_task(post(case, COMPLETION)) for _ in range(2)]
     await eventually(lambda: _replayed(case))
     await case.http.post(f"/v1/requests/{worker.starts[0].request_id}/cancel")
@@ -242,16 +226,14 @@ async def test_a_cancelled_one_ends_for_all_its_clients(case: Case) -> None:
     assert await metric(case, "tideserve_gateway_answer_bytes") == 0
 
 
-async def test_an_answer_that_finds_no_room_is_served_and_not_kept(
-    store: Store, tmp_path: Path
-) -> None:
-    async with gateway_case(store, tmp_path / "model", idempotency_bytes_max=2**16) as case:
-        body = STREAM | {"max_tokens": 200}
-        first, second = [await post(case, body) for _ in range(2)]
-        assert text_of(first) == text_of(second)
-        assert len(case.cluster.workers[0].starts) == 2
-        await eventually(lambda: idle(case))
-        assert await metric(case, "tideserve_gateway_answer_bytes") == 0
+@pytest.mark.gateway(idempotency_bytes_max=2**16)
+async def test_an_answer_that_finds_no_room_is_served_and_not_kept(case: Case) -> None:
+    body = STREAM | {"max_tokens": 200}
+    first, second = [await post(case, body) for _ in range(2)]
+    assert text_of(first) == text_of(second)
+    assert len(case.cluster.workers[0].starts) == 2
+    await eventually(lambda: idle(case))
+    assert await metric(case, "tideserve_gateway_answer_bytes") == 0
 
 
 async def test_owners_never_meet_and_a_repeated_request_costs_nothing(
@@ -267,8 +249,7 @@ async def test_owners_never_meet_and_a_repeated_request_costs_nothing(
     async with gateway_case(
         store, tmp_path / "model", api_key=OPERATORS_KEY, api_keys_file=path
     ) as case:
-        worker = case.cluster.workers[0]
-        worker.pause_at = 4
+        worker = case.paused(4)
 
         async def ask(key: str, owner: str) -> httpx.Response:
             return await post(case, COMPLETION, key, authorization=f"Bearer {owner}")
@@ -285,35 +266,33 @@ async def test_owners_never_meet_and_a_repeated_request_costs_nothing(
         assert others.json()["id"] != mine.json()["id"] and len(worker.starts) == 2
 
 
-async def test_nothing_is_left_of_clients_that_vanish(store: Store, tmp_path: Path) -> None:
+@pytest.mark.gateway(idempotency_grace_s=0.1, idempotency_keep_s=0)
+async def test_nothing_is_left_of_clients_that_vanish(case: Case) -> None:
     """Many clients share few keys, and go at any moment, some before they are answered."""
-    async with gateway_case(
-        store, tmp_path / "model", idempotency_grace_s=0.1, idempotency_keep_s=0
-    ) as case:
-        await case.complete(max_tokens=2)  # what is opened once is open
-        await eventually(lambda: idle(case))
-        before = len(asyncio.all_tasks())
-        chosen = random.Random(7)
+    await case.complete(max_tokens=2)  # what is opened once is open
+    await eventually(lambda: idle(case))
+    before = len(asyncio.all_tasks())
+    chosen = random.Random(7)
 
-        async def vanish(number: int) -> None:
-            body = COMPLETION | {"stream": number % 2 == 0, "max_tokens": 100}
-            async with httpx.AsyncClient(base_url=case.url, timeout=60) as client:
-                asking = asyncio.create_task(
-                    client.post(
-                        "/v1/completions",
-                        json=body,
-                        headers={"idempotency-key": str(number % 10)},
-                    )
+    async def vanish(number: int) -> None:
+        body = COMPLETION | {"stream": number % 2 == 0, "max_tokens": 100}
+        async with httpx.AsyncClient(base_url=case.url, timeout=60) as client:
+            asking = asyncio.create_task(
+                client.post(
+                    "/v1/completions",
+                    json=body,
+                    headers={"idempotency-key": str(number % 10)},
                 )
-                await asyncio.wait({asking}, timeout=chosen.random() * 0.3)
-                asking.cancel()
-                await asyncio.wait({asking})
+            )
+            await asyncio.wait({asking}, timeout=chosen.random() * 0.3)
+            asking.cancel()
+            await asyncio.wait({asking})
 
-        await asyncio.gather(*(vanish(number) for number in range(60)))
-        await eventually(lambda: idle(case))
-        await eventually(lambda: len(asyncio.all_tasks()) <= before)
-        # A new key looks for those that are over.
-        assert (await post(case, COMPLETION, "new")).status_code == 200
-        assert (await post(case, COMPLETION, "newer")).status_code == 200
-        await eventually(lambda: idle(case))
-        assert await metric(case, "tideserve_gateway_answer_bytes") < 4096
+    await asyncio.gather(*(vanish(number) for number in range(60)))
+    await eventually(lambda: idle(case))
+    await eventually(lambda: len(asyncio.all_tasks()) <= before)
+    # A new key looks for those that are over.
+    assert (await post(case, COMPLETION, "new")).status_code == 200
+    assert (await post(case, COMPLETION, "newer")).status_code == 200
+    await eventually(lambda: idle(case))
+    assert await metric(case, "tideserve_gateway_answer_bytes") < 4096

@@ -26,12 +26,6 @@ Stub = Any
 
 
 @pytest.fixture
-async def case(store: Store, tmp_path: Path) -> AsyncIterator[Case]:
-    async with gateway_case(store, tmp_path / "model") as case:
-        yield case
-
-
-@pytest.fixture
 async def stub(case: Case) -> AsyncIterator[Stub]:
     async with grpc.aio.insecure_channel(case.target) as channel:
         yield inference_pb2_grpc.GRPCInferenceServiceStub(channel)
@@ -194,8 +188,7 @@ async def test_garbage_in_a_stream_ends_nothing_else(case: Case) -> None:
 
 
 async def test_leaving_a_stream_aborts_its_requests(case: Case, stub: Stub) -> None:
-    worker = case.cluster.workers[0]
-    worker.pause_at = 2
+    worker = case.paused(2)
 
     async def requests() -> AsyncIterator[pb.ModelInferRequest]:
         yield ask("hi", stream=True)
@@ -211,11 +204,9 @@ async def test_leaving_a_stream_aborts_its_requests(case: Case, stub: Stub) -> N
     await eventually(lambda: len(worker.aborted) == 2)
 
 
-async def test_a_gateway_that_drains_waits_for_no_idle_stream(store: Store, tmp_path: Path) -> None:
-    async with (
-        gateway_case(store, tmp_path / "model", drain_timeout_s=50.0) as case,
-        grpc.aio.insecure_channel(case.target) as channel,
-    ):
+@pytest.mark.gateway(drain_timeout_s=50.0)
+async def test_a_gateway_that_drains_waits_for_no_idle_stream(case: Case) -> None:
+    async with grpc.aio.insecure_channel(case.target) as channel:
         stub: Stub = inference_pb2_grpc.GRPCInferenceServiceStub(channel)
         call = stub.ModelStreamInfer(timeout=TIMEOUT_S)
         await call.write(ask("hi", max_tokens=2))
@@ -236,8 +227,7 @@ async def test_a_key_that_is_taken_away_starts_nothing_more(store: Store, tmp_pa
         grpc.aio.insecure_channel(case.target) as channel,
     ):
         stub: Stub = inference_pb2_grpc.GRPCInferenceServiceStub(channel)
-        worker = case.cluster.workers[0]
-        worker.pause_at = 2
+        worker = case.paused(2)
         call = stub.ModelStreamInfer(timeout=TIMEOUT_S, metadata=metadata)
         await call.write(ask("hi", stream=True, max_tokens=8))
         texts = texts_of((await call.read()).infer_response)
@@ -266,8 +256,7 @@ async def test_streams_without_requests_end(
     case: Case, stub: Stub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kserve_service, "STREAM_IDLE_S", 0.3)
-    worker = case.cluster.workers[0]
-    worker.pause_at = 2
+    worker = case.paused(2)
     call = stub.ModelStreamInfer(timeout=TIMEOUT_S)
     await call.write(ask("hi", max_tokens=8))
     await eventually(lambda: len(worker.active) == 1)

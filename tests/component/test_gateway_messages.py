@@ -13,10 +13,9 @@ import pytest
 from services.common.etcd import Store
 from services.core.quota.limits import QuotaLimits
 from tests.support.byte_tokenizer import EOS_ID, VOCAB_SIZE
-from tests.support.gateway import TEXT, TOKENIZER, Case, gateway_case, text_ids
+from tests.support.gateway import TEXT, Case, gateway_case, named_events, text_ids
 from tests.support.waiting import eventually
 from tideserve.cli.keys import add_key
-from tideserve.scheduler.v1 import scheduler_pb2
 
 HI: list[Any] = [{"role": "user", "content": "hi"}]
 # HI as the template writes it, in tokens of one byte, two of them special.
@@ -24,34 +23,9 @@ HI_TOKENS = len("user\nhi" + "\n" + "assistant\n") + 3
 ASK: dict[str, Any] = {"model": "m", "max_tokens": 8, "messages": HI}
 
 
-@pytest.fixture
-async def case(store: Store, tmp_path: Path) -> AsyncIterator[Case]:
-    async with gateway_case(store, tmp_path / "model") as case:
-        yield case
-
-
 async def send(case: Case, **fields: Any) -> httpx.Response:
     """A message, by hand."""
     return await case.http.post("/v1/messages", json=ASK | fields)
-
-
-def events_of(answer: httpx.Response) -> list[dict[str, Any]]:
-    """The events of a stream; the name of each is its type."""
-    assert answer.status_code == 200
-    assert answer.headers["content-type"].startswith("text/event-stream")
-    events = []
-    for block in answer.text.removesuffix("\n\n").split("\n\n"):
-        name, data = block.split("\n")
-        event = json.loads(data.removeprefix("data: "))
-        assert name == f"event: {event['type']}"
-        events.append(event)
-    return events
-
-
-def prompt_of(case: Case) -> str:
-    """The text that the worker was last asked to go on with."""
-    ids = case.cluster.workers[0].starts[-1].prompt_ids
-    return TOKENIZER.decode(list(ids), skip_special_tokens=False)
 
 
 async def test_whole(case: Case) -> None:
@@ -82,7 +56,7 @@ async def test_events_of_a_stream_in_the_order_of_the_api(
 ) -> None:
     case.cluster.workers[0].tokens_per_event = tokens_per_event
     whole = (await send(case, max_tokens=90)).json()
-    events = events_of(await send(case, max_tokens=90, stream=True))
+    events = named_events(await send(case, max_tokens=90, stream=True))
     start, block, *deltas, stop, delta, end = events
     assert start["message"].pop("id") != whole["id"]
     assert start == {
@@ -116,7 +90,7 @@ async def test_why_it_stopped(case: Case, stream: bool) -> None:
             message = answer.json()
             text = "".join(block["text"] for block in message["content"])
             return message["stop_reason"], message["stop_sequence"], text
-        events = events_of(answer)
+        events = named_events(answer)
         texts = [event["delta"].get("text", "") for event in events if "delta" in event]
         delta = events[-2]["delta"]
         return delta["stop_reason"], delta["stop_sequence"], "".join(texts)
@@ -154,7 +128,7 @@ async def test_messages_become_the_chat_that_they_stand_for(case: Case) -> None:
             {"role": "user", "content": "d"},
         ],
     )
-    prompt = prompt_of(case)
+    prompt = case.prompt
     await case.chat(
         max_tokens=1,
         messages=[
@@ -164,7 +138,7 @@ async def test_messages_become_the_chat_that_they_stand_for(case: Case) -> None:
             {"role": "user", "content": "d"},
         ],
     )
-    assert prompt == prompt_of(case)
+    assert prompt == case.prompt
 
 
 async def test_sampling_is_that_of_the_chat(case: Case) -> None:
@@ -189,7 +163,7 @@ async def test_the_tier_may_be_asked_for(case: Case, asked: str, told: str) -> N
 async def test_an_answer_that_has_begun_goes_on(case: Case) -> None:
     begun = {"role": "assistant", "content": "The"}
     assert (await send(case, messages=[*HI, begun])).status_code == 200
-    assert prompt_of(case).endswith("<|im_start|>assistant\nThe")
+    assert case.prompt.endswith("<|im_start|>assistant\nThe")
 
 
 async def test_unknown_fields_are_told_or_refused(store: Store, tmp_path: Path) -> None:
@@ -240,11 +214,9 @@ async def test_count_tokens(case: Case) -> None:
     assert (answer.status_code, answer.json()["error"]["type"]) == (400, "invalid_request_error")
 
 
-async def test_the_key_may_stand_in_a_header_of_its_own(store: Store, tmp_path: Path) -> None:
-    async with (
-        gateway_case(store, tmp_path / "model", api_key="secret") as case,
-        httpx.AsyncClient(base_url=case.url) as http,
-    ):
+@pytest.mark.gateway(api_key="secret")
+async def test_the_key_may_stand_in_a_header_of_its_own(case: Case) -> None:
+    async with httpx.AsyncClient(base_url=case.url) as http:
         for headers, status in (
             ({"x-api-key": "secret"}, 200),
             ({"authorization": "Bearer secret"}, 200),
@@ -262,63 +234,38 @@ async def test_the_key_may_stand_in_a_header_of_its_own(store: Store, tmp_path: 
                 assert body["error"]["type"] == "authentication_error"
 
 
-ERRORS: list[tuple[Any, ...]] = [
-    ({"model": "other"}, 404, "not_found_error", "other"),
-    ({"messages": []}, 400, "invalid_request_error", "messages"),
-    ({"messages": "hi"}, 400, "invalid_request_error", "messages"),
-    ({"messages": [{"role": "tool", "content": "x"}]}, 400, "invalid_request_error", "role"),
-    ({"messages": [{"role": "user", "content": 3}]}, 400, "invalid_request_error", "content"),
-    (
-        {"messages": [{"role": "user", "content": [{"type": "odd"}]}]},
-        400,
-        "invalid_request_error",
-        "type",
-    ),
-    (
-        {"messages": [{"role": "user", "content": [{"type": ["odd"]}]}]},
-        400,
-        "invalid_request_error",
-        "type",
-    ),
-    (
-        {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
-        400,
-        "invalid_request_error",
-        "'image'",
-    ),
+ERRORS: list[tuple[dict[str, Any], str]] = [
+    ({"model": "other"}, "other"),
+    ({"messages": []}, "messages"),
+    ({"messages": "hi"}, "messages"),
+    ({"messages": [{"role": "tool", "content": "x"}]}, "role"),
+    ({"messages": [{"role": "user", "content": 3}]}, "content"),
+    ({"messages": [{"role": "user", "content": [{"type": "odd"}]}]}, "type"),
+    ({"messages": [{"role": "user", "content": [{"type": ["odd"]}]}]}, "type"),
+    ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "'image'"),
     (
         {"messages": [{"role": "user", "content": [{"type": "thinking", "thinking": ""}]}]},
-        400,
-        "invalid_request_error",
         "'thinking'",
     ),
-    (
-        {"messages": [{"role": "user", "content": "\ud800"}]},
-        400,
-        "invalid_request_error",
-        "'messages'",
-    ),
-    ({"system": 3}, 400, "invalid_request_error", "system"),
-    ({"max_tokens": -1}, 400, "invalid_request_error", "'max_tokens'"),
-    ({"max_tokens": None}, 400, "invalid_request_error", "'max_tokens'"),
-    ({"max_tokens": "8"}, 400, "invalid_request_error", "'max_tokens'"),
-    ({"max_tokens": 300}, 400, "invalid_request_error", "300"),
-    ({"temperature": 9}, 400, "invalid_request_error", "'temperature'"),
-    ({"top_k": VOCAB_SIZE + 1}, 400, "invalid_request_error", "'top_k'"),
-    ({"stop_sequences": [""]}, 400, "invalid_request_error", "'stop_sequences'"),
-    ({"stop_sequences": ["x"] * 5}, 400, "invalid_request_error", "'stop_sequences'"),
-    ({"container": "c"}, 400, "invalid_request_error", "'container'"),
-    (
-        {"tools": [{"type": "web_search_20250305", "name": "s"}]},
-        400,
-        "invalid_request_error",
-        "web_search",
-    ),
+    ({"messages": [{"role": "user", "content": "\ud800"}]}, "'messages'"),
+    ({"system": 3}, "system"),
+    ({"max_tokens": -1}, "'max_tokens'"),
+    ({"max_tokens": None}, "'max_tokens'"),
+    ({"max_tokens": "8"}, "'max_tokens'"),
+    ({"max_tokens": 300}, "300"),
+    ({"temperature": 9}, "'temperature'"),
+    ({"top_k": VOCAB_SIZE + 1}, "'top_k'"),
+    ({"stop_sequences": [""]}, "'stop_sequences'"),
+    ({"stop_sequences": ["x"] * 5}, "'stop_sequences'"),
+    ({"container": "c"}, "'container'"),
+    ({"tools": [{"type": "web_search_20250305", "name": "s"}]}, "web_search"),
 ]
 
 
 async def test_errors(case: Case) -> None:
-    for stream, (fields, status, kind, word) in itertools.product((False, True), ERRORS):
+    for stream, (fields, word) in itertools.product((False, True), ERRORS):
+        unknown = (404, "not_found_error")
+        status, kind = unknown if "model" in fields else (400, "invalid_request_error")
         content = json.dumps(ASK | {"stream": stream} | fields).encode()
         answer = await case.http.post(
             "/v1/messages", content=content, headers={"content-type": "application/json"}
@@ -349,17 +296,14 @@ async def test_what_is_not_there(
 
 
 async def test_a_full_cluster_is_overloaded(case: Case) -> None:
-    case.cluster.scheduler.refusal = scheduler_pb2.Refusal(
-        reason=scheduler_pb2.REFUSAL_REASON_QUEUE_FULL, message="because", retry_after_s=2.5
-    )
+    case.refuse(message="because", retry_after_s=2.5)
     answer = await send(case, stream=True)
     assert (answer.status_code, answer.headers["retry-after"]) == (503, "3")
     assert answer.json()["error"] == {"type": "overloaded_error", "message": "because"}
 
 
 async def test_a_stream_that_breaks_ends_with_an_error_event(case: Case) -> None:
-    worker = case.cluster.workers[0]
-    worker.pause_at = 3
+    worker = case.paused(3)
     asked = ASK | {"stream": True, "max_tokens": 50}
     async with case.http.stream("POST", "/v1/messages", json=asked) as answer:
         lines = answer.aiter_lines()
@@ -378,8 +322,7 @@ async def test_a_stream_that_breaks_ends_with_an_error_event(case: Case) -> None
 
 
 async def test_a_client_that_hangs_up_ends_the_generation(case: Case) -> None:
-    worker = case.cluster.workers[0]
-    worker.pause_at = 3
+    worker = case.paused(3)
     asked = ASK | {"stream": True, "max_tokens": 50}
     async with case.http.stream("POST", "/v1/messages", json=asked) as answer:
         await anext(answer.aiter_lines())
@@ -423,11 +366,6 @@ async def roomy(store: Store, tmp_path: Path) -> AsyncIterator[Case]:
         yield case
 
 
-def answer_with(case: Case, text: str) -> None:
-    """Have the model answer so."""
-    case.cluster.workers[0].script = lambda _: [*text_ids(text), EOS_ID]
-
-
 def put_together(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The blocks of a stream, as its clients put them together."""
     blocks: list[dict[str, Any]] = []
@@ -465,7 +403,7 @@ async def test_thoughts_text_and_calls_are_blocks(
     roomy: Case, tokens_per_event: int, text: str
 ) -> None:
     roomy.cluster.workers[0].tokens_per_event = tokens_per_event
-    answer_with(roomy, text)
+    roomy.answer_with(text)
     asked: dict[str, Any] = {"tools": [TOOL], "max_tokens": 400}
     whole = (await send(roomy, **asked)).json()
     kinds = [block["type"] for block in whole["content"]]
@@ -475,20 +413,20 @@ async def test_thoughts_text_and_calls_are_blocks(
     for block in whole["content"]:
         if block["type"] == "tool_use":
             assert (block["name"], block["input"]) == ("get_weather", {"city": "Köln"})
-    events = events_of(await send(roomy, **asked, stream=True))
+    events = named_events(await send(roomy, **asked, stream=True))
     assert without_ids(put_together(events)) == without_ids(whole["content"])
     assert events[-2]["delta"]["stop_reason"] == whole["stop_reason"]
 
 
 async def test_a_call_and_its_result(roomy: Case) -> None:
-    answer_with(roomy, f"<think>\nhm\n</think>\n\nLet me see.\n{CALL}")
+    roomy.answer_with(f"<think>\nhm\n</think>\n\nLet me see.\n{CALL}")
     first = (await send(roomy, tools=[TOOL], max_tokens=400)).json()
     use = first["content"][-1]
     result = {"type": "tool_result", "tool_use_id": use["id"], "content": "rain", "is_error": False}
     after = {"role": "user", "content": [result, {"type": "text", "text": "So?"}]}
     messages = [*HI, {"role": "assistant", "content": first["content"]}, after]
     assert (await send(roomy, tools=[TOOL], messages=messages)).status_code == 200
-    prompt = prompt_of(roomy)
+    prompt = roomy.prompt
     function = {"name": "get_weather", "arguments": ARGUMENTS}
     told = {
         "role": "assistant",
@@ -499,7 +437,7 @@ async def test_a_call_and_its_result(roomy: Case) -> None:
     answer = {"role": "tool", "tool_call_id": use["id"], "content": "rain"}
     chat = [*HI, told, answer, {"role": "user", "content": "So?"}]
     assert (await roomy.chat(tools=[FUNCTION], messages=chat)).status_code == 200
-    assert prompt == prompt_of(roomy)
+    assert prompt == roomy.prompt
     counted = {"model": "m", "messages": messages, "tools": [TOOL]}
     answer_ = await roomy.http.post("/v1/messages/count_tokens", json=counted)
     starts = roomy.cluster.workers[0].starts
@@ -549,7 +487,7 @@ async def test_a_form_of_the_text(roomy: Case, name: str) -> None:
 
 
 async def test_a_call_that_is_cut_short(roomy: Case) -> None:
-    answer_with(roomy, CALL)
+    roomy.answer_with(CALL)
     message = (await send(roomy, tools=[TOOL], max_tokens=60)).json()
     assert message["stop_reason"] == "max_tokens"
     (block,) = message["content"]

@@ -1,27 +1,21 @@
 """Log probabilities of long prompts keep the gateway's event loop from nothing else."""
 
 import threading
-from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from services.common.etcd import Store
 from services.core.request import PROMPT_LOGPROBS_MAX
 from services.gateway.cluster import translate_worker
 from services.gateway.grpc import translate
 from services.gateway.http.logprobs import LogprobFormat
-from tests.support.gateway import Case, gateway_case
+from tests.support.gateway import Case
 
 PROMPT = "x" * 1500
 MANY = 100
 
 
-@pytest.fixture
-async def case(store: Store, tmp_path: Path) -> AsyncIterator[Case]:
-    async with gateway_case(store, tmp_path / "model", max_model_len=2000) as case:
-        yield case
+pytestmark = pytest.mark.gateway(max_model_len=2000)
 
 
 @pytest.fixture

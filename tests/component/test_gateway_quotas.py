@@ -24,7 +24,6 @@ from tests.support.gateway import Case, gateway_before, gateway_case
 from tests.support.waiting import eventually
 from tideserve.cli.keys import add_key
 from tideserve.gateway.v1 import gateway_pb2, gateway_pb2_grpc
-from tideserve.scheduler.v1 import scheduler_pb2
 
 # The key of the settings, which has no owner.
 OPERATORS = "operators-key"
@@ -154,8 +153,7 @@ async def test_places_are_free_again_when_a_request_ends_or_its_client_goes(
     case: Case, keys: Path
 ) -> None:
     alice = await door(case, keys, "alice", concurrent=1)
-    worker = case.cluster.workers[0]
-    worker.pause_at = 1
+    worker = case.paused(1)
     running = asyncio.create_task(alice.complete(max_tokens=5))
     await eventually(lambda: bool(worker.active))
     refused = await alice.complete()
@@ -176,9 +174,7 @@ async def test_places_are_free_again_when_a_request_ends_or_its_client_goes(
 
 async def test_what_the_gateway_cannot_serve_costs_nothing(case: Case, keys: Path) -> None:
     alice = await door(case, keys, "alice", requests_per_minute=2, tokens_per_minute=10_000)
-    case.cluster.scheduler.refusal = scheduler_pb2.Refusal(
-        reason=scheduler_pb2.REFUSAL_REASON_QUEUE_FULL, message="full", retry_after_s=2
-    )
+    case.refuse(message="full", retry_after_s=2)
     before = (await case.http.get("/v1/models", headers=alice.headers)).headers
     failed = await alice.complete()
     assert failed.status_code == 503

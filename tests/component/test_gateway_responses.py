@@ -2,8 +2,6 @@
 
 import itertools
 import json
-from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -11,11 +9,9 @@ import openai
 import pydantic
 import pytest
 
-from services.common.etcd import Store
-from tests.support.byte_tokenizer import EOS_ID, VOCAB_SIZE
-from tests.support.gateway import TEXT, TOKENIZER, Case, gateway_case, text_ids
+from tests.support.byte_tokenizer import VOCAB_SIZE
+from tests.support.gateway import TEXT, Case, named_events
 from tests.support.waiting import eventually
-from tideserve.scheduler.v1 import scheduler_pb2
 
 # "hi" as the template writes it, in tokens of one byte, two of them special.
 HI_TOKENS = len("user\nhi" + "\n" + "assistant\n") + 3
@@ -31,10 +27,7 @@ TOOL: Any = {
 }
 
 
-@pytest.fixture
-async def case(store: Store, tmp_path: Path) -> AsyncIterator[Case]:
-    async with gateway_case(store, tmp_path / "model", max_model_len=2048) as case:
-        yield case
+pytestmark = pytest.mark.gateway(max_model_len=2048)
 
 
 async def send(case: Case, **fields: Any) -> httpx.Response:
@@ -43,27 +36,10 @@ async def send(case: Case, **fields: Any) -> httpx.Response:
 
 
 def events_of(answer: httpx.Response) -> list[dict[str, Any]]:
-    """The events of a stream: each has its type as its name, and the next number."""
-    assert answer.status_code == 200
-    events = []
-    for block in answer.text.removesuffix("\n\n").split("\n\n"):
-        name, data = block.split("\n")
-        event = json.loads(data.removeprefix("data: "))
-        assert name == f"event: {event['type']}"
-        events.append(event)
+    """The events of a stream, each of which has the next number."""
+    events = named_events(answer)
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
     return events
-
-
-def prompt_of(case: Case) -> str:
-    """The text that the worker was last asked to go on with."""
-    ids = case.cluster.workers[0].starts[-1].prompt_ids
-    return TOKENIZER.decode(list(ids), skip_special_tokens=False)
-
-
-def answer_with(case: Case, text: str) -> None:
-    """Have the model answer so."""
-    case.cluster.workers[0].script = lambda _: [*text_ids(text), EOS_ID]
 
 
 def without_ids(response: dict[str, Any]) -> dict[str, Any]:
@@ -75,7 +51,7 @@ def without_ids(response: dict[str, Any]) -> dict[str, Any]:
 
 
 async def test_whole(case: Case) -> None:
-    answer_with(case, "Paris.")
+    case.answer_with("Paris.")
     answer = (await send(case, temperature=0.5, metadata={"k": "v"}, store=True)).json()
     (item,) = answer.pop("output")
     assert answer.pop("id").startswith("resp_")
@@ -136,7 +112,7 @@ async def test_events_of_a_stream_in_the_order_of_the_api(
     case: Case, tokens_per_event: int
 ) -> None:
     case.cluster.workers[0].tokens_per_event = tokens_per_event
-    answer_with(case, TEXT)
+    case.answer_with(TEXT)
     whole = (await send(case, max_output_tokens=200)).json()
     events = events_of(await send(case, max_output_tokens=200, stream=True))
     created, going, added, part, *deltas, text, part_done, item_done, completed = events
@@ -163,7 +139,7 @@ async def test_events_of_a_stream_in_the_order_of_the_api(
 
 
 async def test_the_client_puts_a_stream_together(case: Case) -> None:
-    answer_with(case, f"Well.\n{CALL}\n{CALL}")
+    case.answer_with(f"Well.\n{CALL}\n{CALL}")
     ask: Any = {"model": "m", "input": "hi", "tools": [TOOL]}
     async with case.openai.responses.stream(**ask) as stream:
         events = [event async for event in stream]
@@ -185,7 +161,7 @@ async def test_a_stream_has_the_items_of_the_whole(
     case: Case, tokens_per_event: int, text: str
 ) -> None:
     case.cluster.workers[0].tokens_per_event = tokens_per_event
-    answer_with(case, text)
+    case.answer_with(text)
     whole = (await send(case, max_output_tokens=500, tools=[TOOL])).json()
     events = events_of(await send(case, max_output_tokens=500, tools=[TOOL], stream=True))
     assert without_ids(events[-1]["response"]) == without_ids(whole)
@@ -196,7 +172,7 @@ async def test_a_stream_has_the_items_of_the_whole(
 
 
 async def test_a_function_and_its_output(case: Case) -> None:
-    answer_with(case, CALL)
+    case.answer_with(CALL)
     conversation: list[Any] = [{"role": "user", "content": "weather?"}]
     choice: Any = {"type": "function", "name": "get_weather"}
     first = await case.openai.responses.create(
@@ -206,14 +182,14 @@ async def test_a_function_and_its_output(case: Case) -> None:
     assert call.type == "function_call"
     assert first.tools[0].name == "get_weather"  # type: ignore[union-attr]
     assert case.cluster.workers[0].starts[-1].sampling.HasField("grammar")
-    answer_with(case, "It rains.")
+    case.answer_with("It rains.")
     conversation += first.output
     conversation.append({"type": "function_call_output", "call_id": call.call_id, "output": "rain"})
     second = await case.openai.responses.create(
         model="m", input=conversation, tools=[TOOL], instructions="Be brief."
     )
     assert second.output_text == "It rains."
-    prompt = prompt_of(case)
+    prompt = case.prompt
     await case.chat(
         tools=[{"type": "function", "function": {n: v for n, v in TOOL.items() if n != "type"}}],
         messages=[
@@ -233,14 +209,14 @@ async def test_a_function_and_its_output(case: Case) -> None:
             {"role": "tool", "tool_call_id": call.call_id, "content": "rain"},
         ],
     )
-    assert prompt == prompt_of(case)
+    assert prompt == case.prompt
 
 
 async def test_a_form_of_the_text(case: Case) -> None:
     class City(pydantic.BaseModel):
         name: str
 
-    answer_with(case, '{"name": "Paris"}')
+    case.answer_with('{"name": "Paris"}')
     answer = await case.openai.responses.parse(model="m", input="hi", text_format=City)
     assert answer.output_parsed == City(name="Paris")
     grammar = case.cluster.workers[0].starts[-1].sampling.grammar
@@ -269,7 +245,7 @@ async def test_sampling_is_that_of_the_chat(case: Case) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 async def test_log_probabilities(case: Case, stream: bool) -> None:
     asked = {"include": ["message.output_text.logprobs"], "top_logprobs": 1}
-    answer_with(case, "Paris.")
+    case.answer_with("Paris.")
     answer = await send(case, **asked, stream=stream)
     response = events_of(answer)[-1]["response"] if stream else answer.json()
     told = response["output"][0]["content"][0]["logprobs"]
@@ -283,49 +259,45 @@ async def test_a_prompt_may_be_cut(case: Case) -> None:
     assert len(case.cluster.workers[0].starts[-1].prompt_ids) == 2048 - 8
 
 
-ERRORS: list[tuple[Any, ...]] = [
-    ({"model": "other"}, 404, "model"),
-    ({"input": []}, 400, "input"),
-    ({"input": 3}, 400, "input"),
-    ({"input": [3]}, 400, "input.0"),
-    ({"input": [{"role": "tool", "content": "x"}]}, 400, "input.0.message.role"),
-    ({"input": [{"role": "user", "content": 3}]}, 400, "input.0.message.content"),
-    ({"input": [{"type": "item_reference", "id": "x"}]}, 400, "input"),
-    ({"input": [{"type": "web_search_call", "id": "x"}]}, 400, "input"),
-    ({"input": [{"type": ["x"]}]}, 400, "input.0"),
-    ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, 400, "input"),
-    (
-        {"input": [{"type": "function_call_output", "call_id": "x", "output": "y"}]},
-        400,
-        "input",
-    ),
-    ({"input": "\ud800"}, 400, "input"),
-    ({"input": "x" * 2040}, 400, "input"),
-    ({"max_output_tokens": 0}, 400, "max_output_tokens"),
-    ({"max_output_tokens": "8"}, 400, "max_output_tokens"),
-    ({"temperature": 9}, 400, "temperature"),
-    ({"top_k": VOCAB_SIZE + 1}, 400, "top_k"),
-    ({"top_logprobs": 21}, 400, "top_logprobs"),
-    ({"reasoning": {"effort": "much"}}, 400, "reasoning.effort"),
-    ({"text": {"format": {"type": "odd"}}}, 400, "text.format"),
-    ({"text": {"verbosity": "high"}}, 400, "text.verbosity"),
-    ({"tools": [{"type": "web_search"}]}, 400, "tools"),
-    ({"tool_choice": "required"}, 400, "tool_choice"),
-    ({"previous_response_id": "resp_1"}, 400, "previous_response_id"),
-    ({"conversation": "conv_1"}, 400, "conversation"),
-    ({"background": True}, 400, "background"),
-    ({"prompt": {"id": "p"}}, 400, "prompt"),
-    ({"metadata": {"k": 1}}, 400, "metadata.k"),
+ERRORS: list[tuple[dict[str, Any], str]] = [
+    ({"model": "other"}, "model"),
+    ({"input": []}, "input"),
+    ({"input": 3}, "input"),
+    ({"input": [3]}, "input.0"),
+    ({"input": [{"role": "tool", "content": "x"}]}, "input.0.message.role"),
+    ({"input": [{"role": "user", "content": 3}]}, "input.0.message.content"),
+    ({"input": [{"type": "item_reference", "id": "x"}]}, "input"),
+    ({"input": [{"type": "web_search_call", "id": "x"}]}, "input"),
+    ({"input": [{"type": ["x"]}]}, "input.0"),
+    ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input"),
+    ({"input": [{"type": "function_call_output", "call_id": "x", "output": "y"}]}, "input"),
+    ({"input": "\ud800"}, "input"),
+    ({"input": "x" * 2040}, "input"),
+    ({"max_output_tokens": 0}, "max_output_tokens"),
+    ({"max_output_tokens": "8"}, "max_output_tokens"),
+    ({"temperature": 9}, "temperature"),
+    ({"top_k": VOCAB_SIZE + 1}, "top_k"),
+    ({"top_logprobs": 21}, "top_logprobs"),
+    ({"reasoning": {"effort": "much"}}, "reasoning.effort"),
+    ({"text": {"format": {"type": "odd"}}}, "text.format"),
+    ({"text": {"verbosity": "high"}}, "text.verbosity"),
+    ({"tools": [{"type": "web_search"}]}, "tools"),
+    ({"tool_choice": "required"}, "tool_choice"),
+    ({"previous_response_id": "resp_1"}, "previous_response_id"),
+    ({"conversation": "conv_1"}, "conversation"),
+    ({"background": True}, "background"),
+    ({"prompt": {"id": "p"}}, "prompt"),
+    ({"metadata": {"k": 1}}, "metadata.k"),
 ]
 
 
 async def test_errors(case: Case) -> None:
-    for stream, (fields, status, param) in itertools.product((False, True), ERRORS):
+    for stream, (fields, param) in itertools.product((False, True), ERRORS):
         content = json.dumps(ASK | {"stream": stream} | fields).encode()
         answer = await case.http.post(
             "/v1/responses", content=content, headers={"content-type": "application/json"}
         )
-        assert answer.status_code == status, fields
+        assert answer.status_code == (404 if param == "model" else 400), fields
         error = answer.json()["error"]
         assert error.keys() == {"message", "type", "param", "code"}
         assert error["param"] == param
@@ -348,17 +320,14 @@ async def test_unknown_fields_are_told(case: Case) -> None:
 
 
 async def test_a_full_cluster(case: Case) -> None:
-    case.cluster.scheduler.refusal = scheduler_pb2.Refusal(
-        reason=scheduler_pb2.REFUSAL_REASON_QUEUE_FULL, message="because", retry_after_s=2.5
-    )
+    case.refuse(message="because", retry_after_s=2.5)
     answer = await send(case, stream=True)
     assert (answer.status_code, answer.headers["retry-after"]) == (503, "3")
     assert answer.json()["error"]["message"] == "because"
 
 
 async def test_a_stream_that_breaks_fails(case: Case) -> None:
-    worker = case.cluster.workers[0]
-    worker.pause_at = 3
+    worker = case.paused(3)
     asked = ASK | {"stream": True, "max_output_tokens": 50}
     async with case.http.stream("POST", "/v1/responses", json=asked) as answer:
         lines = answer.aiter_lines()
@@ -382,8 +351,7 @@ async def test_a_stream_that_breaks_fails(case: Case) -> None:
 
 
 async def test_a_client_that_hangs_up_ends_the_generation(case: Case) -> None:
-    worker = case.cluster.workers[0]
-    worker.pause_at = 3
+    worker = case.paused(3)
     asked = ASK | {"stream": True, "max_output_tokens": 50}
     async with case.http.stream("POST", "/v1/responses", json=asked) as answer:
         await anext(answer.aiter_lines())

@@ -2,14 +2,11 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from services.common.etcd import Store
-from tests.support.gateway import TEXT, Case, gateway_case, text_ids
+from tests.support.gateway import TEXT, Case, text_ids
 from tests.support.waiting import eventually
 from tideserve.scheduler.v1 import scheduler_pb2
 from tideserve.worker.v1 import worker_pb2
@@ -17,16 +14,12 @@ from tideserve.worker.v1 import worker_pb2
 TOKENS = 20
 
 
-@pytest.fixture
-async def case(store: Store, tmp_path: Path) -> AsyncIterator[Case]:
-    async with gateway_case(store, tmp_path / "model", workers=2) as case:
-        yield case
+pytestmark = pytest.mark.gateway(workers=2)
 
 
 async def chunks_of(case: Case, **fields: Any) -> list[dict[str, Any]]:
     """The chunks of a completion's stream, which ends as it should."""
-    body = {"model": "m", "prompt": "hi", "max_tokens": TOKENS, "stream": True} | fields
-    async with case.http.stream("POST", "/v1/completions", json=body) as answer:
+    async with case.stream(max_tokens=TOKENS, **fields) as answer:
         lines = [line.removeprefix("data: ") async for line in answer.aiter_lines() if line]
     assert lines.pop() == "[DONE]"
     return [json.loads(line) for line in lines]
@@ -83,20 +76,18 @@ async def test_a_client_does_not_notice_that_its_worker_is_lost(case: Case, at: 
     assert await metric(case, "tideserve_gateway_resumed_streams_total") == 1
 
 
-async def test_a_lost_worker_and_a_lost_scheduler_cost_a_pause(
-    store: Store, tmp_path: Path
-) -> None:
-    async with gateway_case(store, tmp_path / "model", workers=2, admit_timeout_s=0.5) as case:
-        case.cluster.workers[1].pause_at = 3
-        asking = asyncio.create_task(chunks_of(case))
-        await eventually(lambda: case.cluster.workers[1].emitted >= 3)
-        await case.cluster.stop_scheduler()
-        await lose(case, 1, 3)
-        assert (await case.complete()).status_code == 503, "a new one is told soon"
-        await case.cluster.start_scheduler()
-        chunks = await asking
-        text = "".join(chunk["choices"][0]["text"] for chunk in chunks if chunk["choices"])
-        assert text == TEXT[:TOKENS]
+@pytest.mark.gateway(workers=2, admit_timeout_s=0.5)
+async def test_a_lost_worker_and_a_lost_scheduler_cost_a_pause(case: Case) -> None:
+    case.cluster.workers[1].pause_at = 3
+    asking = asyncio.create_task(chunks_of(case))
+    await eventually(lambda: case.cluster.workers[1].emitted >= 3)
+    await case.cluster.stop_scheduler()
+    await lose(case, 1, 3)
+    assert (await case.complete()).status_code == 503, "a new one is told soon"
+    await case.cluster.start_scheduler()
+    chunks = await asking
+    text = "".join(chunk["choices"][0]["text"] for chunk in chunks if chunk["choices"])
+    assert text == TEXT[:TOKENS]
 
 
 async def test_a_drawn_seed_is_kept(case: Case) -> None:
@@ -217,8 +208,7 @@ async def test_three_resumptions_without_a_new_token_end_a_request(case: Case) -
             lambda _: text_ids(TEXT)[:6],
             worker_pb2.FINISH_REASON_ERROR,
         )
-    body = {"model": "m", "prompt": "hi", "max_tokens": TOKENS, "stream": True}
-    async with case.http.stream("POST", "/v1/completions", json=body) as answer:
+    async with case.stream(max_tokens=TOKENS) as answer:
         lines = [line.removeprefix("data: ") async for line in answer.aiter_lines() if line]
     *chunks, error = map(json.loads, lines)
     assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == TEXT[:6]

@@ -12,7 +12,6 @@ from tests.support.gateway import Case, gateway_case
 from tests.support.log_lines import LogLines, log_lines
 from tests.support.otlp_receiver import OtlpReceiver, attributes_of
 from tests.support.waiting import eventually
-from tideserve.scheduler.v1 import scheduler_pb2
 from tideserve.worker.v1 import worker_pb2
 
 KEY, SECRET_PROMPT = "key-that-nobody-may-see", "a prompt that nobody may see"
@@ -105,17 +104,13 @@ async def test_the_line_of_a_request(case: Case, lines: LogLines, stream: bool) 
 async def test_the_line_of_a_refusal_and_of_a_client_that_hung_up(
     case: Case, lines: LogLines
 ) -> None:
-    case.cluster.scheduler.refusal = scheduler_pb2.Refusal(
-        reason=scheduler_pb2.REFUSAL_REASON_QUEUE_FULL, retry_after_s=2.5, message="full"
-    )
+    case.refuse(retry_after_s=2.5, message="full")
     assert (await case.chat()).status_code == 503
     (line,) = lines.requests("/v1/chat/completions")
     assert (line["status"], line["code"], line["retry_after_s"]) == (503, "queue_full", 2.5)
     case.cluster.scheduler.refusal = None
     case.cluster.workers[0].pause_at = case.cluster.workers[1].pause_at = 2
-    async with case.http.stream(
-        "POST", "/v1/completions", json={"model": "m", "prompt": "hi", "stream": True}
-    ) as answer:
+    async with case.stream() as answer:
         assert answer.status_code == 200
         sent, text = answer.aiter_lines(), ""
         while len(text) < 2:  # A token is a byte.

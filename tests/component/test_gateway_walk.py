@@ -222,8 +222,7 @@ async def test_what_each_method_gives_to_a_key_of_another_model(case: Case, keys
     methods = await methods_of(case.target, keys.client)
     served = {path for path in methods if not path.startswith(HEALTH)}
     assert served == FOREIGN.keys(), "say what a key of another model gets"
-    worker = case.cluster.workers[0]
-    worker.pause_at = 2
+    worker = case.paused(2)
     mine = AsyncClient(case.target, api_key=keys.client, timeout_s=TIMEOUT_S)
     async with mine, mine.stream_chat("hi", model="m", request_id="mine", max_tokens=4) as stream:
         await anext(stream)

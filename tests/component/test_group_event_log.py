@@ -1,6 +1,7 @@
 """What engines record while their groups change is decided again, and shows no broken invariant."""
 
 import random
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -143,11 +144,8 @@ def test_engines_that_merge_and_split_decide_the_same_again(
     """Also if microbatches in flight do not come back in time when groups change."""
     if late:
         monkeypatch.setattr(changeover, "DRAIN_TIMEOUT_S", 0.0)
-    group = EngineGroup(replace(config), WORKERS, seed, event_logs=tmp_path)
-    try:
+    with closing(EngineGroup(replace(config), WORKERS, seed, event_logs=tmp_path)) as group:
         run_and_change(group, random.Random(seed))
-    finally:
-        group.close()
     logs = [replayed(path) for path in sorted(tmp_path.iterdir())]
     assert len(logs) == WORKERS
     seen = {type(one.value) for entries in logs for one in entries}
@@ -186,11 +184,9 @@ def test_engines_decide_the_same_again_whatever_goes_first(
 def test_a_request_too_large_for_its_new_leader_is_refused_and_leaves_nothing(
     config: RunnerConfig,
 ) -> None:
-    group = EngineGroup(config, 2, seed=3)
-    try:
+    with closing(EngineGroup(config, 2, seed=3)) as group:
         both = [[Stage("w0", 0, 1), Stage("w1", 1, LAYERS)]]
-        group.reconfigure(both)
-        group.settle()
+        group.change(both)
         apart = [[Stage("w0", 0, LAYERS)], [Stage("w1", 0, LAYERS)]]
         assert group.await_answers(group.prepare(apart), apart)
         for number in range(2):
@@ -200,9 +196,6 @@ def test_a_request_too_large_for_its_new_leader_is_refused_and_leaves_nothing(
         small = group.engines["w1"].member.state
         small._changes.config = replace(small.config, num_blocks=2)
         group.commit(apart)
-        group.finish()
-        group.check_at_rest()
+        group.end()
         refused = [one.refused for one in group.streams.values() if one.refused]
         assert len(refused) == 1 and "this worker holds 8" in refused[0]
-    finally:
-        group.close()

@@ -5,7 +5,8 @@ import os
 import random
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import closing
 from dataclasses import replace
 
 import pytest
@@ -54,6 +55,15 @@ def oracle(config: RunnerConfig) -> Oracle:
 
 def members(group: EngineGroup) -> list[Member]:
     return [engine.member for engine in group.engines.values()]
+
+
+def roomy(config: RunnerConfig) -> RunnerConfig:
+    return replace(config, budget_bytes=config.budget_bytes + (1 << 20))
+
+
+def start_all(group: EngineGroup, oracle: Oracle, numbers: Iterable[int]) -> None:
+    for number in numbers:
+        group.start(replace(oracle.requests[number], request_id=f"{number}-{number}"))
 
 
 def ucx_network() -> EngineNetwork:
@@ -172,8 +182,7 @@ def test_one_swapped_block_is_noticed(
 
     monkeypatch.setattr(StageMemory, "unpack_kv", swapped)
     longest = [one for one in oracle.requests if len(one.prompt_ids) > 30][:4]
-    group = EngineGroup(replace(config, budget_bytes=config.budget_bytes + (1 << 20)), 2, seed=2)
-    try:
+    with closing(EngineGroup(roomy(config), 2, seed=2)) as group:
         for number, request in enumerate(longest):
             name = f"{number}-{request.request_id.split('-')[1]}"
             group.start(replace(request, request_id=name))
@@ -182,8 +191,6 @@ def test_one_swapped_block_is_noticed(
         group.finish()
         assert swaps == 1
         assert any(one.tokens != oracle.tokens(one.request) for one in group.streams.values())
-    finally:
-        group.close()
 
 
 @pytest.mark.parametrize("leaves", ["w0", "w1"])
@@ -191,22 +198,16 @@ def test_a_leaving_member_hands_over_all_of_its_requests(
     config: RunnerConfig, oracle: Oracle, leaves: str
 ) -> None:
     """A leader or a follower parts from its group and keeps no request; each goes on elsewhere."""
-    group = EngineGroup(replace(config, budget_bytes=config.budget_bytes + (1 << 20)), 2, seed=1)
-    try:
+    with closing(EngineGroup(roomy(config), 2, seed=1)) as group:
         group.reconfigure([split_in(["w0", "w1"], [1])])
-        for number in range(6):
-            group.start(replace(oracle.requests[number], request_id=f"{number}-{number}"))
+        start_all(group, oracle, range(6))
         group.run_until(lambda: any(stream.tokens for stream in group.streams.values()))
         group.draining = {leaves}
-        group.reconfigure([[Stage("w0", 0, LAYERS)], [Stage("w1", 0, LAYERS)]])
-        group.settle()
+        group.change([[Stage("w0", 0, LAYERS)], [Stage("w1", 0, LAYERS)]])
         assert not group.engines[leaves].member.state.sequences
-        group.finish()
-        group.check_at_rest()
+        group.end()
         for stream in group.streams.values():
             assert stream.tokens == oracle.tokens(stream.request)
-    finally:
-        group.close()
 
 
 @pytest.mark.parametrize("lost", ["w0", "w1"])
@@ -219,12 +220,8 @@ def test_the_rest_of_a_group_serves_again(
     It recomputes what it leads; what the lost one led is over here.
     """
     left = "w1" if lost == "w0" else "w0"
-    group = EngineGroup(
-        replace(config, budget_bytes=config.budget_bytes + (1 << 20)), 2, seed=turns
-    )
-    try:
-        for number in range(6):
-            group.start(replace(oracle.requests[number], request_id=f"{number}-{number}"))
+    with closing(EngineGroup(roomy(config), 2, seed=turns)) as group:
+        start_all(group, oracle, range(6))
         for _ in range(100):
             group.turn()
         group.reconfigure([split_in(["w0", "w1"], [1])])
@@ -237,8 +234,6 @@ def test_the_rest_of_a_group_serves_again(
         serves_on(group, oracle)
         for stream in led:
             assert stream.tokens == oracle.tokens(stream.request)
-    finally:
-        group.close()
 
 
 @pytest.mark.parametrize("spread", [True, False])
@@ -247,18 +242,17 @@ def test_members_of_a_group_that_a_loss_has_divided_share_its_requests(
     config: RunnerConfig, oracle: Oracle, lost: str, spread: bool
 ) -> None:
     """A follower of three dies: its leader keeps half of what is to be computed again."""
-    group = EngineGroup(
-        replace(config, budget_bytes=config.budget_bytes + 64 * LAYERS * CHUNK_BYTES),
-        3,
-        seed=7,
-        planner={"spread_after_loss": spread},
-    )
-    group.gateway.asks_again = group.gateway.resumes = True
-    try:
-        group.reconfigure([split_in(["w0", "w1", "w2"], [1, 2])])
-        group.settle()
-        for number in range(9):
-            group.start(replace(oracle.requests[number], request_id=f"{number}-{number}"))
+    with closing(
+        EngineGroup(
+            replace(config, budget_bytes=config.budget_bytes + 64 * LAYERS * CHUNK_BYTES),
+            3,
+            seed=7,
+            planner={"spread_after_loss": spread},
+        )
+    ) as group:
+        group.gateway.asks_again = group.gateway.resumes = True
+        group.change([split_in(["w0", "w1", "w2"], [1, 2])])
+        start_all(group, oracle, range(9))
         group.run_until(lambda: sum(bool(one.tokens) for one in group.streams.values()) >= 6)
         open_ones = [name for name, stream in group.streams.items() if not stream.over]
         group.lose(lost)
@@ -277,8 +271,6 @@ def test_members_of_a_group_that_a_loss_has_divided_share_its_requests(
             assert readers.keys() == group.engines.keys()
         else:
             assert group.gateway.asked == 0 and readers.keys() == {"w0"}
-    finally:
-        group.close()
 
 
 @pytest.mark.parametrize("late", ["w0", "w1"])
@@ -289,12 +281,9 @@ def test_a_member_that_has_missed_a_split_does_not_wait_for_kv_of_the_others(
 
     The others have gone on without it. What it leads is computed again.
     """
-    group = EngineGroup(replace(config, budget_bytes=config.budget_bytes + (1 << 20)), 2, seed=1)
-    try:
-        group.reconfigure([split_in(["w0", "w1"], [1])])
-        group.settle()
-        for number in range(6):
-            group.start(replace(oracle.requests[number], request_id=f"{number}-{number}"))
+    with closing(EngineGroup(roomy(config), 2, seed=1)) as group:
+        group.change([split_in(["w0", "w1"], [1])])
+        start_all(group, oracle, range(6))
         group.run_until(lambda: sum(bool(one.tokens) for one in group.streams.values()) >= 3)
         alone = [[Stage(name, 0, LAYERS)] for name in ("w0", "w1")]
         attempt = group.prepare(alone)
@@ -304,8 +293,6 @@ def test_a_member_that_has_missed_a_split_does_not_wait_for_kv_of_the_others(
         serves_on(group, oracle)
         for stream in group.streams.values():
             assert stream.tokens == oracle.tokens(stream.request)
-    finally:
-        group.close()
 
 
 CUTS = range(int(os.environ.get("TIDESERVE_CUT_SCENARIOS", "40")))
@@ -325,11 +312,9 @@ def cut_scenario(config: RunnerConfig, oracle: Oracle, seed: int) -> bool:
     names = ["w0", "w1", "w2"][: rng.choice([2, 3])]
     room = rng.choice([8, 16, 64]) * LAYERS * CHUNK_BYTES
     roomy = replace(config, budget_bytes=config.budget_bytes + room)
-    group = EngineGroup(roomy, len(names), seed, prefix_caching=seed % 2 == 1)
-    group.gateway.asks_again = group.gateway.resumes = True
-    try:
-        for number in range(4):
-            group.start(replace(oracle.requests[number], request_id=f"{number}-{number}"))
+    with closing(EngineGroup(roomy, len(names), seed, prefix_caching=seed % 2 == 1)) as group:
+        group.gateway.asks_again = group.gateway.resumes = True
+        start_all(group, oracle, range(4))
         for _ in range(rng.randint(0, 100)):
             group.turn()
         rng.shuffle(names)
@@ -337,8 +322,7 @@ def cut_scenario(config: RunnerConfig, oracle: Oracle, seed: int) -> bool:
         group.reconfigure([stages])
         if rng.random() < 0.6:
             group.settle()
-        for number in range(4, 8):
-            group.start(replace(oracle.requests[number], request_id=f"{number}-{number}"))
+        start_all(group, oracle, range(4, 8))
         for _ in range(rng.randint(0, 150)):
             group.turn()
         group.network.cut(rng.choice(names))
@@ -349,17 +333,13 @@ def cut_scenario(config: RunnerConfig, oracle: Oracle, seed: int) -> bool:
         for stream in group.streams.values():
             wanted = oracle.tokens(stream.request)
             assert stream.tokens == wanted, (seed, stream)
-    finally:
-        group.close()
     return anew
 
 
 def serves_on(group: EngineGroup, oracle: Oracle) -> None:
     """Further requests get their tokens, and nothing is left afterwards."""
-    for number in range(10, 14):
-        group.start(replace(oracle.requests[number], request_id=f"{number}-{number}"))
-    group.finish()
-    group.check_at_rest()
+    start_all(group, oracle, range(10, 14))
+    group.end()
     for number in range(10, 14):
         stream = group.streams[f"{number}-{number}"]
         assert stream.tokens == oracle.tokens(stream.request)
@@ -440,18 +420,14 @@ def test_a_request_goes_on_after_its_tokens_wherever_its_leader_was_lost(
     config: RunnerConfig, oracle: Oracle, seed: int
 ) -> None:
     """Penalties, grammars, draws and log probabilities, while groups change and part."""
-    group = retried_scenario(config, oracle.requests, 1000 + seed, resumes=True)
-    try:
-        group.finish()
-        group.check_at_rest()
+    with closing(retried_scenario(config, oracle.requests, 1000 + seed, resumes=True)) as group:
+        group.end()
         for stream in group.streams.values():
             assert not stream.refused, stream.refused
             assert stream.finish_reason is not None
             oracle.check(stream)
             assert stream.tokens == oracle.tokens(stream.request)
         assert not group.violations
-    finally:
-        group.close()
 
 
 RETRIED = range(int(os.environ.get("TIDESERVE_RETRIED_SCENARIOS", "20")))
@@ -462,15 +438,11 @@ def test_a_request_that_is_asked_for_again_has_nothing_of_its_first_sequence(
     config: RunnerConfig, oracle: Oracle, seed: int
 ) -> None:
     """Late orders, KV, adoption and tokens of the first sequence have no effect."""
-    group = retried_scenario(config, oracle.requests, seed)
-    try:
-        group.finish()
-        group.check_at_rest()
+    with closing(retried_scenario(config, oracle.requests, seed)) as group:
+        group.end()
         for stream in group.streams.values():
             assert not stream.refused, stream.refused
             oracle.check(stream)
-    finally:
-        group.close()
 
 
 @pytest.mark.parametrize("late", [(), ("w0",)])
@@ -482,12 +454,9 @@ def test_a_survivor_that_had_not_switched_keeps_the_layers_that_it_prepared(
 
     It may not even have heard of that commit.
     """
-    group = EngineGroup(replace(config, budget_bytes=config.budget_bytes + (1 << 20)), 2, seed=1)
-    try:
-        group.reconfigure([split_in(["w0", "w1"], [1])])
-        group.settle()
-        for number in range(6):
-            group.start(replace(oracle.requests[number], request_id=f"{number}-{number}"))
+    with closing(EngineGroup(roomy(config), 2, seed=1)) as group:
+        group.change([split_in(["w0", "w1"], [1])])
+        start_all(group, oracle, range(6))
         group.run_until(lambda: any(stream.tokens for stream in group.streams.values()))
         targets = [split_in(["w0", "w1"], [2])]
         attempt = group.prepare(targets)
@@ -502,8 +471,6 @@ def test_a_survivor_that_had_not_switched_keeps_the_layers_that_it_prepared(
         assert list(left.stage.runner.stage_memory.layers) == [0, 1]
         group.reconfigure([[Stage("w0", 0, LAYERS)]])
         serves_on(group, oracle)
-    finally:
-        group.close()
 
 
 def is_dealt(group: EngineGroup, worker_id: str) -> bool:
@@ -553,18 +520,13 @@ def test_a_worker_that_was_split_off_serves_on_when_another_one_dies(
 ) -> None:
     """Requests go on, recomputed where their KV is gone; no worker keeps KV that has no leader."""
     names = [f"w{index}" for index in range(engines)]
-    group = EngineGroup(
-        replace(config, budget_bytes=config.budget_bytes + (1 << 20)), engines, seed
-    )
-    try:
-        group.reconfigure([split_in(names, list(range(1, engines)))])
-        group.settle()
+    with closing(EngineGroup(roomy(config), engines, seed)) as group:
+        group.change([split_in(names, list(range(1, engines)))])
         targets = [[Stage(name, 0, LAYERS)] for name in names]
         attempt = group.prepare(targets)
         assert group.await_answers(attempt, targets)
         longest = sorted(range(REQUESTS), key=lambda one: -len(oracle.tokens(oracle.requests[one])))
-        for number in longest[:8]:
-            group.start(replace(oracle.requests[number], request_id=f"{number}-{number}"))
+        start_all(group, oracle, longest[:8])
         group.run_until(lambda: sum(bool(one.tokens) for one in group.streams.values()) >= 4)
         group.commit(targets)
         group.run_until(lambda: moment(group, lost))
@@ -574,17 +536,13 @@ def test_a_worker_that_was_split_off_serves_on_when_another_one_dies(
                 group.streams[request_id].aborted = True
         open_ones = [stream for stream in group.streams.values() if not stream.over]
         assert open_ones, "nothing has to go on"
-        for number in longest[8:12]:
-            group.start(replace(oracle.requests[number], request_id=f"{number}-{number}"))
-        group.finish()
-        group.check_at_rest()
+        start_all(group, oracle, longest[8:12])
+        group.end()
         if moment is is_source:
             assert any(one.state.preemptions_total for one in members(group)), "whose KV is gone?"
         for stream in group.streams.values():
             if not stream.aborted:
                 assert stream.tokens == oracle.tokens(stream.request)
-    finally:
-        group.close()
 
 
 @pytest.mark.parametrize("names", [("w0", "w1"), ("w1", "w0")])
@@ -597,15 +555,12 @@ def test_the_rest_of_a_split_group_counts_right_when_the_other_part_dies(
     Requests that were dealt to the third come back to the old leader, or are over. Their blocks
     are freed at both, and the present leader counts them as free.
     """
-    group = EngineGroup(replace(config, budget_bytes=config.budget_bytes + (1 << 20)), 3, seed=1)
-    try:
-        group.reconfigure([split_in(["w0", "w1", "w2"], [1, 2])])
-        group.settle()
+    with closing(EngineGroup(roomy(config), 3, seed=1)) as group:
+        group.change([split_in(["w0", "w1", "w2"], [1, 2])])
         targets = [split_in(list(names), [2]), [Stage("w2", 0, LAYERS)]]
         attempt = group.prepare(targets)
         assert group.await_answers(attempt, targets)
-        for number in range(8):
-            group.start(replace(oracle.requests[number], request_id=f"{number}-{number}"))
+        start_all(group, oracle, range(8))
         group.run_until(lambda: sum(bool(one.tokens) for one in group.streams.values()) >= 3)
         group.commit(targets)
         group.run_until(lambda: all(one.links.epoch == group.epoch for one in members(group)))
@@ -615,16 +570,12 @@ def test_the_rest_of_a_split_group_counts_right_when_the_other_part_dies(
         for request_id, owner in group.owner.items():
             if owner == "w2":
                 group.streams[request_id].aborted = True
-        for number in range(8, 12):
-            group.start(replace(oracle.requests[number], request_id=f"{number}-{number}"))
-        group.finish()
-        group.check_at_rest()
+        start_all(group, oracle, range(8, 12))
+        group.end()
         assert any(not stream.aborted for stream in group.streams.values())
         for stream in group.streams.values():
             if not stream.aborted:
                 assert stream.tokens == oracle.tokens(stream.request)
-    finally:
-        group.close()
 
 
 def test_parameters_that_a_peer_sends_damaged_come_from_the_model_folder(
@@ -639,30 +590,23 @@ def test_parameters_that_a_peer_sends_damaged_come_from_the_model_folder(
         damaged.append(name)
         unpack(self, name, offset, broken)
 
-    group = EngineGroup(replace(config, budget_bytes=config.budget_bytes + (1 << 20)), 2, seed=1)
-    try:
-        group.reconfigure([split_in(["w0", "w1"], [1])])
-        group.settle()
-        for number in range(4):
-            group.start(replace(oracle.requests[number], request_id=f"{number}-{number}"))
+    with closing(EngineGroup(roomy(config), 2, seed=1)) as group:
+        group.change([split_in(["w0", "w1"], [1])])
+        start_all(group, oracle, range(4))
         monkeypatch.setattr(StageMemory, "unpack_slab", damage)
         group.reconfigure([[Stage(name, 0, LAYERS)] for name in ("w0", "w1")])
-        for number in range(4, 8):
-            group.start(replace(oracle.requests[number], request_id=f"{number}-{number}"))
+        start_all(group, oracle, range(4, 8))
         group.finish()
         assert damaged
         for stream in group.streams.values():
             assert stream.tokens == oracle.tokens(stream.request)
-    finally:
-        group.close()
 
 
 @pytest.mark.parametrize("moment", ["handed over", "adopted", "asked for anew"])
 def test_an_abort_follows_its_request_without_a_gateway(config: RunnerConfig, moment: str) -> None:
     """An abort reaches the old leader before or after `Adopted` has."""
-    group = EngineGroup(replace(config, budget_bytes=config.budget_bytes + (1 << 20)), 2, seed=1)
-    request = Request("r", (5, 6, 7), Sampling(temperature=0.0), Limits(150), 0.0)
-    try:
+    with closing(EngineGroup(roomy(config), 2, seed=1)) as group:
+        request = Request("r", (5, 6, 7), Sampling(temperature=0.0), Limits(150), 0.0)
         new, old = group.engines["w0"].member, group.engines["w1"].member
         group.start(request, "w1")
         group.settle()
@@ -684,8 +628,6 @@ def test_an_abort_follows_its_request_without_a_gateway(config: RunnerConfig, mo
             group.streams["r"].aborted = True
             group.finish()
         group.check_at_rest()
-    finally:
-        group.close()
 
 
 def test_a_peer_lost_long_ago_ends_no_engine_when_groups_change_again(
@@ -694,12 +636,9 @@ def test_a_peer_lost_long_ago_ends_no_engine_when_groups_change_again(
     """No request of the change that the lost peer was in moves any more."""
     network = QueueNetwork()
     roomy = replace(config, budget_bytes=config.budget_bytes + 16 * LAYERS * CHUNK_BYTES)
-    group = EngineGroup(roomy, 3, seed=0, network=network)
-    try:
-        group.reconfigure([split_in(["w0", "w1"], [1])])
-        group.settle()
-        group.reconfigure([[Stage("w0", 0, LAYERS)], [Stage("w1", 0, LAYERS)]])
-        group.settle()
+    with closing(EngineGroup(roomy, 3, seed=0, network=network)) as group:
+        group.change([split_in(["w0", "w1"], [1])])
+        group.change([[Stage("w0", 0, LAYERS)], [Stage("w1", 0, LAYERS)]])
         group.lose("w1")
         for _ in range(50):
             group.turn()
@@ -708,5 +647,3 @@ def test_a_peer_lost_long_ago_ends_no_engine_when_groups_change_again(
         group.reconfigure([split_in(["w0", "w2"], [1])])
         group.finish()
         oracle.check(group.streams[oracle.requests[0].request_id])
-    finally:
-        group.close()

@@ -57,6 +57,16 @@ class Bench:
         place = self.place(request_id)
         return self.client.open(request, place, ChoiceRecord(), Journal(N), coalesced)
 
+    @contextlib.asynccontextmanager
+    async def begin(
+        self, request_id: str, emitted: int, coalesced: bool = False
+    ) -> AsyncIterator[TokenStream]:
+        """Start a request at the first worker, which emits so many tokens."""
+        async with self.open(request_id, coalesced) as stream:
+            await self.owners[0].has_started(request_id)
+            self.owners[0].emit(request_id, TOKENS, 0, emitted)
+            yield stream
+
     async def all_idle(self) -> None:
         """Wait until no worker has a request."""
         for owner in self.owners:
@@ -159,9 +169,7 @@ async def test_a_stream_moves_at_any_token(bench: Bench, order: str, coalesced: 
     old, new, _ = bench.owners
     for index in range(N):
         name = f"r{index}"
-        async with bench.open(name, coalesced) as stream:
-            await old.has_started(name)
-            old.emit(name, TOKENS, 0, index)
+        async with bench.begin(name, index, coalesced) as stream:
             told = await hand_over(name, old, new, index, order)
             new.emit(name, TOKENS, told, N)
             # Late events of the old worker are ignored.
@@ -180,9 +188,7 @@ async def test_a_stream_moves_twice(bench: Bench, coalesced: bool) -> None:
         itertools.product(pairs, itertools.product(ORDERS[:2], repeat=2))
     ):
         name = f"r{number}"
-        async with bench.open(name, coalesced) as stream:
-            await first.has_started(name)
-            first.emit(name, TOKENS, 0, a)
+        async with bench.begin(name, a, coalesced) as stream:
             await hand_over(name, first, second, a, orders[0])
             second.emit(name, TOKENS, a, b)
             # Back to where it came from, or on to a third.
@@ -199,9 +205,7 @@ async def test_gathered_tokens_come_before_the_news_that_the_engine_died(
     bench: Bench, index: int
 ) -> None:
     owner = bench.owners[0]
-    async with bench.open("r", coalesced=True) as stream:
-        await owner.has_started("r")
-        owner.emit("r", TOKENS, 0, index)
+    async with bench.begin("r", index, coalesced=True) as stream:
         owner.servicer.fail_all("it died", engine_died=True)
         tokens: list[int] = []
         with pytest.raises(WorkerLost):
@@ -214,9 +218,7 @@ async def test_gathered_tokens_come_before_the_news_that_the_engine_died(
 
 async def test_it_has_moved_on_before_the_gateway_comes(bench: Bench) -> None:
     first, second, third = bench.owners
-    async with bench.open("r") as stream:
-        await first.has_started("r")
-        first.emit("r", TOKENS, 0, 1)
+    async with bench.begin("r", 1) as stream:
         second.adopt("r", TOKENS, 1)
         second.emit("r", TOKENS, 1, 2)
         second.tell(second.moved("r", third, 2))
@@ -240,9 +242,7 @@ async def test_hanging_up_after_the_move_reaches_the_new_owner(
     bench: Bench, moment: str, index: int
 ) -> None:
     old, new, _ = bench.owners
-    async with bench.open("r"):
-        await old.has_started("r")
-        old.emit("r", TOKENS, 0, index)
+    async with bench.begin("r", index):
         old.tell(old.moved("r", new, index))
         await new.is_awaited("r")
         if moment == "read":
@@ -263,9 +263,7 @@ async def test_an_abort_that_comes_too_late_for_the_old_owner(
     bench: Bench, adopted: str, index: int
 ) -> None:
     old, new, _ = bench.owners
-    async with bench.open("r"):
-        await old.has_started("r")
-        old.emit("r", TOKENS, 0, index)
+    async with bench.begin("r", index):
         if adopted == "before":
             new.adopt("r", TOKENS, index)
     await old.has_aborted("r")
@@ -298,9 +296,7 @@ async def test_a_request_that_never_comes_is_admitted_again(bench: Bench) -> Non
     old, new, _ = bench.owners
     for emitted in (0, 1):
         name = f"r{emitted}"
-        async with bench.open(name) as stream:
-            await old.has_started(name)
-            old.emit(name, TOKENS, 0, emitted)
+        async with bench.begin(name, emitted) as stream:
             old.tell(old.moved(name, new, emitted))
             await new.is_awaited(name)
             new.now_s += ATTACH_TIMEOUT_S
@@ -316,9 +312,7 @@ async def test_a_worker_that_does_not_answer_in_time(bench: Bench) -> None:
     with refusing_address() as silent.address:
         for emitted in (0, 1):
             name = f"r{emitted}"
-            async with bench.open(name) as stream:
-                await old.has_started(name)
-                old.emit(name, TOKENS, 0, emitted)
+            async with bench.begin(name, emitted) as stream:
                 old.tell(old.moved(name, silent, emitted))
                 with pytest.raises(WorkerLost):
                     await read(stream)

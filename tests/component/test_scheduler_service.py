@@ -42,6 +42,21 @@ async def scheduler(store: Store, **changes: object) -> AsyncIterator[str]:
         yield await service_address(store, "scheduler")
 
 
+@asynccontextmanager
+async def serving_worker(
+    store: Store, worker: FakeWorker, **changes: object
+) -> AsyncIterator[FakeGateway]:
+    """A scheduler that has heard of one worker, and a gateway that is connected to it."""
+    async with (
+        scheduler(store, **changes) as address,
+        worker_in_group(store, worker.record, epoch=worker.load.epoch),
+        worker.reporting(address),
+        FakeGateway.connected(address) as gateway,
+    ):
+        await groups_serving(gateway, 1)
+        yield gateway
+
+
 async def queued(gateway: FakeGateway, count: int) -> None:
     """Wait for a heartbeat that tells this length of the queue."""
     await eventually(lambda: gateway.heartbeats and gateway.heartbeats[-1].queued == count)
@@ -52,13 +67,8 @@ async def groups_serving(gateway: FakeGateway, count: int) -> None:
 
 
 async def test_ask_ticket_assignment(store: Store) -> None:
-    record = worker_record(address="10.0.0.7:70")
-    async with (
-        scheduler(store) as address,
-        worker_in_group(store, record, epoch=4),
-        FakeWorker(record, epoch=4).reporting(address),
-        FakeGateway.connected(address) as gateway,
-    ):
+    worker = FakeWorker(worker_record(address="10.0.0.7:70"), epoch=4)
+    async with serving_worker(store, worker) as gateway:
         await gateway.ask("r1")
         assignment = await gateway.assignment("r1")
         assert assignment == scheduler_pb2.Assignment(
@@ -70,7 +80,6 @@ async def test_ask_ticket_assignment(store: Store) -> None:
         )
         kinds = [frame.WhichOneof("body") for frame in gateway.frames["r1"]]
         assert kinds == ["ticket", "assignment"]
-        await groups_serving(gateway, 1)
 
 
 async def test_a_gateway_learns_at_once_that_a_group_serves(
@@ -146,16 +155,9 @@ async def test_a_merged_group_is_reached_at_its_leader(store: Store) -> None:
 
 
 async def test_a_request_waits_for_room(store: Store) -> None:
-    record = worker_record()
-    worker = FakeWorker(record)
+    worker = FakeWorker(worker_record())
     worker.load.kv_blocks_free = 0
-    async with (
-        scheduler(store) as address,
-        worker_in_group(store, record),
-        worker.reporting(address),
-        FakeGateway.connected(address) as gateway,
-    ):
-        await groups_serving(gateway, 1)
+    async with serving_worker(store, worker) as gateway:
         await gateway.ask("r1")
         await queued(gateway, 1)
         worker.load.kv_blocks_free = 3
@@ -191,14 +193,7 @@ async def test_the_deadline_passes(store: Store) -> None:
 
 
 async def test_too_large_and_unknown_model(store: Store) -> None:
-    record = worker_record()
-    async with (
-        scheduler(store) as address,
-        worker_in_group(store, record),
-        FakeWorker(record).reporting(address),
-        FakeGateway.connected(address) as gateway,
-    ):
-        await groups_serving(gateway, 1)
+    async with serving_worker(store, FakeWorker(worker_record())) as gateway:
         await gateway.ask("r1", prompt_tokens=1000, max_tokens=25)
         assert (await gateway.refusal("r1")).reason == scheduler_pb2.REFUSAL_REASON_TOO_LARGE
         await gateway.ask("r2", model="other")
@@ -270,13 +265,7 @@ async def test_a_gateway_that_stays_away_loses_its_place(store: Store) -> None:
 async def test_a_stale_epoch_is_asked_again(store: Store) -> None:
     record = worker_record()
     worker = FakeWorker(record, epoch=1)
-    async with (
-        scheduler(store) as address,
-        worker_in_group(store, record, epoch=1),
-        worker.reporting(address),
-        FakeGateway.connected(address) as gateway,
-    ):
-        await groups_serving(gateway, 1)
+    async with serving_worker(store, worker) as gateway:
         await gateway.ask("r1")
         assert (await gateway.assignment("r1")).epoch == 1
         await put(store, f"{GROUPS}group-w0", group_record(record, epoch=2))
@@ -371,20 +360,13 @@ async def test_an_impossible_report_is_refused(store: Store, report: dict[str, o
 
 
 async def test_a_load_that_a_gateway_passes_on_counts_for_its_next_ask(store: Store) -> None:
-    record = worker_record()
-    worker = FakeWorker(record)
+    worker = FakeWorker(worker_record())
     worker.load.kv_blocks_free = 0
     newer = load_pb2.WorkerLoad()
     newer.CopyFrom(worker.load)
     newer.number, newer.kv_blocks_free = 1_000_000, 100
     impossible = load_pb2.WorkerLoad(worker_id="w0", incarnation="w0-a", running=-1)
-    async with (
-        scheduler(store) as address,
-        worker_in_group(store, record),
-        worker.reporting(address),
-        FakeGateway.connected(address) as gateway,
-    ):
-        await groups_serving(gateway, 1)
+    async with serving_worker(store, worker) as gateway:
         await gateway.pass_on(impossible)
         await gateway.ask("r1")
         await queued(gateway, 1)

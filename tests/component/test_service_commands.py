@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from services.common.setting import settings_of
+from tests.support.python import run_python
 from tideserve.cli.cluster_options import CONFIGS
 from tideserve.cli.local_cluster import python_environment
 
@@ -29,14 +30,8 @@ def test_the_configuration_of_a_container_is_printed(service: str, tmp_path: Pat
     given = {f"TIDESERVE__{key}": value for key, value in SETTINGS.items() if key in known}
     given["TIDESERVE__ETCD_PASSWORD_FILE"] = str(password)
     kept = {key: text for key, text in os.environ.items() if not key.startswith("TIDESERVE")}
-    done = subprocess.run(
-        [sys.executable, "-m", f"services.{service}", "--print-config"],
-        capture_output=True,
-        text=True,
-        env=kept | python_environment() | given,
-        timeout=60,
-        check=False,
-    )
+    environment = kept | python_environment() | given
+    done = run_python("-m", f"services.{service}", "--print-config", env=environment)
     assert (done.returncode, done.stderr) == (0, "")
     assert "hidden" not in done.stdout
     assert f"etcd_password: '***'  # {password} (TIDESERVE__ETCD_PASSWORD_FILE)\n" in done.stdout

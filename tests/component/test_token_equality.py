@@ -139,18 +139,17 @@ def test_the_real_planner_with_preemptions(case: Case) -> None:
     assert state.pool.free_count == state.config.num_blocks
 
 
-def test_an_interrupted_iteration_leaves_no_trace(case: Case) -> None:
+def long_prompt(case: Case, seed: int) -> tuple[ModelRunner, Generation, list[int]]:
+    """The generation of a prompt of 300 tokens, and what is expected of it."""
     runner, prompts, expected = case
     index = PROMPT_LENGTHS.index(300)
-    generation = Generation(
-        runner,
-        [prompts[index]],
-        max_tokens=NEW_TOKENS,
-        seed=8,
-        samplings=[GREEDY],
-        batch_tokens=512,
-        concurrency=1,
-    )
+    options = {"samplings": [GREEDY], "batch_tokens": 512, "concurrency": 1}
+    generation = Generation(runner, [prompts[index]], max_tokens=NEW_TOKENS, seed=seed, **options)
+    return runner, generation, expected[index]
+
+
+def test_an_interrupted_iteration_leaves_no_trace(case: Case) -> None:
+    runner, generation, expected = long_prompt(case, seed=8)
     run, rng = runner.run, random.Random(1)
 
     def sometimes_interrupted(batch: Batch) -> dict[str, int] | None:
@@ -159,7 +158,7 @@ def test_an_interrupted_iteration_leaves_no_trace(case: Case) -> None:
         return run(batch)
 
     generation.run_batch = sometimes_interrupted
-    assert generation.run() == [expected[index]]
+    assert generation.run() == [expected]
 
 
 def test_answers_are_not_all_alike(case: Case) -> None:
@@ -186,22 +185,12 @@ def test_sampled_tokens_do_not_depend_on_the_batch(case: Case) -> None:
 
 
 def test_a_corrupted_block_changes_the_output(case: Case) -> None:
-    runner, prompts, expected = case
-    index = PROMPT_LENGTHS.index(300)
-    generation = Generation(
-        runner,
-        [prompts[index]],
-        max_tokens=NEW_TOKENS,
-        seed=7,
-        samplings=[GREEDY],
-        batch_tokens=512,
-        concurrency=1,
-    )
-    while len(generation.token_ids[0]) < len(prompts[index]) + 4:
+    runner, generation, expected = long_prompt(case, seed=7)
+    while len(generation.token_ids[0]) < 300 + 4:
         generation.step()
     kv_range = runner.stage_memory.kv_ranges[1]
     kv_range.blocks()[generation.tables[0][3]] += 1.0
-    assert generation.run() != [expected[index]]
+    assert generation.run() != [expected]
 
 
 @pytest.mark.parametrize(

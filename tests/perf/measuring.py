@@ -1,12 +1,13 @@
 """What the measurements share: models, a cluster of one worker, and tables."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks.client_process import run_answered
 from benchmarks.systems.processor import fastest_dtype, read_processor
 from benchmarks.systems.system import Deployment
 from benchmarks.systems.tideserve import Tideserve
@@ -15,8 +16,11 @@ from services.worker.engine.compute.runner_config import RunnerConfig
 from tideserve.cli.cache import cache_root
 from tideserve.cli.model_store import resolve_model
 from tideserve.cli.tiny_model import DEEP, TINY_OPTIONS, write_tiny_model
+from tideserve.load.client import Job
+from tideserve.load.workload import PlannedRequest
 
 MIB = 1 << 20
+CONCURRENCY, ROUND_TIMEOUT_S = 16, 120.0
 
 
 def show(title: str, rows: Mapping[str, str]) -> None:
@@ -71,3 +75,9 @@ def tiny_cluster(folder: Path, **options: Any) -> Tideserve:
         *(model, "tiny-16-layers", cache_root(), 1, 128 * MIB), dtype="float32", options=chosen
     )
     return Tideserve("tideserve", (), deployment)
+
+
+def send_over_http(systems: Sequence[Tideserve], requests: Sequence[PlannedRequest]) -> None:
+    urls, model = tuple(system.urls[0] for system in systems), systems[0].model
+    job = Job(urls, model, tuple(requests), ROUND_TIMEOUT_S, concurrency=CONCURRENCY)
+    assert len(run_answered(job)) == len(requests)

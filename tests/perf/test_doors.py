@@ -14,52 +14,32 @@ from statistics import median
 
 import pytest
 
-from benchmarks.client_process import run_answered
-from benchmarks.systems.tideserve import Tideserve
-from tests.perf.measuring import show, started, tiny_cluster
+from tests.perf.measuring import CONCURRENCY, send_over_http, show, started, tiny_cluster
 from tideserve.cli.local_cluster import free_port
 from tideserve.client.aio import AsyncClient
-from tideserve.load.client import Job
 from tideserve.load.workload import PlannedRequest, fixed
 
-PAIRS = 4
-PROMPT_TOKENS, CONCURRENCY = 32, 16
+PAIRS, PROMPT_TOKENS, IDLE_S = 4, 32, 5.0
 REQUESTS = {4: 400, 64: 100}
 """Requests of a round, by their output tokens."""
-IDLE_S, ROUND_TIMEOUT_S = 5.0, 120.0
 HTTP, GRPC = "http", "grpc"
 
 
-async def sent_over_grpc(target: str, model: str, requests: Sequence[PlannedRequest]) -> None:
+async def send_over_grpc(target: str, model: str, requests: Sequence[PlannedRequest]) -> None:
     waiting = iter(requests)
 
     async def send_in_turn(client: AsyncClient) -> None:
         for request in waiting:
             tokens = request.output_tokens
+            lengths = {"max_tokens": tokens, "min_tokens": tokens, "ignore_eos": True}
             async with client.stream_complete(
-                request.prompt_ids,
-                model=model,
-                max_tokens=tokens,
-                min_tokens=tokens,
-                ignore_eos=True,
-                temperature=0,
-                seed=request.seed % 2**31,
+                request.prompt_ids, model=model, temperature=0, seed=request.seed % 2**31, **lengths
             ) as pieces:
                 assert sum([len(piece.token_ids) async for piece in pieces]) == tokens
 
     async with AsyncClient(target) as client, asyncio.TaskGroup() as tasks:
         for _ in range(CONCURRENCY):
             tasks.create_task(send_in_turn(client))
-
-
-def send(system: Tideserve, door: str, target: str, requests: Sequence[PlannedRequest]) -> None:
-    if door == GRPC:
-        asyncio.run(sent_over_grpc(target, system.model, requests))
-        return
-    job = Job(
-        (system.urls[0],), system.model, tuple(requests), ROUND_TIMEOUT_S, concurrency=CONCURRENCY
-    )
-    assert len(run_answered(job)) == len(requests)
 
 
 @pytest.mark.timeout(1800)
@@ -70,17 +50,23 @@ def test_cost_of_a_request_and_of_a_token(tmp_path: Path) -> None:
         door: {tokens: [] for tokens in REQUESTS} for door in (HTTP, GRPC)
     }
 
+    def send(door: str, requests: Sequence[PlannedRequest]) -> None:
+        if door == GRPC:
+            asyncio.run(send_over_grpc(target, system.model, requests))
+        else:
+            send_over_http([system], requests)
+
     def measure(door: str, tokens: int, seed: int, idle_share: float) -> None:
         requests = fixed(REQUESTS[tokens], PROMPT_TOKENS, tokens, seed).requests
         before, began_s = system.gateway_cost(), time.monotonic()
-        send(system, door, target, requests)
+        send(door, requests)
         cost, took_s = system.gateway_cost().since(before), time.monotonic() - began_s
         assert cost.tokens == len(requests) * tokens
         cpu_s[door][tokens].append((cost.cpu_s - idle_share * took_s) / len(requests))
 
     with started([system]):
         for door in cpu_s:  # modules that load at the first request do not count
-            send(system, door, target, fixed(100, PROMPT_TOKENS, 4, -1).requests)
+            send(door, fixed(100, PROMPT_TOKENS, 4, -1).requests)
         before, began_s = system.gateway_cost(), time.monotonic()
         time.sleep(IDLE_S)
         idle_share = system.gateway_cost().since(before).cpu_s / (time.monotonic() - began_s)

@@ -16,9 +16,9 @@ import torch
 from services.common.clock import monotonic_s
 from services.core.groups.slab_names import EMBEDDING, HEAD, layer_name
 from services.core.planner.block_pool import BlockPool
+from services.worker.engine.compute.assembly import SCRATCH_BYTES
 from services.worker.engine.compute.runner import ModelRunner
 from services.worker.engine.compute.runner_config import compute_dtype
-from services.worker.engine.compute.staging import SCRATCH_BYTES
 from services.worker.engine.memory.panels import inputs_of
 from services.worker.engine.model import cpu_kernels
 from services.worker.engine.model.linear import SlabLinear, UpcastScratch
@@ -31,8 +31,8 @@ READ_BYTES = 256 * MIB
 """More than any cache holds."""
 RATE_ROWS = 256
 """Rows of the product whose rate is the processor's."""
-PRODUCTS_SHARE_MAX = 2.0
-"""Products alone over the iteration that contains them: noise of the machine."""
+ITERATION_MAX = 1.5
+"""An iteration over its products and the floor of attention; 1.02 to 1.28 on a quiet machine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,21 +67,19 @@ class Products:
         scratch = UpcastScratch(SCRATCH_BYTES, compute, device) if compute != dtype else None
         slabs, geometry = runner.stage_memory.slabs, runner.geometry
 
-        def weights(names: Iterable[str], ending: str) -> list[torch.Tensor]:
+        def products(names: Iterable[str], ending: str) -> list[tuple[SlabLinear, int, int]]:
             views = (view for name in names for view in slabs[name].views().items())
-            return [weight for path, weight in views if path.endswith(ending)]
-
-        def products(weights: list[torch.Tensor]) -> list[tuple[SlabLinear, int]]:
             return [
-                (SlabLinear(one, None, scratch, compiled=compiled), inputs_of(one))
-                for one in weights
+                (SlabLinear(view, None, scratch, compiled=compiled), inputs_of(view), view.numel())
+                for path, view in views
+                if path.endswith(ending)
             ]
 
-        layers = weights(map(layer_name, range(geometry.num_layers)), "_proj.weight")
         head = EMBEDDING if geometry.tied_embeddings else HEAD
         self._compute = compute
-        self._layers, self._head = products(layers), products(weights([head], f"{head}.weight"))
-        self._values = sum(weight.numel() for weight in layers)
+        self._layers = products(map(layer_name, range(geometry.num_layers)), "_proj.weight")
+        self._head = products([head], f"{head}.weight")
+        self._values = sum(values for _, _, values in self._layers)
 
     @torch.inference_mode()
     def duration_s(self, rows: int, sampled: int) -> float:
@@ -90,12 +88,12 @@ class Products:
         inputs = {
             (count, size): torch.randn(count, size, dtype=self._compute)
             for products, count in parts
-            for _, size in products
+            for _, size, _ in products
         }
 
         def run() -> None:
             for products, count in parts:
-                for product, size in products:
+                for product, size, _ in products:
                     product(inputs[count, size])
 
         return duration_s(run)
@@ -143,5 +141,5 @@ def test_iterations_take_little_longer_than_their_products() -> None:
             f" {iteration_s / products_s:.2f} x; with the floor of attention,"
             f" {1e3 * floor_s:,.1f} ms: {iteration_s / (products_s + floor_s):.2f} x"
         )
-        assert products_s <= PRODUCTS_SHARE_MAX * iteration_s, shape.name
+        assert iteration_s <= ITERATION_MAX * (products_s + floor_s), shape.name
     show("iterations", rows)

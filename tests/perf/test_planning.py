@@ -12,9 +12,9 @@ what a decision costs at all; they have no bar.
 """
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from statistics import median
+from typing import NamedTuple
 
 from services.core.cost.model import Coefficients, CostModel
 from services.core.line_order import Scheduling
@@ -72,35 +72,51 @@ FEW = {
 }
 
 
-@dataclass(slots=True)
+class Iteration(NamedTuple):
+    """An iteration that counts."""
+
+    sequences: int
+    prompt_tokens: int
+    planning_s: float
+    iteration_s: float
+
+
 class PlannerRun:
     """A planner under load, and what its iterations took."""
 
-    state: PlannerState
-    case: PlannedLoad
-    now_s: float = 0.0
-    arrived: int = 0
-    batch_work: set[str] = field(default_factory=set)
-    planning_s: list[float] = field(default_factory=list)
-    iteration_s: list[float] = field(default_factory=list)
-    sequences: list[int] = field(default_factory=list)
-    prompt_tokens: list[int] = field(default_factory=list)
+    def __init__(self, case: PlannedLoad) -> None:
+        config = IterationConfig(
+            block_size=BLOCK_SIZE,
+            num_blocks=KV_TOKENS // BLOCK_SIZE,
+            max_batch_tokens=MAX_BATCH_TOKENS,
+            max_running=SEQUENCES,
+            max_waiting=2 * (SEQUENCES + WAITING),
+            cost_model=MODEL_7B,
+            prefix_caching=True,
+            scheduling=case.scheduling,
+            packing=case.parts,
+            adaptive_slots=case.parts,
+            victims=VictimRule.SLACK if case.parts else VictimRule.NEWEST,
+        )
+        self.state, self.case, self.now_s, self.arrived = PlannerState(config), case, 0.0, 0
+        self.batch_work: set[str] = set()
+        self.iterations: list[Iteration] = []
 
     def arrive(self) -> None:
         """Add the next request."""
         name, batch = f"r{self.arrived}", self.arrived % BATCH_EVERY == 0
-        service = Service(ServiceClass.BATCH)
-        if not batch:
-            patient = self.case.parts and self.arrived % 2 == 1
-            tpot_s = self.case.tpot_s * (PATIENCE if patient else 1)
+        service, tokens = Service(ServiceClass.BATCH), PROMPT_TOKENS
+        if batch:
+            self.batch_work.add(name)
+            tokens = LONG_PROMPT_TOKENS if self.case.fills else PROMPT_TOKENS
+        else:
+            patience = PATIENCE if self.case.parts and self.arrived % 2 == 1 else 1
+            tpot_s = self.case.tpot_s * patience
             service = Service(ServiceClass.INTERACTIVE, ttft_s=1.0, tpot_s=tpot_s)
-        tokens = LONG_PROMPT_TOKENS if batch and self.case.fills else PROMPT_TOKENS
         prompt = tuple(range(self.arrived, self.arrived + tokens))
         sampling, limits = Sampling(temperature=0.0), Limits(OUTPUT_TOKENS)
         request = Request(name, prompt, sampling, limits, self.now_s, service=service)
         self.arrived += 1
-        if batch:
-            self.batch_work.add(name)
         self.state.handle(RequestArrived(self.now_s, request))
 
     def step(self) -> int:
@@ -120,47 +136,23 @@ class PlannerRun:
         prompts = [chunk for chunk in chunks if len(chunk.token_ids) > 1]
         only_batch = all(chunk.request_id in self.batch_work for chunk in prompts)
         if only_batch and bool(prompts) == self.case.fills:
-            self.planning_s.append(planned_s)
-            self.iteration_s.append(took_s)
-            self.sequences.append(len(chunks))
-            self.prompt_tokens.append(sum(len(chunk.token_ids) for chunk in prompts))
-        return sum(isinstance(one, EmitToken) and one.finish_reason is not None for one in commands)
-
-    def middle(self, values: Sequence[float]) -> float:
-        """The median of `values` over the iterations with most sequences."""
-        most = max(self.sequences)
-        return median(
-            value
-            for value, count in zip(values, self.sequences, strict=True)
-            if count >= 0.9 * most
+            tokens = sum(len(chunk.token_ids) for chunk in prompts)
+            self.iterations.append(Iteration(len(chunks), tokens, planned_s, took_s))
+        return sum(
+            isinstance(command, EmitToken) and command.finish_reason is not None
+            for command in commands
         )
 
-    @property
-    def share(self) -> float:
-        """Planning time over iteration time."""
-        return self.middle(self.planning_s) / self.middle(self.iteration_s)
-
-
-def planner_of(case: PlannedLoad) -> PlannerRun:
-    config = IterationConfig(
-        block_size=BLOCK_SIZE,
-        num_blocks=KV_TOKENS // BLOCK_SIZE,
-        max_batch_tokens=MAX_BATCH_TOKENS,
-        max_running=SEQUENCES,
-        max_waiting=2 * (SEQUENCES + WAITING),
-        cost_model=MODEL_7B,
-        prefix_caching=True,
-        scheduling=case.scheduling,
-        packing=case.parts,
-        adaptive_slots=case.parts,
-        victims=VictimRule.SLACK if case.parts else VictimRule.NEWEST,
-    )
-    return PlannerRun(PlannerState(config), case)
+    def middle(self) -> Iteration:
+        """The medians over the iterations with most sequences."""
+        most = max(each.sequences for each in self.iterations)
+        counted = [each for each in self.iterations if each.sequences >= 0.9 * most]
+        return Iteration(*map(median, zip(*counted, strict=True)))
 
 
 def measured() -> dict[str, PlannerRun]:
     """Every case; in each round all of its requests arrive and end."""
-    runs = {name: planner_of(case) for name, case in (CASES | FEW).items()}
+    runs = {name: PlannerRun(case) for name, case in (CASES | FEW).items()}
     for _ in range(ROUNDS):
         left = {name: run.case.sequences + run.case.waiting for name, run in runs.items()}
         for name, run in runs.items():
@@ -174,25 +166,22 @@ def measured() -> dict[str, PlannerRun]:
 
 
 def test_planning_is_a_small_part_of_an_iteration() -> None:
-    runs = measured()
-    show("planning time of an iteration", {name: row(run) for name, run in runs.items()})
-    counts = {name: run.middle(run.sequences) for name, run in runs.items()}
+    middles = {name: run.middle() for name, run in measured().items()}
+    shares = {name: each.planning_s / each.iteration_s for name, each in middles.items()}
+    rows = {
+        name: f"{1e3 * each.planning_s:.4f} ms of {1e3 * each.iteration_s:.1f} ms:"
+        f" {shares[name]:.2%}; {each.sequences:.0f} sequences,"
+        f" {each.prompt_tokens:.0f} tokens of prompts"
+        for name, each in middles.items()
+    }
+    show("planning time of an iteration", rows)
+    counts = {name: each.sequences for name, each in middles.items()}
     assert [counts[name] for name in FEW] == [1, 16, 64]
     assert counts["fcfs"] == counts["priority"] == counts["slo"] == SEQUENCES
     assert counts["slo, targets that bind"] < SEQUENCES < 2 * counts["slo, parts of BROS"]
-    filled = runs["slo, filled with batch prompts"]
-    sequences, tokens = filled.middle(filled.sequences), filled.middle(filled.prompt_tokens)
-    assert sequences > SEQUENCES / 2
-    assert FILLER_TOKENS_MIN <= tokens < MAX_BATCH_TOKENS - sequences
+    filled = middles["slo, filled with batch prompts"]
+    assert filled.sequences > SEQUENCES / 2
+    assert FILLER_TOKENS_MIN <= filled.prompt_tokens < MAX_BATCH_TOKENS - filled.sequences
     for name in CASES:
-        assert runs[name].share <= runs["fcfs"].share + ADDED_MAX, name
-        assert name == "fcfs" or runs[name].share <= SHARE_MAX, name
-
-
-def row(run: PlannerRun) -> str:
-    planning_s, iteration_s = run.middle(run.planning_s), run.middle(run.iteration_s)
-    return (
-        f"{1e3 * planning_s:.4f} ms of {1e3 * iteration_s:.1f} ms: {run.share:.2%};"
-        f" {run.middle(run.sequences):.0f} sequences,"
-        f" {run.middle(run.prompt_tokens):.0f} tokens of prompts"
-    )
+        assert shares[name] <= shares["fcfs"] + ADDED_MAX, name
+        assert name == "fcfs" or shares[name] <= SHARE_MAX, name

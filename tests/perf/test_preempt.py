@@ -53,6 +53,9 @@ ALWAYS, OFF = Preempt.ALWAYS.value, Preempt.OFF.value
 BATCH, ONLINE = Service(ServiceClass.BATCH), Service(ServiceClass.INTERACTIVE, ttft_s=0.5)
 TTFT_RATIO_MAX, SAFEPOINT_SHARE_MAX = 0.25, 0.01
 """P99 of first tokens over that without preemption; safepoints over an iteration."""
+SLACK_S, STRETCH = 0.002, 1.2
+"""A request may be noticed so long after an interval between safepoints, of which the slowest take
+so many times the mean."""
 
 
 class Load:
@@ -85,8 +88,8 @@ class Load:
             await self._disturbed(ALWAYS, "single", ARRIVALS)
             await self._disturbed(OFF, "single", 1)
         for _ in range(BEHIND):
-            await self._disturbed(ALWAYS, "behind", 1, prompts=2)
-            await self._disturbed(OFF, "behind", 1, prompts=2)
+            for engine in (ALWAYS, OFF):
+                await self._disturbed(engine, "behind", 1, prompts=2)
         for _ in range(DROPS):
             await self._prepare_merge()
 
@@ -126,9 +129,8 @@ class Load:
         self.merges.append((sent_s, monotonic_s()))
         await running
 
-    def _batch(self, engine: str, count: int) -> asyncio.Task[None]:
+    def _batch(self, engine: str, count: int) -> asyncio.Future[list[None]]:
         """Send so many batch prompts at once."""
-        numbers = [self._rng.randrange(PROMPTS) for _ in range(count)]
 
         async def ask(number: int) -> None:
             name = f"batch-{engine}-{next(self._numbers)}"
@@ -137,10 +139,7 @@ class Load:
             if count == 1 and engine == OFF:
                 self._length_s = ttft_s  # undisturbed: follows the machine's speed
 
-        async def ask_all() -> None:
-            await asyncio.gather(*map(ask, numbers))
-
-        return asyncio.create_task(ask_all())
+        return asyncio.gather(*(ask(self._rng.randrange(PROMPTS)) for _ in range(count)))
 
     def _prompt(self, tokens: int) -> tuple[int, ...]:
         return tuple(self._rng.randrange(self._vocab_size) for _ in range(tokens))
@@ -171,22 +170,18 @@ def read_parts(folder: Path, engine: str) -> list[Part]:
     return parts
 
 
-class Notice(NamedTuple):
-    """Seconds until the engine was free for what was sent, and what that iteration took in all."""
+def notice(parts: list[Part], sent_s: float) -> tuple[float, float] | None:
+    """Seconds until the engine was free, and those that the iteration took in all.
 
-    after_s: float
-    iteration_s: float
-
-
-def notice(parts: list[Part], sent_s: float) -> Notice | None:
-    """None unless an iteration of batch work alone ran at that time."""
+    None unless an iteration of batch work alone ran at that time.
+    """
     index = bisect_right(parts, sent_s, key=lambda part: part.begin_s) - 1
     if index < 0 or sent_s >= (part := parts[index]).end_s:
         return None
     if not all(name.startswith("batch") for name in part.request_ids):
         return None
-    own = [one.end_s - one.begin_s for one in parts if one.request_ids == part.request_ids]
-    return Notice(part.end_s - sent_s, sum(own))
+    own = [each.end_s - each.begin_s for each in parts if each.request_ids == part.request_ids]
+    return part.end_s - sent_s, sum(own)
 
 
 def safepoints(tokens: int) -> tuple[list[float], list[float]]:
@@ -233,7 +228,7 @@ def test_safepoints_cost_little() -> None:
         )
         rows[f"interval, {tokens:,} tokens"] = in_ms(between_s)
     show("safepoints", rows)
-    assert (percentile(costs, 0.25) or 0.0) <= SAFEPOINT_SHARE_MAX
+    assert median(costs) <= SAFEPOINT_SHARE_MAX
 
 
 @pytest.fixture
@@ -277,7 +272,8 @@ async def test_interrupted_batch_work_gives_way_soon_and_loses_nothing(
     counts = engines.workers[ALWAYS].client.report.load
     interrupted, resumed = counts.preempted_iterations_total, counts.resumed_iterations_total
     ratios, rows = first_tokens(load, parts)
-    rows |= notices(load, parts[ALWAYS]) | {"interrupted / resumed": f"{interrupted} / {resumed}"}
+    late_s, noticed = notices(load, parts[ALWAYS])
+    rows |= noticed | {"interrupted / resumed": f"{interrupted} / {resumed}"}
     show("interruptions of batch work", rows)
     # A prompt that ran together with others has the rounding of a larger batch.
     together = [part.request_ids for part in parts[ALWAYS] if len(part.request_ids) > 1]
@@ -291,29 +287,23 @@ async def test_interrupted_batch_work_gives_way_soon_and_loses_nothing(
         undisturbed = engines.streams[f"batch-0-{number}"]
         assert engines.streams[name].output() == undisturbed.output(), name
     assert counts.tokens.batch_recomputed_tokens_total == 0
-    # An iteration that waits for too long while others run is given up, as on a busy machine.
-    given_up = interrupted - resumed
-    assert given_up <= counts.discarded_tokens_total <= given_up * BATCH_TOKENS
+    assert counts.discarded_tokens_total == 0
     assert resumed > 0, "no iteration was interrupted and resumed"
-    assert all(ratio <= TTFT_RATIO_MAX for ratio in ratios)
+    assert ratios, "no online request arrived while batch work ran"
+    assert max(ratios) <= TTFT_RATIO_MAX
+    assert max(late_s) <= SLACK_S
 
 
 def first_tokens(load: Load, parts: Mapping[str, list[Part]]) -> tuple[list[float], dict[str, str]]:
     """P99 of first tokens of online requests that met batch work, and ratios to it without."""
     ratios, rows = [], {}
     for case in ("single", "behind"):
-        always, off = (
-            percentile(
-                [
-                    load.ttft_s[name]
-                    for name in load.online(engine, case)
-                    if notice(parts[engine], load.sent_s[name]) is not None
-                ],
-                0.99,
-            )
-            for engine in (ALWAYS, OFF)
-        )
-        if always and off:
+        p99_s = {}
+        for engine in (ALWAYS, OFF):
+            names = load.online(engine, case)
+            met = [name for name in names if notice(parts[engine], load.sent_s[name])]
+            p99_s[engine] = percentile([load.ttft_s[name] for name in met], 0.99)
+        if (always := p99_s[ALWAYS]) and (off := p99_s[OFF]):
             ratios.append(always / off)
             rows[f"first token, {case}"] = (
                 f"P99 {always:.2f} s, without preemption {off:.2f} s: {always / off:.2f} x"
@@ -321,24 +311,29 @@ def first_tokens(load: Load, parts: Mapping[str, list[Part]]) -> tuple[list[floa
     return ratios, rows
 
 
-def notices(load: Load, parts: list[Part]) -> dict[str, str]:
+def notices(load: Load, parts: list[Part]) -> tuple[list[float], dict[str, str]]:
+    """P99 of the seconds beyond the slowest interval between safepoints, and rows to print."""
+    late_s = []
     rows = {"merge prepared after": in_ms(ended_s - sent_s for sent_s, ended_s in load.merges)}
     for what, sent_s in (
         ("online request", [load.sent_s[name] for name in load.online(ALWAYS, "")]),
         ("merge", [began_s for began_s, _ in load.merges]),
     ):
-        seen = [found for at_s in sent_s if (found := notice(parts, at_s)) is not None]
-        intervals = [one.after_s * load.layers / one.iteration_s for one in seen]
-        p99 = percentile(intervals, 0.99) or 0.0
+        seen = [noticed for at_s in sent_s if (noticed := notice(parts, at_s))]
+        assert seen, f"no {what} arrived while batch work ran"
+        beyond_s = [after_s - STRETCH * whole_s / load.layers for after_s, whole_s in seen]
+        late_s.append(percentile(beyond_s, 0.99) or 0.0)
+        p99 = percentile([after_s * load.layers / whole_s for after_s, whole_s in seen], 0.99)
         rows[f"{what} noticed after"] = (
-            f"{in_ms(one.after_s for one in seen)}; P99 {p99:.2f} intervals of its iteration"
+            f"{in_ms(after_s for after_s, _ in seen)}; P99 {p99 or 0.0:.2f} intervals of its"
+            " iteration"
         )
-    return rows
+    return late_s, rows
 
 
 def in_ms(seconds: Iterable[float]) -> str:
-    values = list(seconds)
+    values = [1e3 * each for each in seconds]
     if not values:
         return "–"
-    p50, p99 = (1e3 * (percentile(values, share) or 0.0) for share in (0.5, 0.99))
+    p50, p99 = (percentile(values, share) or 0.0 for share in (0.5, 0.99))
     return f"P50 {p50:.1f}, P99 {p99:.1f} ms of {len(values)}"

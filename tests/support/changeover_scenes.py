@@ -9,14 +9,11 @@ APART = groups(2, "a", "b")
 
 def pipeline(*running: str, waiting: tuple[str, ...] = (), tokens: int = 8) -> Script:
     """ "a" leads "b", "c" is alone. The `running` ones have a token each and 3 blocks."""
-    script = Script("abc")
-    script.hear(groups(1, "ab", "c"))
-    script.settle()
+    script = Script("abc").change(groups(1, "ab", "c"))
     for name in running:
         script.ask("a", name, tokens)
     if running:
-        script.launch("a")
-        script.settle()
+        script.advance("a")
     for name in waiting:
         script.ask("a", name, tokens)
     return script
@@ -43,9 +40,7 @@ def go_on_when_ready(script: Script) -> None:
 
 def leaving(*names: str) -> Script:
     """ "b" has led sequences of a block each, whose KV "a" is to get: half of their layers."""
-    script = Script("ab", remembering="b")
-    script.hear(groups(1, "a", "b"))
-    script.settle()
+    script = Script("ab", remembering="b").change(groups(1, "a", "b"))
     for name in names:
         script.ask("b", name, 4)
         script.launch("b")
@@ -53,8 +48,7 @@ def leaving(*names: str) -> Script:
             block_ids = script.members["b"].planner.table.block_ids(name)
             script.memories["b"].write(layer, block_ids, name, 0, (5,) * 2)
     script.transfers_run = False
-    script.hear(groups(2, "ab"))
-    script.settle()
+    script.change(groups(2, "ab"))
     assert {one.request_id for one in script.sending.values()} == set(names)
     return script
 
@@ -67,11 +61,8 @@ def read_what_is_sent(script: Script) -> None:
 
 def restoring(*workers: str, blocks: int = 16) -> Script:
     """ "a" leads "b", and those named get ready to serve alone, connecting first."""
-    script = Script("ab", blocks, remembering="ab")
-    script.hear(groups(1, "a", "b"))
-    script.settle()
-    script.hear(groups(2, "ab"))
-    script.settle()
+    script = Script("ab", blocks, remembering="ab").change(groups(1, "a", "b"))
+    script.change(groups(2, "ab"))
     for name in workers:
         script.do(name, words.PreparationAsked("t", groups(3, "a", "b")))
     script.settle()

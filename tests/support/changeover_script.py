@@ -7,6 +7,7 @@ Real: `Changeover`, the planner, the fence. Memory is that of `FakeMemory` for t
 from collections import defaultdict, deque
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import Self
 
 from services.core.changeover import vocabulary as words
 from services.core.changeover.configuration import GroupStages
@@ -96,6 +97,22 @@ class Script:
         """Members hear of a commit; all of them if none is named."""
         for name in names or sorted({one for group in new for one in group.workers}):
             self.do(name, words.ConfigurationCommitted(self.now_s, new))
+
+    def change(self, new: Groups, *names: str) -> Self:
+        """Members hear of a commit, and all comes to rest."""
+        self.hear(new, *names)
+        self.settle()
+        return self
+
+    def advance(self, leader: str) -> None:
+        """Launch a microbatch, and let all come to rest."""
+        self.launch(leader)
+        self.settle()
+
+    def reconnect(self) -> None:
+        """Frames of all ways arrive again."""
+        self.stopped.clear()
+        self.settle()
 
     def ask(
         self,

@@ -49,17 +49,13 @@ def what_an_old_leader_says_has_no_effect() -> None:
 
 @_witness("frames wait until all stages have joined")
 def sequences_come_to_a_leader_that_knows_its_stages() -> None:
-    script = Script("abc")
-    script.hear(groups(1, "a", "b", "c"))
-    script.settle()
+    script = Script("abc").change(groups(1, "a", "b", "c"))
     script.ask("c", "r", 8)
     script.run("c", 1)
     script.stopped = {("b", "a")}
-    script.hear(groups(2, "abc"))
-    script.settle()
+    script.change(groups(2, "abc"))
     assert script.members["a"].phase is MemberPhase.JOINING
-    script.stopped.clear()
-    script.settle()
+    script.reconnect()
     assert script.names_at("a") == ["r"] and script.members["a"].settled
 
 
@@ -67,12 +63,10 @@ def sequences_come_to_a_leader_that_knows_its_stages() -> None:
 def kv_of_what_is_aborted_while_stages_join_is_freed() -> None:
     script = pipeline("r")
     script.stopped = {("c", "a")}
-    script.hear(groups(2, "ac", "b"))
-    script.settle()
+    script.change(groups(2, "ac", "b"))
     assert script.members["a"].phase is MemberPhase.JOINING
     script.do("a", RequestAborted(0.0, "r"))
-    script.stopped.clear()
-    script.settle()
+    script.reconnect()
     assert script.taken_at("b") == 0
 
 
@@ -93,8 +87,7 @@ def all_stages_have_the_blocks_of_what_was_in_flight() -> None:
 def what_lacks_kv_does_not_run() -> None:
     script = pipeline("r")
     script.transfers_run = False
-    script.hear(APART)
-    script.settle()
+    script.change(APART)
     assert not script.launch("a"), "KV of the layers of b is not there"
     script.transfers_run = True
     script.settle()
@@ -105,8 +98,7 @@ def what_lacks_kv_does_not_run() -> None:
 def kv_is_not_left_before_it_is_fetched() -> None:
     script = pipeline("r")
     script.transfers_run = False
-    script.hear(APART)
-    script.settle()
+    script.change(APART)
     go_on_when_ready(script)
     script.transfers_run = True
     script.settle()
@@ -137,8 +129,7 @@ def nothing_is_stored_in_blocks_that_a_sequence_was_given_anew() -> None:
 @_witness("freed blocks of other leaders are credited")
 def a_leader_counts_what_its_stage_uses() -> None:
     script = pipeline("r")
-    script.hear(groups(2, "a", "cb"))
-    script.settle()
+    script.change(groups(2, "a", "cb"))
     assert script.names_at("a") == ["r"]
     ledger = script.members["c"].planner.sequence_table.ledger
     assert ledger.used == [script.taken_at("b")] == [0]
@@ -193,8 +184,7 @@ def a_stage_keeps_the_blocks_that_it_needs() -> None:
     script = restoring("b", blocks=8)
     for name in "rst":
         script.ask("a", name, 16)
-    script.launch("a")
-    script.settle()
+    script.advance("a")
     assert script.members["b"].planner.table.block_ids("t") == (8, 9, 10, 11)
     for name in "rs":
         script.do("a", RequestAborted(0.0, name))
@@ -208,15 +198,13 @@ def a_stage_keeps_the_blocks_that_it_needs() -> None:
 def a_stage_frees_what_its_leader_counts_on() -> None:
     script = restoring("b")
     script.ask("a", "r", 56)
-    script.launch("a")
-    script.settle()
+    script.advance("a")
     script.do("a", RequestAborted(0.0, "r"))
     assert (script.taken_at("a"), script.taken_at("b")) == (0, 14)
     script.go_on("b")  # its limit is 16
     script.settle()
     script.ask("a", "s", 40)
-    script.launch("a")
-    script.settle()
+    script.advance("a")
     assert script.taken_at("b") == 10
 
 
@@ -226,8 +214,7 @@ def a_stage_has_the_blocks_that_its_leader_has_given_out() -> None:
     script = restoring("b")
     script.ask("a", "r", 60)
     script.ask("a", "s", 40)
-    script.launch("a")
-    script.settle()
+    script.advance("a")
     assert (script.taken_at("a"), script.taken_at("b")) == (25, 15)
     script.go_on("b")  # its limit is 16
     script.settle()
@@ -244,8 +231,7 @@ def a_stage_has_the_blocks_that_its_leader_has_planned_with() -> None:
     script.launch("a")
     assert script.taken_at("a") == 15
     script.go_on("b")  # its limit is 8
-    script.stopped.clear()
-    script.settle()
+    script.reconnect()
     script.run("a")
     assert isinstance(script.steps["b"], words.ShrinkKv), "all have ended"
     assert script.taken_at("b") == 0
@@ -253,15 +239,12 @@ def a_stage_has_the_blocks_that_its_leader_has_planned_with() -> None:
 
 @_witness("a move starts when there is room")
 def no_stage_takes_in_more_than_it_has() -> None:
-    script = Script("ab")
-    script.hear(groups(1, "a", "b"))
-    script.settle()
+    script = Script("ab").change(groups(1, "a", "b"))
     for name, request in (("a", "r"), ("b", "s")):
         script.ask(name, request, 40)
         script.launch(name)
         assert script.taken_at(name) == 10
-    script.hear(groups(2, "ab"))
-    script.settle()
+    script.change(groups(2, "ab"))
     assert script.members["a"].settled
     assert [one.blocks for one in script.members["a"].planner.sequences.values()].count(0) == 1
 
@@ -284,8 +267,7 @@ def sequences_come_back_from_a_lost_leader() -> None:
 def kv_that_does_not_come_is_computed_again() -> None:
     script = pipeline("r")
     script.transfers_run = False
-    script.hear(APART)
-    script.settle()
+    script.change(APART)
     assert script.members["a"].phase is MemberPhase.MIGRATING
     script.lose("b")
     script.settle()
@@ -309,8 +291,7 @@ def what_was_handed_to_a_member_that_passes_comes_back() -> None:
     script = pipeline(waiting=("r", "s"))
     script.hear(groups(2, "a", "bc"), "a", "b")
     script.lose("c")
-    script.hear((GroupStages("g-b", 3, (Stage("b", 0, 2),)),))
-    script.settle()
+    script.change((GroupStages("g-b", 3, (Stage("b", 0, 2),)),))
     assert script.members["a"].settled
     assert script.names_at("a") == ["r", "s"]
 
@@ -327,8 +308,7 @@ def nobody_waits_for_a_member_that_never_heard_of_the_change() -> None:
         script.go_on(name)
     script.hear(apart, "a")
     script.lose("c")
-    script.hear((GroupStages("g-b", 3, (Stage("b", 0, 2),)),))
-    script.settle()
+    script.change((GroupStages("g-b", 3, (Stage("b", 0, 2),)),))
     assert script.members["a"].settled
     assert script.names_at("a") == ["r", "s"]
 
@@ -362,15 +342,13 @@ def who_hangs_up_where_a_sequence_was_ends_it() -> None:
 def a_member_lost_while_stages_join_is_not_waited_for() -> None:
     script = pipeline(waiting=("r", "s"))
     script.stopped = {("c", "a"), ("a", "b")}
-    script.hear(groups(2, "ac", "b"), "a", "c")
-    script.settle()
+    script.change(groups(2, "ac", "b"), "a", "c")
     assert script.members["a"].phase is MemberPhase.JOINING
     script.hear(groups(3, "a", "c"), "a")
     script.lose("b")
     assert script.members["a"].phase is MemberPhase.DRAINING
     script.now_s = DRAIN_TIMEOUT_S / 2
-    script.stopped.clear()
-    script.settle()
+    script.reconnect()
     configuration = script.members["a"].configuration
     assert configuration is not None and configuration.epoch == 3
     assert script.names_at("a") == ["r", "s"]
@@ -379,15 +357,11 @@ def a_member_lost_while_stages_join_is_not_waited_for() -> None:
 @_witness("KV that no leader has is released")
 def nobody_keeps_kv_for_an_old_leader_that_died() -> None:
     for new in (("a", "b", "c"), ("a", "bc")):
-        script = Script("abc")
-        script.hear(groups(1, "abc"))
-        script.settle()
+        script = Script("abc").change(groups(1, "abc"))
         script.ask("a", "r", 8)
-        script.launch("a")
-        script.settle()
+        script.advance("a")
         script.transfers_run = False
-        script.hear(groups(2, *new))
-        script.settle()
+        script.change(groups(2, *new))
         assert script.names_at("a") == ["r"]
         assert script.members["a"].phase is MemberPhase.MIGRATING
         script.lose("a")
@@ -411,17 +385,13 @@ def a_request_that_was_given_up_and_asked_for_again_runs() -> None:
 @_witness("a stage waits for word of its requests")
 def a_sequence_has_one_leader() -> None:
     """ "c" hands a request that came late to "a", which leaves, and says both to "c"."""
-    script = Script("abc")
-    script.hear(groups(1, "abc"))
-    script.settle()
+    script = Script("abc").change(groups(1, "abc"))
     script.ask("a", "q", 8)
     script.ask("c", "r", 8)
     script.stopped = {("a", "c")}
     script.settle()
     assert script.names_at("a") == ["q", "r"]
-    script.hear(groups(2, "a", "b", "c"))
-    script.settle()
-    script.stopped.clear()
-    script.settle()
+    script.change(groups(2, "a", "b", "c"))
+    script.reconnect()
     assert all(member.settled for member in script.members.values())
     assert [name for name in "abc" if "r" in script.names_at(name)] == ["b"]

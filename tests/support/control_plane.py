@@ -149,6 +149,7 @@ class FakeWorker:
     """Reports a load that the test sets, every 100 ms."""
 
     def __init__(self, record: record_pb2.WorkerRecord, epoch: int = 1) -> None:
+        self.record = record
         self.load = load_pb2.WorkerLoad(
             worker_id=record.worker_id,
             incarnation=record.incarnation,

@@ -220,6 +220,10 @@ class EngineGroup:
             assert ready, self.answers(attempt)
         self.commit(groups)
 
+    def change(self, groups: Sequence[Sequence[Stage]], prepare: bool = True) -> None:
+        self.reconfigure(groups, prepare)
+        self.settle()
+
     def settle(self) -> None:
         """Run until the last change is over at every member."""
         self.run_until(lambda: all(e.member.settled for e in self.engines.values()))
@@ -323,6 +327,10 @@ class EngineGroup:
         self.settle()
         self.run_until(lambda: all(self._at_rest(e) for e in self.engines.values()))
         self.run_until(lambda: not self.wrong_books())
+
+    def end(self) -> None:
+        self.finish()
+        self.check_at_rest()
 
     def describe(self) -> str:
         """For a failure's message."""

@@ -1,8 +1,9 @@
 """A real gateway in this process, in front of a fake cluster."""
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,13 +14,14 @@ from openai import AsyncOpenAI
 from services.common.etcd import Store
 from services.gateway.app import serve
 from services.gateway.config import GatewayConfig
-from tests.support.byte_tokenizer import byte_tokenizer, write_model_folder
+from tests.support.byte_tokenizer import EOS_ID, byte_tokenizer, write_model_folder
 from tests.support.client import open_client
 from tests.support.control_plane import LEASE_TTL_S, serving
-from tests.support.fake_cluster import FakeCluster, fake_cluster
+from tests.support.fake_cluster import FakeCluster, FakeWorker, fake_cluster
 from tests.support.waiting import eventually
 from tideserve.cli.local_cluster import free_port
 from tideserve.client import AsyncClient
+from tideserve.scheduler.v1 import scheduler_pb2
 
 TIMEOUT_S = 60.0
 TOKENIZER = byte_tokenizer()
@@ -60,6 +62,35 @@ class Case:
         except httpx.TransportError:
             return False
 
+    @property
+    def prompt(self) -> str:
+        """The text that the first worker was last asked to go on with."""
+        ids = self.cluster.workers[0].starts[-1].prompt_ids
+        return TOKENIZER.decode(list(ids), skip_special_tokens=False)
+
+    def paused(self, at: int) -> FakeWorker:
+        """The first worker, which pauses after so many tokens."""
+        worker = self.cluster.workers[0]
+        worker.pause_at = at
+        return worker
+
+    def refuse(self, message: str, retry_after_s: float | None = None) -> None:
+        """Have the scheduler say that its queue is full."""
+        self.cluster.scheduler.refusal = scheduler_pb2.Refusal(
+            reason=scheduler_pb2.REFUSAL_REASON_QUEUE_FULL,
+            message=message,
+            retry_after_s=retry_after_s,
+        )
+
+    def stream(self, **fields: Any) -> AbstractAsyncContextManager[httpx.Response]:
+        """A streamed completion by hand."""
+        body = {"model": "m", "prompt": "hi", "stream": True} | fields
+        return self.http.stream("POST", "/v1/completions", json=body)
+
+    def answer_with(self, text: str) -> None:
+        """Have the model of the first worker answer so."""
+        self.cluster.workers[0].script = lambda _: [*text_ids(text), EOS_ID]
+
     async def chat(self, **fields: Any) -> httpx.Response:
         """A chat request by hand."""
         body = {"model": "m", "messages": [{"role": "user", "content": "hi"}]} | fields
@@ -68,6 +99,19 @@ class Case:
     async def complete(self, **fields: Any) -> httpx.Response:
         """A completion request by hand."""
         return await self.http.post("/v1/completions", json={"model": "m", "prompt": "hi"} | fields)
+
+
+def named_events(answer: httpx.Response) -> list[dict[str, Any]]:
+    """The events of a stream; the name of each is its type."""
+    assert answer.status_code == 200
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    events = []
+    for block in answer.text.removesuffix("\n\n").split("\n\n"):
+        name, data = block.split("\n")
+        event = json.loads(data.removeprefix("data: "))
+        assert name == f"event: {event['type']}"
+        events.append(event)
+    return events
 
 
 def other_ports(port: int) -> tuple[int, int]:

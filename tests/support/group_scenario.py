@@ -68,8 +68,7 @@ class Scenario:
             self.change()
             group.check_invariants()
         assert self.changes >= CHANGES_MIN, "the members refuse what they could do"
-        group.finish()
-        group.check_at_rest()
+        group.end()
 
     def arrive(self) -> None:
         request = self.rng.choice(self.requests)

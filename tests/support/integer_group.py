@@ -25,6 +25,11 @@ def start(group: EngineGroup, *requests: Request) -> None:
         group.start(one)
 
 
+def merged_and_started(group: EngineGroup) -> EngineGroup:
+    started(merged(group))
+    return group
+
+
 def started(group: EngineGroup, count: int = 4) -> None:
     """Requests that have begun to run, and are far from their end."""
     start(group, *(request(number) for number in range(count)))
@@ -33,8 +38,7 @@ def started(group: EngineGroup, count: int = 4) -> None:
 
 def check_tokens(group: EngineGroup) -> None:
     """Everything ends, as undisturbed as if nothing had changed."""
-    group.finish()
-    group.check_at_rest()
+    group.end()
     for stream in group.streams.values():
         assert not stream.refused
         wanted = expected_tokens(stream.request.prompt_ids, stream.request.limits.max_tokens)

@@ -39,8 +39,8 @@ from services.core.groups.vocabulary import (
 from services.core.report import EngineReport
 from services.memmgr.driver import TICK_S
 from services.memmgr.member_client import prepare_requests
-from services.memmgr.worker_place import WorkerPlace
-from services.worker.member.translate import to_preparation, to_prepare_asked
+from services.memmgr.translate_record import WorkerPlace
+from services.worker.member.servicer import to_preparation, to_prepare_asked
 from tests.support.group_store import FakeStore
 from tests.support.joined_worker import Call, WorkerProcess
 from tideserve.worker.v1 import worker_pb2

@@ -21,7 +21,7 @@ from services.core.groups.fence import (
 from services.core.groups.vocabulary import StoredGroup
 from services.core.planner.events import RequestAborted, RequestArrived, WaitLooked
 from services.core.report import EngineReport, Load
-from services.worker.engine.model.shape import shape_of
+from services.worker.engine.model.catalog import shape_of
 from services.worker.engine_participant import EngineParticipant
 from services.worker.group_view import Place, place_of
 from services.worker.ipc import (

@@ -14,13 +14,12 @@ from services.common.address import listen
 from services.common.clock import monotonic_s
 from services.worker.engine.transfer.connection_table import ConnectionTable
 from services.worker.engine.transfer.control_link import ControlLink
-from services.worker.engine.transfer.frame import Bytes, Frame
-from services.worker.engine.transfer.frame_memory import FrameMemory
-from services.worker.engine.transfer.heartbeats import Heartbeats
+from services.worker.engine.transfer.frame import Bytes, Frame, FrameMemory
 from services.worker.engine.transfer.lane import Identity, LaneEvent
 from services.worker.engine.transfer.receive_check import ReceiveCheck
 from services.worker.engine.transfer.traffic import Traffic
 from services.worker.engine.transfer.ucx_config import UcxLaneConfig
+from services.worker.engine.transfer.ucx_lane import Heartbeats
 from services.worker.engine.transfer.ucx_transport import IncomingMessage
 from tests.support.transfer import CODEC
 

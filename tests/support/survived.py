@@ -5,12 +5,14 @@ from dataclasses import fields, replace
 from typing import Any
 
 from benchmarks.audit_logs import INVARIANTS, Audited
+from benchmarks.faults.memory import ResidentMemory
 from benchmarks.faults.outcomes import StreamOutcome, Tally, Undisturbed
 from benchmarks.faults.survival import Crowd, Loss, Outage
-from services.core.audit.findings import Findings
+from services.core.audit.record import Findings
 from tideserve.sim.replay import Replayed
 
-TOKENS = 10
+TOKENS, MIB = 10, 1 << 20
+FLAT = [100 * MIB] * 20
 WANTED = Undisturbed(tuple(range(TOKENS)))
 GROUP = {"id": "g0", "epoch": 4, "members": ["worker-0", "worker-1"]}
 
@@ -64,3 +66,8 @@ def audited() -> Audited:
     for name in INVARIANTS:
         findings.check(name, True, "")
     return Audited({"worker-0-1-2.jsonl": Replayed(10, 20)}, findings)
+
+
+def memory(name: str, values: list[int]) -> ResidentMemory:
+    """Samples of one process."""
+    return ResidentMemory(10, 0.05, {name: values})

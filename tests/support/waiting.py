@@ -9,6 +9,12 @@ DEADLINE_S = 180.0
 T = TypeVar("T")
 
 
+async def settle(turns: int = 10) -> None:
+    """Let all tasks go on until they wait for something."""
+    for _ in range(turns):
+        await asyncio.sleep(0)
+
+
 @overload
 async def eventually(
     check: Callable[[], Awaitable[T]], *, deadline_s: float = ..., interval_s: float = ...

@@ -7,7 +7,7 @@ key lies beside the certificates.
 import datetime
 import ipaddress
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +15,9 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+from services.common.role import ROLES, name_of
+from tideserve.cli.errors import EXIT_UNUSABLE, CommandError
 
 CA_DAYS = 3650
 # Clocks of hosts differ.
@@ -173,3 +176,50 @@ def _alternative(host: str) -> x509.GeneralName:
 
 def _now() -> datetime.datetime:
     return datetime.datetime.now(datetime.UTC)
+
+
+CA = "ca"
+# Clients reach etcd and the gateway by host names.
+HOSTED = ("etcd", "http")
+DEFAULT_HOSTS = ("localhost", "127.0.0.1", "::1")
+
+
+def write_certificates(folder: Path, hosts: Sequence[str], days: int) -> list[str]:
+    """Write `ca.pem` and a pair for each role and for etcd and HTTP; the names that were written.
+
+    An existing CA is kept and issues the new certificates: running services read the changed files
+    and go on trusting each other.
+
+    Raises:
+        CommandError: if the folder cannot be written, or what is there is no CA.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        authority = _authority(folder)
+        lifetime = datetime.timedelta(days=days)
+        for role in ROLES:
+            write_pair(folder, role, authority.issue(role, (name_of(role),), lifetime))
+        for name in HOSTED:
+            every = dict.fromkeys((*DEFAULT_HOSTS, name, *hosts))
+            write_pair(folder, name, authority.issue(name, every, lifetime))
+    except OSError as error:
+        raise CommandError(
+            f"cannot write certificates into {folder}: {error.strerror}; choose another folder",
+            EXIT_UNUSABLE,
+        ) from error
+    except ValueError as error:
+        raise CommandError(
+            f"the CA in {folder} or a host name cannot be used ({error}); correct the name, or"
+            " delete ca.pem and ca-key.pem there",
+            EXIT_UNUSABLE,
+        ) from error
+    return [*ROLES, *HOSTED]
+
+
+def _authority(folder: Path) -> Authority:
+    cert, key = folder / f"{CA}.pem", folder / f"{CA}-key.pem"
+    if cert.exists() and key.exists():
+        return Authority.read(cert, key)
+    authority = Authority.create("tideserve development CA")
+    write_pair(folder, CA, authority.files)
+    return authority

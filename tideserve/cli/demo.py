@@ -9,7 +9,6 @@ import signal
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -56,14 +55,6 @@ START_LIMIT_S = 600.0
 FRAME_S, LINE_S = 0.25, 2.0
 STATUS_TIMEOUT_S = 2.0
 TITLE = f"{WORKERS} workers of {MEMORY_BYTES >> 20} MiB, iterations PACED to {DEVICE}"
-
-
-@dataclass(frozen=True, slots=True)
-class Flood:
-    """The same requests for every policy; `timeout_s` ends the sending."""
-
-    requests: tuple[PlannedRequest, ...]
-    timeout_s: float
 
 
 Show = Callable[[FloodProgress, ClusterSnapshot, Sequence[Score]], None]
@@ -157,9 +148,9 @@ def _show_policy(policy: str, model_dir: Path, report: Report, scores: list[Scor
         with report.step(f"Starting a cluster with --overload-policy {policy}"):
             cluster.start(options, START_LIMIT_S)
         report.line(f"Live page of this cluster: {cluster.admin_url}", style="dim")
-        load = Flood(requests_of_flood(), FLOOD_LIMIT_S)
+        job = Job((cluster.url,), MODEL_NAME, requests_of_flood(), FLOOD_LIMIT_S)
         with shown(report) as show:
-            asyncio.run(watch(cluster.url, cluster.admin_url, load, policy, scores, show))
+            asyncio.run(watch(job, cluster.admin_url, policy, scores, show))
         report.line(outcome(scores[-1]))
     finally:
         cluster.stop()
@@ -187,12 +178,10 @@ def shown(report: Report) -> Iterator[Show]:
         )
 
 
-async def watch(
-    url: str, admin_url: str, load: Flood, policy: str, scores: list[Score], show: Show
-) -> None:
-    """Send the requests to `url` and show the cluster until they ended and parameters are back."""
-    client = LoadClient(Job((url,), MODEL_NAME, load.requests, load.timeout_s))
-    score = Score(policy, len(load.requests))
+async def watch(job: Job, admin_url: str, policy: str, scores: list[Score], show: Show) -> None:
+    """Send the requests and show the cluster until they ended and parameters are back."""
+    client = LoadClient(job)
+    score = Score(policy, len(job.requests))
     scores.append(score)
     started_s = monotonic_s()
     snapshot = ClusterSnapshot()
@@ -205,7 +194,7 @@ async def watch(
                 split_end_s = monotonic_s() + SPLIT_LIMIT_S
             snapshot = await asyncio.to_thread(_look, admin_url, snapshot)
             elapsed_s = monotonic_s() - started_s
-            due = sum(one.arrival_s + LEAD_S <= elapsed_s for one in load.requests)
+            due = sum(one.arrival_s + LEAD_S <= elapsed_s for one in job.requests)
             score.note(snapshot, client.records, elapsed_s)
             show(
                 FloodProgress(elapsed_s, due, snapshot.running, len(client.records)),

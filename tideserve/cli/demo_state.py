@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tideserve.cli.decision import decision_text
+from tideserve.cli.status import decision_text
 from tideserve.load.record import RequestOutcome, SentRequest, duration_s
 from tideserve.sim.report import percentile
 

@@ -10,9 +10,14 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from tideserve.cli.hub import HUB_ID, download
 from tideserve.cli.model_folder import ModelUnavailable, check_model_folder
-from tideserve.cli.model_store import DEFAULT_MODEL_NAME, Report, place_default_model
+from tideserve.cli.model_store import (
+    DEFAULT_MODEL_NAME,
+    HUB_ID,
+    Report,
+    download,
+    place_default_model,
+)
 
 UNFINISHED = ".unfinished"
 

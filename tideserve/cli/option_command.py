@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperCommand
+from typer.exceptions import TyperException
 
 if TYPE_CHECKING:
     from services.common.setting import Setting
 
 NO_DEFAULT = ("none", "empty")
+FLAGS_OF_VLLM = "docs/vllm-flags.md lists what stands for each flag of vLLM."
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +59,12 @@ def option_command(flags: Flags, narrowed: Narrowed | None = None) -> type[Typer
                 if (one := narrowed(self, args)) is not None:
                     typer.echo(one.get_help(ctx))
                     ctx.exit()
-            return super().parse_args(ctx, args)
+            try:
+                return super().parse_args(ctx, args)
+            except TyperException as error:
+                if flags.panels and error.message.startswith("No such option"):
+                    error.message += f". {FLAGS_OF_VLLM}"
+                raise
 
         def get_params(self, ctx: Any) -> list[Any]:
             _complete(self, flags)

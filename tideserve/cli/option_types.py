@@ -20,6 +20,8 @@ Url = Annotated[
     typer.Option(
         envvar="TIDESERVE_URL",
         help="The gateway; needed when the cluster has another port or host.",
+        # `make serve` prints the address with /v1, as OpenAI clients need.
+        callback=lambda url: url.rstrip("/").removesuffix("/v1"),
         show_default=DEFAULT_URL,
     ),
 ]

@@ -8,14 +8,27 @@ from typing import Any
 
 from services.common.clock import monotonic_s
 from services.common.errors import ConfigError
-from tideserve.cli.errors import CommandError, unusable
-from tideserve.cli.files import check_writable
+from tideserve.cli.errors import EXIT_UNUSABLE, CommandError, unusable
 from tideserve.cli.report import SLOW_STEP_S, Report
 from tideserve.cli.simulated_classes import with_targets
 from tideserve.cli.simulation_options import PreparedSimulation, read_simulations
 from tideserve.cli.status import size_text
 from tideserve.sim.cluster import Cluster
 from tideserve.sim.report import Outcomes, figures
+
+
+def check_writable(path: Path | None) -> None:
+    """Make sure, before the work, that a file can be written. Raises CommandError."""
+    if path is None:
+        return
+    existed = path.exists()
+    try:
+        path.touch()
+        if not existed:
+            path.unlink()
+    except OSError as error:
+        raise CommandError(f"cannot write to {path}: {error.strerror}", EXIT_UNUSABLE) from error
+
 
 LATENCIES = (
     ("time to first token", "ttft_s"),

@@ -12,8 +12,9 @@ from services.common.errors import ConfigError
 from services.core.setting import number
 from tideserve.load.traces import TraceError, load_trace
 from tideserve.load.workload import LengthScale, arrivals_of
-from tideserve.sim.conversations import AGENTS, CHATS
 from tideserve.sim.workload import (
+    AGENTS,
+    CHATS,
     Arrival,
     ClosedLoop,
     Length,

@@ -28,7 +28,6 @@ from tideserve.cli.cluster_folder import (
 )
 from tideserve.cli.cluster_options import CONFIGS, ClusterOptions
 from tideserve.cli.default import DEFAULT_URL
-from tideserve.cli.engine import chosen_python
 from tideserve.cli.errors import CommandError, unusable
 from tideserve.cli.etcd_binary import EtcdMissing, find_etcd
 from tideserve.cli.etcd_process import answers, check_given_etcd, private_etcd
@@ -46,6 +45,7 @@ from tideserve.cli.process import Program, child_environment, service_command
 from tideserve.cli.report import Report
 from tideserve.cli.service_config import Placement, service_configs, worker_names
 from tideserve.cli.stop_signals import StopRequested, StopSignals
+from tideserve.cli.vllm_install import chosen_python
 
 if TYPE_CHECKING:
     from tideserve.cli.client import HttpClient

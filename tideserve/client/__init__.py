@@ -12,7 +12,7 @@ Answers are the messages of tideserve.gateway.v1. Errors are those of `tideserve
 """
 
 from tideserve.client.aio import AsyncClient, AsyncStream
-from tideserve.client.channel import Tls
+from tideserve.client.connection import Tls
 from tideserve.client.errors import (
     AlreadyExists,
     Cancelled,

@@ -1,10 +1,119 @@
 """What the clients for threads and for asyncio have in common."""
 
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from tideserve.client.channel import Tls, options_of, tls_of
-from tideserve.client.metadata import metadata_of
+import grpc
+
 from tideserve.gateway.v1 import gateway_pb2_grpc
+
+SERVICE = "tideserve.gateway.v1.GatewayService"
+# Three times more, waiting as long as the server says, if it says so.
+_ATTEMPTS_MAX = 4
+_SERVICE_CONFIG = {
+    "loadBalancingConfig": [{"round_robin": {}}],
+    "methodConfig": [
+        {
+            "name": [{"service": SERVICE}],
+            "retryPolicy": {
+                "maxAttempts": _ATTEMPTS_MAX,
+                "initialBackoff": "0.2s",
+                "maxBackoff": "5s",
+                "backoffMultiplier": 2,
+                "retryableStatusCodes": ["UNAVAILABLE"],
+            },
+        }
+    ],
+    # Where most calls fail, retries would only add to the load.
+    "retryThrottling": {"maxTokens": 100, "tokenRatio": 0.1},
+}
+OPTIONS: tuple[tuple[str, int | str], ...] = (
+    ("grpc.service_config", json.dumps(_SERVICE_CONFIG)),
+    ("grpc.enable_retries", 1),
+    # A frozen peer is noticed within a minute, while calls run.
+    ("grpc.keepalive_time_ms", 30_000),
+    ("grpc.keepalive_timeout_ms", 20_000),
+    ("grpc.max_receive_message_length", 64 * 2**20),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Tls:
+    """TLS to the gateway. Files are PEM.
+
+    `ca_file`: the CAs that are trusted; None: grpc's defaults. `cert_file` and `key_file`: the
+    client's own certificate, where a proxy before the gateway asks for one. `server_name`: what the
+    server's certificate names, if it is not the address.
+    """
+
+    ca_file: str | Path | None = None
+    cert_file: str | Path | None = None
+    key_file: str | Path | None = None
+    server_name: str | None = None
+
+    def credentials(self) -> grpc.ChannelCredentials:
+        """Read the files. Raises OSError."""
+        ca, key, cert = (
+            Path(path).read_bytes() if path is not None else None
+            for path in (self.ca_file, self.key_file, self.cert_file)
+        )
+        return grpc.ssl_channel_credentials(ca, key, cert)
+
+
+def options_of(tls: Tls | None) -> tuple[tuple[str, int | str], ...]:
+    """The options of a channel."""
+    if tls is None or tls.server_name is None:
+        return OPTIONS
+    return (*OPTIONS, ("grpc.ssl_target_name_override", tls.server_name))
+
+
+def tls_of(tls: Tls | bool) -> Tls | None:
+    """True is TLS with default trust, False none."""
+    if isinstance(tls, Tls):
+        return tls
+    return Tls() if tls else None
+
+
+Metadata = tuple[tuple[str, str], ...]
+
+
+def metadata_of(api_key: str | None, request_id: str) -> Metadata:
+    """Key, request id if there is one, and the trace that the caller is in if it traces."""
+    pairs = []
+    if api_key is not None:
+        pairs.append(("authorization", f"Bearer {api_key}"))
+    if request_id:
+        pairs.append(("x-request-id", request_id))
+    if traceparent := _traceparent():
+        pairs.append(("traceparent", traceparent))
+    return tuple(pairs)
+
+
+def _no_trace() -> str:
+    return ""
+
+
+def _trace_reader() -> Callable[[], str]:
+    """What tells the W3C traceparent of the moment; "" where OpenTelemetry is not installed."""
+    try:
+        from opentelemetry import trace
+    except ImportError:
+        return _no_trace
+
+    def read() -> str:
+        span = trace.get_current_span().get_span_context()
+        if not span.is_valid:
+            return ""
+        return f"00-{span.trace_id:032x}-{span.span_id:016x}-{span.trace_flags:02x}"
+
+    return read
+
+
+_traceparent = _trace_reader()
+
 
 TIMEOUT_S = 600.0
 

@@ -9,8 +9,7 @@ from services.core.ids import group_id_of
 from services.core.overload.worker_facts import WorkerFacts
 from services.core.planner.config import IterationConfig
 from services.core.planner.events import EmitToken, RefuseRequest
-from services.core.prefix.block_hash import ThinHashes
-from services.core.prefix.prompt_prefix import prompt_prefix
+from services.core.prefix.block_hash import ThinHashes, prompt_prefix
 from services.core.report import LoadReport
 from services.core.request import Limits, Request, Sampling, admission_blocks
 from services.core.scheduler.state_config import StateConfig
@@ -27,13 +26,12 @@ from services.core.scheduler.vocabulary import (
     Ticked,
 )
 from tideserve.sim.change_spec import ChangeSpec
-from tideserve.sim.coordinator import Coordinator, workers_of
+from tideserve.sim.coordinator import FIRST_EPOCH, Coordinator, RecordStore, workers_of
 from tideserve.sim.delays import Delays
 from tideserve.sim.engine import Simulation
 from tideserve.sim.instance import Instance
 from tideserve.sim.member import SimulatedMember, World
 from tideserve.sim.network import Network
-from tideserve.sim.record_store import FIRST_EPOCH, RecordStore
 from tideserve.sim.report import KvSample, Outcome, Outcomes, Record, sum_of
 from tideserve.sim.senders import Senders
 from tideserve.sim.time_model import TimeModel

@@ -25,12 +25,11 @@ from services.core.groups.layer_map import Stage
 from services.core.groups.vocabulary import Group, StoredGroup
 from services.core.planner.batch import Microbatch
 from services.core.planner.events import EmitToken, MoveBlocks, RefuseRequest
-from tideserve.sim.change_log import ChangeLog
 from tideserve.sim.change_spec import ChangeSpec
 from tideserve.sim.engine import Simulation
 from tideserve.sim.instance import Busy, Instance
 from tideserve.sim.network import MESSAGE_BYTES, Network
-from tideserve.sim.pipeline import Pipeline, StageRun
+from tideserve.sim.pipeline import ChangeLog, Pipeline, StageRun
 from tideserve.sim.stage_memory import MemoryModel
 from tideserve.sim.time_model import TimeModel
 

@@ -8,9 +8,17 @@ from typing import Any
 
 from services.core.report import ClassTokens
 from services.core.service import NO_PROMISE, Service, ServiceClass
-from tideserve.sim.change_log import ChangeLog, ChangeRecord
-from tideserve.sim.promises import NOTHING_KEPT, Kept, TokenGroups, attainment, goodput
-from tideserve.sim.token_times import Gaps, percentiles_of, together
+from tideserve.sim.pipeline import ChangeLog, ChangeRecord
+from tideserve.sim.token_times import (
+    NOTHING_KEPT,
+    Gaps,
+    Kept,
+    TokenGroups,
+    attainment,
+    goodput,
+    percentiles_of,
+    together,
+)
 
 PERCENTILES = {"p50": 0.5, "p90": 0.9, "p95": 0.95, "p99": 0.99, "p99.9": 0.999}
 

@@ -31,9 +31,8 @@ from math import inf
 
 from services.core.audit.engine_history import Emitted, EngineHistory, Key, begun
 from services.core.audit.facts import EngineSwitched
-from services.core.audit.findings import Findings
 from services.core.audit.group_history import GroupHistory
-from services.core.audit.record import Recorded
+from services.core.audit.record import Findings, Recorded
 from services.core.audit.stream_history import AuditedStream, StreamHistory
 
 STABLE_WITHIN_S = 30.0

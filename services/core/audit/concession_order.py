@@ -5,11 +5,35 @@ a log for it. Steps of other processes are in their own logs: see `GroupHistory`
 """
 
 from dataclasses import dataclass, field
+from enum import IntEnum, auto
 
-from services.core.audit.findings import Findings
-from services.core.concession import Concession
+from services.core.audit.record import Findings
 from services.core.planner.sequence import Phase, Sequence
 from services.core.planner.state import PlannerState
+
+
+class Concession(IntEnum):
+    """What gives way when online requests need memory; the cheapest first (I11).
+
+    The order holds within a process, which cannot see what others could still do. A worker has the
+    first three steps and `RECOMPUTE`, a memory manager `DROP`, a scheduler `HOLD_BACK` and
+    `REFUSE`. Memory managers count online demand alone, so batch work gives way before parameters.
+    Where `scheduling` is `fcfs`, no class is known: then there is no `HOLD_BACK` and no `YIELD`.
+    """
+
+    CACHED = auto()
+    """Take empty blocks, then cached ones that nobody uses (`BlockPool.allocate`)."""
+    HOLD_BACK = auto()
+    """Start no batch request while an online one waits (`next_to_admit` of a worker, `harvest`)."""
+    YIELD = auto()
+    """Take the KV of batch sequences (`victims.batch_first`). Its full blocks stay cached, and are
+    taken from the tail, block by block: what is left in the end does not run again."""
+    DROP = auto()
+    """Merge groups, and drop parameters (`OverloadMonitor`)."""
+    RECOMPUTE = auto()
+    """Take the KV of an online sequence that runs (`victims.newest`)."""
+    REFUSE = auto()
+    """503, with a time to come back (`SchedulerState`)."""
 
 
 @dataclass(slots=True)

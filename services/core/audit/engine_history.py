@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from services.core.audit.facts import EngineStarted, EngineSwitched, MemoryHeld
-from services.core.audit.findings import Findings
-from services.core.audit.record import Recorded
+from services.core.audit.record import Findings, Recorded
 from services.core.changeover.frames import Samples
 from services.core.changeover.vocabulary import (
     FrameReceived,

@@ -7,8 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from services.core.audit.facts import ChangePlanned, MemoryDecided
-from services.core.audit.findings import Findings
-from services.core.audit.record import Recorded
+from services.core.audit.record import Findings, Recorded
 from services.core.groups.vocabulary import (
     ClusterListed,
     Group,

@@ -1,6 +1,30 @@
 """Entries of the event logs, and their kinds."""
 
+from collections import Counter
+from dataclasses import dataclass, field
 from typing import Any, Protocol
+
+VIOLATIONS_MAX = 100
+"""One defect may break an invariant with every token; the first sentences tell it."""
+
+
+@dataclass(slots=True)
+class Findings:
+    """`checks` counts by invariant; a violation is a sentence that begins with its invariant."""
+
+    checks: Counter[str] = field(default_factory=Counter)
+    violations: list[str] = field(default_factory=list)
+    broken: int = 0
+
+    def check(self, invariant: str, holds: bool, sentence: str, *parts: object) -> None:
+        """Count a check; `sentence` is a format of `parts` and says what is wrong otherwise."""
+        self.checks[invariant] += 1
+        if holds:
+            return
+        self.broken += 1
+        if len(self.violations) < VIOLATIONS_MAX:
+            self.violations.append(f"{invariant}: {sentence.format(*parts)}")
+
 
 EVENT = "event"
 COMMAND = "command"

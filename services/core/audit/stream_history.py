@@ -4,8 +4,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from services.core.audit.facts import SegmentRead, StreamEnded, StreamOpened, TokensForwarded
-from services.core.audit.findings import Findings
-from services.core.audit.record import Recorded
+from services.core.audit.record import Findings, Recorded
 
 KILLED = "killed"
 """The outcome of a request whose gateway was killed before it could note the end."""

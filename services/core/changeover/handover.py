@@ -6,15 +6,15 @@ passes the abort on, whether or not a gateway is there to do so.
 Where batch work yields, it is not handed over with the rest: see `Shelf`.
 """
 
-from collections.abc import Container
+from collections.abc import Container, Iterable, Mapping
+from collections.abc import Sequence as Row
 
 from services.core.changeover.configuration import Configuration
-from services.core.changeover.deal import deal
 from services.core.changeover.frames import Adopt, Adopted, FreeKv, RequestDropped
 from services.core.changeover.member_context import MemberContext
-from services.core.changeover.shelf import Shelf
 from services.core.changeover.vocabulary import NoteMoved
 from services.core.groups.layer_map import Stage
+from services.core.planner.block_ledger import Follower
 from services.core.planner.configuration_events import (
     SequenceForgotten,
     SequenceHeld,
@@ -22,6 +22,96 @@ from services.core.planner.configuration_events import (
     SequenceResumed,
 )
 from services.core.planner.events import RequestAborted
+from services.core.planner.sequence import Sequence
+
+
+def deal(sequences: Iterable[Sequence], leaders: Iterable[str]) -> list[tuple[Sequence, str]]:
+    """Give each sequence of an old leader to one of the new ones, so that blocks are balanced.
+
+    Sequences with most blocks come first, in the order in which they are to be handed over.
+    """
+    dealt = dict.fromkeys(leaders, 0)
+    found = []
+    for sequence in sorted(sequences, key=lambda one: (-one.blocks, one.age)):
+        leader = min(dealt, key=lambda one: (dealt[one], one))
+        dealt[leader] += max(1, sequence.blocks)
+        found.append((sequence, leader))
+    return found
+
+
+def followers_of(
+    new: Row[Stage], old: Row[Stage], joined: Mapping[str, tuple[int, int]]
+) -> tuple[Follower, ...]:
+    """The stages after the first one of `new`, for its leader, whose last group was `old`.
+
+    `joined`: blocks that each of them has, and how many of these are in use.
+    """
+    led = bool(old) and old[0].worker_id == new[0].worker_id
+    # Only the leader of their last group has counted their blocks.
+    before = {stage.worker_id: number for number, stage in enumerate(old)} if led else {}
+    return tuple(
+        Follower(*joined[stage.worker_id], before.get(stage.worker_id)) for stage in new[1:]
+    )
+
+
+def absent_stages(new: Iterable[Stage], old: Iterable[Stage]) -> frozenset[int]:
+    """Stages of `new` where a sequence that `old` stages held has no blocks yet."""
+    holders = {stage.worker_id for stage in old}
+    return frozenset(number for number, stage in enumerate(new) if stage.worker_id not in holders)
+
+
+class Shelf:
+    """Batch sequences that rest at a worker while another one leads.
+
+    They gave their KV up when the configuration ended, so that only that of online requests moves.
+    A worker that no longer leads keeps them: they wait in its planner, which plans nothing, and go
+    on when it leads again. A group that stays merged for `shelf_max_s` gets them, as any sequence
+    without KV; so it does at once if the worker is leaving.
+    """
+
+    def __init__(self, context: MemberContext) -> None:
+        self._context = context
+        self._names: frozenset[str] = frozenset()
+        self._since_s: float | None = None
+
+    @property
+    def due_s(self) -> float | None:
+        """When the leader gets what rests here; None if nothing does."""
+        if self._since_s is None or self._context.planner.sequences.keys().isdisjoint(self._names):
+            return None
+        return self._since_s + self._context.planner.config.shelf_max_s
+
+    def fill(self, new: Configuration) -> frozenset[str]:
+        """A change begins; returns the sequences that are not to be handed over with it."""
+        context = self._context
+        was, self._names = self._names, frozenset()
+        if new.leads:
+            self._since_s = None
+        elif self._since_s is None:
+            self._since_s = context.now_s
+        if any(context.worker_id in group.draining for group in new.groups):
+            return self._names
+        sequences = context.planner.sequences.values()
+        rests = frozenset(one.request_id for one in sequences if self._may_rest(one))
+        if new.leads:
+            return rests & was
+        self._names = rests
+        return rests
+
+    def take_due(self) -> list[str]:
+        """The sequences that have rested for too long, oldest first; they rest no more."""
+        due_s, context = self.due_s, self._context
+        if due_s is None or context.now_s < due_s:
+            return []
+        sequences = context.planner.sequences
+        found = [sequences[name] for name in self._names if name in sequences]
+        self._names = frozenset()
+        return [one.request_id for one in sorted(found, key=lambda one: one.age)]
+
+    def _may_rest(self, sequence: Sequence) -> bool:
+        """Whether it is batch work that yields, and has given its blocks back."""
+        yields = self._context.planner.sequence_table.precedence.batch_yields
+        return yields and not sequence.request.service.online and not sequence.blocks
 
 
 class Handover:

@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 
-from services.core.changeover.deal import absent_stages, followers_of
 from services.core.changeover.frames import (
     Adopt,
     Adopted,
@@ -11,7 +10,7 @@ from services.core.changeover.frames import (
     Joined,
     MemberFrame,
 )
-from services.core.changeover.handover import Handover
+from services.core.changeover.handover import Handover, absent_stages, followers_of
 from services.core.changeover.leader_moves import LeaderMoves
 from services.core.changeover.member_context import MemberContext
 from services.core.changeover.vocabulary import NoteAdopted

@@ -24,11 +24,10 @@ from dataclasses import dataclass, field, replace
 
 from services.core.groups.attempt import Attempt, AttemptPhase
 from services.core.groups.backoff import Backoff
-from services.core.groups.departed import Departed, forget
 from services.core.groups.layer_map import Stage
 from services.core.groups.reconfiguration import refusal, sources_of, target_groups
 from services.core.groups.records import Records
-from services.core.groups.settlement import settle
+from services.core.groups.settlement import Departed, forget, settle
 from services.core.groups.stuck import Stuck
 from services.core.groups.vocabulary import (
     FLOOR_KEY,

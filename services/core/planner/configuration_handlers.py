@@ -1,6 +1,6 @@
 """What changes of groups do to sequences and blocks; `_HANDLERS` has the handler of each event."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, get_args
 
@@ -10,12 +10,36 @@ from services.core.planner.config import IterationConfig
 from services.core.planner.events import BlocksFreed, Command, MoveBlocks
 from services.core.planner.feedback import Feedback
 from services.core.planner.flight import Flight
-from services.core.planner.lost_share import beyond_share
 from services.core.planner.refusal import given_back, too_large
 from services.core.planner.sequence import Phase, Sequence, SequenceState
 from services.core.planner.sequence_table import SequenceTable
 from services.core.prefix.news import NO_NEWS
 from services.core.request import blocks_for
+
+
+def beyond_share(
+    sequences: Iterable[Sequence], members: int, *, batch_yields: bool
+) -> list[Sequence]:
+    """The youngest sequences without KV, beyond 1/`members` of all tokens to be computed again.
+
+    A leader gives them back after a loss has divided its group: its former members have nothing to
+    do, and the gateways have the tokens and go on elsewhere. Requests stay whose gateway would not
+    (`resumable`), and batch work that makes way: it is computed when no online request waits.
+    `members` live, with the leader. The sequence that completes the share is kept, and so is at
+    least one.
+    """
+    lost = [one for one in sequences if not one.blocks and (one.online or not batch_yields)]
+    tokens = sum(len(one.token_ids) for one in lost)
+    kept = sum(len(one.token_ids) for one in lost if not one.request.resumable)
+    found = []
+    for sequence in sorted(lost, key=lambda one: one.age):
+        if not sequence.request.resumable:
+            continue
+        if kept * members >= tokens:
+            found.append(sequence)
+        else:
+            kept += len(sequence.token_ids)
+    return found
 
 
 @dataclass(slots=True)

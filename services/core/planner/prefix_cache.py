@@ -21,10 +21,9 @@ from itertools import islice
 from services.core.planner.block_ledger import BlockLedger
 from services.core.planner.block_table import StageTable
 from services.core.planner.sequence import Sequence
-from services.core.prefix.block_hash import THIN_STRIDE, block_hashes
+from services.core.prefix.block_hash import THIN_STRIDE, block_hashes, prompt_root
 from services.core.prefix.cached_blocks import CachedBlocks
 from services.core.prefix.news import NamedBlock, NewsDraft, PrefixNews, SharedPrefix
-from services.core.prefix.prompt_prefix import prompt_root
 
 
 @dataclass(slots=True)

@@ -15,11 +15,10 @@ from services.core.overtaking import next_to_start, start
 from services.core.planner.block_ledger import BlockLedger, Follower
 from services.core.planner.block_table import StageTable
 from services.core.planner.plan import Plan
-from services.core.planner.precedence import PRECEDENCES, Precedence
 from services.core.planner.prefix_cache import PrefixCache
 from services.core.planner.sequence import Age, Phase, Sequence
 from services.core.planner.token_meter import TokenMeter
-from services.core.planner.victims import newest_batch
+from services.core.planner.victims import PRECEDENCES, Precedence, newest_batch
 from services.core.request import blocks_for
 
 

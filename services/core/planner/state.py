@@ -42,7 +42,6 @@ from services.core.planner.feedback import Feedback, feedback_of
 from services.core.planner.flight import Flight
 from services.core.planner.pipeline import PipelinePlanner
 from services.core.planner.plan import Plan
-from services.core.planner.precedence import precedence_of
 from services.core.planner.preemption import (
     OnlineRequest,
     Preempt,
@@ -50,15 +49,14 @@ from services.core.planner.preemption import (
     gives_way,
     is_given_up,
 )
-from services.core.planner.prefill_first import PrefillFirstPlanner
 from services.core.planner.refusal import known_already, queue_full, returned, too_large
 from services.core.planner.returns import NO_ROOM, RETURN_AFTER_S, ROOM, Patience, Returns
-from services.core.planner.round_robin import RoundRobinPlanner
 from services.core.planner.sequence import Phase, Sequence, SequenceState
 from services.core.planner.sequence_table import SequenceTable
-from services.core.planner.single import SinglePlanner
+from services.core.planner.single import PrefillFirstPlanner, RoundRobinPlanner, SinglePlanner
 from services.core.planner.slo import SloPlanner
 from services.core.planner.slo_pipeline import SloPipelinePlanner
+from services.core.planner.victims import precedence_of
 from services.core.planner.waiting_time import WaitingTimePlanner
 from services.core.report import Load
 

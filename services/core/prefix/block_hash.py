@@ -83,3 +83,14 @@ def _hash_of_texts(*texts: str) -> bytes:
 @cache
 def _packing(block_size: int) -> Struct:
     return Struct(f"<{block_size}i")
+
+
+def prompt_root(cache_salt: str) -> bytes:
+    """What the first block of a prompt follows: all KV of a worker is of one model and one type."""
+    return root_hash("", "", cache_salt)
+
+
+def prompt_prefix(prompt_ids: Row[int], cache_salt: str, block_size: int) -> ThinHashes:
+    """The thin hashes of a prompt; blocks have `block_size` tokens, as in the workers' caches."""
+    hashes = tuple(block_hashes(prompt_root(cache_salt), prompt_ids, block_size))
+    return thin(hashes)

@@ -7,14 +7,79 @@ from math import inf
 from services.core.ask import Ask
 from services.core.cost.model import CostModel
 from services.core.scheduler.class_rules import NO_CLASSES, ClassRules
-from services.core.scheduler.demand import DemandMeter
-from services.core.scheduler.dispatch import NOBODY, ScoreFunction
+from services.core.scheduler.dispatch import NOBODY, Score, ScoreFunction
 from services.core.scheduler.group_index import GroupIndex
 from services.core.scheduler.group_load import GroupLoad
-from services.core.scheduler.harvest import harvest_blocks, most_idle
 from services.core.scheduler.prefix_ranking import PrefixRanking
+from services.core.scheduler.rate import ClassRates, LinePace
 from services.core.scheduler.vocabulary import LoadLost, LoadReported, ServingGroup
 from services.core.steadiness import SelfWatch, Steadiness
+
+ARRIVALS_S = 3
+REFUSALS_S = 10
+
+
+@dataclass(slots=True)
+class RecentSum:
+    """Sums of requests and their KV tokens, second by second, over the last `window_s`."""
+
+    window_s: int
+    _seconds: dict[int, tuple[int, int]] = field(default_factory=dict)
+
+    def add(self, tokens: int, now_s: float) -> None:
+        """Count one request."""
+        self._drop_old(now_s)
+        requests, total = self._seconds.get(int(now_s), (0, 0))
+        self._seconds[int(now_s)] = requests + 1, total + tokens
+
+    def at(self, now_s: float) -> tuple[int, int]:
+        """Requests and tokens."""
+        self._drop_old(now_s)
+        counts = self._seconds.values()
+        return sum(count[0] for count in counts), sum(count[1] for count in counts)
+
+    def _drop_old(self, now_s: float) -> None:
+        oldest = int(now_s) - self.window_s
+        while self._seconds and (first := next(iter(self._seconds))) <= oldest:
+            del self._seconds[first]
+
+
+@dataclass(slots=True)
+class DemandMeter:
+    """Arrivals at, departures from and refusals by the scheduler, of one model."""
+
+    arrived: RecentSum = field(default_factory=lambda: RecentSum(ARRIVALS_S))
+    refused: RecentSum = field(default_factory=lambda: RecentSum(REFUSALS_S))
+    dispatched: ClassRates = field(default_factory=ClassRates)
+    pace: LinePace = field(default_factory=LinePace)
+
+    def arrived_tokens_per_s(self, now_s: float) -> float:
+        """KV tokens a second; of the running second, only what has passed counts."""
+        return self.arrived.at(now_s)[1] / (ARRIVALS_S - 1 + now_s % 1)
+
+
+ITERATIONS_AHEAD = 2
+"""Iterations for which a group has prompt tokens of batch requests before it needs more."""
+
+
+def harvest_blocks(load: GroupLoad) -> int:
+    """KV blocks in which a batch request may start; 0 or less if the group needs no batch work.
+
+    What is bound to a group late can go to any group. So a group gets no batch request while an
+    online one waits there, nor before what waits there to be prefilled is less than two iterations
+    compute. Online requests that wait at other groups do not count: in a large cluster one waits
+    somewhere at any time. That batch work takes what online work leaves is ConServe §4.2.
+    """
+    ahead = ITERATIONS_AHEAD * load.group.max_batch_tokens
+    if load.for_batch is False or load.online_waiting or load.prefill_tokens >= ahead:
+        return 0
+    return load.batch_start_blocks
+
+
+def most_idle(load: GroupLoad) -> Score:
+    """Score of a batch request: fewest online sequences, then most free blocks."""
+    return (float(load.online_sequences), -float(load.batch_start_blocks))
+
 
 MODELS_REMEMBERED_MAX = 1_000
 REGROUP_S = 10.0

@@ -20,10 +20,9 @@ from services.core.request import admission_blocks
 from services.core.scheduler.admission import Admission, NotAdmitted, check_fields
 from services.core.scheduler.bookkeeping import Assigned, Assignments, Totals
 from services.core.scheduler.class_rules import ALL, NO_CLASSES, ClassRules
-from services.core.scheduler.demand import DemandMeter
 from services.core.scheduler.dispatch import ScoreFunction, could_hold, kv_share
 from services.core.scheduler.group_load import GROWTH_BLOCKS, GroupLoad
-from services.core.scheduler.group_table import GroupTable, ModelGroups
+from services.core.scheduler.group_table import DemandMeter, GroupTable, ModelGroups
 from services.core.scheduler.queue import Waiting, WaitQueue
 from services.core.scheduler.rate import ClassRates
 from services.core.scheduler.vocabulary import (

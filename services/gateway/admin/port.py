@@ -3,19 +3,183 @@
 import asyncio
 import logging
 import socket
+from collections.abc import AsyncIterator, Awaitable, Callable
+from importlib.resources import files
+from typing import Annotated, Any
+
+from fastapi import APIRouter, FastAPI, Query
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from services.common.address import is_loopback
-from services.gateway.admin.app import build
+from services.common.clock import monotonic_s
+from services.common.metrics_server import CONTENT_TYPE
 from services.gateway.admin.feed import Feed
-from services.gateway.admin.lifecycle import kept_apart, kept_up
+from services.gateway.admin.guard import Guard
 from services.gateway.admin.live_state import LiveState
 from services.gateway.cluster.cluster_client import ClusterClient
 from services.gateway.cluster.group_client import GroupClient
 from services.gateway.cluster.readiness import ReadinessProbe
-from services.gateway.http.server import HttpServer
-from services.gateway.http.tls import ServerTls
+from services.gateway.http.errors import add_handlers
+from services.gateway.http.server import HttpServer, ServerTls
+from services.gateway.http.sse import DONE, HEADERS, event
 from services.gateway.keys.key_ring import KeyRing
 from services.gateway.records.metrics import Metrics
+from services.gateway.vocabulary.errors import GatewayError
+from services.gateway.vocabulary.message import GroupStep
+
+PAGE = {
+    "/": ("index.html", "text/html; charset=utf-8"),
+    "/page.css": ("page.css", "text/css; charset=utf-8"),
+    "/page.js": ("page.js", "text/javascript; charset=utf-8"),
+    "/draw.js": ("draw.js", "text/javascript; charset=utf-8"),
+    "/words.js": ("words.js", "text/javascript; charset=utf-8"),
+    "/feed.js": ("feed.js", "text/javascript; charset=utf-8"),
+    "/icon.svg": ("icon.svg", "image/svg+xml"),
+}
+
+GROUPS_MAX = 64
+
+Names = Annotated[list[str], Query(max_length=GROUPS_MAX)]
+
+
+def build(
+    host: str,
+    names: str,
+    keys: KeyRing,
+    cluster: ClusterClient,
+    group_client: GroupClient,
+    feed: Feed,
+    metrics: Metrics,
+) -> ASGIApp:
+    """All routes for operators behind the guard; for `host` and `names` see Guard."""
+    app = FastAPI(title="tideserve admin", docs_url=None, redoc_url=None, redirect_slashes=False)
+    add_handlers(app)
+    app.include_router(_page())
+    app.include_router(_state(cluster, feed, metrics))
+    app.include_router(_groups(group_client))
+    return Guard(app, host, names, keys, frozenset(PAGE))
+
+
+def _page() -> APIRouter:
+    """The live page: files of this package, read once."""
+    routes = APIRouter()
+    folder = files("services.gateway.admin") / "page"
+    for path, (name, media_type) in PAGE.items():
+        routes.add_route(path, _file(folder.joinpath(name).read_bytes(), media_type))
+    return routes
+
+
+def _file(content: bytes, media_type: str) -> Any:
+    async def show(_request: object) -> Response:
+        return Response(content, media_type=media_type, headers={"cache-control": "no-cache"})
+
+    return show
+
+
+def _state(cluster: ClusterClient, feed: Feed, metrics: Metrics) -> APIRouter:
+    routes = APIRouter()
+
+    @routes.get("/tideserve/v1/status", response_class=JSONResponse)
+    async def status() -> Response:
+        """Services, workers, groups and decisions."""
+        return JSONResponse(await cluster.status())
+
+    @routes.get("/tideserve/v1/events", response_class=StreamingResponse)
+    async def events() -> Response:
+        """The same and rates as server-sent events, on change, at most four a second."""
+        return _FeedResponse(feed)
+
+    @routes.get("/metrics", response_class=Response)
+    async def show_metrics() -> Response:
+        """The metrics of this gateway, also where they are not public."""
+        return Response(metrics.render(), media_type=CONTENT_TYPE)
+
+    return routes
+
+
+class _FeedResponse(Response):
+    """Watches the feed for as long as the response lasts."""
+
+    def __init__(self, feed: Feed) -> None:
+        super().__init__()
+        self._feed = feed
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Raise ServiceUnavailable, before anything is sent, if there are too many viewers."""
+        headers = {name.decode(): value.decode() for name, value in HEADERS}
+        with self._feed.viewer() as frames:
+            await StreamingResponse(frames, headers=headers)(scope, receive, send)
+
+
+def _groups(groups: GroupClient) -> APIRouter:
+    """Merge and split groups by hand; the answers are server-sent events, one for every step."""
+    routes = APIRouter()
+
+    @routes.post("/tideserve/v1/groups/merge", response_class=StreamingResponse)
+    async def merge(group: Names = []) -> Response:  # noqa: B006  # FastAPI copies it
+        """Merge the groups in the order given; all groups if none is."""
+        return await _streamed(groups.merge(group))
+
+    @routes.post("/tideserve/v1/groups/split", response_class=StreamingResponse)
+    async def split(group: Annotated[str | None, Query(max_length=256)] = None) -> Response:
+        """Split the group; the only merged one if none is given."""
+        return await _streamed(groups.split(group))
+
+    return routes
+
+
+async def _streamed(steps: AsyncIterator[GroupStep]) -> Response:
+    """The steps as they come; what is refused at once is an error with its status."""
+    first = await anext(steps)
+    return StreamingResponse(_events(first, steps), media_type="text/event-stream")
+
+
+async def _events(first: GroupStep, steps: AsyncIterator[GroupStep]) -> AsyncIterator[bytes]:
+    yield _event(first)
+    try:
+        async for step in steps:
+            yield _event(step)
+    except GatewayError as error:
+        yield event(error.body())
+        return
+    yield DONE
+
+
+def _event(step: GroupStep) -> bytes:
+    return event({"phase": step.phase, "epoch": step.epoch, "message": step.message})
+
+
+RETRY_S = 1.0
+TELL_EVERY_S = 60.0
+
+
+async def kept_up(work: Callable[[], Awaitable[None]], name: str) -> None:
+    """Do `work` to its end; whatever it raises, it begins again after `RETRY_S` seconds.
+
+    The failure is logged, at most once in `TELL_EVERY_S` seconds.
+    """
+    told_s = -TELL_EVERY_S
+    while True:
+        try:
+            await work()
+            return
+        except Exception:
+            if monotonic_s() - told_s >= TELL_EVERY_S:
+                told_s = monotonic_s()
+                log.exception("%s has failed and begins again; clients are served on", name)
+        await asyncio.sleep(RETRY_S)
+
+
+async def kept_apart(work: Awaitable[None], name: str) -> None:
+    """Do `work` to its end; whatever it raises is logged, and the caller goes on."""
+    try:
+        await work
+    except Exception:
+        log.exception(
+            "%s has failed; clients are served on; restart this gateway to have it back", name
+        )
+
 
 log = logging.getLogger(__name__)
 

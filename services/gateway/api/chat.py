@@ -1,9 +1,11 @@
 """Bodies of chats."""
 
+import re
 from collections.abc import Mapping
-from typing import Annotated, Any, Self
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, PlainValidator, WithJsonSchema, model_validator
 
 from services.gateway.api.conversation import (
     MESSAGES_MAX,
@@ -12,18 +14,94 @@ from services.gateway.api.conversation import (
     check_count,
     plain_message,
 )
-from services.gateway.api.fields import INT32_MAX
+from services.gateway.api.fields import INT32_MAX, is_text, refusal
 from services.gateway.api.generation import GenerationRequest, Top, validated_generation
-from services.gateway.api.parameters import CHAT, UnknownFields, known_fields
-from services.gateway.api.template_fields import (
-    VARIABLES,
-    ReasoningEffort,
-    TemplateVariables,
-    template_variables,
+from services.gateway.api.parameters import (
+    CHAT,
+    UNKNOWN_PARAMETER,
+    Policy,
+    UnknownFields,
+    known_fields,
+    shown,
 )
 from services.gateway.api.tools import Choice, Tools
 from services.gateway.tools.tool import CallMode, Tool
-from services.gateway.vocabulary.errors import BadRequest
+from services.gateway.vocabulary.errors import BadRequest, GatewayError
+
+TEXT_CHARS_MAX = 64
+
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+
+VARIABLES: Mapping[str, type] = {
+    "clear_thinking": bool,
+    "date_string": str,
+    "enable_thinking": bool,
+    "preserve_thinking": bool,
+    "reasoning_effort": str,
+    "thinking": bool,
+    "thinking_budget": int,
+    "tools_in_user_message": bool,
+}
+"""Names in templates that clients may set, and the types of their values."""
+_TYPE_NAMES = {bool: "true or false", int: "an integer", str: f"up to {TEXT_CHARS_MAX} characters"}
+_JSON_TYPES = {bool: "boolean", int: "integer", str: "string"}
+
+
+def _parse(value: Any) -> Mapping[str, Any]:
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise refusal("must be an object")
+    for name, item in value.items():
+        kind = VARIABLES.get(name)
+        if kind is None:
+            known = ", ".join(VARIABLES)
+            raise refusal(f"may have {known}; '{shown(name)}' is none of them")
+        fits = type(item) is kind and (kind is not str or _is_short(str(item)))
+        if item is not None and not fits:
+            raise refusal(f"must have {_TYPE_NAMES[kind]} as '{name}'")
+    return {name: item for name, item in value.items() if item is not None}
+
+
+def _is_short(value: str) -> bool:
+    return is_text(value) and len(value) <= TEXT_CHARS_MAX
+
+
+TemplateVariables = Annotated[
+    Mapping[str, Any],
+    PlainValidator(_parse),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {
+                    "type": "object",
+                    "properties": {
+                        name: {"type": _JSON_TYPES[kind]} for name, kind in VARIABLES.items()
+                    },
+                    "additionalProperties": False,
+                },
+                {"type": "null"},
+            ]
+        }
+    ),
+]
+
+
+def template_variables(
+    given: Mapping[str, Any], enable_thinking: bool | None, effort: str | None
+) -> dict[str, Any]:
+    """All that is told to the template; what is `given` by name holds.
+
+    An effort of "none" is no thinking, by the names that models have for it.
+    """
+    told: dict[str, Any] = {}
+    if effort is not None:
+        told["reasoning_effort"] = effort
+    if effort == "none":
+        told |= {"enable_thinking": False, "thinking": False}
+    if enable_thinking is not None:
+        told |= {"enable_thinking": enable_thinking, "thinking": enable_thinking}
+    return {**told, **given}
 
 
 class ChatRequest(GenerationRequest):
@@ -156,3 +234,64 @@ def chat_of(data: Mapping[str, Any], unknown: UnknownFields) -> ChatRequest:
         check_count(messages)
         fields["messages"] = [plain_message(message, unknown) for message in messages]
     return validated_generation(ChatRequest, fields, unknown)
+
+
+_QUOTED_NAME = re.compile(r"'([a-z_]+)'")
+_QUOTED_PLACE = re.compile(r"'([a-z_]+)(?:\.[^' ]*)?'")
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """The fields of a dialect's body.
+
+    `own` are those that it translates. `names` tells what it calls fields of the chat, and `absent`
+    are fields of the chat that it has under no name: both are unknown by their names of the chat.
+    """
+
+    own: frozenset[str]
+    policy: Policy
+    names: Mapping[str, str]
+    absent: frozenset[str]
+
+    @property
+    def passed_on(self) -> frozenset[str]:
+        """Fields of the chat that the dialect has under the same name."""
+        return frozenset(ChatRequest.model_fields) - self.names.keys() - self.absent - self.own
+
+    def split(
+        self, data: Mapping[str, Any], unknown: UnknownFields
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Its own fields, and those of the chat; without what asks for nothing.
+
+        Raises:
+            BadRequest: see `known_fields`.
+        """
+        known = known_fields(data, self.own | self.passed_on, self.policy, unknown)
+        own = {name: value for name, value in known.items() if name in self.own}
+        return own, {name: value for name, value in known.items() if name not in own}
+
+    def chat(self, fields: Mapping[str, Any], unknown: UnknownFields) -> ChatRequest:
+        """The chat that a body stands for; errors are told by the names that the client used.
+
+        Raises:
+            BadRequest: if a field is wrong.
+        """
+        try:
+            return chat_of(fields, unknown)
+        except BadRequest as error:
+            # Where inside of a field it is wrong is left out: the dialect has other places.
+            message = _QUOTED_PLACE.sub(self._exchanged, error.message)
+            param = error.param and self.names.get(error.param.partition(".")[0], error.param)
+            raise type(error)(message, param=param, code=error.code) from None
+
+    def renamed(self, error: GatewayError) -> tuple[str, str | None]:
+        """Message and field of an error from the chat's checks, by the client's names."""
+        if error.code == UNKNOWN_PARAMETER:
+            # The name that the client used was the wrong one.
+            return error.message, error.param
+        message = _QUOTED_NAME.sub(self._exchanged, error.message)
+        return message, error.param and self.names.get(error.param, error.param)
+
+    def _exchanged(self, match: re.Match[str]) -> str:
+        name = self.names.get(match[1])
+        return match[0] if name is None else f"'{name}'"

@@ -6,9 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-from services.gateway.api.chat import ChatRequest
+from services.gateway.api.chat import ChatRequest, Vocabulary
 from services.gateway.api.conversation import MESSAGES_MAX
-from services.gateway.api.dialect import Vocabulary
 from services.gateway.api.parameters import CHAT, Policy, RefusedField, UnknownFields
 from services.gateway.api.validation import Strict, validated
 from services.gateway.vocabulary.errors import BadRequest, NotSupported

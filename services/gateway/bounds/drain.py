@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 from services.common.timeouts import timeout
 from services.core.service import ServiceClass
+from services.gateway.bounds.body_budget import Turnover
 from services.gateway.bounds.interruption import Interruption
-from services.gateway.bounds.turnover import Turnover
 from services.gateway.vocabulary.errors import QueueFull, ShuttingDown
 
 

@@ -20,9 +20,8 @@ from services.core.request import Request
 from services.core.stall import STALLED_S
 from services.gateway.cluster import translate_worker
 from services.gateway.cluster.journal import Journal
-from services.gateway.cluster.reach import Reach
 from services.gateway.cluster.token_stream import TokenStream
-from services.gateway.cluster.worker_link import WorkerLink
+from services.gateway.cluster.worker_link import Reach, WorkerLink
 from services.gateway.records.request_record import ChoiceRecord, RequestMove, Stay
 from services.gateway.vocabulary.errors import ShuttingDown, WorkerLost
 from services.gateway.vocabulary.message import Moved

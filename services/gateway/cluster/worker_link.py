@@ -3,7 +3,8 @@
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Set
+from dataclasses import dataclass, field
 
 import grpc
 
@@ -12,13 +13,57 @@ from services.common.grpc_client import Dial
 from services.gateway.cluster import translate_worker
 from services.gateway.cluster.journal import JournalError
 from services.gateway.cluster.outbox import Outbox
-from services.gateway.cluster.reach import Reach
 from services.gateway.cluster.stream import StreamBroken, cause, write_all
 from services.gateway.cluster.token_stream import TokenStream
 from services.gateway.vocabulary.errors import EngineFailed, WorkerLost
 from services.gateway.vocabulary.message import Moved, TokenEvent
 from tideserve.common.v1 import load_pb2
 from tideserve.worker.v1 import worker_pb2, worker_pb2_grpc
+
+FIRST_S = 1.0
+LONGEST_S = 30.0
+
+
+@dataclass(slots=True)
+class _Failure:
+    until_s: float
+    pause_s: float
+
+
+@dataclass(slots=True)
+class Reach:
+    """Addresses (host:port) whose last connection came to nothing.
+
+    They may seem to be the best ones to the scheduler, since nothing runs there. So they are not
+    asked for a while that grows, as Envoy ejects hosts.
+    """
+
+    _failures: dict[str, _Failure] = field(default_factory=dict)
+
+    def failed(self, address: str, now_s: float) -> None:
+        """A connection has ended without a word of the worker."""
+        before = self._failures.get(address)
+        if before is not None and now_s < before.until_s:
+            return  # it had begun before
+        pause_s = min(2 * before.pause_s, LONGEST_S) if before is not None else FIRST_S
+        self._failures[address] = _Failure(now_s + pause_s, pause_s)
+
+    def reached(self, address: str) -> None:
+        """A worker has answered."""
+        self._failures.pop(address, None)
+
+    def keep_only(self, addresses: Set[str]) -> None:
+        """Forget all others."""
+        for address in self._failures.keys() - addresses:
+            del self._failures[address]
+
+    def avoided(self, now_s: float) -> tuple[tuple[str, ...], float]:
+        """The addresses to avoid now, and for how many seconds that holds of all of them."""
+        until_s = {
+            one: told.until_s for one, told in self._failures.items() if now_s < told.until_s
+        }
+        return tuple(until_s), min(until_s.values(), default=now_s) - now_s
+
 
 log = logging.getLogger(__name__)
 GenerateCall = grpc.aio.StreamStreamCall[worker_pb2.GenerateRequest, worker_pb2.GenerateResponse]

@@ -1,25 +1,101 @@
 """Routes of the OpenAI API."""
 
+from collections.abc import Callable
 from datetime import UTC, datetime
 from functools import partial
-from typing import Any
+from typing import Any, Generic, TypeVar, cast
 
+import msgspec
 from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
+from starlette.types import Message
 
 from services.common.clock import unix_s
 from services.gateway.api.chat import ChatRequest, parse_chat
 from services.gateway.api.completion import CompletionRequest, parse_completion
+from services.gateway.api.generation import GenerationRequest
 from services.gateway.api.parameters import CHAT, COMPLETION
+from services.gateway.api.responses import VOCABULARY, ResponsesRequest, parse_responses
+from services.gateway.bounds.client import WatchedClient
 from services.gateway.http.description import takes
-from services.gateway.http.format import ChatFormat, CompletionFormat
-from services.gateway.http.openai_dialect import OpenAIDialect
+from services.gateway.http.dialect import StreamWriter, send_body
+from services.gateway.http.format import (
+    ChatFormat,
+    CompletionFormat,
+    Format,
+    envelope_of,
+    whole_body,
+)
 from services.gateway.http.response import GenerationResponse
+from services.gateway.http.responses import ResponsesDialect
+from services.gateway.http.sse import EventStream
 from services.gateway.model.served_model import ServedModel
 from services.gateway.records.request_record import record_of
-from services.gateway.serving.serving import RequestServing
+from services.gateway.serving.output import OutputPiece, Outputs, Usage, numbers_in
+from services.gateway.serving.prepared import PreparedRequest
+from services.gateway.serving.serving import RequestServing, Writer
 from services.gateway.text.tokenizer import TextPool
-from services.gateway.vocabulary.errors import NoSuchModel, NotSupported
+from services.gateway.vocabulary.errors import NoSuchModel, NoSuchRoute, NotSupported
+
+B = TypeVar("B", bound=GenerationRequest)
+
+
+class OpenAIDialect(Generic[B]):
+    """Chat and completions; a Dialect."""
+
+    def __init__(
+        self,
+        parse: Callable[[dict[str, Any]], B],
+        layout: Callable[[B], Format],
+        pool: TextPool,
+    ) -> None:
+        """`pool` is where long responses are written."""
+        self.kept_bytes = 0
+        self._parse = parse
+        self._layout = layout
+        self._pool = pool
+
+    def parse(self, data: dict[str, Any]) -> GenerationRequest:
+        return self._parse(data)
+
+    def whole(self, client: WatchedClient[Message], body: GenerationRequest) -> Writer:
+        return WholeWriter(client, self._layout(cast(B, body)), body, self._pool)
+
+    def stream(self, client: WatchedClient[Message], body: GenerationRequest) -> StreamWriter:
+        return EventStream(client, self._layout(cast(B, body)), body, self._pool)
+
+
+class WholeWriter:
+    """A response that is sent when all choices have ended; a Writer."""
+
+    def __init__(
+        self,
+        client: WatchedClient[Message],
+        layout: Format,
+        body: GenerationRequest,
+        pool: TextPool,
+    ) -> None:
+        self._client = client
+        self._layout = layout
+        self._tier = body.service_tier
+        self._pool = pool
+
+    def begin(self, prepared: PreparedRequest) -> None:
+        self._prepared = prepared
+        self._outputs = Outputs(len(prepared.choices))
+
+    async def piece(self, index: int, piece: OutputPiece) -> None:
+        self._outputs.add(index, piece)
+
+    async def finish(self, usage: Usage) -> None:
+        size = sum(numbers_in(one.logprobs, one.prompt_logprobs) for one in self._outputs.all)
+        await send_body(self._client, await self._pool.run(partial(self._written, usage), size))
+
+    def _written(self, usage: Usage) -> bytes:
+        prepared = self._prepared
+        envelope = envelope_of(prepared, self._tier)
+        whole = whole_body(envelope, self._layout, prepared, self._outputs.all, usage)
+        return msgspec.json.encode(whole)
 
 
 def router(model: ServedModel, serving: RequestServing, pool: TextPool) -> APIRouter:
@@ -58,7 +134,31 @@ def router(model: ServedModel, serving: RequestServing, pool: TextPool) -> APIRo
             code="unsupported",
         )
 
+    _add_responses(routes, model, serving, pool)
     return routes
+
+
+def _add_responses(
+    routes: APIRouter, model: ServedModel, serving: RequestServing, pool: TextPool
+) -> None:
+    """Add the routes of the Responses API."""
+
+    @routes.post(
+        "/responses",
+        response_class=JSONResponse,
+        openapi_extra=takes(ResponsesRequest, VOCABULARY.policy, VOCABULARY.passed_on),
+    )
+    async def responses(request: Request) -> Response:
+        """What follows in a conversation, of which nothing is stored."""
+        parse = partial(parse_responses, refuse_unknown=serving.refuse_unknown)
+        dialect = ResponsesDialect(parse, model.tokenizer.texts)
+        return GenerationResponse(serving, pool, request, dialect)
+
+    @routes.get("/responses/{response_id}", response_class=JSONResponse)
+    @routes.delete("/responses/{response_id}", response_class=JSONResponse)
+    async def stored_response(response_id: str) -> Response:
+        """No response is stored."""
+        raise NoSuchRoute("no response is stored; keep what /v1/responses answers")
 
 
 def _add_models(routes: APIRouter, model: ServedModel, serving: RequestServing) -> None:

@@ -1,19 +1,30 @@
-"""Routes for platforms: probes and metrics."""
+"""Routes of our own: cancelling requests, probes and metrics."""
 
 from typing import Any
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
 from services.common.metrics_server import CONTENT_TYPE
 from services.common.version import installed_version
 from services.gateway.cluster.readiness import Readiness, ReadinessProbe
 from services.gateway.records.metrics import Metrics
+from services.gateway.records.request_record import record_of
+from services.gateway.serving.canceller import Canceller
 
 
-def router(probe: ReadinessProbe, metrics: Metrics, public_metrics: bool) -> APIRouter:
+def router(
+    canceller: Canceller, probe: ReadinessProbe, metrics: Metrics, public_metrics: bool
+) -> APIRouter:
     """The routes; /metrics only where it is public."""
     routes = APIRouter()
+
+    @routes.post("/v1/requests/{request_id:path}/cancel", response_class=JSONResponse)
+    async def cancel(request: Request, request_id: str) -> Response:
+        """Ends the requests of the same owner that go by the id: that of a response, a chosen one
+        or that of a header. One that is over, or unknown, is no error; `found` tells it."""
+        found = await canceller.cancel(record_of(request.scope).principal.owner, request_id)
+        return JSONResponse({"id": request_id, "object": "request.cancelled", "found": found})
 
     @routes.get("/live", response_class=JSONResponse)
     async def live() -> Response:

@@ -2,27 +2,153 @@
 
 import asyncio
 import hashlib
-from collections.abc import Coroutine
-from typing import Any
+import re
+from collections.abc import Callable, Coroutine, Hashable
+from typing import Any, NoReturn, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
+from services.common.timeouts import timeout
 from services.gateway.api.generation import GenerationRequest
 from services.gateway.api.json_object import parse_object
-from services.gateway.bounds.answer import SharedAnswer
-from services.gateway.bounds.body_budget import BodyLease, TakenOnce
+from services.gateway.bounds.answer import AnswerReader, SharedAnswer
+from services.gateway.bounds.body_budget import (
+    BODY_BYTES_MAX,
+    BODY_BYTES_PER_ITEM,
+    BodyLease,
+    TakenOnce,
+)
 from services.gateway.bounds.client import ClientGone, WatchedClient
 from services.gateway.http.dialect import Dialect, hang_up, present
 from services.gateway.http.errors import error_response
-from services.gateway.http.json_body import read_body
-from services.gateway.http.keyed import name_of, send_answer, sink_of
 from services.gateway.records.request_record import RequestRecord, record_of
 from services.gateway.serving.service_policy import PROMISE_HEADERS
 from services.gateway.serving.serving import RequestServing
 from services.gateway.text.tokenizer import TextPool
-from services.gateway.vocabulary.errors import GatewayError
+from services.gateway.vocabulary.errors import (
+    BadRequest,
+    BodyTimeout,
+    BodyTooLarge,
+    GatewayError,
+    UnsupportedMediaType,
+)
+
+BODY_TIMEOUT_S = 30.0
+
+T = TypeVar("T")
+
+
+async def read_body(
+    request: Request, lease: BodyLease, pool: TextPool, parse: Callable[[bytearray], T]
+) -> T:
+    """What `parse` makes of the body, which is JSON and whose bytes `lease` then holds.
+
+    Raises:
+        GatewayError: whatever is wrong with the body.
+        ClientDisconnect: if the client hung up before its end.
+    """
+    _check_headers(request)
+    body = await _read(request, lease)
+    return await pool.run(lambda: parse(body), len(body) // BODY_BYTES_PER_ITEM)
+
+
+def _check_headers(request: Request) -> None:
+    kind = request.headers.get("content-type", "").split(";")[0].strip().lower()
+    if kind != "application/json":
+        raise UnsupportedMediaType(
+            "the content type must be application/json; set the header Content-Type so"
+        )
+    if request.headers.get("content-encoding", "identity").lower() != "identity":
+        raise UnsupportedMediaType("compressed bodies are not supported; send it as it is")
+    length = request.headers.get("content-length", "0")
+    if length.isdigit() and int(length) > BODY_BYTES_MAX:
+        _too_large()
+
+
+async def _read(request: Request, lease: BodyLease) -> bytearray:
+    body = bytearray()
+    try:
+        async with timeout(BODY_TIMEOUT_S):
+            async for part in request.stream():
+                if len(body) + len(part) > BODY_BYTES_MAX:
+                    _too_large()
+                lease.take(len(part))
+                body += part
+    except TimeoutError:
+        raise BodyTimeout(f"the body did not arrive within {BODY_TIMEOUT_S:g} s") from None
+    return body
+
+
+def _too_large() -> NoReturn:
+    raise BodyTooLarge(f"the body is larger than the limit of {BODY_BYTES_MAX} bytes; shorten it")
+
+
+HEADER = b"idempotency-key"
+REPLAYED = (b"idempotent-replayed", b"true")
+"""Stands in every answer that another request has, or had, too."""
+KEY_LENGTH_MAX = 255
+# A string of RFC 9651 or, as most clients send it, what stands in one.
+_KEY = re.compile(rb'[!#-~]{1,%d}|"[ !#-~]{1,%d}"' % (KEY_LENGTH_MAX, KEY_LENGTH_MAX))
+_MESSAGE_BYTES = 256
+"""About what a message takes beside its body."""
+
+
+def name_of(scope: Scope) -> Hashable | None:
+    """What the request's answer is kept by; None for a request without an Idempotency-Key.
+
+    draft-ietf-httpapi-idempotency-key-header, with 409 for 422. The key is good for the bearers of
+    keys of one owner with the same rights, on one route.
+
+    Raises:
+        BadRequest: if the key is none.
+    """
+    keys = [value for name, value in scope["headers"] if name == HEADER]
+    if not keys:
+        return None
+    if len(keys) > 1 or not _KEY.fullmatch(keys[0]):
+        raise BadRequest(
+            f"the header Idempotency-Key must be one key of 1 to {KEY_LENGTH_MAX} ASCII characters"
+            " without blanks, with or without quotes around it; a UUID is good",
+            code="invalid_idempotency_key",
+        )
+    principal = record_of(scope).principal
+    return principal.owner, principal.models, scope["path"], keys[0].strip(b'"')
+
+
+def sink_of(answer: SharedAnswer[Message], record: RequestRecord) -> WatchedClient[Message]:
+    """Takes the answer for its readers. `record` is that of the request which is answered."""
+
+    async def put(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            answer.warnings = record.warnings
+        last = message["type"] == "http.response.body" and not message.get("more_body", False)
+        await answer.put(message, _MESSAGE_BYTES + len(message.get("body", b"")), last)
+
+    # Each reader is watched for itself.
+    return WatchedClient(put, 0)
+
+
+async def send_answer(
+    answer: SharedAnswer[Message],
+    reader: AnswerReader[Message],
+    record: RequestRecord,
+    client: WatchedClient[Message],
+) -> None:
+    """Send all of an answer to a client whose `record` says whether another request has it, too.
+
+    It returns at the last message at once: the server tells of a finished response that its client
+    has gone.
+    """
+    while (message := await reader.next()) is not None:
+        if message["type"] == "http.response.start":
+            record.warnings = answer.warnings
+            mark = (REPLAYED,) if record.replayed else ()
+            # Other readers get this message, too, and doors add headers to it.
+            message = {**message, "headers": [*message["headers"], *mark]}
+        await client.send(message)
+
 
 # How long a broken stream waits for its client to take the error event.
 FAREWELL_S = 1.0

@@ -24,7 +24,7 @@ from services.gateway.bounds.body_budget import BODY_BYTES_PER_ITEM
 from services.gateway.bounds.client import ClientGone, WatchedClient
 from services.gateway.http.description import takes
 from services.gateway.http.dialect import present, send_body
-from services.gateway.http.json_body import read_body
+from services.gateway.http.response import read_body
 from services.gateway.model.served_model import ServedModel
 from services.gateway.records.request_record import record_of
 from services.gateway.serving.serving import RequestServing

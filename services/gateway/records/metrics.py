@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from services.common import vllm_names
 from services.core.service import ServiceClass
 from services.gateway.bounds.line import Line
-from services.gateway.keys.quota_metrics import QuotaMetrics
+from services.gateway.keys.quotas import QuotaMetrics
 from services.gateway.records.class_metrics import MetricsByClass
 from services.gateway.vocabulary.errors import (
     Expired,

@@ -8,7 +8,7 @@ from typing import Any
 
 from services.common.clock import monotonic_s
 from services.common.logging import FIELDS
-from services.common.rate import RateLimit
+from services.common.tracing import RateLimit
 from services.gateway.records.request_record import RequestRecord
 from services.gateway.vocabulary.errors import Unauthorized
 

@@ -7,7 +7,6 @@ from dataclasses import replace
 from msgspec import structs
 
 from services.core.request import FinishReason
-from services.gateway.model.chat_form import ChatForm
 from services.gateway.serving.output import OutputPiece
 from services.gateway.tools.event import (
     CallArguments,
@@ -18,7 +17,7 @@ from services.gateway.tools.event import (
     Parser,
     Reasoning,
 )
-from services.gateway.tools.format import Thinking, ToolFormat, tool_parser
+from services.gateway.tools.format import ChatForm, Thinking, ToolFormat, tool_parser
 from services.gateway.tools.reasoning import ReasoningSplit
 from services.gateway.vocabulary.delta import TOOL_CALLS, Delta, ToolCallDelta
 

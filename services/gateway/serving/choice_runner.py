@@ -17,8 +17,7 @@ from services.gateway.cluster.journal import Journal
 from services.gateway.cluster.token_stream import KvLost, Returned, StaleEpoch, TokenStream
 from services.gateway.cluster.worker_client import WorkerClient
 from services.gateway.records.metrics import Metrics
-from services.gateway.records.request_record import ChoiceRecord
-from services.gateway.records.stream_record import StreamRecord
+from services.gateway.records.request_record import ChoiceRecord, StreamRecord
 from services.gateway.serving.attempts import Attempts, Failure, asked_again, resumed
 from services.gateway.serving.chat_output import ChatOutput
 from services.gateway.serving.output import OutputPiece, OutputText

@@ -6,8 +6,7 @@ from functools import partial
 
 from services.common import genai
 from services.common.clock import monotonic_s, unix_s
-from services.core.prefix.block_hash import tenant_salt
-from services.core.prefix.prompt_prefix import prompt_prefix
+from services.core.prefix.block_hash import prompt_prefix, tenant_salt
 from services.core.request import Grammar, Limits, LogprobOptions, Request, Sampling
 from services.core.service import Service
 from services.gateway.api.chat import ChatRequest

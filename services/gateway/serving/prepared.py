@@ -6,7 +6,7 @@ from services.core.ask import NO_PREFIX
 from services.core.prefix.block_hash import ThinHashes
 from services.core.request import Request
 from services.core.service import ServiceClass
-from services.gateway.model.chat_form import ChatForm
+from services.gateway.tools.format import ChatForm
 
 
 @dataclass(frozen=True, slots=True)

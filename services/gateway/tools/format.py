@@ -1,6 +1,7 @@
 """In which form a model writes tool calls and reasoning, found in its template and tokenizer."""
 
 from collections.abc import Collection, Container
+from dataclasses import dataclass
 from enum import StrEnum
 
 from services.gateway.tools import hermes, llama3_json, mistral, reasoning
@@ -123,3 +124,19 @@ def thinking(form: ReasoningFormat, prompt: str) -> Thinking:
     if end.endswith(reasoning.CLOSE):
         return Thinking.OVER
     return Thinking.OPENED if form is ReasoningFormat.DEEPSEEK else Thinking.POSSIBLE
+
+
+@dataclass(frozen=True, slots=True)
+class ChatForm:
+    """How the text of a choice is read.
+
+    `names` are the tools that may be called, none if nothing is looked for. `thinking` is where
+    the text begins, None if reasoning is not parted. `marks` are special tokens that the text must
+    show. Without `include_reasoning` the client does not get it.
+    """
+
+    tool_format: ToolFormat = ToolFormat.NONE
+    names: frozenset[str] = frozenset()
+    thinking: Thinking | None = None
+    marks: frozenset[int] = frozenset()
+    include_reasoning: bool = True

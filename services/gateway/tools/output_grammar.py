@@ -1,15 +1,93 @@
 """Grammars of whole outputs: reasoning, then an answer of some form, calls of tools, or text."""
 
-from collections.abc import Sequence
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from llguidance import regex_to_lark
 
 from services.core.request import Grammar, GrammarKind
-from services.gateway.structure.asked import Structure
-from services.gateway.structure.schema import check_size
-from services.gateway.tools import reasoning
-from services.gateway.tools.call_grammar import Mark, Rules
-from services.gateway.tools.format import Thinking
+from services.gateway.structure.asked import Structure, quoted
+from services.gateway.structure.schema import check_size, schema_text
+from services.gateway.tools import hermes, mistral, reasoning
+from services.gateway.tools.format import Thinking, ToolFormat
+from services.gateway.tools.tool import NO_PARAMETERS, Tool
+from services.gateway.vocabulary.errors import BadRequest
+
+PARAM = "tools"
+_ARGUMENTS_KEYS = {ToolFormat.LLAMA3_JSON: "parameters"}
+
+Mark = Callable[[str], str]
+"""A mark as a grammar names it: a literal, or a token of the model."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """A part of a Lark grammar: an expression, and the rules that it needs."""
+
+    expression: str
+    rules: tuple[str, ...] = ()
+
+
+def call_rules(
+    form: ToolFormat, tools: Sequence[Tool], parallel: bool, mark: Mark, named: bool
+) -> Rules:
+    """One call of one of `tools`, or with `parallel` one or more.
+
+    `named`: Mistral's newer form. Raises BadRequest if a schema is over a limit.
+    """
+    arguments = [_arguments(tool) for tool in tools]
+    if form is ToolFormat.MISTRAL and named:
+        return _mistral_named(tools, arguments, parallel, mark)
+    key = _ARGUMENTS_KEYS.get(form, "arguments")
+    rules = tuple(
+        f"call_{index}: {_object(tool.name, key, schema)}"
+        for index, (tool, schema) in enumerate(zip(tools, arguments, strict=True))
+    )
+    one = " | ".join(f"call_{index}" for index in range(len(tools)))
+    rules += (f"call: {one}",)
+    match form:
+        case ToolFormat.HERMES:
+            rules += (f'marked: {mark(hermes.OPEN)} "\\n" call "\\n" {mark(hermes.CLOSE)}',)
+            return Rules('marked ("\\n" marked)*' if parallel else "marked", rules)
+        case ToolFormat.MISTRAL:
+            calls = 'call (", " call)*' if parallel else "call"
+            return Rules(f'{mark(mistral.OPEN)} "[" {calls} "]"', rules)
+        case ToolFormat.LLAMA3_JSON:
+            # Its models were not made to call several at once.
+            return Rules("call", rules)
+        case ToolFormat.NONE:
+            raise ValueError("there are no calls without a format")
+
+
+def _mistral_named(
+    tools: Sequence[Tool], arguments: Sequence[str], parallel: bool, mark: Mark
+) -> Rules:
+    rules = tuple(
+        f"call_{index}: {mark(mistral.OPEN)} {quoted(tool.name)} {mark(mistral.ARGUMENTS)} {schema}"
+        for index, (tool, schema) in enumerate(zip(tools, arguments, strict=True))
+    )
+    one = " | ".join(f"call_{index}" for index in range(len(tools)))
+    return Rules("call+" if parallel else "call", (*rules, f"call: {one}"))
+
+
+def _object(name: str, key: str, schema: str) -> str:
+    """The JSON object of a call, spaced as models were taught."""
+    head = f'{{"name": {json.dumps(name)}, "{key}": '
+    return f'{quoted(head)} {schema} "}}"'
+
+
+def _arguments(tool: Tool) -> str:
+    schema = NO_PARAMETERS if tool.parameters is None else tool.parameters
+    kind = schema.get("type", "object")
+    if kind != "object":
+        raise BadRequest(
+            f"the parameters of the tool '{tool.name}' must be a schema of type 'object'",
+            param=PARAM,
+        )
+    text = schema_text({**schema, "type": "object"}, PARAM, lenient=not tool.strict)
+    return f"%json {text}"
+
 
 _ANY_TEXT = "/(?s:.*)/"
 

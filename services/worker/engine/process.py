@@ -30,18 +30,16 @@ from services.worker.engine.compute.runner import ModelRunner
 from services.worker.engine.compute.runner_config import RunnerConfig
 from services.worker.engine.grammar_check import GrammarCheck
 from services.worker.engine.loop import EngineLoop, connect, send
-from services.worker.engine.model.shape import shape_of
+from services.worker.engine.model.catalog import shape_of
 from services.worker.engine.pipeline.fact_log import FactLog
 from services.worker.engine.pipeline.frames import KINDS
 from services.worker.engine.pipeline.links import Links
 from services.worker.engine.pipeline.member import Member
 from services.worker.engine.pipeline.stage_runner import StageRunner
 from services.worker.engine.profile.idle import IdleProfiler
-from services.worker.engine.profile.measurer import Measurer, room_of
+from services.worker.engine.profile.measurer import Measurer, room_of, sketch
 from services.worker.engine.profile.point import IDLE
-from services.worker.engine.profile.session import ProfileSession
-from services.worker.engine.profile.sketch import sketch
-from services.worker.engine.profile.store import profile_path
+from services.worker.engine.profile.session import ProfileSession, profile_path
 from services.worker.engine.pulse import start_pulse
 from services.worker.engine.transfer.gate import ActivationGate
 from services.worker.engine.transfer.lane import Identity

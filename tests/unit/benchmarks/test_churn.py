@@ -7,24 +7,17 @@ from typing import Any
 import pytest
 
 from benchmarks.audit_logs import INVARIANTS, Audited
-from benchmarks.faults.memory import ResidentMemory
 from benchmarks.faults.outcomes import Tally
 from benchmarks.group_changes import MERGE_PATH, ChangeFailed, change_groups
 from benchmarks.scenarios.churn import Churned, judge
 from tests.support.refusing_address import refusing_address
-from tests.support.survived import audited
+from tests.support.survived import FLAT, MIB, audited, memory
 from tideserve.sim.replay import Replayed
 
-MIB = 1 << 20
-FLAT = [100 * MIB] * 20
 TALLY = Tally(sent=10, completed=8, hung_up=1, refused=1, tokens=80)
 
 
-def memory(values: list[int]) -> ResidentMemory:
-    return ResidentMemory(10, 0.05, {"worker-0": values})
-
-
-DONE = Churned(20, 20, 20, memory=memory(FLAT), blocks={"worker-0": (500, 500)})
+DONE = Churned(20, 20, 20, memory=memory("worker-0", FLAT), blocks={"worker-0": (500, 500)})
 
 
 def test_a_run_in_which_all_holds_has_no_problem() -> None:
@@ -45,7 +38,7 @@ def test_a_run_in_which_all_holds_has_no_problem() -> None:
         ),
         ({}, {"sent": 11}, ["11 requests were sent, and 10 ended"]),
         (
-            {"memory": memory([*FLAT[:10], *[106 * MIB] * 10])},
+            {"memory": memory("worker-0", [*FLAT[:10], *[106 * MIB] * 10])},
             {},
             ["worker-0 grew from 100.0 MiB to 106.0 MiB"],
         ),

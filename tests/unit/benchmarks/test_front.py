@@ -39,13 +39,6 @@ def test_bounds_are_on_the_share_of_the_processor_the_first_token_and_the_tail()
     ]
 
 
-def test_figures_name_what_each_process_took() -> None:
-    figures = judge(record(0.5, 0.1, 1.0)).figures["eight at a time"]
-    assert figures["cpu_s"][FRONT] == [{"engine": 10.0, "gateway": 0.5}]
-    assert figures["cpu_beside_engine"] == [pytest.approx(0.05)]
-    assert figures["cpu_over_plain"] == [pytest.approx(1.0)]
-
-
 @pytest.mark.parametrize(
     ("command", "kind"),
     [
@@ -53,7 +46,6 @@ def test_figures_name_what_each_process_took() -> None:
         ("python -P services/worker/vllm_engine/__main__.py", "engine"),
         ("python -m services.worker.engine --socket x", "engine"),
         ("python -m services.worker --config x", "worker"),
-        ("python -m services.gateway --config x", "gateway"),
         ("/cache/etcd/etcd --name tideserve", "etcd"),
         ("python -m vllm.entrypoints.openai.api_server", "vllm server"),
         ("python tideserve up", "other"),

@@ -12,7 +12,6 @@ from benchmarks.scenarios.clients import OURS, PEER, ROUNDS, client_load, judge,
 from benchmarks.scenarios.scenario import LoadChoice
 from benchmarks.systems.load_generators import (
     LOAD_GENERATORS,
-    RESULT,
     ClientLoad,
     ClientReport,
     LoadGenerator,
@@ -36,16 +35,9 @@ def following(command: Sequence[str], option: str) -> str:
 
 def test_both_are_asked_for_the_same_load(tmp_path: Path) -> None:
     command = vllm_command(PYTHON, SERVER, LOAD, tmp_path)
-    asked = {
-        "--random-input-len": "256",
-        "--random-output-len": "32",
-        "--num-prompts": "12",
-        "--max-concurrency": "8",
-        "--seed": "7",
-        "--base-url": SERVER.url,
-        "--result-filename": str(tmp_path / RESULT),
-    }
-    assert {option: following(command, option) for option in asked} == asked
+    lengths = ("--random-input-len", "--random-output-len", "--num-prompts", "--max-concurrency")
+    asked = [following(command, option) for option in (*lengths, "--seed", "--base-url")]
+    assert asked == ["256", "32", "12", "8", "7", SERVER.url]
     assert "--ignore-eos" in command
     path = Path(following(guidellm_command(PYTHON, SERVER, LOAD, tmp_path), "-c"))
     spec = json.loads(path.read_text())["spec"]
@@ -120,7 +112,6 @@ def test_medians_of_the_rounds_are_compared_and_lost_requests_are_a_problem() ->
     assert ratios == pytest.approx(
         {"throughput_tokens_per_s": 1.5, "ttft_p50_s": 1.0, "ttft_p95_s": 1.0, "tpot_p50_s": 1.0}
     )
-    assert dict(verdict.rows)["decode by guidellm"].startswith("throughput 1.50 ×, TTFT P50 1.00 ×")
     found[PEER, "guidellm", "decode"] = reports(1, 1.0)
     (problem,) = judge(found, choice, "bfloat16").problems
     assert "guidellm completed 1 of 24 requests of decode against vllm" in problem

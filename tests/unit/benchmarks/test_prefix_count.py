@@ -14,27 +14,6 @@ def test_a_prompt_that_continues_another_hits_its_full_blocks() -> None:
     assert (cache.queries, cache.hits) == (10 + 17, 12)
 
 
-def test_the_last_token_of_a_prompt_is_no_hit() -> None:
-    cache = CountedCache(blocks=100, block_size=4)
-    assert cache.request((1, 2, 3, 4, 5, 6, 7, 8)) == 0
-    assert cache.request((1, 2, 3, 4, 5, 6, 7, 8)) == 4
-    assert cache.request((1, 2, 3, 4, 5, 6, 7, 8, 9)) == 8
-
-
-def test_equal_blocks_after_unlike_ones_are_not_the_same() -> None:
-    cache = CountedCache(blocks=100, block_size=2)
-    cache.request((1, 1, 5, 5, 9))
-    assert cache.request((2, 2, 5, 5, 9)) == 0
-
-
-def test_the_least_recently_used_goes_first_and_ends_before_beginnings() -> None:
-    cache = CountedCache(blocks=4, block_size=2)
-    cache.request((1, 1, 2, 2, 3, 3))
-    cache.request((7, 7, 8, 8))  # takes the place of (3, 3)
-    assert cache.request((1, 1, 2, 2, 3, 3, 0)) == 4
-    assert cache.request((7, 7, 8, 8, 0)) == 2
-
-
 def test_it_counts_as_a_cache_of_whole_beginnings_would() -> None:
     """The oracle keeps each beginning as a tuple and looks all of them over."""
     rng = random.Random(3)

@@ -38,13 +38,6 @@ from tideserve.cli.vllm_install import (
 )
 from tideserve.load.event_stream import Marks
 
-METRICS = """# HELP vllm:num_preemptions_total Preemptions.
-# TYPE vllm:num_preemptions_total counter
-vllm:num_preemptions_total{worker="worker-0"} 3.0
-vllm:num_preemptions_total{worker="a b{}"} 4
-vllm:kv_cache_usage_perc 0.25
-"""
-
 
 @pytest.fixture
 def deployment(tmp_path: Path) -> Deployment:
@@ -71,19 +64,10 @@ def deployment(tmp_path: Path) -> Deployment:
 @pytest.mark.parametrize(
     ("names", "sentence"),
     [
-        (
-            ["what"],
-            "unknown system 'what'; there are tideserve, drop, recompute, bros, eager, fcfs,"
-            " online-only,"
-            " prefill-first, priority, reserved, round-robin, slo, slo-full, slo-half, slo-quarter,"
-            " waiting-time, vllm, vllm-priority and name=URL, with the suffixes that",
-        ),
+        (["what"], "unknown system 'what'; there are tideserve, drop, recompute,"),
         (["waiting_time-ample"], "did you mean 'waiting-time-ample'?"),
         (["tideserve-tides"], "no mechanism 'tides' to switch off; there are ample, exchange"),
         (["mine=ftp://x"], "'mine=ftp://x' is not of the form name=http://host:port"),
-        (["vllm-chunking"], "no mechanism 'chunking' to switch off; there are ample"),
-        (["=http://x"], "not of the form"),
-        (["slo-tides"], "no mechanism 'tides' to switch off"),
         (["drop-256"], "no mechanism '256' to switch off"),
         (["priority-0"], "no mechanism '0' to switch off"),
         (["mine-ample=http://x"], "'mine-ample' reads like a system of ours"),
@@ -121,13 +105,6 @@ def test_every_kind_of_name(deployment: Deployment) -> None:
     assert make_system(name, deployment).urls == ("http://127.0.0.1:9",)
 
 
-def test_workers_have_the_device_of_the_run(deployment: Deployment) -> None:
-    for device in ("cpu", "cuda:1"):
-        options = ours("drop", replace(deployment, device=device)).options()
-        assert options["device"] == device
-        assert ("ready_timeout" in options) == (device != "cpu"), "a first start compiles there"
-
-
 def test_a_system_may_have_a_dtype_of_its_own(deployment: Deployment) -> None:
     url = "mine-float32=http://x"
     names = ["tideserve", "tideserve-float32", "vllm", "vllm-ample-float32", url]
@@ -141,49 +118,16 @@ def test_a_system_may_have_a_dtype_of_its_own(deployment: Deployment) -> None:
     assert peers == ["bfloat16", "float32"]
 
 
-@pytest.mark.parametrize("name", [*SCHEDULINGS, "priority-256-float32", "slo-full-preempting"])
-def test_systems_that_differ_in_scheduling(deployment: Deployment, name: str) -> None:
-    """The options of its row and of its suffixes, which `tideserve up` takes, and no other."""
-    chosen = replace(deployment, options={"max_batch_tokens": 512})
+@pytest.mark.parametrize(
+    "name", [*SCHEDULINGS, "priority-256-float32", "slo-full-preempting-packing-slots-victims"]
+)
+def test_options_of_systems_are_those_of_the_command(deployment: Deployment, name: str) -> None:
     check_names([name])
-    system, plain = ours(name, chosen), Tideserve("tideserve", (), chosen).options()
-    changed = {key: one for key, one in system.options().items() if plain.get(key) != one}
-    base = name.removesuffix("-preempting").removesuffix("-256-float32")
-    own = dict(SCHEDULINGS[base][1])
-    if "worker" in own:
-        own["worker"] = plain["worker"] | own["worker"]
-    own |= {"scheduler": {"batch_groups": 1}} if name == "reserved" else {}
-    own |= {"preempt": "always"} if name.endswith("-preempting") else {}
-    own |= {"dtype": "float32", "max_batch_tokens": 256} if "-256" in name else {}
-    assert changed == own
-    read_options(None, changed)
-    system._cluster = LocalCluster(deployment.model_dir)  # as if it were started
-    assert system.describe()["switched_off"] == []
+    system = ours(name, replace(deployment, options={"worker": {"max_running": 7}}))
+    options = system.options()
+    read_options(None, {key: own for key, own in options.items() if key != "model"})
+    assert options["worker"]["max_running"] == 7, "options of the whole run stay"
     assert serves_batch(f"{name}@A100-14B") is (name != "online-only")
-
-
-def test_a_suffix_changes_one_option_of_a_section_and_leaves_the_others(
-    deployment: Deployment,
-) -> None:
-    interactive = {"ttft_ms": 400, "token_group": 4}
-    chosen = {"gateway": {"classes": {"interactive": interactive}, "inflight_max": 9}}
-    chosen |= {"worker": {"max_running": 7}}
-    deployment = replace(deployment, options=chosen)
-    plain, groups = (ours(name, deployment) for name in ("slo", "slo-groups"))
-    # The options that every system of a benchmark has stay, too.
-    assert plain.options()["worker"] == {"profile_when_idle": False, "max_running": 7}
-    assert plain.options()["gateway"] == chosen["gateway"]
-    expected = {"classes": {"interactive": interactive | {"token_group": 1}}, "inflight_max": 9}
-    assert groups.options() == plain.options() | {"gateway": expected}
-    for suffix, own in (
-        ("packing", {"packing": True}),
-        ("slots", {"adaptive_slots": True}),
-        ("victims", {"victims": "slack"}),
-    ):
-        switched = ours(f"slo-{suffix}", deployment)
-        worker = plain.options()["worker"] | own
-        assert switched.options() == plain.options() | {"worker": worker}
-        read_options(None, {"worker": own})  # `tideserve up` takes it
 
 
 def test_reserved_needs_a_group_for_each_kind(deployment: Deployment) -> None:
@@ -211,12 +155,6 @@ def test_ample_lifts_the_memory_limit_only(deployment: Deployment) -> None:
     assert plain.pop("memory") == 100 << 20
     assert plain == ample
     assert plain["worker"] == {"profile_when_idle": False}
-
-
-def test_paced_is_in_the_name_and_the_options(deployment: Deployment) -> None:
-    system = ours("tideserve", replace(deployment, paced="A100-14B"))
-    assert system.name == "tideserve@A100-14B"
-    assert system.options()["paced"] == "A100-14B"
 
 
 def test_vllm_gets_the_same_kv_bytes(deployment: Deployment) -> None:
@@ -268,27 +206,25 @@ def test_parameters_are_counted_in_the_type_that_they_are_served_in(deployment: 
         _ = deployment.parameter_bytes
 
 
-def test_metrics_are_summed_over_labels() -> None:
-    metrics = parse_metrics(METRICS)
-    assert metrics["vllm:num_preemptions_total"] == 7
-    counters = vllm_counters(metrics)
-    assert counters.preemptions == 7
-    assert vllm_counters({}).preemptions is None
-
-
-def test_metrics_are_told_by_class_too() -> None:
+def test_metrics_are_summed_over_labels_and_by_class() -> None:
     metrics = parse_metrics(
-        'tokens_total{worker="a",class="online"} 3\n'
+        "# HELP tokens_total Tokens.\n# TYPE tokens_total counter\n"
+        'tokens_total{worker="a b{}",class="online"} 3.0\n'
         'tokens_total{class="batch",worker="a"} 4\n'
         'tokens_total{worker="b",class="batch"} 5\n'
+        "usage_perc 0.25\n"
     )
-    assert metrics == {"tokens_total": 12, "tokens_total{online}": 3, "tokens_total{batch}": 9}
+    by_class = {"tokens_total{online}": 3, "tokens_total{batch}": 9}
+    assert metrics == {"tokens_total": 12, "usage_perc": 0.25} | by_class
 
 
-def test_vllm_counts_prompts_and_outputs_as_processed() -> None:
-    counters = vllm_counters({"vllm:prompt_tokens_total": 70, "vllm:generation_tokens_total": 7})
+def test_counters_of_vllm() -> None:
+    counted = {"prompt_tokens": 70, "generation_tokens": 7, "num_preemptions": 2}
+    counters = vllm_counters({f"vllm:{name}_total": value for name, value in counted.items()})
     assert (counters.processed, counters.output, counters.batch_processed) == (77, 7, None)
+    assert counters.preemptions == 2
     assert vllm_counters({"vllm:prompt_tokens_total": 70}).processed is None
+    assert vllm_counters({}).preemptions is None
 
 
 def test_time_in_pipelines_is_read(deployment: Deployment, monkeypatch: pytest.MonkeyPatch) -> None:

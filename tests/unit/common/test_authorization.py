@@ -103,6 +103,18 @@ async def serving(transport: Transport) -> AsyncIterator[str]:
         await server.stop(0)
 
 
+@asynccontextmanager
+async def dialled(
+    certified: Certified, caller: str, server: str = "worker", wanted: str = "worker"
+) -> AsyncIterator[grpc.aio.Channel]:
+    """A channel of `caller` to `server`, which it believes to be a `wanted`."""
+    async with (
+        serving(certified.transport(server)) as address,
+        certified.transport(caller).dial(address, wanted) as channel,
+    ):
+        yield channel
+
+
 def answering(method: MethodDescriptor) -> grpc.RpcMethodHandler:
     """A handler of the method's kind that answers with an empty message."""
 
@@ -157,10 +169,7 @@ def test_every_method_has_a_row() -> None:
 async def test_a_role_may_call_what_its_row_says_and_nothing_else(
     certified: Certified, role: str
 ) -> None:
-    async with (
-        serving(certified.transport("worker")) as address,
-        certified.transport(role).dial(address, "worker") as channel,
-    ):
+    async with dialled(certified, role) as channel:
         answers = {short(name): await answer_of(channel, name) for name in ALL}
     expected = {
         name: grpc.StatusCode.OK if name in ALLOWED[role] else grpc.StatusCode.PERMISSION_DENIED
@@ -181,10 +190,7 @@ async def test_a_method_without_a_row_is_refused_to_all(
 
 
 async def test_a_refusal_names_the_role_that_may_call(certified: Certified) -> None:
-    async with (
-        serving(certified.transport("worker")) as address,
-        certified.transport("scheduler").dial(address, "worker") as channel,
-    ):
+    async with dialled(certified, "scheduler") as channel:
         call = channel.unary_unary("/tideserve.worker.v1.MemberService/Abort")
         with pytest.raises(grpc.aio.AioRpcError) as raised:
             await call(b"", timeout=TIMEOUT_S)
@@ -204,15 +210,9 @@ async def test_an_expired_or_foreign_certificate_is_refused_on_both_ends(
     certified: Certified, name: str
 ) -> None:
     health = "/grpc.health.v1.Health/Check"
-    async with (
-        serving(certified.transport("worker")) as address,
-        certified.transport(name).dial(address, "worker") as channel,
-    ):
+    async with dialled(certified, name) as channel:
         assert await answer_of(channel, health) is grpc.StatusCode.UNAVAILABLE
-    async with (
-        serving(certified.transport(name)) as address,
-        certified.transport("worker").dial(address, "gateway") as channel,
-    ):
+    async with dialled(certified, "worker", name, "gateway") as channel:
         assert await answer_of(channel, health) is grpc.StatusCode.UNAVAILABLE
 
 
@@ -229,10 +229,7 @@ async def test_without_a_certificate_nothing_is_answered(certified: Certified) -
 
 async def test_a_server_of_another_role_is_not_called(certified: Certified) -> None:
     """Whatever its address: etcd could name a wrong one."""
-    async with (
-        serving(certified.transport("worker")) as address,
-        certified.transport("gateway").dial(address, "memmgr") as channel,
-    ):
+    async with dialled(certified, "gateway", "worker", "memmgr") as channel:
         code = await answer_of(channel, "/grpc.health.v1.Health/Check")
     assert code is grpc.StatusCode.UNAVAILABLE
 
@@ -240,10 +237,7 @@ async def test_a_server_of_another_role_is_not_called(certified: Certified) -> N
 async def test_a_host_of_that_name_is_no_role(certified: Certified) -> None:
     issued = certified.authority.issue("gateway", ("gateway", "gateway.default.svc"), DAY)
     write_pair(certified.folder, "host", issued)
-    async with (
-        serving(certified.transport("worker")) as address,
-        certified.transport("host").dial(address, "worker") as channel,
-    ):
+    async with dialled(certified, "host") as channel:
         code = await answer_of(channel, "/tideserve.worker.v1.WorkerService/Generate")
     assert code is grpc.StatusCode.PERMISSION_DENIED
 

@@ -2,13 +2,13 @@
 
 import re
 import subprocess
-import sys
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
 
 from services.common.lifecycle import EXIT_UNUSABLE
+from tests.support.python import run_python
 from tideserve.cli.certificates import Authority, write_pair
 from tideserve.cli.local_cluster import python_environment
 
@@ -37,14 +37,8 @@ main("tide", Config, serve)
 
 
 def run(errors: str, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", PROGRAM.format(errors=errors), *arguments],
-        capture_output=True,
-        text=True,
-        env=python_environment() | variables,
-        timeout=60,
-        check=False,
-    )
+    environment = python_environment() | variables
+    return run_python("-c", PROGRAM.format(errors=errors), *arguments, env=environment)
 
 
 def test_an_error_for_people_is_the_last_line() -> None:
@@ -115,14 +109,8 @@ main("tide", ServiceConfig, serve)
 )
 def test_level_and_format_of_log_lines_are_options(level: str, form: str, lines: list[str]) -> None:
     variables = {"ETCD_URL": "http://none:1", "LOG_LEVEL": level, "LOG_FORMAT": form}
-    done = subprocess.run(
-        [sys.executable, "-c", SPEAKING],
-        capture_output=True,
-        text=True,
-        env=python_environment() | {f"TIDESERVE__{k}": v for k, v in variables.items()},
-        timeout=60,
-        check=False,
-    )
+    given = {f"TIDESERVE__{k}": v for k, v in variables.items()}
+    done = run_python("-c", SPEAKING, env=python_environment() | given)
     told = done.stderr.splitlines()
     assert len(told) == len(lines)
     assert all(re.fullmatch(line, said) for line, said in zip(lines, told, strict=True)), told
@@ -159,13 +147,7 @@ asyncio.run(main(Path(sys.argv[1])))
 def test_grpc_writes_no_lines_of_its_own_unless_told_to(tmp_path: Path, verbosity: str) -> None:
     issued = Authority.create("x").issue("w", ("w",), timedelta(days=1))
     write_pair(tmp_path, "w", issued)
-    done = subprocess.run(
-        [sys.executable, "-c", HANDSHAKE, str(tmp_path)],
-        capture_output=True,
-        text=True,
-        env=python_environment() | ({"GRPC_VERBOSITY": verbosity} if verbosity else {}),
-        timeout=60,
-        check=False,
-    )
+    given = {"GRPC_VERBOSITY": verbosity} if verbosity else {}
+    done = run_python("-c", HANDSHAKE, str(tmp_path), env=python_environment() | given)
     assert done.returncode == 0, done.stderr
     assert ("Handshake failed" in done.stderr) == bool(verbosity), done.stderr

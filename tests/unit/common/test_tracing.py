@@ -4,8 +4,6 @@ import asyncio
 import logging
 import re
 import socket
-import subprocess
-import sys
 from collections.abc import Mapping
 
 import pytest
@@ -23,24 +21,14 @@ from services.common.tracing import (
     parse_traceparent,
     tracing,
 )
+from tests.support.kept_traces import KeptTraces
 from tests.support.otlp_receiver import OtlpReceiver
+from tests.support.python import run_python
 from tests.support.waiting import eventually
 from tideserve.cli.local_cluster import python_environment
 
 TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 CONFIG = ServiceConfig(etcd_url="http://none:1")
-
-
-class Kept:
-    """A sink that keeps what it gets."""
-
-    def __init__(self) -> None:
-        self.roots: list[tuple[TraceContext, Span]] = []
-
-    def export(self, context: TraceContext, root: Span) -> None:
-        self.roots.append((context, root))
-
-    def close(self) -> None: ...
 
 
 @pytest.mark.parametrize(
@@ -75,32 +63,32 @@ def test_an_invalid_traceparent_counts_as_none(header: str) -> None:
 
 
 def test_the_caller_decides_and_else_the_ratio() -> None:
-    always, never = Tracer(1.0, Kept()), Tracer(0.0, Kept())
+    always, never = Tracer(1.0, KeptTraces()), Tracer(0.0, KeptTraces())
     for flag in (True, False):
         begun = (never if flag else always).begin(TraceContext(TRACE, SPAN, flag))
         assert (begun.trace_id, begun.parent_id, begun.sampled) == (TRACE, SPAN, flag)
         assert begun.span_id != SPAN
     assert always.begin().sampled and never.begin(always=True).sampled
-    begun = [Tracer(0.25, Kept()).begin() for _ in range(2000)]
+    begun = [Tracer(0.25, KeptTraces()).begin() for _ in range(2000)]
     assert 350 < sum(one.sampled for one in begun) < 650
     assert len({one.trace_id for one in begun}) == 2000
     assert all(parse_traceparent(one.traceparent) is not None for one in begun)
 
 
 def test_some_failures_are_told_though_not_sampled() -> None:
-    tracer = Tracer(0.0, Kept())
+    tracer = Tracer(0.0, KeptTraces())
     told = [tracer.wants(tracer.begin(), failed=True) for _ in range(10 * ERRORS_PER_S)]
     # All within a second, or within two where the machine is slow.
     assert ERRORS_PER_S <= sum(told) <= 3 * ERRORS_PER_S
     assert not tracer.wants(tracer.begin(), failed=False)
     caller = TraceContext(TRACE, SPAN, sampled=False)
-    other = Tracer(0.0, Kept())
+    other = Tracer(0.0, KeptTraces())
     assert other.wants(other.begin(caller), failed=True), "no client hides a failure"
     assert not other.wants(other.begin(caller), failed=False)
 
 
 def test_callers_have_some_traces_told_in_a_second() -> None:
-    tracer, caller = Tracer(0.0, Kept()), TraceContext(TRACE, SPAN, sampled=True)
+    tracer, caller = Tracer(0.0, KeptTraces()), TraceContext(TRACE, SPAN, sampled=True)
     begun = [tracer.begin(caller) for _ in range(10 * CALLERS_PER_S)]
     # All within a second, or within two where the machine is slow.
     assert CALLERS_PER_S <= sum(one.sampled for one in begun) <= 3 * CALLERS_PER_S
@@ -159,14 +147,7 @@ print(found, threading.active_count())
 @pytest.mark.parametrize("name", ["gateway", "memmgr"])
 def test_with_tracing_off_the_sdk_is_not_imported(name: str) -> None:
     environment = {k: v for k, v in python_environment().items() if not k.startswith("OTEL_")}
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM.format(name=name)],
-        capture_output=True,
-        text=True,
-        env=environment,
-        timeout=120,
-        check=False,
-    )
+    done = run_python("-c", PROGRAM.format(name=name), env=environment)
     assert (done.stdout, done.returncode) == ("[] 1\n", 0), done.stderr
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from services.core.cost.iteration_tokens import IterationTokens
-from services.core.prefix.dropped_prefixes import DROPPED_MAX
+from services.core.prefix.cached_blocks import DROPPED_MAX
 from services.core.report import EngineReport, Load, MemoryReport
 from services.core.reporting import (
     RECEIVED_IDS_MAX,

@@ -7,13 +7,13 @@ import grpc.aio
 import pytest
 
 from services.core.groups.vocabulary import Group, GroupPhase, PrepareMembers, Source
-from services.memmgr.loss_log import LossLog
+from services.memmgr.losses import LossLog
 from services.memmgr.member_client import reason_of
 
 
 @pytest.fixture
 def losses(caplog: pytest.LogCaptureFixture) -> LossLog:
-    caplog.set_level("INFO", "services.memmgr.loss_log")
+    caplog.set_level("INFO", "services.memmgr.losses")
     return LossLog()
 
 

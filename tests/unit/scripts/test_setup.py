@@ -55,19 +55,18 @@ def pip_calls(script: ModuleType) -> int:
     return sum(command[1:3] == ["-m", "pip"] for command in script.ran)
 
 
-def test_a_second_run_does_nothing(setup_script: ModuleType) -> None:
-    setup_script.set_up(for_tests=True, with_model=False)
-    assert pip_calls(setup_script) == 4
-    setup_script.ran.clear()
-    setup_script.set_up(for_tests=True, with_model=False)
-    assert setup_script.ran == []
+def set_up(script: ModuleType, for_tests: bool = False) -> list[list[str]]:
+    """Set up, without a model; return the recorded commands."""
+    script.ran.clear()
+    script.set_up(for_tests=for_tests, with_model=False)
+    return list(script.ran)
 
 
-def test_testing_after_serving_adds_only_what_is_missing(setup_script: ModuleType) -> None:
-    setup_script.set_up(for_tests=False, with_model=False)
-    setup_script.ran.clear()
-    setup_script.set_up(for_tests=True, with_model=False)
-    assert [command[-1] for command in setup_script.ran] == [str(ROOT / "requirements/dev.txt")]
+def test_only_what_is_missing_is_installed(setup_script: ModuleType) -> None:
+    set_up(setup_script)
+    added = set_up(setup_script, for_tests=True)
+    assert [command[-1] for command in added] == [str(ROOT / "requirements/dev.txt")]
+    assert set_up(setup_script, for_tests=True) == []
 
 
 def test_changed_pins_are_installed_again(
@@ -76,11 +75,9 @@ def test_changed_pins_are_installed_again(
     for name in ("serve", "nodeps", "torch", "dev"):
         (tmp_path / f"{name}.txt").write_text("")
     monkeypatch.setattr(setup_script, "REQUIREMENTS", tmp_path)
-    setup_script.set_up(for_tests=False, with_model=False)
+    set_up(setup_script)
     (tmp_path / "serve.txt").write_text("x==1\n")
-    setup_script.ran.clear()
-    setup_script.set_up(for_tests=False, with_model=False)
-    assert pip_calls(setup_script) == len(setup_script.ran) == 1
+    assert len(set_up(setup_script)) == pip_calls(setup_script) == 1
 
 
 def test_a_run_that_was_cut_short_starts_afresh(
@@ -93,39 +90,25 @@ def test_a_run_that_was_cut_short_starts_afresh(
         if "pip" in command:
             raise KeyboardInterrupt
 
-    with monkeypatch.context() as during:
+    with monkeypatch.context() as during, pytest.raises(KeyboardInterrupt):
         during.setattr(setup_script, "run_step", killed)
-        with pytest.raises(KeyboardInterrupt):
-            setup_script.set_up(for_tests=False, with_model=False)
-    setup_script.ran.clear()
-    setup_script.set_up(for_tests=False, with_model=False)
-    assert setup_script.ran[0][1:3] == ["-m", "venv"]
-
-
-def test_torch_alone_comes_from_its_own_index(
-    setup_script: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TORCH_INDEX", "file:///builds")
-    setup_script.set_up(for_tests=True, with_model=False)
-    using = [command for command in setup_script.ran if "--index-url" in command]
-    assert len(using) == 1
-    assert str(ROOT / "requirements" / "torch.txt") in using[0]
+        set_up(setup_script)
+    assert set_up(setup_script)[0][1:3] == ["-m", "venv"]
 
 
 def test_another_index_for_torch_starts_afresh_and_none_keeps_what_is_there(
     setup_script: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delenv("TORCH_INDEX", raising=False)
-    setup_script.set_up(for_tests=False, with_model=False)
+    set_up(setup_script)
     monkeypatch.setenv("TORCH_INDEX", "https://user:secret@builds.invalid/one")
-    for expected in (4, 0):
-        setup_script.ran.clear()
-        setup_script.set_up(for_tests=False, with_model=False)
-        assert len(setup_script.ran) == expected
-    assert "TORCH_INDEX has changed" in capsys.readouterr().out
+    again = set_up(setup_script)
+    assert len(again) == 4 and "TORCH_INDEX has changed" in capsys.readouterr().out
+    (torch_alone,) = [command for command in again if "--index-url" in command]
+    assert str(ROOT / "requirements" / "torch.txt") in torch_alone
+    assert set_up(setup_script) == []
     monkeypatch.delenv("TORCH_INDEX")
-    setup_script.set_up(for_tests=False, with_model=False)
-    assert setup_script.ran == []
+    assert set_up(setup_script) == []
     stamps = [path.read_text() for path in setup_script.STAMPS.iterdir()]
     assert not any("secret" in text for text in stamps)
 
@@ -133,69 +116,52 @@ def test_another_index_for_torch_starts_afresh_and_none_keeps_what_is_there(
 CUDA = {"version": "2.13.0", "requires_dist": ["sympy", "nvidia-cublas==13.1; platform_system"]}
 
 
+@pytest.mark.parametrize("gpu", [False, True])
 def test_the_cuda_build_is_announced_where_there_is_no_gpu(
-    setup_script: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    setup_script: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    gpu: bool,
 ) -> None:
     needed: list[int] = []
     monkeypatch.setattr(setup_script, "torch", CUDA)
+    monkeypatch.setattr(setup_script, "has_nvidia_gpu", lambda: gpu)
     monkeypatch.setattr(setup_script, "require_space", lambda _, mib, __: needed.append(mib))
-    setup_script.set_up(for_tests=False, with_model=False)
+    set_up(setup_script)
     said = capsys.readouterr().out
-    for word in ("no NVIDIA GPU", "3 GB", "7 GB", "TORCH_INDEX="):
-        assert word in said
+    for text in ("no NVIDIA GPU", "3 GB", "7 GB", "TORCH_INDEX="):
+        assert (text in said) is not gpu
     assert max(needed) >= 7 * 1024
 
 
-def test_with_a_gpu_the_cuda_build_is_what_was_meant(
-    setup_script: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("room_mib", [4 * 1024, 0])
+def test_too_little_space_ends_it_before_the_download(
+    setup_script: ModuleType, monkeypatch: pytest.MonkeyPatch, room_mib: int
 ) -> None:
+    def require_space(folder: Path, needed_mib: int, purpose: str) -> None:
+        checked(folder, needed_mib if needed_mib <= room_mib else 1 << 40, purpose)
+
+    checked = setup_script.require_space
     monkeypatch.setattr(setup_script, "torch", CUDA)
-    monkeypatch.setattr(setup_script, "has_nvidia_gpu", lambda: True)
-    monkeypatch.setattr(setup_script, "require_space", lambda *_: None)
-    setup_script.set_up(for_tests=False, with_model=False)
-    assert "no NVIDIA GPU" not in capsys.readouterr().out
-
-
-def test_too_little_space_for_the_build_ends_it_before_torch(
-    setup_script: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def require_space(_: Path, needed_mib: int, purpose: str) -> None:
-        if needed_mib > 4 * 1024:
-            raise StepFailed(purpose)
-
-    monkeypatch.setattr(setup_script, "torch", CUDA)
+    monkeypatch.setattr(setup_script, "PACKAGES_MIB", 1)
     monkeypatch.setattr(setup_script, "require_space", require_space)
-    with pytest.raises(StepFailed, match="the CUDA build of torch"):
-        setup_script.set_up(for_tests=False, with_model=False)
-    assert pip_calls(setup_script) == 1
+    with pytest.raises(StepFailed, match="the CUDA build of torch" if room_mib else "Free some"):
+        set_up(setup_script)
+    assert pip_calls(setup_script) == (room_mib > 0)
 
 
-def test_too_little_space_is_said_first(
-    setup_script: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(setup_script, "PACKAGES_MIB", 1 << 40)
-    with pytest.raises(StepFailed, match="Free some space"):
-        setup_script.set_up(for_tests=False, with_model=False)
-    assert setup_script.ran == []
-
-
-def test_a_python_without_venv_is_completed_by_root(
-    setup_script: ModuleType, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("user", [0, 1000])
+def test_root_completes_a_python_without_venv_and_others_get_the_command(
+    setup_script: ModuleType, monkeypatch: pytest.MonkeyPatch, user: int
 ) -> None:
     monkeypatch.setitem(sys.modules, "ensurepip", None)
-    monkeypatch.setattr("os.geteuid", lambda: 0)
+    monkeypatch.setattr("os.geteuid", lambda: user)
     monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")
-    setup_script.set_up(for_tests=False, with_model=False)
-    assert "apt-get install" in setup_script.ran[0][-1]
-
-
-def test_a_python_without_venv_is_explained_to_others(
-    setup_script: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "ensurepip", None)
-    monkeypatch.setattr("os.geteuid", lambda: 1000)
-    with pytest.raises(StepFailed, match=r"apt-get install python3\.\d+-venv"):
-        setup_script.set_up(for_tests=False, with_model=False)
+    if user == 0:
+        assert "apt-get install" in set_up(setup_script)[0][-1]
+    else:
+        with pytest.raises(StepFailed, match=r"apt-get install python3\.\d+-venv"):
+            set_up(setup_script)
 
 
 def test_settings_that_would_install_elsewhere_are_dropped(
@@ -266,26 +232,14 @@ def test_an_etcd_that_cannot_be_had_is_tried_again_a_day_later(
     assert len(tries) == 2
 
 
-STANZAS = """Types: deb
-# a comment: with a colon
-URIs: http://mirror.test/debian-security
-Suites: bookworm-security
-Components: main
-
-Types: deb
-URIs: http://mirror.test/debian
-Suites: bookworm bookworm-updates
-Components: main contrib
-Signed-By: /a/key.gpg
-"""
-
-
 @pytest.fixture
 def apt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder on PATH with a fake apt-get and dpkg; `calls` beside it lists what they did."""
     folder, calls = tmp_path / "programs", tmp_path / "calls"
     (tmp_path / "etc" / "sources.list.d").mkdir(parents=True)
-    (tmp_path / "etc" / "sources.list.d" / "debian.sources").write_text(STANZAS)
+    (tmp_path / "etc" / "sources.list.d" / "debian.sources").write_text(
+        "URIs: http://mirror.test/debian\nSuites: bookworm\nComponents: main\n"
+    )
     folder.mkdir()
     write_program(
         folder / "apt-get", f'echo "$@" >> {calls}; case "$*" in *download*) > x.deb;; esac'

@@ -25,16 +25,14 @@ def report(folder: Path, **metadata: Any) -> Path:
         ("2.13.0+cu130", ['cuda-toolkit[cublas]==13.0.2; platform_system == "Linux"'], CUDA_BUILD),
         ("2.13.0", ["nvidia-x==1; platform_machine == 'another' and x"], CPU_BUILD),
         ("2.13.0", ["nvidia-x==1; extra == 'gpu'"], CPU_BUILD),
+        ("2.13.0", None, CPU_BUILD),
     ],
 )
 def test_the_build_is_known_by_its_version_or_what_it_needs(
-    tmp_path: Path, version: str, requirements: list[str], build: Any
+    tmp_path: Path, version: str, requirements: list[str] | None, build: Any
 ) -> None:
-    assert build_in(report(tmp_path, version=version, requires_dist=requirements)) is build
-
-
-def test_a_build_without_requirements_is_small(tmp_path: Path) -> None:
-    assert build_in(report(tmp_path, version="2.13.0")) is CPU_BUILD
+    needs = {} if requirements is None else {"requires_dist": requirements}
+    assert build_in(report(tmp_path, version=version, **needs)) is build
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"install": []}', '{"install": [{}]}'])

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from services.worker.build import code_digest
+from services.worker.app import code_digest
 
 
 def test_every_file_and_its_name_counts(tmp_path: Path) -> None:

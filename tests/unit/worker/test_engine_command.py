@@ -8,7 +8,7 @@ import pytest
 from services.common.config import from_mapping
 from services.common.errors import ConfigError
 from services.worker.config import WorkerConfig
-from services.worker.engine_command import VLLM_ENGINE, engine_command, engine_environment
+from services.worker.engine_client import VLLM_ENGINE, engine_command, engine_environment
 
 VLLM = {"engine": "vllm", "engine_python": "/venv/bin/python"}
 

@@ -89,8 +89,12 @@ MERGED_PLAN = GroupPlan(
 )
 
 
-async def test_a_group_of_its_own_reaches_the_engine_before_it_is_served() -> None:
-    bench = Bench()
+@pytest.fixture
+def bench() -> Bench:
+    return Bench()
+
+
+async def test_a_group_of_its_own_reaches_the_engine_before_it_is_served(bench: Bench) -> None:
     assert bench.participant.place is None
     await bench.participant.commit(ALONE, "", "")
     alone = GroupPlan("group-w0", 1, [plan("w0", "a", 0, 4, ("", ""))])
@@ -98,8 +102,7 @@ async def test_a_group_of_its_own_reaches_the_engine_before_it_is_served() -> No
     assert bench.changes == [Place("group-w0", 1, leads=True)]
 
 
-async def test_what_was_prepared_is_applied_with_its_peers() -> None:
-    bench = Bench()
+async def test_what_was_prepared_is_applied_with_its_peers(bench: Bench) -> None:
     await bench.participant.commit(ALONE, "", "")
     await bench.participant.prepare(MERGE)
     assert bench.engine.told[1:] == [Prepare("7-1", [MERGED_PLAN])]
@@ -109,8 +112,7 @@ async def test_what_was_prepared_is_applied_with_its_peers() -> None:
     assert bench.participant.place == Place("group-w1", 2, leads=False, shared=True)
 
 
-async def test_the_engine_gets_lanes_that_it_can_dial_without_a_name_server() -> None:
-    bench = Bench()
+async def test_the_engine_gets_lanes_that_it_can_dial_without_a_name_server(bench: Bench) -> None:
     bench.names = {"w1:1": "10.0.0.2:1", "w1:2": "[fd00::2]:2"}
     await bench.participant.prepare(MERGE)
     (told,) = bench.engine.told
@@ -119,16 +121,14 @@ async def test_the_engine_gets_lanes_that_it_can_dial_without_a_name_server() ->
     assert (theirs.activations.address, theirs.bulk.address) == ("10.0.0.2:1", "[fd00::2]:2")
 
 
-async def test_a_peer_that_nobody_can_find_is_refused_with_the_reason() -> None:
-    bench = Bench()
+async def test_a_peer_that_nobody_can_find_is_refused_with_the_reason(bench: Bench) -> None:
     lost = replace(PEERS[1], activation_address="nowhere:1")
     with pytest.raises(PrepareRefused, match="'nowhere' cannot be resolved"):
         await bench.participant.prepare(replace(MERGE, peers=(PEERS[0], lost)))
     assert not bench.engine.told
 
 
-async def test_a_split_tells_all_groups_that_it_makes() -> None:
-    bench = Bench()
+async def test_a_split_tells_all_groups_that_it_makes(bench: Bench) -> None:
     target = replace(ALONE, epoch=3)
     split = ProposedChange("7-2", "group-w1", 2, target, PEERS, (OTHER,))
     await bench.participant.prepare(split)
@@ -142,9 +142,8 @@ async def test_a_split_tells_all_groups_that_it_makes() -> None:
     assert applied.groups[1].members == [plan("w1", "b", 0, 4, W1_NONCES)]
 
 
-async def test_another_configuration_than_the_prepared_one() -> None:
+async def test_another_configuration_than_the_prepared_one(bench: Bench) -> None:
     """Members are where they were last known to be."""
-    bench = Bench()
     await bench.participant.prepare(MERGE)
     await bench.participant.commit(MERGED, "7-1", "")
     await bench.participant.prepare(replace(MERGE, attempt="7-2"))
@@ -159,8 +158,7 @@ def replace_own_nonces(members: list[MemberPlan]) -> list[MemberPlan]:
     return [members[0], plan("w0", "a", 2, 4, ("", ""))]
 
 
-async def test_the_engine_may_refuse() -> None:
-    bench = Bench()
+async def test_the_engine_may_refuse(bench: Bench) -> None:
     bench.engine.error = "no room"
     with pytest.raises(PrepareRefused, match="no room"):
         await bench.participant.prepare(MERGE)
@@ -178,14 +176,14 @@ async def test_without_lanes_only_all_layers_can_be_served() -> None:
     assert len(bench.engine.told) == 1
 
 
-async def test_a_member_that_nobody_knows_is_refused() -> None:
-    bench = Bench()
+async def test_a_member_that_nobody_knows_is_refused(bench: Bench) -> None:
     with pytest.raises(PrepareRefused, match="lacks the address of w1"):
         await bench.participant.prepare(replace(MERGE, peers=PEERS[:1]))
 
 
-async def test_a_degraded_group_serves_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    bench = Bench()
+async def test_a_degraded_group_serves_nothing(
+    bench: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
     await bench.participant.commit(ALONE, "", "")
     degraded = replace(ALONE, epoch=4, phase=GroupPhase.DEGRADED)
     await bench.participant.commit(degraded, "", "")
@@ -198,8 +196,7 @@ async def test_a_degraded_group_serves_nothing(caplog: pytest.LogCaptureFixture)
     assert said.startswith(f"{ALONE.group_id} at epoch 4 has lost the members")
 
 
-async def test_a_frozen_engine_keeps_no_request_when_its_group_goes_on() -> None:
-    bench = Bench()
+async def test_a_frozen_engine_keeps_no_request_when_its_group_goes_on(bench: Bench) -> None:
     await bench.participant.commit(ALONE, "", "")
     bench.engine.lifeless_s = UNHEARD_S + 1
     await bench.participant.commit(replace(ALONE, epoch=4, phase=GroupPhase.DEGRADED), "", "")

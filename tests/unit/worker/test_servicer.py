@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
+from typing import Any
 
 import grpc.aio
 import pytest
@@ -21,6 +22,9 @@ from tideserve.worker.v1 import worker_pb2_grpc
 
 FACTS = EngineReady(64, 100, 4, 16, 1024, 1 << 20, 1 << 18, 0)
 REPORT = EngineReport(Load(0, 0, 16, 0))
+
+
+Call = Any
 
 
 class RecordingEngine:
@@ -74,6 +78,18 @@ class Bench:
         await self.server.stop(0)
         self.running.cancel()
 
+    async def begin(self, call: Call, frame: pb.GenerateRequest) -> None:
+        """Write a start, and wait until the engine has it."""
+        await call.write(frame)
+        await self.told(("start", frame.start.request_id))
+
+    async def told(self, *expected: tuple[str, str]) -> None:
+        """Check what the engine is told next."""
+        assert [await self.engine.next() for _ in expected] == [*expected]
+
+    async def idle(self) -> None:
+        await asyncio.wait_for(self.servicer.wait_idle(), 20)
+
     def emit(
         self,
         *commands: EmitToken | RefuseRequest | AdoptedRequest | MovedRequest,
@@ -90,6 +106,17 @@ class Bench:
         self.servicer.deliver(
             Progress(list(received), tokens, refusals, REPORT, adopted, moved, times=times or {})
         )
+
+
+@pytest.fixture
+async def bench() -> AsyncIterator[Bench]:
+    async with Bench() as bench:
+        yield bench
+
+
+@pytest.fixture
+async def call(bench: Bench) -> Call:
+    return bench.stub.Generate()
 
 
 def start(request_id: str, epoch: int = 7, **changes) -> pb.GenerateRequest:
@@ -109,6 +136,10 @@ def attach(request_id: str, from_index: int, epoch: int = 8) -> pb.GenerateReque
     )
 
 
+def abort(request_id: str) -> pb.GenerateRequest:
+    return pb.GenerateRequest(abort=pb.Abort(request_id=request_id))
+
+
 def adopted(request_id: str, *emitted_ids: int) -> AdoptedRequest:
     return AdoptedRequest(request_id, "g", 8, list(emitted_ids))
 
@@ -121,408 +152,361 @@ async def read(call) -> list[pb.RequestEvent]:
     return list((await asyncio.wait_for(call.read(), 20)).events)
 
 
-async def test_tokens_of_one_step_travel_in_one_message() -> None:
-    async with Bench() as bench:
-        call = bench.stub.Generate()
-        await call.write(start("a"))
-        await call.write(start("b"))
-        assert [await bench.engine.next(), await bench.engine.next()] == [
-            ("start", "a"),
-            ("start", "b"),
-        ]
-        assert bench.received == [], "the engine's load does not count them yet"
-        bench.emit(received=["a", "b"])
-        assert bench.received == ["a", "b"]
-        bench.emit(EmitToken("a", 0, 5, None), EmitToken("b", 0, 6, FinishReason.STOP))
-        first, second = await read(call)
-        assert (first.request_id, first.first_index, list(first.token_ids)) == ("a", 0, [5])
-        assert first.finish_reason == pb.FINISH_REASON_UNSPECIFIED
-        assert second.finish_reason == pb.FINISH_REASON_STOP
-        assert bench.servicer.active == 1
+async def test_tokens_of_one_step_travel_in_one_message(bench: Bench, call: Call) -> None:
+    await call.write(start("a"))
+    await call.write(start("b"))
+    await bench.told(("start", "a"), ("start", "b"))
+    assert bench.received == [], "the engine's load does not count them yet"
+    bench.emit(received=["a", "b"])
+    assert bench.received == ["a", "b"]
+    bench.emit(EmitToken("a", 0, 5, None), EmitToken("b", 0, 6, FinishReason.STOP))
+    first, second = await read(call)
+    assert (first.request_id, first.first_index, list(first.token_ids)) == ("a", 0, [5])
+    assert first.finish_reason == pb.FINISH_REASON_UNSPECIFIED
+    assert second.finish_reason == pb.FINISH_REASON_STOP
+    assert bench.servicer.active == 1
 
 
-async def test_the_load_comes_with_the_end_of_a_request() -> None:
-    async with Bench() as bench:
-        call = bench.stub.Generate()
-        for request_id in ("a", "b"):
-            await call.write(start(request_id))
-            await bench.engine.next()
-        for emitted, told in (
-            (EmitToken("a", 0, 5, None), False),
-            (EmitToken("a", 1, 5, FinishReason.LENGTH), True),
-            (RefuseRequest("b", "no room"), True),
-        ):
-            bench.emit(emitted)
-            frame = await asyncio.wait_for(call.read(), 20)
-            assert frame.HasField("load") is told
-            assert not told or frame.load.running == 7
+async def test_the_load_comes_with_the_end_of_a_request(bench: Bench, call: Call) -> None:
+    for request_id in ("a", "b"):
+        await bench.begin(call, start(request_id))
+    for emitted, told in (
+        (EmitToken("a", 0, 5, None), False),
+        (EmitToken("a", 1, 5, FinishReason.LENGTH), True),
+        (RefuseRequest("b", "no room"), True),
+    ):
+        bench.emit(emitted)
+        frame = await asyncio.wait_for(call.read(), 20)
+        assert frame.HasField("load") is told
+        assert not told or frame.load.running == 7
 
 
-async def test_a_stale_epoch_never_reaches_the_engine() -> None:
-    async with Bench() as bench:
-        call = bench.stub.Generate()
-        for epoch in (6, 8, 0):
-            await call.write(start(f"r{epoch}", epoch))
-            (event,) = await read(call)
-            assert event.finish_reason == pb.FINISH_REASON_STALE_EPOCH
-        await call.write(start("other", group_id="another group at the same epoch"))
-        assert (await read(call))[0].finish_reason == pb.FINISH_REASON_STALE_EPOCH
-        assert bench.received == ["r6", "r8", "r0", "other"]
-        bench.place = None
-        await call.write(start("none", 0, group_id=""))
-        assert (await read(call))[0].finish_reason == pb.FINISH_REASON_STALE_EPOCH
-        assert bench.engine.told.empty()
-
-
-async def test_a_follower_takes_no_request() -> None:
-    async with Bench() as bench:
-        bench.place = Place("g", 7, leads=False)
-        call = bench.stub.Generate()
-        await call.write(start("a"))
+async def test_a_stale_epoch_never_reaches_the_engine(bench: Bench, call: Call) -> None:
+    for epoch in (6, 8, 0):
+        await call.write(start(f"r{epoch}", epoch))
         (event,) = await read(call)
         assert event.finish_reason == pb.FINISH_REASON_STALE_EPOCH
-        assert "follows in g at epoch 7" in event.message
-        assert bench.received == ["a"], "the scheduler's reservation can go"
-        assert bench.engine.told.empty()
+    await call.write(start("other", group_id="another group at the same epoch"))
+    assert (await read(call))[0].finish_reason == pb.FINISH_REASON_STALE_EPOCH
+    assert bench.received == ["r6", "r8", "r0", "other"]
+    bench.place = None
+    await call.write(start("none", 0, group_id=""))
+    assert (await read(call))[0].finish_reason == pb.FINISH_REASON_STALE_EPOCH
+    assert bench.engine.told.empty()
 
 
-async def test_invalid_and_duplicate_starts_are_refused() -> None:
-    async with Bench() as bench:
-        call = bench.stub.Generate()
-        await call.write(start("bad", prompt_ids=[100]))
-        (event,) = await read(call)
-        assert event.finish_reason == pb.FINISH_REASON_INVALID and "prompt_ids" in event.message
-        await call.write(start("a"))
-        await bench.engine.next()
-        await call.write(start("a"))
-        (event,) = await read(call)
-        assert event.finish_reason == pb.FINISH_REASON_INVALID and "already" in event.message
-        assert bench.servicer.active == 1
-        bench.emit(RefuseRequest("a", "no room"))
-        (event,) = await read(call)
-        assert (event.finish_reason, event.message) == (pb.FINISH_REASON_INVALID, "no room")
-        await asyncio.wait_for(bench.servicer.wait_idle(), 20)
-        await call.write(start("b"))
-        await bench.engine.next()
-        bench.emit(RefuseRequest("b", "full", retryable=True))
-        assert (await read(call))[0].finish_reason == pb.FINISH_REASON_OVERLOADED
+async def test_a_follower_takes_no_request(bench: Bench, call: Call) -> None:
+    bench.place = Place("g", 7, leads=False)
+    await call.write(start("a"))
+    (event,) = await read(call)
+    assert event.finish_reason == pb.FINISH_REASON_STALE_EPOCH
+    assert "follows in g at epoch 7" in event.message
+    assert bench.received == ["a"], "the scheduler's reservation can go"
+    assert bench.engine.told.empty()
 
 
-async def test_a_dead_engine_ends_every_request_with_an_error() -> None:
-    async with Bench() as bench:
-        call = bench.stub.Generate()
-        for name in ("a", "b"):
-            await call.write(start(name))
-            await bench.engine.next()
-        await call.write(attach("awaited", 0))
-        await eventually(lambda: bench.servicer.active == 3)
-        bench.servicer.fail_all("the engine stopped", engine_died=True)
-        events = [event for _ in range(3) for event in await read(call)]
-        assert {event.request_id: event.finish_reason for event in events} == {
-            "a": pb.FINISH_REASON_ENGINE_DIED,
-            "b": pb.FINISH_REASON_ENGINE_DIED,
-            "awaited": pb.FINISH_REASON_ERROR,  # it has not been in that engine
-        }
-        await asyncio.wait_for(bench.servicer.wait_idle(), 20)
+async def test_invalid_and_duplicate_starts_are_refused(bench: Bench, call: Call) -> None:
+    await call.write(start("bad", prompt_ids=[100]))
+    (event,) = await read(call)
+    assert event.finish_reason == pb.FINISH_REASON_INVALID and "prompt_ids" in event.message
+    await bench.begin(call, start("a"))
+    await call.write(start("a"))
+    (event,) = await read(call)
+    assert event.finish_reason == pb.FINISH_REASON_INVALID and "already" in event.message
+    assert bench.servicer.active == 1
+    bench.emit(RefuseRequest("a", "no room"))
+    (event,) = await read(call)
+    assert (event.finish_reason, event.message) == (pb.FINISH_REASON_INVALID, "no room")
+    await bench.idle()
+    await bench.begin(call, start("b"))
+    bench.emit(RefuseRequest("b", "full", retryable=True))
+    assert (await read(call))[0].finish_reason == pb.FINISH_REASON_OVERLOADED
 
 
-async def test_what_a_lost_group_gives_up_is_aborted() -> None:
-    async with Bench() as bench:
-        call = bench.stub.Generate()
-        await call.write(start("a"))
-        await bench.engine.next()
-        bench.servicer.give_up_all("a member was lost")
-        (event,) = await read(call)
-        assert (event.request_id, event.finish_reason) == ("a", pb.FINISH_REASON_ERROR)
-        await bench.servicer.sweep()
-        assert await bench.engine.next() == ("abort", "a")
-        # A late event of its engine is no second ending.
-        await call.write(start("b"))
-        await bench.engine.next()
-        bench.emit(EmitToken("a", 0, 5, FinishReason.STOP), RefuseRequest("a", "too late"))
-        bench.emit(EmitToken("b", 0, 7, FinishReason.STOP))
-        (event,) = await read(call)
-        assert event.request_id == "b"
+async def test_a_dead_engine_ends_every_request_with_an_error(bench: Bench, call: Call) -> None:
+    for name in ("a", "b"):
+        await bench.begin(call, start(name))
+    await call.write(attach("awaited", 0))
+    await eventually(lambda: bench.servicer.active == 3)
+    bench.servicer.fail_all("the engine stopped", engine_died=True)
+    events = [event for _ in range(3) for event in await read(call)]
+    assert {event.request_id: event.finish_reason for event in events} == {
+        "a": pb.FINISH_REASON_ENGINE_DIED,
+        "b": pb.FINISH_REASON_ENGINE_DIED,
+        "awaited": pb.FINISH_REASON_ERROR,  # it has not been in that engine
+    }
+    await bench.idle()
+
+
+async def test_what_a_lost_group_gives_up_is_aborted(bench: Bench, call: Call) -> None:
+    await bench.begin(call, start("a"))
+    bench.servicer.give_up_all("a member was lost")
+    (event,) = await read(call)
+    assert (event.request_id, event.finish_reason) == ("a", pb.FINISH_REASON_ERROR)
+    await bench.servicer.sweep()
+    await bench.told(("abort", "a"))
+    # A late event of its engine is no second ending.
+    await bench.begin(call, start("b"))
+    bench.emit(EmitToken("a", 0, 5, FinishReason.STOP), RefuseRequest("a", "too late"))
+    bench.emit(EmitToken("b", 0, 7, FinishReason.STOP))
+    (event,) = await read(call)
+    assert event.request_id == "b"
 
 
 @pytest.mark.parametrize("how", ["abort", "half_close", "cancel"])
-async def test_what_a_gateway_gives_up_is_aborted(how: str) -> None:
-    async with Bench() as bench:
-        call = bench.stub.Generate()
-        await call.write(start("a"))
-        assert await bench.engine.next() == ("start", "a")
-        if how == "abort":
-            await call.write(pb.GenerateRequest(abort=pb.Abort(request_id="unknown")))
-            await call.write(pb.GenerateRequest(abort=pb.Abort(request_id="a")))
-        elif how == "half_close":
-            await call.done_writing()
-        else:
-            call.cancel()
-        assert await bench.engine.next() == ("abort", "a")
-        await asyncio.wait_for(bench.servicer.wait_idle(), 20)
-        bench.emit(EmitToken("a", 0, 5, None))
+async def test_what_a_gateway_gives_up_is_aborted(bench: Bench, call: Call, how: str) -> None:
+    await bench.begin(call, start("a"))
+    if how == "abort":
+        await call.write(abort("unknown"))
+        await call.write(abort("a"))
+    elif how == "half_close":
+        await call.done_writing()
+    else:
+        call.cancel()
+    await bench.told(("abort", "a"))
+    await bench.idle()
+    bench.emit(EmitToken("a", 0, 5, None))
 
 
-async def test_one_gateway_cannot_abort_the_request_of_another() -> None:
-    async with Bench() as bench:
-        ours, theirs = bench.stub.Generate(), bench.stub.Generate()
-        await ours.write(start("a"))
-        await bench.engine.next()
-        await theirs.write(pb.GenerateRequest(abort=pb.Abort(request_id="a")))
-        await theirs.write(start("b"))
-        assert await bench.engine.next() == ("start", "b")
-        assert bench.servicer.active == 2
+async def test_one_gateway_cannot_abort_the_request_of_another(bench: Bench) -> None:
+    ours, theirs = bench.stub.Generate(), bench.stub.Generate()
+    await bench.begin(ours, start("a"))
+    await theirs.write(abort("a"))
+    await bench.begin(theirs, start("b"))
+    assert bench.servicer.active == 2
 
 
-async def test_a_moved_request_leaves_and_its_stream_stays_open() -> None:
-    async with Bench() as bench:
-        call = bench.stub.Generate()
-        for name in ("a", "b"):
-            await call.write(start(name))
-            await bench.engine.next()
-        bench.emit(EmitToken("a", 0, 5, None), moved("a", 1))
-        token, move = await read(call)
-        assert list(token.token_ids) == [5] and not token.HasField("moved")
-        assert move.moved == pb.Moved(
-            worker_id="w1",
-            address="w1:1",
-            group_id="h",
-            epoch=9,
-            next_index=1,
-            traceparent="change of h 9",
-        )
-        assert move.finish_reason == pb.FINISH_REASON_UNSPECIFIED
-        assert bench.servicer.active == 1
-        bench.emit(EmitToken("a", 1, 6, None), EmitToken("b", 0, 7, FinishReason.STOP))
-        (event,) = await read(call)
-        assert event.request_id == "b"
-        await asyncio.wait_for(bench.servicer.wait_idle(), 20)
-        assert bench.engine.told.empty()
+async def test_a_moved_request_leaves_and_its_stream_stays_open(bench: Bench, call: Call) -> None:
+    for name in ("a", "b"):
+        await bench.begin(call, start(name))
+    bench.emit(EmitToken("a", 0, 5, None), moved("a", 1))
+    token, move = await read(call)
+    assert list(token.token_ids) == [5] and not token.HasField("moved")
+    assert move.moved == pb.Moved(
+        worker_id="w1",
+        address="w1:1",
+        group_id="h",
+        epoch=9,
+        next_index=1,
+        traceparent="change of h 9",
+    )
+    assert move.finish_reason == pb.FINISH_REASON_UNSPECIFIED
+    assert bench.servicer.active == 1
+    bench.emit(EmitToken("a", 1, 6, None), EmitToken("b", 0, 7, FinishReason.STOP))
+    (event,) = await read(call)
+    assert event.request_id == "b"
+    await bench.idle()
+    assert bench.engine.told.empty()
 
 
-async def test_the_last_event_tells_the_times_also_if_its_reader_comes_later() -> None:
+async def test_the_last_event_tells_the_times_also_if_its_reader_comes_later(
+    bench: Bench, call: Call
+) -> None:
     times = {"a": RequestTimes(1.0, 2.0, 3.0, [0.5])}
     told = pb.RequestTimes(wait_s=1.0, prefill_s=2.0, decode_s=3.0, preempted_s=[0.5])
-    async with Bench() as bench:
-        call = bench.stub.Generate()
-        for end in (EmitToken("a", 1, 6, FinishReason.STOP), moved("a", 1)):
-            await call.write(start("a"))
-            await bench.engine.next()
-            bench.emit(EmitToken("a", 0, 5, None))
-            (first,) = await read(call)
-            bench.emit(end, times=times)
-            (last,) = await read(call)
-            assert last.times == told and not first.HasField("times")
-        bench.emit(adopted("b", 5, 6))
-        bench.emit(EmitToken("b", 2, 7, FinishReason.STOP), times={"b": times["a"]})
-        await call.write(attach("b", 0))
-        (replayed,) = await read(call)
-        assert replayed.times == told and list(replayed.token_ids) == [5, 6, 7]
+    for end in (EmitToken("a", 1, 6, FinishReason.STOP), moved("a", 1)):
+        await bench.begin(call, start("a"))
+        bench.emit(EmitToken("a", 0, 5, None))
+        (first,) = await read(call)
+        bench.emit(end, times=times)
+        (last,) = await read(call)
+        assert last.times == told and not first.HasField("times")
+    bench.emit(adopted("b", 5, 6))
+    bench.emit(EmitToken("b", 2, 7, FinishReason.STOP), times={"b": times["a"]})
+    await call.write(attach("b", 0))
+    (replayed,) = await read(call)
+    assert replayed.times == told and list(replayed.token_ids) == [5, 6, 7]
 
 
 @pytest.mark.parametrize("from_index", range(5))
 @pytest.mark.parametrize("told_before", [0, 1, 2])
-async def test_attaching_gives_every_token_once(from_index: int, told_before: int) -> None:
+async def test_attaching_gives_every_token_once(
+    bench: Bench, call: Call, from_index: int, told_before: int
+) -> None:
     tokens = [EmitToken("a", 2, 7, None), EmitToken("a", 3, 8, FinishReason.LENGTH)]
-    async with Bench() as bench:
-        bench.emit(adopted("a", 5, 6))
-        for token in tokens[:told_before]:
-            bench.emit(token)
-        assert bench.servicer.active == 1
-        call = bench.stub.Generate()
-        await call.write(attach("a", from_index))
-        (first,) = await read(call)
-        assert first.first_index == from_index
-        assert list(first.token_ids) == [5, 6, 7, 8][from_index : 2 + told_before]
-        last = first
-        for token in tokens[told_before:]:
-            bench.emit(token)
-            (last,) = await read(call)
-            assert (last.first_index, list(last.token_ids)) == (token.index, [token.token_id])
-        assert last.finish_reason == pb.FINISH_REASON_LENGTH
-        await asyncio.wait_for(bench.servicer.wait_idle(), 20)
+    bench.emit(adopted("a", 5, 6))
+    for token in tokens[:told_before]:
+        bench.emit(token)
+    assert bench.servicer.active == 1
+    await call.write(attach("a", from_index))
+    (first,) = await read(call)
+    assert first.first_index == from_index
+    assert list(first.token_ids) == [5, 6, 7, 8][from_index : 2 + told_before]
+    last = first
+    for token in tokens[told_before:]:
+        bench.emit(token)
+        (last,) = await read(call)
+        assert (last.first_index, list(last.token_ids)) == (token.index, [token.token_id])
+    assert last.finish_reason == pb.FINISH_REASON_LENGTH
+    await bench.idle()
 
 
-async def test_attaching_before_the_request_comes() -> None:
-    async with Bench() as bench:
-        call = bench.stub.Generate()
-        await call.write(attach("a", 1))
-        await call.write(start("b"))
-        await bench.engine.next()
-        assert bench.servicer.active == 2
-        bench.emit(adopted("a", 5), EmitToken("a", 1, 6, None), EmitToken("b", 0, 9, None))
-        events = await read(call)
-        assert [(e.request_id, e.first_index, list(e.token_ids)) for e in events] == [
-            ("a", 1, []),
-            ("a", 1, [6]),
-            ("b", 0, [9]),
-        ]
+async def test_attaching_before_the_request_comes(bench: Bench, call: Call) -> None:
+    await call.write(attach("a", 1))
+    await bench.begin(call, start("b"))
+    assert bench.servicer.active == 2
+    bench.emit(adopted("a", 5), EmitToken("a", 1, 6, None), EmitToken("b", 0, 9, None))
+    events = await read(call)
+    assert [(e.request_id, e.first_index, list(e.token_ids)) for e in events] == [
+        ("a", 1, []),
+        ("a", 1, [6]),
+        ("b", 0, [9]),
+    ]
 
 
-async def test_a_stream_that_waits_too_long_for_its_request_fails() -> None:
-    async with Bench() as bench:
-        call = bench.stub.Generate()
-        bench.emit(adopted("kept"), adopted("ended"), adopted("refused"))
-        bench.emit(EmitToken("ended", 0, 5, FinishReason.STOP))
-        bench.emit(RefuseRequest("refused", "no room"), moved("gone", 0))
-        bench.now_s = ATTACH_TIMEOUT_S - 1
-        await call.write(attach("awaited", 0))
-        await call.write(attach("refused", 0))
-        _, refused = await read(call)
-        assert (refused.finish_reason, refused.message) == (pb.FINISH_REASON_INVALID, "no room")
-        await bench.servicer.sweep()
-        assert bench.servicer.active == 3
-        bench.now_s += 1
-        await bench.servicer.sweep()
-        assert await bench.engine.next() == ("abort", "kept")
-        assert bench.servicer.active == 1
-        await call.write(attach("kept", 0))
-        (event,) = await read(call)
-        assert event.finish_reason == pb.FINISH_REASON_STALE_EPOCH and "given up" in event.message
-        bench.now_s = 2 * ATTACH_TIMEOUT_S
-        await bench.servicer.sweep()
-        (event,) = await read(call)
-        assert (event.request_id, event.finish_reason) == ("awaited", pb.FINISH_REASON_STALE_EPOCH)
-        assert "with g at epoch 8; the worker leads g at epoch 7" in event.message
-        await asyncio.wait_for(bench.servicer.wait_idle(), 20)
-        assert bench.engine.told.empty()
+async def test_a_stream_that_waits_too_long_for_its_request_fails(bench: Bench, call: Call) -> None:
+    bench.emit(adopted("kept"), adopted("ended"), adopted("refused"))
+    bench.emit(EmitToken("ended", 0, 5, FinishReason.STOP))
+    bench.emit(RefuseRequest("refused", "no room"), moved("gone", 0))
+    bench.now_s = ATTACH_TIMEOUT_S - 1
+    await call.write(attach("awaited", 0))
+    await call.write(attach("refused", 0))
+    _, refused = await read(call)
+    assert (refused.finish_reason, refused.message) == (pb.FINISH_REASON_INVALID, "no room")
+    await bench.servicer.sweep()
+    assert bench.servicer.active == 3
+    bench.now_s += 1
+    await bench.servicer.sweep()
+    await bench.told(("abort", "kept"))
+    assert bench.servicer.active == 1
+    await call.write(attach("kept", 0))
+    (event,) = await read(call)
+    assert event.finish_reason == pb.FINISH_REASON_STALE_EPOCH and "given up" in event.message
+    bench.now_s = 2 * ATTACH_TIMEOUT_S
+    await bench.servicer.sweep()
+    (event,) = await read(call)
+    assert (event.request_id, event.finish_reason) == ("awaited", pb.FINISH_REASON_STALE_EPOCH)
+    assert "with g at epoch 8; the worker leads g at epoch 7" in event.message
+    await bench.idle()
+    assert bench.engine.told.empty()
 
 
 @pytest.mark.parametrize("when", ["adopted", "attached"])
-async def test_an_abort_of_an_adopted_request(when: str) -> None:
-    async with Bench() as bench:
-        call = bench.stub.Generate()
-        bench.emit(adopted("a"))
-        if when == "attached":
-            await call.write(attach("a", 0))
-        await call.write(pb.GenerateRequest(abort=pb.Abort(request_id="a")))
-        assert await bench.engine.next() == ("abort", "a")
-        assert bench.servicer.active == 0
+async def test_an_abort_of_an_adopted_request(bench: Bench, call: Call, when: str) -> None:
+    bench.emit(adopted("a"))
+    if when == "attached":
+        await call.write(attach("a", 0))
+    await call.write(abort("a"))
+    await bench.told(("abort", "a"))
+    assert bench.servicer.active == 0
 
 
 @pytest.mark.parametrize("how", ["abort", "cancel"])
 @pytest.mark.parametrize("awaited", [False, True])
-async def test_an_abort_comes_before_its_request(how: str, awaited: bool) -> None:
-    async with Bench() as bench:
-        call = bench.stub.Generate()
-        if awaited:
-            await call.write(attach("a", 0))
-            await eventually(lambda: bench.servicer.active)
-        if how == "abort":
-            await call.write(pb.GenerateRequest(abort=pb.Abort(request_id="a")))
-            await call.write(start("sync"))
-            await bench.engine.next()
-        else:
-            call.cancel()
-            await eventually(lambda: not bench.servicer.active)
-        bench.emit(adopted("a"))
-        await bench.servicer.sweep()
-        # The end of a stream that did not know the request does not end it.
-        if awaited or how == "abort":
-            assert await bench.engine.next() == ("abort", "a")
-        else:
-            assert bench.servicer.active == 1
-
-
-async def test_a_start_on_another_stream_takes_the_place_of_one_whose_stream_is_broken() -> None:
-    """The gateway has lost its link, and this worker does not know it yet."""
-    async with Bench() as bench:
-        old, new = bench.stub.Generate(), bench.stub.Generate()
-        await old.write(start("a"))
-        assert await bench.engine.next() == ("start", "a")
-        bench.emit(EmitToken("a", 0, 5, None), received=["a"])
-        await read(old)
-        await new.write(start("a", output_ids=[5]))
-        assert await bench.engine.next() == ("abort", "a")
-        assert await bench.engine.next() == ("start", "a")
+async def test_an_abort_comes_before_its_request(
+    bench: Bench, call: Call, how: str, awaited: bool
+) -> None:
+    if awaited:
+        await call.write(attach("a", 0))
+        await eventually(lambda: bench.servicer.active)
+    if how == "abort":
+        await call.write(abort("a"))
+        await bench.begin(call, start("sync"))
+    else:
+        call.cancel()
+        await eventually(lambda: not bench.servicer.active)
+    bench.emit(adopted("a"))
+    await bench.servicer.sweep()
+    # The end of a stream that did not know the request does not end it.
+    if awaited or how == "abort":
+        await bench.told(("abort", "a"))
+    else:
         assert bench.servicer.active == 1
-        # News that the engine has told before it got the second start is of the first one.
-        bench.emit(EmitToken("a", 1, 6, None), received=())
-        bench.emit(EmitToken("a", 2, 7, FinishReason.STOP), received=())
-        bench.emit(moved("a", 3), received=())
-        bench.emit(RefuseRequest("a", "full"), received=())
-        bench.emit(EmitToken("a", 1, 8, None), received=["a"])
-        (event,) = await read(new)
-        assert (event.first_index, list(event.token_ids)) == (1, [8])
-        # The end of the old stream does not concern it.
-        old.cancel()
-        await new.write(start("sync"))
-        assert await bench.engine.next() == ("start", "sync")
-        bench.emit(EmitToken("a", 2, 9, FinishReason.STOP), received=["sync"])
-        (event,) = await read(new)
-        assert (event.first_index, event.finish_reason) == (2, pb.FINISH_REASON_STOP)
+
+
+async def test_a_start_on_another_stream_takes_the_place_of_one_whose_stream_is_broken(
+    bench: Bench,
+) -> None:
+    """The gateway has lost its link, and this worker does not know it yet."""
+    old, new = bench.stub.Generate(), bench.stub.Generate()
+    await bench.begin(old, start("a"))
+    bench.emit(EmitToken("a", 0, 5, None), received=["a"])
+    await read(old)
+    await new.write(start("a", output_ids=[5]))
+    await bench.told(("abort", "a"), ("start", "a"))
+    assert bench.servicer.active == 1
+    # News that the engine has told before it got the second start is of the first one.
+    bench.emit(EmitToken("a", 1, 6, None), received=())
+    bench.emit(EmitToken("a", 2, 7, FinishReason.STOP), received=())
+    bench.emit(moved("a", 3), received=())
+    bench.emit(RefuseRequest("a", "full"), received=())
+    bench.emit(EmitToken("a", 1, 8, None), received=["a"])
+    (event,) = await read(new)
+    assert (event.first_index, list(event.token_ids)) == (1, [8])
+    # The end of the old stream does not concern it.
+    old.cancel()
+    await bench.begin(new, start("sync"))
+    bench.emit(EmitToken("a", 2, 9, FinishReason.STOP), received=["sync"])
+    (event,) = await read(new)
+    assert (event.first_index, event.finish_reason) == (2, pb.FINISH_REASON_STOP)
 
 
 @pytest.mark.parametrize("how", ["the stream broke", "its gateway aborted it", "it was given up"])
-async def test_news_of_a_start_that_was_aborted_before_is_not_of_the_next_one(how: str) -> None:
+async def test_news_of_a_start_that_was_aborted_before_is_not_of_the_next_one(
+    bench: Bench, how: str
+) -> None:
     """The engine takes the abort only when its iteration ends, and tells more of the first one."""
-    async with Bench() as bench:
-        old, new = bench.stub.Generate(), bench.stub.Generate()
-        await old.write(start("a"))
-        assert await bench.engine.next() == ("start", "a")
-        bench.emit(EmitToken("a", 0, 5, None), received=["a"])
-        await read(old)
-        if how == "the stream broke":
-            old.cancel()
-        elif how == "its gateway aborted it":
-            await old.write(pb.GenerateRequest(abort=pb.Abort(request_id="a")))
-        else:
-            bench.servicer.give_up_all("the group goes on without it")
-        assert await bench.engine.next() == ("abort", "a")
-        await new.write(start("a", output_ids=[5]))
-        assert await bench.engine.next() == ("start", "a")
-        # The token with index 1 went to the broken stream.
-        bench.emit(EmitToken("a", 2, 7, None), received=())
-        bench.emit(EmitToken("a", 3, 7, FinishReason.STOP), received=())
-        bench.emit(EmitToken("a", 1, 8, None), received=["a"])
-        (event,) = await read(new)
-        assert (event.first_index, list(event.token_ids)) == (1, [8])
-        bench.emit(EmitToken("a", 2, 9, FinishReason.STOP))
-        (event,) = await read(new)
-        assert (event.first_index, event.finish_reason) == (2, pb.FINISH_REASON_STOP)
+    old, new = bench.stub.Generate(), bench.stub.Generate()
+    await bench.begin(old, start("a"))
+    bench.emit(EmitToken("a", 0, 5, None), received=["a"])
+    await read(old)
+    if how == "the stream broke":
+        old.cancel()
+    elif how == "its gateway aborted it":
+        await old.write(abort("a"))
+    else:
+        bench.servicer.give_up_all("the group goes on without it")
+    await bench.told(("abort", "a"))
+    await bench.begin(new, start("a", output_ids=[5]))
+    # The token with index 1 went to the broken stream.
+    bench.emit(EmitToken("a", 2, 7, None), received=())
+    bench.emit(EmitToken("a", 3, 7, FinishReason.STOP), received=())
+    bench.emit(EmitToken("a", 1, 8, None), received=["a"])
+    (event,) = await read(new)
+    assert (event.first_index, list(event.token_ids)) == (1, [8])
+    bench.emit(EmitToken("a", 2, 9, FinishReason.STOP))
+    (event,) = await read(new)
+    assert (event.first_index, event.finish_reason) == (2, pb.FINISH_REASON_STOP)
 
 
 @pytest.mark.parametrize("aborted", [True, False])
-async def test_two_losses_before_the_engine_has_noted_the_first_start(aborted: bool) -> None:
+async def test_two_losses_before_the_engine_has_noted_the_first_start(
+    bench: Bench, aborted: bool
+) -> None:
     """The engine notes each start: what it tells before the last one is of the earlier ones."""
-    async with Bench() as bench:
-        old, new = bench.stub.Generate(), bench.stub.Generate()
-        await old.write(start("a"))
-        assert await bench.engine.next() == ("start", "a")
-        if aborted:
-            await old.write(pb.GenerateRequest(abort=pb.Abort(request_id="a")))
-            assert await bench.engine.next() == ("abort", "a")
-            await new.write(start("a"))
-        else:
-            await new.write(start("a"))
-            assert await bench.engine.next() == ("abort", "a")
-        assert await bench.engine.next() == ("start", "a")
-        bench.emit(EmitToken("a", 0, 6, FinishReason.STOP), received=["a"])
-        assert bench.servicer.active == 1, "that was the first one"
-        bench.emit(EmitToken("a", 0, 7, None), received=["a"])
-        (event,) = await read(new)
-        assert (list(event.token_ids), event.finish_reason) == ([7], 0)
+    old, new = bench.stub.Generate(), bench.stub.Generate()
+    await bench.begin(old, start("a"))
+    if aborted:
+        await old.write(abort("a"))
+        await bench.told(("abort", "a"))
+        await new.write(start("a"))
+    else:
+        await new.write(start("a"))
+        await bench.told(("abort", "a"))
+    await bench.told(("start", "a"))
+    bench.emit(EmitToken("a", 0, 6, FinishReason.STOP), received=["a"])
+    assert bench.servicer.active == 1, "that was the first one"
+    bench.emit(EmitToken("a", 0, 7, None), received=["a"])
+    (event,) = await read(new)
+    assert (list(event.token_ids), event.finish_reason) == ([7], 0)
 
 
-async def test_news_of_a_request_that_was_adopted_too_late_is_not_of_its_next_start() -> None:
+async def test_news_of_a_request_that_was_adopted_too_late_is_not_of_its_next_start(
+    bench: Bench, call: Call
+) -> None:
     """Its gateway did not wait for it, and asked anew; the engine adopted it before the start."""
-    async with Bench() as bench:
-        call = bench.stub.Generate()
-        await call.write(start("a"))
-        assert await bench.engine.next() == ("start", "a")
-        bench.emit(adopted("a", 5, 6), EmitToken("a", 2, 7, None), received=())
-        bench.emit(EmitToken("a", 0, 4, None), received=["a"])
-        (event,) = await read(call)
-        assert (event.first_index, list(event.token_ids)) == (0, [4])
+    await bench.begin(call, start("a"))
+    bench.emit(adopted("a", 5, 6), EmitToken("a", 2, 7, None), received=())
+    bench.emit(EmitToken("a", 0, 4, None), received=["a"])
+    (event,) = await read(call)
+    assert (event.first_index, list(event.token_ids)) == (0, [4])
 
 
-async def test_a_second_start_on_the_same_stream_is_refused() -> None:
-    async with Bench() as bench:
-        call = bench.stub.Generate()
-        await call.write(start("a"))
-        await call.write(start("a"))
-        (event,) = await read(call)
-        assert event.finish_reason == pb.FINISH_REASON_INVALID
+async def test_a_second_start_on_the_same_stream_is_refused(bench: Bench, call: Call) -> None:
+    await call.write(start("a"))
+    await call.write(start("a"))
+    (event,) = await read(call)
+    assert event.finish_reason == pb.FINISH_REASON_INVALID
 
 
 class StuckCall:
@@ -544,118 +528,102 @@ class StuckCall:
             await asyncio.Event().wait()
 
 
-async def test_a_call_that_is_cancelled_while_it_ends_leaves_nothing() -> None:
-    async with Bench() as bench:
-        cut = asyncio.Event()
+async def test_a_call_that_is_cancelled_while_it_ends_leaves_nothing(bench: Bench) -> None:
+    cut = asyncio.Event()
 
-        async def frames() -> AsyncIterator[pb.GenerateRequest]:
-            yield start("a")
-            yield attach("b", 0)
-            await cut.wait()
+    async def frames() -> AsyncIterator[pb.GenerateRequest]:
+        yield start("a")
+        yield attach("b", 0)
+        await cut.wait()
 
-        context = StuckCall()
-        calling = asyncio.create_task(bench.servicer.Generate(frames(), context))
-        assert await bench.engine.next() == ("start", "a")
-        bench.emit(EmitToken("a", 0, 5, None))
-        await asyncio.wait_for(context.writing.wait(), 20)
-        cut.set()
-        await asyncio.wait_for(context.cancelled.wait(), 20)
-        calling.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await calling
-        assert bench.servicer.active == 0
-        assert await bench.engine.next() == ("abort", "a")
-        bench.emit(adopted("b"))
-        assert await bench.engine.next() == ("abort", "b")
-
-
-async def test_an_abort_follows_a_request_that_has_left() -> None:
-    async with Bench() as bench:
-        call = bench.stub.Generate()
-        bench.emit(adopted("a"), adopted("b"))
-        bench.emit(moved("a", 0))
-        await call.write(pb.GenerateRequest(abort=pb.Abort(request_id="a")))
-        (event,) = await read(call)
-        assert (event.request_id, event.moved.address) == ("a", "w1:1")
-        await call.write(pb.GenerateRequest(abort=pb.Abort(request_id="b")))
-        assert await bench.engine.next() == ("abort", "b")
-        bench.emit(moved("b", 0))
-        (event,) = await read(call)
-        assert (event.request_id, event.moved.address) == ("b", "w1:1")
-        await asyncio.wait_for(bench.servicer.wait_idle(), 20)
+    context = StuckCall()
+    calling = asyncio.create_task(bench.servicer.Generate(frames(), context))
+    await bench.told(("start", "a"))
+    bench.emit(EmitToken("a", 0, 5, None))
+    await asyncio.wait_for(context.writing.wait(), 20)
+    cut.set()
+    await asyncio.wait_for(context.cancelled.wait(), 20)
+    calling.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await calling
+    assert bench.servicer.active == 0
+    await bench.told(("abort", "a"))
+    bench.emit(adopted("b"))
+    await bench.told(("abort", "b"))
 
 
-async def test_what_an_earlier_stay_left_does_not_send_a_reader_away() -> None:
-    async with Bench() as bench:
-        bench.emit(adopted("a"), moved("a", 0, epoch=9))
-        call = bench.stub.Generate()
-        # It was sent here by epoch 10; what it will read has not come yet.
-        await call.write(attach("a", 0, epoch=10))
-        await call.write(start("sync"))
-        await bench.engine.next()
-        assert bench.servicer.active == 2
-        bench.emit(adopted("a", 5))
-        (event,) = await read(call)
-        assert list(event.token_ids) == [5] and not event.HasField("moved")
+async def test_an_abort_follows_a_request_that_has_left(bench: Bench, call: Call) -> None:
+    bench.emit(adopted("a"), adopted("b"))
+    bench.emit(moved("a", 0))
+    await call.write(abort("a"))
+    (event,) = await read(call)
+    assert (event.request_id, event.moved.address) == ("a", "w1:1")
+    await call.write(abort("b"))
+    await bench.told(("abort", "b"))
+    bench.emit(moved("b", 0))
+    (event,) = await read(call)
+    assert (event.request_id, event.moved.address) == ("b", "w1:1")
+    await bench.idle()
 
 
-async def test_attaches_that_make_no_sense_are_refused() -> None:
-    async with Bench() as bench:
-        call = bench.stub.Generate()
-        await call.write(attach("a", -1))
-        assert (await read(call))[0].finish_reason == pb.FINISH_REASON_INVALID
-        bench.emit(adopted("b"))
-        await call.write(attach("b", 0))
-        await read(call)
-        await call.write(attach("b", 0))
-        assert (await read(call))[0].finish_reason == pb.FINISH_REASON_INVALID
-        bench.emit(EmitToken("b", 0, 5, None))
-        assert list((await read(call))[0].token_ids) == [5]
+async def test_what_an_earlier_stay_left_does_not_send_a_reader_away(
+    bench: Bench, call: Call
+) -> None:
+    bench.emit(adopted("a"), moved("a", 0, epoch=9))
+    # It was sent here by epoch 10; what it will read has not come yet.
+    await call.write(attach("a", 0, epoch=10))
+    await bench.begin(call, start("sync"))
+    assert bench.servicer.active == 2
+    bench.emit(adopted("a", 5))
+    (event,) = await read(call)
+    assert list(event.token_ids) == [5] and not event.HasField("moved")
 
 
-async def test_a_reader_that_comes_back_on_another_stream_is_to_ask_anew() -> None:
+async def test_attaches_that_make_no_sense_are_refused(bench: Bench, call: Call) -> None:
+    await call.write(attach("a", -1))
+    assert (await read(call))[0].finish_reason == pb.FINISH_REASON_INVALID
+    bench.emit(adopted("b"))
+    await call.write(attach("b", 0))
+    await read(call)
+    await call.write(attach("b", 0))
+    assert (await read(call))[0].finish_reason == pb.FINISH_REASON_INVALID
+    bench.emit(EmitToken("b", 0, 5, None))
+    assert list((await read(call))[0].token_ids) == [5]
+
+
+async def test_a_reader_that_comes_back_on_another_stream_is_to_ask_anew(bench: Bench) -> None:
     """The answer was lost with a stream of which this worker does not know yet that it broke."""
-    async with Bench() as bench:
-        broken, new = bench.stub.Generate(), bench.stub.Generate()
-        bench.emit(adopted("a", 5, 6))
-        await broken.write(attach("a", 1))
-        await read(broken)
-        await new.write(attach("a", 1))
-        (event,) = await read(new)
-        assert event.finish_reason == pb.FINISH_REASON_STALE_EPOCH
-        await new.write(start("a", output_ids=[5]))
-        assert await bench.engine.next() == ("abort", "a")
-        assert await bench.engine.next() == ("start", "a")
-        bench.emit(EmitToken("a", 1, 6, None))
-        assert list((await read(new))[0].token_ids) == [6]
+    broken, new = bench.stub.Generate(), bench.stub.Generate()
+    bench.emit(adopted("a", 5, 6))
+    await broken.write(attach("a", 1))
+    await read(broken)
+    await new.write(attach("a", 1))
+    (event,) = await read(new)
+    assert event.finish_reason == pb.FINISH_REASON_STALE_EPOCH
+    await new.write(start("a", output_ids=[5]))
+    await bench.told(("abort", "a"), ("start", "a"))
+    bench.emit(EmitToken("a", 1, 6, None))
+    assert list((await read(new))[0].token_ids) == [6]
 
 
-async def test_a_start_replaces_what_nobody_fetched() -> None:
-    async with Bench() as bench:
-        bench.emit(adopted("a", 5))
-        call = bench.stub.Generate()
-        await call.write(start("a"))
-        assert [await bench.engine.next(), await bench.engine.next()] == [
-            ("abort", "a"),
-            ("start", "a"),
-        ]
-        bench.emit(EmitToken("a", 0, 5, FinishReason.LENGTH), received=["a"])
-        assert list((await read(call))[0].token_ids) == [5]
-        await asyncio.wait_for(bench.servicer.wait_idle(), 20)
+async def test_a_start_replaces_what_nobody_fetched(bench: Bench, call: Call) -> None:
+    bench.emit(adopted("a", 5))
+    await call.write(start("a"))
+    await bench.told(("abort", "a"), ("start", "a"))
+    bench.emit(EmitToken("a", 0, 5, FinishReason.LENGTH), received=["a"])
+    assert list((await read(call))[0].token_ids) == [5]
+    await bench.idle()
 
 
-async def test_a_dead_engine_ends_what_is_between_owners() -> None:
-    async with Bench() as bench:
-        call = bench.stub.Generate()
-        bench.emit(adopted("a"))
-        await call.write(attach("b", 0))
-        await call.write(start("sync"))
-        await bench.engine.next()
-        bench.servicer.fail_all("the engine stopped")
-        events = [*await read(call), *await read(call)]
-        assert {event.request_id for event in events} == {"sync", "b"}
-        assert {event.finish_reason for event in events} == {pb.FINISH_REASON_ERROR}
-        await asyncio.wait_for(bench.servicer.wait_idle(), 20)
+async def test_a_dead_engine_ends_what_is_between_owners(bench: Bench, call: Call) -> None:
+    bench.emit(adopted("a"))
+    await call.write(attach("b", 0))
+    await bench.begin(call, start("sync"))
+    bench.servicer.fail_all("the engine stopped")
+    events = [*await read(call), *await read(call)]
+    assert {event.request_id for event in events} == {"sync", "b"}
+    assert {event.finish_reason for event in events} == {pb.FINISH_REASON_ERROR}
+    await bench.idle()
 
 
 def coalesced(request_id: str) -> pb.GenerateRequest:
@@ -664,59 +632,54 @@ def coalesced(request_id: str) -> pb.GenerateRequest:
 
 
 @pytest.mark.parametrize("ending", ["finish", "move", "refusal", "death", "age"])
-async def test_gathered_tokens_are_sent_before_whatever_comes_next(ending: str) -> None:
-    async with Bench() as bench:
-        call = bench.stub.Generate()
-        await call.write(coalesced("a"))
-        await bench.engine.next()
-        bench.emit(EmitToken("a", 0, 5, None))
-        bench.emit(EmitToken("a", 1, 6, None))
-        match ending:
-            case "finish":
-                bench.emit(EmitToken("a", 2, 7, FinishReason.STOP))
-            case "move":
-                bench.emit(moved("a", 2))
-            case "refusal":
-                bench.emit(RefuseRequest("a", "no"))
-            case "death":
-                bench.servicer.fail_all("it died", engine_died=True)
-            case "age":
-                bench.now_s += AGE_MAX_S
-                await bench.servicer.sweep()
-        first, *rest = await read(call)
-        tokens = [5, 6, 7] if ending == "finish" else [5, 6]
-        assert (first.first_index, list(first.token_ids)) == (0, tokens)
-        assert len(rest) == (ending in ("move", "refusal", "death"))
-        assert bench.servicer.active == (ending == "age")
+async def test_gathered_tokens_are_sent_before_whatever_comes_next(
+    bench: Bench, call: Call, ending: str
+) -> None:
+    await bench.begin(call, coalesced("a"))
+    bench.emit(EmitToken("a", 0, 5, None))
+    bench.emit(EmitToken("a", 1, 6, None))
+    match ending:
+        case "finish":
+            bench.emit(EmitToken("a", 2, 7, FinishReason.STOP))
+        case "move":
+            bench.emit(moved("a", 2))
+        case "refusal":
+            bench.emit(RefuseRequest("a", "no"))
+        case "death":
+            bench.servicer.fail_all("it died", engine_died=True)
+        case "age":
+            bench.now_s += AGE_MAX_S
+            await bench.servicer.sweep()
+    first, *rest = await read(call)
+    tokens = [5, 6, 7] if ending == "finish" else [5, 6]
+    assert (first.first_index, list(first.token_ids)) == (0, tokens)
+    assert len(rest) == (ending in ("move", "refusal", "death"))
+    assert bench.servicer.active == (ending == "age")
 
 
-async def test_a_moved_request_is_gathered_where_it_goes_on() -> None:
-    async with Bench() as bench:
-        call = bench.stub.Generate()
-        frame = attach("a", 1)
-        frame.attach.delivery = pb.DELIVERY_COALESCED
-        await call.write(frame)
-        bench.emit(adopted("a", 5, 6))
-        (first,) = await read(call)
-        assert (first.first_index, list(first.token_ids)) == (1, [6])
-        for index in range(2, 5):
-            bench.emit(EmitToken("a", index, index, None))
-        bench.emit(EmitToken("a", 5, 9, FinishReason.LENGTH))
-        (last,) = await read(call)
-        assert (last.first_index, list(last.token_ids)) == (2, [2, 3, 4, 9])
-        assert last.finish_reason == pb.FINISH_REASON_LENGTH
+async def test_a_moved_request_is_gathered_where_it_goes_on(bench: Bench, call: Call) -> None:
+    frame = attach("a", 1)
+    frame.attach.delivery = pb.DELIVERY_COALESCED
+    await call.write(frame)
+    bench.emit(adopted("a", 5, 6))
+    (first,) = await read(call)
+    assert (first.first_index, list(first.token_ids)) == (1, [6])
+    for index in range(2, 5):
+        bench.emit(EmitToken("a", index, index, None))
+    bench.emit(EmitToken("a", 5, 9, FinishReason.LENGTH))
+    (last,) = await read(call)
+    assert (last.first_index, list(last.token_ids)) == (2, [2, 3, 4, 9])
+    assert last.finish_reason == pb.FINISH_REASON_LENGTH
 
 
-async def test_what_was_gathered_for_an_earlier_start_is_not_of_the_next() -> None:
-    async with Bench() as bench:
-        call = bench.stub.Generate()
-        await call.write(coalesced("a"))
-        await bench.engine.next()
-        bench.emit(EmitToken("a", 0, 5, None))
-        other = bench.stub.Generate()
-        await other.write(start("a"))
-        assert await bench.engine.next() == ("abort", "a")
-        assert await bench.engine.next() == ("start", "a")
-        bench.emit(EmitToken("a", 0, 6, None))
-        (first,) = await read(other)
-        assert list(first.token_ids) == [6]
+async def test_what_was_gathered_for_an_earlier_start_is_not_of_the_next(
+    bench: Bench, call: Call
+) -> None:
+    await bench.begin(call, coalesced("a"))
+    bench.emit(EmitToken("a", 0, 5, None))
+    other = bench.stub.Generate()
+    await other.write(start("a"))
+    await bench.told(("abort", "a"), ("start", "a"))
+    bench.emit(EmitToken("a", 0, 6, None))
+    (first,) = await read(other)
+    assert list(first.token_ids) == [6]

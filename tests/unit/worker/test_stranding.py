@@ -9,8 +9,8 @@ import pytest
 
 from services.common.errors import StoreError
 from services.core.report import EngineReport, Load
-from services.worker import stranding
-from services.worker.stranding import SILENCE_MAX_S, Stranding
+from services.worker import serving
+from services.worker.serving import SILENCE_MAX_S, Stranding
 from tests.support.waiting import eventually
 
 LOST = "the connection to worker-1 is lost"
@@ -50,13 +50,13 @@ class World:
 
 @pytest.fixture(autouse=True)
 def _fast(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stranding, "RETRY_S", 0.0)
+    monkeypatch.setattr(serving, "RETRY_S", 0.0)
 
 
 @asynccontextmanager
 async def world(monkeypatch: pytest.MonkeyPatch, answers: bool) -> AsyncIterator[World]:
     made = World(answers)
-    monkeypatch.setattr(stranding, "monotonic_s", lambda: made.now_s)
+    monkeypatch.setattr(serving, "monotonic_s", lambda: made.now_s)
     running = asyncio.ensure_future(made.watch.run())
     try:
         yield made

@@ -97,8 +97,7 @@ def _examine(given: Mapping[str, Any]) -> None:
     """Examine the cluster that the options `given` name. Raises CommandError."""
     from dataclasses import replace
 
-    from tideserve.cli.admin import local_folder
-    from tideserve.cli.cluster_folder import ClusterFolder, default_folder
+    from tideserve.cli.cluster_folder import ClusterFolder, default_folder, local_folder
     from tideserve.cli.doctor.run import run_doctor, target_of_folder, target_of_options
 
     url, port, json = given["url"], given["port"], given["json"]

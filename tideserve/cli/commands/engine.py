@@ -28,7 +28,7 @@ def install(name: Annotated[Installable, typer.Argument(help="Which engine.")]) 
     vLLM: about 3.5 GB in its CPU build, or about 9 GB in its usual build where there is an NVIDIA
     device. Nothing happens if the right version is there. Benchmarks use the same environment.
     """
-    from tideserve.cli.engine import install_vllm
+    from tideserve.cli.vllm_install import install_vllm
 
     assert name is Installable.VLLM
     print(install_vllm())

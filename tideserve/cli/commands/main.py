@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from tideserve.cli.bytecode import keep_bytecode
+from tideserve.cli.cache import keep_bytecode
 from tideserve.cli.commands import checkout, doctor, engine, key, profile, serve, simulate, up
 from tideserve.cli.default import DEFAULT_PORT, DEFAULT_URL
 from tideserve.cli.errors import CommandError
@@ -47,7 +47,7 @@ def status(
     ] = False,
 ) -> None:
     """Show services, workers and groups of a running cluster."""
-    from tideserve.cli.admin import find_admin_url, find_folder
+    from tideserve.cli.cluster_folder import find_admin_url, find_folder
     from tideserve.cli.status import show_status
 
     folder = find_folder(url, cluster_dir) if admin_url is None or cluster_dir else None
@@ -78,7 +78,7 @@ def plan(
     json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
 ) -> None:
     """Show which groups would merge to free that much memory; nothing is changed."""
-    from tideserve.cli.admin import find_admin_url
+    from tideserve.cli.cluster_folder import find_admin_url
     from tideserve.cli.plan import show_plan
 
     # A made-up cluster is nowhere.
@@ -103,7 +103,7 @@ def drop(
 
     Requests go on. Waits until the merged group serves, or says why it does not.
     """
-    from tideserve.cli.admin import find_admin_url
+    from tideserve.cli.cluster_folder import find_admin_url
     from tideserve.cli.groups import drop as run
 
     run(find_admin_url(admin_url, url, cluster_dir), admin_key, groups or [])
@@ -126,7 +126,7 @@ def restore(
 
     Requests go on. Waits until all workers serve alone, or says why they do not.
     """
-    from tideserve.cli.admin import find_admin_url
+    from tideserve.cli.cluster_folder import find_admin_url
     from tideserve.cli.groups import restore as run
 
     run(find_admin_url(admin_url, url, cluster_dir), admin_key, group)
@@ -212,7 +212,7 @@ def certs(
 
     Run it again to renew them: services read changed files without a restart.
     """
-    from tideserve.cli.certs import write_certificates
+    from tideserve.cli.certificates import write_certificates
 
     names = write_certificates(folder, host or (), days)
     print(f"{folder}: ca.pem, and NAME.pem with NAME-key.pem for {', '.join(names)}")

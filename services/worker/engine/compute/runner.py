@@ -23,12 +23,32 @@ from services.worker.engine.compute.runner_config import (
     logit_rows,
     logits_dtype,
 )
+from services.worker.engine.model import cpu_kernels
 from services.worker.engine.model.attention.paged import AttentionMetadata, MetadataBuilder
 from services.worker.engine.model.interrupt import Interrupted
-from services.worker.engine.model.order_of_sums import order_of_sums
 from services.worker.engine.sampling.grammar import Grammars
 from services.worker.engine.sampling.sampler import Sampled, Sampler
 from services.worker.errors import InvalidBatch
+
+
+def order_of_sums(
+    device: torch.device, storage_dtype: torch.dtype, compute_dtype: torch.dtype
+) -> bytes:
+    """What changes the last bits of sums among processors.
+
+    Kernels and torch add up as many values at once as a vector of a CPU has; for bfloat16 there no
+    tokens are promised, so such workers may differ. A GPU forms no group with a CPU, with
+    another kind of GPU, or with one under another version of torch, in any dtype.
+    """
+    if device.type == "cuda":
+        return f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}".encode()
+    if storage_dtype == torch.bfloat16:
+        return b""
+    if not cpu_kernels.fit(device, storage_dtype, compute_dtype):
+        return f"torch, {torch.backends.cpu.get_cpu_capability()}".encode()
+    from services.worker.engine.model.cpu_kernels.compiler import VECTOR_FLOATS
+
+    return f"vectors of {VECTOR_FLOATS}".encode()
 
 
 @dataclass(frozen=True, slots=True)

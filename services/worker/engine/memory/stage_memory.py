@@ -25,8 +25,7 @@ from services.common.clock import monotonic_s
 from services.core.groups.slab_names import layer_name, stage_slabs
 from services.worker.engine.memory.arena import Arena
 from services.worker.engine.memory.budget import MemoryPlan
-from services.worker.engine.memory.kv_growth import prepare_tails, raise_tails
-from services.worker.engine.memory.kv_range import KvBlockShape, KvRange
+from services.worker.engine.memory.kv_range import KvBlockShape, KvRange, prepare_tails, raise_tails
 from services.worker.engine.memory.layer_slab import (
     LayerSlab,
     SlabLayout,

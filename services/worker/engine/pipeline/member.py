@@ -39,10 +39,9 @@ from services.worker.engine.pipeline.frames import SlabRefused, SlabWanted
 from services.worker.engine.pipeline.group_health import GroupHealth
 from services.worker.engine.pipeline.kv_transfers import KvTransfers
 from services.worker.engine.pipeline.links import Links, Received
-from services.worker.engine.pipeline.news import News
 from services.worker.engine.pipeline.plans import members_of, stages_of
 from services.worker.engine.pipeline.restoring import ParameterSource, Restoring
-from services.worker.engine.pipeline.serving import Interrupts, Serving
+from services.worker.engine.pipeline.serving import Interrupts, News, Serving
 from services.worker.engine.pipeline.stage_runner import StageRunner
 from services.worker.engine.transfer.frame import Bytes
 from services.worker.engine.transfer.lane import Identity, Lane, PeerConnected, PeerLost

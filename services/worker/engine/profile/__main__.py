@@ -20,8 +20,12 @@ from services.worker.engine.compute.runner import ModelRunner
 from services.worker.engine.profile.companions import Companions, companions_of
 from services.worker.engine.profile.config import ProfileConfig
 from services.worker.engine.profile.measurer import Measurer, room_of
-from services.worker.engine.profile.session import ProfileOutcome, ProfileSession
-from services.worker.engine.profile.store import measured_profile, profile_path
+from services.worker.engine.profile.session import (
+    ProfileOutcome,
+    ProfileSession,
+    measured_profile,
+    profile_path,
+)
 from services.worker.errors import WorkerError
 
 PROGRESS_INTERVAL_S = 0.5

@@ -9,8 +9,7 @@ from services.common.device_profile import store_profile
 from services.worker.engine.compute.runner import ModelRunner
 from services.worker.engine.compute.runner_config import RunnerConfig
 from services.worker.engine.profile.measurer import Measurer
-from services.worker.engine.profile.session import ProfileSession
-from services.worker.engine.profile.store import measured_profile
+from services.worker.engine.profile.session import ProfileSession, measured_profile
 
 IDLE_BEFORE_S = 2.0
 """Time without a request before a batch is measured."""

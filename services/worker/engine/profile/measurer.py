@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from services.common.clock import monotonic_s
-from services.core.cost.model import Chunks
+from services.core.cost.model import Chunks, CostModel, Sample, fit
 from services.core.planner.batch import Batch, Chunk, SampleSpec, SampleTerms
 from services.core.planner.block_pool import BlockPool
 from services.core.request import Sampling, blocks_for
@@ -66,3 +66,43 @@ def room_of(runner: ModelRunner, max_batch_tokens: int, max_running: int) -> Roo
         num_blocks=runner.num_blocks,
         block_size=runner.block_size,
     )
+
+
+TIME_MAX_S = 2.0
+"""No batch begins later."""
+REPEATS = 2
+"""The first run of a batch warms up."""
+
+
+def sketch(runner: ModelRunner, max_batch_tokens: int, max_running: int) -> CostModel:
+    """A rough cost model, measured before the first request: deadlines cannot bound iterations
+    without one.
+
+    It is not stored: the profile of an idle worker replaces it at the next start, and until then
+    the planner corrects it by what iterations take. No sequence has blocks yet.
+    The pool is one of its own, so that the planner's gives its blocks out as a replay expects.
+    """
+    measurer = Measurer(runner, BlockPool(runner.num_blocks))
+    began_s = monotonic_s()
+    best_s: dict[Chunks, float] = {}
+    for chunks in sketch_points(room_of(runner, max_batch_tokens, max_running)):
+        for _ in range(REPEATS):
+            if best_s and monotonic_s() - began_s > TIME_MAX_S:
+                break
+            measured_s = measurer.duration_s(chunks)
+            assert measured_s is not None, "nothing interrupts it"
+            best_s[chunks] = min(measured_s, best_s.get(chunks, measured_s))
+    return fit([Sample(chunks, seconds) for chunks, seconds in best_s.items()])
+
+
+def sketch_points(room: Room) -> list[Chunks]:
+    """Batches of both phases that `room` holds; every room holds one token."""
+    points: list[Chunks] = [
+        ((0, 1),),
+        ((0, 16),),
+        ((16, 1),) * 8,
+        ((128, 1),) * 8,
+        ((128, 64),),
+        ((0, min(256, room.max_batch_tokens)),),
+    ]
+    return [chunks for chunks in points if room.holds(chunks)]

@@ -12,6 +12,7 @@ Log probabilities are those of the raw logits, before all steps. Rows of request
 nothing else take the third step only, all together; on a GPU, where they are.
 """
 
+import hashlib
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -22,16 +23,77 @@ import torch
 
 from services.core.logprobs import LogprobRows
 from services.core.planner.batch import SampleSpec, SampleTerms
+from services.core.request import Sampling
 from services.worker.engine.model.cpu_kernels.candidates import Scratch
-from services.worker.engine.model.cpu_kernels.token_choice import TokenChooser
+from services.worker.engine.model.cpu_kernels.philox import uniform_numbers
+from services.worker.engine.model.cpu_kernels.token_choice import DrawTerms, TokenChooser
 from services.worker.engine.model.cpu_kernels.token_scores import TokenScorer
 from services.worker.engine.sampling.device_draw import draw_on_device
-from services.worker.engine.sampling.draw import RequestDraws, draw_numbers, draw_tokens
 from services.worker.engine.sampling.grammar import GrammarRefused, Grammars, Unusable
-from services.worker.engine.sampling.logprobs import logprob_rows
-from services.worker.engine.sampling.penalties import penalise
-from services.worker.engine.sampling.rules import SamplingRules, has_rules
+from services.worker.engine.sampling.rules import SamplingRules, has_rules, penalise
 from services.worker.errors import InvalidBatch
+
+GREEDY_BELOW = 1e-5
+"""A temperature below this is greedy: dividing by it would leave the range of float32."""
+_WORD_BYTES = 8
+
+
+class RequestDraws:
+    """How the tokens of one request are drawn."""
+
+    __slots__ = ("key", "terms")
+
+    def __init__(self, sampling: Sampling) -> None:
+        temperature = sampling.temperature if sampling.temperature >= GREEDY_BELOW else 0.0
+        self.terms = DrawTerms(temperature, sampling.top_k, sampling.top_p, sampling.min_p)
+        digest = hashlib.blake2b(str(sampling.seed).encode(), digest_size=2 * _WORD_BYTES).digest()
+        self.key = tuple(
+            int.from_bytes(digest[first : first + _WORD_BYTES], "little")
+            for first in (0, _WORD_BYTES)
+        )
+
+
+def draw_tokens(
+    chooser: TokenChooser,
+    logits: npt.NDArray[np.floating],
+    wanted: Sequence[tuple[RequestDraws, int]],
+) -> tuple[list[int], list[float]]:
+    """A token of each row of `logits` [rows, vocab], and the best logit of each row.
+
+    `wanted[i]`: the request of row i, and the index of the output. A request whose temperature is
+    0 gets the best token, of equal ones that with the lowest id; so does one whose row has no
+    finite best logit.
+
+    The order is temperature, top-k, top-p, min-p, draw. Top-p keeps the shortest best-first prefix
+    whose mass reaches `top_p` of the mass that top-k left; min-p keeps tokens that are at least
+    `min_p` times as likely as the best one. The draw of output `i` comes from Philox, keyed by the
+    request's seed, at counter `i`: a preempted or moved request gets the same tokens.
+    """
+    return chooser(logits, [draws.terms for draws, _ in wanted], draw_numbers(wanted))
+
+
+def draw_numbers(wanted: Sequence[tuple[RequestDraws, int]]) -> npt.NDArray[np.float64]:
+    """For each output, which part of its distribution is drawn, in [0, 1)."""
+    if not any(draws.terms.temperature for draws, _ in wanted):
+        return np.zeros(len(wanted))
+    keys = np.array([draws.key for draws, _ in wanted], np.uint64)
+    return uniform_numbers(keys, np.array([index for _, index in wanted], np.uint64))
+
+
+def logprob_rows(
+    scorer: TokenScorer,
+    logits: npt.NDArray[np.floating],
+    rows: Sequence[int],
+    token_ids: Sequence[int],
+    top: int,
+) -> LogprobRows:
+    """How likely `token_ids[i]` was after row `rows[i]` of `logits` [any, vocab].
+
+    Among the `top` (at most the vocabulary), the lower of two equally likely ids comes first.
+    """
+    ids, values = scorer(logits, rows, token_ids, top)
+    return LogprobRows(top, ids.astype("<i4").tobytes(), values.astype("<f4").tobytes())
+
 
 Logits = npt.NDArray[np.floating]
 """[rows, vocab], in the dtype of the model's activations."""

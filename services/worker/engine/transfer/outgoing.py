@@ -4,8 +4,7 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from services.worker.engine.transfer.frame import Frame, PayloadRoom
-from services.worker.engine.transfer.frame_memory import FrameMemory
+from services.worker.engine.transfer.frame import Frame, FrameMemory, PayloadRoom
 from services.worker.engine.transfer.lane import Sent
 from services.worker.engine.transfer.piece_window import PieceSent, PieceWindow, WindowBounds
 from services.worker.engine.transfer.pieces import OutgoingPiece

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import msgspec
 
 from services.worker.engine.transfer.errors import LaneFull, PeerUnknown, TransferRefused
-from services.worker.engine.transfer.frame import ROOM_BYTES, Frame, PayloadRoom
-from services.worker.engine.transfer.frame_memory import FrameMemory
+from services.worker.engine.transfer.frame import ROOM_BYTES, Frame, FrameMemory, PayloadRoom
 from services.worker.engine.transfer.lane import Lane
 from services.worker.engine.transfer.outgoing import (
     OutgoingTransfer,

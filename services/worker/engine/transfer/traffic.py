@@ -9,8 +9,7 @@ import numpy as np
 
 from services.worker.engine.transfer.connection import Connection
 from services.worker.engine.transfer.connection_table import ConnectionTable
-from services.worker.engine.transfer.frame import Frame
-from services.worker.engine.transfer.frame_memory import FrameMemory
+from services.worker.engine.transfer.frame import Frame, FrameMemory
 from services.worker.engine.transfer.receive_check import ReceiveCheck
 from services.worker.engine.transfer.ucx_config import UcxLaneConfig
 from services.worker.engine.transfer.ucx_transport import IncomingMessage, UcxRequest, UcxTransport

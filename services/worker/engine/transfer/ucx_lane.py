@@ -27,14 +27,57 @@ from services.worker.engine.transfer.connection_table import UNPROVEN_MAX, Conne
 from services.worker.engine.transfer.control_link import ControlLink
 from services.worker.engine.transfer.doorbell import Doorbell
 from services.worker.engine.transfer.errors import LaneClosed, PeerUnknown, UcxUnavailable
-from services.worker.engine.transfer.frame import Frame, FrameCodec
-from services.worker.engine.transfer.frame_memory import FrameMemory
-from services.worker.engine.transfer.heartbeats import Heartbeats
+from services.worker.engine.transfer.frame import Frame, FrameCodec, FrameMemory
 from services.worker.engine.transfer.lane import Identity, Lane, LaneEvent, Sent
 from services.worker.engine.transfer.receive_check import PAUSE_S, ReceiveCheck, memory_sender
 from services.worker.engine.transfer.traffic import Traffic
 from services.worker.engine.transfer.ucx_config import UcxLaneConfig
 from services.worker.engine.transfer.ucx_transport import UcxTransport
+
+
+class Heartbeats:
+    """Tell a peer that this process lives, and find dead peers; for the thread of the lane."""
+
+    def __init__(
+        self,
+        connections: ConnectionTable,
+        interval_s: float,
+        silence_timeout_s: float,
+        now_s: float,
+    ) -> None:
+        """A beat goes out every `interval_s`; a peer silent for `silence_timeout_s` is lost."""
+        self._connections = connections
+        self._interval_s = interval_s
+        self._silence_timeout_s = silence_timeout_s
+        self._beat_s = now_s
+        self.ticked_s = now_s
+
+    def tick(self, now_s: float) -> None:
+        """Send the beats that are due, and lose every connection that is overdue."""
+        if now_s - self.ticked_s >= self._silence_timeout_s / 2:
+            # This process stood still: it has yet to read what peers sent meanwhile.
+            for connection in self._connections.by_descriptor.values():
+                connection.heard_s = now_s
+        self.ticked_s = now_s
+        due = now_s - self._beat_s >= self._interval_s
+        if due:
+            self._beat_s = now_s
+        self._beat(to_all=due)
+        for connection in list(self._connections.by_descriptor.values()):
+            reason = connection.overdue(now_s, self._silence_timeout_s)
+            if reason is not None:
+                self._connections.lose(connection, reason)
+
+    def acknowledge(self) -> None:
+        """Send a beat to each peer that would have to stop sending without one."""
+        self._beat(to_all=False)
+
+    def _beat(self, *, to_all: bool) -> None:
+        for connection in list(self._connections.by_descriptor.values()):
+            if connection.is_open and (to_all or connection.owes_acknowledgement):
+                with self._connections.losing(connection):
+                    connection.beat()
+
 
 CLOSE_TIMEOUT_S = 10.0
 CLOSE_TURNS = 100  # calls of `progress` in which UCX completes what it was told to abort

@@ -127,11 +127,10 @@ def failing(verdict: dict[str, Any]) -> list[tuple[str, str]]:
     return [(one["system"], one["what"]) for one in bars if one["verdict"] == Judgement.FAILS]
 
 
-@pytest.mark.parametrize(("name", "count"), [("coserve", 11), ("realtime", 6), ("flood", 12)])
-def test_all_hold(name: str, count: int) -> None:
+@pytest.mark.parametrize("name", GOOD)
+def test_all_hold(name: str) -> None:
     verdict = judged(name)
     assert {one["verdict"] for one in verdict["bars"]} == {Judgement.HOLDS}
-    assert len(verdict["bars"]) == count
     assert failures(verdict) == failures(None) == []
 
 
@@ -255,7 +254,6 @@ def test_bars_of_unpaced_runs() -> None:
     whats = {one["what"] for one in judged("coserve", paced=False)["bars"]}
     assert "processed tokens" in whats and "P99 TTFT" not in whats
     assert judged("realtime", paced=False)["bars"] == []
-    assert len(judged("flood", paced=False)["bars"]) == 12
 
 
 def test_shares_of_the_tokens_of_eager() -> None:
@@ -280,19 +278,3 @@ def test_figures_that_are_not_what_they_seem_are_noted(
     notes = judged(name, system, change, paced)["notes"]
     assert len(notes) == (begins is not None)
     assert all(note.startswith(begins) for note in notes)
-
-
-def test_rivals_are_compared_priority_at_its_best_chunk() -> None:
-    _, systems = GOOD["realtime"]
-    chunk = merged(attained(0.9), online(normalized_latency_s={"mean": 0.0625}))
-    rivals = {
-        "priority": system(**online(normalized_latency_s={"mean": 0.08})),
-        "priority-256": system(**merged(chunk, batch(throughput_requests_per_s=4.0))),
-        "bros": system(**batch(throughput_requests_per_s=2.5)),
-    }
-    best, bros = judge(REALTIME, systems | rivals, TARGETS, paced=True)["notes"]
-    assert best == (
-        "slo against priority-256: attainment of first tokens 1.08 ×, of times per token 1.00 ×,"
-        " normalized latency 0.80 ×, batch requests a second 1.25 ×"
-    )
-    assert bros.startswith("slo against bros:") and bros.endswith("2.00 ×")

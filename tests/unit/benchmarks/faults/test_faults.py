@@ -76,10 +76,7 @@ def test_cells_that_are_done_are_not_run_again(run: list[str], tmp_path: Path) -
 def test_without_a_file_all_cells_are_run(run: list[str]) -> None:
     found = figures(LoadChoice(quick=True))
     assert found["cells"] == len(run) == 16
-    assert found["lease_s"] == 10.0
-    for key in ("violations", "requests", "longest_silence_s", "client_stall_s", "stable_after_s"):
-        assert key in found
-    assert set(found["by_cell"][0]) >= {"phase", "role", "fault", "hit", "streams"}
+    assert {"violations", "requests", "longest_silence_s", "stable_after_s"} <= found.keys()
 
 
 def test_no_cell_at_all_is_a_problem(run: list[str]) -> None:
@@ -97,11 +94,6 @@ def test_minutes_alone_draw_faults(monkeypatch: pytest.MonkeyPatch, run: list[st
     choice = LoadChoice(minutes=2.0)
     assert faults.run(DEPLOYMENT, choice, print, print) is verdict
     assert (drawn, run) == ([2.0], [])
-    for other in (replace(choice, cells=KILLS), replace(choice, append=Path("cells.jsonl"))):
-        assert not other.draws_faults
-        assert faults.SCENARIO.memory_for(other, tiny=True) == faults.SCENARIO.memory
-    assert faults.SCENARIO.memory_for(choice, tiny=True) == "64MiB"
-    assert faults.SCENARIO.memory_for(replace(choice, on_gpu=True), tiny=True) == "256MiB"
 
 
 def test_a_file_of_something_else_is_refused(run: list[str], tmp_path: Path) -> None:

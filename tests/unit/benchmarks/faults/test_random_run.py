@@ -12,16 +12,13 @@ import pytest
 
 from benchmarks.faults import random_faults
 from benchmarks.faults.cluster import FaultCluster
-from benchmarks.faults.memory import ResidentMemory
 from benchmarks.faults.outcomes import Tally
 from benchmarks.faults.random_faults import RANDOM_FAULTS, RandomFault, Struck, drawn, strike
 from benchmarks.faults.random_run import RandomRun, is_whole, judge
-from tests.support.survived import audited
+from tests.support.survived import FLAT, MIB, audited, memory
 
 STATUS: dict[str, Any] = {"workers": [{"id": "worker-0", "pids": [10, 11]}]}
 SERVICES = {"etcd": 1, "memmgr": 2}
-MIB = 1 << 20
-FLAT = [100 * MIB] * 10
 GOOD = Tally(sent=10, completed=9, hung_up=1, tokens=80)
 
 
@@ -67,14 +64,12 @@ def test_all_kinds_are_drawn() -> None:
     assert {drawn(rng).name for _ in range(500)} == {one.name for one in RANDOM_FAULTS}
 
 
-def memory(values: list[int]) -> ResidentMemory:
-    return ResidentMemory(5, 0.1, {"gateway": values})
-
-
 def random_run(**changes: Any) -> RandomRun:
     tally = replace(GOOD, **changes.pop("tally", {}))
     faults, groups_seen = Counter({"kill-worker": 4}), Counter({1: 2, 3: 5})
-    done = RandomRun(3, faults, 2, memory=memory(FLAT), groups_seen=groups_seen, tally=tally)
+    done = RandomRun(
+        3, faults, 2, memory=memory("gateway", FLAT), groups_seen=groups_seen, tally=tally
+    )
     return replace(done, **changes)
 
 
@@ -98,7 +93,7 @@ def test_a_run_in_which_all_holds_has_no_problem() -> None:
         ({"groups_seen": Counter({3: 5})}, "no groups were seen merged"),
         ({"groups_seen": Counter({1: 5})}, "the groups were never seen apart"),
         (
-            {"memory": memory([*FLAT, *[111 * MIB] * 10])},
+            {"memory": memory("gateway", [*FLAT[:10], *[111 * MIB] * 10])},
             "gateway grew from 100.0 MiB to 111.0 MiB",
         ),
         ({"problems": ["not whole"]}, "not whole"),

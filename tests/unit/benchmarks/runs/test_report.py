@@ -11,7 +11,6 @@ import pytest
 from rich.console import Console
 
 from benchmarks.errors import BenchError
-from benchmarks.plot import draw
 from benchmarks.run import read_target
 from benchmarks.runs.report import show
 from benchmarks.runs.result import effects, result_of
@@ -77,20 +76,6 @@ def plan(tmp_path: Path) -> BenchPlan:
     return BenchPlan(scenario, LoadChoice(quick=True), ("recompute",), deployment, scenario.targets)
 
 
-def test_the_schema(plan: BenchPlan, outcomes: RunOutcomes) -> None:
-    result = result_of(plan, outcomes)
-    assert result["scenario"] == "burst"
-    assert "scenarios" not in result
-    assert result["config"]["parameter_share"] == 0.6
-    assert set(result["systems"]["vllm"]) >= {
-        *("sent", "completed", "rejected", "failed", "late_sends", "preemptions"),
-        *("kv_demand_peak_ratio", "ttft_s", "tpot_s", "e2e_s", "normalized_latency_s"),
-        *("throughput_tokens_per_s", "slo_attainment", "classes"),
-    }
-    assert result["systems"]["vllm"]["kv_demand_peak_ratio"] is None
-    assert result["ratios"]["recompute/recompute-ample"]["ttft_s.p99"] == pytest.approx(22.0)
-
-
 def test_answers_shorter_than_asked_for_are_shown(plan: BenchPlan, outcomes: RunOutcomes) -> None:
     """A server that does not force lengths had less to do."""
     short = [msgspec.structs.replace(one, short=True) for one in measured(1.0).records]
@@ -116,18 +101,11 @@ def test_the_best_is_one_of_the_same_pace(plan: BenchPlan, outcomes: RunOutcomes
     assert paced["slo_attainment"]["ttft ≤ 5× best p50"] == 1.0
 
 
-def test_the_table_shows_systems_ratios_pacing_and_what_failed(
+def test_the_table_names_paced_systems_and_what_failed(
     plan: BenchPlan, outcomes: RunOutcomes
 ) -> None:
     text = shown(result_of(plan, outcomes))
-    for part in (
-        *("TTFT P50 [ms]", "TTFT P99.9 [ms]"),
-        "recompute/recompute-ample: TTFT P50",
-        "TTFT P99, spread**",
-        "@A100-14B is paced",
-        "other could not run: it said [nothing]",
-    ):
-        assert part in text
+    assert "@A100-14B is paced" in text and "other could not run: it said [nothing]" in text
 
 
 def test_a_load_that_does_not_press_is_told(plan: BenchPlan, outcomes: RunOutcomes) -> None:
@@ -147,39 +125,10 @@ def test_a_load_that_does_not_press_is_told(plan: BenchPlan, outcomes: RunOutcom
     assert "too_mild" not in result_of(unpaced, outcomes)
 
 
-@pytest.mark.parametrize("suffix", ["png", "svg"])
-def test_a_picture_is_drawn(tmp_path: Path, outcomes: RunOutcomes, suffix: str) -> None:
-    path = tmp_path / f"picture.{suffix}"
-    draw("a title", outcomes.rounds, path)
-    assert path.stat().st_size > 10_000
-    if suffix == "svg":
-        assert "<svg" in path.read_text()
-
-
-def test_targets() -> None:
-    assert str(read_target("ttft=1.5")) == "ttft ≤ 1.5 s"
-    assert str(read_target("tpot=5x")) == "tpot ≤ 5× best p50"
-
-
-@pytest.mark.parametrize(
-    "text", ["", "ttft", "ttft=", "ttft=-1", "ttft=inf", "what=1", "tpot=nanx"]
-)
+@pytest.mark.parametrize("text", ["", "ttft", "ttft=-1", "ttft=inf", "what=1", "tpot=nanx"])
 def test_a_senseless_target_is_refused(text: str) -> None:
     with pytest.raises(BenchError, match="is no target"):
         read_target(text)
-
-
-def test_a_co_serving_result_has_classes_and_bars(plan: BenchPlan) -> None:
-    scenario = find_scenario("coserve")
-    plan = replace(plan, scenario=scenario)
-    found = RunOutcomes()
-    found.rounds = {"coserve": {"online-only@A100-14B": [measured(1.0)], "mine": [measured(2.0)]}}
-    result = result_of(plan, found)
-    assert set(result["systems"]["mine"]["classes"]) == {"online", "batch"}
-    assert "processed_tokens_per_s" in result["systems"]["mine"]["classes"]["batch"]
-    assert {one["verdict"] for one in result["co_serving"]["bars"]} == {"fails", "not measured"}
-    text = shown(result)
-    assert text.index("TTFT P99.9") < text.index("online requests beside batch work")
 
 
 def test_a_real_time_result_is_judged_by_the_load_of_its_name(plan: BenchPlan) -> None:
@@ -204,10 +153,6 @@ def test_a_real_time_result_is_judged_by_the_load_of_its_name(plan: BenchPlan) -
     first, *_ = result["co_serving"]["bars"]
     assert (first["system"], first["what"]) == ("fcfs", "attainment of first tokens")
     assert first["value"] == attained["realtime"]["ttft"]
-    text = shown(result)
-    assert "realtime-lower: online" in text and "(× fcfs)" in text
-    assert text.count("attainment of first tokens / that of fcfs") == 1
-    assert "first tokens in time" in text and "harvested share" not in text
 
 
 def test_a_flood_is_judged_by_what_the_logs_show(plan: BenchPlan) -> None:
@@ -223,7 +168,6 @@ def test_a_flood_is_judged_by_what_the_logs_show(plan: BenchPlan) -> None:
     failed = {one["what"] for one in result["co_serving"]["bars"] if one["verdict"] == "fails"}
     assert {"longest change of groups [s]", "problems in the logs", "splits"} <= failed
     assert orjson.dumps(result)
-    assert "problems in the logs" in shown(result)
 
 
 def test_each_step_of_the_ablation_is_compared_with_the_one_before(plan: BenchPlan) -> None:
@@ -248,9 +192,6 @@ def test_each_step_of_the_ablation_is_compared_with_the_one_before(plan: BenchPl
     assert rows[1]["effect_range"]["ttft_p99_s"] == pytest.approx([0.5, 0.75])
     assert rows[1]["effect"]["bubble_share"] == pytest.approx(0.1 / 0.25)
     assert rows[2]["effect_range"]["bubble_share"] == [0.0, 0.0]
-    lines = shown(result).splitlines()
-    (line, _) = [line for line in lines if line.strip(" │┃").startswith("+ coord")]
-    assert "10.0% (×0.40)" in line and "4,000 (×0.50)" in line
     # Without pipelines there is no bubble.
     plain = {case: {name: [measured(1.0)] for name in STEPS.values()} for case in cases}
     systems = result_of(plan, RunOutcomes(plain))["systems"]

@@ -16,8 +16,7 @@ from services.core.audit.facts import (
     StreamOpened,
     TokensForwarded,
 )
-from services.core.audit.findings import VIOLATIONS_MAX, Findings
-from services.core.audit.record import BATCH, COMMAND, EVENT, FACT
+from services.core.audit.record import BATCH, COMMAND, EVENT, FACT, VIOLATIONS_MAX, Findings
 from services.core.changeover.configuration import GroupStages
 from services.core.changeover.frames import Activations, StageChunk
 from services.core.changeover.vocabulary import (
@@ -209,6 +208,11 @@ def change(lines: list[Line], kind: type, number: int = 0, **values: Any) -> Non
     place = find(lines, kind, number)
     line = lines[place]
     lines[place] = Line(line.kind, replace(line.value, **values))
+
+
+@pytest.fixture
+def run() -> Run:
+    return Run()
 
 
 def test_a_sound_run_passes_and_every_invariant_was_checked() -> None:
@@ -454,9 +458,8 @@ BREAKS: list[tuple[str, Callable[[Run], None], str]] = [
     ("invariant", "break_it", "sentence"), BREAKS, ids=[one[1].__name__ for one in BREAKS]
 )
 def test_a_broken_invariant_is_told_in_a_sentence(
-    invariant: str, break_it: Callable[[Run], None], sentence: str
+    run: Run, invariant: str, break_it: Callable[[Run], None], sentence: str
 ) -> None:
-    run = Run()
     break_it(run)
     violations = run.audit().violations
     assert any(one.startswith(f"{invariant}: ") and sentence in one for one in violations), (
@@ -464,8 +467,7 @@ def test_a_broken_invariant_is_told_in_a_sentence(
     )
 
 
-def test_a_worker_that_stood_still_settles_in_time_from_then() -> None:
-    run = Run()
+def test_a_worker_that_stood_still_settles_in_time_from_then(run: Run) -> None:
     settled_late(run)
     assert not run.audit(a=END_S - 30.0).violations, "it has settled by the end"
     assert run.audit(b=END_S - 30.0).violations, "another one has no such excuse"
@@ -473,8 +475,7 @@ def test_a_worker_that_stood_still_settles_in_time_from_then() -> None:
     assert "a had not settled in group-a at epoch 3" in broken
 
 
-def test_a_request_that_goes_on_after_a_loss_is_sound() -> None:
-    run = Run()
+def test_a_request_that_goes_on_after_a_loss_is_sound(run: Run) -> None:
     resume(run)
     assert not run.audit().violations
     # Where rounding may decide, the token that was lost need not come again.
@@ -484,9 +485,8 @@ def test_a_request_that_goes_on_after_a_loss_is_sound() -> None:
     assert not inexact.audit().violations
 
 
-def test_a_request_may_come_back_to_a_worker_that_has_adopted_it() -> None:
+def test_a_request_may_come_back_to_a_worker_that_has_adopted_it(run: Run) -> None:
     """Its gateway lost the other worker, and does not know of the adoption."""
-    run = Run()
     adopted = SequenceState(request("s#b-1.1"), (20,), 2, 1, 0.0, 1)
     change(run.a, NoteAdopted, sequence=adopted)
     again = Request("s#a-1.2", (5, 6), Sampling(), Limits(3), 0.0, output_ids=(20,))
@@ -498,9 +498,10 @@ def test_a_request_may_come_back_to_a_worker_that_has_adopted_it() -> None:
     assert run.audit().violations == []
 
 
-def test_two_engines_may_go_on_with_a_request_that_was_handed_over_while_they_parted() -> None:
+def test_two_engines_may_go_on_with_a_request_that_was_handed_over_while_they_parted(
+    run: Run,
+) -> None:
     """The new leader has it; the old one never hears so, and takes it back."""
-    run = Run()
     run.b += iteration(7, 22.5, "s", 1, 21)
     (broken,) = run.audit().violations
     assert broken.startswith("I5: token 1 of s came from")
@@ -511,22 +512,19 @@ def test_two_engines_may_go_on_with_a_request_that_was_handed_over_while_they_pa
     assert broken.startswith("I5: token 2 of s was emitted as")
 
 
-def test_a_token_that_was_adopted_counts_as_the_new_workers() -> None:
-    run = Run()
+def test_a_token_that_was_adopted_counts_as_the_new_workers(run: Run) -> None:
     change(run.gateway, SegmentRead, 2, first_index=0)
     assert not run.audit().violations
     change(run.gateway, SegmentRead, 2, moved=False)
     assert run.audit().violations == ["I5: s got 20 as token 0, but a emitted none"]
 
 
-def test_tokens_lost_on_the_way_are_noticed() -> None:
-    run = Run()
+def test_tokens_lost_on_the_way_are_noticed(run: Run) -> None:
     change(run.gateway, TokensForwarded, 2, token_ids=(11,))
     assert run.audit().violations == ["I8: r ended (length) with 2 of 3 tokens"]
 
 
-def test_aborted_and_refused_requests_have_ended_and_a_dead_engine_owes_nothing() -> None:
-    run = Run()
+def test_aborted_and_refused_requests_have_ended_and_a_dead_engine_owes_nothing(run: Run) -> None:
     run.b += [
         Line(EVENT, RequestArrived(40.0, request("t"))),
         Line(EVENT, RequestAborted(41.0, "t")),
@@ -541,8 +539,7 @@ def test_aborted_and_refused_requests_have_ended_and_a_dead_engine_owes_nothing(
     assert Audit().run([run.a, run.b, dead], [run.memmgr], [run.gateway]).violations == []
 
 
-def test_a_second_attempt_after_an_aborted_one_needs_its_own_consent_only() -> None:
-    run = Run()
+def test_a_second_attempt_after_an_aborted_one_needs_its_own_consent_only(run: Run) -> None:
     aborted = attempt(5.0, 1, list(ALONE.values()), [MERGED, GONE])[:3]
     aborted[2] = Line(COMMAND, replace(aborted[2].value, attempt="7-0"))
     removal = Transact(90, 7, tuple(ALONE.values()), group_revisions={"group-a": 4, "group-b": 4})
@@ -566,8 +563,7 @@ def test_an_invariant_broken_very_often_is_told_a_hundred_times() -> None:
     assert findings.broken == findings.checks["I8"] == VIOLATIONS_MAX + 50
 
 
-def test_requests_of_a_gateway_that_was_killed_need_not_end() -> None:
-    run = Run()
+def test_requests_of_a_gateway_that_was_killed_need_not_end(run: Run) -> None:
     del run.gateway[find(run.gateway, StreamEnded, 1)]
     assert run.audit().violations == ["I10: s was admitted and never ended"]
     killed = Audit().run([run.a, run.b], [run.memmgr], [], [run.gateway])
@@ -577,11 +573,10 @@ def test_requests_of_a_gateway_that_was_killed_need_not_end() -> None:
     assert killed.violations == ["I5: s got 99 as token 1, but a or b emitted 21"]
 
 
-def test_of_a_killed_gateways_requests_nobody_knows_the_workers_but_the_tokens_were_emitted() -> (
-    None
-):
+def test_of_a_killed_gateways_requests_nobody_knows_the_workers_but_the_tokens_were_emitted(
+    run: Run,
+) -> None:
     """It notes the workers at the end of a request, which does not come."""
-    run = Run()
     del run.gateway[find(run.gateway, SegmentRead, 1) :]
     killed = Audit().run([run.a, run.b], [run.memmgr], [], [run.gateway])
     assert not killed.violations

@@ -7,17 +7,15 @@ import pytest
 
 from services.core.audit.concession_order import ConcessionOrder
 from services.core.audit.facts import MemoryDecided
-from services.core.audit.findings import Findings
 from services.core.audit.group_history import GroupHistory
-from services.core.audit.record import BATCH, COMMAND, EVENT, FACT
+from services.core.audit.record import BATCH, COMMAND, EVENT, FACT, Findings
 from services.core.changeover.state import Changeover, MemberConfig
 from services.core.line_order import LINES, Scheduling
 from services.core.overload.events import Action, Cause, Decision, Numbers, Why
 from services.core.planner.config import IterationConfig
 from services.core.planner.events import IterationFinished, Planned, RequestArrived
-from services.core.planner.precedence import PRECEDENCES, Precedence
 from services.core.planner.sequence_table import SequenceTable
-from services.core.planner.victims import batch_first, newest
+from services.core.planner.victims import PRECEDENCES, Precedence, batch_first, newest
 from services.core.request import Limits, Request, Sampling
 from services.core.service import NO_PROMISE, Service, ServiceClass
 from tideserve.sim.replay import replay

@@ -1,5 +1,7 @@
 """A configuration is left when nothing of it is in flight, and no stage keeps a block of it."""
 
+import pytest
+
 from services.core.changeover import vocabulary as words
 from services.core.changeover.configuration import GroupStages
 from services.core.changeover.frames import Activations, Adopt, AllAdopted, Drained, activations
@@ -50,6 +52,11 @@ class Member:
     def turn(self, now_s: float = 0.2) -> list[words.SendFrame]:
         return self.do(words.TurnTaken(now_s))
 
+    def switched(self) -> int:
+        """How often it has switched after its turn."""
+        self.turn()
+        return self.switches
+
     def hear(self, new: tuple[GroupStages, ...]) -> None:
         self.do(words.ConfigurationCommitted(0.0, new))
 
@@ -92,8 +99,12 @@ def drained(sent: list[words.SendFrame]) -> list[words.SendFrame]:
     return [one for one in sent if isinstance(one.frame, Drained)]
 
 
-def test_a_leader_waits_for_what_is_in_flight() -> None:
-    pair = Pair()
+@pytest.fixture
+def pair() -> Pair:
+    return Pair()
+
+
+def test_a_leader_waits_for_what_is_in_flight(pair: Pair) -> None:
     pair.part()
     pair.a.turn()
     pair.b.turn()
@@ -103,13 +114,11 @@ def test_a_leader_waits_for_what_is_in_flight() -> None:
     assert told.frame == Drained(())
     assert pair.a.switches == 2 and pair.b.switches == 1
     pair.bring(told, "a")
-    pair.b.turn()
-    assert pair.b.switches == 2
+    assert pair.b.switched() == 2
     assert pair.b.machine.planner.table.request_ids == ("r",)
 
 
-def test_blocks_of_discarded_microbatches_are_free_at_every_stage() -> None:
-    pair = Pair()
+def test_blocks_of_discarded_microbatches_are_free_at_every_stage(pair: Pair) -> None:
     pair.part()
     sent = pair.a.turn(DRAIN_TIMEOUT_S + 0.1)
     pair.b.turn(DRAIN_TIMEOUT_S + 0.1)
@@ -117,17 +126,17 @@ def test_blocks_of_discarded_microbatches_are_free_at_every_stage() -> None:
     (told,) = drained(sent)
     assert told.frame == Drained(("r",))
     pair.bring(told, "a")
-    pair.b.turn()
-    assert pair.b.switches == 2
+    assert pair.b.switched() == 2
     for member in (pair.a, pair.b):
         assert member.machine.planner.table.request_ids == ()
         assert member.machine.planner.pool.taken_count == 0
     assert "r" in pair.a.machine.planner.sequences
 
 
-def test_blocks_of_a_request_that_never_ran_are_free_before_the_next_leader_counts() -> None:
+def test_blocks_of_a_request_that_never_ran_are_free_before_the_next_leader_counts(
+    pair: Pair,
+) -> None:
     """Requests are dealt by the blocks that they have then."""
-    pair = Pair()
     pair.arrive("long", 40)
     pair.arrive("late", 8)
     number = pair.launch()
@@ -144,8 +153,7 @@ def test_blocks_of_a_request_that_never_ran_are_free_before_the_next_leader_coun
     assert pair.b.machine.planner.table.request_ids == ("r", "long")
 
 
-def test_a_stage_switches_without_its_leader_after_a_deadline() -> None:
-    pair = Pair()
+def test_a_stage_switches_without_its_leader_after_a_deadline(pair: Pair) -> None:
     pair.part()
     pair.b.turn(DRAINED_TIMEOUT_S)
     assert pair.b.switches == 1
@@ -153,46 +161,36 @@ def test_a_stage_switches_without_its_leader_after_a_deadline() -> None:
     assert pair.b.switches == 2
 
 
-def test_a_stage_does_not_wait_for_a_lost_leader_that_goes_another_way() -> None:
-    pair = Pair()
+def test_a_stage_does_not_wait_for_a_lost_leader_that_goes_another_way(pair: Pair) -> None:
     pair.part()
-    pair.b.turn()
-    assert pair.b.switches == 1
+    assert pair.b.switched() == 1
     pair.b.do(words.PeersLost(0.2, frozenset({"a"})))
-    pair.b.turn()
-    assert pair.b.switches == 2
+    assert pair.b.switched() == 2
 
 
-def test_a_stage_waits_for_a_lost_leader_with_which_it_stays() -> None:
-    pair = Pair()
+def test_a_stage_waits_for_a_lost_leader_with_which_it_stays(pair: Pair) -> None:
     pair.b.do(words.PeersLost(0.2, frozenset({"a"})))
     pair.b.hear(groups(2, TOGETHER))
-    pair.b.turn()
-    assert pair.b.switches == 1
+    assert pair.b.switched() == 1
     pair.b.do(words.FrameReceived(0.3, "a", Drained(())))
-    pair.b.turn()
-    assert pair.b.switches == 2
+    assert pair.b.switched() == 2
 
 
-def test_a_lost_member_is_not_waited_for() -> None:
-    pair = Pair()
+def test_a_lost_member_is_not_waited_for(pair: Pair) -> None:
     pair.b.hear(LEFT)
-    pair.b.turn()
-    assert pair.b.switches == 2
+    assert pair.b.switched() == 2
     assert pair.b.machine.planner.pool.taken_count == 0
 
 
-def test_nothing_runs_after_its_leader_has_said_that_it_leaves() -> None:
-    pair = Pair()
+def test_nothing_runs_after_its_leader_has_said_that_it_leaves(pair: Pair) -> None:
     pair.part()
     pair.bring(words.SendFrame("b", Drained(())), "a")
     frame = Activations(pair.number + 1, (), ())
     assert pair.b.machine.handle(words.FrameReceived(0.1, "a", frame)) == []
 
 
-def test_a_stage_does_not_wait_for_a_leader_that_has_left_to_adopt() -> None:
+def test_a_stage_does_not_wait_for_a_leader_that_has_left_to_adopt(pair: Pair) -> None:
     """A request came to the stage, and its leader left while it was on its way there."""
-    pair = Pair()
     request = Request("late", (5,) * 6, Sampling(), Limits(4), 0.0)
     (sent,) = pair.b.do(RequestArrived(0.1, request))
     assert isinstance(sent.frame, Adopt)
@@ -201,11 +199,9 @@ def test_a_stage_does_not_wait_for_a_leader_that_has_left_to_adopt() -> None:
     told = [one for one in pair.a.turn() if one.peer == "b"]
     (first,) = drained(told)
     pair.bring(first, "a")
-    pair.b.turn()
-    assert pair.b.switches == 1, "word that the leader has adopted it may be on its way"
+    assert pair.b.switched() == 1, "word that the leader has adopted it may be on its way"
     for one in told:
         if isinstance(one.frame, AllAdopted):
             pair.bring(one, "a")
-    pair.b.turn()
-    assert pair.b.switches == 2
+    assert pair.b.switched() == 2
     assert "late" in pair.b.machine.planner.sequences

@@ -43,8 +43,7 @@ def test_an_abort_does_not_overtake_the_sequence() -> None:
     script = adopting()
     script.do("a", RequestAborted(0.0, "s"))
     assert "s" in script.names_at("a"), "b is not known to have it"
-    script.stopped.clear()
-    script.settle()
+    script.reconnect()
     assert script.names_at("a") == ["r"] and script.names_at("b") == []
     assert script.members["a"].settled and script.members["b"].settled
 
@@ -83,8 +82,7 @@ def test_what_comes_back_to_a_stage_goes_to_its_leader() -> None:
     script.settle()
     script.hear(LEFT)
     script.turn("b")
-    script.stopped.clear()
-    script.settle()
+    script.reconnect()
     assert sorted(script.names_at("c")) == ["r", "s"]
     assert script.names_at("a") == []
 
@@ -122,8 +120,7 @@ def test_a_member_that_leads_no_more_adopts_nothing() -> None:
     part(script)
     adopt = handed(script)
     script.settle()
-    script.hear(groups(3, "cb"))
-    script.settle()
+    script.change(groups(3, "cb"))
     assert script.receive("a", "b", adopt) == []
     assert not frames(script, "b", "a", Adopted)
 
@@ -153,8 +150,7 @@ def test_all_that_was_left_to_lost_leaders_is_freed() -> None:
     """ "b" holds KV of "r", which "a" leads now; nobody can fetch it when "a" is gone."""
     script = pipeline("r")
     script.transfers_run = False
-    script.hear(APART)
-    script.settle()
+    script.change(APART)
     assert script.taken_at("b") == 2 and script.members["b"].phase is MemberPhase.MIGRATING
     script.lose("a")
     script.settle()
@@ -164,8 +160,7 @@ def test_all_that_was_left_to_lost_leaders_is_freed() -> None:
 def test_a_transfer_that_fails_is_computed_again() -> None:
     script = pipeline("r")
     script.transfers_run = False
-    script.hear(APART)
-    script.settle()
+    script.change(APART)
     ((transfer_id, _),) = script.sending.items()
     script.do("a", words.KvFailed(transfer_id))
     script.do("b", words.KvFailed(transfer_id))
@@ -175,16 +170,12 @@ def test_a_transfer_that_fails_is_computed_again() -> None:
 
 
 def test_a_sequence_that_comes_back_does_not_wait_for_a_stage_that_is_lost() -> None:
-    script = Script("abc")
-    script.hear(groups(1, "abc"))
-    script.settle()
+    script = Script("abc").change(groups(1, "abc"))
     for name in "rst":
         script.ask("a", name, 8)
-    script.launch("a")
-    script.settle()
+    script.advance("a")
     script.stopped = {("b", "a")}
-    script.hear(groups(2, "a", "b", "c"))
-    script.settle()
+    script.change(groups(2, "a", "b", "c"))
     assert script.names_at("a") == ["r", "s"] and script.names_at("c") == ["t"]
     script.stopped = {("c", "a")}
     script.lose("b")
@@ -198,9 +189,7 @@ def test_a_sequence_that_comes_back_does_not_wait_for_a_stage_that_is_lost() -> 
 
 @pytest.mark.parametrize("epoch", [1, 2])
 def test_a_configuration_that_is_not_newer_has_no_effect(epoch: int) -> None:
-    script = Script("ab")
-    script.hear(groups(2, "ab"))
-    script.settle()
+    script = Script("ab").change(groups(2, "ab"))
     script.hear(groups(epoch, "a", "b"))
     assert all(member.settled for member in script.members.values())
     assert not any(script.ways.values())
@@ -208,15 +197,11 @@ def test_a_configuration_that_is_not_newer_has_no_effect(epoch: int) -> None:
 
 def test_a_lost_way_to_a_new_leader_does_not_free_what_runs_there() -> None:
     """Both live, and "c" is a stage of "b" now."""
-    script = Script("abc")
-    script.hear(groups(1, "abc"))
-    script.settle()
+    script = Script("abc").change(groups(1, "abc"))
     for name in ("r", "s"):
         script.ask("a", name, 8)
-    script.launch("a")
-    script.settle()
-    script.hear(groups(2, "a", "bc"))
-    script.settle()
+    script.advance("a")
+    script.change(groups(2, "a", "bc"))
     assert script.names_at("b") and all(one.settled for one in script.members.values())
     taken = script.taken_at("c")
     script.do("a", words.PeersLost(0.0, frozenset({"b"})))
@@ -228,16 +213,14 @@ def test_a_lost_way_to_a_new_leader_does_not_free_what_runs_there() -> None:
 def test_what_a_peer_hands_over_after_it_was_lost_is_not_taken() -> None:
     """One lane between the two is lost, and frames still come over the other one."""
     script = pipeline(waiting=("r", "s"))
-    script.launch("a")
-    script.settle()
+    script.advance("a")
     script.stopped = {("a", "b")}
     script.hear(APART)
     script.turn("a")
     script.now_s = DRAINED_TIMEOUT_S + 0.1
     script.turn("b")
     script.do("b", words.PeersLost(script.now_s, frozenset({"a"})))
-    script.stopped.clear()
-    script.settle()
+    script.reconnect()
     assert not script.names_at("b") and script.taken_at("b") == 0
     script.do("a", words.PeersLost(script.now_s, frozenset({"b"})))
     script.settle()
@@ -249,8 +232,7 @@ def test_a_stage_that_has_given_its_leader_up_keeps_nothing_of_it() -> None:
     """The leader lives, and hears of the change so late that its stage has left."""
     script = pipeline(waiting=("r",))
     script.stopped = {("b", "a")}
-    script.launch("a")
-    script.settle()
+    script.advance("a")
     assert script.taken_at("b") > 0
     script.hear(APART, "b")
     script.now_s = DRAINED_TIMEOUT_S + 0.1
@@ -258,7 +240,6 @@ def test_a_stage_that_has_given_its_leader_up_keeps_nothing_of_it() -> None:
     script.hear(APART, "a")
     script.now_s += DRAIN_TIMEOUT_S + 0.1
     script.turn("a")
-    script.stopped.clear()
-    script.settle()
+    script.reconnect()
     assert script.members["a"].settled and script.members["b"].settled
     assert script.names_at("a") == ["r"] and script.taken_at("b") == 0

@@ -15,9 +15,7 @@ ASKED = words.PreparationAsked("t", MERGED)
 
 def serving(scheduling: Scheduling = Scheduling.SLO) -> Script:
     """ "a" has batch work."""
-    script = Script("ab", scheduling=scheduling)
-    script.hear(APART)
-    script.settle()
+    script = Script("ab", scheduling=scheduling).change(APART)
     script.ask("a", "m", 8, most=20, service=BATCH)
     assert script.launch("a")
     return script
@@ -41,21 +39,18 @@ def test_it_is_held_from_the_order_to_the_commit() -> None:
     prepare(script)
     member = script.members["a"]
     assert not member.busy and held(script), "it is ready, and a commit is expected"
-    script.hear(MERGED)
-    script.settle()
+    script.change(MERGED)
     assert not held(script) and member.planner.stages == 2, "it joins microbatches there"
 
 
 def test_it_is_held_until_what_a_split_moves_has_arrived() -> None:
     script = serving()
     script.ask("a", "o", 12, most=20)
-    script.hear(MERGED)
-    script.settle()
+    script.change(MERGED)
     script.run("a", 4)
     script.transfers_run = False
     script.ask("b", "n", 4, service=BATCH)
-    script.hear(SPLIT)
-    script.settle()
+    script.change(SPLIT)
     moving = [name for name in "ab" if not script.members[name].settled]
     assert moving and all(held(script, name) == (name in moving) for name in "ab")
     script.transfers_run = True

@@ -5,8 +5,8 @@ import pytest
 from services.core.changeover import preparation
 from services.core.changeover import vocabulary as words
 from services.core.changeover.configuration import GroupStages
-from services.core.changeover.desertion import UNFINISHED_WAIT_S
 from services.core.changeover.frames import Capacity
+from services.core.changeover.lost_peers import UNFINISHED_WAIT_S
 from services.core.changeover.preparation import BUSY, NO_ROOM, UNFINISHED
 from services.core.groups.layer_map import Stage
 from tests.support.changeover_scenes import restoring
@@ -64,9 +64,7 @@ def test_an_attempt_that_a_commit_has_outdated_is_in_nobodys_way(members: str, e
 
     The survivors are asked for their layers as soon as they have groups of their own.
     """
-    script = Script("abc")
-    script.hear(groups(1, "a", "b"))
-    script.settle()
+    script = Script("abc").change(groups(1, "a", "b"))
     script.hear(groups(2, "ab"))
     script.do("b", words.PreparationAsked("outdated", groups(epoch, members)))
     alone = (GroupStages("g-b", 3, (Stage("b", LAYERS // 2, LAYERS),)),)
@@ -78,15 +76,12 @@ def test_an_attempt_that_a_commit_has_outdated_is_in_nobodys_way(members: str, e
 
 def cut_amid_a_merge() -> Script:
     """ "b" and "c" have lost "a", of whose requests they have yet to get the KV."""
-    script = Script("abc")
-    script.hear(groups(1, "a", "b", "c"))
-    script.settle()
+    script = Script("abc").change(groups(1, "a", "b", "c"))
     for leader in "abc":
         script.ask(leader, f"of {leader}", 6)
         script.launch(leader)
     script.stopped |= {("a", "b"), ("a", "c")}
-    script.hear(groups(2, "abc"))
-    script.settle()
+    script.change(groups(2, "abc"))
     assert not script.members["b"].settled
     script.lose("a")
     return script
@@ -104,16 +99,12 @@ def test_a_change_that_a_loss_keeps_from_ending_holds_no_attempt_up() -> None:
 
 def test_an_attempt_waits_for_what_another_group_of_the_split_has_to_fetch() -> None:
     """The lost connection is not needed for that, so both members wait for its end."""
-    script = Script("abcd", blocks=64)
-    script.hear(groups(1, "abcd"))
-    script.settle()
+    script = Script("abcd", blocks=64).change(groups(1, "abcd"))
     for number in range(4):
         script.ask("a", f"r{number}", 6)
-    script.launch("a")
-    script.settle()
+    script.advance("a")
     script.transfers_run = False
-    script.hear(groups(2, "ab", "cd"))
-    script.settle()
+    script.change(groups(2, "ab", "cd"))
     while arriving := [t for t, one in script.sending.items() if one.transfer.destination in "ab"]:
         for transfer in arriving:
             script.end_transfer(transfer)
@@ -187,8 +178,7 @@ def test_an_attempt_that_waits_for_the_last_change_is_aborted_silently() -> None
     script.hear(groups(1, "a", "b"), "b")
     script.do("b", words.PreparationAsked("t", groups(2, "ab")))
     assert script.do("b", words.PreparationAborted("t")) == []
-    script.hear(groups(1, "a", "b"), "a")
-    script.settle()
+    script.change(groups(1, "a", "b"), "a")
     assert not script.steps and script.members["b"].settled
 
 
@@ -232,8 +222,7 @@ def test_what_was_prepared_is_used() -> None:
     script = restoring("a", "b", blocks=8)
     for name in "rst":
         script.ask("a", name, 16)
-    script.launch("a")
-    script.settle()
+    script.advance("a")
     taken = script.members["b"].planner.pool.users
     assert max(taken) >= 8, "more than a member alone has"
     for name in "ab":
@@ -242,8 +231,7 @@ def test_what_was_prepared_is_used() -> None:
     script.run("a")
     for name in "ab":
         assert refusals(fetch_all(script, name)) == [None]
-    script.hear(NEXT)
-    script.settle()
+    script.change(NEXT)
     for name in "ab":
         assert script.members[name].settled
         assert script.memories[name].layers == range(LAYERS)

@@ -19,8 +19,7 @@ def merged(workers: str, requests: int, *, resumable: bool = True) -> Script:
     """A group that has run requests for some tokens."""
     script = Script(workers, blocks=64)
     script.hear(groups(1, *workers))
-    script.hear(groups(2, workers))
-    script.settle()
+    script.change(groups(2, workers))
     for number in range(requests):
         script.ask(workers[0], f"r{number}", 8, 40, resumable=resumable)
     script.run(workers[0], 6)
@@ -46,8 +45,7 @@ def test_it_keeps_its_share_among_the_living(workers: str, end: int, back: list[
     assert divided(script, "a", end) == back
     assert set(script.names_at("a")) == {"r0", "r1", "r2", "r3"} - set(back)
     assert divided(script, "a", end, epoch=4) == [], "there is nobody left to share with"
-    script.hear(alone(5, "a", 0, 4))
-    script.settle()
+    script.change(alone(5, "a", 0, 4))
     script.run("a")
     assert script.names_at("a") == [], "the others have ended here"
     assert script.taken_at("a") == 0
@@ -74,8 +72,7 @@ def test_a_request_that_its_client_has_aborted_is_not_given_back() -> None:
 
 def test_a_change_without_a_loss_gives_nothing_back() -> None:
     script = merged("abcd", 4)
-    script.hear(groups(3, "ab", "cd"))
-    script.settle()
+    script.change(groups(3, "ab", "cd"))
     assert sorted(script.names_at("a") + script.names_at("c")) == ["r0", "r1", "r2", "r3"]
 
 
@@ -86,8 +83,7 @@ def cut_off(resumable: bool = True) -> tuple[Script, list[str]]:
     """
     script = merged("abcd", 8, resumable=resumable)
     script.stopped = {(peer, "a") for peer in "bcd"}
-    script.hear(groups(3, *"abcd"))
-    script.settle()
+    script.change(groups(3, *"abcd"))
     assert len(script.names_at("a")) == 8, "nobody is known to have taken any"
     commands = script.do("a", words.PeersLost(script.now_s, frozenset("bcd")))
     refused = [one for one in commands if isinstance(one, RefuseRequest)]
@@ -99,8 +95,7 @@ def test_the_leader_of_a_split_that_reaches_nobody_keeps_its_share_of_what_comes
     script, back = cut_off()
     kept = [name for name in script.names_at("a") if name not in back]
     assert (len(kept), len(back)) == (4, 4), "two that were its own, and two of six"
-    script.stopped.clear()
-    script.settle()
+    script.reconnect()
     script.run("a")
     assert script.names_at("a") == [] and script.taken_at("a") == 0
     assert script.members["a"].settled
@@ -128,8 +123,7 @@ def test_a_leader_that_is_lost_counts_as_gone_unless_all_are(
 ) -> None:
     script = merged(workers, 8)
     script.stopped = {(peer, "a") for peer in workers[1:]}
-    script.hear(groups(3, *workers))
-    script.settle()
+    script.change(groups(3, *workers))
     commands = script.do("a", words.PeersLost(script.now_s, frozenset(lost)))
     assert sum(isinstance(one, RefuseRequest) for one in commands) == back
 
@@ -137,7 +131,6 @@ def test_a_leader_that_is_lost_counts_as_gone_unless_all_are(
 def test_what_comes_back_from_leaders_that_have_gone_on_is_shared_with_them() -> None:
     script = merged("abcd", 8)
     script.stopped = {(peer, "a") for peer in "bcd"}
-    script.hear(groups(3, *"abcd"))
-    script.settle()
+    script.change(groups(3, *"abcd"))
     commands = [one for peer in "bcd" for one in script.receive(peer, "a", Passed())]
     assert sum(isinstance(one, RefuseRequest) for one in commands) == 3

@@ -29,16 +29,13 @@ def merged(scheduling: Scheduling = Scheduling.PRIORITY, shelf_max_s: float = 60
 
     "m" and "n" have had KV, "w" waits for a place.
     """
-    script = Script("ab", scheduling=scheduling, shelf_max_s=shelf_max_s)
-    script.hear(APART)
-    script.settle()
+    script = Script("ab", scheduling=scheduling, shelf_max_s=shelf_max_s).change(APART)
     script.ask("b", "o", 8, most=20)
     for name in "mn":
         script.ask("b", name, 8, service=BATCH)
     script.launch("b")
     script.ask("b", "w", 8, service=BATCH)
-    script.hear(MERGED)
-    script.settle()
+    script.change(MERGED)
     return script
 
 
@@ -76,8 +73,7 @@ def test_without_time_to_rest_the_leader_gets_it_at_once() -> None:
 
 def test_it_goes_on_when_its_worker_leads_again() -> None:
     script = merged()
-    script.hear(SPLIT)
-    script.settle()
+    script.change(SPLIT)
     assert sorted(script.names_at("b")) == ["m", "n", "w"]
     script.run("b")
     assert script.names_at("b") == [] and script.members["b"].shelf_due_s is None
@@ -104,37 +100,28 @@ def test_a_group_that_stays_merged_gets_it() -> None:
 
 
 def test_the_time_goes_on_through_a_change_of_the_same_leader() -> None:
-    script = Script("abc", scheduling=Scheduling.PRIORITY)
-    script.hear(groups(1, "a", "b", "c"))
-    script.settle()
+    script = Script("abc", scheduling=Scheduling.PRIORITY).change(groups(1, "a", "b", "c"))
     script.ask("b", "m", 8, service=BATCH)
-    script.hear(groups(2, "ab"))
-    script.settle()
+    script.change(groups(2, "ab"))
     due_s = script.members["b"].shelf_due_s
     script.now_s = 30.0
-    script.hear(groups(3, "abc"))
-    script.settle()
+    script.change(groups(3, "abc"))
     assert script.names_at("b") == ["m"] and script.members["b"].shelf_due_s == due_s
 
 
 def test_a_leader_that_goes_on_leading_keeps_its_batch_work_and_deals_it_in_a_split() -> None:
-    script = Script("ab", scheduling=Scheduling.PRIORITY)
-    script.hear(APART)
-    script.settle()
+    script = Script("ab", scheduling=Scheduling.PRIORITY).change(APART)
     for name in "mn":
         script.ask("a", name, 8, service=BATCH)
-    script.hear(MERGED)
-    script.settle()
+    script.change(MERGED)
     assert script.names_at("a") == ["m", "n"] and script.members["a"].shelf_due_s is None
-    script.hear(SPLIT)
-    script.settle()
+    script.change(SPLIT)
     assert (script.names_at("a"), script.names_at("b")) == (["m"], ["n"])
 
 
 def test_a_worker_that_is_leaving_hands_it_over() -> None:
     script = merged()
-    script.hear(leaving(3, "b"))
-    script.settle()
+    script.change(leaving(3, "b"))
     assert script.names_at("b") == [] and sorted(script.names_at("a")) == ["m", "n", "o", "w"]
 
 
@@ -149,17 +136,14 @@ def test_it_can_be_aborted_while_it_rests() -> None:
 
 def rest_returnable() -> Script:
     """ "r" may go elsewhere and has not begun, when "b" stops leading; nor has "w"."""
-    script = Script("ab", scheduling=Scheduling.SLO, shelf_max_s=60.0)
-    script.hear(APART)
-    script.settle()
+    script = Script("ab", scheduling=Scheduling.SLO, shelf_max_s=60.0).change(APART)
     script.ask("b", "m", 8, service=BATCH)
     script.launch("b")
     script.ask("b", "w", 8, service=BATCH)
     request = Request("r", (5,) * 8, Sampling(), Limits(4), 0.0, service=BATCH, returnable=True)
     script.do("b", RequestArrived(script.now_s, request))
     assert script.members["b"].return_due_s == 60.0, "it has room, and waits for its turn"
-    script.hear(MERGED)
-    script.settle()
+    script.change(MERGED)
     return script
 
 
@@ -173,8 +157,7 @@ def test_what_has_not_begun_goes_back_to_the_scheduler() -> None:
     (told,) = script.do("b", WaitLooked(RETURN_AFTER_S))
     assert isinstance(told, RefuseRequest) and (told.request_id, told.returned) == ("r", True)
     assert sorted(script.names_at("b")) == ["m", "w"] and member.return_due_s is None
-    script.hear(SPLIT)
-    script.settle()
+    script.change(SPLIT)
     script.run("b")
     assert script.names_at("b") == []
 

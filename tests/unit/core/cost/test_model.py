@@ -5,7 +5,6 @@ from random import Random
 
 import pytest
 
-from services.core.cost.least_squares import solve_nonnegative
 from services.core.cost.model import (
     Coefficients,
     CostModel,
@@ -15,6 +14,7 @@ from services.core.cost.model import (
     fit_together,
     mean_relative_error,
     pairs,
+    solve_nonnegative,
 )
 
 MODEL = CostModel(alpha=2e-6, beta=3e-3, gamma=0.12, lam=0.1, kappa=1e-5)

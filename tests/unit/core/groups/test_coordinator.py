@@ -144,33 +144,42 @@ class Cluster:
         self.look()
 
 
+@pytest.fixture
+def cluster() -> Cluster:
+    return Cluster()
+
+
+@pytest.fixture
+def merging(cluster: Cluster) -> Cluster:
+    """A cluster that has begun the change "c", which merges w0 and w1."""
+    cluster.ask("c", merge("w0", "w1"))
+    return cluster
+
+
 PREPARING, COMMITTED = ChangePhase.PREPARING, ChangePhase.COMMITTED
 STABLE, SETTLED = ChangePhase.STABLE, ChangePhase.SETTLED
 FAILED, LEFT = ChangePhase.FAILED, ChangePhase.LEFT
 
 
-def test_a_change_is_followed_until_its_members_have_settled() -> None:
-    cluster = Cluster()
-    cluster.ask("c", merge("w0", "w1"))
-    assert cluster.steps["c"] == [PREPARING]
-    cluster.commit_all()
-    cluster.unsettled.add("w1")
-    cluster.look()
-    assert cluster.steps["c"] == [PREPARING, COMMITTED], "nobody serves it yet"
-    cluster.serve("w0")
-    cluster.pass_time(0.2)
-    assert cluster.steps["c"] == [PREPARING, COMMITTED], "w1 does not serve it yet"
-    cluster.serve()
-    cluster.pass_time(0.2)
-    assert cluster.steps["c"] == [PREPARING, COMMITTED, STABLE], "KV moves at w1"
-    cluster.unsettled.clear()
-    cluster.pass_time(0.2)
-    assert cluster.steps["c"] == [PREPARING, COMMITTED, STABLE, SETTLED]
-    assert cluster.looks == []
+def test_a_change_is_followed_until_its_members_have_settled(merging: Cluster) -> None:
+    assert merging.steps["c"] == [PREPARING]
+    merging.commit_all()
+    merging.unsettled.add("w1")
+    merging.look()
+    assert merging.steps["c"] == [PREPARING, COMMITTED], "nobody serves it yet"
+    merging.serve("w0")
+    merging.pass_time(0.2)
+    assert merging.steps["c"] == [PREPARING, COMMITTED], "w1 does not serve it yet"
+    merging.serve()
+    merging.pass_time(0.2)
+    assert merging.steps["c"] == [PREPARING, COMMITTED, STABLE], "KV moves at w1"
+    merging.unsettled.clear()
+    merging.pass_time(0.2)
+    assert merging.steps["c"] == [PREPARING, COMMITTED, STABLE, SETTLED]
+    assert merging.looks == []
 
 
-def test_a_change_that_waits_or_prepares_can_be_called_off_and_no_other() -> None:
-    cluster = Cluster()
+def test_a_change_that_waits_or_prepares_can_be_called_off_and_no_other(cluster: Cluster) -> None:
     for number, names in enumerate((("w0", "w1"), ("w2", "w3"), ("w4", "w5"))):
         cluster.ask(f"c{number}", merge(*names))
     cluster.write_all()
@@ -186,86 +195,74 @@ def test_a_change_that_waits_or_prepares_can_be_called_off_and_no_other() -> Non
     assert len(cluster.store.groups["group-w0"].group.members) == 1
 
 
-def test_what_cannot_be_has_failed_at_once() -> None:
-    cluster = Cluster()
+def test_what_cannot_be_has_failed_at_once(cluster: Cluster) -> None:
     cluster.ask("c", merge("w0", "unknown"))
     assert cluster.steps["c"] == [FAILED]
     assert "unknown is not registered" in cluster.messages["c"]
 
 
-def test_a_member_that_refuses_ends_the_change() -> None:
-    cluster = Cluster()
-    cluster.ask("c", merge("w0", "w1"))
-    cluster.write_all()
-    cluster.answer_all(ready=False)
-    assert cluster.steps["c"] == [PREPARING, FAILED]
-    assert cluster.messages["c"] == "w0 refused: no room"
+def test_a_member_that_refuses_ends_the_change(merging: Cluster) -> None:
+    merging.write_all()
+    merging.answer_all(ready=False)
+    assert merging.steps["c"] == [PREPARING, FAILED]
+    assert merging.messages["c"] == "w0 refused: no room"
 
 
-def test_a_member_that_does_not_change_over_fails_the_change_but_not_the_commit() -> None:
-    cluster = Cluster()
-    cluster.ask("c", merge("w0", "w1"))
-    cluster.commit_all()
-    cluster.serve("w0")
+def test_a_member_that_does_not_change_over_fails_the_change_but_not_the_commit(
+    merging: Cluster,
+) -> None:
+    merging.commit_all()
+    merging.serve("w0")
     for _ in range(40):
-        cluster.pass_time(1.0)
-    assert cluster.steps["c"] == [PREPARING, COMMITTED, FAILED]
-    assert "w1 did not change over within 30 s" in cluster.messages["c"]
-    assert len(cluster.store.groups["group-w0"].group.members) == 2
+        merging.pass_time(1.0)
+    assert merging.steps["c"] == [PREPARING, COMMITTED, FAILED]
+    assert "w1 did not change over within 30 s" in merging.messages["c"]
+    assert len(merging.store.groups["group-w0"].group.members) == 2
 
 
-def test_kv_that_moves_for_too_long_is_left_to_its_members() -> None:
-    cluster = Cluster()
-    cluster.ask("c", merge("w0", "w1"))
-    cluster.commit_all()
-    cluster.serve()
-    cluster.unsettled.add("w0")
+def test_kv_that_moves_for_too_long_is_left_to_its_members(merging: Cluster) -> None:
+    merging.commit_all()
+    merging.serve()
+    merging.unsettled.add("w0")
     for _ in range(40):
-        cluster.pass_time(1.0)
-    assert cluster.steps["c"] == [PREPARING, COMMITTED, STABLE, LEFT]
+        merging.pass_time(1.0)
+    assert merging.steps["c"] == [PREPARING, COMMITTED, STABLE, LEFT]
 
 
-def test_a_change_waits_for_a_write_that_is_under_way() -> None:
-    cluster = Cluster()
-    cluster.ask("c", merge("w0", "w1"))
-    mark = cluster.transactions[0]
-    cluster.ask("d", merge("w0", "w2"))
-    assert cluster.steps.get("d") is None, "asked for again"
+def test_a_change_waits_for_a_write_that_is_under_way(merging: Cluster) -> None:
+    mark = merging.transactions[0]
+    merging.ask("d", merge("w0", "w2"))
+    assert merging.steps.get("d") is None, "asked for again"
     for _ in range(10):
-        cluster.pass_time(0.2)
-    assert cluster.steps.get("d") is None
-    cluster.store.revision += 1
-    group = cluster.store.groups["group-w1"].group
-    cluster.store.groups["group-w1"] = StoredGroup(group, cluster.store.revision)
-    cluster.write(mark)
-    assert cluster.steps["c"] == [PREPARING, FAILED], "somebody else has written"
-    cluster.pass_time(0.2)
-    assert cluster.steps["d"] == [PREPARING]
+        merging.pass_time(0.2)
+    assert merging.steps.get("d") is None
+    merging.store.revision += 1
+    group = merging.store.groups["group-w1"].group
+    merging.store.groups["group-w1"] = StoredGroup(group, merging.store.revision)
+    merging.write(mark)
+    assert merging.steps["c"] == [PREPARING, FAILED], "somebody else has written"
+    merging.pass_time(0.2)
+    assert merging.steps["d"] == [PREPARING]
 
 
-def test_it_does_not_wait_for_ever() -> None:
-    cluster = Cluster()
-    cluster.ask("c", merge("w0", "w1"))
-    cluster.ask("d", merge("w0", "w2"))
+def test_it_does_not_wait_for_ever(merging: Cluster) -> None:
+    merging.ask("d", merge("w0", "w2"))
     for _ in range(30):
-        cluster.pass_time(0.2)
-    assert cluster.steps["d"] == [FAILED]
-    assert cluster.messages["d"] == "the groups are being changed; try again in a moment"
+        merging.pass_time(0.2)
+    assert merging.steps["d"] == [FAILED]
+    assert merging.messages["d"] == "the groups are being changed; try again in a moment"
 
 
-def test_without_an_answer_of_the_store_the_change_ends() -> None:
-    cluster = Cluster()
-    cluster.ask("c", merge("w0", "w1"))
+def test_without_an_answer_of_the_store_the_change_ends(merging: Cluster) -> None:
     for _ in range(41):
-        cluster.pass_time(1.0)
-    assert cluster.steps["c"] == [PREPARING, FAILED]
-    assert "etcd does not answer" in cluster.messages["c"]
-    cluster.commit_all()
-    assert cluster.steps["c"] == [PREPARING, FAILED], "its attempt was committed late"
+        merging.pass_time(1.0)
+    assert merging.steps["c"] == [PREPARING, FAILED]
+    assert "etcd does not answer" in merging.messages["c"]
+    merging.commit_all()
+    assert merging.steps["c"] == [PREPARING, FAILED], "its attempt was committed late"
 
 
-def test_changes_wait_for_their_turn_but_not_those_by_hand() -> None:
-    cluster = Cluster()
+def test_changes_wait_for_their_turn_but_not_those_by_hand(cluster: Cluster) -> None:
     pairs = [("w0", "w1"), ("w2", "w3"), ("w4", "w5")]
     for pair in pairs:
         cluster.ask("+".join(pair), merge(*pair))
@@ -281,34 +278,30 @@ def test_changes_wait_for_their_turn_but_not_those_by_hand() -> None:
     assert cluster.steps["w4+w5"] == [PREPARING], "a stable change makes room"
 
 
-def test_a_lost_leadership_fails_every_change_that_is_not_committed() -> None:
-    cluster = Cluster()
-    cluster.ask("c", merge("w0", "w1"))
-    cluster.commit_all()
-    cluster.ask("d", merge("w2", "w3"))
-    cluster.feed(LeadershipChanged(cluster.now_s, None))
-    assert not cluster.state.leads
-    assert cluster.steps["d"] == [PREPARING, FAILED]
-    cluster.serve()
-    cluster.look()
-    assert cluster.steps["c"][-1] is SETTLED
+def test_a_lost_leadership_fails_every_change_that_is_not_committed(merging: Cluster) -> None:
+    merging.commit_all()
+    merging.ask("d", merge("w2", "w3"))
+    merging.feed(LeadershipChanged(merging.now_s, None))
+    assert not merging.state.leads
+    assert merging.steps["d"] == [PREPARING, FAILED]
+    merging.serve()
+    merging.look()
+    assert merging.steps["c"][-1] is SETTLED
 
 
-def test_survivors_are_followed_without_a_request() -> None:
-    cluster = Cluster()
-    cluster.ask("c", merge("w0", "w1"))
-    cluster.commit_all()
-    cluster.serve()
-    cluster.look()
-    cluster.store.expire("w1")
-    cluster.feed(cluster.store.listing(cluster.now_s))
-    cluster.write_all()
-    (prepare,) = cluster.prepares
-    assert cluster.state.change_of(prepare.attempt) == prepare.attempt
-    cluster.commit_all()
-    cluster.serve()
-    cluster.look()
-    assert cluster.steps[prepare.attempt] == [COMMITTED, STABLE, SETTLED]
+def test_survivors_are_followed_without_a_request(merging: Cluster) -> None:
+    merging.commit_all()
+    merging.serve()
+    merging.look()
+    merging.store.expire("w1")
+    merging.feed(merging.store.listing(merging.now_s))
+    merging.write_all()
+    (prepare,) = merging.prepares
+    assert merging.state.change_of(prepare.attempt) == prepare.attempt
+    merging.commit_all()
+    merging.serve()
+    merging.look()
+    assert merging.steps[prepare.attempt] == [COMMITTED, STABLE, SETTLED]
 
 
 class Chaos(Cluster):

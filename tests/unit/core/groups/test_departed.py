@@ -2,7 +2,7 @@
 
 import pytest
 
-from services.core.groups.departed import FORGOTTEN_MAX
+from services.core.groups.settlement import FORGOTTEN_MAX
 from services.core.groups.state import GroupState, ProtocolConfig
 from services.core.groups.vocabulary import (
     Assignment,

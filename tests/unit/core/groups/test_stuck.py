@@ -2,6 +2,8 @@
 
 from dataclasses import replace
 
+import pytest
+
 from services.core.groups.stuck import IN_A_ROW_S, RENEWALS_MAX
 from services.core.groups.vocabulary import (
     Command,
@@ -36,8 +38,12 @@ def report(
     return store.feed(GroupStuck(store.now_s, worker_id, incarnation, epoch, "the lane is cut"))
 
 
-def test_members_have_the_time_of_an_iteration_to_connect_again() -> None:
-    store = merged()
+@pytest.fixture
+def store() -> Store:
+    return merged()
+
+
+def test_members_have_the_time_of_an_iteration_to_connect_again(store: Store) -> None:
     epoch = group_of(store, "w0").epoch
     (mark,) = store.feed(_slow(store, "w0", epoch, 4.0))
     assert store.feed(_slow(store, "w1", epoch, 2.5)) == []
@@ -59,8 +65,7 @@ def renewal(store: Store) -> PrepareMembers:
     return asked
 
 
-def test_a_stuck_group_is_made_anew_with_the_same_members_and_layers() -> None:
-    store = merged()
+def test_a_stuck_group_is_made_anew_with_the_same_members_and_layers(store: Store) -> None:
     before = group_of(store, "w0")
     asked = renewal(store)
     assert asked.timeout_s == store.state.config.renew_timeout_s
@@ -83,9 +88,8 @@ def renewed(store: Store) -> None:
     store.commit(transaction(commit))
 
 
-def test_a_group_that_is_stuck_again_and_again_is_divided() -> None:
+def test_a_group_that_is_stuck_again_and_again_is_divided(store: Store) -> None:
     """Its members connect, and yet nothing of size comes through: a group of two never will."""
-    store = merged()
     for _ in range(RENEWALS_MAX):
         store.now_s += 20
         renewed(store)
@@ -94,8 +98,7 @@ def test_a_group_that_is_stuck_again_and_again_is_divided() -> None:
     assert {one.phase for one in divide.groups} == {GroupPhase.DEGRADED}
 
 
-def test_a_group_that_has_been_well_for_long_is_made_anew_as_often_as_needed() -> None:
-    store = merged()
+def test_a_group_that_has_been_well_for_long_is_made_anew_as_often_as_needed(store: Store) -> None:
     for _ in range(2 * RENEWALS_MAX + 1):
         store.now_s += IN_A_ROW_S
         renewed(store)
@@ -132,14 +135,12 @@ def divided(commands: list[Command]) -> bool:
     return [one.phase for one in written] == [GroupPhase.DEGRADED, GroupPhase.DEGRADED]
 
 
-def test_a_stuck_group_with_an_engine_that_stands_still_is_divided_at_once() -> None:
-    store = merged()
+def test_a_stuck_group_with_an_engine_that_stands_still_is_divided_at_once(store: Store) -> None:
     assert hung(store, "w1") == [], "nobody misses it yet"
     assert divided(report(store, "w0"))
 
 
-def test_nobody_waits_longer_for_an_engine_that_turns_out_to_stand_still() -> None:
-    store = merged()
+def test_nobody_waits_longer_for_an_engine_that_turns_out_to_stand_still(store: Store) -> None:
     renewal(store)
     commands = hung(store, "w1")
     reasons = [getattr(one, "reason", "") for one in commands]
@@ -147,36 +148,33 @@ def test_nobody_waits_longer_for_an_engine_that_turns_out_to_stand_still() -> No
     assert "the engine of w1 stands still" in reasons
 
 
-def test_an_engine_that_goes_on_does_not_stand_in_the_way_of_its_group() -> None:
-    store = merged()
+def test_an_engine_that_goes_on_does_not_stand_in_the_way_of_its_group(store: Store) -> None:
     hung(store, "w1")
     assert hung(store, "w1", still=False) == []
     assert isinstance(renewal(store), PrepareMembers)
 
 
-def test_engines_of_others_and_of_processes_before_do_not_count() -> None:
-    store = merged()
+def test_engines_of_others_and_of_processes_before_do_not_count(store: Store) -> None:
     assert hung(store, "w1", "w1-before") == hung(store, "nobody", "x") == []
     assert isinstance(renewal(store), PrepareMembers)
 
 
-def test_what_a_process_before_says_of_its_engine_does_not_count() -> None:
-    store = merged()
+def test_what_a_process_before_says_of_its_engine_does_not_count(store: Store) -> None:
     hung(store, "w1")
     assert hung(store, "w1", "w1-before", still=False) == []
     assert divided(report(store, "w0"))
 
 
-def test_a_change_that_somebody_asked_for_waits_for_an_engine_that_stands_still() -> None:
-    store = merged()
+def test_a_change_that_somebody_asked_for_waits_for_an_engine_that_stands_still(
+    store: Store,
+) -> None:
     attempt = store.prepare(SPLIT).attempt
     assert hung(store, "w1") == []
     store.answer("w0", attempt)
     assert store.answer("w1", attempt), "it went on in time"
 
 
-def test_a_change_that_is_being_prepared_gives_way() -> None:
-    store = merged()
+def test_a_change_that_is_being_prepared_gives_way(store: Store) -> None:
     attempt = store.prepare(SPLIT).attempt
     commands = report(store, "w0")
     reasons = [getattr(one, "reason", "") for one in commands]
@@ -184,8 +182,7 @@ def test_a_change_that_is_being_prepared_gives_way() -> None:
     assert store.answer("w0", attempt) == []
 
 
-def test_a_report_of_another_process_or_of_a_lone_worker_changes_nothing() -> None:
-    store = merged()
+def test_a_report_of_another_process_or_of_a_lone_worker_changes_nothing(store: Store) -> None:
     assert report(store, "w0", process="older") == []
     assert store.feed(GroupStuck(0.0, "nobody", "x", 1, "?")) == []
     alone = Store(worker("w0"), worker("w1"))
@@ -194,8 +191,7 @@ def test_a_report_of_another_process_or_of_a_lone_worker_changes_nothing() -> No
     assert alone.feed(Reconfigure(0.0, "r", MERGE)), "and both can still be merged"
 
 
-def test_entries_go_with_the_records_of_their_groups() -> None:
-    store = merged()
+def test_entries_go_with_the_records_of_their_groups(store: Store) -> None:
     asked = renewal(store)
     store.answer("w1", asked.attempt, ready=False)
     stuck = store.state._stuck

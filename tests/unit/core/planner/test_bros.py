@@ -14,8 +14,7 @@ def _clock(**changes: object) -> Clock:
 
 def test_the_least_residual_time_bounds_an_iteration() -> None:
     clock = _clock()
-    clock.arrive("online", promised(tpot_s=0.03), output=40)
-    clock.run()
+    clock.begin("online", promised(tpot_s=0.03), output=40)
     clock.arrive("small", BATCH, prompt=100, output=40)
     clock.arrive("large", BATCH, prompt=200, output=40)
     assert clock.run() == {"online": 1, "small": 100}, "a prompt is not cut to fit"
@@ -26,20 +25,17 @@ def test_the_least_residual_time_bounds_an_iteration() -> None:
 
 def test_a_batch_request_takes_the_turn_of_the_online_one_with_most_time() -> None:
     clock = _clock()
-    clock.arrive("filler", BATCH, output=60)
-    clock.run()
+    clock.begin("filler", BATCH, output=60)
     clock.arrive("tight", promised(tpot_s=0.0135), output=60)
     clock.arrive("middle", promised(tpot_s=0.1), output=60)
-    clock.arrive("patient", promised(tpot_s=0.5), output=60)
-    clock.run()
+    clock.begin("patient", promised(tpot_s=0.5), output=60)
     assert MODEL.batch_s([(9, 1)] * 3) < 0.0135 < MODEL.batch_s([(9, 1)] * 4)
     assert clock.run().keys() == {"tight", "middle", "filler"}
 
 
 def test_the_bound_keeps_prompts_out_and_resets_the_slots() -> None:
     clock = _clock(max_running=8)
-    clock.arrive("tight", promised(tpot_s=0.02), output=60)
-    clock.run()
+    clock.begin("tight", promised(tpot_s=0.02), output=60)
     planned = clock.state._planner
     assert planned.slots.now == 8  # type: ignore[union-attr]
     clock.arrive("new", promised(ttft_s=9.0), prompt=200)
@@ -49,8 +45,7 @@ def test_the_bound_keeps_prompts_out_and_resets_the_slots() -> None:
 
 def test_an_urgent_prompt_goes_before_decodes_that_can_wait() -> None:
     clock = _clock()
-    clock.arrive("decodes", promised(tpot_s=5.0), output=60)
-    clock.run()
+    clock.begin("decodes", promised(tpot_s=5.0), output=60)
     clock.arrive("urgent", promised(ttft_s=0.0305), prompt=170)
     assert MODEL.batch_s([(0, 170)]) < 0.0305 < MODEL.batch_s([(0, 170), (9, 8)])
     assert "urgent" in clock.run()

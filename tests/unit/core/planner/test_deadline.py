@@ -43,8 +43,7 @@ def test_long_answers_without_targets_take_no_turn_of_those_that_have_some() -> 
 
 def test_the_line_counts_from_when_a_request_came_to_its_gateway() -> None:
     clock = Clock(planner(max_running=1))
-    clock.arrive("runs", promised(), output=20)
-    clock.run()
+    clock.begin("runs", promised(), output=20)
     for name, ttft_s, waited_s in (("late", 5.0, 4.9), ("early", 2.0, 0.0)):
         service, prompt = promised(ttft_s=ttft_s), (1,) * 8
         request = Request(

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from services.core.line_order import Scheduling
 from services.core.planner.config import IterationConfig
 from services.core.planner.configuration_events import GroupDivided
+from services.core.planner.configuration_handlers import beyond_share
 from services.core.planner.events import RefuseRequest, RequestArrived
-from services.core.planner.lost_share import beyond_share
 from services.core.planner.sequence import Sequence
 from services.core.planner.state import PlannerState
 from services.core.request import Limits, Request, Sampling

@@ -13,8 +13,7 @@ from tests.unit.core.planner.test_slo import BATCH, Clock, planner, promised
 def _beside(packing: bool, tpot_s: float = 0.2) -> Clock:
     """Online decodes that leave a batch decode no time: one is due at once, nine are not."""
     clock = Clock(planner(packing=packing, harvest=1.0))
-    clock.arrive("filler", BATCH, output=60)
-    clock.run()
+    clock.begin("filler", BATCH, output=60)
     clock.arrive("tight", promised(tpot_s=0.022), output=60)
     for number in range(9):
         clock.arrive(f"r{number}", promised(tpot_s=tpot_s), output=60)
@@ -47,11 +46,9 @@ def test_nobody_gives_a_turn_without_time_to_spare() -> None:
 
 def test_a_request_that_is_promised_nothing_keeps_its_turn() -> None:
     clock = Clock(planner(packing=True, harvest=1.0))
-    clock.arrive("filler", BATCH, output=60)
-    clock.run()
+    clock.begin("filler", BATCH, output=60)
     clock.arrive("tight", promised(tpot_s=0.013), output=60)
-    clock.arrive("untargeted", promised(), output=60)
-    clock.run()
+    clock.begin("untargeted", promised(), output=60)
     ran = [clock.run() for _ in range(20)]
     assert all("untargeted" in one for one in ran)
 
@@ -104,8 +101,7 @@ def test_the_victim_when_an_online_one_needs_a_block(rule: str, victim: str) -> 
     clock = Clock(planner(num_blocks=10, victims=VictimRule(rule)))
     clock.arrive("oldest", promised(tpot_s=9.0), prompt=11, output=12)
     clock.arrive("patient", promised(tpot_s=1.0), prompt=11, output=12)
-    clock.arrive("urgent", promised(tpot_s=0.1), prompt=11, output=12)
-    clock.run()
+    clock.begin("urgent", promised(tpot_s=0.1), prompt=11, output=12)
     assert len(clock.state.running) == 3
     assert _until_blocks_are_lost(clock) == [victim], "the oldest one always advances"
     while clock.state.sequences:
@@ -117,7 +113,6 @@ def test_batch_work_loses_its_blocks_before_any_online_one() -> None:
     clock = Clock(planner(num_blocks=10, victims=VictimRule.SLACK))
     clock.arrive("oldest", promised(tpot_s=9.0), prompt=11, output=12)
     clock.arrive("patient", promised(tpot_s=1.0), prompt=11, output=12)
-    clock.arrive("batch", BATCH, prompt=11, output=12)
-    clock.run()
+    clock.begin("batch", BATCH, prompt=11, output=12)
     assert len(clock.state.running) == 3
     assert _until_blocks_are_lost(clock) == ["batch"]

@@ -52,7 +52,7 @@ def finish(state: PlannerState, microbatch: Microbatch) -> list:
     return commands
 
 
-def started(state: PlannerState, *names: str, prompt: int = 3, output: int = 50) -> None:
+def started(state: PlannerState, *names: str, prompt: int = 3, output: int = 50) -> PlannerState:
     """Requests that decode, none of which is in flight."""
     for name in names:
         arrive(state, name, prompt, output)
@@ -72,8 +72,7 @@ def names_of(microbatch: Microbatch) -> list[str]:
 
 
 def test_decodes_fill_every_stage_and_a_sample_is_waited_for() -> None:
-    state = make_state(stages=3)
-    started(state, *"abcdefg")
+    state = started(make_state(stages=3), *"abcdefg")
     first, second, third = state.plan(0.0), state.plan(0.0), state.plan(0.0)
     assert not state.has_slot
     sizes = sorted(len(one.batch.chunks) for one in (first, second, third))
@@ -100,8 +99,7 @@ def test_chunks_of_a_prompt_follow_each_other_in_flight() -> None:
 
 
 def test_an_abort_in_flight_frees_at_once_and_its_sample_is_ignored() -> None:
-    state = make_state()
-    started(state, "a", "b")
+    state = started(make_state(), "a", "b")
     first, second = state.plan(0.0), state.plan(0.0)
     free = state.pool.free_count
     state.handle(RequestAborted(0.0, names_of(second)[0]))
@@ -114,8 +112,7 @@ def test_an_abort_in_flight_frees_at_once_and_its_sample_is_ignored() -> None:
 
 
 def test_a_late_sample_of_a_preempted_request_counts_and_is_waited_for() -> None:
-    state = make_state()
-    started(state, "a", "b")
+    state = started(make_state(), "a", "b")
     first, second = state.plan(0.0), state.plan(0.0)
     (name,) = names_of(first)
     before = state.sequences[name].output_count
@@ -132,8 +129,7 @@ def test_a_late_sample_of_a_preempted_request_counts_and_is_waited_for() -> None
 
 
 def test_blocks_are_released_even_with_nothing_to_run() -> None:
-    state = make_state()
-    started(state, "a")
+    state = started(make_state(), "a")
     state.handle(RequestAborted(0.0, "a"))
     empty = state.plan(0.0)
     assert empty.batch.chunks == () and empty.released == ("a",)
@@ -142,8 +138,7 @@ def test_blocks_are_released_even_with_nothing_to_run() -> None:
 
 
 def test_discarded_positions_run_again_and_late_results_are_ignored() -> None:
-    state = make_state()
-    started(state, "a", "b")
+    state = started(make_state(), "a", "b")
     arrive(state, "c", 30, 2)
     first, second = state.plan(0.0), state.plan(0.0)
     state.handle(FlightDiscarded())
@@ -185,8 +180,7 @@ def test_promised_blocks_are_given_before_new_requests_start() -> None:
     exported = source.export("moved")
     assert msgspec.json.decode(msgspec.json.encode(exported), type=SequenceState) == exported
 
-    state = make_state(stages=1, num_blocks=20)
-    started(state, "own", prompt=4)
+    state = started(make_state(stages=1, num_blocks=20), "own", prompt=4)
     state.handle(StagesConfigured((Follower(20, used_blocks=source.pool.taken_count),)))
     own = state.sequences["own"]
     assert own.phase is Phase.HELD and own.absent == {1}
@@ -208,8 +202,7 @@ def test_promised_blocks_are_given_before_new_requests_start() -> None:
 
 def test_a_sequence_that_never_ran_has_no_blocks_when_a_configuration_ends() -> None:
     """Another leader counts what `table` has then, and is told that such a sequence has none."""
-    state = make_state(num_blocks=40)
-    started(state, "a")
+    state = started(make_state(num_blocks=40), "a")
     arrive(state, "b", 40, 2)
     arrive(state, "c", 12, 2)
     flying = [state.plan(0.0), state.plan(0.0)]
@@ -231,8 +224,7 @@ def test_a_sequence_that_never_ran_has_no_blocks_when_a_configuration_ends() -> 
 
 
 def test_a_reset_sequence_is_counted_until_its_stages_say_that_its_blocks_are_free() -> None:
-    state = make_state()
-    started(state, "a", prompt=9)
+    state = started(make_state(), "a", prompt=9)
     output, blocks = state.export("a").output_ids, state.sequences["a"].blocks
     state.handle(SequenceReset("a"))
     sequence = state.sequences["a"]
@@ -278,8 +270,7 @@ def test_ages_compare_across_workers() -> None:
 
 
 def test_what_is_in_flight_or_too_large_is_not_handed_over() -> None:
-    state = make_state()
-    started(state, "a", prompt=40)
+    state = started(make_state(), "a", prompt=40)
     state.plan(0.0)
     with pytest.raises(ValueError, match="in flight"):
         state.export("a")

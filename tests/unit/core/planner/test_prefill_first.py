@@ -15,8 +15,7 @@ def _clock(**changes: object) -> Clock:
 
 def test_decodes_wait_while_prompts_run() -> None:
     clock = _clock(max_batch_tokens=100)
-    clock.arrive("old", BATCH, output=9)
-    clock.run()
+    clock.begin("old", BATCH, output=9)
     for name in ("a", "b", "c"):
         clock.arrive(name, NO_PROMISE, prompt=45, output=3)
     assert clock.run() == {"a": 45, "b": 45}, "the third one is not cut to fit"
@@ -34,8 +33,7 @@ def test_first_come_first_served_whatever_the_class() -> None:
 
 def test_a_prompt_longer_than_an_iteration_runs_in_pieces_without_decodes() -> None:
     clock = _clock(max_batch_tokens=64)
-    clock.arrive("old", NO_PROMISE, output=9)
-    clock.run()
+    clock.begin("old", NO_PROMISE, output=9)
     clock.arrive("long", NO_PROMISE, prompt=150, output=3)
     clock.arrive("short", NO_PROMISE, prompt=40, output=3)
     ran = [clock.run() for _ in range(4)]
@@ -46,8 +44,7 @@ def test_a_prompt_longer_than_an_iteration_runs_in_pieces_without_decodes() -> N
 def test_one_that_lost_its_blocks_is_a_prompt_again() -> None:
     clock = _clock(num_blocks=8)
     clock.arrive("first", NO_PROMISE, prompt=12, output=20)
-    clock.arrive("second", NO_PROMISE, prompt=12, output=20)
-    clock.run()
+    clock.begin("second", NO_PROMISE, prompt=12, output=20)
     while clock.state.preemptions_total == 0:
         ran = clock.run()
     assert ran == {"first": 1}

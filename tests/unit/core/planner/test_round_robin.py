@@ -32,12 +32,10 @@ def test_a_kind_without_work_leaves_its_turn() -> None:
 
 def test_a_request_without_room_is_not_overtaken_for_ever_by_the_other_kind() -> None:
     one = clock(num_blocks=24, max_running=8)
-    one.arrive("first", BATCH, prompt=40, output=8)
-    one.run()
+    one.begin("first", BATCH, prompt=40, output=8)
     one.arrive("large", NO_PROMISE, prompt=88, output=2)
     for number in range(400):
-        one.arrive(f"b{number}", BATCH, prompt=8, output=8)
-        one.run()
+        one.begin(f"b{number}", BATCH, prompt=8, output=8)
         if "large" in one.tokens:
             break
     assert "large" in one.tokens

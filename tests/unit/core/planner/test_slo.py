@@ -59,6 +59,10 @@ class Clock:
         self.state.handle(RequestArrived(self.now_s, request))
         self.state.check_invariants()
 
+    def begin(self, name: str, service: Service, prompt: int = 8, output: int = 8) -> None:
+        self.arrive(name, service, prompt, output)
+        self.run()
+
     def run(self) -> dict[str, int]:
         """Run an iteration; returns the tokens that ran of each request."""
         before = {one.request_id: one.computed for one in self.state.running}
@@ -106,8 +110,7 @@ class Clock:
 
 def test_a_deadline_bounds_what_batch_work_adds() -> None:
     clock = Clock(planner(harvest=1.0))
-    clock.arrive("online", promised(tpot_s=0.03), output=40)
-    clock.run()
+    clock.begin("online", promised(tpot_s=0.03), output=40)
     clock.arrive("filler", BATCH, prompt=600)
     ran = clock.run()
     assert ran["online"] == 1 and 100 <= ran["filler"] <= 180, "as many as fit into 30 ms"
@@ -138,8 +141,7 @@ def test_the_fill_level_is_the_part_of_the_spare_time_that_batch_work_gets(
     harvest: float, tokens: int
 ) -> None:
     clock = Clock(planner(harvest=harvest))
-    clock.arrive("online", promised(tpot_s=0.03), output=40)
-    clock.run()
+    clock.begin("online", promised(tpot_s=0.03), output=40)
     clock.arrive("filler", BATCH, prompt=600)
     assert clock.run().get("filler", 0) == pytest.approx(tokens, abs=45)
     assert (clock.run().get("filler", 0) > 0) is (harvest > 0)
@@ -147,21 +149,18 @@ def test_the_fill_level_is_the_part_of_the_spare_time_that_batch_work_gets(
 
 def test_online_prompts_do_not_lose_by_the_bound() -> None:
     clock = Clock(planner())
-    clock.arrive("old", promised(tpot_s=0.02), output=40)
-    clock.run()
+    clock.begin("old", promised(tpot_s=0.02), output=40)
     clock.arrive("new", promised(ttft_s=1.0), prompt=600)
     assert clock.run() == {"old": 1, "new": 255}, "as without a deadline"
     small = Clock(planner(online_chunk_tokens=32))
-    small.arrive("old", promised(tpot_s=0.02), output=40)
-    small.run()
+    small.begin("old", promised(tpot_s=0.02), output=40)
     small.arrive("new", promised(ttft_s=1.0), prompt=600)
     assert 31 <= small.run()["new"] < 100, "at least what it is promised"
 
 
 def test_the_prompt_that_is_due_first_starts_first() -> None:
     clock = Clock(planner(max_running=1))
-    clock.arrive("runs", NO_PROMISE, output=3)
-    clock.run()
+    clock.begin("runs", NO_PROMISE, output=3)
     for name, service in (
         ("batch", BATCH),
         ("untargeted", NO_PROMISE),
@@ -182,8 +181,7 @@ def test_decodes_that_do_not_fit_wait_and_are_not_left_out_for_ever() -> None:
     for number in range(20):
         clock.arrive(f"r{number}", promised(tpot_s=0.5, group=1), output=12)
     clock.run()
-    clock.arrive("tight", promised(tpot_s=0.02), output=12)
-    clock.run()
+    clock.begin("tight", promised(tpot_s=0.02), output=12)
     ran = clock.run()
     assert "tight" in ran and len(ran) < 21
     while clock.state.sequences:
@@ -202,8 +200,7 @@ def test_decodes_that_cannot_wait_run_together_though_they_exceed_the_bound() ->
 
 def test_a_group_of_tokens_shares_a_deadline() -> None:
     clock = Clock(planner(harvest=1.0))
-    clock.arrive("online", promised(tpot_s=0.02, group=4), output=40)
-    clock.run()
+    clock.begin("online", promised(tpot_s=0.02, group=4), output=40)
     sequence = clock.state.sequences["online"]
     assert sequence.due_s == pytest.approx(clock.now_s + 0.08) and sequence.group_left == 4
     due_s = sequence.due_s
@@ -219,8 +216,7 @@ def test_without_online_work_half_of_the_least_first_token_target_bounds_batch_w
     clock.arrive("batch", BATCH, prompt=6000)
     assert clock.run()["batch"] == 4096
     clock = Clock(planner(num_blocks=4000, max_batch_tokens=4096))
-    clock.arrive("online", promised(ttft_s=0.2), output=1)
-    clock.run()
+    clock.begin("online", promised(ttft_s=0.2), output=1)
     clock.arrive("batch", BATCH, prompt=6000)
     before_s = clock.now_s
     assert clock.run()["batch"] > 500
@@ -323,8 +319,7 @@ def _check(state: PlannerState, plan: Plan, ran: dict[str, int]) -> None:
 def test_an_online_request_runs_while_batch_work_holds_every_block() -> None:
     clock = Clock(planner(num_blocks=20, max_running=2))
     for name in ("b1", "b2"):
-        clock.arrive(name, BATCH, prompt=30, output=8)
-        clock.run()
+        clock.begin(name, BATCH, prompt=30, output=8)
     clock.arrive("online", promised(ttft_s=0.1), prompt=40)
     assert clock.run()["online"] == 40
     assert clock.state.sequences["b2"].phase is Phase.WAITING
@@ -334,16 +329,14 @@ def test_priority_and_fcfs_keep_no_deadlines() -> None:
     for scheduling in (Scheduling.FCFS, Scheduling.PRIORITY):
         config = replace(planner().config, scheduling=scheduling)
         clock = Clock(PlannerState(config))
-        clock.arrive("online", promised(tpot_s=0.02), output=40)
-        clock.run()
+        clock.begin("online", promised(tpot_s=0.02), output=40)
         clock.arrive("batch", BATCH, prompt=600)
         assert clock.run()["batch"] == 255
 
 
 def test_conserve_as_printed_believes_the_model_and_fills_all_of_the_time() -> None:
     clock = Clock(planner(scheduling=Scheduling.CONSERVE, harvest=0.1), slow=2.0)
-    clock.arrive("online", promised(tpot_s=0.03), output=40)
-    clock.run()
+    clock.begin("online", promised(tpot_s=0.03), output=40)
     clock.arrive("filler", BATCH, prompt=1500)
     for _ in range(8):
         assert clock.run()["filler"] > 0 and clock.plan is not None
@@ -357,8 +350,7 @@ def test_conserve_as_printed_leaves_no_decode_out() -> None:
     for number in range(20):
         clock.arrive(f"r{number}", promised(tpot_s=0.5), output=12)
     clock.run()
-    clock.arrive("tight", promised(tpot_s=0.02), output=12)
-    clock.run()
+    clock.begin("tight", promised(tpot_s=0.02), output=12)
     assert len(clock.run()) == 21
 
 
@@ -377,8 +369,7 @@ def test_a_backlog_that_waits_leaves_no_online_decode_out() -> None:
 
 def test_the_fill_level_rises_again_when_nothing_fits() -> None:
     clock = Clock(planner())
-    clock.arrive("online", promised(tpot_s=0.03), output=400)
-    clock.run()
+    clock.begin("online", promised(tpot_s=0.03), output=400)
     assert clock.state._feedback is not None
     clock.state._feedback.fill.level = 0.02
     clock.arrive("filler", BATCH, prompt=200)
@@ -392,8 +383,7 @@ def test_a_batch_prompt_that_has_come_too_far_does_not_keep_others_waiting() -> 
     clock.arrive("long", BATCH, prompt=30_000)
     while clock.state.sequences["long"].computed < 15_000:
         clock.run()
-    clock.arrive("online", promised(tpot_s=0.03), output=400)
-    clock.run()
+    clock.begin("online", promised(tpot_s=0.03), output=400)
     stands = clock.state.sequences["long"].computed
     clock.arrive("short", BATCH, prompt=40, output=2)
     ran = [clock.run() for _ in range(20)]

@@ -27,8 +27,7 @@ def test_requests_take_turns_and_keep_their_kv() -> None:
 
 def test_one_that_arrives_goes_before_those_that_ran_just_now() -> None:
     clock = _clock(max_running=1)
-    clock.arrive("old", NO_PROMISE, output=9)
-    clock.run()
+    clock.begin("old", NO_PROMISE, output=9)
     clock.arrive("new", BATCH, output=9)
     clock.now_s += 1e-3
     assert [*clock.run(), *clock.run(), *clock.run()] == ["new", "old", "new"]

@@ -2,7 +2,7 @@
 
 from services.core.planner.block_pool import BlockPool
 from services.core.prefix.block_hash import thin_hash
-from services.core.prefix.dropped_prefixes import DROPPED_MAX, DroppedPrefixes
+from services.core.prefix.cached_blocks import DROPPED_MAX, DroppedPrefixes
 
 
 def test_a_reader_gets_what_is_new_to_it() -> None:

@@ -35,6 +35,12 @@ def make(queue_limit: int = 8, *, rules: dict[str, Any] | None = None, **others:
     return Scheduler(queue_limit, rules=found, **others)
 
 
+def joined(queue_limit: int = 8, **others: Any) -> Scheduler:
+    scheduler = make(queue_limit, **others)
+    scheduler.join()
+    return scheduler
+
+
 def groups(commands: list[Command]) -> list[str]:
     return [command.worker_id for command in commands if isinstance(command, SendAssignment)]
 
@@ -58,8 +64,7 @@ def test_a_deadline_is_the_arrival_and_the_target(
 
 
 def test_the_earliest_deadline_is_first_whatever_the_online_class() -> None:
-    scheduler = make(rules={"order": Order.DEADLINE})
-    scheduler.join()
+    scheduler = joined(rules={"order": Order.DEADLINE})
     scheduler.ask("none", now_s=0.0)
     scheduler.ask("batch", now_s=0.0, service=BATCH)
     scheduler.ask("late", now_s=1.0, service=Service(ServiceClass.INTERACTIVE, ttft_s=9.5))
@@ -69,8 +74,7 @@ def test_the_earliest_deadline_is_first_whatever_the_online_class() -> None:
 
 
 def test_class_goes_before_class_by_rank_and_batch_is_last() -> None:
-    scheduler = make()
-    scheduler.join()
+    scheduler = joined()
     for name, service in [("b", BATCH), ("s", Service()), ("i", URGENT)]:
         scheduler.ask(name, service=service)
     scheduler.ask("first", service=Service(ServiceClass.INTERACTIVE, rank=-1))
@@ -82,10 +86,8 @@ def test_prompts_that_wait_count_before_kv_in_use_where_batch_work_yields(
     yields: bool, workers: list[str]
 ) -> None:
     scheduler = make()
-    scheduler.join("w0")
-    scheduler.join("w1")
-    scheduler.report("w0", running=2, free=70, waiting=1, wanted=5, batch_yields=yields)
-    scheduler.report("w1", running=6, free=60, batch_yields=yields)
+    scheduler.serve("w0", running=2, free=70, waiting=1, wanted=5, batch_yields=yields)
+    scheduler.serve("w1", running=6, free=60, batch_yields=yields)
     chosen = groups(scheduler.ask("first", prompt_tokens=90, max_tokens=8))
     # Blocks for a request on its way to w1 are waited for, too: 7.
     chosen += groups(scheduler.ask("second"))
@@ -93,8 +95,7 @@ def test_prompts_that_wait_count_before_kv_in_use_where_batch_work_yields(
 
 
 def test_a_batch_request_that_has_run_waits_for_online_ones() -> None:
-    scheduler = make(100)
-    scheduler.join()
+    scheduler = joined(100)
     for number in range(20):
         scheduler.ask(f"b{number}", service=BATCH, resumed=True)
     scheduler.ask("b", service=BATCH)
@@ -104,8 +105,7 @@ def test_a_batch_request_that_has_run_waits_for_online_ones() -> None:
 
 
 def test_tenants_take_turns_by_what_they_have_got() -> None:
-    scheduler = make(100)
-    scheduler.join()
+    scheduler = joined(100)
     for number in range(6):
         scheduler.ask(f"a{number}", service=Service(tenant="a"), prompt_tokens=16)
     for number in range(3):
@@ -116,8 +116,7 @@ def test_tenants_take_turns_by_what_they_have_got() -> None:
 
 
 def test_a_tenant_that_comes_late_owes_and_is_owed_nothing() -> None:
-    scheduler = make(100, growth_blocks=0)
-    scheduler.join()
+    scheduler = joined(100, growth_blocks=0)
     for number in range(6):
         scheduler.ask(f"a{number}", service=Service(tenant="a"))
     assert assigned(scheduler.report(free=9)) == ["a0", "a1", "a2"]
@@ -131,8 +130,7 @@ def test_a_tenant_that_comes_late_owes_and_is_owed_nothing() -> None:
 
 
 def test_batch_kv_counts_as_room_for_online_requests_only() -> None:
-    scheduler = make()
-    scheduler.join()
+    scheduler = joined()
     full = {"free": 0, "running": 4, "batch_running": 4, "batch_blocks": 90, "batch_yields": True}
     scheduler.report(**full)
     assert scheduler.ask("b", service=BATCH) == [SendTicket(1, "b")]
@@ -143,8 +141,7 @@ def test_batch_kv_counts_as_room_for_online_requests_only() -> None:
 
 def test_no_batch_request_starts_while_an_online_one_waits() -> None:
     scheduler = make(overtaken_max=8)
-    scheduler.join()
-    scheduler.report(free=10)
+    scheduler.serve(free=10)
     assert scheduler.ask("large", prompt_tokens=320) == [SendTicket(1, "large")]
     assert scheduler.ask("b", service=BATCH) == [SendTicket(1, "b")]
     assert assigned(scheduler.ask("small")) == ["small"]
@@ -153,10 +150,8 @@ def test_no_batch_request_starts_while_an_online_one_waits() -> None:
 
 def test_a_group_in_which_an_online_request_waits_gets_no_batch_work() -> None:
     scheduler = make()
-    scheduler.join("w0")
-    scheduler.join("w1")
-    scheduler.report("w0", waiting=1, wanted=3)
-    scheduler.report("w1", running=9)
+    scheduler.serve("w0", waiting=1, wanted=3)
+    scheduler.serve("w1", running=9)
     assert groups(scheduler.ask("b", service=BATCH)) == ["w1"]
     scheduler.report("w1", waiting=1, wanted=3, received=("b",))
     assert groups(scheduler.ask("c", service=BATCH)) == []
@@ -178,10 +173,8 @@ def test_a_group_gets_batch_work_for_two_iterations_ahead() -> None:
 
 def test_batch_work_goes_to_the_group_with_the_fewest_online_sequences() -> None:
     scheduler = make()
-    scheduler.join("w0")
-    scheduler.join("w1")
-    scheduler.report("w0", free=90, running=2)
-    scheduler.report("w1", free=50, running=9, batch_running=8, batch_blocks=45, batch_yields=True)
+    scheduler.serve("w0", free=90, running=2)
+    scheduler.serve("w1", free=50, running=9, batch_running=8, batch_blocks=45, batch_yields=True)
     assert groups(scheduler.ask("b", service=BATCH)) == ["w1"]
 
 
@@ -211,8 +204,7 @@ def test_of_groups_with_the_same_room_that_with_fewer_online_sequences_is_taken(
 def test_some_groups_may_be_for_batch_requests_only() -> None:
     scheduler = make(rules={"batch_groups": 1})
     scheduler.join("w1")
-    scheduler.join("w0")
-    scheduler.report("w0")
+    scheduler.serve("w0")
     scheduler.report("w1", running=30)
     assert groups(scheduler.ask("online")) == ["w1"]
     assert groups(scheduler.ask("b", service=BATCH)) == ["w0"]
@@ -311,8 +303,7 @@ def test_batch_requests_have_places_and_a_deadline_of_their_own() -> None:
 
 def test_a_retry_is_sensible_when_the_class_has_moved_on() -> None:
     scheduler = make(100, growth_blocks=0, rules={"batch_queue_limit": 10})
-    scheduler.join()
-    scheduler.report(free=1000, total=1000)
+    scheduler.serve(free=1000, total=1000)
     for number in range(20):
         assert assigned(scheduler.ask(f"s{number}"))
     scheduler.report(free=0, now_s=0.1)
@@ -325,8 +316,7 @@ def test_a_retry_is_sensible_when_the_class_has_moved_on() -> None:
 
 def test_a_retry_of_a_lower_class_waits_for_those_before_it() -> None:
     scheduler = make(50, growth_blocks=0)
-    scheduler.join()
-    scheduler.report(free=1000, total=1000)
+    scheduler.serve(free=1000, total=1000)
     for number in range(10):
         for service in (URGENT, Service(), BATCH):
             assert assigned(scheduler.ask(f"{service.service_class}{number}", service=service))
@@ -341,8 +331,7 @@ def test_a_retry_of_a_lower_class_waits_for_those_before_it() -> None:
 def test_a_place_comes_too_late_behind_those_that_may_stand_before(
     order: Order, starts: bool
 ) -> None:
-    scheduler = make(500, queue_deadline_s=10.0, growth_blocks=0, rules={"order": order})
-    scheduler.join()
+    scheduler = joined(500, queue_deadline_s=10.0, growth_blocks=0, rules={"order": order})
     scheduler(ShortfallsTold(0.0, {"m": 1}))
     for number in range(70):
         scheduler.ask(f"s{number}", now_s=0.0, resumed=number < 20)
@@ -357,8 +346,7 @@ def test_a_place_comes_too_late_behind_those_that_may_stand_before(
 
 
 def test_batch_requests_are_no_demand() -> None:
-    scheduler = make(2)
-    scheduler.join()
+    scheduler = joined(2)
     for number in range(3):
         scheduler.ask(f"b{number}", service=BATCH, now_s=100.0)
     waits = {"batch_queued": 2, "batch_queued_tokens": 2 * START_TOKENS}
@@ -437,8 +425,7 @@ def test_an_online_request_keeps_only_those_groups_from_batch_work_that_could_ho
 def test_groups_that_are_divided_do_not_wait_for_one_another() -> None:
     scheduler = make(100, rules={"batch_groups": 1})
     scheduler.join("w0")
-    scheduler.join("w1")
-    scheduler.report("w1", free=0, running=20, batch_yields=True)
+    scheduler.serve("w1", free=0, running=20, batch_yields=True)
     scheduler.ask("online", service=URGENT)
     scheduler.ask("b", service=BATCH)
     assert assigned(scheduler.report("w0", free=90, batch_yields=True)) == ["b"]

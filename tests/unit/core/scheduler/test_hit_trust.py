@@ -2,7 +2,7 @@
 
 import pytest
 
-from services.core.scheduler.hit_trust import LEEWAY, REMEMBERED, SILENT_MAX, HitTrust
+from services.core.scheduler.prefix_ranking import LEEWAY, REMEMBERED, SILENT_MAX, HitTrust
 
 
 def served(trust: HitTrust, requests: int, predicted: int, told: int, queries: int = 0) -> int:

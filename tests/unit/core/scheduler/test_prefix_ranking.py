@@ -11,8 +11,7 @@ from services.core.prefix.block_hash import THIN_MAX, ThinHashes
 from services.core.report import Load, LoadReport
 from services.core.reporting import LoadReporting, ReportRhythm
 from services.core.scheduler.group_index import FEW
-from services.core.scheduler.hit_trust import SILENT_MAX
-from services.core.scheduler.prefix_ranking import CANDIDATES, predicted_ttft_s
+from services.core.scheduler.prefix_ranking import CANDIDATES, SILENT_MAX, predicted_ttft_s
 from services.core.scheduler.state import SchedulerState
 from services.core.scheduler.vocabulary import (
     Asked,

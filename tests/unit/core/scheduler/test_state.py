@@ -68,11 +68,24 @@ class Scheduler:
     def report(self, name: str = "w0", *, now_s: float = 0.0, **changes: object) -> list[Command]:
         return self(load(name, now_s=now_s, **changes))
 
+    def serve(
+        self, name: str = "w0", *, now_s: float = 0.0, epoch: int = 1, **load: Any
+    ) -> list[Command]:
+        """Join and report."""
+        self.join(name, now_s=now_s, epoch=epoch)
+        return self.report(name, now_s=now_s, epoch=epoch, **load)
+
     def lose(self, name: str = "w0", *, now_s: float = 0.0, incarnation: str = "") -> None:
         assert self(LoadLost(now_s, name, incarnation or f"{name}-a")) == []
 
     def ask(self, request_id: str, *, now_s: float = 0.0, **changes: object) -> list[Command]:
         return self(ask(request_id, now_s=now_s, **changes))
+
+
+def joined(**settings: Any) -> Scheduler:
+    scheduler = Scheduler(**settings)
+    scheduler.join()
+    return scheduler
 
 
 def group(name: str = "w0", **changes: object) -> ServingGroup:
@@ -124,6 +137,11 @@ def assigned(commands: list[Command]) -> list[str]:
     return [command.request_id for command in commands if isinstance(command, SendAssignment)]
 
 
+def placed(commands: list[Command]) -> SendAssignment:
+    (command,) = [command for command in commands if isinstance(command, SendAssignment)]
+    return command
+
+
 def refusal(commands: list[Command]) -> SendRefusal:
     (command,) = [command for command in commands if isinstance(command, SendRefusal)]
     return command
@@ -137,8 +155,7 @@ def scheduler() -> Iterator[Scheduler]:
 
 
 def test_an_idle_group_takes_a_request_at_once(scheduler: Scheduler) -> None:
-    scheduler.join(epoch=3)
-    scheduler.report(epoch=3)
+    scheduler.serve(epoch=3)
     assert scheduler.ask("r1", stream_id=7) == [
         SendTicket(7, "r1"),
         SendAssignment("r1", "group-w0", 3, "w0", "w0:1", stream_id=7),
@@ -147,8 +164,7 @@ def test_an_idle_group_takes_a_request_at_once(scheduler: Scheduler) -> None:
 
 def test_without_any_group_requests_wait(scheduler: Scheduler) -> None:
     assert scheduler.ask("r1") == [SendTicket(1, "r1")]
-    scheduler.join()
-    assert assigned(scheduler.report()) == ["r1"]
+    assert assigned(scheduler.serve()) == ["r1"]
 
 
 def test_first_come_first_served(scheduler: Scheduler) -> None:
@@ -161,13 +177,11 @@ def test_first_come_first_served(scheduler: Scheduler) -> None:
 def test_a_request_that_waited_elsewhere_keeps_its_place(scheduler: Scheduler) -> None:
     scheduler.ask("young", now_s=50.0)
     scheduler.ask("old", now_s=51.0, waited_s=40.0)
-    scheduler.join(now_s=52.0)
-    assert assigned(scheduler.report(now_s=52.0)) == ["old", "young"]
+    assert assigned(scheduler.serve(now_s=52.0)) == ["old", "young"]
 
 
 def test_a_policy_gives_the_order_of_the_line_and_deadlines_hold_in_any() -> None:
-    scheduler = Scheduler(queue_deadline_s=60.0, rules=ClassRules(Scheduling.PRIORITY))
-    scheduler.join()
+    scheduler = joined(queue_deadline_s=60.0, rules=ClassRules(Scheduling.PRIORITY))
     scheduler.ask("oldest", now_s=0.0)
     scheduler.ask("interactive", now_s=1.0, service=INTERACTIVE)
     scheduler.ask("first by rank", now_s=1.5, service=Service(rank=-1))
@@ -181,8 +195,7 @@ def test_a_policy_gives_the_order_of_the_line_and_deadlines_hold_in_any() -> Non
     ("scheduling", "first"), [(Scheduling.FCFS, "batch"), (Scheduling.PRIORITY, "long")]
 )
 def test_batch_requests_wait_while_an_online_one_does(scheduling: Scheduling, first: str) -> None:
-    scheduler = Scheduler(rules=ClassRules(scheduling))
-    scheduler.join()
+    scheduler = joined(rules=ClassRules(scheduling))
     scheduler.ask("long", prompt_tokens=320)
     scheduler.ask("batch", service=BATCH, prompt_tokens=1)
     found = [*assigned(scheduler.report(free=10)), *assigned(scheduler.report(free=30))]
@@ -190,8 +203,7 @@ def test_batch_requests_wait_while_an_online_one_does(scheduling: Scheduling, fi
 
 
 def test_online_requests_start_in_the_blocks_of_batch_ones_that_yield() -> None:
-    scheduler = Scheduler(rules=ClassRules(Scheduling.PRIORITY))
-    scheduler.join()
+    scheduler = joined(rules=ClassRules(Scheduling.PRIORITY))
     full = {"free": 4, "running": 9, "batch_running": 9, "batch_blocks": 90}
     scheduler.report(**full)
     assert assigned(scheduler.ask("online", prompt_tokens=320)) == []
@@ -199,8 +211,7 @@ def test_online_requests_start_in_the_blocks_of_batch_ones_that_yield() -> None:
 
 
 def test_a_batch_request_makes_nobody_yield() -> None:
-    scheduler = Scheduler(rules=ClassRules(Scheduling.PRIORITY))
-    scheduler.join()
+    scheduler = joined(rules=ClassRules(Scheduling.PRIORITY))
     busy = {"running": 4, "batch_running": 4, "batch_yields": True}
     scheduler.report(**busy, free=6, batch_blocks=90)
     assert assigned(scheduler.ask("batch", service=BATCH, prompt_tokens=64)) == []
@@ -209,8 +220,7 @@ def test_a_batch_request_makes_nobody_yield() -> None:
 
 def test_with_0_the_head_of_the_line_is_not_overtaken() -> None:
     scheduler = Scheduler(overtaken_max=0)
-    scheduler.join()
-    scheduler.report(free=10)
+    scheduler.serve(free=10)
     scheduler.ask("large", prompt_tokens=320)
     assert scheduler.ask("small", prompt_tokens=1) == [SendTicket(1, "small")]
     assert assigned(scheduler.report(free=30)) == ["large", "small"]
@@ -219,8 +229,7 @@ def test_with_0_the_head_of_the_line_is_not_overtaken() -> None:
 def test_short_requests_overtake_one_that_does_not_fit_but_not_for_ever(
     scheduler: Scheduler,
 ) -> None:
-    scheduler.join()
-    scheduler.report(free=10)
+    scheduler.serve(free=10)
     scheduler.ask("large", prompt_tokens=320)
     for number in range(OVERTAKEN_MAX):
         assert assigned(scheduler.ask(f"small{number}", prompt_tokens=1)) == [f"small{number}"]
@@ -230,21 +239,18 @@ def test_short_requests_overtake_one_that_does_not_fit_but_not_for_ever(
 
 
 def test_running_requests_have_room_to_grow(scheduler: Scheduler) -> None:
-    scheduler.join()
-    scheduler.report(free=6, running=8)
+    scheduler.serve(free=6, running=8)
     assert assigned(scheduler.ask("needs 3")) == []
     assert assigned(scheduler.report(free=6, running=7)) == [], "half a block is a whole one"
     assert assigned(scheduler.report(free=7, running=8)) == ["needs 3"]
     scheduler.report(free=6, running=8, received=("needs 3",))
-    scheduler.join("w1")
-    scheduler.report("w1", free=3)
+    scheduler.serve("w1", free=3)
     assert assigned(scheduler.ask("another")) == ["another"], "nobody runs there"
 
 
 def test_the_room_to_grow_is_a_setting() -> None:
     scheduler = Scheduler(growth_blocks=0)
-    scheduler.join()
-    scheduler.report(free=3, running=8)
+    scheduler.serve(free=3, running=8)
     assert assigned(scheduler.ask("needs 3")) == ["needs 3"]
 
 
@@ -259,8 +265,7 @@ def test_models_do_not_block_each_other(scheduler: Scheduler) -> None:
 
 class TestRoom:
     def test_counts_the_prompt_and_one_block(self, scheduler: Scheduler) -> None:
-        scheduler.join()
-        scheduler.report(free=2)
+        scheduler.serve(free=2)
         scheduler.ask("r1", prompt_tokens=32)
         assert assigned(scheduler.report(free=3)) == ["r1"]
 
@@ -270,8 +275,7 @@ class TestRoom:
         assert assigned(scheduler.ask("r1", prompt_tokens=63, max_tokens=1)) == ["r1"]
 
     def test_leaves_out_what_waiting_sequences_want(self, scheduler: Scheduler) -> None:
-        scheduler.join()
-        scheduler.report(free=10, wanted=8)
+        scheduler.serve(free=10, wanted=8)
         assert assigned(scheduler.ask("r1")) == []
 
     def test_never_exceeds_the_capacity(self, scheduler: Scheduler) -> None:
@@ -281,8 +285,7 @@ class TestRoom:
         assert assigned(scheduler.ask("r2", prompt_tokens=32, max_tokens=32)) == []
 
     def test_reservations_hold_until_the_worker_has_received(self, scheduler: Scheduler) -> None:
-        scheduler.join()
-        scheduler.report(free=5)
+        scheduler.serve(free=5)
         assert assigned(scheduler.ask("r1")) == ["r1"]
         assert assigned(scheduler.ask("r2")) == []
         assert assigned(scheduler.report(free=5)) == []
@@ -290,16 +293,14 @@ class TestRoom:
         assert assigned(report) == ["r2"]
 
     def test_a_reservation_lapses(self, scheduler: Scheduler) -> None:
-        scheduler.join()
-        scheduler.report(free=5)
+        scheduler.serve(free=5)
         scheduler.ask("r1")
         scheduler.ask("r2")
         assert assigned(scheduler.report(now_s=4.9, free=5)) == []
         assert assigned(scheduler(Ticked(5.0))) == ["r2"]
 
     def test_a_withdrawal_frees_the_reservation(self, scheduler: Scheduler) -> None:
-        scheduler.join()
-        scheduler.report(free=5)
+        scheduler.serve(free=5)
         scheduler.ask("r1")
         scheduler(Withdrawn(0.0, "r1"))
         assert assigned(scheduler.ask("r2")) == ["r2"]
@@ -315,44 +316,34 @@ class TestReports:
         assert assigned(scheduler.report(now_s=3.5)) == ["r1"]
 
     def test_another_incarnation_is_ignored(self, scheduler: Scheduler) -> None:
-        scheduler.join()
-        scheduler.report(incarnation="w0-old")
+        scheduler.serve(incarnation="w0-old")
         assert assigned(scheduler.ask("r1")) == []
         scheduler.report(free=0)
         assert assigned(scheduler.report(incarnation="w0-old")) == []
 
     def test_another_epoch_stops_the_group(self, scheduler: Scheduler) -> None:
-        scheduler.join(epoch=2)
-        scheduler.report(epoch=2)
+        scheduler.serve(epoch=2)
         scheduler.report(epoch=0)
         assert assigned(scheduler.ask("r1")) == []
         assert assigned(scheduler.report(epoch=2)) == ["r1"]
 
     def test_a_worker_whose_reports_end_takes_nothing(self, scheduler: Scheduler) -> None:
-        scheduler.join("w0")
-        scheduler.join("w1")
-        scheduler.report("w0")
-        scheduler.report("w1", running=9)
+        scheduler.serve("w0")
+        scheduler.serve("w1", running=9)
         scheduler.lose("w0", now_s=0.1)
         assert scheduler.state.snapshot(0.1).groups_serving == 1
-        (_, command) = scheduler.ask("r1", now_s=0.2)
-        assert isinstance(command, SendAssignment)
-        assert command.worker_id == "w1"
+        assert placed(scheduler.ask("r1", now_s=0.2)).worker_id == "w1"
         scheduler.report("w0", now_s=0.3)
-        (_, command) = scheduler.ask("r2", now_s=0.4)
-        assert isinstance(command, SendAssignment)
-        assert command.worker_id == "w0"
+        assert placed(scheduler.ask("r2", now_s=0.4)).worker_id == "w0"
 
     def test_the_end_of_another_incarnations_reports_is_ignored(self, scheduler: Scheduler) -> None:
-        scheduler.join()
-        scheduler.report()
+        scheduler.serve()
         scheduler.lose(incarnation="w0-old")
         scheduler.lose("stranger")
         assert assigned(scheduler.ask("r1")) == ["r1"]
 
     def test_an_overtaken_report_only_tells_what_was_received(self, scheduler: Scheduler) -> None:
-        scheduler.join()
-        scheduler.report(number=1)
+        scheduler.serve(number=1)
         scheduler(ask("r1"))
         scheduler.report(number=3, free=5, passed_on=True)
         scheduler.report(number=2, received=("r1",))
@@ -364,8 +355,7 @@ class TestReports:
     def test_a_report_that_a_gateway_passed_on_is_no_sign_of_life(
         self, scheduler: Scheduler
     ) -> None:
-        scheduler.join()
-        assert scheduler.report(passed_on=True) == []
+        assert scheduler.serve(passed_on=True) == []
         assert kinds(scheduler(ask("r1"))) == [SendTicket], "its worker never reported"
         assert kinds(scheduler.report()) == [SendAssignment]
         scheduler.lose()
@@ -378,8 +368,7 @@ class TestReports:
     def test_an_overtaken_report_does_not_bring_an_old_epoch_back(
         self, scheduler: Scheduler
     ) -> None:
-        scheduler.join()
-        scheduler.report(number=1)
+        scheduler.serve(number=1)
         scheduler.report(number=3, epoch=2, passed_on=True)
         scheduler.report(number=2)
         assert kinds(scheduler(ask("r1"))) == [SendTicket]
@@ -391,23 +380,19 @@ class TestReports:
 
 class TestGroups:
     def test_a_new_epoch_needs_a_new_report(self, scheduler: Scheduler) -> None:
-        scheduler.join(epoch=1)
-        scheduler.report(epoch=1)
+        scheduler.serve(epoch=1)
         scheduler.join(epoch=2)
         assert assigned(scheduler.ask("r1")) == []
-        (command,) = scheduler.report(epoch=2)
-        assert isinstance(command, SendAssignment)
+        command = placed(scheduler.report(epoch=2))
         assert command.epoch == 2
 
     def test_the_same_again_changes_nothing(self, scheduler: Scheduler) -> None:
-        scheduler.join()
-        scheduler.report()
+        scheduler.serve()
         scheduler.join()
         assert assigned(scheduler.ask("r1")) == ["r1"]
 
     def test_a_group_that_left_takes_nothing(self, scheduler: Scheduler) -> None:
-        scheduler.join()
-        scheduler.report()
+        scheduler.serve()
         scheduler(GroupLeft(0.0, "group-w0"))
         scheduler(GroupLeft(0.0, "group-w0"))
         assert assigned(scheduler.ask("r1")) == []
@@ -439,9 +424,7 @@ class TestGroups:
         scheduler.join("w1")
         scheduler.report("w0")
         scheduler.report("w1", running=9)
-        (_, command) = scheduler.ask("r1", prompt_tokens=100)
-        assert isinstance(command, SendAssignment)
-        assert command.worker_id == "w1"
+        assert placed(scheduler.ask("r1", prompt_tokens=100)).worker_id == "w1"
 
 
 class TestReturns:
@@ -450,13 +433,8 @@ class TestReturns:
     def two_groups(self, **fields: object) -> Scheduler:
         scheduler = Scheduler(**fields)  # type: ignore[arg-type]
         for name in ("w0", "w1"):
-            scheduler.join(name)
-            scheduler.report(name, free=0)
+            scheduler.serve(name, free=0)
         return scheduler
-
-    def place(self, commands: list[Command]) -> SendAssignment:
-        (found,) = [one for one in commands if isinstance(one, SendAssignment)]
-        return found
 
     def give_back(self, scheduler: Scheduler, place: SendAssignment, now_s: float) -> list[Command]:
         return scheduler.ask(
@@ -468,30 +446,30 @@ class TestReturns:
     def test_a_returned_request_keeps_its_place_in_the_line(self) -> None:
         scheduler = self.two_groups()
         scheduler.ask("old", now_s=0.0)
-        place = self.place(scheduler.report("w0", free=3))
+        place = placed(scheduler.report("w0", free=3))
         assert place.returnable
         scheduler.report("w0", free=0, received=("old",))
         scheduler.ask("young", now_s=0.1)
         assert self.give_back(scheduler, place, 0.3) == [SendTicket(1, "old")]
-        assert self.place(scheduler.report("w1", now_s=0.4, free=3)).request_id == "old"
+        assert placed(scheduler.report("w1", now_s=0.4, free=3)).request_id == "old"
 
     def test_another_group_with_room_takes_it_and_the_old_one_serves_on(
         self,
     ) -> None:
         scheduler = self.two_groups()
         scheduler.ask("r1")
-        place = self.place(scheduler.report("w0", free=3))
+        place = placed(scheduler.report("w0", free=3))
         scheduler.report("w0", free=0, received=("r1",))
         scheduler.report("w1", free=9)
         assert scheduler.state.snapshot(0.3).returned_total == 0
-        assert self.place(self.give_back(scheduler, place, 0.3)).worker_id == "w1"
+        assert placed(self.give_back(scheduler, place, 0.3)).worker_id == "w1"
         assert scheduler.state.snapshot(0.3).groups_serving == 2
         assert scheduler.state.snapshot(0.3).returned_total == 1
 
     def test_a_full_queue_refuses_newcomers_but_not_what_comes_back(self) -> None:
         scheduler = self.two_groups(queue_limit=1)
         scheduler.ask("r1")
-        place = self.place(scheduler.report("w0", free=3))
+        place = placed(scheduler.report("w0", free=3))
         scheduler.report("w0", free=0, received=("r1",))
         scheduler.ask("r2")
         assert kinds(self.give_back(scheduler, place, 0.3)) == [SendTicket]
@@ -501,7 +479,7 @@ class TestReturns:
     def test_nor_what_comes_back_since_its_group_has_changed(self) -> None:
         scheduler = self.two_groups(queue_limit=1)
         scheduler.ask("r1")
-        place = self.place(scheduler.report("w0", free=3))
+        place = placed(scheduler.report("w0", free=3))
         scheduler.report("w0", free=0, received=("r1",))
         scheduler.join("w0", epoch=2)
         scheduler.ask("r2")
@@ -518,15 +496,14 @@ class TestReturns:
         scheduler = self.two_groups()
         scheduler.ask("r1")
         for number in range(RETURNS_MAX + 1):
-            place = self.place(scheduler.report("w0", now_s=float(number), free=3))
+            place = placed(scheduler.report("w0", now_s=float(number), free=3))
             assert place.returnable == (number < RETURNS_MAX)
             scheduler.report("w0", now_s=number + 0.1, free=0)
             scheduler.report("w1", now_s=number + 0.1, free=0)
             self.give_back(scheduler, place, number + 0.3)
         alone = Scheduler()
-        alone.join()
-        alone.report()
-        assert not self.place(alone.ask("r1")).returnable
+        alone.serve()
+        assert not placed(alone.ask("r1")).returnable
 
 
 class TestUnsteadyWorkers:
@@ -545,9 +522,7 @@ class TestUnsteadyWorkers:
         return scheduler
 
     def chosen(self, scheduler: Scheduler, request_id: str, now_s: float, **fields: object) -> str:
-        commands = scheduler.ask(request_id, now_s=now_s, **fields)
-        (found,) = [one for one in commands if isinstance(one, SendAssignment)]
-        return found.worker_id
+        return placed(scheduler.ask(request_id, now_s=now_s, **fields)).worker_id
 
     def test_a_flapping_worker_is_chosen_last(self) -> None:
         scheduler = self.unsteady()
@@ -562,9 +537,8 @@ class TestUnsteadyWorkers:
             scheduler(Ticked(float(second)))
         assert self.chosen(scheduler, "r1", 150.0) == "w0"
 
-    def test_a_stall_of_the_scheduler_does_not_count_as_leaving(self) -> None:
+    def test_a_stall_of_the_scheduler_does_not_count_as_leaving(self, scheduler: Scheduler) -> None:
         """After each stall it finds all reports old, and streams that workers have given up."""
-        scheduler = Scheduler()
         scheduler.join("w0")
         scheduler.join("w1")
         now_s = 0.0
@@ -581,25 +555,23 @@ class TestUnsteadyWorkers:
                 now_s += 0.1
         scheduler.report("w0", now_s=now_s)
         scheduler.report("w1", now_s=now_s, free=20)
-        scheduler.join("w2", now_s=now_s)
-        scheduler.report("w2", now_s=now_s, free=20)
+        scheduler.serve("w2", now_s=now_s, free=20)
         assert self.chosen(scheduler, "r1", now_s) == "w0", "it flaps no more than a new one"
 
-    def test_silence_is_leaving_and_a_new_configuration_forgets_nothing(self) -> None:
-        scheduler = Scheduler()
+    def test_silence_is_leaving_and_a_new_configuration_forgets_nothing(
+        self, scheduler: Scheduler
+    ) -> None:
         scheduler.join("w0")
         scheduler.join("w1")
         for number in range(3):
             scheduler.report("w0", now_s=10.0 * number)
             for tenth in range(50):
                 scheduler(Ticked(10.0 * number + 3.5 + tenth / 10))
-        scheduler.join("w0", epoch=2, now_s=30.0)
-        scheduler.report("w0", epoch=2, now_s=30.0)
+        scheduler.serve("w0", epoch=2, now_s=30.0)
         scheduler.report("w1", now_s=30.0, free=20)
         assert self.chosen(scheduler, "r1", 30.0) == "w1"
 
-    def test_reports_of_another_epoch_are_no_silence(self) -> None:
-        scheduler = Scheduler()
+    def test_reports_of_another_epoch_are_no_silence(self, scheduler: Scheduler) -> None:
         scheduler.join("w0", epoch=2)
         scheduler.join("w1")
         for tenth in range(300):
@@ -649,8 +621,7 @@ class TestRefusals:
     def pressed(self, queued: int, deadline_s: float) -> Scheduler:
         """4 a second leave a line that is never empty; after 10 s `queued` wait."""
         scheduler = Scheduler(queue_limit=100, queue_deadline_s=deadline_s)
-        scheduler.join()
-        scheduler.report(free=0)
+        scheduler.serve(free=0)
         scheduler.ask("a0")
         for number in range(1, 41):
             now_s = number / 4
@@ -680,8 +651,7 @@ class TestRefusals:
         scheduler(ShortfallsTold(10.0, {"m": 100, "other": 5}))
         assert scheduler.ask("in time", now_s=10.0) == [SendTicket(1, "in time")]
         idle = Scheduler(queue_deadline_s=5.0)
-        idle.join()
-        idle.report(free=0)
+        idle.serve(free=0)
         idle(ShortfallsTold(0.0, {"m": 100}))
         for number in range(3):
             assert kinds(idle.ask(f"r{number}")) == [SendTicket], "without a rate nobody knows"
@@ -705,8 +675,7 @@ class TestRefusals:
 
     def test_light_load_does_not_tell_the_pace_of_a_line(self) -> None:
         """Recent requests found room at once, so the pace of the workers is unknown."""
-        scheduler = Scheduler(queue_limit=200)
-        scheduler.join()
+        scheduler = joined(queue_limit=200)
         scheduler(ShortfallsTold(0.0, {"m": 100}))
         for second in range(0, 120, 4):
             scheduler.report(now_s=float(second), received=(f"a{second - 4}",))
@@ -731,8 +700,7 @@ class TestRefusals:
     def test_too_large_is_noticed_once_a_group_is_known(self, scheduler: Scheduler) -> None:
         scheduler.ask("large", prompt_tokens=2000)
         scheduler.ask("small")
-        scheduler.join()
-        commands = scheduler.report()
+        commands = scheduler.serve()
         assert refusal(commands).request_id == "large"
         assert assigned(commands) == ["small"]
 
@@ -802,8 +770,7 @@ class TestRefusals:
         scheduler = Scheduler(queue_deadline_s=5.0)
         scheduler.ask("old", now_s=0.0)
         scheduler.ask("young", now_s=4.0)
-        scheduler.join(now_s=6.0)
-        commands = scheduler.report(now_s=6.0)
+        commands = scheduler.serve(now_s=6.0)
         assert refusal(commands).request_id == "old"
         assert assigned(commands) == ["young"]
 
@@ -837,22 +804,18 @@ class TestRepeats:
     def test_a_waiting_request_gets_its_ticket_again(self, scheduler: Scheduler) -> None:
         scheduler.ask("r1", stream_id=1)
         assert scheduler.ask("r1", stream_id=2) == [SendTicket(2, "r1")]
-        scheduler.join()
-        (command,) = scheduler.report()
+        (command,) = scheduler.serve()
         assert command == SendAssignment("r1", "group-w0", 1, "w0", "w0:1", stream_id=2)
 
     def test_an_assigned_request_gets_its_assignment_again(self, scheduler: Scheduler) -> None:
-        scheduler.join()
-        scheduler.report()
-        (_, first) = scheduler.ask("r1", stream_id=1)
-        assert isinstance(first, SendAssignment)
+        scheduler.serve()
+        placed(scheduler.ask("r1", stream_id=1))
         (again,) = scheduler.ask("r1", now_s=2.0, stream_id=2)
         assert again == SendAssignment("r1", "group-w0", 1, "w0", "w0:1", stream_id=2)
         assert scheduler.state.snapshot(2.0).assigned_total == 1
 
     def test_a_refused_epoch_is_decided_anew_in_its_old_place(self, scheduler: Scheduler) -> None:
-        scheduler.join(epoch=1)
-        scheduler.report(epoch=1)
+        scheduler.serve(epoch=1)
         scheduler.ask("r1")
         scheduler.join(epoch=2)
         scheduler.ask("r2", now_s=1.0)
@@ -866,11 +829,9 @@ class TestRepeats:
         self, scheduler: Scheduler, known: str
     ) -> None:
         for name in ("w0", "w1"):
-            scheduler.join(name)
-            scheduler.report(name)
+            scheduler.serve(name)
         assert assigned(scheduler.ask("r0")) == ["r0"]
-        (_, first) = scheduler.ask("r1")
-        assert isinstance(first, SendAssignment) and first.worker_id == "w1"
+        assert placed(scheduler.ask("r1")).worker_id == "w1"
 
         def merge() -> None:
             # w1 is a follower from now on, and its group a tombstone.
@@ -887,28 +848,23 @@ class TestRepeats:
             assert assigned(held) == ["r1"], "the other group still takes requests"
             return
         assert kinds(held) == [SendTicket]
-        (second,) = scheduler.report("w0", epoch=2, now_s=1.0)
-        assert isinstance(second, SendAssignment)
+        second = placed(scheduler.report("w0", epoch=2, now_s=1.0))
         assert (second.request_id, second.group_id, second.epoch) == ("r1", "group-w0", 2)
         scheduler.report("w0", epoch=2, now_s=1.0, received=("r1",))
         assert scheduler.state.snapshot(1.0).reserved_blocks == 0
 
     def test_a_refused_epoch_is_not_offered_again_at_once(self, scheduler: Scheduler) -> None:
-        scheduler.join(epoch=1)
-        scheduler.report(epoch=1)
+        scheduler.serve(epoch=1)
         scheduler.ask("r1")
         refused = FailedAssignment("group-w0", 1)
         assert kinds(scheduler.ask("r1", failed=refused)) == [SendTicket]
 
     def test_a_repeated_ask_after_a_refusal_keeps_the_new_place(self, scheduler: Scheduler) -> None:
         for name in ("w0", "w1"):
-            scheduler.join(name)
-            scheduler.report(name)
-        (_, first) = scheduler.ask("r1")
-        assert isinstance(first, SendAssignment)
+            scheduler.serve(name)
+        first = placed(scheduler.ask("r1"))
         refused = FailedAssignment(first.group_id, first.epoch)
-        (_, second) = scheduler.ask("r1", failed=refused)
-        assert isinstance(second, SendAssignment)
+        second = placed(scheduler.ask("r1", failed=refused))
         assert (first.worker_id, second.worker_id) == ("w0", "w1")
         # Both groups are at epoch 1: the group's id tells which assignment failed.
         assert scheduler.ask("r1", failed=refused) == [second]
@@ -916,19 +872,14 @@ class TestRepeats:
     def test_an_assignment_to_a_group_that_has_gone_is_decided_anew(
         self, scheduler: Scheduler
     ) -> None:
-        scheduler.join("w0")
-        scheduler.report("w0")
+        scheduler.serve("w0")
         scheduler.ask("r1")
         scheduler(GroupLeft(1.0, "group-w0"))
-        scheduler.join("w1", now_s=1.0)
-        scheduler.report("w1", now_s=1.0)
-        (_, command) = scheduler.ask("r1", now_s=1.0)
-        assert isinstance(command, SendAssignment)
-        assert command.worker_id == "w1"
+        scheduler.serve("w1", now_s=1.0)
+        assert placed(scheduler.ask("r1", now_s=1.0)).worker_id == "w1"
 
     def test_assignments_are_forgotten_in_time(self, scheduler: Scheduler) -> None:
-        scheduler.join()
-        scheduler.report()
+        scheduler.serve()
         scheduler.ask("r1")
         scheduler(Ticked(60.0))
         assert kinds(scheduler.ask("r1", now_s=60.0)) == [SendTicket]
@@ -948,8 +899,7 @@ def test_withdrawn_requests_do_not_run(scheduler: Scheduler) -> None:
     scheduler(Withdrawn(0.0, "r1"))
     scheduler(Withdrawn(0.0, "r1"))
     scheduler(Withdrawn(0.0, "unknown"))
-    scheduler.join()
-    assert assigned(scheduler.report()) == ["r2"]
+    assert assigned(scheduler.serve()) == ["r2"]
     assert scheduler.state.snapshot(0.0).withdrawn_total == 1
 
 
@@ -959,19 +909,16 @@ def test_a_lost_gateways_requests_are_dropped_unless_taken_over(scheduler: Sched
     scheduler.ask("r3", stream_id=2)
     scheduler.ask("r2", stream_id=3)
     scheduler(GatewayGone(1.0, 1))
-    scheduler.join(now_s=1.0)
-    assert assigned(scheduler.report(now_s=1.0)) == ["r2", "r3"]
+    assert assigned(scheduler.serve(now_s=1.0)) == ["r2", "r3"]
 
 
-def test_the_snapshot_counts() -> None:
-    scheduler = Scheduler()
+def test_the_snapshot_counts(scheduler: Scheduler) -> None:
     scheduler.ask("r1", now_s=1.0)
     scheduler.ask("bad", prompt_tokens=0)
     snapshot = scheduler.state.snapshot(4.0)
     assert (snapshot.queued, snapshot.oldest_wait_s) == (1, 3.0)
     assert snapshot.refused_total[RefusalReason.INVALID] == 1
-    scheduler.join(now_s=4.0)
-    scheduler.report(now_s=4.0)
+    scheduler.serve(now_s=4.0)
     snapshot = scheduler.state.snapshot(4.0)
     assert (snapshot.queued, snapshot.groups_serving, snapshot.reserved_blocks) == (0, 1, 3)
     assert snapshot.dispatch_rate_per_s > 0
@@ -997,8 +944,7 @@ def test_ten_thousand_waiting_requests_cost_no_more_each() -> None:
 def full(**settings: Any) -> Scheduler:
     """One group without room."""
     scheduler = Scheduler(**settings)
-    scheduler.join()
-    scheduler.report(free=0)
+    scheduler.serve(free=0)
     return scheduler
 
 
@@ -1066,14 +1012,12 @@ def test_so_does_one_that_was_assigned_and_has_not_run(
     scheduler: Scheduler, returned: bool
 ) -> None:
     """All survivors of a divided group load their layers: for a moment nobody serves."""
-    scheduler.join()
-    scheduler.report()
+    scheduler.serve()
     assert assigned(scheduler.ask("r")) == ["r"]
     scheduler(GroupLeft(0.0, "group-w0"))
     failed = FailedAssignment("group-w0", 1, returned)
     assert kinds(scheduler.ask("r", failed=failed)) == [SendTicket]
-    scheduler.join(epoch=2)
-    assert assigned(scheduler.report(epoch=2)) == ["r"]
+    assert assigned(scheduler.serve(epoch=2)) == ["r"]
     scheduler(GroupLeft(0.0, "group-w0"))
     assert kinds(scheduler.ask("r", failed=FailedAssignment("group-w0", 2))) == [SendTicket]
     assert refusal(scheduler(Ticked(120.0))).reason is RefusalReason.EXPIRED
@@ -1094,27 +1038,23 @@ def test_the_worker_that_it_has_lost_gets_nothing_until_it_reports(scheduler: Sc
 
 def test_a_worker_is_lost_too_if_its_group_has_another_epoch_by_now(scheduler: Scheduler) -> None:
     """Requests stay where they are in a change of groups, and their gateways know the old epoch."""
-    scheduler.join()
-    scheduler.report()
+    scheduler.serve()
     assert assigned(scheduler.ask("r")) == ["r"]
-    scheduler.join(epoch=2)
-    scheduler.report(epoch=2)
+    scheduler.serve(epoch=2)
     failed = FailedAssignment("group-w0", 1)
     assert kinds(scheduler.ask("r", resumed=True, failed=failed)) == [SendTicket]
     assert assigned(scheduler.report(epoch=2)) == ["r"]
 
 
 def test_what_has_run_and_fits_nowhere_is_refused(scheduler: Scheduler) -> None:
-    scheduler.join()
-    scheduler.report()
+    scheduler.serve()
     command = refusal(scheduler.ask("r", prompt_tokens=2000, resumed=True))
     assert command.reason is RefusalReason.TOO_LARGE
 
 
 def test_what_has_run_in_a_larger_group_waits_for_one_and_holds_nobody_up() -> None:
     scheduler = Scheduler(queue_limit=64)
-    scheduler.join()
-    scheduler.report()
+    scheduler.serve()
     scheduler.join("w1", max_model_len=4096, capacity_blocks=400)
     scheduler.report("w1", free=400)
     long = {f"long{number}": {"prompt_tokens": 2000, "max_tokens": 100} for number in range(20)}
@@ -1143,8 +1083,7 @@ def test_a_size_that_no_group_ever_held_is_refused_behind_those_that_wait_for_on
     assert kinds(scheduler.ask("long", prompt_tokens=2000, resumed=True)) == [SendTicket]
     longer = scheduler.ask("longer", prompt_tokens=5000, now_s=REGROUP_S)
     assert kinds(longer) == [SendTicket]
-    scheduler.join("w1")
-    command = refusal(scheduler.report("w1"))
+    command = refusal(scheduler.serve("w1"))
     assert (command.request_id, command.reason) == ("longer", RefusalReason.TOO_LARGE)
 
 
@@ -1155,8 +1094,7 @@ def test_what_is_to_be_alone_takes_an_idle_group_and_keeps_it_until_it_has_run(
     scheduler: Scheduler,
 ) -> None:
     for name in ("w0", "w1"):
-        scheduler.join(name)
-        scheduler.report(name, running=1, free=90)
+        scheduler.serve(name, running=1, free=90)
     assert kinds(scheduler.ask("alone", resumed=True, alone=True)) == [SendTicket]
     assert assigned(scheduler.ask("other")) == ["other"], "it does not hold the line"
     assert assigned(scheduler.report("w1")) == ["alone"]
@@ -1168,8 +1106,7 @@ def test_what_is_to_be_alone_takes_an_idle_group_and_keeps_it_until_it_has_run(
 
 
 def test_no_group_waits_for_ever_for_what_is_to_be_alone(scheduler: Scheduler) -> None:
-    scheduler.join()
-    scheduler.report()
+    scheduler.serve()
     assert assigned(scheduler.ask("alone", alone=True)) == ["alone"]
     assert assigned(scheduler.ask("next")) == []
     scheduler.report(now_s=KEPT_S - 0.1)
@@ -1178,8 +1115,7 @@ def test_no_group_waits_for_ever_for_what_is_to_be_alone(scheduler: Scheduler) -
 
 
 def test_what_finds_no_idle_group_in_time_runs_beside_others(scheduler: Scheduler) -> None:
-    scheduler.join()
-    scheduler.report(running=1, free=90)
+    scheduler.serve(running=1, free=90)
     assert kinds(scheduler.ask("alone", resumed=True, alone=True)) == [SendTicket]
     scheduler.report(running=1, free=90, now_s=ALONE_S - 0.1)
     assert assigned(scheduler(Ticked(ALONE_S - 0.1))) == []
@@ -1196,13 +1132,10 @@ def test_a_worker_that_the_gateway_cannot_reach_is_avoided_for_a_while(
 ) -> None:
     scheduler = Scheduler(ttft=ttft)
     for name, free in (("w0", 100), ("w1", 60)):
-        scheduler.join(name)
-        scheduler.report(name, free=free)
-    (command,) = scheduler.ask("other")[1:]
-    assert isinstance(command, SendAssignment) and command.worker_id == "w0"
+        scheduler.serve(name, free=free)
+    assert placed(scheduler.ask("other")).worker_id == "w0"
     avoiding = {"avoided": ("w0:1",), "avoided_s": 2.0}
-    (command,) = scheduler.ask("r", **avoiding)[1:]
-    assert isinstance(command, SendAssignment) and command.worker_id == "w1"
+    assert placed(scheduler.ask("r", **avoiding)).worker_id == "w1"
     # For a while it waits for the others, if they serve.
     scheduler.report("w1", free=0)
     assert assigned(scheduler.ask("waits", **avoiding)) == []

@@ -14,28 +14,24 @@ from services.core.groups.vocabulary import Group, GroupPhase, Member
 from services.core.report import EngineReport, Load
 from services.core.service import ServiceClass
 from services.gateway.admin import feed as feed_module
-from services.gateway.admin import lifecycle
+from services.gateway.admin import port as admin_port
 from services.gateway.admin.feed import HEARTBEAT, VIEWERS_MAX, Feed
 from services.gateway.admin.guard import SECURITY_HEADERS, Guard, host_name
-from services.gateway.admin.pulse import WINDOW_S, Pulse
-from services.gateway.admin.sentence import sentence
-from services.gateway.cluster.cluster_rows import cluster_rows
+from services.gateway.admin.live_state import WINDOW_S, Pulse, sentence
+from services.gateway.cluster.cluster_client import cluster_rows
 from services.gateway.config import GatewayConfig
 from services.gateway.keys.key_ring import KeyRing
 from services.gateway.records.metrics import EndpointTotals, Metrics
 from services.gateway.vocabulary.errors import ServiceUnavailable
 from services.gateway.vocabulary.message import ClusterStatus
+from tests.support.asgi import answer_ok
 from tests.support.control_plane import worker_record
 from tests.support.reports import memory_report
+from tests.support.waiting import settle
 from tideserve.common.v1 import record_pb2
 
 KEY = "k" * 32
 API = "/tideserve/v1/status"
-
-
-async def answer_ok(scope: Any, receive: Any, send: Any) -> None:
-    await send({"type": "http.response.start", "status": 200, "headers": []})
-    await send({"type": "http.response.body", "body": b"ok"})
 
 
 def client(host: str = "127.0.0.1", names: str = "", key: str | None = None) -> httpx.AsyncClient:
@@ -211,12 +207,6 @@ async def state() -> dict[str, Any]:
     return {"workers": []}
 
 
-async def turns() -> None:
-    """Let everything run that waits for nobody."""
-    for _ in range(100):
-        await asyncio.sleep(0)
-
-
 async def test_one_producer_serves_all_and_rests_when_nobody_looks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -230,16 +220,16 @@ async def test_one_producer_serves_all_and_rests_when_nobody_looks(
 
     feed = Feed(look)
     running = asyncio.create_task(feed.run())
-    await turns()
+    await settle(100)
     assert looks == 0
     with feed.viewer() as one, feed.viewer() as other:
-        await turns()
+        await settle(100)
         assert 0 < looks <= 101
         newest = f'data: {{"workers":[],"looks":{looks}}}\n\n'.encode()
         assert [await anext(one), await anext(other)] == [newest, newest]
-    await turns()
+    await settle(100)
     rested = looks
-    await turns()
+    await settle(100)
     assert looks == rested
     running.cancel()
 
@@ -262,7 +252,7 @@ async def test_viewers_are_limited_and_leave() -> None:
 async def test_what_fails_begins_again_and_leaves_one_line(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(lifecycle, "RETRY_S", 0)
+    monkeypatch.setattr(admin_port, "RETRY_S", 0)
     monkeypatch.setattr(feed_module, "PERIOD_S", 0)
     looks = 0
 
@@ -274,7 +264,7 @@ async def test_what_fails_begins_again_and_leaves_one_line(
         return await state()
 
     feed = Feed(look)
-    running = asyncio.create_task(lifecycle.kept_up(feed.run, "the feed"))
+    running = asyncio.create_task(admin_port.kept_up(feed.run, "the feed"))
     with feed.viewer() as frames:
         async for frame in frames:
             if frame.startswith(b"data: "):
@@ -290,5 +280,5 @@ async def test_a_failure_is_told_and_stays_where_it_is(caplog: pytest.LogCapture
         raise OSError("no more sockets")
 
     async with asyncio.TaskGroup() as tasks:
-        tasks.create_task(lifecycle.kept_apart(fails(), "the port"))
+        tasks.create_task(admin_port.kept_apart(fails(), "the port"))
     assert "restart this gateway" in caplog.text and "no more sockets" in caplog.text

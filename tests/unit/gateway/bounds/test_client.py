@@ -1,7 +1,8 @@
 """Clients that take nothing are noticed, however many sends wait."""
 
 import asyncio
-import contextlib
+from collections.abc import Coroutine
+from typing import Any
 
 import pytest
 
@@ -13,6 +14,16 @@ async def never_served(client: WatchedClient[int]) -> None:
     """Raise ClientGone when the client is found to stall."""
     with Interruption() as interruption, client.watched(interruption):
         await asyncio.get_running_loop().create_future()
+
+
+async def stalls(client: WatchedClient[int], sending: Coroutine[Any, Any, None]) -> None:
+    """Check that the client is found to stall while that goes on."""
+    task = asyncio.create_task(sending)
+    with pytest.raises(ClientGone):
+        async with asyncio.timeout(20):
+            await never_served(client)
+    task.cancel()
+    await asyncio.wait([task])
 
 
 async def test_a_stalled_send_is_noticed_while_others_begin() -> None:
@@ -30,13 +41,7 @@ async def test_a_stalled_send_is_noticed_while_others_begin() -> None:
                 tasks.create_task(client.send(number))
                 await asyncio.sleep(0.01)
 
-    asking = asyncio.create_task(ask_on())
-    with pytest.raises(ClientGone):
-        async with asyncio.timeout(20):
-            await never_served(client)
-    asking.cancel()
-    with contextlib.suppress(asyncio.CancelledError):
-        await asking
+    await stalls(client, ask_on())
 
 
 async def test_a_client_that_takes_something_is_not_cut() -> None:
@@ -71,9 +76,5 @@ async def test_sends_that_are_given_up_are_no_sign_of_life() -> None:
             await asyncio.sleep(0.01)
             send.cancel()
 
-    giving_up = asyncio.create_task(give_up())
-    with pytest.raises(ClientGone):
-        async with asyncio.timeout(20):
-            await never_served(client)
-    giving_up.cancel()
+    await stalls(client, give_up())
     held.cancel()

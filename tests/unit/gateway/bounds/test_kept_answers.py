@@ -12,16 +12,10 @@ from services.gateway.bounds.answer import AnswerReader, SharedAnswer
 from services.gateway.bounds.client import ClientGone
 from services.gateway.bounds.kept_answers import NAME_BYTES, KeptAnswers
 from services.gateway.vocabulary.errors import GatewayError, KeyReused, QueueFull
+from tests.support.clock import Clock
+from tests.support.waiting import settle
 
 LONG_S = 3600.0
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now_s = 100.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 def kept(
@@ -61,18 +55,12 @@ async def reading(answer: SharedAnswer[int]) -> AsyncIterator["asyncio.Task[list
         yield asyncio.create_task(rest(reader))
 
 
-async def until_still() -> None:
-    """Let all tasks go on until they wait."""
-    for _ in range(10):
-        await asyncio.sleep(0)
-
-
 async def test_every_reader_gets_all_of_it_while_it_is_made_and_afterwards() -> None:
     answers = kept()
     answer = new(answers, "a")
     async with reading(answer) as first:
         await answer.put(1, 8)
-        await until_still()
+        await settle()
         joined, is_new = answers.claim("a", b"d", "cmpl-b")
         assert joined is answer and not is_new and joined.response_id == "cmpl-a"
         async with reading(joined) as second:
@@ -133,11 +121,11 @@ async def test_what_finds_no_room_goes_on_at_the_pace_of_its_slowest_reader() ->
         await answer.put(60, 60)
         async with reading(answer) as quick:
             late = asyncio.create_task(answer.put(41, 41))
-            await until_still()
+            await settle()
             assert not late.done() and "a" not in answers
             assert answers.bytes_held == 101, "the slow one has taken nothing"
             assert [await slow.next(), await slow.next()] == [60, 41]
-            await until_still()
+            await settle()
             assert not late.done(), "it is about to take the last one"
             after = asyncio.create_task(slow.next())
             await late
@@ -167,7 +155,7 @@ async def test_a_reader_that_leaves_holds_nobody_up() -> None:
     async with reading(answer) as quick:
         with answer.reading():
             late = asyncio.create_task(answer.put(9, 9))
-            await until_still()
+            await settle()
             assert not late.done()
         await late
         answer.end(whole=True)
@@ -208,7 +196,7 @@ async def test_one_that_is_not_kept_ends_with_its_only_reader() -> None:
     answer = new(answers, "a")
     with answer.reading():
         desertion = asyncio.create_task(answer.deserted())
-        await until_still()
+        await settle()
         assert not desertion.done()
     await asyncio.wait({desertion}, timeout=60)
     assert isinstance(desertion.exception(), ClientGone)
@@ -253,13 +241,13 @@ async def walk(ops: list[tuple[str, int, int]]) -> None:
             clock.now_s += size
         else:
             getattr(walks[which], op)(size)
-        await until_still()
+        await settle()
         # Beside what is kept, each of the four may hold one message more, and what it had before.
         assert answers.bytes_held <= 3 * NAME_BYTES + 100 + 4 * 90
         assert len(answers) <= 3
     for one in walks:
         one.stop()
-    await until_still()
+    await settle()
     clock.now_s += 1000
     assert "0" not in answers
     assert answers.bytes_held == 0 and len(answers) == 0

@@ -3,17 +3,10 @@
 import pytest
 
 from services.core.service import ServiceClass
-from services.gateway.bounds.body_budget import BodyBudget
+from services.gateway.bounds.body_budget import BodyBudget, Turnover
 from services.gateway.bounds.drain import Drain
-from services.gateway.bounds.turnover import Turnover
 from services.gateway.vocabulary.errors import QueueFull
-
-
-class Clock:
-    now_s = 100.0
-
-    def __call__(self) -> float:
-        return self.now_s
+from tests.support.clock import Clock
 
 
 def test_refused_requests_are_told_to_come_one_after_another() -> None:

@@ -3,7 +3,7 @@
 import json
 
 from services.core.groups.vocabulary import Group, GroupPhase, Member
-from services.gateway.cluster.cluster_rows import cluster_rows
+from services.gateway.cluster.cluster_client import cluster_rows
 from services.gateway.cluster.translate import cluster_state, worker_facts
 from tests.support.control_plane import worker_record
 from tideserve.common.v1 import record_pb2

@@ -1,6 +1,6 @@
 """For how long a worker that cannot be reached is avoided."""
 
-from services.gateway.cluster.reach import FIRST_S, LONGEST_S, Reach
+from services.gateway.cluster.worker_link import FIRST_S, LONGEST_S, Reach
 
 
 def test_the_time_grows_with_each_failure_in_a_row_and_ends() -> None:

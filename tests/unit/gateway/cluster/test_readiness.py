@@ -9,6 +9,7 @@ from typing import Any, cast
 import pytest
 
 from services.gateway.cluster.readiness import ReadinessProbe
+from tests.support.clock import Clock
 
 
 @dataclass
@@ -33,13 +34,6 @@ class Cluster:
     @property
     def heartbeat(self) -> Any:
         return None if self.groups is None else SimpleNamespace(groups_serving=self.groups)
-
-
-class Clock:
-    now_s = 100.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 def probe(

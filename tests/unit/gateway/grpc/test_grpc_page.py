@@ -14,7 +14,7 @@ from services.gateway.bounds.body_budget import BODY_BYTES_MAX
 from services.gateway.grpc import lobby
 from services.gateway.grpc.call import MESSAGE_TIMEOUT_S, STREAM_IDLE_S
 from services.gateway.grpc.errors import TABLE, status_of, trailer_of
-from services.gateway.grpc.server import CONNECTION_AGE_S, METADATA_BYTES_MAX, STREAMS_MAX
+from services.gateway.grpc.port import CONNECTION_AGE_S, METADATA_BYTES_MAX, STREAMS_MAX
 from services.gateway.serving.running import REMEMBER_S, REMEMBERED_MAX
 from tideserve.client import connection
 from tideserve.client.errors import error_of

@@ -1,7 +1,5 @@
 """Browsers whose pages are of another origin."""
 
-from typing import Any
-
 import httpx
 import pytest
 from prometheus_client import CollectorRegistry
@@ -12,6 +10,7 @@ from services.gateway.http.front_door import HttpFrontDoor
 from services.gateway.keys.key_ring import KeyRing
 from services.gateway.records.metrics import Metrics
 from services.gateway.records.reception import Reception
+from tests.support.asgi import answer_ok
 
 KEY, PAGE = "k" * 20, "https://app.example"
 PREFLIGHT = {
@@ -20,14 +19,9 @@ PREFLIGHT = {
 }
 
 
-async def answer(scope: Any, receive: Any, send: Any) -> None:
-    await send({"type": "http.response.start", "status": 200, "headers": []})
-    await send({"type": "http.response.body", "body": b"ok"})
-
-
 def client(origins: str) -> httpx.AsyncClient:
     reception = Reception(Metrics("m", CollectorRegistry()), None)
-    app = with_cors(HttpFrontDoor(answer, KeyRing(KEY), reception), origins_of(origins))
+    app = with_cors(HttpFrontDoor(answer_ok, KeyRing(KEY), reception), origins_of(origins))
     return httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://gateway")
 
 

@@ -11,8 +11,7 @@ import msgspec
 import pytest
 
 from services.gateway.api import messages, responses
-from services.gateway.api.chat import ChatRequest, parse_chat
-from services.gateway.api.dialect import Vocabulary
+from services.gateway.api.chat import ChatRequest, Vocabulary, parse_chat
 from services.gateway.api.messages import (
     CountTokensRequest,
     MessagesRequest,
@@ -99,99 +98,68 @@ def test_what_a_response_repeats_is_unicode(field: dict[str, Any]) -> None:
     assert refused.value.param is not None
 
 
+def said(role: str, content: str | None, *calls: str, **fields: Any) -> dict[str, Any]:
+    """A message of the chat, with calls of these ids."""
+    called = {"tool_calls": [call(one) for one in calls]} if calls else {}
+    return {"role": role, "content": content} | called | fields
+
+
+def result(call_id: str, content: str) -> dict[str, Any]:
+    return said("tool", content, tool_call_id=call_id)
+
+
 def test_items_of_one_turn_are_one_message() -> None:
     told = [{"type": "summary_text", "text": "hm"}]
+    use = {"type": "function_call", "name": "f", "arguments": "{}"}
+    output = {"type": "function_call_output"}
     items = [
-        {"role": "user", "content": "a"},
+        said("user", "a"),
         {"type": "reasoning", "id": "rs_1", "summary": told, "encrypted_content": None},
         {"role": "assistant", "content": [{"type": "output_text", "text": "b", "annotations": []}]},
-        {
-            "type": "function_call",
-            "call_id": "1",
-            "name": "f",
-            "arguments": "{}",
-            "status": "completed",
-        },
-        {"type": "function_call", "call_id": "2", "name": "f", "arguments": "{}"},
-        {"type": "function_call_output", "call_id": "1", "output": "x"},
-        {
-            "type": "function_call_output",
-            "call_id": "2",
-            "output": [{"type": "input_text", "text": "y"}],
-        },
+        use | {"call_id": "1", "status": "completed"},
+        use | {"call_id": "2"},
+        output | {"call_id": "1", "output": "x"},
+        output | {"call_id": "2", "output": [{"type": "input_text", "text": "y"}]},
         {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "so"}]},
-        {"type": "function_call", "call_id": "3", "name": "f", "arguments": "{}"},
-        {"type": "function_call_output", "call_id": "3", "output": "z"},
-        {"role": "assistant", "content": "c"},
+        use | {"call_id": "3"},
+        output | {"call_id": "3", "output": "z"},
+        said("assistant", "c"),
         {"role": "assistant", "content": [{"type": "refusal", "refusal": "d"}]},
         {"role": "user", "content": [{"type": "input_text", "text": "e"}]},
     ]
-    chat = parse_responses({"model": "m", "input": items}).chat
-    assert (
-        chat.messages
-        == chat_of(
-            {
-                "messages": [
-                    {"role": "user", "content": "a"},
-                    {
-                        "role": "assistant",
-                        "content": "b",
-                        "reasoning": "hm",
-                        "tool_calls": [call("1"), call("2")],
-                    },
-                    {"role": "tool", "tool_call_id": "1", "content": "x"},
-                    {"role": "tool", "tool_call_id": "2", "content": "y"},
-                    {
-                        "role": "assistant",
-                        "content": None,
-                        "reasoning": "so",
-                        "tool_calls": [call("3")],
-                    },
-                    {"role": "tool", "tool_call_id": "3", "content": "z"},
-                    {"role": "assistant", "content": "c"},
-                    {"role": "assistant", "content": "d"},
-                    {"role": "user", "content": "e"},
-                ]
-            }
-        ).messages
-    )
+    chat = [
+        said("user", "a"),
+        said("assistant", "b", "1", "2", reasoning="hm"),
+        *(result("1", "x"), result("2", "y")),
+        said("assistant", None, "3", reasoning="so"),
+        result("3", "z"),
+        *(said("assistant", "c"), said("assistant", "d"), said("user", "e")),
+    ]
+    parsed = parse_responses({"model": "m", "input": items}).chat
+    assert parsed.messages == chat_of({"messages": chat}).messages
 
 
 def test_results_of_tools_stand_between_texts() -> None:
-    use = {"type": "tool_use", "id": "1", "name": "f", "input": {}}
-    asked = [
-        {"role": "user", "content": "a"},
-        {"role": "assistant", "content": [use, {**use, "id": "2"}]},
-        {
-            "role": "user",
-            "content": [
-                {
-                    "type": "tool_result",
-                    "tool_use_id": "1",
-                    "content": [{"type": "text", "text": "x"}],
-                },
-                {"type": "text", "text": "b"},
-                {"type": "tool_result", "tool_use_id": "2"},
-                {"type": "text", "text": "c"},
-            ],
-        },
+    use = {"type": "tool_use", "name": "f", "input": {}}
+    text = [{"type": "text", "text": letter} for letter in "xbc"]
+    results = [
+        {"type": "tool_result", "tool_use_id": "1", "content": text[:1]},
+        text[1],
+        {"type": "tool_result", "tool_use_id": "2"},
+        text[2],
     ]
-    chat = parse_messages({"model": "m", "max_tokens": 1, "messages": asked})
-    assert (
-        chat.messages
-        == chat_of(
-            {
-                "messages": [
-                    {"role": "user", "content": "a"},
-                    {"role": "assistant", "content": "", "tool_calls": [call("1"), call("2")]},
-                    {"role": "tool", "tool_call_id": "1", "content": "x"},
-                    {"role": "user", "content": "b"},
-                    {"role": "tool", "tool_call_id": "2", "content": ""},
-                    {"role": "user", "content": "c"},
-                ]
-            }
-        ).messages
-    )
+    asked = [
+        said("user", "a"),
+        {"role": "assistant", "content": [use | {"id": "1"}, use | {"id": "2"}]},
+        {"role": "user", "content": results},
+    ]
+    chat = [
+        said("user", "a"),
+        said("assistant", "", "1", "2"),
+        *(result("1", "x"), said("user", "b"), result("2", ""), said("user", "c")),
+    ]
+    parsed = parse_messages({"model": "m", "max_tokens": 1, "messages": asked})
+    assert parsed.messages == chat_of({"messages": chat}).messages
 
 
 @pytest.mark.parametrize("vocabulary", [messages.VOCABULARY, responses.VOCABULARY])

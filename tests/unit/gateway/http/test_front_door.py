@@ -6,33 +6,17 @@ import httpx
 import pytest
 from prometheus_client import CollectorRegistry
 
-from services.common.tracing import Span, TraceContext, Tracer
+from services.common.tracing import TraceContext, Tracer
 from services.gateway.http.front_door import HEADER_BYTES_MAX, HttpFrontDoor
 from services.gateway.keys.key_ring import KeyRing
 from services.gateway.records.metrics import Metrics
 from services.gateway.records.reception import Reception
 from services.gateway.records.request_record import record_of
+from tests.support.asgi import answer_ok
+from tests.support.kept_traces import KeptTraces
 
 KEY = "k" * 20
 CALLER = TraceContext("1" * 32, "2" * 16, sampled=True)
-
-
-class Kept:
-    """Traces that would have been sent."""
-
-    def __init__(self) -> None:
-        self.traces: list[tuple[TraceContext, Span]] = []
-
-    def export(self, context: TraceContext, root: Span) -> None:
-        self.traces.append((context, root))
-
-    def close(self) -> None:
-        pass
-
-
-async def answer(scope: Any, receive: Any, send: Any) -> None:
-    await send({"type": "http.response.start", "status": 200, "headers": []})
-    await send({"type": "http.response.body", "body": b"ok"})
 
 
 @pytest.mark.parametrize(
@@ -47,9 +31,9 @@ async def answer(scope: Any, receive: Any, send: Any) -> None:
 async def test_only_an_authorized_caller_decides_what_is_traced(
     headers: dict[str, str], status: int, told: int
 ) -> None:
-    kept = Kept()
+    kept = KeptTraces()
     reception = Reception(Metrics("m", CollectorRegistry()), Tracer(1.0, kept))
-    door = HttpFrontDoor(answer, KeyRing(KEY), reception)
+    door = HttpFrontDoor(answer_ok, KeyRing(KEY), reception)
     transport = httpx.ASGITransport(app=door)
     async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as client:
         given = headers | {"traceparent": CALLER.traceparent}
@@ -65,7 +49,7 @@ async def test_a_record_knows_where_its_request_comes_from() -> None:
 
     async def noted(scope: Any, receive: Any, send: Any) -> None:
         addresses.append(record_of(scope).address)
-        await answer(scope, receive, send)
+        await answer_ok(scope, receive, send)
 
     door = HttpFrontDoor(noted, KeyRing(None), Reception(Metrics("m", CollectorRegistry()), None))
     transport = httpx.ASGITransport(app=door, client=("192.0.2.1", 5000))

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from services.common.errors import ConfigError
-from services.gateway.http.server import HttpServer, bind
-from services.gateway.http.tls import ServerTls, server_tls
+from services.gateway.http.server import HttpServer, ServerTls, bind, server_tls
 from tests.support.certified import DAY, Certified
 from tests.support.waiting import eventually
 from tideserve.cli.certificates import write_pair

@@ -6,10 +6,9 @@ from pathlib import Path
 import pytest
 
 from services.common.errors import ConfigError
-from services.gateway.keys import key_ring, key_source
+from services.gateway.keys import key_ring
 from services.gateway.keys.key_file import KeyEntry, hash_of, read_keys
-from services.gateway.keys.key_ring import KeyRing
-from services.gateway.keys.key_source import KeySource
+from services.gateway.keys.key_ring import KeyRing, KeySource
 from services.gateway.keys.principal import ANYONE
 from services.gateway.vocabulary.errors import Forbidden, Unauthorized
 from tests.support.secret_volume import SecretVolume
@@ -159,7 +158,7 @@ def test_a_secret_that_is_swapped_on_the_way_to_it_is_read_again(
             volume.update(swaps.pop())
         return read_keys(found)
 
-    monkeypatch.setattr(key_source, "read_keys", swapped)
+    monkeypatch.setattr(key_ring, "read_keys", swapped)
     volume.update(lines(bob="two"))
     assert source.poll() and not source.failing
     assert [entry.owner for entry in source.entries] == ["carol"]

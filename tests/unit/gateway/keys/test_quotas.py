@@ -5,17 +5,10 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from services.core.quota.limits import Limit, QuotaLimits
 from services.gateway.keys.principal import ANYONE, Principal
-from services.gateway.keys.quota_metrics import QuotaMetrics
-from services.gateway.keys.quotas import Quotas, duration
+from services.gateway.keys.quotas import QuotaMetrics, Quotas, duration
 from services.gateway.vocabulary.errors import ClientDeadline, Expired, OverQuota, QueueFull
+from tests.support.clock import Clock
 from tests.support.exposition import samples, value
-
-
-class Clock:
-    now_s = 100.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 class Case:

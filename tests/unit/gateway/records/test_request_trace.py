@@ -8,6 +8,7 @@ from services.gateway.records.request_record import RequestMove, RequestRecord, 
 from services.gateway.records.request_trace import request_span, tell
 from services.gateway.vocabulary.errors import BadRequest, EngineFailed
 from services.gateway.vocabulary.message import Moved, WorkerTimes
+from tests.support.kept_traces import KeptTraces
 
 CHANGE = TraceContext("c" * 32, "d" * 16, sampled=True)
 
@@ -120,18 +121,6 @@ def test_one_token_has_all_spans() -> None:
     ]
 
 
-class Kept:
-    """A sink that counts."""
-
-    def __init__(self) -> None:
-        self.told: list[TraceContext] = []
-
-    def export(self, context: TraceContext, root: Span) -> None:
-        self.told.append(context)
-
-    def close(self) -> None: ...
-
-
 @pytest.mark.parametrize(
     ("path", "failure", "told"),
     [
@@ -144,14 +133,14 @@ class Kept:
 def test_what_is_not_sampled_is_told_if_it_failed(
     path: str, failure: EngineFailed | None, told: bool
 ) -> None:
-    sink = Kept()
+    sink = KeptTraces()
     tracer = Tracer(0.0, sink)
     record = new_record(path, None, 1.0)
     record.context, record.status = tracer.begin(), 200
     if failure is not None:
         record.fail(failure)
     tell(tracer, record)
-    assert bool(sink.told) == told
+    assert bool(sink.traces) == told
 
 
 def test_a_failure_before_parsing_is_a_span_and_an_error() -> None:

@@ -7,10 +7,9 @@ import pytest
 from msgspec import structs
 
 from services.core.request import FinishReason
-from services.gateway.model.chat_form import ChatForm
 from services.gateway.serving.chat_output import ChatOutput, call_id
 from services.gateway.serving.output import Output, OutputPiece, TokenNote
-from services.gateway.tools.format import Thinking, ToolFormat
+from services.gateway.tools.format import ChatForm, Thinking, ToolFormat
 from services.gateway.vocabulary.delta import Delta, Said, SaidCall, ToolCallDelta
 from tests.support.cuttings import cuttings
 

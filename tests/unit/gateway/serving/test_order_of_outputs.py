@@ -12,11 +12,10 @@ import pytest
 from services.core.request import FinishReason
 from services.gateway.http.messages import MessageAnswer
 from services.gateway.http.response_items import Items
-from services.gateway.model.chat_form import ChatForm
 from services.gateway.serving.chat_output import ChatOutput
 from services.gateway.serving.output import Output, OutputPiece, Usage
 from services.gateway.serving.prepared import PreparedRequest
-from services.gateway.tools.format import Thinking, ToolFormat
+from services.gateway.tools.format import ChatForm, Thinking, ToolFormat
 from tests.support.cuttings import cuttings
 
 NAMES = frozenset({"get", "now"})

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from services.core.ask import NO_PREFIX
-from services.core.prefix.block_hash import tenant_salt
-from services.core.prefix.prompt_prefix import prompt_prefix
+from services.core.prefix.block_hash import prompt_prefix, tenant_salt
 from services.gateway.api.completion import parse_completion
 from services.gateway.keys.principal import Principal
 from services.gateway.model.served_model import load_model

@@ -17,8 +17,7 @@ from services.gateway.model.served_model import ServedModel, load_model
 from services.gateway.model.template import ChatTemplate
 from services.gateway.records.request_record import RequestRecord
 from services.gateway.serving.prepare import Preparer
-from services.gateway.structure.checker import GrammarChecker
-from services.gateway.structure.turns import Turns
+from services.gateway.structure.checker import GrammarChecker, Turns
 from services.gateway.text.tokenizer import TextPool, Tokenizer
 from services.gateway.vocabulary.errors import BadRequest
 from tests.support.byte_tokenizer import write_model_folder

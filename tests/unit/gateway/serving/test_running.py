@@ -9,14 +9,7 @@ from services.gateway.keys.principal import Principal
 from services.gateway.records.request_record import RequestRecord, gateway_of, new_record
 from services.gateway.serving.running import REMEMBER_S, RunningRequests
 from services.gateway.vocabulary.errors import CancelledByClient, DuplicateRequest
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now_s = 100.0
-
-    def __call__(self) -> float:
-        return self.now_s
+from tests.support.clock import Clock
 
 
 class Ended(Interruption):

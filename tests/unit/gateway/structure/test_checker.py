@@ -54,6 +54,12 @@ def of_text(kind: GrammarKind, text: str) -> Structure:
     return Structure(Grammar(kind, text), "guided_grammar")
 
 
+async def running(checker: GrammarChecker) -> CheckClient:
+    await checker.run(delay_s=0)
+    assert checker._client is not None
+    return checker._client
+
+
 async def being_asked(checker: GrammarChecker) -> CheckClient:
     """Return once a check has begun; nothing but steps of the loop is needed for that."""
     for _ in range(100):
@@ -187,9 +193,7 @@ async def test_a_caller_that_leaves_goes_at_once_and_the_check_ends_with_its_pla
 async def test_a_caller_that_leaves_a_stopped_process_ends_no_check_of_others(
     checker: GrammarChecker,
 ) -> None:
-    await checker.run(delay_s=0)
-    client = checker._client
-    assert client is not None
+    client = await running(checker)
     os.kill(client._process.pid, signal.SIGSTOP)
     bombs = [of_schema(BOMB | {"title": str(number)}) for number in range(8)]
     leaving = [asyncio.create_task(checker.check(one, f"m{i % 4}")) for i, one in enumerate(bombs)]
@@ -207,9 +211,7 @@ async def test_a_process_that_does_not_cancel_a_check_is_ended(
     checker: GrammarChecker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(client_module, "STUCK_S", 0.01)
-    await checker.run(delay_s=0)
-    client = checker._client
-    assert client is not None
+    client = await running(checker)
     os.kill(client._process.pid, signal.SIGSTOP)
     asked = client.ask(Grammar(GrammarKind.REGEX, "b"))
     client.cancel(asked)
@@ -240,9 +242,7 @@ async def test_nobody_is_told_of_what_became_of_a_check_that_was_left(
 async def test_a_process_that_has_ended_is_not_killed_again(
     checker: GrammarChecker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    await checker.run(delay_s=0)
-    client = checker._client
-    assert client is not None
+    client = await running(checker)
     os.kill(client._process.pid, signal.SIGKILL)
     await client._listening
     killed = list[int]()

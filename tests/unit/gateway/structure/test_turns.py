@@ -5,13 +5,9 @@ import random
 
 import pytest
 
-from services.gateway.structure.turns import Turns
+from services.gateway.structure.checker import Turns
 from services.gateway.vocabulary.errors import QueueFull
-
-
-async def settle() -> None:
-    for _ in range(10):
-        await asyncio.sleep(0)
+from tests.support.waiting import settle
 
 
 async def test_owners_take_turns_and_so_many_wait() -> None:

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.gateway.text.stop_text import StopText
+from services.gateway.serving.output import StopText
 
 
 def run(stops: list[str], pieces: list[str]) -> tuple[str, bool]:

@@ -40,115 +40,93 @@ def text(content: str) -> list[Event]:
 GET = '{"name": "get", "arguments": {"key": "a}\\"]", "n": [1, {"x": null}]}}'
 GET_ARGUMENTS = '{"key": "a}\\"]", "n": [1, {"x": null}]}'
 NOW = '{"arguments":{},"id":3,"name":"now"}'
-CASES: list[tuple[str, str, list[Event]]] = [
-    # Hermes.
-    ("hermes", "", []),
-    ("hermes", "Hello <tool", text("Hello <tool")),
-    ("hermes", " \n a < b \n", text(" \n a < b \n")),
-    ("hermes", f"<tool_call>\n{GET}\n</tool_call>", call(0, "get", GET_ARGUMENTS)),
-    ("hermes", f"<tool_call>{GET}", call(0, "get", GET_ARGUMENTS)),
-    (
-        "hermes",
-        f"Well:\n\n<tool_call>\n{NOW}\n</tool_call>\n<tool_call>\n{GET}\n</tool_call>\n",
-        [*text("Well:"), *call(0, "now"), *call(1, "get", GET_ARGUMENTS)],
-    ),
-    (
-        "hermes",
-        f"<tool_call>[{GET}, {NOW}]</tool_call> done\n",
-        [*call(0, "get", GET_ARGUMENTS), *call(1, "now"), *text(" done\n")],
-    ),
-    ("hermes", '<tool_call>{"name": "now"}</tool_call>', call(0, "now")),
-    (
-        "hermes",
-        '<tool_call>{"name": "get", "parameters": {"a": "b\nc"}}</tool_call>',
-        call(0, "get", '{"a": "b\\nc"}'),
-    ),
-    (
-        "hermes",
-        f"<tool_call>{NOW}<tool_call>{NOW}</tool_call>",
-        [*call(0, "now"), *call(1, "now")],
-    ),
-    # Text that is no call is content, the marks included.
-    ("hermes", "a <tool_call>now()</tool_call>", text("a <tool_call>now()</tool_call>")),
-    (
-        "hermes",
-        '<tool_call>{"name": "unknown", "arguments": {}}</tool_call>',
-        text('<tool_call>{"name": "unknown", "arguments": {}}</tool_call>'),
-    ),
-    (
-        "hermes",
-        f"<tool_call>x <tool_call>{NOW}</tool_call>",
-        [*text("<tool_call>x"), *call(0, "now")],
-    ),
-    (
-        "hermes",
-        '<tool_call>{"name": "get", "arguments": "{}"}',
-        text('<tool_call>{"name": "get", "arguments": "{}"}'),
-    ),
-    ("hermes", '<tool_call>{"arguments": {}}', text('<tool_call>{"arguments": {}}')),
-    ("hermes", '<tool_call>{"name": 3}', text('<tool_call>{"name": 3}')),
-    ("hermes", '<tool_call>\n{"name": "g', text('<tool_call>\n{"name": "g')),
-    # A call that breaks after it has begun ends there.
-    (
-        "hermes",
-        '<tool_call>{"name": "get", "arguments": {"a": 1',
-        call(0, "get", '{"a": 1'),
-    ),
-    (
-        "hermes",
-        '<tool_call>{"name": "get", "arguments": {"a": tru}}</tool_call>',
-        [*call(0, "get", '{"a": tru'), *text("}}</tool_call>")],
-    ),
-    (
-        "hermes",
-        f'<tool_call>[{NOW}, {{"name": 1}}]</tool_call>',
-        [*call(0, "now"), *text(', {"name": 1}]</tool_call>')],
-    ),
-    ("hermes", f"<tool_call>{NOW}}}</tool_call>", [*call(0, "now"), *text("}</tool_call>")]),
-    # Mistral.
-    ("mistral", f"[TOOL_CALLS] [{GET}, {NOW}]", [*call(0, "get", GET_ARGUMENTS), *call(1, "now")]),
-    ("mistral", f"[TOOL_CALLS]{NOW}", call(0, "now")),
-    (
-        "mistral",
-        'Hi [TOOL_CALLS]get[ARGS]{"a": 1}[TOOL_CALLS] now[CALL_ID]abcdefghi[ARGS]{}',
-        [*text("Hi"), *call(0, "get", '{"a": 1}'), *call(1, "now")],
-    ),
-    ("mistral", 'get{"a": 1}', text('get{"a": 1}')),
-    ("mistral", '[TOOL_CALLS]get{"a": 1}', call(0, "get", '{"a": 1}')),
-    ("mistral", '[TOOL_CALLS]\nwhat[ARGS]{"a": 1}', text('[TOOL_CALLS]\nwhat[ARGS]{"a": 1}')),
-    ("mistral", "[TOOL_CALLS]" + "x" * 300, text("[TOOL_CALLS]" + "x" * 300)),
-    ("mistral", "[TOOL_CALLS]" + " " * 300 + "get{}", call(0, "get")),
-    ("mistral", "a [TOOL_CALLS] ", text("a [TOOL_CALLS] ")),
-    ("mistral", "a [TOOL_CALLS]get", text("a [TOOL_CALLS]get")),
-    ("mistral", '[TOOL_CALLS]get[ARGS]{"a"', call(0, "get", '{"a"')),
-    ("mistral", "[TOOL_CALLS]get[ARGS]{a}", [*call(0, "get", "{"), *text("a}")]),
-    ("mistral", f"[TOOL_CALLS][{NOW}", call(0, "now")),
-    # Llama 3.
-    ("llama3_json", '{"name": "get", "parameters": {"a": "b"}}', call(0, "get", '{"a": "b"}')),
-    (
-        "llama3_json",
-        ' <|python_tag|>{"type": "function", "name": "get", "parameters": {"a": 1}}\n',
-        call(0, "get", '{"a": 1}'),
-    ),
-    (
-        "llama3_json",
-        '{"name": "now", "parameters": {}}; {"name": "get", "parameters": {}} ',
-        [*call(0, "now"), *call(1, "get")],
-    ),
-    ("llama3_json", '{"name": "now"}', text('{"name": "now"}')),
-    ("llama3_json", '{"name": "Bob", "age": 3}', text('{"name": "Bob", "age": 3}')),
-    ("llama3_json", '{"name": "now", "age": 3}', text('{"name": "now", "age": 3}')),
-    ("llama3_json", '[{"name": "now"}]', text('[{"name": "now"}]')),
-    ("llama3_json", f"So {NOW}", text(f"So {NOW}")),
-    ("llama3_json", " \n", text(" \n")),
-    ("llama3_json", "<|python", text("<|python")),
-    ("llama3_json", "<|python_tag|>now.call()", text("<|python_tag|>now.call()")),
-    (
-        "llama3_json",
-        '{"name": "now", "parameters": {}} and more',
-        [*call(0, "now"), *text(" and more")],
-    ),
-]  # fmt: skip
+OUTPUTS: dict[str, list[tuple[str, list[Event]]]] = {
+    "hermes": [
+        ("", []),
+        ("Hello <tool", text("Hello <tool")),
+        (" \n a < b \n", text(" \n a < b \n")),
+        (f"<tool_call>\n{GET}\n</tool_call>", call(0, "get", GET_ARGUMENTS)),
+        (f"<tool_call>{GET}", call(0, "get", GET_ARGUMENTS)),
+        (
+            f"Well:\n\n<tool_call>\n{NOW}\n</tool_call>\n<tool_call>\n{GET}\n</tool_call>\n",
+            [*text("Well:"), *call(0, "now"), *call(1, "get", GET_ARGUMENTS)],
+        ),
+        (
+            f"<tool_call>[{GET}, {NOW}]</tool_call> done\n",
+            [*call(0, "get", GET_ARGUMENTS), *call(1, "now"), *text(" done\n")],
+        ),
+        ('<tool_call>{"name": "now"}</tool_call>', call(0, "now")),
+        (
+            '<tool_call>{"name": "get", "parameters": {"a": "b\nc"}}</tool_call>',
+            call(0, "get", '{"a": "b\\nc"}'),
+        ),
+        (f"<tool_call>{NOW}<tool_call>{NOW}</tool_call>", [*call(0, "now"), *call(1, "now")]),
+        # Text that is no call is content, the marks included.
+        ("a <tool_call>now()</tool_call>", text("a <tool_call>now()</tool_call>")),
+        (
+            '<tool_call>{"name": "unknown", "arguments": {}}</tool_call>',
+            text('<tool_call>{"name": "unknown", "arguments": {}}</tool_call>'),
+        ),
+        (f"<tool_call>x <tool_call>{NOW}</tool_call>", [*text("<tool_call>x"), *call(0, "now")]),
+        (
+            '<tool_call>{"name": "get", "arguments": "{}"}',
+            text('<tool_call>{"name": "get", "arguments": "{}"}'),
+        ),
+        ('<tool_call>{"arguments": {}}', text('<tool_call>{"arguments": {}}')),
+        ('<tool_call>{"name": 3}', text('<tool_call>{"name": 3}')),
+        ('<tool_call>\n{"name": "g', text('<tool_call>\n{"name": "g')),
+        # A call that breaks after it has begun ends there.
+        ('<tool_call>{"name": "get", "arguments": {"a": 1', call(0, "get", '{"a": 1')),
+        (
+            '<tool_call>{"name": "get", "arguments": {"a": tru}}</tool_call>',
+            [*call(0, "get", '{"a": tru'), *text("}}</tool_call>")],
+        ),
+        (
+            f'<tool_call>[{NOW}, {{"name": 1}}]</tool_call>',
+            [*call(0, "now"), *text(', {"name": 1}]</tool_call>')],
+        ),
+        (f"<tool_call>{NOW}}}</tool_call>", [*call(0, "now"), *text("}</tool_call>")]),
+    ],
+    "mistral": [
+        (f"[TOOL_CALLS] [{GET}, {NOW}]", [*call(0, "get", GET_ARGUMENTS), *call(1, "now")]),
+        (f"[TOOL_CALLS]{NOW}", call(0, "now")),
+        (
+            'Hi [TOOL_CALLS]get[ARGS]{"a": 1}[TOOL_CALLS] now[CALL_ID]abcdefghi[ARGS]{}',
+            [*text("Hi"), *call(0, "get", '{"a": 1}'), *call(1, "now")],
+        ),
+        ('get{"a": 1}', text('get{"a": 1}')),
+        ('[TOOL_CALLS]get{"a": 1}', call(0, "get", '{"a": 1}')),
+        ('[TOOL_CALLS]\nwhat[ARGS]{"a": 1}', text('[TOOL_CALLS]\nwhat[ARGS]{"a": 1}')),
+        ("[TOOL_CALLS]" + "x" * 300, text("[TOOL_CALLS]" + "x" * 300)),
+        ("[TOOL_CALLS]" + " " * 300 + "get{}", call(0, "get")),
+        ("a [TOOL_CALLS] ", text("a [TOOL_CALLS] ")),
+        ("a [TOOL_CALLS]get", text("a [TOOL_CALLS]get")),
+        ('[TOOL_CALLS]get[ARGS]{"a"', call(0, "get", '{"a"')),
+        ("[TOOL_CALLS]get[ARGS]{a}", [*call(0, "get", "{"), *text("a}")]),
+        (f"[TOOL_CALLS][{NOW}", call(0, "now")),
+    ],
+    "llama3_json": [
+        ('{"name": "get", "parameters": {"a": "b"}}', call(0, "get", '{"a": "b"}')),
+        (
+            ' <|python_tag|>{"type": "function", "name": "get", "parameters": {"a": 1}}\n',
+            call(0, "get", '{"a": 1}'),
+        ),
+        (
+            '{"name": "now", "parameters": {}}; {"name": "get", "parameters": {}} ',
+            [*call(0, "now"), *call(1, "get")],
+        ),
+        ('{"name": "now"}', text('{"name": "now"}')),
+        ('{"name": "Bob", "age": 3}', text('{"name": "Bob", "age": 3}')),
+        ('{"name": "now", "age": 3}', text('{"name": "now", "age": 3}')),
+        ('[{"name": "now"}]', text('[{"name": "now"}]')),
+        (f"So {NOW}", text(f"So {NOW}")),
+        (" \n", text(" \n")),
+        ("<|python", text("<|python")),
+        ("<|python_tag|>now.call()", text("<|python_tag|>now.call()")),
+        ('{"name": "now", "parameters": {}} and more', [*call(0, "now"), *text(" and more")]),
+    ],
+}
+CASES = [(form, *case) for form, cases in OUTPUTS.items() for case in cases]
 
 
 @pytest.mark.parametrize("case", range(len(CASES)))

@@ -14,7 +14,6 @@ from services.gateway.structure.asked import Structure, quoted
 from services.gateway.structure.check_process import byte_tokenizer
 from services.gateway.structure.schema import schema_text
 from services.gateway.tools import mistral, reasoning
-from services.gateway.tools.call_grammar import call_rules
 from services.gateway.tools.event import CallArguments, CallBegin, CallEnd, Event
 from services.gateway.tools.format import (
     ReasoningFormat,
@@ -24,7 +23,12 @@ from services.gateway.tools.format import (
     tool_marks,
     tool_parser,
 )
-from services.gateway.tools.output_grammar import answer_rules, output_grammar, text_before
+from services.gateway.tools.output_grammar import (
+    answer_rules,
+    call_rules,
+    output_grammar,
+    text_before,
+)
 from services.gateway.tools.tool import Tool
 from services.gateway.vocabulary.errors import BadRequest
 from tests.support.cuttings import parsed

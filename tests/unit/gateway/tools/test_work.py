@@ -8,7 +8,7 @@ import pytest
 from tests.support.counted_modules import CountedModules
 
 COUNTED = CountedModules("services.gateway.")
-StopText = COUNTED.module("services.gateway.text.stop_text").StopText
+StopText = COUNTED.module("services.gateway.serving.output").StopText
 hermes_calls = COUNTED.module("services.gateway.tools.hermes").hermes_calls
 mistral_calls = COUNTED.module("services.gateway.tools.mistral").mistral_calls
 Llama3JsonCalls = COUNTED.module("services.gateway.tools.llama3_json").Llama3JsonCalls

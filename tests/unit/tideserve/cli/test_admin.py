@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tideserve.cli.admin import find_admin_url
-from tideserve.cli.cluster_folder import ClusterFolder, default_folder
+from tideserve.cli.cluster_folder import ClusterFolder, default_folder, find_admin_url
 from tideserve.cli.errors import CommandError
 from tideserve.cli.host import hold_port
 

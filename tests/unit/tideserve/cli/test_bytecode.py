@@ -5,13 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from tideserve.cli.bytecode import FOLDER, NOT_WRITTEN, PREFIX, keep_bytecode
-from tideserve.cli.cache import TAG_NAME
+from tideserve.cli.cache import FOLDER, NOT_WRITTEN, PREFIX, TAG_NAME, keep_bytecode
 
 CHILD = "import module; print(module.__spec__.cached)"
 PARENT = f"""
 import subprocess, sys
-from tideserve.cli.bytecode import keep_bytecode
+from tideserve.cli.cache import keep_bytecode
 
 keep_bytecode("module")
 {CHILD}

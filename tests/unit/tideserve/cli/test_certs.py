@@ -7,7 +7,7 @@ from typer.testing import CliRunner
 
 from services.common.role import ROLES, name_of
 from services.common.tls import CertificateFiles, check_certificates
-from tideserve.cli.certs import write_certificates
+from tideserve.cli.certificates import write_certificates
 from tideserve.cli.commands.main import app
 from tideserve.cli.errors import CommandError
 

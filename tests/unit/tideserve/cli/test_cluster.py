@@ -9,14 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from tideserve.cli import supervision
-from tideserve.cli.cluster import ClusterProcesses
+from tideserve.cli import cluster
+from tideserve.cli.cluster import DEATHS_BEFORE_READY_MAX, ClusterProcesses
 from tideserve.cli.errors import CommandError
 from tideserve.cli.logs import show_logs
 from tideserve.cli.process import Program, child_environment, tail_lines
 from tideserve.cli.report import Report
 from tideserve.cli.stop_signals import StopSignals
-from tideserve.cli.supervision import DEATHS_BEFORE_READY_MAX
 
 DEADLINE_S = 60.0
 ROW = '{"level": "info", "message": "dropped 7 bytes in 3 us"}'
@@ -87,7 +86,7 @@ def test_a_process_that_ends_by_itself_is_quoted(tmp_path: Path) -> None:
 def test_one_that_is_always_killed_at_its_start_names_the_signal(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(supervision, "BACKOFF_FIRST_S", 0.0)
+    monkeypatch.setattr(cluster, "BACKOFF_FIRST_S", 0.0)
     code = f"import os; print({ROW!r}, flush=True); os.kill(os.getpid(), 9)"
     one = OneProcess(tmp_path, code)
     end_s = time.monotonic() + DEADLINE_S

@@ -10,10 +10,9 @@ import pytest
 from services.common.errors import ConfigError
 from tideserve.cli import cluster_options
 from tideserve.cli.cluster_options import ClusterOptions, read_options
-from tideserve.cli.engine import chosen_python
 from tideserve.cli.errors import CommandError
 from tideserve.cli.service_config import Placement, service_configs
-from tideserve.cli.vllm_install import CPU_BUILD, vllm_python
+from tideserve.cli.vllm_install import CPU_BUILD, chosen_python, vllm_python
 
 PLACEMENT = Placement(
     model_dir=Path("/models/tiny"),

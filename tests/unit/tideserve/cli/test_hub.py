@@ -14,8 +14,8 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
 )
 
-from tideserve.cli.hub import download
 from tideserve.cli.model_folder import ModelUnavailable
+from tideserve.cli.model_store import download
 
 
 def quiet(_line: str) -> None:

@@ -9,8 +9,7 @@ from typer.testing import CliRunner
 
 from services.core.quota.limits import QuotaLimits
 from services.gateway.keys.key_file import hash_of, read_keys
-from services.gateway.keys.key_ring import KeyRing
-from services.gateway.keys.key_source import KeySource
+from services.gateway.keys.key_ring import KeyRing, KeySource
 from tideserve.cli.commands.main import app
 from tideserve.cli.errors import CommandError
 from tideserve.cli.keys import add_key

@@ -14,9 +14,11 @@ DEADLINE_S = 30.0
 
 def child(folder: Path, code: str, grace_s: float = 30.0) -> ServiceProcess:
     command = [sys.executable, "-c", code]
-    return ServiceProcess(
+    one = ServiceProcess(
         Program("x", command, folder / "x.log", folder, child_environment({}), stop_grace_s=grace_s)
     )
+    one.start()
+    return one
 
 
 def wait(one: ServiceProcess, hurry: bool = False) -> int:
@@ -40,11 +42,10 @@ def wait_for_output(folder: Path) -> list[str]:
 
 def test_the_return_code_is_told_once_and_lines_are_those_of_the_last_start(tmp_path: Path) -> None:
     one = child(tmp_path, "import sys; print('first'); sys.exit(3)")
-    assert one.poll() is None
-    one.start()
     assert wait(one) == 3
     assert (one.poll(), one.pid) == (None, None)
     again = ServiceProcess(Program("x", ["/bin/true"], tmp_path / "x.log", tmp_path, {}, 1.0))
+    assert again.poll() is None
     again.start()
     assert wait(again) == 0
     assert one.last_lines(5) == ["first"]
@@ -53,7 +54,6 @@ def test_the_return_code_is_told_once_and_lines_are_those_of_the_last_start(tmp_
 
 def test_it_does_not_share_the_terminal_nor_standard_input(tmp_path: Path) -> None:
     one = child(tmp_path, "import os, sys; print(os.getsid(0), repr(sys.stdin.read()))")
-    one.start()
     pid = one.pid
     wait(one)
     assert one.last_lines(1) == [f"{pid} ''"]
@@ -65,7 +65,6 @@ def test_what_it_started_ends_with_it(tmp_path: Path) -> None:
         "print(subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']).pid)"
     )
     one = child(tmp_path, code)
-    one.start()
     wait(one)
     grandchild = int(one.last_lines(1)[0])
     end_s = time.monotonic() + DEADLINE_S
@@ -89,7 +88,6 @@ def test_a_process_that_ignores_signals_is_killed_after_its_grace_or_in_a_hurry(
     tmp_path: Path, grace_s: float, hurry: bool
 ) -> None:
     one = child(tmp_path, DEAF, grace_s)
-    one.start()
     wait_for_output(tmp_path)
     one.ask_to_stop()
     assert wait(one, hurry) == -9
@@ -100,7 +98,6 @@ def test_a_process_that_drains_is_not_killed(tmp_path: Path) -> None:
         "import signal, sys\nsignal.signal(15, lambda *_: sys.exit(0))\nprint('up')\nsignal.pause()"
     )
     one = child(tmp_path, code)
-    one.start()
     wait_for_output(tmp_path)
     one.ask_to_stop()
     assert wait(one) == 0

@@ -3,15 +3,17 @@
 import io
 from typing import Any
 
+import pytest
 from rich.console import Console
 from rich.table import Table
 
-from tideserve.cli.decision import decision_lines, loss_lines
 from tideserve.cli.status import (
     batch_table,
+    decision_lines,
     etcd_line,
     foreign_engines,
     groups_table,
+    loss_lines,
     paced_workers,
     services_table,
     shortfall_lines,
@@ -46,6 +48,14 @@ def shown(table: Table, width: int = 200) -> str:
     output = io.StringIO()
     Console(width=width, file=output).print(table)
     return output.getvalue()
+
+
+def worker_lines(*rows: dict[str, Any], width: int = 200) -> list[list[str]]:
+    return [line.split() for line in shown(workers_table({"workers": rows}), width).splitlines()]
+
+
+def row_of(lines: list[list[str]], name: str) -> list[str]:
+    return next(line for line in lines if name in line)
 
 
 def batch_lines(*rows: dict[str, Any], width: int = 200) -> list[list[str]]:
@@ -98,7 +108,7 @@ def test_a_large_cluster_reads_well_on_a_narrow_terminal() -> None:
         "waiting": 1024,
         "preemptions_total": 1_234_567,
     }
-    lines = [line.split() for line in shown(workers_table({"workers": [row]}), 80).splitlines()]
+    lines = worker_lines(row, width=80)
     assert ["id", "pids", "params", "KV", "blocks", "run", "wait", "preempted"] in lines
     usage = ["█" * 10, "99750/100000"]
     assert ["worker-63", "1234567", "2.5", "GiB", *usage, "128", "1024", "1234567"] in lines
@@ -109,22 +119,20 @@ def test_a_cluster_without_workers_yet_is_shown() -> None:
     assert "Workers" in shown(workers_table({"services": []}))
 
 
-def test_bubbles_are_shown_once_there_was_a_pipeline() -> None:
-    row = STATUS["workers"][0] | {"pipeline_busy_s": 0.0, "pipeline_bubble_s": 0.0}
-    assert "bubble" not in shown(workers_table({"workers": [row]}))
-    stage = row | {"id": "w1", "pipeline_busy_s": 7.5, "pipeline_bubble_s": 2.5}
-    lines = [line.split() for line in shown(workers_table({"workers": [row, stage]})).splitlines()]
-    assert next(line for line in lines if "worker-0" in line)[-1] == "–"
-    assert next(line for line in lines if "w1" in line)[-1] == "25%"
-
-
-def test_hits_are_shown_once_prompts_were_looked_up() -> None:
-    row = STATUS["workers"][0] | {"prefix_queries_total": 0, "prefix_hits_total": 0}
-    assert "hits" not in shown(workers_table({"workers": [row]}))
-    warm = row | {"id": "w1", "prefix_queries_total": 400, "prefix_hits_total": 250}
-    lines = [line.split() for line in shown(workers_table({"workers": [row, warm]})).splitlines()]
-    assert next(line for line in lines if "worker-0" in line)[-1] == "–"
-    assert next(line for line in lines if "w1" in line)[-1] == "62%"
+@pytest.mark.parametrize(
+    ("title", "counts", "share"),
+    [
+        ("bubble", {"pipeline_busy_s": 7.5, "pipeline_bubble_s": 2.5}, "25%"),
+        ("hits", {"prefix_queries_total": 400, "prefix_hits_total": 250}, "62%"),
+    ],
+)
+def test_a_share_is_shown_once_there_is_something_to_count(
+    title: str, counts: dict[str, float], share: str
+) -> None:
+    row = STATUS["workers"][0] | dict.fromkeys(counts, 0)
+    assert title not in str(worker_lines(row))
+    lines = worker_lines(row, row | counts | {"id": "w1"})
+    assert (row_of(lines, "worker-0")[-1], row_of(lines, "w1")[-1]) == ("–", share)
 
 
 def test_the_share_of_batch_work_is_shown_once_there_was_some() -> None:
@@ -135,8 +143,8 @@ def test_the_share_of_batch_work_is_shown_once_there_was_some() -> None:
     assert batch_table({"workers": [row]}) is None
     counts = {"online_processed_tokens_total": 300, "batch_processed_tokens_total": 900}
     lines = batch_lines(row, row | counts | {"id": "w1"})
-    assert next(line for line in lines if "worker-0" in line)[-1] == "–"
-    assert next(line for line in lines if "w1" in line)[-1] == "75%"
+    assert row_of(lines, "worker-0")[-1] == "–"
+    assert row_of(lines, "w1")[-1] == "75%"
 
 
 def test_interrupted_iterations_are_shown_once_there_were_some() -> None:
@@ -146,9 +154,9 @@ def test_interrupted_iterations_are_shown_once_there_were_some() -> None:
     resumed = row | {"preempted_iterations_total": 7, "id": "w1"}
     lost = resumed | {"discarded_tokens_total": 4096, "id": "w2"}
     lines = batch_lines(row, resumed, lost, width=80)
-    assert next(line for line in lines if "worker-0" in line)[-1] == "0"
-    assert next(line for line in lines if "w1" in line)[-1] == "7"
-    assert next(line for line in lines if "w2" in line)[-3:] == ["7", "(-4096", "tokens)"]
+    assert row_of(lines, "worker-0")[-1] == "0"
+    assert row_of(lines, "w1")[-1] == "7"
+    assert row_of(lines, "w2")[-3:] == ["7", "(-4096", "tokens)"]
 
 
 def test_bars() -> None:

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tideserve.cli.supervision import (
+from tideserve.cli.cluster import (
     BACKOFF_FIRST_S,
     BACKOFF_MAX_S,
     DEATHS_BEFORE_READY_MAX,

@@ -32,22 +32,22 @@ CHANGE = ChangeSpec(
     SHAPE, arena_bytes=SHAPE.parameter_bytes(1) + BLOCKS * 16 * 4 * 400, hidden_bytes=1000
 )
 FLOOD_S, TRICKLE_S = 12.0, 25.0
+ITERATION = IterationConfig(
+    block_size=16, num_blocks=BLOCKS, max_batch_tokens=512, max_running=64, max_waiting=1000
+)
+LENGTHS = (Length(120, 0.5, most=400), Length(120, 0.5, most=400))
 
 
 def flood_and_trickle(seed: int, instances: int) -> OpenLoop:
     rng = random.Random(seed)
     flood = list(gamma_times(4.5 * instances, 1.0, FLOOD_S, rng))
     trickle = [FLOOD_S + time_s for time_s in gamma_times(0.5, 1.0, TRICKLE_S, rng)]
-    lengths = (Length(120, 0.5, most=400), Length(120, 0.5, most=400))
-    return OpenLoop(list(with_lengths(flood + trickle, *lengths, rng)))
+    return OpenLoop(list(with_lengths(flood + trickle, *LENGTHS, rng)))
 
 
 @pytest.mark.parametrize(("seed", "instances"), [(0, 2), (1, 2), (2, 3), (3, 4)])
 def test_groups_merge_in_a_flood_and_split_after_it(seed: int, instances: int) -> None:
-    iteration = IterationConfig(
-        block_size=16, num_blocks=BLOCKS, max_batch_tokens=512, max_running=64, max_waiting=1000
-    )
-    spec = ClusterSpec(instances, iteration, 8192, change=CHANGE)
+    spec = ClusterSpec(instances, ITERATION, 8192, change=CHANGE)
     workload = flood_and_trickle(seed, instances)
     cluster = Cluster(spec, DEVICE, workload)
     events = itertools.count()
@@ -76,13 +76,9 @@ def test_a_restore_is_called_off_when_the_flood_returns(seed: int) -> None:
         for time_s in gamma_times(9.0, 1.0, FLOOD_S, rng)
     ]
     trickle = [FLOOD_S + time_s for time_s in gamma_times(0.5, 1.0, 15.0, rng)]
-    lengths = (Length(120, 0.5, most=400), Length(120, 0.5, most=400))
-    workload = OpenLoop(list(with_lengths(sorted(floods + trickle), *lengths, rng)))
-    iteration = IterationConfig(
-        block_size=16, num_blocks=BLOCKS, max_batch_tokens=512, max_running=64, max_waiting=1000
-    )
+    workload = OpenLoop(list(with_lengths(sorted(floods + trickle), *LENGTHS, rng)))
     slow = replace(CHANGE, costs=ChangeCosts(verify_bytes_per_s=SHAPE.layer_bytes / 15))
-    cluster = Cluster(ClusterSpec(2, iteration, 8192, change=slow), DEVICE, workload)
+    cluster = Cluster(ClusterSpec(2, ITERATION, 8192, change=slow), DEVICE, workload)
     outcomes = cluster.run()
     cluster.check_invariants()
     assert {record.outcome for record in outcomes.records} == {Outcome.COMPLETED}

@@ -4,8 +4,7 @@ import random
 
 import pytest
 
-from tideserve.sim.conversations import AGENTS, CHATS, Conversations
-from tideserve.sim.workload import PREFIX_BLOCK_TOKENS, Arrival
+from tideserve.sim.workload import AGENTS, CHATS, PREFIX_BLOCK_TOKENS, Arrival, Conversations
 
 KINDS = pytest.mark.parametrize("kind", [CHATS, AGENTS], ids=["chats", "agents"])
 

@@ -13,10 +13,9 @@ from services.core.planner.config import IterationConfig
 from services.core.scheduler.dispatch import PREFIX
 from services.core.scheduler.state_config import StateConfig
 from tideserve.sim.cluster import Cluster, ClusterSpec
-from tideserve.sim.conversations import AGENTS, CHATS, Conversations
 from tideserve.sim.report import Outcome, Outcomes
 from tideserve.sim.time_model import CostTimeModel
-from tideserve.sim.workload import Arrival, Length, OpenLoop
+from tideserve.sim.workload import AGENTS, CHATS, Arrival, Conversations, Length, OpenLoop
 
 COST = CostModel(alpha=1e-9, beta=5e-5, gamma=0.01, lam=0.0095)
 SMALL_AGENTS = replace(

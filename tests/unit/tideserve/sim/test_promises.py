@@ -5,8 +5,8 @@ import math
 import pytest
 
 from services.core.service import Service, ServiceClass
-from tideserve.sim.promises import NOTHING_KEPT, Kept, TokenGroups, attainment, goodput
 from tideserve.sim.report import Outcome, Record, kept_of
+from tideserve.sim.token_times import NOTHING_KEPT, Kept, TokenGroups, attainment, goodput
 
 PROMISED = Service(ServiceClass.INTERACTIVE, ttft_s=1.0, tpot_s=0.5, token_group=2)
 

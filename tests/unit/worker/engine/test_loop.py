@@ -1,14 +1,14 @@
 """The engine's turn: in which order it takes, tells and computes."""
 
 import os
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from select import select
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
-import zmq
 
 from services.common.clock import monotonic_s
 from services.core.cost.bubble import StageTime
@@ -22,21 +22,15 @@ from services.core.planner.plan import Plan
 from services.core.planner.preemption import Preempt
 from services.core.request import Grammar, GrammarKind, Limits, Request, Sampling
 from services.core.service import Service, ServiceClass
-from services.worker.engine.grammar_check import GrammarCheck
-from services.worker.engine.loop import EngineLoop
-from services.worker.engine.pipeline.news import News
+from services.worker.engine.pipeline.serving import News
 from services.worker.engine.sampling.grammar import Grammars
 from services.worker.ipc import (
     AbortRequest,
     Prepare,
-    Progress,
     StartRequest,
-    encode,
-    from_engine_decoder,
 )
+from tests.support.engine_inbox import WAIT_MS, Inbox, open_inbox
 from tests.unit.core.planner.test_state import make_state
-
-WAIT_MS = 10_000
 
 
 def member_that(**does: Any) -> SimpleNamespace:
@@ -59,9 +53,18 @@ def member_that(**does: Any) -> SimpleNamespace:
     return SimpleNamespace(**defaults | does)
 
 
-def test_tokens_of_other_stages_are_published_before_the_next_microbatch_runs() -> None:
-    context = zmq.Context.instance()
-    servicer, engine = context.socket(zmq.PAIR), context.socket(zmq.PAIR)
+@pytest.fixture
+def inbox() -> Iterator[Inbox]:
+    with open_inbox(Grammars(Path("none"), 1)) as inbox:
+        yield inbox
+
+
+def readable(watched: Any, wait_s: float = WAIT_MS / 1e3) -> bool:
+    """Whether the descriptor that the layers look at tells them to ask."""
+    return bool(select([watched.descriptor], [], [], wait_s)[0])
+
+
+def test_tokens_of_other_stages_are_published_before_the_next_microbatch_runs(inbox: Inbox) -> None:
     came = News()
     told: list[list[str]] = []
 
@@ -75,10 +78,7 @@ def test_tokens_of_other_stages_are_published_before_the_next_microbatch_runs() 
         return news
 
     def hear() -> None:
-        assert servicer.poll(WAIT_MS), "a token waits for the next turn, or a whole microbatch"
-        frame = from_engine_decoder.decode(servicer.recv())
-        assert isinstance(frame, Progress)
-        told.append([token.request_id for token in frame.tokens])
+        told.append([token.request_id for token in inbox.progress().tokens])
 
     def launch(interrupts: object) -> bool:
         hear()
@@ -86,17 +86,9 @@ def test_tokens_of_other_stages_are_published_before_the_next_microbatch_runs() 
         return True
 
     member = member_that(take=take, launch=launch, take_news=take_news)
-    grammars = GrammarCheck(Grammars(Path("none"), 1), lambda: 0.0)
-    try:
-        servicer.bind("inproc://engine-loop")
-        engine.connect("inproc://engine-loop")
-        EngineLoop(cast(Any, member), engine, grammars).step(0)
-        hear()
-        assert told == [["a"], ["b"]]
-    finally:
-        servicer.close(linger=0)
-        engine.close(linger=0)
-        grammars.close()
+    inbox.loop(member).step(0)
+    hear()
+    assert told == [["a"], ["b"]]
 
 
 def microbatch_of(name: str, *, preemptible: bool = False) -> Microbatch:
@@ -104,58 +96,36 @@ def microbatch_of(name: str, *, preemptible: bool = False) -> Microbatch:
     return Microbatch(1, Batch((chunk,)), preemptible=preemptible)
 
 
-def test_layers_are_interrupted_when_an_abort_comes() -> None:
+def test_layers_are_interrupted_when_an_abort_comes(inbox: Inbox) -> None:
     """The descriptor of the inbox tells the layers to ask, and only then."""
-    context = zmq.Context.instance()
-    servicer, engine = context.socket(zmq.PAIR), context.socket(zmq.PAIR)
     asked: list[tuple[bool, bool]] = []
 
     def launch(interrupts: Any) -> bool:
         watched = interrupts(microbatch_of("a"))
-        asked.append((watched(), bool(select([watched.descriptor], [], [], 0)[0])))
-        servicer.send(encode(AbortRequest("b")))
-        select([watched.descriptor], [], [], WAIT_MS / 1e3)
-        asked.append((watched(), bool(select([watched.descriptor], [], [], 0)[0])))
-        servicer.send(encode(AbortRequest("a")))
-        assert select([watched.descriptor], [], [], WAIT_MS / 1e3)[0]
+        asked.append((watched(), readable(watched, 0)))
+        inbox.send(AbortRequest("b"))
+        readable(watched)
+        asked.append((watched(), readable(watched, 0)))
+        inbox.send(AbortRequest("a"))
+        assert readable(watched)
         asked.append((watched(), True))
         return True
 
     member = member_that(launch=launch)
-    grammars = GrammarCheck(Grammars(Path("none"), 1), lambda: 0.0)
-    try:
-        servicer.bind("inproc://engine-aborts")
-        engine.connect("inproc://engine-aborts")
-        EngineLoop(cast(Any, member), engine, grammars).step(0)
-        assert asked == [(False, False), (False, False), (True, True)]
-    finally:
-        servicer.close(linger=0)
-        engine.close(linger=0)
-        grammars.close()
+    inbox.loop(member).step(0)
+    assert asked == [(False, False), (False, False), (True, True)]
 
 
-def test_a_start_that_is_aborted_before_its_grammar_is_compiled_is_noted() -> None:
+def test_a_start_that_is_aborted_before_its_grammar_is_compiled_is_noted(inbox: Inbox) -> None:
     """The servicer waits for that: what came before is of an earlier start of the same id."""
-    context = zmq.Context.instance()
-    servicer, engine = context.socket(zmq.PAIR), context.socket(zmq.PAIR)
     handled: list[object] = []
     member = member_that(handle=handled.append, launch=lambda _: False)
-    grammars = GrammarCheck(Grammars(Path("none"), 1), lambda: 0.0)
     sampling = Sampling(grammar=Grammar(GrammarKind.REGEX, "a+"))
-    try:
-        servicer.bind("inproc://engine-noted")
-        engine.connect("inproc://engine-noted")
-        servicer.send(encode(StartRequest(Request("a", (1,), sampling, Limits(4), 0.0))))
-        servicer.send(encode(AbortRequest("a")))
-        EngineLoop(cast(Any, member), engine, grammars).step(0)
-        assert servicer.poll(WAIT_MS)
-        frame = from_engine_decoder.decode(servicer.recv())
-        assert isinstance(frame, Progress) and frame.received == ["a"]
-        assert handled == []
-    finally:
-        grammars.close()
-        for socket in (servicer, engine):
-            socket.close(0)
+    inbox.send(StartRequest(Request("a", (1,), sampling, Limits(4), 0.0)))
+    inbox.send(AbortRequest("a"))
+    inbox.loop(member).step(0)
+    assert inbox.progress().received == ["a"]
+    assert handled == []
 
 
 ONLINE = StartRequest(Request("o", (1, 2), Sampling(0.0), Limits(4), 0.0))
@@ -175,50 +145,40 @@ PREPARE = Prepare("attempt", [])
     ],
 )
 def test_batch_work_gives_way(
-    policy: Preempt, preemptible: bool, frame: Any, interrupts_it: bool
+    inbox: Inbox, policy: Preempt, preemptible: bool, frame: Any, interrupts_it: bool
 ) -> None:
     """Requests interrupt never twice in a row; an order of the memory manager always does."""
-    context = zmq.Context.instance()
-    servicer, engine = context.socket(zmq.PAIR), context.socket(zmq.PAIR)
     answers: list[bool] = []
 
     def launch(interrupts: Any) -> bool:
         microbatch = microbatch_of("b", preemptible=preemptible)
-        servicer.send(encode(frame))
+        inbox.send(frame)
         for _ in range(2):
             watched = interrupts(microbatch)
             if watched is not None and not answers:
-                select([watched.descriptor], [], [], WAIT_MS / 1e3)
+                readable(watched)
             answers.append(watched is not None and watched())
         return True
 
     member = member_that(launch=launch, state=make_state(preempt=policy))
-    grammars = GrammarCheck(Grammars(Path("none"), 1), lambda: 0.0)
-    try:
-        servicer.bind("inproc://engine-preempts")
-        engine.connect("inproc://engine-preempts")
-        EngineLoop(cast(Any, member), engine, grammars).step(0)
-        assert answers == [interrupts_it, interrupts_it and frame is PREPARE]
-    finally:
-        servicer.close(linger=0)
-        engine.close(linger=0)
-        grammars.close()
+    inbox.loop(member).step(0)
+    assert answers == [interrupts_it, interrupts_it and frame is PREPARE]
 
 
 @pytest.mark.parametrize(("ran_s", "interrupts_it"), [(0.0, True), (900.0, False)])
-def test_what_a_resumed_iteration_has_run_before_counts(ran_s: float, interrupts_it: bool) -> None:
+def test_what_a_resumed_iteration_has_run_before_counts(
+    inbox: Inbox, ran_s: float, interrupts_it: bool
+) -> None:
     """It takes 1,000 s in all, and the request, which takes 250 s, has 500 s."""
-    context = zmq.Context.instance()
-    servicer, engine = context.socket(zmq.PAIR), context.socket(zmq.PAIR)
     answers: list[bool] = []
 
     def launch(interrupts: Any) -> bool:
         request = replace(
             ONLINE.request, service=Service(ttft_s=600.0), arrival_s=monotonic_s(), waited_s=100.0
         )
-        servicer.send(encode(StartRequest(request)))
+        inbox.send(StartRequest(request))
         watched = interrupts(replace(microbatch_of("b", preemptible=True), resumes=1))
-        select([watched.descriptor], [], [], WAIT_MS / 1e3)
+        readable(watched)
         answers.append(watched())
         return True
 
@@ -226,16 +186,8 @@ def test_what_a_resumed_iteration_has_run_before_counts(ran_s: float, interrupts
     model = CostModel(alpha=0.0, beta=125.0, gamma=0.0, lam=0.0)
     member.state = make_state(preempt=Preempt.DEADLINE, cost_model=model)
     member.state.in_flight.append(Plan(2, resumes=1, ran_s=ran_s))
-    grammars = GrammarCheck(Grammars(Path("none"), 1), lambda: 0.0)
-    try:
-        servicer.bind("inproc://engine-resumed")
-        engine.connect("inproc://engine-resumed")
-        EngineLoop(cast(Any, member), engine, grammars).step(0)
-        assert answers == [interrupts_it]
-    finally:
-        servicer.close(linger=0)
-        engine.close(linger=0)
-        grammars.close()
+    inbox.loop(member).step(0)
+    assert answers == [interrupts_it]
 
 
 @pytest.mark.parametrize(
@@ -247,11 +199,9 @@ def test_what_a_resumed_iteration_has_run_before_counts(ran_s: float, interrupts
     ],
 )
 def test_layers_ask_again_while_a_deadline_waits(
-    policy: Preempt, ttft_s: float | None, again: bool
+    inbox: Inbox, policy: Preempt, ttft_s: float | None, again: bool
 ) -> None:
     """Time passes without a frame: what was answered first may be wrong then."""
-    context = zmq.Context.instance()
-    servicer, engine = context.socket(zmq.PAIR), context.socket(zmq.PAIR)
     answers: list[tuple[bool, bool]] = []
 
     def launch(interrupts: Any) -> bool:
@@ -259,85 +209,56 @@ def test_layers_ask_again_while_a_deadline_waits(
         answers.append((watched(), watched.asks_again()))
         service = Service(ServiceClass.INTERACTIVE, ttft_s=ttft_s)
         request = replace(ONLINE.request, service=service, arrival_s=monotonic_s())
-        servicer.send(encode(StartRequest(request)))
-        select([watched.descriptor], [], [], WAIT_MS / 1e3)
+        inbox.send(StartRequest(request))
+        readable(watched)
         answers.append((watched(), watched.asks_again()))
         return True
 
     model = CostModel(alpha=0.0, beta=0.001, gamma=0.0, lam=0.0)
     member = member_that(launch=launch, state=make_state(preempt=policy, cost_model=model))
-    grammars = GrammarCheck(Grammars(Path("none"), 1), lambda: 0.0)
-    try:
-        servicer.bind("inproc://engine-again")
-        engine.connect("inproc://engine-again")
-        EngineLoop(cast(Any, member), engine, grammars).step(0)
-        assert answers == [(False, False), (False, again)]
-    finally:
-        servicer.close(linger=0)
-        engine.close(linger=0)
-        grammars.close()
+    inbox.loop(member).step(0)
+    assert answers == [(False, False), (False, again)]
 
 
 @pytest.mark.parametrize("changing", [True, False])
 @pytest.mark.parametrize("preemptible", [True, False])
 def test_all_that_comes_from_members_interrupts_batch_work_while_groups_change(
-    changing: bool, preemptible: bool
+    inbox: Inbox, changing: bool, preemptible: bool
 ) -> None:
     """The descriptor that layers look at tells of them, and so does the answer."""
-    context = zmq.Context.instance()
-    servicer, engine = context.socket(zmq.PAIR), context.socket(zmq.PAIR)
     reading, writing = os.pipe()
     answers: list[tuple[bool, bool]] = []
 
     def launch(interrupts: Any) -> bool:
         watched = interrupts(microbatch_of("b", preemptible=preemptible))
         for _ in range(2):
-            readable = bool(select([watched.descriptor], [], [], 0)[0])
-            answers.append((readable, watched()))
+            answers.append((readable(watched, 0), watched()))
             os.write(writing, b"!")
         return True
 
     member = member_that(launch=launch, busy_changing=changing)
-    grammars = GrammarCheck(Grammars(Path("none"), 1), lambda: 0.0)
-    try:
-        servicer.bind("inproc://engine-members")
-        engine.connect("inproc://engine-members")
-        loop = EngineLoop(cast(Any, member), engine, grammars, (reading,))
-        loop._fill_inbox()  # the connection itself makes the socket readable
-        loop.step(0)
-        noticed = changing and preemptible
-        assert answers == [(False, False), (noticed, noticed)]
-    finally:
-        for descriptor in (reading, writing):
-            os.close(descriptor)
-        servicer.close(linger=0)
-        engine.close(linger=0)
-        grammars.close()
+    loop = inbox.loop(member, (reading,))
+    loop._fill_inbox()  # the connection itself makes the socket readable
+    loop.step(0)
+    noticed = changing and preemptible
+    assert answers == [(False, False), (noticed, noticed)]
+    for descriptor in (reading, writing):
+        os.close(descriptor)
 
 
 def test_a_target_that_no_request_can_keep_is_logged_once(
-    caplog: pytest.LogCaptureFixture,
+    inbox: Inbox, caplog: pytest.LogCaptureFixture
 ) -> None:
-    context = zmq.Context.instance()
-    servicer, engine = context.socket(zmq.PAIR), context.socket(zmq.PAIR)
     handled: list[object] = []
     member = member_that(handle=handled.append, launch=lambda _: False)
-    grammars = GrammarCheck(Grammars(Path("none"), 1), lambda: 0.0)
     impossible = ImpossibleTargets(CostModel(alpha=0.0, beta=0.05, gamma=0.0, lam=0.0))
     service = Service(ServiceClass.INTERACTIVE, ttft_s=1.0, tpot_s=0.01)
-    try:
-        servicer.bind("inproc://engine-impossible")
-        engine.connect("inproc://engine-impossible")
-        for name in ("a", "b"):
-            request = replace(ONLINE.request, request_id=name, service=service)
-            servicer.send(encode(StartRequest(request)))
-        loop = EngineLoop(cast(Any, member), engine, grammars, impossible=impossible)
-        while len(handled) < 2:
-            assert engine.poll(WAIT_MS)
-            loop.step(0)
-        (line,) = [one.getMessage() for one in caplog.records if "tpot_ms" in one.getMessage()]
-        assert "10 ms" in line and "50 ms" in line and "interactive" in line
-    finally:
-        servicer.close(linger=0)
-        engine.close(linger=0)
-        grammars.close()
+    for name in ("a", "b"):
+        request = replace(ONLINE.request, request_id=name, service=service)
+        inbox.send(StartRequest(request))
+    loop = inbox.loop(member, impossible=impossible)
+    while len(handled) < 2:
+        assert inbox.engine.poll(WAIT_MS)
+        loop.step(0)
+    (line,) = [one.getMessage() for one in caplog.records if "tpot_ms" in one.getMessage()]
+    assert "10 ms" in line and "50 ms" in line and "interactive" in line

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 
 from services.core.groups.vocabulary import Group, GroupPhase, Member
-from services.worker.member.translate import (
+from services.worker.member.servicer import (
     InvalidPrepare,
     to_abort_asked,
     to_preparation,

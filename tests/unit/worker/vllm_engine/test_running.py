@@ -54,14 +54,17 @@ def request(name: str = "r", tokens: int = 16, returnable: bool = False, batch: 
     )
 
 
-def test_one_that_was_just_handed_over_waits_and_wants_its_blocks() -> None:
-    running = requests()
+@pytest.fixture
+def running() -> VllmRequests:
+    return requests()
+
+
+def test_one_that_was_just_handed_over_waits_and_wants_its_blocks(running: VllmRequests) -> None:
     running.add(request(), 0.0)
     assert running.load() == Load(0, 1, BLOCKS, 2, kv_blocks_total=BLOCKS, prefill_tokens=16)
 
 
-def test_a_prompt_is_to_be_prefilled_until_its_first_token() -> None:
-    running = requests()
+def test_a_prompt_is_to_be_prefilled_until_its_first_token(running: VllmRequests) -> None:
     first, second = running.add(request("a", 16), 0.0), running.add(request("b", 48), 0.0)
     assert running.load().prefill_tokens == 64
     running.stats.running = 2
@@ -72,8 +75,7 @@ def test_a_prompt_is_to_be_prefilled_until_its_first_token() -> None:
     assert running.load().prefill_tokens == 0
 
 
-def test_output_of_another_worker_is_prefilled_as_a_prompt_is() -> None:
-    running = requests()
+def test_output_of_another_worker_is_prefilled_as_a_prompt_is(running: VllmRequests) -> None:
     entry = running.add(replace(request(), output_ids=(1,) * 15), 0.0)
     assert running.load().prefill_tokens == 31 and running.load().kv_blocks_wanted == 2
     running.emit(entry, 1)
@@ -81,8 +83,7 @@ def test_output_of_another_worker_is_prefilled_as_a_prompt_is() -> None:
     assert running.load().prompt_tokens_total == 0, "its first token came from another worker"
 
 
-def test_processed_tokens_are_counted_by_class_without_cached_ones() -> None:
-    running = requests()
+def test_processed_tokens_are_counted_by_class_without_cached_ones(running: VllmRequests) -> None:
     online = running.add(request("a", 16), 0.0)
     running.emit(online, 2, cached_tokens=10)
     running.emit(online, 1, cached_tokens=10)
@@ -93,8 +94,7 @@ def test_processed_tokens_are_counted_by_class_without_cached_ones() -> None:
     )
 
 
-def test_lookups_of_all_steps_are_summed() -> None:
-    running = requests()
+def test_lookups_of_all_steps_are_summed(running: VllmRequests) -> None:
     running.stats.note(Step(2, 1, 0.5, Lookups(100, 64)), Iteration(1))
     running.stats.note(Step(3, 0, 0.25, Lookups(50, 0)), None)
     running.stats.note(None, Iteration(2))
@@ -103,8 +103,7 @@ def test_lookups_of_all_steps_are_summed() -> None:
     assert (load.prefix_queries_total, load.prefix_hits_total) == (150, 64)
 
 
-def test_vllm_says_when_it_runs_and_what_it_holds() -> None:
-    running = requests()
+def test_vllm_says_when_it_runs_and_what_it_holds(running: VllmRequests) -> None:
     running.add(request("a", batch=True), 0.0)
     running.add(request("b"), 0.0)
     running.stats.running, running.stats.kv_usage = 1, 2 / BLOCKS
@@ -113,8 +112,7 @@ def test_vllm_says_when_it_runs_and_what_it_holds() -> None:
     assert (load.batch_running, load.batch_waiting, load.kv_blocks_batch) == (1, 0, 2)
 
 
-def test_what_vllm_told_last_is_not_held_by_requests_that_are_gone() -> None:
-    running = requests()
+def test_what_vllm_told_last_is_not_held_by_requests_that_are_gone(running: VllmRequests) -> None:
     entry = running.add(request(), 0.0)
     running.emit(entry, 3)
     running.stats.running, running.stats.kv_usage = 1, 0.5
@@ -125,16 +123,16 @@ def test_what_vllm_told_last_is_not_held_by_requests_that_are_gone() -> None:
     assert not running.remove(entry)
 
 
-def test_another_request_of_the_same_id_stays() -> None:
-    running = requests()
+def test_another_request_of_the_same_id_stays(running: VllmRequests) -> None:
     old = running.add(request(), 0.0)
     running.remove(old)
     running.add(request(), 1.0)
     assert not running.remove(old) and "r" in running
 
 
-def test_a_request_goes_back_once_vllm_had_no_room_for_it_in_a_whole_step() -> None:
-    running = requests()
+def test_a_request_goes_back_once_vllm_had_no_room_for_it_in_a_whole_step(
+    running: VllmRequests,
+) -> None:
     running.add(request("a", returnable=True), 0.0)
     running.add(request("b", returnable=True), 0.0)
     stats = running.stats
@@ -149,8 +147,7 @@ def test_a_request_goes_back_once_vllm_had_no_room_for_it_in_a_whole_step() -> N
     assert running.overdue(late_s) == []
 
 
-def test_one_that_must_stay_never_goes_back() -> None:
-    running = requests()
+def test_one_that_must_stay_never_goes_back(running: VllmRequests) -> None:
     running.add(request(), 0.0)
     running.stats.steps, running.stats.waiting = 5, 1
     assert running.overdue(100.0) == []
@@ -177,8 +174,7 @@ def test_the_load_adds_up_whatever_vllm_tells(seed: int) -> None:
             assert load.kv_blocks_free == BLOCKS
 
 
-def test_batch_waits_behind_what_came_later() -> None:
-    running = requests()
+def test_batch_waits_behind_what_came_later(running: VllmRequests) -> None:
     running.by_priority = True
     batch, online = (running.add(request(name, batch=name == "b"), 0.0) for name in ("b", "o"))
     running.stats.running = 1

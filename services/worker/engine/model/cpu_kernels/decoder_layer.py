@@ -17,8 +17,7 @@ from services.worker.engine.model.cpu_kernels.layer_kernel import (
     LayerWeights,
     add_bias,
 )
-from services.worker.engine.model.cpu_kernels.rms_norm import normalize
-from services.worker.engine.model.cpu_kernels.rotary import turn
+from services.worker.engine.model.cpu_kernels.rms_norm import normalize, turn
 from services.worker.engine.model.cpu_kernels.skinny_gemm import (
     FEW_ROWS,
     arrange,

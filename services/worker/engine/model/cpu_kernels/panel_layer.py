@@ -29,8 +29,7 @@ from services.worker.engine.model.cpu_kernels.panel_gemm import (
     narrow_rows,
     panel_calls,
 )
-from services.worker.engine.model.cpu_kernels.rms_norm import norm_scale
-from services.worker.engine.model.cpu_kernels.rotary import turn
+from services.worker.engine.model.cpu_kernels.rms_norm import norm_scale, turn
 from services.worker.engine.model.cpu_kernels.small_product import STEP_ROWS, rows_at_once
 
 _ROWS, _NARROWED, _PANELS = "float32[:, ::1]", "STORED[:, ::1]", "STORED[:, :, :, ::1]"

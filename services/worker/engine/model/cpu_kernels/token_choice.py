@@ -24,7 +24,7 @@ from services.worker.engine.model.cpu_kernels.candidates import (
 )
 from services.worker.engine.model.cpu_kernels.compiler import compiled
 from services.worker.engine.model.cpu_kernels.kernel import Kernel
-from services.worker.engine.model.cpu_kernels.weights import element, mass_of, weight
+from services.worker.engine.model.cpu_kernels.token_scores import element, mass_of, weight
 
 SPAN = 256
 """Weights that are summed in one step when a distribution is inverted."""

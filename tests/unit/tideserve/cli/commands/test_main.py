@@ -48,3 +48,6 @@ def test_an_unknown_option_is_refused() -> None:
     result = CliRunner().invoke(app, ["up", "--memroy", "1GiB"])
     assert result.exit_code == 2
     assert "--memory" in result.output
+    result = CliRunner().invoke(app, ["serve", "--tensor-parallel-size", "2"])
+    assert result.exit_code == 2
+    assert "docs/vllm-flags.md" in result.output

@@ -1,13 +1,12 @@
 """Where compiled kernels are kept, and that no processor runs what another one compiled."""
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from services.worker.engine.model.cpu_kernels.cache import CACHE_VARIABLE, cache_folder
+from services.worker.engine.model.cpu_kernels.compiler import CACHE_VARIABLE, cache_folder
+from tests.support.python import run_python
 
 REPOSITORY = Path(__file__).resolve().parents[5]
 # Compiles kernels, runs one, and tells whether those of a module were in the cache.
@@ -104,14 +103,8 @@ def test_what_cannot_be_copied_is_no_obstacle(tmp_path: Path) -> None:
 
 def runs(cache: Path, **environment: str) -> bool:
     """Run the program with its cache there; whether the kernels came out of it."""
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM],
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY), CACHE_VARIABLE: str(cache)} | environment,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
+    own = {"PYTHONPATH": str(REPOSITORY), CACHE_VARIABLE: str(cache)}
+    done = run_python("-c", PROGRAM, env={**os.environ, **own, **environment})
     assert done.returncode == 0, done.stderr
     return done.stdout.strip() == "True"
 

@@ -1,7 +1,6 @@
 """Compiling kernels where no cache may be written, and which models they fit."""
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,8 @@ from numba.core.codegen import get_host_cpu_features
 
 from services.worker.engine.model import cpu_kernels
 from services.worker.engine.model.cpu_kernels import compiler
-from services.worker.engine.model.cpu_kernels.cache import CACHE_VARIABLE
+from services.worker.engine.model.cpu_kernels.compiler import CACHE_VARIABLE
+from tests.support.python import run_python
 
 
 @pytest.mark.parametrize("step", ["__init__", "load_overload", "save_overload"])
@@ -91,6 +91,11 @@ def test_vectors_are_as_wide_as_the_processor_has_them(features: str, expected: 
     assert compiler.wide_vectors(features) == expected
 
 
+def environment(folder: Path, **variables: str) -> dict[str, str]:
+    own = {"PYTHONPATH": os.pathsep.join(sys.path), CACHE_VARIABLE: str(folder / "kernels")}
+    return {**os.environ, **own, **variables}
+
+
 @pytest.mark.parametrize("missing", ["avx512f", None])
 def test_a_processor_of_which_a_hypervisor_hides_instructions_compiles_all_kernels(
     missing: str | None, tmp_path: Path
@@ -98,20 +103,9 @@ def test_a_processor_of_which_a_hypervisor_hides_instructions_compiles_all_kerne
     """Hidden ones take along what builds on them; None: all are hidden but the oldest."""
     every = get_host_cpu_features()
     features = "" if missing is None else every.replace(f"+{missing}", f"-{missing}")
-    done = subprocess.run(
-        [sys.executable, "-m", cpu_kernels.__name__, "layer_range"],
-        env={
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(sys.path),
-            CACHE_VARIABLE: str(tmp_path / "kernels"),
-            "NUMBA_CPU_FEATURES": features,
-        }
-        | ({"NUMBA_CPU_NAME": "generic"} if missing is None else {}),
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
+    names = {"NUMBA_CPU_NAME": "generic"} if missing is None else {}
+    env = environment(tmp_path, NUMBA_CPU_FEATURES=features, **names)
+    done = run_python("-m", cpu_kernels.__name__, "layer_range", env=env)
     assert done.returncode == 0, done.stderr
 
 
@@ -128,21 +122,13 @@ print(normalize.signatures, len(norm_scale.signatures))
 def test_a_kernel_is_loaded_for_the_dtype_of_the_model_and_with_it_what_it_calls(
     tmp_path: Path,
 ) -> None:
+    # Generic, so that nothing comes from beside the sources.
+    env = environment(tmp_path, NUMBA_CPU_NAME="generic", NUMBA_CPU_FEATURES="")
+
     def found() -> str:
-        return subprocess.run(
-            [sys.executable, "-c", PROGRAM],
-            env={
-                **os.environ,
-                "PYTHONPATH": os.pathsep.join(sys.path),
-                CACHE_VARIABLE: str(tmp_path / "kernels"),
-                "NUMBA_CPU_NAME": "generic",  # so that nothing comes from beside the sources
-                "NUMBA_CPU_FEATURES": "",
-            },
-            capture_output=True,
-            text=True,
-            timeout=240,
-            check=True,
-        ).stdout.strip()
+        done = run_python("-c", PROGRAM, env=env)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.strip()
 
     compiled, loaded = found(), found()
     assert compiled.count("uint16") == 1

@@ -8,7 +8,7 @@ import torch
 from services.core.groups.layer_map import ModelShape
 from services.worker.engine.compute.runner import ModelRunner
 from services.worker.engine.compute.runner_config import RunnerConfig
-from services.worker.engine.model.shape import shape_of
+from services.worker.engine.model.catalog import shape_of
 from services.worker.ipc import EngineReady, encode, from_engine_decoder
 from tests.support.tiny_models import make_tiny_model
 

@@ -1,3 +1,4 @@
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import pytest
@@ -47,6 +48,12 @@ class Pair:
         (other,) = set(NAMES) - {name}
         self.ends[name].open(plan(name, attempt), plan(other, attempt))
 
+    def attempt(self, number: int = 1) -> None:
+        """Both engines' turns in an attempt, w0 last, and what comes of them."""
+        self.open("w1", number)
+        self.open("w0", number)
+        self.deliver()
+
     def deliver(self) -> int:
         """Make or refuse connections, and tell; returns how many activation lanes were refused."""
         refused = 0
@@ -70,32 +77,16 @@ class Pair:
                 lane.close()
 
 
-def bulk_cut() -> Pair:
-    """They were connected, and have lost the bulk lane."""
+@pytest.fixture
+def pair() -> Iterator[Pair]:
     pair = Pair()
-    pair.open("w1", 1)
-    pair.open("w0", 1)
-    pair.deliver()
-    pair.bulk.cut("w1")
-    pair.deliver()
-    return pair
-
-
-def test_an_expected_peer_connects() -> None:
-    pair = Pair()
-    pair.open("w1", 1)
-    pair.open("w0", 1)
-    pair.deliver()
-    assert pair.connected
+    yield pair
     pair.close()
 
 
-def test_an_end_that_gets_no_event_finds_its_connection_lost_when_it_looks() -> None:
+def test_an_end_that_gets_no_event_finds_its_connection_lost_when_it_looks(pair: Pair) -> None:
     """Both ends of a lost lane must give up what they do for each other."""
-    pair = Pair()
-    pair.open("w1", 1)
-    pair.open("w0", 1)
-    pair.deliver()
+    pair.attempt()
     for end in pair.ends.values():
         end.look()
         assert not end.any_lost
@@ -104,12 +95,10 @@ def test_an_end_that_gets_no_event_finds_its_connection_lost_when_it_looks() -> 
     assert not own.any_lost
     own.look()
     assert own.lost([plan("w1", 1)]) == ["w1"]
-    pair.close()
 
 
-def test_a_refused_peer_asks_again_a_while_later() -> None:
+def test_a_refused_peer_asks_again_a_while_later(pair: Pair) -> None:
     """A peer in a long iteration does not know yet which peers to expect; few ask it meanwhile."""
-    pair = Pair()
     refusals = 0
     for _ in range(100):
         pair.open("w0", 1)
@@ -121,12 +110,10 @@ def test_a_refused_peer_asks_again_a_while_later() -> None:
     pair.open("w0", 1)
     pair.deliver()
     assert pair.connected
-    pair.close()
 
 
-def test_the_end_of_an_older_process_does_not_end_the_wait_for_its_successor() -> None:
+def test_the_end_of_an_older_process_does_not_end_the_wait_for_its_successor(pair: Pair) -> None:
     """A dial would replace the one that is under way, and its nonce is spent."""
-    pair = Pair()
     pair.open("w0", 1)
     own = pair.ends["w0"]
     own.note_activations(PeerLost(Identity("w1", "an older one"), "a newer connection replaced it"))
@@ -135,21 +122,19 @@ def test_the_end_of_an_older_process_does_not_end_the_wait_for_its_successor() -
     pair.lanes["w0"][0].connect = lambda peer, *_: dialled.append(peer)  # type: ignore[method-assign]
     pair.open("w0", 1)
     assert dialled == []
-    pair.close()
 
 
-def test_an_attempt_aborted_before_the_peer_came_is_no_obstacle() -> None:
-    pair = Pair()
-    pair.open("w1", 1)
-    pair.open("w1", 2)
-    pair.open("w0", 2)
-    pair.deliver()
+@pytest.mark.parametrize("aborted", [(), (1,)])
+def test_an_attempt_aborted_before_the_peer_came_is_no_obstacle(
+    pair: Pair, aborted: tuple[int, ...]
+) -> None:
+    for attempt in aborted:
+        pair.open("w1", attempt)
+    pair.attempt(2)
     assert pair.connected
-    pair.close()
 
 
-def test_a_dial_of_an_aborted_attempt_is_repeated_with_the_new_nonce() -> None:
-    pair = Pair()
+def test_a_dial_of_an_aborted_attempt_is_repeated_with_the_new_nonce(pair: Pair) -> None:
     pair.open("w0", 1)
     pair.open("w1", 2)
     pair.open("w0", 2)
@@ -158,32 +143,24 @@ def test_a_dial_of_an_aborted_attempt_is_repeated_with_the_new_nonce() -> None:
     pair.open("w0", 2)
     pair.deliver()
     assert pair.connected
-    pair.close()
 
 
 def test_a_peer_that_there_was_no_place_to_expect_is_expected_later(
-    monkeypatch: pytest.MonkeyPatch,
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pair = Pair()
     with monkeypatch.context() as full:
         full.setattr(handshake, "EXPECTED_MAX", 0)
         with pytest.raises(LaneFull, match="0 peers are expected already"):
             pair.open("w1", 1)
-    pair.open("w1", 1)
-    pair.open("w0", 1)
-    pair.deliver()
+    pair.attempt()
     assert pair.connected
-    pair.close()
 
 
 @pytest.mark.parametrize("entered", [False, True])
-def test_a_lost_peer_is_missing_until_the_next_configuration(entered: bool) -> None:
+def test_a_lost_peer_is_missing_until_the_next_configuration(pair: Pair, entered: bool) -> None:
     """A connection that a preparation has made anew brings back no frame that the old one lost."""
-    pair = Pair()
     for attempt in (1, 2):
-        pair.open("w1", attempt)
-        pair.open("w0", attempt)
-        pair.deliver()
+        pair.attempt(attempt)
         if attempt == 1:
             pair.bulk.cut("w1")
             pair.deliver()
@@ -195,33 +172,30 @@ def test_a_lost_peer_is_missing_until_the_next_configuration(entered: bool) -> N
         if entered:
             end.enter([member])
         assert end.lost([member]) == ([] if entered else [other])
-    pair.close()
 
 
 @pytest.mark.parametrize("cut_off", NAMES)
-def test_an_end_that_got_no_event_of_the_loss_connects_again_all_the_same(cut_off: str) -> None:
+def test_an_end_that_got_no_event_of_the_loss_connects_again_all_the_same(
+    pair: Pair, cut_off: str
+) -> None:
     """Else it says that it is ready, and the other one waits for it in vain."""
-    pair = Pair()
-    pair.open("w1", 1)
-    pair.open("w0", 1)
-    pair.deliver()
+    pair.attempt()
     pair.ends[cut_off].end_all(activations=True, bulk=True)
     pair.deliver()
     assert not pair.connected
     for _ in range(2):
-        pair.open("w1", 2)
-        pair.open("w0", 2)
-        pair.deliver()
+        pair.attempt(2)
         pair.now_s += RETRY_S
     assert pair.connected
     for name, end in pair.ends.items():
         (other,) = set(NAMES) - {name}
         assert end.lost([plan(other, 2)]) == [other], "frames of this configuration are missing"
-    pair.close()
 
 
-def test_a_lost_process_stays_lost_while_its_connection_is_gone() -> None:
-    pair = bulk_cut()
+def test_a_lost_process_stays_lost_while_its_connection_is_gone(pair: Pair) -> None:
+    pair.attempt()
+    pair.bulk.cut("w1")
+    pair.deliver()
     w0 = pair.ends["w0"]
     w0.enter([plan("w0", 1), plan("w1", 1)])
     assert w0.lost([plan("w1", 1)]) == ["w1"]
@@ -229,4 +203,3 @@ def test_a_lost_process_stays_lost_while_its_connection_is_gone() -> None:
     assert w0.lost([replace(plan("w1", 1), incarnation="w1-2")]) == []
     w0.enter([plan("w0", 1)])
     assert w0.lost([plan("w1", 1)]) == [], "nothing of a worker that is no member is missed"
-    pair.close()

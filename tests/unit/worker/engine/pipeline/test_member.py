@@ -9,8 +9,8 @@ import pytest
 
 from services.common.event_log import read_config, read_entries
 from services.core.audit.facts import EngineStarted, EngineSwitched, MemoryHeld
-from services.core.changeover.desertion import ALONE_WAIT_S, FAREWELL_WAIT_S
 from services.core.changeover.epoch_fence import Standing
+from services.core.changeover.lost_peers import ALONE_WAIT_S, FAREWELL_WAIT_S
 from services.core.changeover.state import (
     DRAINED_TIMEOUT_S,
     Changeover,
@@ -39,6 +39,7 @@ from tests.support.integer_group import (
     member,
     memory,
     merged,
+    merged_and_started,
     request,
     start,
     started,
@@ -93,8 +94,7 @@ def check_log(path: Path) -> None:
 
 
 def test_a_configuration_that_is_not_newer_changes_nothing(make_group: MakeGroup) -> None:
-    group = merged(make_group())
-    started(group)
+    group = merged_and_started(make_group())
     before = member(group, "w0").configuration
     for plans in (group._plans(MERGED, group.epoch), group._plans(APART, group.epoch - 1)):
         member(group, "w0").apply(ApplyConfiguration(plans))
@@ -132,8 +132,7 @@ def test_the_table_and_the_memory_change_under_the_lock_and_a_stage_runs_without
         ):
             watch(engine_name, name)
     started(group)
-    group.reconfigure(MERGED)
-    group.settle()
+    group.change(MERGED)
     group.reconfigure(APART)
     check_tokens(group)
     assert set(ran) == {"w0", "w1"}
@@ -175,8 +174,7 @@ def test_what_the_planner_is_told_does_not_look_at_the_change(
 def test_kv_that_cannot_be_sent_is_computed_again(
     make_group: MakeGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    group = merged(make_group())
-    started(group)
+    group = merged_and_started(make_group())
     attempt = group.prepare(APART)
     assert group.await_answers(attempt, APART)
     failed: list[object] = []
@@ -196,8 +194,7 @@ def test_kv_that_cannot_be_sent_is_computed_again(
 
 
 def test_kv_on_a_connection_that_ends_is_computed_again(make_group: MakeGroup) -> None:
-    group = merged(make_group())
-    started(group)
+    group = merged_and_started(make_group())
     group.reconfigure(APART)
     for link in (("w0", "w1"), ("w1", "w0")):
         group.network._bulk.hold(*link)  # type: ignore[attr-defined]
@@ -222,15 +219,13 @@ def test_a_piece_of_an_epoch_that_begins_while_it_is_looked_at_is_not_given_up(
 
 def test_a_member_out_of_reach_is_told_and_its_group_is_made_anew(make_group: MakeGroup) -> None:
     """Both live: they connect again, keep the KV, and run what was in flight once more."""
-    group = merged(make_group())
-    started(group)
+    group = merged_and_started(make_group())
     group.settle()
     group.network.cut("w1")
     group.run_until(lambda: member(group, "w0").trouble)
     assert member(group, "w0").trouble == "the connection to w1 is lost"
     preempted = member(group, "w0").state.preemptions_total
-    group.reconfigure(MERGED)
-    group.settle()
+    group.change(MERGED)
     assert not any(one.member.trouble for one in group.engines.values())
     assert member(group, "w0").state.preemptions_total <= preempted + 1
     check_tokens(group)
@@ -254,10 +249,8 @@ def test_a_stage_whose_word_never_comes_is_told(make_group: MakeGroup) -> None:
 def test_a_lost_worker_of_another_group_is_told_once_and_never_ends_this_engine(
     make_group: MakeGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    group = merged(make_group())
-    started(group)
-    group.reconfigure(APART)
-    group.settle()
+    group = merged_and_started(make_group())
+    group.change(APART)
     told: list[object] = []
     changeover = member(group, "w0").changeover
     handle = changeover.handle
@@ -283,8 +276,7 @@ def test_a_leader_that_its_group_has_left_gives_its_requests_up(
     make_group: MakeGroup, cut: bool
 ) -> None:
     """It is cut off from the records, so that only its former member can tell; or from both."""
-    group = merged(make_group())
-    started(group)
+    group = merged_and_started(make_group())
     group.settle()
     if cut:
         group.network.cut("w1")
@@ -303,8 +295,7 @@ def test_a_leader_that_its_group_has_left_gives_its_requests_up(
 def test_a_leader_that_hears_of_its_new_group_in_time_keeps_its_requests(
     make_group: MakeGroup,
 ) -> None:
-    group = merged(make_group())
-    started(group)
+    group = merged_and_started(make_group())
     group.settle()
     deserted(group)
     leader = member(group, "w0")

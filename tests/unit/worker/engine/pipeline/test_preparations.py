@@ -32,6 +32,7 @@ from tests.support.integer_group import (
     member,
     memory,
     merged,
+    merged_and_started,
     refusals,
     request,
     start,
@@ -140,8 +141,7 @@ def test_a_change_ends_the_preparation_of_another_one(make_group: MakeGroup) -> 
 def test_what_the_memory_cannot_do_ends_the_attempt_and_not_the_engine(
     make_group: MakeGroup, monkeypatch: pytest.MonkeyPatch, method: str, error: Exception
 ) -> None:
-    group = merged(make_group())
-    started(group)
+    group = merged_and_started(make_group())
     with monkeypatch.context() as broken:
         for name in group.engines:
             broken.setattr(memory(group, name), method, failing(error))
@@ -215,8 +215,7 @@ def test_parameters_that_their_holder_cannot_give_come_from_the_folder(
 ) -> None:
     """It has others under that name; no place for a transfer; sends what is not whole."""
     caplog.set_level(logging.INFO)
-    group = merged(make_group())
-    started(group)
+    group = merged_and_started(make_group())
     # w0 asks w1 for the slabs of layers 1 and 2 and of the head, w1 asks w0 for the other two.
     slabs = memory(group, "w1").slabs
     names = [name for name, slab in slabs.items() if slab.resident]
@@ -265,8 +264,7 @@ def test_requests_go_on_while_parameters_are_verified(
 ) -> None:
     """A slab from the folder; one that a member sends is checked piece by piece as it comes."""
     monkeypatch.setattr(restoring, "CHECKED_BYTES_PER_TURN", 100)
-    group = merged(make_group())
-    started(group)
+    group = merged_and_started(make_group())
     monkeypatch.setattr(memory(group, "w1"), "pack_slab", failing(InvalidStage("not now")))
     attempt = group.prepare(APART)
     finishing: list[int] = []
@@ -287,8 +285,7 @@ def test_requests_go_on_while_parameters_are_verified(
 def test_an_attempt_that_ends_while_parameters_come_takes_none_of_them(
     make_group: MakeGroup,
 ) -> None:
-    group = merged(make_group())
-    started(group)
+    group = merged_and_started(make_group())
     before = memory(group, "w0").arena.free_chunks
     attempt = group.prepare(APART)
     group.run_until(lambda: member(group, "w0")._restoring._fetching is not None)

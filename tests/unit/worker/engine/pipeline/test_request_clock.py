@@ -2,7 +2,7 @@
 
 import random
 
-from services.worker.engine.pipeline.request_clock import PREEMPTIONS_TOLD, SLACK, RequestClock
+from services.worker.engine.pipeline.serving import PREEMPTIONS_TOLD, SLACK, RequestClock
 
 
 def test_wait_prefill_decode() -> None:

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-import zmq
 
 from services.common import config as config_module
 from services.common.device_profile import load_profile
@@ -16,15 +15,14 @@ from services.core.request import Limits, Request, Sampling
 from services.worker.config import WorkerConfig
 from services.worker.engine.compute.runner import ModelRunner
 from services.worker.engine.compute.runner_config import RunnerConfig
-from services.worker.engine.grammar_check import GrammarCheck
-from services.worker.engine.loop import EngineLoop
 from services.worker.engine.process import idle_profiler
 from services.worker.engine.profile import idle, session
 from services.worker.engine.profile.idle import IdleProfiler
 from services.worker.engine.profile.measurer import Measurer, room_of
 from services.worker.engine.profile.point import Effort
 from services.worker.engine.profile.session import ProfileSession
-from services.worker.ipc import StartRequest, encode
+from services.worker.ipc import StartRequest
+from tests.support.engine_inbox import open_inbox
 from tests.support.lone_member import lone_member
 from tests.support.tiny_models import make_tiny_model
 
@@ -90,8 +88,13 @@ def state(runner: ModelRunner) -> PlannerState:
 
 @pytest.fixture
 def profiler(
-    runner: ModelRunner, state: PlannerState, config: RunnerConfig, tmp_path: Path
+    runner: ModelRunner,
+    state: PlannerState,
+    config: RunnerConfig,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> IdleProfiler:
+    monkeypatch.setattr(idle, "IDLE_BEFORE_S", 0.0)
     own = ProfileSession(TINY, room_of(runner, 64, 16))
     measurer = Measurer(runner, state.pool)
     return IdleProfiler(own, measurer, runner, config, 1, tmp_path / "p" / "mine.yaml")
@@ -100,8 +103,6 @@ def profiler(
 def test_it_waits_for_quiet(
     profiler: IdleProfiler, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    assert not profiler.step(nobody)
-    monkeypatch.setattr(idle, "IDLE_BEFORE_S", 0.0)
     assert profiler.step(nobody)
     monkeypatch.setattr(idle, "IDLE_BEFORE_S", 60.0)
     profiler.note_work()
@@ -110,13 +111,8 @@ def test_it_waits_for_quiet(
 
 
 def test_it_stores_a_profile_and_keeps_no_block(
-    profiler: IdleProfiler,
-    state: PlannerState,
-    runner: ModelRunner,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
+    profiler: IdleProfiler, state: PlannerState, runner: ModelRunner, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(idle, "IDLE_BEFORE_S", 0.0)
     while profiler.step(nobody):
         state.check_invariants()
         assert state.pool.free_count == runner.num_blocks
@@ -128,14 +124,9 @@ def test_it_stores_a_profile_and_keeps_no_block(
 
 
 def test_it_gives_way_within_a_batch(
-    profiler: IdleProfiler,
-    state: PlannerState,
-    runner: ModelRunner,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
+    profiler: IdleProfiler, state: PlannerState, runner: ModelRunner, tmp_path: Path
 ) -> None:
     """What was interrupted is not recorded, and keeps no block."""
-    monkeypatch.setattr(idle, "IDLE_BEFORE_S", 0.0)
     asked: list[int] = []
 
     def at_the_second_layer() -> bool:
@@ -155,7 +146,6 @@ def test_what_a_busy_machine_measures_is_not_stored(
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(idle, "IDLE_BEFORE_S", 0.0)
     monkeypatch.setattr(session, "QUIET_NOISE_MAX", -1.0)
     while profiler.step(nobody):
         pass
@@ -164,13 +154,9 @@ def test_what_a_busy_machine_measures_is_not_stored(
 
 
 def test_a_folder_that_cannot_be_written_is_only_a_warning(
-    profiler: IdleProfiler,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
+    profiler: IdleProfiler, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "p").write_text("a file where the folder should be")
-    monkeypatch.setattr(idle, "IDLE_BEFORE_S", 0.0)
     while profiler.step(nobody):
         pass
     assert "cannot be stored" in caplog.text
@@ -183,28 +169,22 @@ def test_the_loop_profiles_only_without_requests(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A request that arrives between two measured batches runs at the next step."""
-    monkeypatch.setattr(idle, "IDLE_BEFORE_S", 0.0)
-    context = zmq.Context.instance()
-    servicer, engine = context.socket(zmq.PAIR), context.socket(zmq.PAIR)
-    grammars = GrammarCheck(runner.grammars, lambda: 0.0)
-    try:
-        servicer.bind("inproc://idle-profile")
-        engine.connect("inproc://idle-profile")
-        loop = EngineLoop(lone_member(state, runner), engine, grammars, profiler=profiler)
-        steps: list[int] = []
-        real_step = profiler.step
+    steps: list[int] = []
+    real_step = profiler.step
 
-        def counted(interrupted: Callable[[], bool]) -> bool:
-            assert not state.sequences
-            steps.append(1)
-            return real_step(interrupted)
+    def counted(interrupted: Callable[[], bool]) -> bool:
+        assert not state.sequences
+        steps.append(1)
+        return real_step(interrupted)
 
-        monkeypatch.setattr(profiler, "step", counted)
+    monkeypatch.setattr(profiler, "step", counted)
+    with open_inbox(runner.grammars) as inbox:
+        loop = inbox.loop(lone_member(state, runner), profiler=profiler)
         loop.step(0)
         loop.step(0)
         assert len(steps) == 2
         request = Request("a", (5, 6, 7), Sampling(0.0), Limits(max_tokens=3), 0.0)
-        servicer.send(encode(StartRequest(request)))
+        inbox.send(StartRequest(request))
         for _ in range(3):
             loop.step(0)
         assert len(steps) == 2, "three iterations, nothing else"
@@ -212,10 +192,6 @@ def test_the_loop_profiles_only_without_requests(
         loop.step(0)
         assert len(steps) == 3
         state.check_invariants()
-    finally:
-        servicer.close(linger=0)
-        engine.close(linger=0)
-        grammars.close()
 
 
 def worker_config(model_dir: Path, **values: Any) -> WorkerConfig:

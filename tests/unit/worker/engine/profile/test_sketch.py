@@ -6,8 +6,8 @@ import torch
 
 from services.worker.engine.compute.runner import ModelRunner
 from services.worker.engine.compute.runner_config import RunnerConfig
+from services.worker.engine.profile.measurer import sketch, sketch_points
 from services.worker.engine.profile.point import Room
-from services.worker.engine.profile.sketch import sketch, sketch_points
 from tests.support.tiny_models import make_tiny_model
 
 

@@ -1,6 +1,6 @@
 import numpy as np
 
-from services.worker.engine.transfer.frame_memory import LARGE_BYTES, FrameMemory
+from services.worker.engine.transfer.frame import LARGE_BYTES, FrameMemory
 
 
 def test_memory_that_came_back_is_used_again() -> None:

@@ -15,9 +15,8 @@ from services.worker.engine.transfer import lanes as lanes_module
 from services.worker.engine.transfer.errors import PeerUnknown
 from services.worker.engine.transfer.frame import Frame, FrameCodec
 from services.worker.engine.transfer.lane import Identity, Lane, PeerLost
-from services.worker.engine.transfer.lanes import Lanes, LanesConfig, open_lanes
+from services.worker.engine.transfer.lanes import Lanes, LanesConfig, NoLane, open_lanes
 from services.worker.engine.transfer.mover import CHUNK_BYTES_MAX, FAST_LINK_TIMES
-from services.worker.engine.transfer.no_lane import NoLane
 from services.worker.engine.transfer.piece_window import PIECES_MIN
 from services.worker.engine.transfer.ucx_config import UcxConfig, UcxLaneConfig
 

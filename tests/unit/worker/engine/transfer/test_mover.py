@@ -99,6 +99,10 @@ class Pair:
                 return
         raise AssertionError("it never comes to rest")
 
+    def send_slab(self, peer: str, transfer_id: str = "t", epoch: int = 1) -> None:
+        self.a.send_slab(peer, transfer_id, epoch)
+        self.settle()
+
     def later(self, duration_s: float) -> None:
         self.now_s += duration_s
         self.settle()
@@ -112,26 +116,27 @@ def failed(transfer_id: str, peer: str | None, outgoing: bool, events: list[Tran
     return event.reason
 
 
-def test_a_slab_arrives_whole() -> None:
-    pair = Pair()
-    pair.a.send_slab("b")
-    pair.settle()
+@pytest.fixture
+def pair() -> Pair:
+    return Pair()
+
+
+def test_a_slab_arrives_whole(pair: Pair) -> None:
+    pair.send_slab("b")
     assert np.array_equal(pair.b.memory.slab, pair.a.memory.slab)
     assert pair.a.ends == [TransferSent("t", "b", SIZE_BYTES)]
     assert pair.b.ends == [TransferReceived("t", "a", "g", 1, SIZE_BYTES)]
     assert pair.b.memory.writes == 10
 
 
-def test_kv_arrives_whole_in_pieces_of_whole_blocks() -> None:
-    pair = Pair()
+def test_kv_arrives_whole_in_pieces_of_whole_blocks(pair: Pair) -> None:
     pair.a.send_kv("b")
     pair.settle()
     assert np.array_equal(pair.b.memory.kv, pair.a.memory.kv)
     assert pair.b.memory.writes == 3 * 7  # 512 bytes a block, 1000 a chunk
 
 
-def test_both_ways_at_once() -> None:
-    pair = Pair()
+def test_both_ways_at_once(pair: Pair) -> None:
     pair.a.send_slab("b", "there")
     pair.b.send_kv("a", "back")
     pair.b.memory.kv[:] = 7
@@ -140,8 +145,7 @@ def test_both_ways_at_once() -> None:
     assert np.all(pair.a.memory.kv == 7)
 
 
-def test_pieces_become_larger_over_a_fast_link() -> None:
-    pair = Pair()
+def test_pieces_become_larger_over_a_fast_link(pair: Pair) -> None:
     pair.a.memory.slab = bytes_of(200 * CONFIG.chunk_bytes)
     pair.b.memory.slab = np.zeros_like(pair.a.memory.slab)
     pair.a.send_slab("b")
@@ -158,11 +162,9 @@ def test_a_chunk_has_a_sane_size(size_bytes: int) -> None:
         Pair(MoverConfig(chunk_bytes=size_bytes))
 
 
-def test_few_pieces_are_under_way_and_packed_only_then() -> None:
-    pair = Pair()
+def test_few_pieces_are_under_way_and_packed_only_then(pair: Pair) -> None:
     pair.network.hold("a", "b")
-    pair.a.send_slab("b")
-    pair.settle()
+    pair.send_slab("b")
     assert pair.a.memory.reads == PIECES_MIN
     assert pair.a.ends == []
 
@@ -185,8 +187,7 @@ def test_transfers_take_turns() -> None:
     assert order[-1] == "z" and "z" not in order[:40]
 
 
-def test_a_transfer_that_is_given_up_leaves_its_room_to_others() -> None:
-    pair = Pair()
+def test_a_transfer_that_is_given_up_leaves_its_room_to_others(pair: Pair) -> None:
     pair.network.hold("b", "a")
     for name in ("x", "y"):
         pair.a.send_slab("b", name)
@@ -231,12 +232,10 @@ def test_more_pieces_of_a_future_epoch_than_memory_are_refused(
     assert pair.b.memory.writes == 2
 
 
-def test_bulk_stands_aside_for_activations_but_not_for_ever() -> None:
-    pair = Pair()
+def test_bulk_stands_aside_for_activations_but_not_for_ever(pair: Pair) -> None:
     pair.settle()
     pair.a.gate.enter()
-    pair.a.send_slab("b")
-    pair.settle()
+    pair.send_slab("b")
     assert pair.a.memory.reads == 0
     pair.later(CONFIG.yield_s)
     assert pair.a.memory.reads == 1
@@ -245,8 +244,7 @@ def test_bulk_stands_aside_for_activations_but_not_for_ever() -> None:
     assert pair.b.ends == [TransferReceived("t", "a", "g", 1, SIZE_BYTES)]
 
 
-def test_activations_wake_a_mover_only_if_it_stands_aside_for_them() -> None:
-    pair = Pair()
+def test_activations_wake_a_mover_only_if_it_stands_aside_for_them(pair: Pair) -> None:
     pair.settle()
     bell = pair.a.mover._in_bell
     bell.clear()
@@ -254,18 +252,15 @@ def test_activations_wake_a_mover_only_if_it_stands_aside_for_them() -> None:
     pair.a.gate.leave()
     assert select.select([bell], [], [], 0) == ([], [], [])
     pair.a.gate.enter()
-    pair.a.send_slab("b")
-    pair.settle()
+    pair.send_slab("b")
     bell.clear()
     pair.a.gate.leave()
     assert select.select([bell], [], [], 0)[0] == [bell]
 
 
-def test_the_receiver_stands_aside_too() -> None:
-    pair = Pair()
+def test_the_receiver_stands_aside_too(pair: Pair) -> None:
     pair.b.gate.enter()
-    pair.a.send_slab("b")
-    pair.settle()
+    pair.send_slab("b")
     assert pair.b.memory.writes == 0
     pair.b.gate.leave()
     pair.settle()
@@ -276,16 +271,13 @@ def test_without_coordination_nothing_waits() -> None:
     pair = Pair(replace(CONFIG, coordinated=False))
     pair.a.gate.enter()
     pair.b.gate.enter()
-    pair.a.send_slab("b")
-    pair.settle()
+    pair.send_slab("b")
     assert pair.a.ends == [TransferSent("t", "b", SIZE_BYTES)]
 
 
-def test_a_cancelled_transfer_ends_when_no_send_reads_its_memory() -> None:
-    pair = Pair()
+def test_a_cancelled_transfer_ends_when_no_send_reads_its_memory(pair: Pair) -> None:
     pair.network.hold("a", "b")
-    pair.a.send_slab("b")
-    pair.settle()
+    pair.send_slab("b")
     pair.a.mover.cancel("t")
     pair.settle()
     assert pair.a.ends == []
@@ -298,8 +290,7 @@ def test_a_cancelled_transfer_ends_when_no_send_reads_its_memory() -> None:
     assert len(pair.a.ends) == 1
 
 
-def test_the_receiver_may_cancel() -> None:
-    pair = Pair()
+def test_the_receiver_may_cancel(pair: Pair) -> None:
     pair.a.send_slab("b")
     for _ in range(3):
         pair.round()
@@ -311,39 +302,32 @@ def test_the_receiver_may_cancel() -> None:
     assert 0 < writes < 10
 
 
-def test_a_transfer_can_be_cancelled_before_it_begins() -> None:
-    pair = Pair()
+def test_a_transfer_can_be_cancelled_before_it_begins(pair: Pair) -> None:
     pair.b.mover.cancel("t")
     pair.settle()
     assert failed("t", None, False, pair.b.ends) == "cancelled"
-    pair.a.send_slab("b")
-    pair.settle()
+    pair.send_slab("b")
     assert "refused" in failed("t", "b", True, pair.a.ends)
     assert pair.b.memory.writes == 0 and len(pair.b.ends) == 1
 
 
-def test_a_finished_transfer_is_not_cancelled() -> None:
-    pair = Pair()
-    pair.a.send_slab("b")
-    pair.settle()
+def test_a_finished_transfer_is_not_cancelled(pair: Pair) -> None:
+    pair.send_slab("b")
     pair.a.mover.cancel("t")
     pair.b.mover.cancel("t")
     pair.settle()
     assert len(pair.a.ends) == len(pair.b.ends) == 1
 
 
-def test_pieces_of_a_stale_epoch_are_refused() -> None:
-    pair = Pair()
+def test_pieces_of_a_stale_epoch_are_refused(pair: Pair) -> None:
     pair.b.memory.epochs["g"] = 2
-    pair.a.send_slab("b")
-    pair.settle()
+    pair.send_slab("b")
     assert "not current" in failed("t", "b", True, pair.a.ends)
     assert "not current" in failed("t", "a", False, pair.b.ends)
     assert pair.b.memory.writes == 0
 
 
-def test_an_epoch_that_passes_ends_the_transfer() -> None:
-    pair = Pair()
+def test_an_epoch_that_passes_ends_the_transfer(pair: Pair) -> None:
     pair.a.send_slab("b")
     for _ in range(3):
         pair.round()
@@ -353,27 +337,22 @@ def test_an_epoch_that_passes_ends_the_transfer() -> None:
     assert "not current" in failed("t", "a", False, pair.b.ends)
 
 
-def test_pieces_of_a_future_epoch_wait_for_it() -> None:
-    pair = Pair()
-    pair.a.send_slab("b", epoch=2)
-    pair.settle()
+def test_pieces_of_a_future_epoch_wait_for_it(pair: Pair) -> None:
+    pair.send_slab("b", epoch=2)
     assert pair.b.memory.writes == 0 and pair.b.ends == []
     pair.b.memory.epochs["g"] = 2
     pair.later(0.1)
     assert pair.b.ends == [TransferReceived("t", "a", "g", 2, SIZE_BYTES)]
 
 
-def test_a_future_epoch_that_never_comes_is_not_waited_for() -> None:
-    pair = Pair()
-    pair.a.send_slab("b", epoch=2)
-    pair.settle()
+def test_a_future_epoch_that_never_comes_is_not_waited_for(pair: Pair) -> None:
+    pair.send_slab("b", epoch=2)
     pair.later(CONFIG.future_wait_s)
     assert "did not begin" in failed("t", "a", False, pair.b.ends)
     assert "did not begin" in failed("t", "b", True, pair.a.ends)
 
 
-def test_a_damaged_piece_ends_the_transfer() -> None:
-    pair = Pair()
+def test_a_damaged_piece_ends_the_transfer(pair: Pair) -> None:
     pair.a.send_slab("b")
     pair.a.step(0.0)
     pair.network.damage("a", "b")
@@ -383,8 +362,7 @@ def test_a_damaged_piece_ends_the_transfer() -> None:
     assert pair.b.memory.writes == 0
 
 
-def test_repeated_pieces_are_answered_and_ignored() -> None:
-    pair = Pair()
+def test_repeated_pieces_are_answered_and_ignored(pair: Pair) -> None:
     pair.settle()
     header = ParameterPiece("t", 0, True, "layer 0", 0, 10)
     for _ in range(3):
@@ -409,8 +387,9 @@ def test_repeated_pieces_are_answered_and_ignored() -> None:
         [(2, False), (1, True)],
     ],
 )
-def test_pieces_that_make_no_transfer_are_refused(pieces: list[tuple[int, bool]]) -> None:
-    pair = Pair()
+def test_pieces_that_make_no_transfer_are_refused(
+    pair: Pair, pieces: list[tuple[int, bool]]
+) -> None:
     pair.settle()
     for number, last in pieces:
         header = ParameterPiece("t", number, last, "layer 0", 0, 10)
@@ -421,8 +400,7 @@ def test_pieces_that_make_no_transfer_are_refused(pieces: list[tuple[int, bool]]
     assert "it has" in failed("t", "a", False, pair.b.ends)
 
 
-def test_pieces_of_one_transfer_are_of_one_epoch() -> None:
-    pair = Pair()
+def test_pieces_of_one_transfer_are_of_one_epoch(pair: Pair) -> None:
     pair.settle()
     for group in "gh":
         pair.b.memory.epochs[group] = 1
@@ -432,21 +410,18 @@ def test_pieces_of_one_transfer_are_of_one_epoch() -> None:
     assert "different epochs" in failed("t", "a", False, pair.b.ends)
 
 
-def test_a_receiver_without_a_place_refuses() -> None:
-    pair = Pair()
+def test_a_receiver_without_a_place_refuses(pair: Pair) -> None:
     pair.b.memory.refuses = True
-    pair.a.send_slab("b")
-    pair.settle()
+    pair.send_slab("b")
     assert "no place" in failed("t", "b", True, pair.a.ends)
 
 
-def test_memory_that_cannot_be_read_ends_the_transfer() -> None:
+def test_memory_that_cannot_be_read_ends_the_transfer(pair: Pair) -> None:
     def pack(offset_bytes: int, target: Bytes) -> None:
         if offset_bytes:
             raise LayerNotResident("layer 0")
         target[:] = 0
 
-    pair = Pair()
     pieces = parameter_pieces(pair.a.memory.slab_cut(), pair.a.piece_bytes("b"), pack)
     pair.a.mover.send("t", "b", "g", 1, pieces)
     pair.settle()
@@ -454,8 +429,7 @@ def test_memory_that_cannot_be_read_ends_the_transfer() -> None:
     assert "given up by its sender" in failed("t", "a", False, pair.b.ends)
 
 
-def test_a_series_without_a_last_piece_fails() -> None:
-    pair = Pair()
+def test_a_series_without_a_last_piece_fails(pair: Pair) -> None:
     header = KvPiece("t", 0, False, "request", 0, 0, 1)
     piece = OutgoingPiece(header, 512, partial(pair.a.memory.pack_kv, 0, 0, 1))
     pair.a.mover.send("t", "b", "g", 1, [piece])
@@ -463,20 +437,17 @@ def test_a_series_without_a_last_piece_fails() -> None:
     assert "no last piece" in failed("t", "b", True, pair.a.ends)
 
 
-def test_a_peer_that_never_answers_is_not_waited_for() -> None:
-    pair = Pair()
+def test_a_peer_that_never_answers_is_not_waited_for(pair: Pair) -> None:
     pair.settle()
     pair.network.hold("b", "a")
-    pair.a.send_slab("b")
-    pair.settle()
+    pair.send_slab("b")
     assert pair.a.ends == []
     pair.later(CONFIG.answer_timeout_s)
     assert "did not answer" in failed("t", "b", True, pair.a.ends)
     assert "given up by its sender" in failed("t", "a", False, pair.b.ends)
 
 
-def test_a_sender_that_stops_is_not_waited_for() -> None:
-    pair = Pair()
+def test_a_sender_that_stops_is_not_waited_for(pair: Pair) -> None:
     pair.settle()
     pair.a.send_slab("b")
     for _ in range(3):
@@ -487,8 +458,7 @@ def test_a_sender_that_stops_is_not_waited_for() -> None:
     assert "nothing more" in failed("t", "a", False, pair.b.ends)
 
 
-def test_a_lost_peer_ends_its_transfers() -> None:
-    pair = Pair()
+def test_a_lost_peer_ends_its_transfers(pair: Pair) -> None:
     pair.a.send_slab("b", "there")
     pair.b.send_kv("a", "back")
     for _ in range(3):
@@ -500,10 +470,8 @@ def test_a_lost_peer_ends_its_transfers() -> None:
         assert sorted(event.transfer_id for event in engine.ends) == ["back", "there"]
 
 
-def test_an_unknown_peer_fails_the_transfer() -> None:
-    pair = Pair()
-    pair.a.send_slab("c")
-    pair.settle()
+def test_an_unknown_peer_fails_the_transfer(pair: Pair) -> None:
+    pair.send_slab("c")
     assert "no connection" in failed("t", "c", True, pair.a.ends)
 
 
@@ -516,8 +484,7 @@ def test_transfers_are_bounded_and_ids_are_their_own() -> None:
     with pytest.raises(MoverFull):
         pair.a.send_slab("b", "z")
     pair.settle()
-    pair.a.send_slab("b", "z")
-    pair.settle()
+    pair.send_slab("b", "z")
     assert len(pair.a.ends) == 3
 
 

@@ -68,10 +68,14 @@ def note(text: str, size_bytes: int = 0) -> Frame:
     return Frame("g", 1, Note(text), bytes_of(size_bytes))
 
 
-def queue(end: LaneEnd, frame: Frame, to: str = "theirs") -> Any:
+def connection_of(end: LaneEnd, to: str = "theirs") -> Any:
     connection = end.connections.find(to)
     assert connection is not None
-    return connection.queue(frame)
+    return connection
+
+
+def queue(end: LaneEnd, frame: Frame, to: str = "theirs") -> Any:
+    return connection_of(end, to).queue(frame)
 
 
 def texts(frames: list[Frame]) -> list[str]:
@@ -151,8 +155,7 @@ def test_the_log_names_the_lane_and_the_peer(
     """A worker has two lanes to each peer, which are lost one by one."""
     caplog.set_level("INFO", logger=connection_table.__name__)
     ours, _ = pair(opened, name="bulk lane")
-    connection = ours.connections.find("theirs")
-    assert connection is not None
+    connection = connection_of(ours)
     ours.connections.lose(connection, "the network is gone")
     said = [record.getMessage() for record in caplog.records]
     assert "the bulk lane to worker theirs goes over test/memory" in said
@@ -187,8 +190,7 @@ def test_a_peer_of_another_version_is_told_so(
 
 def test_a_newer_connection_replaces_the_older(opened: Open) -> None:
     ours, theirs = pair(opened)
-    older = ours.connections.find("theirs")
-    assert older is not None
+    older = connection_of(ours)
     theirs.connections.expect(ours.identity, NONCE)
     ours.connect(theirs, NONCE)
     step_until(lambda: PeerConnected(theirs.identity) in ours.news, ours, theirs)
@@ -201,8 +203,7 @@ def test_a_newer_connection_replaces_the_older(opened: Open) -> None:
 
 def test_a_peer_may_come_back_before_its_old_connection_is_missed(opened: Open) -> None:
     ours, theirs = pair(opened)
-    connection = ours.connections.find("theirs")
-    assert connection is not None
+    connection = connection_of(ours)
     theirs.connections.expect(ours.identity, NONCE)
     # The listening end hears of the new connection first.
     ours.connections.forget("theirs")
@@ -231,8 +232,7 @@ def test_a_lost_connection_lingers_while_its_memory_is_in_use(opened: Open) -> N
     ours.transport.hold = True
     sent = queue(ours, note("x"))
     ours.step()
-    connection = ours.connections.find("theirs")
-    assert connection is not None
+    connection = connection_of(ours)
     ours.connections.lose(connection, "the test says so")
     ours.step()
     assert ours.connections.lingering == [connection] and not sent.done
@@ -244,8 +244,7 @@ def test_a_lost_connection_lingers_while_its_memory_is_in_use(opened: Open) -> N
 
 def test_what_is_out_of_turn_ends_the_connection(opened: Open) -> None:
     ours, theirs = pair(opened)
-    connection = ours.connections.find("theirs")
-    assert connection is not None
+    connection = connection_of(ours)
     connection.link.send(connection_table.Hello(connection.facts, b""))
     step_until(lambda: theirs.news, ours, theirs)
     assert theirs.news == [PeerLost(ours.identity, "the peer sent a control message out of turn")]
@@ -288,8 +287,7 @@ def test_a_failed_send_loses_the_peer(opened: Open) -> None:
 
 def test_a_thread_that_sends_drives_its_own_connection(opened: Open) -> None:
     ours, theirs = pair(opened)
-    connection = ours.connections.find("theirs")
-    assert connection is not None
+    connection = connection_of(ours)
     sent = queue(ours, note("x"))
     ours.traffic.send_now(connection, monotonic_s() + 60)
     assert sent.done
@@ -519,8 +517,7 @@ def test_a_process_that_stood_still_does_not_blame_its_peers(opened: Open) -> No
 
 def test_beats_go_out_at_their_interval(opened: Open) -> None:
     ours, theirs = pair(opened, heartbeat_s=1.0)
-    connection = theirs.connections.find("ours")
-    assert connection is not None
+    connection = connection_of(theirs, "ours")
     connection.heard_s = 0.0
     ours.heartbeats.tick(ours.heartbeats.ticked_s + 0.5)
     theirs.step()
@@ -531,8 +528,7 @@ def test_beats_go_out_at_their_interval(opened: Open) -> None:
 
 def test_a_sender_hears_that_its_frames_were_taken(opened: Open) -> None:
     ours, theirs = pair(opened, frames_in_flight_max=8)
-    connection = theirs.connections.find("ours")
-    assert connection is not None
+    connection = connection_of(theirs, "ours")
     queue(ours, note("x"))
     step_until(lambda: len(theirs.frames) == 1, ours, theirs)
     assert not connection.owes_acknowledgement

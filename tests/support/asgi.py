@@ -1,0 +1,8 @@
+"""An application of one answer."""
+
+from typing import Any
+
+
+async def answer_ok(scope: Any, receive: Any, send: Any) -> None:
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    await send({"type": "http.response.body", "body": b"ok"})
