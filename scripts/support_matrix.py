@@ -42,8 +42,8 @@ MERGES = (
 INTRODUCTION = (
     "Not supported: tensor parallelism, quantized weights, adapters (LoRA), draft models, mixtures"
     " of experts, images and other media, embeddings, weights in other files than safetensors.\n\n"
-    "Written by hand: the line above, models and states of engines, and the table of groups that merge;"
-    " all other cells come from the code."
+    "Written by hand: the line above, models and states of engines, and the table of groups"
+    " that merge; all other cells come from the code."
 )
 
 
