@@ -10,7 +10,6 @@ from urllib.parse import urlsplit
 import pytest
 from starlette.types import Scope
 
-from services.common.etcd import Store
 from services.gateway.config import GatewayConfig
 from services.gateway.http import front_door, protocol
 from services.gateway.http.front_door import HEADER_BYTES_MAX, HEADERS_MAX
@@ -20,7 +19,7 @@ from services.gateway.http.protocol import (
     PIPELINED_MAX,
     BoundedProtocol,
 )
-from tests.support.gateway import TIMEOUT_S, Case, gateway_case
+from tests.support.gateway import TIMEOUT_S, Case
 from tests.support.waiting import eventually
 
 HEADER_TIMEOUT_S = 0.5
@@ -34,13 +33,10 @@ CHUNKED = (
 
 
 @pytest.fixture
-async def case(
-    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> AsyncIterator[Case]:
+def case(case: Case, monkeypatch: pytest.MonkeyPatch) -> Case:
     monkeypatch.setattr(protocol, "HEADER_TIMEOUT_S", HEADER_TIMEOUT_S)
     monkeypatch.setattr(protocol, "LINGER_S", 0.1)
-    async with gateway_case(store, tmp_path / "model") as case:
-        yield case
+    return case
 
 
 @asynccontextmanager

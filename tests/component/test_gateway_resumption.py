@@ -19,7 +19,7 @@ pytestmark = pytest.mark.gateway(workers=2)
 
 async def chunks_of(case: Case, **fields: Any) -> list[dict[str, Any]]:
     """The chunks of a completion's stream, which ends as it should."""
-    async with case.stream(max_tokens=TOKENS, **fields) as answer:
+    async with case.stream(**{"max_tokens": TOKENS} | fields) as answer:
         lines = [line.removeprefix("data: ") async for line in answer.aiter_lines() if line]
     assert lines.pop() == "[DONE]"
     return [json.loads(line) for line in lines]

@@ -65,6 +65,7 @@ def started(state: PlannerState, *names: str, prompt: int = 3, output: int = 50)
             finish(state, flying.popleft())
     while flying:
         finish(state, flying.popleft())
+    return state
 
 
 def names_of(microbatch: Microbatch) -> list[str]:
