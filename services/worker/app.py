@@ -23,6 +23,8 @@ from services.worker.ipc import EngineReady
 from services.worker.metrics import WorkerCollector
 from services.worker.serving import EngineServing
 
+log = logging.getLogger(__name__)
+
 SERVICES = Path(__file__).resolve().parent.parent
 PARTS = ("common", "core", "worker")
 # Libraries that compute: another version may round differently.
@@ -46,9 +48,6 @@ def _version(name: str) -> str:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
         return ""
-
-
-log = logging.getLogger(__name__)
 
 
 class ServicerProcess:

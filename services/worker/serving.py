@@ -25,6 +25,8 @@ from services.worker.servicer import WorkerServicer
 from tideserve.common.v1 import record_pb2
 from tideserve.worker.v1 import worker_pb2_grpc
 
+log = logging.getLogger(__name__)
+
 SILENCE_MAX_S = 3.0
 """So long the records may be silent while the group is in trouble; a call to etcd takes as long."""
 
@@ -75,9 +77,6 @@ class Stranding:
         except StoreError:
             return False
         return True
-
-
-log = logging.getLogger(__name__)
 
 
 class EngineServing:

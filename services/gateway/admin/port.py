@@ -28,6 +28,8 @@ from services.gateway.records.metrics import Metrics
 from services.gateway.vocabulary.errors import GatewayError
 from services.gateway.vocabulary.message import GroupStep
 
+log = logging.getLogger(__name__)
+
 PAGE = {
     "/": ("index.html", "text/html; charset=utf-8"),
     "/page.css": ("page.css", "text/css; charset=utf-8"),
@@ -179,9 +181,6 @@ async def kept_apart(work: Awaitable[None], name: str) -> None:
         log.exception(
             "%s has failed; clients are served on; restart this gateway to have it back", name
         )
-
-
-log = logging.getLogger(__name__)
 
 
 class AdminPort:

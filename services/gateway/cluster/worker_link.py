@@ -20,6 +20,8 @@ from services.gateway.vocabulary.message import Moved, TokenEvent
 from tideserve.common.v1 import load_pb2
 from tideserve.worker.v1 import worker_pb2, worker_pb2_grpc
 
+log = logging.getLogger(__name__)
+
 FIRST_S = 1.0
 LONGEST_S = 30.0
 
@@ -65,7 +67,6 @@ class Reach:
         return tuple(until_s), min(until_s.values(), default=now_s) - now_s
 
 
-log = logging.getLogger(__name__)
 GenerateCall = grpc.aio.StreamStreamCall[worker_pb2.GenerateRequest, worker_pb2.GenerateResponse]
 
 

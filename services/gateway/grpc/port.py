@@ -27,6 +27,8 @@ from services.gateway.records.reception import Reception
 from services.gateway.serving.serving import RequestServing
 from services.gateway.vocabulary.errors import BodyTimeout
 
+log = logging.getLogger(__name__)
+
 METADATA_BYTES_MAX = 16 * 2**10
 CONNECTION_AGE_S = 600
 STREAMS_MAX = 1024
@@ -120,8 +122,6 @@ def reflection_methods(services: Iterable[str]) -> dict[str, Method]:
 
 # Calls that end with the gateway's drain have that long to tell their clients.
 GRACE_S = 2.0
-
-log = logging.getLogger(__name__)
 
 
 class Offer(Protocol):

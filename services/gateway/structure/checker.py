@@ -21,6 +21,8 @@ from services.gateway.structure.check_client import CheckClient
 from services.gateway.structure.check_process import framed
 from services.gateway.vocabulary.errors import BadRequest, QueueFull, ServiceUnavailable
 
+log = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Waiter:
@@ -110,7 +112,6 @@ START_DELAY_S = 1.0
 STARTS_MAX = 3
 REASON_CHARS_MAX = 200
 
-log = logging.getLogger(__name__)
 _ANY, _NOBODY = Grammar(GrammarKind.REGEX, "a"), ""
 
 

@@ -33,6 +33,8 @@ from services.worker.member.participant import (
 from tideserve.worker.v1 import worker_pb2 as pb
 from tideserve.worker.v1 import worker_pb2_grpc
 
+log = logging.getLogger(__name__)
+
 
 class InvalidPrepare(ValueError):
     """A malformed request to prepare; the message is one sentence."""
@@ -97,7 +99,6 @@ FUTURE_WAIT_S = 3.0
 # The deadline of a preparation whose caller set none.
 PREPARE_TIMEOUT_S = 600.0
 
-log = logging.getLogger(__name__)
 PrepareContext = grpc.aio.ServicerContext[pb.PrepareRequest, pb.PrepareResponse]
 AbortContext = grpc.aio.ServicerContext[pb.AbortRequest, pb.AbortResponse]
 

@@ -35,6 +35,8 @@ from services.worker.vllm_engine.arguments import priority_of
 from services.worker.vllm_engine.outputs import OutputReader, RequestFailed, VllmOutput, times_of
 from services.worker.vllm_engine.running import StepStats, VllmRequest, VllmRequests
 
+log = logging.getLogger(__name__)
+
 SEED_BITS = 63
 """vLLM takes signed seeds."""
 _GRAMMAR_KEYS = {
@@ -119,8 +121,6 @@ ASK_S = 0.5
 SILENT_AFTER_S = 3.0
 """Once vLLM has not answered for so long, the servicer is told nothing, so that it notices."""
 CANNOT_MERGE = "vLLM runs the model here, and cannot run a part of its layers; leave it out"
-
-log = logging.getLogger(__name__)
 
 
 class AsyncEngine(Protocol):

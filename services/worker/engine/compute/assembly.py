@@ -41,6 +41,8 @@ from services.worker.engine.model.modules import Skeleton
 from services.worker.engine.sampling.device_draw import draw_bytes
 from services.worker.errors import DeviceError
 
+log = logging.getLogger(__name__)
+
 SCRATCH_BYTES = 8 << 20
 """The buffer for upcast weights. Measured: a smaller one costs calls, a larger one cache misses."""
 SAMPLER_ROWS = 5
@@ -139,9 +141,6 @@ def check_gpu_needs(device: torch.device) -> None:
             f"there is no GPU {index}, since this machine shows {count}, the first of which is 0;"
             " start fewer workers, or let them share one with --device cuda:0"
         )
-
-
-log = logging.getLogger(__name__)
 
 
 class LoadedModel(NamedTuple):

@@ -15,6 +15,8 @@ from services.worker.engine.transfer.pieces import BULK_KINDS
 from services.worker.engine.transfer.ucx_config import UcxConfig, UcxLaneConfig
 from services.worker.engine.transfer.ucx_lane import UcxLane
 
+log = logging.getLogger(__name__)
+
 
 class NoLane(Lane):
     """The lane of a worker that cannot load UCX: every peer that is dialled is lost at once."""
@@ -58,9 +60,6 @@ class NoLane(Lane):
 
     def close(self) -> None:
         self._bell.close()
-
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,6 +34,8 @@ from services.worker.engine.transfer.traffic import Traffic
 from services.worker.engine.transfer.ucx_config import UcxLaneConfig
 from services.worker.engine.transfer.ucx_transport import UcxTransport
 
+log = logging.getLogger(__name__)
+
 
 class Heartbeats:
     """Tell a peer that this process lives, and find dead peers; for the thread of the lane."""
@@ -81,8 +83,6 @@ class Heartbeats:
 
 CLOSE_TIMEOUT_S = 10.0
 CLOSE_TURNS = 100  # calls of `progress` in which UCX completes what it was told to abort
-
-log = logging.getLogger(__name__)
 
 
 class UcxLane(Lane):

@@ -17,6 +17,8 @@ from services.worker.engine.transfer.errors import UcxUnavailable
 from services.worker.engine.transfer.frame import Bytes
 from services.worker.engine.transfer.ucx_config import UcxConfig
 
+log = logging.getLogger(__name__)
+
 _TRANSPORTS = 1 << 3  # UCP_EP_ATTR_FIELD_TRANSPORTS
 _NAME_BYTES = 32  # UCP_ENTITY_NAME_MAX
 _ADDRESS_BYTES = 128  # sizeof(struct sockaddr_storage)
@@ -76,8 +78,6 @@ _ENVIRONMENT = {
     "UCX_LOG_FILE": "stderr",
     "UCXX_LOG_LEVEL": "fatal",  # ucxx logs lost peers as errors; the lane reports them already
 }
-
-log = logging.getLogger(__name__)
 
 
 def load_ucxx() -> Any:
