@@ -1,6 +1,6 @@
-"""The cache folder: files that tideserve can make again, such as converted models.
+"""The cache folder: files that tideserve can recreate, such as converted models.
 
-Standard library only: the set-up imports this before anything is installed.
+Uses the standard library only, because set-up imports this module before it installs packages.
 """
 
 import os
@@ -14,12 +14,12 @@ PROFILES = "profiles"  # folder of measured device profiles below the root
 TAG_NAME = "CACHEDIR.TAG"
 TAG_TEXT = (
     "Signature: 8a477f597d28d172789f06886806bc55\n"
-    "# Made by tideserve; everything here can be deleted and is made again.\n"
+    "# Created by tideserve, which recreates everything here if it is deleted.\n"
 )
 
 
 def cache_root(environ: Mapping[str, str] = os.environ) -> Path:
-    """`TIDESERVE_CACHE`, else `tideserve` below the user's cache folder; not created here."""
+    """`TIDESERVE_CACHE`, else `tideserve` in the user's cache folder; does not create it."""
     if chosen := environ.get("TIDESERVE_CACHE"):
         return Path(chosen).expanduser().absolute()
     if shared := environ.get("XDG_CACHE_HOME"):
@@ -29,9 +29,9 @@ def cache_root(environ: Mapping[str, str] = os.environ) -> Path:
 
 
 def create_cache(root: Path) -> None:
-    """Create `root` with the tag that tells backup tools, and `make clean`, what it is.
+    """Create `root` with the tag that marks a cache for backup tools and `make clean`.
 
-    A folder that already held something is left untagged: deleting it is not ours to offer.
+    A folder that has other files is not tagged, so that `make clean` never deletes them.
     """
     root.mkdir(parents=True, exist_ok=True)
     if not any(root.iterdir()):
@@ -45,12 +45,12 @@ PREFIX = "PYTHONPYCACHEPREFIX"
 
 
 def keep_bytecode(package: str = LARGEST) -> None:
-    """From here on this process, and those that it starts, keep bytecode in the cache folder.
+    """Have this process and its children store bytecode in the cache folder.
 
-    No effect if the bytecode of `package` is there already, or Python writes it beside the sources,
-    or nothing can be kept in the cache folder.
+    No effect if the bytecode of `package` exists, Python can write it beside the sources, or the
+    cache folder is not writable.
     """
-    if _is_kept(package):
+    if _has_bytecode(package):
         return
     folder = os.environ.get(PREFIX) or _own_folder()
     if folder is None:
@@ -60,8 +60,8 @@ def keep_bytecode(package: str = LARGEST) -> None:
     sys.pycache_prefix = os.environ[PREFIX] = folder
 
 
-def _is_kept(package: str) -> bool:
-    """Whether its bytecode is where Python looks for it, or will be there once it is imported."""
+def _has_bytecode(package: str) -> bool:
+    """Whether the bytecode of `package` exists or will be written beside the sources."""
     spec = find_spec(package)
     if spec is None or spec.origin is None or spec.cached is None or os.path.exists(spec.cached):
         return True
@@ -70,18 +70,18 @@ def _is_kept(package: str) -> bool:
 
 
 def _own_folder() -> str | None:
-    """The folder in the cache, which nobody else can write: what is in it is executed."""
+    """The bytecode folder, if only this user can write it, because bytecode is executed."""
     try:
         root = cache_root()
         create_cache(root)
         folder = root / FOLDER
         folder.mkdir(mode=0o700, exist_ok=True)
         return str(folder) if _is_ours(folder) else None
-    except (OSError, RuntimeError):  # no home folder, or one that may not be written
+    except (OSError, RuntimeError):  # no home folder, or not writable
         return None
 
 
 def _is_ours(folder: Path) -> bool:
-    seen = folder.stat()
-    others = seen.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-    return seen.st_uid == os.geteuid() and not others and os.access(folder, os.W_OK)
+    info = folder.stat()
+    others = info.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    return info.st_uid == os.geteuid() and not others and os.access(folder, os.W_OK)

@@ -1,7 +1,7 @@
-"""A development CA and certificates of it, with keys on the curve P-256.
+"""A development CA that issues certificates with P-256 keys.
 
-It is meant for a laptop, for tests and for a first cluster. Do not use it in production: the CA's
-key lies beside the certificates.
+For laptops, tests and first clusters. Not for production: the CA's key is stored beside the
+certificates.
 """
 
 import datetime
@@ -20,7 +20,7 @@ from services.common.role import ROLES, name_of
 from tideserve.cli.errors import EXIT_UNUSABLE, CommandError
 
 CA_DAYS = 3650
-# Clocks of hosts differ.
+# Certificates are valid from a while ago, because clocks of hosts differ.
 EARLIER = datetime.timedelta(minutes=10)
 
 
@@ -41,7 +41,7 @@ class Authority:
 
     @classmethod
     def create(cls, name: str, days: int = CA_DAYS) -> "Authority":
-        """A new CA that signs itself."""
+        """Create a self-signed CA."""
         key = ec.generate_private_key(ec.SECP256R1())
         subject = _name(name)
         start = _now() - EARLIER
@@ -56,36 +56,37 @@ class Authority:
 
     @classmethod
     def read(cls, cert: Path, key: Path) -> "Authority":
-        """The CA in two files.
+        """Read the CA from two PEM files.
 
         Raises:
-            ValueError: if they hold something else.
-            OSError: if one cannot be read.
+            ValueError: if the files do not hold a matching pair.
+            OSError: if a file cannot be read.
         """
         private = serialization.load_pem_private_key(key.read_bytes(), password=None)
         if not isinstance(private, ec.EllipticCurvePrivateKey):
-            raise ValueError("the key is not one of an elliptic curve")
+            raise ValueError("the key is not an elliptic-curve key")
         certificate = x509.load_pem_x509_certificate(cert.read_bytes())
         if certificate.public_key() != private.public_key():
-            raise ValueError("the key is not the certificate's")
+            raise ValueError("the key does not match the certificate")
         return cls(certificate, private)
 
     @property
     def files(self) -> Issued:
-        """Its own certificate and key."""
+        """The certificate and key of the CA itself."""
         return _pem(self._cert, self._key)
 
     def issue(
         self, name: str, hosts: Iterable[str], lifetime: datetime.timedelta, age_s: float = 0.0
     ) -> Issued:
-        """A certificate with common name `name` for DNS names and IP addresses `hosts`.
+        """Issue a certificate with common name `name` for DNS names and IP addresses `hosts`.
 
-        It was issued `age_s` seconds ago, so one whose age exceeds its lifetime has expired.
+        The validity starts `age_s` seconds ago; an age above the lifetime yields an expired
+        certificate.
         """
         key = ec.generate_private_key(ec.SECP256R1())
         start = _now() - datetime.timedelta(seconds=age_s)
         both = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
-        # The CA's key is one that it made, or `read` has checked.
+        # `create` made the key, or `read` checked its type.
         issuer = self._key.public_key()
         cert = (
             _builder(_name(name), key, start - EARLIER, start + lifetime)
@@ -105,7 +106,7 @@ class Authority:
 
 
 def write_pair(folder: Path, name: str, issued: Issued) -> None:
-    """Write `<name>.pem` and `<name>-key.pem`, each at once; only the owner may read the key."""
+    """Write `<name>.pem` and `<name>-key.pem` atomically; the key is readable by its owner only."""
     _replace(folder / f"{name}-key.pem", issued.key, 0o600)
     _replace(folder / f"{name}.pem", issued.cert, 0o644)
 
@@ -185,13 +186,13 @@ DEFAULT_HOSTS = ("localhost", "127.0.0.1", "::1")
 
 
 def write_certificates(folder: Path, hosts: Sequence[str], days: int) -> list[str]:
-    """Write `ca.pem` and a pair for each role and for etcd and HTTP; the names that were written.
+    """Write `ca.pem` and a pair for each role, etcd and HTTP; returns the names of the pairs.
 
-    An existing CA is kept and issues the new certificates: running services read the changed files
-    and go on trusting each other.
+    An existing CA is kept and issues the new certificates, so that running services, which reload
+    changed files, continue to trust each other.
 
     Raises:
-        CommandError: if the folder cannot be written, or what is there is no CA.
+        CommandError: if the folder cannot be written, or its CA is invalid.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)

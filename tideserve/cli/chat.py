@@ -1,4 +1,4 @@
-"""`tideserve chat`: talk to the served model, one prompt or many."""
+"""`tideserve chat`: sends a prompt, or a conversation, to the served model."""
 
 import contextlib
 import sys
@@ -23,7 +23,7 @@ class Conversation:
     messages: list[dict[str, str]] = field(default_factory=list)
 
     def ask(self, prompt: str) -> Iterator[str]:
-        """Yield the pieces of the answer. A complete answer joins the conversation.
+        """Yield the pieces of the answer; a complete answer is appended to the conversation.
 
         An interrupted answer is dropped with its question. Raises CommandError.
         """
@@ -57,7 +57,7 @@ def chat(
     temperature: float | None,
     max_tokens: int | None,
 ) -> None:
-    """Answer `prompt`, else standard input, else typed lines. Raises CommandError."""
+    """Answer `prompt`, else standard input, else lines of a terminal. Raises CommandError."""
     with HttpClient(url, api_key, STREAM_TIMEOUT_S) as client:
         conversation = Conversation(client, "", temperature, max_tokens)
         if system:
@@ -80,15 +80,15 @@ def first_model(client: HttpClient) -> str:
         return str(listing["data"][0]["id"])
     except (KeyError, IndexError, TypeError) as error:
         raise CommandError(
-            f"{client.url} serves no model yet; see `tideserve status`, or name one with --model"
+            f"{client.url} serves no model yet; see `tideserve status`, or pass a name with --model"
         ) from error
 
 
 def _converse(conversation: Conversation) -> None:
     print(f"{conversation.model} at {conversation.client.url}")
-    print("Ctrl-C stops an answer, Ctrl-D ends.")
+    print("Ctrl-C stops an answer, Ctrl-D exits.")
     with contextlib.suppress(ImportError):
-        # Editing and history of the line, where Python was built with it.
+        # Line editing and history, if Python was built with readline.
         import readline  # noqa: F401
     while True:
         try:
@@ -118,6 +118,6 @@ def _print_answer(conversation: Conversation, prompt: str) -> None:
 
 
 def _content(event: dict[str, Any]) -> str:
-    """Text in a chat completion chunk; the chunk of the usage has no choices."""
+    """Text of a chat completion chunk; the usage chunk has no choices."""
     choices = event.get("choices") or [{}]
     return str((choices[0].get("delta") or {}).get("content") or "")

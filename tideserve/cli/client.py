@@ -1,4 +1,4 @@
-"""HTTP to a gateway, with every failure as one sentence for people."""
+"""HTTP client of a gateway; every failure is a CommandError with a sentence."""
 
 import ipaddress
 import json
@@ -11,7 +11,7 @@ import httpx
 from tideserve.cli.errors import EXIT_UNUSABLE, CommandError, Unreachable
 
 CONNECT_TIMEOUT_S = 5.0
-# A first token may wait in the scheduler's queue; its deadline is two minutes by default.
+# Covers the wait in the scheduler's queue, whose default deadline is two minutes.
 STREAM_TIMEOUT_S = 180.0
 EVENT_PREFIX = "data:"
 LAST_EVENT = "[DONE]"
@@ -22,8 +22,8 @@ class HttpClient:
 
     headers: Mapping[str, str] = {}
     key_missing = "needs an API key; none was sent: set TIDESERVE_API_KEY or --api-key"
-    key_unknown = "does not know this API key; set another with TIDESERVE_API_KEY or --api-key"
-    url_hint = "start a cluster with `tideserve up`, or give its URL with --url or TIDESERVE_URL"
+    key_unknown = "rejects this API key; set another with TIDESERVE_API_KEY or --api-key"
+    url_hint = "start a cluster with `tideserve up`, or pass its URL with --url or TIDESERVE_URL"
 
     def __init__(
         self,
@@ -35,12 +35,12 @@ class HttpClient:
     ) -> None:
         """`url`: with or without http://; `timeout_s` bounds the wait for each piece of an answer.
 
-        The certificate of an https:// URL has to be of a CA that the system trusts, or one in the
-        file SSL_CERT_FILE; `own_process`: not if the server is one that we started ourselves, whose
-        certificate is for other names than that of this machine.
+        The certificate of an https:// URL must come from a CA of the system or of the file
+        SSL_CERT_FILE. `own_process` skips this check for a server started by this process, whose
+        certificate may lack the names of this machine.
 
         Raises:
-            CommandError: if the URL is not one.
+            CommandError: if the URL is invalid.
         """
         self.url = (url if "://" in url else f"http://{url}").rstrip("/")
         try:
@@ -59,7 +59,7 @@ class HttpClient:
                 **({"Authorization": f"Bearer {api_key}"} if api_key else {}),
             },
             timeout=httpx.Timeout(timeout_s, connect=min(timeout_s, CONNECT_TIMEOUT_S)),
-            # A proxy that is set for the outside world must not be asked for this machine.
+            # Never use a proxy for this machine.
             trust_env=not _is_loopback(parsed.host),
             verify=_trust(own_process) if parsed.scheme == "https" else True,
         )
@@ -71,14 +71,14 @@ class HttpClient:
         self._client.close()
 
     def probe(self, path: str) -> httpx.Response | None:
-        """The answer to a GET, None if there is none."""
+        """The response to a GET, None if the server does not answer."""
         try:
             return self._client.get(path)
         except httpx.HTTPError:
             return None
 
     def get_json(self, path: str) -> Any:
-        """The JSON that a GET answers with. Raises CommandError."""
+        """The JSON body of a GET. Raises CommandError."""
         try:
             response = self._client.get(path)
         except httpx.HTTPError as error:
@@ -89,12 +89,12 @@ class HttpClient:
     def post_events(
         self, path: str, body: Mapping[str, Any]
     ) -> Generator[dict[str, Any], None, None]:
-        """The server-sent events that a POST answers with, as they come.
+        """The server-sent events of the response to a POST, as they arrive.
 
-        Closing the iterator hangs up, which ends the request at the gateway.
+        Closing the iterator disconnects, which cancels the request at the gateway.
 
         Raises:
-            CommandError: if the gateway refuses, reports an error or breaks off.
+            CommandError: if the gateway refuses, reports an error or closes the stream early.
         """
         ended = False
         try:
@@ -111,14 +111,14 @@ class HttpClient:
                         break
                     event = self._decoded(data)
                     if not isinstance(event, dict):
-                        raise CommandError(f"{self.url} sent an event that is no object")
+                        raise CommandError(f"{self.url} sent an event that is not an object")
                     if "error" in event:
                         raise CommandError(f"the gateway reports: {_message(event)}")
                     yield event
         except httpx.HTTPError as error:
             raise self._unreachable(error) from error
         if not ended:
-            raise CommandError(f"{self.url} broke the answer off; see `tideserve logs gateway`")
+            raise CommandError(f"{self.url} closed the stream early; see `tideserve logs gateway`")
 
     def _check(self, response: httpx.Response) -> None:
         if response.status_code == httpx.codes.UNAUTHORIZED:
@@ -127,34 +127,32 @@ class HttpClient:
             try:
                 reason = _message(response.json())
             except ValueError:
-                reason = "no reason given; is it a tideserve gateway?"
+                reason = "no reason in the response; it may not be a tideserve gateway"
             raise CommandError(f"{self.url} answers {response.status_code}: {reason}")
 
     def _decoded(self, text: str) -> Any:
         try:
             return json.loads(text)
         except ValueError as error:
-            raise CommandError(
-                f"{self.url} does not answer like a tideserve gateway; correct the URL"
-            ) from error
+            raise CommandError(f"{self.url} is not a tideserve gateway; correct the URL") from error
 
     def _unreachable(self, error: httpx.HTTPError) -> CommandError:
         if isinstance(error, httpx.TimeoutException):
             cause = "did not answer in time"
         elif "CERTIFICATE_VERIFY_FAILED" in str(error):
             return CommandError(
-                f"{self.url} has a certificate that is not trusted here ({error}); name the file of"
-                " its CA in SSL_CERT_FILE, and use a host name that the certificate has"
+                f"{self.url} has an untrusted certificate ({error}); set SSL_CERT_FILE to the file"
+                " of its CA, and use a host name of the certificate"
             )
         elif isinstance(error, httpx.ConnectError):
             cause = "cannot be reached"
         else:
-            cause = f"broke off ({error or type(error).__name__})"
+            cause = f"closed the connection ({error or type(error).__name__})"
         return Unreachable(f"{self.url} {cause}; {self.url_hint}")
 
 
 class AdminClient(HttpClient):
-    """The same to an admin port."""
+    """HTTP client of an admin port."""
 
     headers: Mapping[str, str] = {"X-Tideserve-Admin": "1"}
     key_missing = (
@@ -162,11 +160,11 @@ class AdminClient(HttpClient):
         " gateway's admin_key, or to an admin key of its file"
     )
     key_unknown = (
-        "does not know this admin key; set TIDESERVE_ADMIN_KEY or --admin-key to the gateway's"
+        "rejects this admin key; set TIDESERVE_ADMIN_KEY or --admin-key to the gateway's"
         " admin_key, or to an admin key of its file"
     )
     url_hint = (
-        "start a cluster with `tideserve up`, or give the admin port of its gateway with"
+        "start a cluster with `tideserve up`, or pass the admin port of its gateway with"
         " --admin-url or TIDESERVE_ADMIN_URL"
     )
 
@@ -183,7 +181,7 @@ def _message(body: Any) -> str:
     """The message in an OpenAI error body."""
     error = body.get("error") if isinstance(body, dict) else None
     message = error.get("message") if isinstance(error, dict) else error
-    return str(message or "no reason given")
+    return str(message or "no reason in the response")
 
 
 def _is_loopback(host: str) -> bool:

@@ -1,4 +1,4 @@
-"""The running processes of a cluster: started, kept alive, stopped in order. Main thread only."""
+"""Supervises the processes of a cluster: starts, restarts and stops them. Main thread only."""
 
 import json
 import signal
@@ -20,7 +20,7 @@ DEATHS_BEFORE_READY_MAX = 5
 
 @dataclass(frozen=True, slots=True)
 class Restart:
-    """Start the process again at `at_s`."""
+    """Restart the process at `at_s`."""
 
     name: str
     at_s: float
@@ -37,11 +37,11 @@ class GiveUp:
 
 @dataclass(slots=True)
 class Supervision:
-    """Decides what follows from deaths.
+    """Decides between restart and giving up when a process dies.
 
-    Until the cluster was ready once, a process that calls its configuration or environment
-    unusable, or that keeps dying, ends the cluster: repeating would only hide the reason. Later
-    every death is answered by a restart, since what worked once can work again.
+    Until the cluster was ready once, a process that reports an unusable configuration, or that dies
+    repeatedly, ends the cluster: restarts would only hide the reason. Afterwards every death leads
+    to a restart, because the same configuration has worked before.
     """
 
     ready: bool = False
@@ -50,12 +50,12 @@ class Supervision:
     _due_s: dict[str, float] = field(default_factory=dict)
 
     def started(self, name: str, now_s: float) -> None:
-        """Note that `name` runs since `now_s`."""
+        """Record the start of `name` at `now_s`."""
         self._started_s[name] = now_s
         self._due_s.pop(name, None)
 
     def died(self, name: str, return_code: int, now_s: float) -> Restart | GiveUp:
-        """Decide what follows from the death of `name`; `return_code` is negative for a signal."""
+        """Decide after the death of `name`; `return_code` is negative for a signal."""
         if now_s - self._started_s[name] >= STEADY_S:
             self._deaths[name] = 0
         deaths = self._deaths[name] = self._deaths.get(name, 0) + 1
@@ -64,18 +64,18 @@ class Supervision:
                 return GiveUp(name, EXIT_UNUSABLE)
             if deaths >= DEATHS_BEFORE_READY_MAX:
                 return GiveUp(name, EXIT_FAILED)
-        # The exponent is bounded so that a process that dies for days cannot overflow it.
+        # Bound the exponent, so that days of restarts cannot overflow the float.
         delay_s = min(BACKOFF_MAX_S, BACKOFF_FIRST_S * 2.0 ** min(deaths - 1, 16))
         self._due_s[name] = now_s + delay_s
         return Restart(name, now_s + delay_s, delay_s)
 
     def due(self, now_s: float) -> list[str]:
-        """Names of the dead processes whose time to start again has come."""
+        """Names of the dead processes that are due for a restart."""
         return [name for name, due_s in self._due_s.items() if due_s <= now_s]
 
 
 def describe_exit(return_code: int) -> str:
-    """How a process ended, in words."""
+    """The exit code or signal of a process, as text."""
     if return_code >= 0:
         return f"exit code {return_code}"
     try:
@@ -90,7 +90,7 @@ SENTENCE_LINES = 50
 
 
 class ClusterProcesses:
-    """Owns the processes. `on_change` runs after every start and death."""
+    """Owns the processes of a cluster. `on_change` runs after every start and death."""
 
     def __init__(self, signals: StopSignals, report: Report, on_change: Callable[[], None]) -> None:
         self._signals = signals
@@ -101,42 +101,42 @@ class ClusterProcesses:
 
     @property
     def pids(self) -> dict[str, int]:
-        """Process ids by name, of those that run."""
+        """Ids of the running processes by name."""
         return {name: child.pid for name, child in self._children.items() if child.pid is not None}
 
     @property
     def programs(self) -> list[str]:
-        """Names of all that are kept alive, whether they run or not."""
+        """Names of all supervised processes, running or not."""
         return list(self._children)
 
     def start(self, program: Program) -> None:
-        """Start a program for the first time and keep it alive from now on."""
+        """Start a program and supervise it from now on."""
         self._children[program.name] = ServiceProcess(program)
         self._start(program.name)
 
     def mark_ready(self) -> None:
-        """Restart every process that dies from now on."""
+        """From now on, restart every process that dies."""
         self._supervision.ready = True
 
     def tick(self) -> None:
         """Check all processes once, and restart those that died.
 
         Raises:
-            CommandError: if the cluster is to be given up.
+            CommandError: if the supervision ends the cluster.
         """
         for child in self._children.values():
             return_code = child.poll()
             if return_code is not None:
-                self._mourn(child, return_code)
+                self._handle_death(child, return_code)
                 self._on_change()
         for name in self._supervision.due(monotonic_s()):
             self._start(name)
             pid = self._children[name].pid
             if pid is not None:
-                self._report.line(f"{name} was started again as process {pid}")
+                self._report.line(f"{name} was restarted as process {pid}")
 
     def run_until_stop(self, chore: Callable[[], None], interval_s: float) -> None:
-        """Look after the processes until somebody asks to stop, and do `chore` now and then."""
+        """Supervise the processes until a stop request; call `chore` every `interval_s`."""
         due_s = monotonic_s()
         while not self._signals.stopping:
             self.tick()
@@ -146,7 +146,7 @@ class ClusterProcesses:
             time.sleep(TICK_S)
 
     def stop(self, stages: Sequence[Sequence[str]]) -> None:
-        """Stop the processes stage by stage, each with its grace; a second request kills them."""
+        """Stop the processes stage by stage with their grace; a second stop request kills them."""
         for stage in stages:
             children = [self._children[name] for name in stage if name in self._children]
             for child in children:
@@ -154,8 +154,8 @@ class ClusterProcesses:
                 child.ask_to_stop()
             while any(child.pid is not None for child in children):
                 for child in children:
-                    if child.press(self._signals.hurry) and not self._signals.hurry:
-                        self._tell(child, f"{child.name} did not end in time and was killed")
+                    if child.enforce(self._signals.hurry) and not self._signals.hurry:
+                        self._warn(child, f"{child.name} did not stop in time and was killed")
                     child.poll()
                 time.sleep(TICK_S / 5)
             if children:
@@ -171,42 +171,42 @@ class ClusterProcesses:
             self._decide(child, EXIT_FAILED, now_s, f"{name} cannot be started: {error}")
         self._on_change()
 
-    def _mourn(self, child: ServiceProcess, return_code: int) -> None:
-        words = last_words(return_code, child.last_lines(1))
-        said = f"; its last line: {words}" if words else ""
-        what = f"{child.name} died ({describe_exit(return_code)}){said}"
-        self._decide(child, return_code, monotonic_s(), what)
+    def _handle_death(self, child: ServiceProcess, return_code: int) -> None:
+        last_line = exit_message(return_code, child.last_lines(1))
+        quote = f"; its last line: {last_line}" if last_line else ""
+        event = f"{child.name} died ({describe_exit(return_code)}){quote}"
+        self._decide(child, return_code, monotonic_s(), event)
 
-    def _decide(self, child: ServiceProcess, return_code: int, now_s: float, what: str) -> None:
+    def _decide(self, child: ServiceProcess, return_code: int, now_s: float, event: str) -> None:
         decision = self._supervision.died(child.name, return_code, now_s)
         if isinstance(decision, GiveUp):
             sentence = self._last_sentence(child, return_code, decision)
-            child.note(f"{what}; the cluster is given up")
+            child.note(f"{event}; the cluster stops")
             raise CommandError(sentence, decision.exit_code)
-        self._tell(child, what)
-        again = f"{child.name} will be started again in {decision.delay_s:.1f} s"
-        child.note(again)
-        self._report.line(again)
+        self._warn(child, event)
+        restart = f"{child.name} will be restarted in {decision.delay_s:.1f} s"
+        child.note(restart)
+        self._report.line(restart)
 
-    def _tell(self, child: ServiceProcess, what: str) -> None:
-        """Warn here and in the log of the process."""
-        self._report.warn(what)
-        child.note(what)
+    def _warn(self, child: ServiceProcess, event: str) -> None:
+        """Write a warning here and in the log of the process."""
+        self._report.warn(event)
+        child.note(event)
 
     def _last_sentence(self, child: ServiceProcess, return_code: int, decision: GiveUp) -> str:
-        """The last sentence of the process about its end."""
+        """The reason why the cluster stops, from the last lines of the process."""
         lines = child.last_lines(SENTENCE_LINES)
         sentences = [line for line in lines if line.startswith(SENTENCE_PREFIX)]
         if decision.exit_code == EXIT_UNUSABLE and sentences:
             return "\n".join(sentences)
-        said = last_words(return_code, sentences or lines) or describe_exit(return_code)
-        return f"{child.name} keeps dying: {said}; the whole story is in {child.program.log_path}"
+        reason = exit_message(return_code, sentences or lines) or describe_exit(return_code)
+        return f"{child.name} keeps dying: {reason}; see {child.program.log_path}"
 
 
-def last_words(return_code: int, lines: Sequence[str]) -> str:
-    """What a dead process said of its end: the last of its `lines`, readable; "" if nothing.
+def exit_message(return_code: int, lines: Sequence[str]) -> str:
+    """The last log line of a dead process as text, "" without lines.
 
-    A process that gets SIGKILL does not learn of it: its last line is about something else.
+    Also "" after SIGKILL, because the last line is then unrelated to the end.
     """
     if return_code == -signal.SIGKILL or not lines:
         return ""

@@ -1,10 +1,10 @@
-"""The folder of a cluster: configurations, logs, etcd's data, and which processes run.
+"""The folder of a cluster: configurations, logs, data of etcd, and running processes.
 
 lock           held while `tideserve up` runs
-cluster.json   addresses, pid of up, pids by name, folders; gone after a clean stop
-prometheus_targets.json  where each process has its metrics; gone after a clean stop
-config/        one YAML file per process, readable by its owner only
-logs/          one file per process, and one predecessor of each
+cluster.json   addresses, pid of up, pids by name, folders; removed by a clean stop
+prometheus_targets.json  targets of the metrics of each process; removed by a clean stop
+config/        a YAML file per process, readable by its owner only
+logs/          a file per process, and a rotated predecessor of each
 etcd/          data of the private etcd
 """
 
@@ -25,28 +25,28 @@ import yaml
 from tideserve.cli.cache import cache_root, create_cache
 from tideserve.cli.errors import EXIT_UNUSABLE, CommandError
 
-# A log above the first is set aside when a cluster starts, one above the second while it runs.
+# Logs above the first size rotate when a cluster starts, above the second while it runs.
 LOG_BYTES_MAX = 10 * 2**20
 RUNNING_LOG_BYTES_MAX = 50 * 2**20
 RUN_PREFIX = "tideserve-"
-# A Unix socket's path ends at 107 bytes; the names below a run folder need about 40 of them.
+# The path of a Unix socket has at most 107 bytes; names in a run folder need about 40.
 RUN_PATH_BYTES_MAX = 60
 
 
 def default_folder(port: int) -> Path:
-    """Where the cluster on `port` has its folder unless it was told otherwise."""
+    """The default folder of the cluster on `port`."""
     return cache_root() / "clusters" / str(port)
 
 
 def running_urls() -> list[str]:
-    """The gateways of the clusters that run on this machine, from their usual folders."""
+    """URLs of the gateways that run on this machine, from the default folders."""
     states = [ClusterFolder(path).read_state() for path in (cache_root() / "clusters").glob("*")]
     running = [state for state in states if state and psutil.pid_exists(int(state.get("pid", -1)))]
     return sorted(str(state["url"]) for state in running if state.get("url"))
 
 
 class ClusterFolder:
-    """One cluster's folder."""
+    """The folder of a cluster."""
 
     def __init__(self, root: Path) -> None:
         self.root = root.expanduser().absolute()
@@ -57,12 +57,12 @@ class ClusterFolder:
         self._lock: IO[str] | None = None
 
     def claim(self) -> dict[str, Any] | None:
-        """Create the folder and hold it until `release` or the end of this process.
+        """Create and lock the folder until `release` or the end of this process.
 
-        Returns the state that a predecessor which was killed left behind, if any.
+        Returns the state that a killed predecessor left behind, if any.
 
         Raises:
-            CommandError: if another `tideserve up` holds it, or it cannot be written to.
+            CommandError: if another `tideserve up` holds the lock, or the folder is not writable.
         """
         try:
             if self.root.is_relative_to(cache_root()):
@@ -90,7 +90,7 @@ class ClusterFolder:
         return self.read_state()
 
     def release(self) -> None:
-        """Give the folder back after a clean stop: nothing runs from it any more."""
+        """Remove the state and unlock the folder after a clean stop."""
         for path in (self.root / "cluster.json", self.targets):
             path.unlink(missing_ok=True)
         if self._lock is not None:
@@ -98,7 +98,7 @@ class ClusterFolder:
             self._lock = None
 
     def read_state(self) -> dict[str, Any] | None:
-        """What cluster.json holds, None if there is none."""
+        """Contents of cluster.json, None without the file."""
         try:
             state = json.loads((self.root / "cluster.json").read_text(encoding="utf-8"))
         except (OSError, ValueError):
@@ -106,54 +106,54 @@ class ClusterFolder:
         return state if isinstance(state, dict) else None
 
     def write_state(self, state: Mapping[str, Any]) -> None:
-        """Replace cluster.json; a reader sees the old one or the new one."""
+        """Replace cluster.json atomically."""
         _write_private(self.root / "cluster.json", json.dumps(state, indent=2) + "\n")
 
     def write_targets(self, text: str) -> None:
-        """Tell Prometheus where the metrics of the processes are."""
+        """Write the file of Prometheus' targets."""
         _write_private(self.targets, text)
 
     def write_config(self, name: str, config: Mapping[str, Any]) -> Path:
-        """Write the configuration of the process called `name`; it may hold a key."""
+        """Write the configuration of process `name` with mode 0600, because it may hold keys."""
         path = self.configs / f"{name}.yaml"
         _write_private(path, yaml.safe_dump(dict(config), sort_keys=False))
         return path
 
     @property
     def gateway_config(self) -> Path:
-        """The configuration of the gateway: what a client of the other services needs, too."""
+        """Configuration of the gateway, which also suits clients of the other services."""
         return self.configs / "gateway.yaml"
 
     def log_path(self, name: str) -> Path:
-        """Log of the process called `name`."""
+        """Path of the log of process `name`."""
         return self.logs / f"{name}.log"
 
     def rotate_logs(self) -> None:
-        """Set aside logs that have become large; called before any process is started."""
+        """Rotate large logs; call it before any process starts."""
         for path in self.logs.glob("*.log"):
             if path.stat().st_size > LOG_BYTES_MAX:
                 path.replace(path.with_suffix(".log.1"))
 
     def cap_logs(self, bytes_max: int = RUNNING_LOG_BYTES_MAX) -> None:
-        """Copy each log above `bytes_max` to its predecessor's place and empty it.
+        """Copy each log above `bytes_max` to its predecessor and truncate it.
 
-        The processes hold their logs open in append mode, so they go on at the new beginning. What
-        one writes between copy and emptying is lost.
+        Processes keep their logs open in append mode and continue in the truncated file. Lines
+        written between the copy and the truncation are lost.
         """
         for path in self.logs.glob("*.log"):
-            # Somebody may tidy up beside us, and no log is worth the cluster.
+            # An operator may delete logs meanwhile; a failed rotation must not stop the cluster.
             with contextlib.suppress(OSError):
                 if path.stat().st_size > bytes_max:
                     _copy_and_empty(path)
 
     def clear_etcd_data(self) -> None:
-        """Forget an earlier cluster's membership: its members are dead, their leases need time."""
+        """Delete the data of an earlier cluster, so that its leases need not expire first."""
         shutil.rmtree(self.etcd_data, ignore_errors=True)
         self.etcd_data.mkdir(mode=0o700)
 
 
 def create_run_folder() -> Path:
-    """A private temporary folder for sockets, with a path short enough for them."""
+    """Create a private temporary folder for sockets, whose paths must be short."""
     base = Path(tempfile.gettempdir())
     if len(os.fsencode(base)) > RUN_PATH_BYTES_MAX - len(RUN_PREFIX) - 8:
         base = Path("/tmp")
@@ -161,7 +161,7 @@ def create_run_folder() -> Path:
 
 
 def remove_run_folder(path: Path) -> None:
-    """Remove a folder that `create_run_folder` made; anything else is left alone."""
+    """Remove a folder of `create_run_folder`; ignores any other path."""
     if path.name.startswith(RUN_PREFIX) and path.is_dir() and path.stat().st_uid == os.getuid():
         shutil.rmtree(path, ignore_errors=True)
 
@@ -171,7 +171,7 @@ def _copy_and_empty(path: Path) -> None:
     try:
         shutil.copyfile(path, predecessor)
     except OSError:
-        # The disk is full, say: then room matters more than old lines.
+        # On a full disk, free space matters more than old lines.
         predecessor.unlink(missing_ok=True)
     os.truncate(path, 0)
 
@@ -186,40 +186,40 @@ def _write_private(path: Path, text: str) -> None:
 
 
 REMEDY = (
-    "give the admin port of its gateway with --admin-url or TIDESERVE_ADMIN_URL, or the folder of a"
+    "pass the admin port of its gateway with --admin-url or TIDESERVE_ADMIN_URL, or the folder of a"
     " cluster on this machine with --cluster-dir"
 )
 
 
 def find_admin_url(given: str | None, url: str, cluster_dir: Path | None) -> str:
-    """The admin port: `given`, or that of the cluster on this machine whose gateway is at `url`.
+    """URL of the admin port: `given`, or from the local cluster whose gateway is at `url`.
 
     Raises:
-        CommandError: if no such cluster runs here, or it has no admin port.
+        CommandError: if no such cluster runs here, or its admin port is off.
     """
     return given or admin_url_of(find_folder(url, cluster_dir))
 
 
 def admin_url_of(folder: ClusterFolder) -> str:
-    """The admin port of the cluster that runs from a folder. Raises CommandError if it has none."""
+    """URL of the admin port of the cluster in `folder`. Raises CommandError if the port is off."""
     admin_url = (folder.read_state() or {}).get("admin_url")
     if not admin_url:
         raise CommandError(
-            f"the cluster in {folder.root} has no admin port; start it again with another"
-            " 'admin_port' in the section 'gateway' of its --config",
+            f"the cluster in {folder.root} has no admin port; restart it with another"
+            " 'admin_port' in section 'gateway' of its --config",
             EXIT_UNUSABLE,
         )
     return str(admin_url)
 
 
 def find_folder(url: str, cluster_dir: Path | None) -> ClusterFolder:
-    """The folder of the cluster on this machine whose gateway is at `url`, or `cluster_dir`.
+    """The folder of the local cluster whose gateway is at `url`, or `cluster_dir` if set.
 
     Raises:
         CommandError: if no such cluster runs here.
     """
     if cluster_dir is None and _port_of(url) is None:
-        raise CommandError(f"'{url}' names no port of a cluster here; {REMEDY}", EXIT_UNUSABLE)
+        raise CommandError(f"'{url}' has no port of a local cluster; {REMEDY}", EXIT_UNUSABLE)
     folder = local_folder(url) if cluster_dir is None else ClusterFolder(cluster_dir)
     if folder is None or folder.read_state() is None:
         place = f"on this machine at {url} by the cache folder {cache_root()} (TIDESERVE_CACHE)"
@@ -230,7 +230,7 @@ def find_folder(url: str, cluster_dir: Path | None) -> ClusterFolder:
 
 
 def local_folder(url: str) -> ClusterFolder | None:
-    """The folder of the cluster on this machine whose gateway is at `url`, None if none is."""
+    """The folder of the local cluster whose gateway is at `url`, or None."""
     port = _port_of(url)
     if port is None:
         return None
@@ -242,13 +242,13 @@ def local_folder(url: str) -> ClusterFolder | None:
 
 
 def _others() -> str:
-    """The remedy: the URLs of the clusters that run, or how to start one."""
+    """The remedy: URLs of running clusters, or the command that starts a cluster."""
     urls = running_urls()
     if not urls:
-        return "start one with `tideserve up`"
+        return "start a cluster with `tideserve up`"
     if len(urls) == 1:
-        return f"one runs at {urls[0]}: add --url {urls[0]}"
-    return f"clusters run at {', '.join(urls)}: add --url with one of these"
+        return f"a cluster runs at {urls[0]}: add --url {urls[0]}"
+    return f"clusters run at {', '.join(urls)}: add --url with its address"
 
 
 def _port_of(url: str) -> int | None:

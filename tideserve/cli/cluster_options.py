@@ -1,8 +1,7 @@
-"""What a person chooses about a cluster: from the file given with --config, then from flags.
+"""Options of a cluster, from the file of --config and from flags.
 
-An option that a service has, too, is that service's: its checks, help and default are those of the
-field in the service's configuration. `option_command` makes the flags from the fields that have a
-panel.
+An option that a service has as well takes its checks, help and default from the field of the
+service's configuration. `option_command` creates flags from the fields that have a panel.
 """
 
 import os
@@ -50,13 +49,13 @@ CONFIGS: Mapping[str, type[ServiceConfig]] = {
 SETTINGS = {name: settings_of(config) for name, config in CONFIGS.items()}
 READY_TIMEOUTS_S = {EngineKind.TIDESERVE: 600.0, EngineKind.VLLM: 1800.0}
 TORCH_THREADS_MIN = 8
-"""Threads of torch that are about as fast as the compiled kernels on one. Two of them took 2.6
-times as long for a prompt, 3.6 times for a token (bfloat16, EPYC of family 26)."""
+"""Threads of torch that match the compiled kernels on a single thread. Two threads of torch took
+2.6 times as long for a prompt and 3.6 times for a token (bfloat16, EPYC of family 26)."""
 SERVICES = "services"
 SECTIONS = (*CONFIGS, SERVICES)
-"""Keys that are passed on to services as they are."""
+"""Sections whose keys are passed to services unchanged."""
 COMMAND_LINE = "the command line"
-# These follow from the cluster itself: a section that set one would break it apart.
+# Keys that the cluster derives; a different value in a section would break the cluster.
 SETTLED_KEYS = frozenset(
     {
         "etcd_url",
@@ -72,9 +71,10 @@ SETTLED_KEYS = frozenset(
 
 
 def _of(key: str, panel: str | None = None, service: str = "", **changes: Any) -> Any:
-    """An option that is passed on as `key` to `service`, or to every service that has the key.
+    """An option that is passed as `key` to `service`, or to every service that has the key.
 
-    Without a value the service has its own default, which is ours, too, if that is KEPT.
+    Without a value, the service uses its default; with `default=KEPT`, that is also the default
+    here.
     """
     services = [name for name, settings in SETTINGS.items() if key in settings]
     if service:
@@ -89,7 +89,7 @@ class ClusterOptions:
     """Options of `tideserve up`; a key in the --config file has the flag's name in snake_case.
 
     Sizes are bytes, or in the file and on the command line text such as "1GiB"; durations are
-    seconds. None leaves the choice to the service. The sections are passed on as they are.
+    seconds. None selects the default of the service. Sections are passed on unchanged.
     """
 
     model: str | None = option(
@@ -107,11 +107,11 @@ class ClusterOptions:
     engine_python: Path | None = _of(  # noqa: RUF009  # it makes a field
         "engine_python",
         MODEL,
-        default_text="the one that `tideserve engine install vllm` has made",
+        default_text="the Python of `tideserve engine install vllm`",
     )
     workers: int = number(
         DEFAULT_WORKERS,
-        "How many workers; each holds the model.",
+        "Number of workers; each holds the model.",
         minimum=1,
         maximum=64,
         panel=RESOURCES,
@@ -142,7 +142,7 @@ class ClusterOptions:
         CLUSTER,
         "gateway",
         default=KEPT,
-        help="HTTP port; all others are found through etcd.",
+        help="HTTP port; services discover all other ports through etcd.",
         range=(1, 65535),
     )
     grpc_port: int = _of(
@@ -150,7 +150,7 @@ class ClusterOptions:
         CLUSTER,
         "gateway",
         default=0,
-        help="gRPC port of clients; 0: a free one, the same as long as it can be.",
+        help="gRPC port for clients; 0: a free port, the same at each start if possible.",
         range=(0, 65535),
     )
     api_key: str | None = _of("api_key", help=API_KEY_HELP)
@@ -158,7 +158,7 @@ class ClusterOptions:
         "api_keys_file", CLUSTER, help=API_KEYS_HELP
     )
     etcd: str | None = option(
-        None, "URL of a running etcd.", default_text="a private one", panel=CLUSTER
+        None, "URL of a running etcd.", default_text="a private etcd", panel=CLUSTER
     )
     lease_ttl: int | None = _of("lease_ttl_s", CLUSTER)
     ready_timeout: float | None = number(
@@ -178,9 +178,9 @@ class ClusterOptions:
 
     @property
     def threads_per_worker(self) -> int:
-        """Compute threads of each worker: the processors this process may use, shared out.
+        """Compute threads of each worker: its share of the CPUs of this process.
 
-        Where that are few, the compiled kernels are faster on one of them than torch on all.
+        With few CPUs, the compiled kernels on one thread are faster than torch on all of them.
         """
         if self.threads:
             return self.threads
@@ -190,7 +190,7 @@ class ClusterOptions:
 
     @property
     def engine_kind(self) -> str:
-        """What runs the model: a section's key wins, as for every service."""
+        """The engine; a key of section `worker` overrides the option."""
         return str(self.worker.get("engine", self.engine))
 
     @property
@@ -199,7 +199,7 @@ class ClusterOptions:
         return self.ready_timeout or READY_TIMEOUTS_S[EngineKind(self.engine_kind)]
 
     def etcd_access(self, url: str) -> dict[str, Any]:
-        """Keys with which every service, or this command, gets into the etcd at `url`."""
+        """Configuration keys to access the etcd at `url`."""
         own = {key: value for key, value in self.services.items() if key.startswith("etcd_")}
         return with_absolute_paths(own) | {"etcd_url": url}
 
@@ -207,12 +207,12 @@ class ClusterOptions:
 def read_options(
     path: Path | None, flags: Mapping[str, Any], defaults: Mapping[str, Any] | None = None
 ) -> ClusterOptions:
-    """Options from the file at `path`, overridden by those `flags` that are not None.
+    """Options from the file at `path`, overridden by `flags` that are not None.
 
-    `defaults` stand in for the defaults of the options.
+    `defaults` replace the defaults of the options.
 
     Raises:
-        ConfigError: one sentence about the first key or value that cannot be used.
+        ConfigError: with a sentence about the first invalid key or value.
     """
     given = {key: Given(value, COMMAND_LINE) for key, value in (defaults or {}).items()}
     given |= {} if path is None else _given_in(path)
@@ -223,8 +223,8 @@ def read_options(
         options = replace(options, paced=profile_name(options.paced))
     if options.etcd is None and options.etcd_access("").keys() - {"etcd_url", "etcd_prefix"}:
         raise ConfigError(
-            "section 'services' tells how to get into an etcd, but the cluster starts one of its"
-            " own; give the URL of yours as 'etcd'"
+            "section 'services' configures access to an etcd, but the cluster would start a private"
+            " etcd; set option 'etcd' to the URL of your etcd"
         )
     for section in SECTIONS:
         _check_section(getattr(options, section), section, path)
@@ -246,9 +246,9 @@ def _given_in(path: Path) -> dict[str, Given]:
 
 
 def _sections_with(key: str) -> list[str]:
-    """The sections that have a key, if it is no option of the cluster by this or another name."""
+    """The sections with a key that is not an option of the cluster itself."""
     options = settings_of(ClusterOptions)
-    named = {one.metadata.get("passed_to", ((), ""))[1] for one in options.values()}
+    named = {option.metadata.get("passed_to", ((), ""))[1] for option in options.values()}
     if key in named | SETTLED_KEYS | options.keys():
         return []
     if key in settings_of(ServiceConfig):
@@ -257,7 +257,7 @@ def _sections_with(key: str) -> list[str]:
 
 
 def profile_name(name_or_path: str) -> str:
-    """The name of a shipped profile, or an absolute path: workers run in another folder."""
+    """The name of a shipped profile, or an absolute path, because workers run in another folder."""
     load_profile(name_or_path)
     place, _ = split_slowdown(name_or_path)
     path = Path(place).expanduser()
@@ -267,7 +267,7 @@ def profile_name(name_or_path: str) -> str:
 
 
 def with_absolute_paths(section: Mapping[str, Any]) -> dict[str, Any]:
-    """The same keys, with files as this command finds them: services run in another folder."""
+    """The section with absolute paths of files, because services run in another folder."""
     return {
         key: str(Path(value).expanduser().absolute())
         if key.endswith("_file") and isinstance(value, str | Path)
@@ -277,7 +277,7 @@ def with_absolute_paths(section: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_device(device: str, engine: str) -> None:
-    """Told before anything starts, where the name of torch's build says it. Raises ConfigError."""
+    """Reject a GPU device early if the installed torch is a CPU build. Raises ConfigError."""
     if device == "cpu" or engine != EngineKind.TIDESERVE:
         return
     installed = version("torch")
@@ -286,17 +286,17 @@ def _check_device(device: str, engine: str) -> None:
 
 
 def _check_section(section: Mapping[Any, Any], name: str, path: Path | None) -> None:
-    """Refuse what would break the cluster, and values that a service would refuse later.
+    """Reject keys that would break the cluster, and values that a service would reject later.
 
-    Which keys there are the service itself knows.
+    Unknown keys are left to the service.
     """
     for key in section:
         if not isinstance(key, str):
             raise ConfigError(f"the key {key!r} of section '{name}' must be text")
         if key in SETTLED_KEYS:
             raise ConfigError(
-                f"'{key}' cannot be set in section '{name}': it follows from the options of the"
-                " cluster; take it out"
+                f"'{key}' cannot be set in section '{name}', because the cluster derives it from"
+                " its options; remove it"
             )
     place = f"section '{name}' of {path or COMMAND_LINE}"
     given = {key: Given(value, place) for key, value in section.items()}

@@ -1,11 +1,11 @@
-"""Turn a GGUF file of a Llama model into a folder of bf16 safetensors, in a process of its own.
+"""Converts a GGUF file of a Llama model into a folder of bf16 safetensors.
 
-A process of its own, because torch and the float32 copies of weights must not stay in the one that
-starts the cluster: `python -m tideserve.cli.convert_gguf MODEL.gguf FOLDER PARENT_PID`.
+Runs as a process of its own, so that torch and the float32 copies of weights do not stay in the
+process that starts the cluster: `python -m tideserve.cli.convert_gguf MODEL.gguf FOLDER
+PARENT_PID`.
 
-`from_pretrained` of transformers could do it, too, but it walks through the vocabulary three times,
-value by value, and dequantizes row by row, which takes a minute; its own parts, used directly, take
-seconds.
+`from_pretrained` of transformers takes a minute for the same, because it iterates over the
+vocabulary three times and dequantizes row by row; the parts of transformers used here take seconds.
 """
 
 import ctypes
@@ -32,13 +32,13 @@ _CONFIG = {
     "feed_forward_length": "intermediate_size",
     "rope.dimension_count": "head_dim",
 }
-_ENDS = {"bos": "bos", "eos": "eos", "pad": "padding", "unk": "unknown"}
-_OF_THE_MODEL = {
+_SPECIAL_TOKENS = {"bos": "bos", "eos": "eos", "pad": "padding", "unk": "unknown"}
+_MODEL_TENSORS = {
     "token_embd": "model.embed_tokens",
     "output_norm": "model.norm",
     "output": "lm_head",
 }
-_OF_A_LAYER = {
+_LAYER_TENSORS = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
@@ -52,16 +52,16 @@ _OF_A_LAYER = {
 
 
 def end_with_parent(parent_pid: int) -> None:
-    """Ask the kernel to kill this process with its parent, so that no orphan keeps converting."""
+    """Request SIGKILL at the parent's death, so that no orphan keeps converting."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent_pid:
-        raise SystemExit("the process that asked for the conversion has ended")
+        raise SystemExit("the process that requested the conversion has ended")
 
 
 def split_digits(tokenizer: Any) -> None:
-    """Put back SmolLM's splitting of numbers into digits, which a GGUF file only names.
+    """Restore SmolLM's splitting of numbers into digits, which a GGUF file only names.
 
-    Without it two spaces before a number become two tokens, where the model was trained on one.
+    Without the split, two spaces before a number become two tokens; the model was trained on one.
     """
     from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
 
@@ -78,12 +78,14 @@ def convert(source: Path, target: Path) -> None:
 
     metadata, names = read_gguf_metadata(str(source))
     if metadata["general.architecture"] != ARCHITECTURE:
-        raise SystemExit(f"{source.name} is not of a {ARCHITECTURE} model")
+        raise SystemExit(f"{source.name} is not a {ARCHITECTURE} model")
     config = LlamaConfig(**config_of(metadata, names))
     config.save_pretrained(target)
-    ends = {f"{kind}_token_id": getattr(config, f"{kind}_token_id") for kind in _ENDS}
-    del ends["unk_token_id"]
-    GenerationConfig(**ends).save_pretrained(target)
+    special_ids = {
+        f"{kind}_token_id": getattr(config, f"{kind}_token_id") for kind in _SPECIAL_TOKENS
+    }
+    del special_ids["unk_token_id"]
+    GenerationConfig(**special_ids).save_pretrained(target)
     weights = weights_of(GgufHeader.from_file(str(source)), config)
     save_file(weights, target / "model.safetensors", {"format": "pt"})
     folder, name = str(source.parent), source.name
@@ -94,16 +96,16 @@ def convert(source: Path, target: Path) -> None:
 
 
 def config_of(metadata: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
-    """The arguments of `LlamaConfig` that a file's metadata and names of tensors give."""
+    """The arguments of `LlamaConfig` from a file's metadata and names of tensors."""
     shape = {ours: metadata[f"{ARCHITECTURE}.{theirs}"] for theirs, ours in _CONFIG.items()}
-    ends = {
+    special_ids = {
         f"{ours}_token_id": metadata.get(f"tokenizer.ggml.{theirs}_token_id")
-        for ours, theirs in _ENDS.items()
+        for ours, theirs in _SPECIAL_TOKENS.items()
     }
     theta = metadata[f"{ARCHITECTURE}.rope.freq_base"]
     return {
         **shape,
-        **ends,
+        **special_ids,
         "architectures": ["LlamaForCausalLM"],
         "dtype": "bfloat16",
         "rope_parameters": {"rope_type": "default", "rope_theta": theta},
@@ -113,7 +115,7 @@ def config_of(metadata: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, 
 
 
 def weights_of(header: Any, config: Any) -> dict[str, "torch.Tensor"]:
-    """The file's tensors in bf16, named and laid out as transformers has them."""
+    """The file's tensors in bf16, with the names and layout of transformers."""
     import torch
     from transformers.integrations.gguf import load_gguf_state_dict
     from transformers.integrations.gguf.dequant import GGML_BLOCK, dequantize
@@ -127,23 +129,24 @@ def weights_of(header: Any, config: Any) -> dict[str, "torch.Tensor"]:
             values = dequantize(values, stored.ggml_type).reshape(shapes[name])
         kind = name.split(".")[-2]
         if kind in heads:
-            values = halves_apart(values, heads[kind])
+            values = split_rotary_halves(values, heads[kind])
         weights[name_of(name)] = values.to(torch.bfloat16)
     return weights
 
 
 def name_of(name: str) -> str:
-    """What transformers calls a tensor: "blk.3.attn_q.weight" is in "model.layers.3"."""
+    """Name of a tensor in transformers: "blk.3.attn_q.weight" is in "model.layers.3"."""
     *place, kind, suffix = name.split(".")
     if not place:
-        return f"{_OF_THE_MODEL[kind]}.{suffix}"
-    return f"model.layers.{place[-1]}.{_OF_A_LAYER[kind]}.{suffix}"
+        return f"{_MODEL_TENSORS[kind]}.{suffix}"
+    return f"model.layers.{place[-1]}.{_LAYER_TENSORS[kind]}.{suffix}"
 
 
-def halves_apart(values: "torch.Tensor", heads: int) -> "torch.Tensor":
-    """Rows of a head as transformers rotates them: its first halves of pairs, then the second.
+def split_rotary_halves(values: "torch.Tensor", heads: int) -> "torch.Tensor":
+    """Reorder the rows of each head for transformers' RoPE: all first halves of pairs, then all
+    second.
 
-    A GGUF file has the two of a pair side by side. `values`: [heads x head_dim, in].
+    A GGUF file interleaves the two rows of a pair. `values`: [heads x head_dim, in].
     """
     pairs = values.reshape(heads, -1, 2, values.shape[1])
     return pairs.transpose(1, 2).reshape(values.shape)

@@ -1,4 +1,4 @@
-"""Defaults that more than one command knows."""
+"""Defaults that several commands share."""
 
 DEFAULT_PORT = 8000
 DEFAULT_URL = f"http://127.0.0.1:{DEFAULT_PORT}"

@@ -1,7 +1,7 @@
-"""`tideserve demo`: the same flood of requests under two overload policies, to look at.
+"""`tideserve demo`: shows the same burst of requests under two overload policies.
 
-The policies take turns, so that they do not share the processors. Each gets a cluster of its own,
-the same requests over HTTP, and at most `FLOOD_LIMIT_S`.
+The policies run in turn, so that they do not share the CPUs. Each has its own cluster and serves
+the same requests over HTTP for at most `FLOOD_LIMIT_S`.
 """
 
 import asyncio
@@ -42,10 +42,10 @@ OPTIONS: dict[str, Any] = TINY_OPTIONS | {
     "paced": DEVICE,
     "queue_deadline": 160.0,
     "worker": {"profile_when_idle": False},
-    # A short wait, so that parameters are seen to come back.
+    # A short dwell, so that the demo shows how parameters are restored.
     "memmgr": {"split_dwell_s": 2.0},
 }
-# (seconds, requests a second): a trickle, a flood that overflows the KV cache, a trickle.
+# (seconds, requests per second): low load, a burst that overflows the KV cache, low load.
 PHASES = ((3.0, 1.0), (8.0, 6.0), (5.0, 0.5))
 PROMPT_TOKENS, OUTPUT_TOKENS = 96, 96
 FLOOD_LIMIT_S = 50.0
@@ -61,10 +61,10 @@ Show = Callable[[FloodProgress, ClusterSnapshot, Sequence[Score]], None]
 
 
 def run_demo() -> None:
-    """Show both policies under the flood, then the figures.
+    """Show both policies under the burst, then the figures.
 
     Raises:
-        CommandError: if a cluster cannot run (1), or somebody stopped it (130).
+        CommandError: if a cluster cannot run (1), or the user stopped the demo (130).
     """
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.default_int_handler)
@@ -82,12 +82,12 @@ def run_demo() -> None:
     except (SystemUnavailable, OSError) as error:
         raise CommandError(f"the demo cannot run: {error}", EXIT_FAILED) from error
     except KeyboardInterrupt:
-        raise CommandError("stopped; nothing is left running", 130) from None
+        raise CommandError("stopped; no process is left running", 130) from None
     _conclude(report, scores)
 
 
 def requests_of_flood() -> tuple[PlannedRequest, ...]:
-    """The requests, always the same."""
+    """The requests of the burst; always the same, from a fixed seed."""
     rng = Random(7)
     return tuple(
         PlannedRequest(
@@ -103,14 +103,13 @@ def requests_of_flood() -> tuple[PlannedRequest, ...]:
 def _introduce(report: Report) -> None:
     count, (calm_s, flood_s, _) = len(requests_of_flood()), (phase[0] for phase in PHASES)
     for line in (
-        f"{count} requests come, most of them in the {flood_s:.0f} s after the first"
-        f" {calm_s:.0f}: more than the",
-        f"KV cache of {WORKERS} workers holds.",
-        "  recompute  makes some wait, and takes the cache of others, who are computed",
-        "             anew later",
+        f"{count} requests arrive, most of them in the {flood_s:.0f} s after the first"
+        f" {calm_s:.0f} s:",
+        f"more than the KV cache of {WORKERS} workers can hold.",
+        "  recompute  queues requests, and preempts others, whose KV is recomputed later",
         "  drop       merges the workers: each keeps a part of the layers, and the memory",
-        "             of the others becomes KV cache; after the flood they split again",
-        f"The model has {DEEP['num_hidden_layers']} layers and made-up weights. Iterations are",
+        "             of the other layers becomes KV cache; after the burst they split again",
+        f"The model has {DEEP['num_hidden_layers']} layers and random weights. Iterations are",
         f"padded to the times of an {DEVICE}: the figures are not those of this machine.",
     ):
         report.line(line, style="dim")
@@ -122,26 +121,26 @@ def _conclude(report: Report, scores: Sequence[Score]) -> None:
     report.console.print(scores_table(scores))
     report.console.print()
     if not all(score.completed for score in scores):
-        raise CommandError("a policy answered no request in time; is this machine busy?")
+        raise CommandError("a policy completed no request in time; this machine may be too busy")
     if any(score.failed for score in scores):
         report.warn(
-            "not every request was answered in time: this machine is too slow or too busy to keep"
-            " the pace, and the figures say little"
+            "some requests did not complete in time: this machine is too slow or too busy for the"
+            " pace, so the figures are unreliable"
         )
     else:
         report.line(conclusion(scores), style="bold")
     if not any(score.merged_epochs for score in scores):
         raise CommandError(
-            "no workers have merged, so this has shown nothing; is this machine busy?"
+            "no workers merged, so the demo shows no difference; this machine may be too busy"
         )
     report.line(
-        f"One flood for each, one after the other, PACED to {DEVICE}. To measure: tideserve bench"
+        f"A single burst per policy, PACED to {DEVICE}. For measurements, run: tideserve bench"
         " burst"
     )
 
 
 def _show_policy(policy: str, model_dir: Path, report: Report, scores: list[Score]) -> None:
-    """Start a cluster, flood and watch it, stop it. Appends to `scores`."""
+    """Start a cluster, send the burst, show the cluster and stop it. Appends to `scores`."""
     cluster = LocalCluster()
     options = OPTIONS | {"model": str(model_dir), "overload_policy": policy}
     try:
@@ -158,19 +157,19 @@ def _show_policy(policy: str, model_dir: Path, report: Report, scores: list[Scor
 
 @contextmanager
 def shown(report: Report) -> Iterator[Show]:
-    """The function that shows the view: in place on a terminal, else as a line now and then."""
+    """A function that shows the state: in place on a terminal, else a line every `LINE_S`."""
     if not report.fancy:
-        said_s = -LINE_S
+        printed_s = -LINE_S
 
-        def say(
+        def print_line(
             progress: FloodProgress, snapshot: ClusterSnapshot, scores: Sequence[Score]
         ) -> None:
-            nonlocal said_s
-            if progress.elapsed_s - said_s >= LINE_S:
-                said_s = progress.elapsed_s
+            nonlocal printed_s
+            if progress.elapsed_s - printed_s >= LINE_S:
+                printed_s = progress.elapsed_s
                 report.line(plain_line(progress, snapshot, scores[-1]))
 
-        yield say
+        yield print_line
         return
     with Live(console=report.console, auto_refresh=False, transient=True) as live:
         yield lambda progress, snapshot, scores: live.update(
@@ -179,7 +178,7 @@ def shown(report: Report) -> Iterator[Show]:
 
 
 async def watch(job: Job, admin_url: str, policy: str, scores: list[Score], show: Show) -> None:
-    """Send the requests and show the cluster until they ended and parameters are back."""
+    """Send the requests and show the cluster until all have ended and layers are restored."""
     client = LoadClient(job)
     score = Score(policy, len(job.requests))
     scores.append(score)
@@ -192,9 +191,9 @@ async def watch(job: Job, admin_url: str, policy: str, scores: list[Score], show
             await asyncio.sleep(FRAME_S)
             if not sending.done():
                 split_end_s = monotonic_s() + SPLIT_LIMIT_S
-            snapshot = await asyncio.to_thread(_look, admin_url, snapshot)
+            snapshot = await asyncio.to_thread(_poll, admin_url, snapshot)
             elapsed_s = monotonic_s() - started_s
-            due = sum(one.arrival_s + LEAD_S <= elapsed_s for one in job.requests)
+            due = sum(request.arrival_s + LEAD_S <= elapsed_s for request in job.requests)
             score.note(snapshot, client.records, elapsed_s)
             show(
                 FloodProgress(elapsed_s, due, snapshot.running, len(client.records)),
@@ -207,8 +206,8 @@ async def watch(job: Job, admin_url: str, policy: str, scores: list[Score], show
         await asyncio.gather(sending, return_exceptions=True)
 
 
-def _look(url: str, last: ClusterSnapshot) -> ClusterSnapshot:
-    """The cluster as it is now; the last view of it when it does not answer in time."""
+def _poll(url: str, last: ClusterSnapshot) -> ClusterSnapshot:
+    """The current state of the cluster, or `last` if the cluster does not answer in time."""
     try:
         return snapshot_of(read_status(url, None, STATUS_TIMEOUT_S))
     except CommandError:

@@ -1,4 +1,4 @@
-"""What the demo shows, read from a cluster's status and the client's records. Pure."""
+"""State of the demo, from a cluster's status and the client's records. Pure."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,7 +11,7 @@ from tideserve.sim.report import percentile
 
 @dataclass(frozen=True, slots=True)
 class ShownMemory:
-    """How a worker's device memory is divided; the rest is changing its purpose."""
+    """Partition of a worker's device memory; the rest is in transition."""
 
     worker_id: str
     arena_bytes: int
@@ -31,9 +31,9 @@ class ShownStage:
 
 @dataclass(frozen=True, slots=True)
 class ClusterSnapshot:
-    """A cluster at one moment: its workers, the stages of each group, what it decided last.
+    """A cluster at a point in time: its workers, the stages of each group, the last decision.
 
-    `kv_tokens`: how many tokens all groups have room for. `running` requests have KV cache.
+    `kv_tokens`: KV capacity of all groups in tokens. `running`: number of requests with KV cache.
     """
 
     workers: tuple[ShownMemory, ...] = ()
@@ -52,7 +52,7 @@ class ClusterSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class FloodProgress:
-    """How far the flood is: requests that are `due`, and of these `running`, `waiting`, `ended`."""
+    """Progress of the burst: requests `due`, and of these `running`, `waiting` and `ended`."""
 
     elapsed_s: float
     due: int
@@ -61,17 +61,16 @@ class FloodProgress:
 
     @property
     def waiting(self) -> int:
-        """Due requests that have no KV cache; the cluster and the client report apart."""
+        """Due requests without KV cache; clamped, because client and cluster report separately."""
         return max(0, self.due - self.running - self.ended)
 
 
 @dataclass(slots=True)
 class Score:
-    """How the requests fared under one policy so far. Times are None before a request has ended.
+    """Figures of a policy so far. Times are None before a request has ended.
 
-    A request that ended without a token counts with its waiting time. Otherwise the policy that
-    answers the fewest requests would look the fastest. `changes` are the changes of groups that
-    were seen.
+    A request that ended without a token counts with its waiting time; otherwise the policy that
+    completes the fewest requests would look the fastest. `changes`: observed changes of groups.
     """
 
     policy: str
@@ -90,13 +89,13 @@ class Score:
 
     @property
     def merges(self) -> int:
-        """Merged groups that were seen."""
+        """Number of observed merged groups."""
         return len(self.merged_epochs)
 
     def note(
         self, snapshot: ClusterSnapshot, records: Sequence[SentRequest], elapsed_s: float = 0.0
     ) -> None:
-        """Take over what is known now; `records` are those of the requests that have ended."""
+        """Update the figures; `records` are those of ended requests."""
         ttft_s = [_first_token_s(record) for record in records]
         answered = [record for record in records if record.outcome is RequestOutcome.COMPLETED]
         self.completed = len(answered)
@@ -117,7 +116,7 @@ class Score:
 
 
 def snapshot_of(status: Mapping[str, Any]) -> ClusterSnapshot:
-    """What a gateway's status shows; workers that do not tell their sizes yet are left out."""
+    """A snapshot from a gateway's status; omits workers that do not report their sizes yet."""
     rows = list(status.get("workers", []))
     known = {row["id"]: row for row in rows if row.get("shape") and row.get("arena_bytes")}
     groups: list[tuple[ShownStage, ...]] = []
@@ -132,7 +131,8 @@ def snapshot_of(status: Mapping[str, Any]) -> ClusterSnapshot:
         )
         groups.append(stages)
         members = [known[stage.worker_id] for stage in stages if stage.worker_id in known]
-        kv_tokens += min((one["kv_blocks_total"] * one["block_size"] for one in members), default=0)
+        capacities = (worker["kv_blocks_total"] * worker["block_size"] for worker in members)
+        kv_tokens += min(capacities, default=0)
         if len(stages) > 1:
             merged.add(int(row["epoch"]))
     decisions = status.get("decisions") or []
@@ -164,6 +164,6 @@ def _memory(row: Mapping[str, Any]) -> ShownMemory:
 def _decision(row: Mapping[str, Any]) -> str:
     sign = "<" if row["cause"] == "relief" else ">"
     return (
-        f"{decision_text(row)}: demand {row['demand_tokens']:,} + {row['forecast_tokens']:,} soon"
-        f" {sign} {row['threshold_tokens']:,} tokens of KV"
+        f"{decision_text(row)}: demand {row['demand_tokens']:,} + {row['forecast_tokens']:,}"
+        f" forecast {sign} {row['threshold_tokens']:,} tokens of KV"
     )

@@ -1,7 +1,7 @@
-"""The demo on the screen: bars of memory, groups, the last decision, the policies side by side.
+"""The demo's screen: bars of memory, groups, the last decision and a comparison of policies.
 
-Pure: from states to what `rich` draws, or to plain lines where there is no terminal. It fits on a
-terminal of 80 columns and 24 lines.
+Pure: converts states to `rich` renderables, or to plain lines without a terminal. Fits a terminal
+of 80 columns and 24 lines.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ NAME_CELLS = 10
 SIZES_CELLS = 36
 CHANGES_SHOWN = 3
 SAME_MIN = 0.9
-"""Figures of one run whose ratio is nearer to 1 than this count as equal."""
+"""Ratios between this and its inverse count as equal, because each policy runs once."""
 PARAMETERS, KV_USED, KV_FREE, CHANGING = (
     ("█", "blue"),
     ("▓", "yellow"),
@@ -32,7 +32,7 @@ LEGEND = ((PARAMETERS, "parameters"), (KV_USED, "KV in use"), (KV_FREE, "KV free
 def screen(
     title: str, progress: FloodProgress, snapshot: ClusterSnapshot, scores: Sequence[Score]
 ) -> Group:
-    """The whole view; the last of `scores` is that of the policy that runs."""
+    """The screen; the last of `scores` belongs to the running policy."""
     score = scores[-1]
     head = Text.assemble((score.policy, "bold"), f"  {progress.elapsed_s:.0f} s   ")
     head.append(title, "yellow")
@@ -44,14 +44,14 @@ def screen(
         *map(_WorkerLine, snapshot.workers),
         _row("groups", groups_text(snapshot.groups)),
         _row("changes", changes),
-        _row("decided", snapshot.decision or "nothing yet", wraps=True),
+        _row("decided", snapshot.decision or "none yet", wraps=True),
         Text(),
     ]
     return Group(*lines, scores_table(scores))
 
 
 class _WorkerLine:
-    """A bar as wide as the terminal allows, within bounds."""
+    """A worker's bar, whose width adapts to the terminal within bounds."""
 
     def __init__(self, worker: ShownMemory) -> None:
         self._worker = worker
@@ -79,63 +79,63 @@ def worker_line(worker: ShownMemory, cells: int) -> Text:
 
 
 def bar_cells(parts: Sequence[int], whole: int, cells: int) -> list[int]:
-    """Cells of each part, and of what is left of `whole`; together always `cells`.
+    """Cells of each part and of the rest of `whole`; their sum is always `cells`.
 
-    Parts may come from reports of different moments, so their sum may exceed the whole for a while.
+    The sum of the parts may exceed the whole for a while, because reports differ in time.
     """
     whole = max(whole, sum(parts), 1)
-    found, reached, drawn = [], 0, 0
+    counts, reached, drawn = [], 0, 0
     for part in parts:
         reached += part
         end = round(cells * reached / whole)
-        found.append(end - drawn)
+        counts.append(end - drawn)
         drawn = end
-    return [*found, cells - drawn]
+    return [*counts, cells - drawn]
 
 
 def requests_text(progress: FloodProgress, score: Score) -> str:
-    """Where the requests are."""
+    """Counts of requests by state."""
     return (
-        f"{progress.due} of {score.planned} sent: {progress.running} run,"
-        f" {progress.waiting} wait for memory, {score.completed} answered"
+        f"{progress.due} of {score.planned} sent: {progress.running} running,"
+        f" {progress.waiting} waiting for memory, {score.completed} completed"
     )
 
 
 def groups_text(groups: Sequence[Sequence[ShownStage]]) -> str:
-    """Groups separated by bars, the stages of a merged one joined by arrows."""
+    """Groups separated by bars; arrows join the stages of a merged group."""
     return "  |  ".join(_group_text(stages) for stages in groups) or "none"
 
 
 def scores_table(scores: Sequence[Score]) -> Table:
-    """One column for each policy."""
+    """The figures, with a column per policy."""
     table = Table(box=SIMPLE, header_style="bold", padding=(0, 2, 0, 0), show_edge=False)
     table.add_column("")
     for score in scores:
         table.add_column(score.policy, justify="right")
-    table.add_row("requests answered", *(f"{s.completed} of {s.planned}" for s in scores))
+    table.add_row("requests completed", *(f"{s.completed} of {s.planned}" for s in scores))
     if any(score.failed for score in scores):
         table.add_row("failed or too late", *(str(score.failed) for score in scores))
     table.add_row("time to first token, median", *(seconds_text(s.ttft_p50_s) for s in scores))
     table.add_row("time to first token, p99", *(seconds_text(s.ttft_p99_s) for s in scores))
     table.add_row("time per further token, median", *(millis_text(s.tpot_p50_s) for s in scores))
-    table.add_row("the whole flood took", *(seconds_text(s.took_s) for s in scores))
-    table.add_row("KV cache at most, tokens", *(f"{score.kv_tokens_max:,}" for score in scores))
-    table.add_row("preempted, to compute anew", *(str(score.preemptions) for score in scores))
+    table.add_row("duration of the burst", *(seconds_text(s.took_s) for s in scores))
+    table.add_row("largest KV cache, tokens", *(f"{score.kv_tokens_max:,}" for score in scores))
+    table.add_row("preemptions (recomputed)", *(str(score.preemptions) for score in scores))
     table.add_row("merges", *(str(score.merges) for score in scores))
     return table
 
 
 def outcome(score: Score) -> str:
-    """How the flood went under one policy, in a line."""
-    parts = [f"{score.policy}: {score.completed} of {score.planned} answered", *score.changes]
+    """A line about the burst under a policy."""
+    parts = [f"{score.policy}: {score.completed} of {score.planned} completed", *score.changes]
     return "; ".join(parts)
 
 
 def conclusion(scores: Sequence[Score]) -> str:
-    """The P99 wait of the last policy compared with that of the first, in a sentence."""
+    """A sentence that compares the P99 TTFT of the last policy with the first."""
     base, other = scores[0], scores[-1]
     if base.ttft_p99_s is None or other.ttft_p99_s is None:
-        return f"nothing to compare: {base.policy} or {other.policy} has no figures"
+        return f"no comparison: {base.policy} or {other.policy} has no figures"
     times_shorter = base.ttft_p99_s / max(other.ttft_p99_s, 1e-3)
     wait, policies = "The p99 wait for the first token is", (other.policy, base.policy)
     if SAME_MIN < times_shorter < 1 / SAME_MIN:
@@ -148,11 +148,12 @@ def conclusion(scores: Sequence[Score]) -> str:
 
 
 def plain_line(progress: FloodProgress, snapshot: ClusterSnapshot, score: Score) -> str:
-    """One line of progress where there is no terminal."""
+    """A line of progress for output without a terminal."""
     workers = ", ".join(
-        f"{one.worker_id} parameters {_share(one.parameter_bytes, one)}"
-        f" KV in use {_share(one.kv_used_bytes, one)} free {_share(one.kv_free_bytes, one)}"
-        for one in snapshot.workers
+        f"{worker.worker_id} parameters {_share(worker.parameter_bytes, worker)}"
+        f" KV in use {_share(worker.kv_used_bytes, worker)}"
+        f" free {_share(worker.kv_free_bytes, worker)}"
+        for worker in snapshot.workers
     )
     return (
         f"{score.policy} {progress.elapsed_s:.0f} s: {workers};"
@@ -162,12 +163,12 @@ def plain_line(progress: FloodProgress, snapshot: ClusterSnapshot, score: Score)
 
 
 def seconds_text(seconds: float | None) -> str:
-    """A latency for people."""
+    """A latency in seconds as text."""
     return "–" if seconds is None else f"{seconds:.2f} s"
 
 
 def millis_text(seconds: float | None) -> str:
-    """A short latency for people."""
+    """A latency in milliseconds as text."""
     return "–" if seconds is None else f"{1e3 * seconds:.0f} ms"
 
 
@@ -187,7 +188,9 @@ def _legend() -> Text:
 def _group_text(stages: Sequence[ShownStage]) -> str:
     if len(stages) == 1:
         return f"{stages[0].worker_id} (all layers)"
-    runs = (f"{one.worker_id} (layers {one.first_layer}-{one.end_layer - 1})" for one in stages)
+    runs = (
+        f"{stage.worker_id} (layers {stage.first_layer}-{stage.end_layer - 1})" for stage in stages
+    )
     return "merged: " + " → ".join(runs)
 
 

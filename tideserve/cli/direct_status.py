@@ -1,4 +1,4 @@
-"""The status of a cluster on this machine whose gateway is away, asked of all the others."""
+"""Status of a local cluster whose gateway is down, read from etcd and the other services."""
 
 import asyncio
 from typing import Any
@@ -16,26 +16,26 @@ from tideserve.cli.errors import unusable
 
 CONNECT_TIMEOUT_S = 4.0
 READ_TIMEOUT_S = 6.0
-NOBODY: dict[str, Any] = {"services": [], "etcd": {"version": None}, "workers": [], "groups": []}
+UNKNOWN: dict[str, Any] = {"services": [], "etcd": {"version": None}, "workers": [], "groups": []}
 
 
 def direct_status(folder: ClusterFolder) -> dict[str, Any]:
-    """What the gateway would tell, from etcd and from the services themselves.
+    """The status that the gateway would report, from etcd and the services themselves.
 
-    `errors` says so if etcd does not answer: then nothing else is known.
+    If etcd does not answer, only `errors` is filled.
 
     Raises:
-        CommandError: if the configuration of the gateway is not usable.
+        CommandError: if the configuration of the gateway is invalid.
     """
     with unusable(ConfigError):
         config = load_settings(GatewayConfig, folder.gateway_config, {}).config
         try:
             return asyncio.run(_ask(config))
         except (StoreError, TimeoutError):
-            return NOBODY | {
+            return UNKNOWN | {
                 "errors": [
-                    f"etcd at {config.etcd_url} does not answer, so nothing is known of workers and"
-                    " groups; see `tideserve logs etcd`"
+                    f"etcd at {config.etcd_url} does not answer, so the workers and groups are"
+                    " unknown; see `tideserve logs etcd`"
                 ]
             }
 

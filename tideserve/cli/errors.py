@@ -1,4 +1,4 @@
-"""Errors with which the `tideserve` command ends."""
+"""Errors that end the `tideserve` command."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,7 +8,7 @@ EXIT_UNUSABLE = 2
 
 
 class CommandError(Exception):
-    """Ends the command with one sentence on standard error, cause and remedy, and `exit_code`."""
+    """Ends the command with `exit_code` and a sentence of cause and remedy on standard error."""
 
     def __init__(self, sentence: str, exit_code: int = EXIT_FAILED) -> None:
         super().__init__(sentence)
@@ -16,16 +16,16 @@ class CommandError(Exception):
 
 
 class Unreachable(CommandError):
-    """Nobody answers there, or not to the end."""
+    """The server does not answer, or breaks off its answer."""
 
 
 class SystemUnavailable(Exception):
-    """A server cannot be installed, started or reached; the message is one sentence."""
+    """A server cannot be installed, started or reached; the message is a sentence."""
 
 
 @contextmanager
 def unusable(*kinds: type[Exception]) -> Iterator[None]:
-    """Errors of these kinds, which say what cannot be used and why, end the command."""
+    """Convert exceptions of these kinds into a CommandError with their message."""
     try:
         yield
     except kinds as error:

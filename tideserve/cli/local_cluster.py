@@ -1,4 +1,4 @@
-"""A cluster of `tideserve up` in a temporary folder, as the demo, benchmarks and tests start it."""
+"""A cluster of `tideserve up` in a temporary folder, for the demo, benchmarks and tests."""
 
 import contextlib
 import json
@@ -34,7 +34,7 @@ OWN_PORTS = range(20_000, 32_000)
 
 
 class ServerProcess:
-    """Started at once; `stop` ends it and everything in its session."""
+    """A running server; `stop` ends all processes of its session."""
 
     def __init__(
         self, command: Sequence[str], log_path: Path, environment: Mapping[str, str]
@@ -49,13 +49,13 @@ class ServerProcess:
                 env=dict(environment),
                 cwd=log_path.parent,
                 start_new_session=True,
-                # A server is started while no other thread of this process runs.
+                # Safe: no other thread of this process runs while a server is started.
                 preexec_fn=partial(die_with_parent, signal.SIGTERM),  # noqa: PLW1509
             )
 
     @property
     def pid(self) -> int:
-        """Its process id; that of a process below it is another."""
+        """Process id of the server, not of its children."""
         return self._process.pid
 
     def wait_until(self, ready: Callable[[], bool], timeout_s: float) -> None:
@@ -63,30 +63,34 @@ class ServerProcess:
         deadline_s = monotonic_s() + timeout_s
         while not ready():
             if self._process.poll() is not None:
-                raise SystemUnavailable(f"it ended with {self._process.returncode}: {self.tail()}")
+                raise SystemUnavailable(
+                    f"the server exited with {self._process.returncode}: {self.tail()}"
+                )
             if monotonic_s() > deadline_s:
-                raise SystemUnavailable(f"it is not ready after {timeout_s:.0f} s: {self.tail()}")
+                raise SystemUnavailable(
+                    f"the server is not ready after {timeout_s:.0f} s: {self.tail()}"
+                )
             try:
                 self._process.wait(POLL_S)
             except subprocess.TimeoutExpired:
                 continue
 
     def tail(self) -> str:
-        """The last lines of the log that are not empty."""
+        """The last non-empty lines of the log."""
         text = self._log_path.read_bytes()[-TAIL_BYTES:].decode("utf-8", "replace")
         lines = [line.strip() for line in text.splitlines() if line.strip()]
-        return " | ".join(lines[-3:]) or "it said nothing"
+        return " | ".join(lines[-3:]) or "its log is empty"
 
     def freeze(self) -> None:
-        """Suspend the whole session, so that it uses no processor."""
+        """Suspend all processes of the session (SIGSTOP)."""
         self._signal(signal.SIGSTOP)
 
     def thaw(self) -> None:
-        """Let it go on; no effect on a process that runs."""
+        """Resume suspended processes; no effect on running processes."""
         self._signal(signal.SIGCONT)
 
     def stop(self) -> None:
-        """Ask it to end, and kill what is left of its session after a while."""
+        """Send SIGTERM, and kill the session after STOP_TIMEOUT_S."""
         self.thaw()
         if self._process.poll() is None:
             self._process.send_signal(signal.SIGTERM)
@@ -111,10 +115,11 @@ class LocalCluster:
         self._process: ServerProcess | None = None
 
     def start(self, options: Mapping[str, Any], timeout_s: float) -> None:
-        """Start a cluster with these options of `tideserve up`; return once it is ready.
+        """Start a cluster with `options` of `tideserve up`; return once /ready succeeds.
 
         Raises:
-            SystemUnavailable: if it is not ready in time; the folder with the logs is kept.
+            SystemUnavailable: if the cluster is not ready in time; the folder with the logs is
+            kept.
         """
         port = free_port()
         self.url = f"http://127.0.0.1:{port}"
@@ -152,7 +157,7 @@ class LocalCluster:
 
     @property
     def admin_url(self) -> str:
-        """The operators' address: status and changes of groups."""
+        """URL of the admin port: status and changes of groups."""
         return str(self.state["admin_url"])
 
 

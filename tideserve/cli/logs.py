@@ -1,4 +1,4 @@
-"""`tideserve logs`: the services' logs, readable or raw, as they are and as they grow."""
+"""`tideserve logs`: prints or follows the logs of the services, formatted or raw."""
 
 import contextlib
 import heapq
@@ -15,18 +15,18 @@ from tideserve.cli.process import tail_lines
 
 FOLLOW_POLL_S = 0.25
 LEVEL_WIDTH = 7
-# To the millisecond: so many characters of a time in ISO 8601.
+# Characters of a time in ISO 8601 up to milliseconds.
 STAMP_CHARS = 23
-# The beginning of a line that a service wrote as text.
+# Start of a line in text format.
 TEXT_STAMP = re.compile(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3})Z [a-z]+ ")
 OWN_KEYS = frozenset({"time", "level", "logger", "message", "exception"})
-# etcd's logger names the same things otherwise.
+# Keys of etcd's logger, and their names in tideserve's logs.
 ETCD_KEYS = {"ts": "time", "msg": "message", "caller": "logger"}
 
 
 @dataclass(frozen=True, slots=True)
 class LogLine:
-    """A line and where it belongs in time; a line without a time follows its predecessor."""
+    """A line with its time; a line without a time has the time of its predecessor."""
 
     time: str
     name: str
@@ -34,7 +34,7 @@ class LogLine:
 
 
 def show_logs(folder: Path, service: str | None, count: int, follow: bool, raw: bool) -> None:
-    """Print the last `count` lines of one service or of all; Ctrl-C ends following.
+    """Print the last `count` lines of a service, or of all; Ctrl-C ends following.
 
     Raises:
         CommandError: if there are no logs of that name.
@@ -58,20 +58,20 @@ def log_paths(folder: Path, service: str | None) -> list[Path]:
     paths = sorted(folder.glob("*.log"))
     if not paths:
         raise CommandError(
-            f"there are no logs in {folder}; give the --port or the --cluster-dir of a cluster"
-            " that was started here"
+            f"there are no logs in {folder}; pass the --port or the --cluster-dir of a cluster on"
+            " this machine"
         )
     if service is None:
         return paths
     chosen = [path for path in paths if path.stem == service]
     if not chosen:
         names = ", ".join(path.stem for path in paths)
-        raise CommandError(f"there is no log of '{service}'; there are: {names}")
+        raise CommandError(f"there is no log of '{service}'; choose from {names}")
     return chosen
 
 
 class Reader:
-    """Reads one log, from its last lines on."""
+    """Reads a log from its last lines on."""
 
     def __init__(self, path: Path, raw: bool) -> None:
         self._path = path
@@ -86,10 +86,10 @@ class Reader:
         return [self._parsed(line) for line in tail_lines(self._path, count)] if count else []
 
     def fresh(self) -> list[LogLine]:
-        """Whole lines that were added since."""
+        """Complete lines appended since the last call."""
         with self._path.open("rb") as file:
             if file.seek(0, 2) < self._offset:
-                # The file was set aside and a new one begun.
+                # The log was rotated.
                 self._offset, self._rest = 0, b""
             file.seek(self._offset)
             added = file.read()
@@ -104,7 +104,7 @@ class Reader:
 
 
 def render(line: str) -> tuple[str, str]:
-    """Time of a line ("" if it tells none) and the line for people."""
+    """Time of a line ("" if it has none) and the formatted line."""
     try:
         row = json.loads(line)
     except ValueError:

@@ -1,4 +1,4 @@
-"""A port of /metrics for each process of a local cluster, and the file that tells Prometheus."""
+"""Ports of /metrics for the processes of a local cluster, and Prometheus' file of targets."""
 
 import json
 import socket
@@ -21,7 +21,7 @@ class MetricsPorts:
         return {name: self._hold() for name in names}
 
     def release(self) -> None:
-        """Release the ports; no effect if none is held."""
+        """Release all ports."""
         while self._held:
             self._held.pop().close()
 
@@ -32,9 +32,9 @@ class MetricsPorts:
 
 
 def targets_json(configs: Mapping[str, Mapping[str, Any]]) -> str:
-    """What Prometheus' file_sd_configs read, from the configurations of the processes by name.
+    """Targets for Prometheus' file_sd_configs; `configs`: configuration of each process by name.
 
-    Label `job` is the service, as in Kubernetes; `process` the name, such as worker-0.
+    Label `job` is the service, as in Kubernetes; `process` is the name, such as worker-0.
     """
     groups = [
         {
@@ -48,6 +48,6 @@ def targets_json(configs: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def _host_of(name: str, config: Mapping[str, Any]) -> str:
-    """Where this machine reaches the service's gRPC, on whose address its metrics are."""
+    """Host of the service's gRPC port, whose address also serves its metrics."""
     host = str(config.get("grpc_host" if name == "gateway" else "host", LOOPBACK))
     return LOOPBACK if host in ("0.0.0.0", "::") else host

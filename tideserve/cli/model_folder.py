@@ -1,6 +1,6 @@
-"""What a model folder must hold, and whether its files are still those that were written.
+"""Checks that a model folder is complete and undamaged.
 
-Standard library only, and cheap enough for every start: the weights are not read.
+Uses the standard library only and is fast enough for every start: weights are not read.
 """
 
 import json
@@ -15,14 +15,14 @@ DUMMY = "dummy"
 
 
 class ModelUnavailable(Exception):
-    """No model can be served from the argument; the text says why and what to do."""
+    """The model cannot be served; the message states cause and remedy."""
 
 
 def damaged_files(folder: Path, thorough: bool = False) -> list[str]:
-    """The names in `folder`'s manifest whose files are not what was written.
+    """Names of the files in `folder` that differ from its manifest.
 
-    Without a readable manifest the manifest itself is the damaged file. `thorough` hashes the
-    weights too; otherwise they are compared with the length that their own header gives.
+    A missing or unreadable manifest counts as the damaged file. `thorough` hashes the weights as
+    well; otherwise only their length is compared with their header.
     """
     try:
         entries = read_manifest(folder)
@@ -36,7 +36,7 @@ def damaged_files(folder: Path, thorough: bool = False) -> list[str]:
 def check_model_folder(folder: Path, load_format: str = "auto") -> None:
     """Raise `ModelUnavailable` unless `folder` can be served without running code from it.
 
-    `load_format` "dummy" makes up the weights, so none need to be there.
+    With `load_format` "dummy", the weights are random and no weight files are needed.
     """
     try:
         config = json.loads((folder / "config.json").read_text())
@@ -55,8 +55,8 @@ def check_model_folder(folder: Path, load_format: str = "auto") -> None:
         )
     if "auto_map" in config:
         raise ModelUnavailable(
-            f"{folder / 'config.json'} asks to run code that comes with the model (auto_map),"
-            " which tideserve never does. Choose a model whose architecture transformers knows."
+            f"{folder / 'config.json'} requires code of the model (auto_map), which tideserve never"
+            " runs. Choose a model whose architecture is part of transformers."
         )
     if not (folder / "tokenizer.json").is_file():
         raise ModelUnavailable(
@@ -65,7 +65,7 @@ def check_model_folder(folder: Path, load_format: str = "auto") -> None:
         )
     if load_format != DUMMY and not any(folder.glob("*.safetensors")):
         raise ModelUnavailable(
-            f"{folder} has no *.safetensors weights, the only format that is read."
+            f"{folder} has no *.safetensors weights, the only supported format."
             " Save the model once with transformers' save_pretrained and try again."
         )
 
@@ -80,7 +80,7 @@ def _is_intact(path: Path, digest: str, thorough: bool) -> bool:
 
 
 def _safetensors_size_bytes(path: Path) -> int:
-    """The length that a safetensors file's header says it has."""
+    """The length of a safetensors file according to its header."""
     header = read_header(path)
     ends = [entry["data_offsets"][1] for entry in header.tensors.values()]
     return header.length_bytes + max(ends, default=0)

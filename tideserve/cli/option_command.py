@@ -1,6 +1,6 @@
-"""Flags that are made from the fields of `ClusterOptions`, when a command that has them is used.
+"""Creates command-line flags from the fields of `ClusterOptions` when a command is used.
 
-Not before: the configurations of the services would be loaded for every `tideserve --help`.
+Creating the flags at import would load the configuration of all services for `tideserve --help`.
 """
 
 import inspect
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from services.common.setting import Setting
 
 NO_DEFAULT = ("none", "empty")
-FLAGS_OF_VLLM = "docs/vllm-flags.md lists what stands for each flag of vLLM."
+FLAGS_OF_VLLM = "docs/vllm-flags.md lists the equivalent of each flag of vLLM."
 
 
 @dataclass(frozen=True, slots=True)
 class Wording:
-    """A command's own words for an option, in place of the field's; `flag` is its name there."""
+    """Help, default and name of a flag that a command shows instead of the field's."""
 
     help: str | None = None
     default: str | None = None
@@ -31,9 +31,9 @@ class Wording:
 
 @dataclass(frozen=True, slots=True)
 class Flags:
-    """Which fields become flags of a command: those of `names`, or all that have a panel.
+    """Fields that become flags of a command: those in `names`, or all fields with a panel.
 
-    `wordings` are by the name of the field. With `panels` they are shown under their headings.
+    `wordings` is keyed by field. With `panels`, the help groups flags under their headings.
     """
 
     names: Sequence[str] = ()
@@ -42,22 +42,22 @@ class Flags:
 
 
 Narrowed = Callable[[TyperCommand, Sequence[str]], TyperCommand | None]
-"""Makes of a command and its arguments one with the help for just these; None: its own will do."""
+"""Returns a command whose help is specific to the arguments, or None for the general help."""
 
 
 def option_command(flags: Flags, narrowed: Narrowed | None = None) -> type[TyperCommand]:
-    """A class of commands that have these flags before their own.
+    """A class of commands that have `flags` before their own.
 
-    The command finds the values in `context.obj`, by the name of the field, None where not given.
-    With `narrowed`, its help may depend on its arguments.
+    `context.obj` maps each field to its value, None if the flag is absent. With `narrowed`, the
+    help may depend on the arguments.
     """
 
     class OptionCommand(TyperCommand):
         def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
             if narrowed is not None and not set(ctx.help_option_names).isdisjoint(args):
                 _complete(self, flags)
-                if (one := narrowed(self, args)) is not None:
-                    typer.echo(one.get_help(ctx))
+                if (command := narrowed(self, args)) is not None:
+                    typer.echo(command.get_help(ctx))
                     ctx.exit()
             try:
                 return super().parse_args(ctx, args)
@@ -78,13 +78,14 @@ def option_command(flags: Flags, narrowed: Narrowed | None = None) -> type[Typer
 
 
 def _complete(command: TyperCommand, flags: Flags) -> list[str]:
-    """Give the command its flags, unless it has them; returns their names."""
+    """Add the flags to a command unless it has them; returns their names."""
     from services.common.setting import settings_of
     from tideserve.cli.cluster_options import ClusterOptions
 
-    chosen = [one for one in settings_of(ClusterOptions).values() if _is_chosen(one, flags)]
-    names = [one.key for one in chosen]
-    if not {one.name for one in command.params} >= set(names):
+    options = settings_of(ClusterOptions).values()
+    chosen = [option for option in options if _is_chosen(option, flags)]
+    names = [option.key for option in chosen]
+    if not {parameter.name for parameter in command.params} >= set(names):
         command.params = [*_parameters(chosen, flags), *command.params]
     return names
 
@@ -94,12 +95,12 @@ def _is_chosen(option: "Setting", flags: Flags) -> bool:
 
 
 def _parameters(options: Sequence["Setting"], flags: Flags) -> list[Any]:
-    """What typer makes of a function that has these parameters."""
+    """The parameters that typer derives from a function with these options."""
 
     def function(**_: Any) -> None:
         """Never called; typer reads its signature."""
 
-    function.__annotations__ = {one.key: _annotation(one, flags) for one in options}
+    function.__annotations__ = {option.key: _annotation(option, flags) for option in options}
     function.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
         [
             inspect.Parameter(key, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=kind)
@@ -108,7 +109,8 @@ def _parameters(options: Sequence["Setting"], flags: Flags) -> list[Any]:
     )
     app = typer.Typer(add_completion=False)
     app.command()(function)
-    return [one for one in typer.main.get_command(app).params if one.name != "help"]
+    parameters = typer.main.get_command(app).params
+    return [parameter for parameter in parameters if parameter.name != "help"]
 
 
 def _annotation(option: "Setting", flags: Flags) -> Any:
@@ -124,7 +126,7 @@ def _annotation(option: "Setting", flags: Flags) -> Any:
         rich_help_panel=option.metadata.get("panel") if flags.panels else None,
         hidden="expert" in option.metadata,
     )
-    # Sizes, which have units, and names of enums are read with the rest of the configuration.
+    # Sizes (with units) and enum names stay text here; the configuration reader parses them.
     kinds = () if option.metadata.get("size") else option.kinds
     kind: Any = next((kind for kind in (int, float, Path) if kind in kinds), str)
     return Annotated[kind | None, info]

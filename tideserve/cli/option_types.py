@@ -1,4 +1,4 @@
-"""Options that several commands take."""
+"""Types of options that several commands share."""
 
 from pathlib import Path
 from typing import Annotated
@@ -8,10 +8,10 @@ import typer
 from tideserve.cli.default import DEFAULT_URL
 
 API_KEY_HELP = (
-    "API key of the cluster, if it has one. Prefer the environment variable: other users can"
+    "API key of the cluster, if required. Prefer the environment variable: other users can"
     " read command lines."
 )
-API_KEYS_HELP = "File of keys with owners and limits; `tideserve key new` makes it."
+API_KEYS_HELP = "File of API keys with owners and limits; `tideserve key new` creates it."
 CLUSTER_DIR_HELP = "Folder of logs and state."
 CLUSTER_DIR_DEFAULT = "clusters/PORT in the tideserve cache"
 
@@ -19,8 +19,8 @@ Url = Annotated[
     str,
     typer.Option(
         envvar="TIDESERVE_URL",
-        help="The gateway; needed when the cluster has another port or host.",
-        # `make serve` prints the address with /v1, as OpenAI clients need.
+        help="URL of the gateway; needed for another port or host.",
+        # `make serve` prints the URL with /v1, which OpenAI clients need.
         callback=lambda url: url.rstrip("/").removesuffix("/v1"),
         show_default=DEFAULT_URL,
     ),
@@ -33,7 +33,7 @@ AdminUrl = Annotated[
     str | None,
     typer.Option(
         envvar="TIDESERVE_ADMIN_URL",
-        help="The gateway's admin port, such as http://127.0.0.1:8001.",
+        help="URL of the gateway's admin port, such as http://127.0.0.1:8001.",
         show_default="from the folder of the local cluster at --url",
     ),
 ]
@@ -41,7 +41,7 @@ AdminKey = Annotated[
     str | None,
     typer.Option(
         envvar="TIDESERVE_ADMIN_KEY",
-        help="Admin key of the cluster, if it has one; better in the environment, where other users"
-        " do not see it.",
+        help="Admin key of the cluster, if required. Prefer the environment variable: other users"
+        " can read command lines.",
     ),
 ]

@@ -1,7 +1,7 @@
-"""Notice that the process which started us is gone or wants to stop, without its telling us.
+"""Detects that the parent process has ended or wants to stop.
 
-GNU make that alone receives SIGINT (`kill -INT <make>`) waits for its child without passing the
-signal on. It shows: inside the handler make has SIGINT blocked, as /proc/<pid>/status tells.
+A GNU make that receives SIGINT alone (`kill -INT <make>`) waits for its child without forwarding
+the signal. /proc/<pid>/status reveals this state: make blocks SIGINT inside its handler.
 """
 
 import os
@@ -13,15 +13,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 POLL_S = 0.5
-# A process that forks blocks its signals for a moment; make in its handler does so to the end.
-BLOCKED_LOOKS = 4
+# A forking process blocks signals only briefly; make in its handler blocks them to the end.
+BLOCKED_POLLS_MIN = 4
 SHELLS = frozenset({"sh", "bash", "dash", "ash", "ksh", "zsh"})
 MAKES = frozenset({"make", "gmake"})
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessStatus:
-    """What /proc tells about a process."""
+    """The state of a process, from /proc."""
 
     command: str
     state: str
@@ -41,7 +41,7 @@ def parse_status(text: str) -> ProcessStatus:
 
 
 def read_status(pid: int) -> ProcessStatus | None:
-    """Status of a living process; None once it is gone, a zombie included."""
+    """Status of a running process; None if it has ended or is a zombie."""
     try:
         status = parse_status(Path(f"/proc/{pid}/status").read_text())
     except (OSError, KeyError, ValueError):
@@ -50,13 +50,13 @@ def read_status(pid: int) -> ProcessStatus | None:
 
 
 class ParentWatch:
-    """Looks at the parent; if that is a shell which make started for one line, at make too."""
+    """Watches the parent and, if the parent is a shell of make's recipe, make as well."""
 
     def __init__(self) -> None:
-        """Take the present state as the normal one: a mask may have been inherited."""
+        """Record the current signal masks as normal, because a mask may be inherited."""
         self._parent_pid = os.getppid()
         self._blocked_at_start: dict[int, bool] = {}
-        self._blocked_looks: Counter[int] = Counter()
+        self._blocked_polls: Counter[int] = Counter()
         pid, status = self._parent_pid, read_status(self._parent_pid)
         while status is not None:
             self._blocked_at_start[pid] = status.sigint_blocked
@@ -68,7 +68,7 @@ class ParentWatch:
             pid, status = status.parent_pid, above
 
     def reason_to_stop(self) -> str | None:
-        """Why this process should stop, None while there is no reason; ask every `POLL_S`."""
+        """Why this process should stop, or None; call it every `POLL_S`."""
         if os.getppid() != self._parent_pid:
             return "the process that started this one has ended"
         for pid, blocked_at_start in self._blocked_at_start.items():
@@ -76,13 +76,13 @@ class ParentWatch:
             if status is None:
                 return f"the process {pid} that started this one has ended"
             blocked = status.sigint_blocked and not blocked_at_start
-            self._blocked_looks[pid] = self._blocked_looks[pid] + 1 if blocked else 0
-            if self._blocked_looks[pid] == BLOCKED_LOOKS:
+            self._blocked_polls[pid] = self._blocked_polls[pid] + 1 if blocked else 0
+            if self._blocked_polls[pid] == BLOCKED_POLLS_MIN:
                 return f"{status.command} was interrupted"
         return None
 
     def start(self, act: Callable[[str], None]) -> None:
-        """Poll in a daemon thread and call `act` once, there, with the reason."""
+        """Poll in a daemon thread, which calls `act` once with the reason."""
 
         def poll() -> None:
             pause = threading.Event()

@@ -1,4 +1,4 @@
-"""`tideserve plan`: which groups would merge for a demand, without doing it."""
+"""`tideserve plan`: shows which groups would merge for a demand, without merging them."""
 
 import json
 from collections.abc import Mapping
@@ -23,7 +23,7 @@ from tideserve.cli.status import read_status, size_text
 
 ROWS_MAX = 20
 # Qwen2.5-14B in bfloat16 on 80 GB devices, eight to a host, eight hosts to a rack.
-MADE_UP_SHAPE = ModelShape(
+EXAMPLE_SHAPE = ModelShape(
     num_layers=48,
     layer_bytes=551_000_000,
     embedding_bytes=1_557_000_000,
@@ -33,13 +33,13 @@ MADE_UP_SHAPE = ModelShape(
     layer_cost=551.0,
     head_cost=1557.0,
 )
-MADE_UP_ARENA_BYTES = 72 << 30
-MADE_UP_MODEL = "made-up-14B"
+EXAMPLE_ARENA_BYTES = 72 << 30
+EXAMPLE_MODEL = "example-14B"
 
 
 @dataclass(frozen=True, slots=True)
 class PlanInput:
-    """What is planned for: groups, sizes of each model, memory of each worker."""
+    """Input of the planner: groups, sizes of each model, memory of each worker."""
 
     groups: list[PlanGroup]
     shapes: dict[str, ModelShape]
@@ -48,7 +48,7 @@ class PlanInput:
 
 @dataclass(frozen=True, slots=True)
 class PlannedMerges:
-    """A plan and the processor time that it and the division of layers took."""
+    """A plan, with the CPU time of planning and of splitting the layers."""
 
     plan: DropPlan
     targets: tuple[Target, ...]
@@ -57,13 +57,13 @@ class PlannedMerges:
 
 
 def show_plan(demand: str, url: str, key: str | None, instances: int | None, as_json: bool) -> None:
-    """Plan for a running cluster, or a made-up one, and print the result. Raises CommandError."""
+    """Plan for a running or an example cluster and print the plan. Raises CommandError."""
     try:
         needed_bytes = parse_size_bytes(demand)
     except ConfigError as error:
         raise CommandError(f"--demand: {error}", EXIT_UNUSABLE) from error
     if instances is not None:
-        cluster = made_up_cluster(instances)
+        cluster = example_cluster(instances)
     else:
         cluster = cluster_of(read_status(url, key))
     planned = plan_for(cluster, needed_bytes)
@@ -77,19 +77,19 @@ def show_plan(demand: str, url: str, key: str | None, instances: int | None, as_
         console.print(line, soft_wrap=True)
 
 
-def made_up_cluster(instances: int) -> PlanInput:
+def example_cluster(instances: int) -> PlanInput:
     """As many groups of one, with running KV of any size."""
     rng = Random(0)
-    key = MergeKey(MADE_UP_MODEL)
+    key = MergeKey(EXAMPLE_MODEL)
     groups, arena_bytes = [], {}
     for number in range(instances):
         name = f"worker-{number}"
         location = (f"rack-{number // 64}", f"host-{number // 8}")
-        members = (PlanMember(name, 0, MADE_UP_SHAPE.num_layers),)
-        kv_bytes = rng.randrange(MADE_UP_ARENA_BYTES // 2)
+        members = (PlanMember(name, 0, EXAMPLE_SHAPE.num_layers),)
+        kv_bytes = rng.randrange(EXAMPLE_ARENA_BYTES // 2)
         groups.append(PlanGroup(f"group-{name}", key, members, location, kv_bytes))
-        arena_bytes[name] = MADE_UP_ARENA_BYTES
-    return PlanInput(groups, {MADE_UP_MODEL: MADE_UP_SHAPE}, arena_bytes)
+        arena_bytes[name] = EXAMPLE_ARENA_BYTES
+    return PlanInput(groups, {EXAMPLE_MODEL: EXAMPLE_SHAPE}, arena_bytes)
 
 
 def cluster_of(status: Mapping[str, Any]) -> PlanInput:
@@ -100,25 +100,25 @@ def cluster_of(status: Mapping[str, Any]) -> PlanInput:
     arena_bytes: dict[str, int] = {}
     for row in status.get("groups", []):
         rows = [workers.get(name) for name in row["members"]]
-        known = [one for one in rows if one is not None and one.get("shape")]
+        known = [row for row in rows if row is not None and row.get("shape")]
         if not known or len(known) < len(rows):
             continue
         shape = shapes.setdefault(row["model"], ModelShape(**known[0]["shape"]))
         layers = row.get("layers") or [[0, shape.num_layers]]
         if len(layers) != len(known):
             continue
-        members = tuple(PlanMember(one["id"], *run) for one, run in zip(known, layers, strict=True))
-        arena_bytes |= {one["id"]: one["arena_bytes"] for one in known}
-        locations, used_bytes = [(one["host"],) for one in known], map(_used_bytes, known)
+        members = tuple(PlanMember(row["id"], *run) for row, run in zip(known, layers, strict=True))
+        arena_bytes |= {row["id"]: row["arena_bytes"] for row in known}
+        locations, used_bytes = [(row["host"],) for row in known], map(_used_bytes, known)
         key = MergeKey(row["model"])
         groups.append(plan_group(row["id"], key, members, locations, used_bytes))
     if not groups:
-        raise CommandError("no group of the cluster tells its sizes; wait until its workers serve")
+        raise CommandError("no group reports the sizes of its model; wait until its workers serve")
     return PlanInput(groups, shapes, arena_bytes)
 
 
 def plan_for(cluster: PlanInput, needed_bytes: int) -> PlannedMerges:
-    """Plan, and divide the layers of what merges. Raises CommandError."""
+    """Plan merges and split their layers among the members. Raises CommandError."""
     with collector_paused():
         started_s = cpu_s()
         plan = plan_drop(cluster.groups, cluster.shapes, needed_bytes)
@@ -131,7 +131,7 @@ def plan_for(cluster: PlanInput, needed_bytes: int) -> PlannedMerges:
 
 
 def merges_table(planned: PlannedMerges) -> Table:
-    """One row for each group that would come about, at most `ROWS_MAX`."""
+    """A row for each merged group, at most `ROWS_MAX`."""
     table = Table(title="Merges", title_justify="left", title_style="bold", box=SIMPLE)
     for name in ("groups", "members", "layers"):
         table.add_column(name, overflow="fold")
@@ -150,31 +150,31 @@ def merges_table(planned: PlannedMerges) -> Table:
 
 
 def summary(planned: PlannedMerges, cluster: PlanInput) -> list[str]:
-    """Sentences below the table: what the plan frees, and how long planning took."""
+    """Sentences below the table: the memory that the plan frees, and the planning time."""
     plan, lines = planned.plan, []
     if len(planned.targets) > ROWS_MAX:
         lines.append(f"… and {len(planned.targets) - ROWS_MAX:,} more (--json shows all)")
     freed, needed = size_text(plan.freed_bytes), size_text(plan.needed_bytes)
     groups = f"{len(cluster.groups):,} group" + "s" * (len(cluster.groups) != 1)
     if plan.sufficient:
-        lines.append(f"frees {freed}, which suffices: {needed} are needed")
+        lines.append(f"frees {freed}, which is enough: {needed} are needed")
     elif planned.targets:
         lines.append(
             f"[yellow]! frees {freed}, but {needed} are needed, and no plan frees more;"
             " add workers[/]"
         )
     else:
-        lines.append(f"[yellow]! nothing can merge: there is no partner left among {groups}[/]")
-    took = f"planned for {groups} in {planned.plan_s * 1e3:.1f} ms of processor time"
+        lines.append(f"[yellow]! no groups can merge: no partner is left among {groups}[/]")
+    took = f"planned for {groups} in {planned.plan_s * 1e3:.1f} ms of CPU time"
     if planned.targets:
         merges = f"{len(planned.targets):,} merge" + "s" * (len(planned.targets) != 1)
-        took += f"; layers of {merges} divided in {planned.split_s * 1e3:.1f} ms"
+        took += f"; layers of {merges} split in {planned.split_s * 1e3:.1f} ms"
     lines.append(took)
     return lines
 
 
 def result_of(planned: PlannedMerges, cluster: PlanInput) -> dict[str, Any]:
-    """What is printed as JSON."""
+    """The plan as JSON."""
     plan = planned.plan
     return {
         "needed_bytes": plan.needed_bytes,
@@ -197,7 +197,7 @@ def result_of(planned: PlannedMerges, cluster: PlanInput) -> dict[str, Any]:
 
 
 def _used_bytes(worker: Mapping[str, Any]) -> int:
-    """KV in use, of the whole model."""
+    """Bytes of KV in use, over all layers of the model."""
     shape = worker["shape"]
     tokens = (worker["kv_blocks_total"] - worker["kv_blocks_free"]) * worker["block_size"]
     used: int = tokens * shape["num_layers"] * shape["kv_bytes"]

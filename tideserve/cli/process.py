@@ -1,6 +1,7 @@
-"""The processes of a cluster: start, watch, stop. Not thread-safe: main thread only.
+"""Starts, watches and stops the processes of a cluster. Main thread only.
 
-The main thread, because children ask the kernel to die with the thread that started them.
+Children request SIGKILL at the end of the thread that started them, so that must be the main
+thread.
 """
 
 import contextlib
@@ -19,8 +20,8 @@ from services.common.logging import JsonFormatter
 from services.common.settings import PREFIX
 
 TAIL_BYTES = 64 * 2**10
-# Secrets of the operator: a service reads those that it needs from its configuration, and models
-# are downloaded before any child starts.
+# Secrets of the operator. Services read their secrets from the configuration, and models are
+# downloaded before any child starts.
 NOT_INHERITED = frozenset(
     {
         "TIDESERVE_API_KEY",
@@ -36,7 +37,7 @@ SUPERVISOR = "tideserve.up"
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """How a process is started, any number of times."""
+    """The command and environment that start (and restart) a process."""
 
     name: str
     command: Sequence[str]
@@ -48,9 +49,9 @@ class Program:
 
 @dataclass(slots=True)
 class ServiceProcess:
-    """A process of the cluster, with a session of its own, so that no terminal signal reaches it.
+    """A process of the cluster, in its own session, so that no signal of the terminal reaches it.
 
-    Whatever it started in that session is killed as soon as it has died.
+    When the process has died, the rest of its session is killed.
     """
 
     program: Program
@@ -72,7 +73,7 @@ class ServiceProcess:
         """Start the process; its output is appended to its log.
 
         Raises:
-            OSError: if the program cannot be executed or the log not be written.
+            OSError: if the program cannot be executed or the log cannot be written.
         """
         program = self.program
         with program.log_path.open("ab") as log:
@@ -89,11 +90,11 @@ class ServiceProcess:
         self._kill_at_s = None
 
     def poll(self) -> int | None:
-        """The return code, once, when the process has died; None while it runs or never ran."""
+        """The exit code, returned once after the process has died; None otherwise."""
         if self._popen is None:
             return None
         pid = self._popen.pid
-        # Without reaping: as long as the zombie is there, nobody else can have its group's id.
+        # Do not reap yet: while the zombie exists, its group id cannot be reused.
         if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
             return None
         _kill_group(pid, signal.SIGKILL)
@@ -102,14 +103,14 @@ class ServiceProcess:
         return return_code
 
     def ask_to_stop(self) -> None:
-        """Send SIGTERM to the process, which drains; `press` kills it when its grace is over."""
+        """Send SIGTERM, so that the process drains; `enforce` kills it after its grace period."""
         if self._popen is not None and self._kill_at_s is None:
-            # Not Popen.send_signal: it may reap the process behind `poll`'s back.
+            # Not Popen.send_signal, which may reap the process before `poll` does.
             os.kill(self._popen.pid, signal.SIGTERM)
             self._kill_at_s = monotonic_s() + self.program.stop_grace_s
 
-    def press(self, hurry: bool) -> bool:
-        """Kill the process if its grace is over or `hurry`; returns whether that was needed now."""
+    def enforce(self, hurry: bool) -> bool:
+        """Kill a stopping process after its grace period, or at once if `hurry`; True if killed."""
         if self._popen is None or self._kill_at_s is None:
             return False
         if self._kill_at_s == KILLED or (not hurry and monotonic_s() < self._kill_at_s):
@@ -119,13 +120,13 @@ class ServiceProcess:
         return True
 
     def note(self, message: str) -> None:
-        """Add a warning to its log: what it could not say itself. A disk may be full."""
+        """Append a warning to the log of the process; ignored if the disk is full."""
         line = logging.LogRecord(SUPERVISOR, logging.WARNING, "", 0, message, None, None)
         with contextlib.suppress(OSError), self.program.log_path.open("a") as log:
             log.write(JsonFormatter().format(line) + "\n")
 
     def last_lines(self, count: int) -> list[str]:
-        """The last lines that the process wrote since it was started last."""
+        """The last lines of the process since its latest start."""
         return tail_lines(self.program.log_path, count, self._log_start)
 
 
@@ -133,16 +134,16 @@ def _kill_group(pid: int, number: signal.Signals) -> None:
     try:
         os.killpg(pid, number)
     except ProcessLookupError:
-        # Between fork and setsid, or everything in it is gone.
+        # The child is between fork and setsid, or the whole group has ended.
         return
 
 
 def tail_lines(path: Path, count: int, start: int = 0) -> list[str]:
-    """The last `count` lines of the file from offset `start` on; none if there is no file."""
+    """The last `count` lines of a file after offset `start`; empty without a file."""
     try:
         with path.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
-            # A log that was emptied meanwhile is shorter than where the process began in it.
+            # A log that was truncated in the meantime is shorter than `start`.
             file.seek(max(start if start <= size else 0, size - TAIL_BYTES, 0))
             text = file.read().decode(errors="replace")
     except OSError:
@@ -151,7 +152,7 @@ def tail_lines(path: Path, count: int, start: int = 0) -> list[str]:
 
 
 def child_environment(extra: Mapping[str, str]) -> dict[str, str]:
-    """The environment of a service: imports work in any folder, without the current one."""
+    """The environment of a service, in which imports do not depend on the current folder."""
     roots = []
     for package in ("services", "tideserve"):
         spec = find_spec(package)
@@ -159,7 +160,7 @@ def child_environment(extra: Mapping[str, str]) -> dict[str, str]:
             roots.append(str(Path(next(iter(spec.submodule_search_locations))).parent.absolute()))
     inherited = os.environ.get("PYTHONPATH")
     paths = dict.fromkeys(roots + ([inherited] if inherited else []))
-    # Variables that are meant for one service would reach all of them and override their files.
+    # TIDESERVE_ variables would reach all services and override their configuration files.
     kept = {
         key: value
         for key, value in os.environ.items()
@@ -175,7 +176,7 @@ def child_environment(extra: Mapping[str, str]) -> dict[str, str]:
 
 
 def service_command(module: str, config: Path) -> list[str]:
-    """How a service is started so that it ends with this process."""
+    """The command of a service that ends with this process."""
     return [
         *(sys.executable, "-m", module, "--config", str(config)),
         *("--with-parent", str(os.getpid())),

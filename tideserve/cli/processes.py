@@ -1,4 +1,4 @@
-"""The processes that `tideserve up` keeps alive, beside those that live and are registered."""
+"""Compares the processes of a cluster with those that run and are registered."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
@@ -13,16 +13,15 @@ def process_faults(
     registered: Collection[str] | None = None,
     lives: Callable[[int], bool] = psutil.pid_exists,
 ) -> list[str]:
-    """A sentence for each process of a cluster on this machine that is not as it should be.
+    """A sentence for each process of a local cluster that is dead or not registered.
 
-    `state`: as `tideserve up` writes it to cluster.json. `registered`: ids of the workers that the
-    cluster knows of, None if that cannot be told.
+    `state`: contents of cluster.json. `registered`: ids of the registered workers, None if unknown.
     """
     supervisor = int(state.get("pid", -1))
     if not lives(supervisor):
         return [
-            f"the `tideserve up` that started this cluster (process {supervisor}) is gone, and its"
-            " processes with it; start it again"
+            f"the `tideserve up` that started this cluster (process {supervisor}) has ended with"
+            " all its processes; start it again"
         ]
     return list(_faults(state, registered, lives))
 
@@ -34,9 +33,9 @@ def _faults(
     for name in state.get("programs", pids):
         pid = pids.get(name)
         if pid is None or not lives(pid):
-            yield f"{name} is dead; `tideserve up` starts it again, see `tideserve logs {name}`"
+            yield f"{name} is dead; `tideserve up` will restart it; see `tideserve logs {name}`"
         elif registered is not None and is_worker(name) and name not in registered:
             yield (
-                f"{name} (process {pid}) runs and is not registered: it loads the model, or does"
-                f" not reach etcd; wait, or see `tideserve logs {name}`"
+                f"{name} (process {pid}) runs but is not registered: it is loading the model or"
+                f" cannot reach etcd; wait, or see `tideserve logs {name}`"
             )

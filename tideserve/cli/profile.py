@@ -1,4 +1,4 @@
-"""`tideserve profile`: have a worker's model runner measured in a process of its own."""
+"""`tideserve profile`: measures a worker's model runner in a separate process."""
 
 import json
 import subprocess
@@ -22,11 +22,11 @@ from tideserve.cli.report import Report
 EXIT_INTERRUPTED = 130
 STOP_GRACE_S = 5.0
 GPU_BATCHES = {"max_batch_tokens": 4096, "max_running": 256}
-"""The largest batches measured on a GPU: workers there are given more than their default."""
+"""The largest batches measured on a GPU, where workers are often configured above the defaults."""
 
 
 def run_profile(flags: Mapping[str, Any], quick: bool, as_json: bool) -> None:
-    """Profile, store and print. Raises CommandError."""
+    """Profile a model, store the profile and print it. Raises CommandError."""
     report = Report(sys.stderr if as_json else sys.stdout)
     with unusable(ConfigError, ModelUnavailable):
         options = read_options(None, flags)
@@ -55,7 +55,7 @@ def run_profile(flags: Mapping[str, Any], quick: bool, as_json: bool) -> None:
 
 
 def measure(config: Mapping[str, Any], options: ClusterOptions, report: Report) -> dict[str, Any]:
-    """Run the profiling process to its end; returns its result. Raises CommandError."""
+    """Run the profiling process; returns its result. Raises CommandError."""
     environment = child_environment({"OMP_NUM_THREADS": str(options.threads_per_worker)})
     process = subprocess.Popen(
         [sys.executable, "-m", "services.worker.engine.profile"],
@@ -78,7 +78,7 @@ def measure(config: Mapping[str, Any], options: ClusterOptions, report: Report) 
                     raise CommandError(str(value), EXIT_UNUSABLE)
         raise CommandError(f"the profiling process ended with code {process.wait()}; see above")
     except KeyboardInterrupt:
-        raise CommandError("stopped; nothing was stored", EXIT_INTERRUPTED) from None
+        raise CommandError("stopped; no profile was stored", EXIT_INTERRUPTED) from None
     finally:
         process.kill()
         process.wait(STOP_GRACE_S)
@@ -91,7 +91,7 @@ def _messages(stream: IO[str]) -> Iterator[tuple[str, Any]]:
 
 
 def show(result: Mapping[str, Any], console: Console) -> None:
-    """Print coefficients and errors for people."""
+    """Print the coefficients and errors as tables."""
     cost = result["profile"]["cost"]
     console.print("cost of a chunk of c tokens after p: α(p·c + (c²+c)/2) + β·c + γ + κ·p")
     if cost["mu_s"]:
@@ -101,8 +101,8 @@ def show(result: Mapping[str, Any], console: Console) -> None:
     for column in ("microseconds", "α a pair", "β a token", "γ a chunk", "κ a prefix token", "λ"):
         table.add_column(column, justify="left" if column == "microseconds" else "right")
     decode = cost.get("decode")
-    everything = [cost[key] for key in ("alpha_s", "beta_s", "gamma_s", "kappa_s", "lambda_s")]
-    table.add_row("prefill" if decode else "all", *map(_microseconds, everything))
+    coefficients = [cost[key] for key in ("alpha_s", "beta_s", "gamma_s", "kappa_s", "lambda_s")]
+    table.add_row("prefill" if decode else "all", *map(_microseconds, coefficients))
     if decode:
         own = [decode[key] for key in ("alpha_s", "beta_s", "gamma_s")]
         table.add_row("decode", *map(_microseconds, own), "", "")
@@ -120,20 +120,20 @@ def show(result: Mapping[str, Any], console: Console) -> None:
     console.print(table)
     verdict = "[green]met[/]" if result["passed"] else "[yellow]not met[/]"
     console.print(
-        f"Medians of {result['rounds']} interleaved repeats. The machine differs from itself by"
-        f" {_percent(result['noise'])}; wanted is an error of at most"
-        f" {_percent(result['error_max'])} (5 %, or 1.5 × that noise): {verdict}.",
+        f"Medians of {result['rounds']} interleaved repeats. Noise of repeated measurements:"
+        f" {_percent(result['noise'])}. Target: an error of at most"
+        f" {_percent(result['error_max'])} (5 %, or 1.5 × the noise): {verdict}.",
         soft_wrap=True,
     )
     if not result["quiet"]:
         console.print(
-            "[yellow]! Something else kept the machine busy, so these figures mean little;"
-            " repeat it in a quiet moment.[/]",
+            "[yellow]! Other processes kept the machine busy, so these figures are unreliable;"
+            " repeat the run on an idle machine.[/]",
             soft_wrap=True,
         )
     console.print(
-        f"Stored in {result['path']} after {result['took_s']:.0f} s; workers of this model,"
-        " device, dtype and number of threads load it.",
+        f"Stored in {result['path']} after {result['took_s']:.0f} s; workers with this model,"
+        " device, dtype and number of threads will load it.",
         soft_wrap=True,
     )
 

@@ -1,6 +1,6 @@
-"""What a command tells a person: a spinner and colours on a terminal, plain lines elsewhere.
+"""Output of commands: a spinner and colours on a terminal, plain lines elsewhere.
 
-Writing never fails: a cluster must drain although the terminal, or the reader of a pipe, is gone.
+Writing never fails: a cluster must drain even if the terminal or the reader of a pipe is gone.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ REPEAT_S = 10.0
 
 
 class DeafStream:
-    """A text stream that drops what it cannot write."""
+    """A text stream that drops text it cannot write."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -33,7 +33,7 @@ class DeafStream:
         return len(text)
 
     def flush(self) -> None:
-        """Flush or drop what is buffered."""
+        """Flush or drop the buffer."""
         with self._dropping():
             self._stream.flush()
 
@@ -42,7 +42,7 @@ class DeafStream:
         return self._stream.isatty()
 
     def fileno(self) -> int:
-        """The descriptor below."""
+        """The file descriptor of the wrapped stream."""
         return self._stream.fileno()
 
     @contextlib.contextmanager
@@ -50,7 +50,8 @@ class DeafStream:
         try:
             yield
         except OSError:
-            # Else the interpreter tries once more at its exit, and calls that a failure.
+            # Redirect to null: otherwise the interpreter flushes again at exit and reports an
+            # error.
             with contextlib.suppress(OSError):
                 null = os.open(os.devnull, os.O_WRONLY)
                 os.dup2(null, self._stream.fileno())
@@ -63,39 +64,39 @@ class Report:
     def __init__(self, stream: TextIO | None = None) -> None:
         self.console = Console(file=DeafStream(stream or sys.stdout), highlight=False)  # type: ignore[arg-type]
         self._status: Status | None = None
-        self._said = ""
-        self._said_s = 0.0
+        self._last_line = ""
+        self._last_line_s = 0.0
 
     @property
     def fancy(self) -> bool:
-        """Whether a person watches on a terminal."""
+        """Whether the output is a terminal."""
         return self.console.is_terminal
 
     def line(self, text: str, style: str = "") -> None:
-        """Print a line; it is never wrapped, so that it can be copied and searched."""
+        """Print a line without wrapping, so that it can be copied and searched."""
         self.console.print(escape(text), style=style, soft_wrap=True)
 
     def warn(self, text: str) -> None:
-        """Print a line that asks for attention."""
+        """Print a warning."""
         self.line(f"! {text}" if self.fancy else f"warning: {text}", style="yellow")
 
     def doing(self, text: str, progress: str = "") -> None:
-        """Say what the present step waits for; elsewhere than on a terminal not too often.
+        """Show what the current step waits for; off a terminal, at most every REPEAT_S.
 
-        `progress` is told with it, but is by itself no reason to say it again.
+        A change of `progress` alone does not print the line again.
         """
         shown = f"{text} ({progress})" if progress else text
         if self._status is not None:
             self._status.update(escape(shown))
-        elif text != self._said or monotonic_s() - self._said_s > REPEAT_S:
-            self._said, self._said_s = text, monotonic_s()
+        elif text != self._last_line or monotonic_s() - self._last_line_s > REPEAT_S:
+            self._last_line, self._last_line_s = text, monotonic_s()
             self.line(f"  {shown}")
 
     @contextlib.contextmanager
     def step(self, title: str, stopped: Callable[[], bool] = lambda: False) -> Iterator[None]:
-        """Show that a step runs, and how long it took if it was long.
+        """Show a running step, and its duration if it was slow.
 
-        `stopped` says at its end whether somebody has cut it short.
+        `stopped` is called at the end and returns whether the step was cut short.
         """
         started_s = monotonic_s()
         if self.fancy:
@@ -118,9 +119,9 @@ class Report:
             self.line(f"  done{took}")
 
     def box(self, title: str, rows: list[tuple[str, str]]) -> None:
-        """Print the rows between two rules; without bars at the sides, commands can be copied.
+        """Print the rows between two rules, without side bars, so that commands can be copied.
 
-        All in one write: whoever waits for the title in a log finds the rows there, too.
+        Written at once: a reader of the log that waits for the title sees the rows, too.
         """
         width = max(len(name) for name, _ in rows)
         with self.console:

@@ -1,4 +1,4 @@
-"""The configuration of each service, derived from the options of a cluster. Pure."""
+"""Derives the configuration of each service from the options of a cluster. Pure."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -12,7 +12,7 @@ from tideserve.cli.cluster_options import CONFIGS, ClusterOptions, with_absolute
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """What `up` settles before it writes the configurations."""
+    """Paths, ports and names that `up` chooses before it writes the configurations."""
 
     model_dir: Path
     model_name: str
@@ -31,14 +31,15 @@ def worker_names(count: int) -> list[str]:
 
 
 def is_worker(name: str) -> bool:
-    """Whether the process called so is a worker."""
+    """Whether the process named `name` is a worker."""
     return name.startswith("worker-")
 
 
 def service_configs(options: ClusterOptions, placement: Placement) -> dict[str, dict[str, Any]]:
-    """Configuration of every process by its name, in the order in which they are started.
+    """Configuration of every process by name, in start order.
 
-    Keys whose option is None are left out: the service has its default. A section's keys win.
+    Keys whose option is None are omitted, so the service uses its default. Keys of a section
+    override derived keys.
     """
     model = {"model_name": placement.model_name, "model_dir": str(placement.model_dir)}
     ports = placement.metrics_ports
@@ -78,7 +79,7 @@ def service_configs(options: ClusterOptions, placement: Placement) -> dict[str, 
 
 
 def _passed_on(options: ClusterOptions, service: str) -> dict[str, Any]:
-    """What of the options is an option of the service."""
+    """Options that the service takes under the same or another name."""
     passed = {}
     for option in settings_of(ClusterOptions).values():
         services, key = option.metadata.get("passed_to", ((), ""))

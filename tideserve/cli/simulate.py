@@ -1,4 +1,4 @@
-"""`tideserve simulate`: run a simulation, show its figures, write them."""
+"""`tideserve simulate`: runs a simulation, prints its figures and writes them as JSON."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -18,7 +18,7 @@ from tideserve.sim.report import Outcomes, figures
 
 
 def check_writable(path: Path | None) -> None:
-    """Make sure, before the work, that a file can be written. Raises CommandError."""
+    """Check before a long run that a file can be written. Raises CommandError."""
     if path is None:
         return
     existed = path.exists()
@@ -36,47 +36,50 @@ LATENCIES = (
     ("end to end", "e2e_s"),
 )
 CLASS_FIGURES: tuple[tuple[str, Callable[[Mapping[str, Any]], float | None]], ...] = (
-    ("processed tokens", lambda found: found["processed_tokens_per_s"]),
-    ("online P99 TTFT", lambda found: found["classes"]["online"]["ttft_s"]["p99"]),
-    ("P99 gap", lambda found: found["classes"]["online"]["inter_token_s"]["p99"]),
-    ("median gap", lambda found: found["classes"]["online"]["inter_token_s"]["p50"]),
+    ("processed tokens", lambda figures: figures["processed_tokens_per_s"]),
+    ("online P99 TTFT", lambda figures: figures["classes"]["online"]["ttft_s"]["p99"]),
+    ("P99 gap", lambda figures: figures["classes"]["online"]["inter_token_s"]["p99"]),
+    ("median gap", lambda figures: figures["classes"]["online"]["inter_token_s"]["p50"]),
     (
         "normalized latency",
-        lambda found: found["classes"]["online"]["normalized_latency_s"]["mean"],
+        lambda figures: figures["classes"]["online"]["normalized_latency_s"]["mean"],
     ),
-    ("first tokens in time", lambda found: found["classes"]["online"]["slo_attainment"]["ttft"]),
+    (
+        "first tokens in time",
+        lambda figures: figures["classes"]["online"]["slo_attainment"]["ttft"],
+    ),
     (
         "times per token in time",
-        lambda found: found["classes"]["online"]["slo_attainment"]["tpot"],
+        lambda figures: figures["classes"]["online"]["slo_attainment"]["tpot"],
     ),
     (
         "batch requests/s",
-        lambda found: found["classes"]["batch"]["throughput_requests_per_s"],
+        lambda figures: figures["classes"]["batch"]["throughput_requests_per_s"],
     ),
 )
-"""Compared between systems that serve a backlog."""
+"""Figures to compare systems that serve a backlog of batch requests."""
 
 
 class ProgressLines:
-    """Says every few seconds how far the simulation is."""
+    """Reports the progress of a simulation every SLOW_STEP_S."""
 
     def __init__(self, report: Report, duration_s: float) -> None:
         self._report = report
         self._duration_s = duration_s
-        self._said_s = monotonic_s()
+        self._reported_s = monotonic_s()
 
     def __call__(self, simulated_s: float) -> None:
-        if monotonic_s() - self._said_s < SLOW_STEP_S:
+        if monotonic_s() - self._reported_s < SLOW_STEP_S:
             return
-        self._said_s = monotonic_s()
+        self._reported_s = monotonic_s()
         if simulated_s <= self._duration_s:
             self._report.doing(f"{simulated_s:.0f} of {self._duration_s:.0f} s simulated")
         else:
-            self._report.doing(f"{simulated_s:.0f} s simulated, the last requests run")
+            self._report.doing(f"{simulated_s:.0f} s simulated, the last requests are running")
 
 
 def run_simulation(path: Path, seed: int | None, json_path: Path | None) -> None:
-    """Simulate what the file describes. Raises CommandError."""
+    """Run the simulations of a file. Raises CommandError."""
     check_writable(json_path)
     with unusable(ConfigError):
         loads = read_simulations(path, seed)
@@ -94,7 +97,7 @@ def run_simulation(path: Path, seed: int | None, json_path: Path | None) -> None
 
 
 def _run(prepared: PreparedSimulation, report: Report) -> dict[str, Any]:
-    """Simulate one load, and show its figures; returns what is written. Raises CommandError."""
+    """Simulate a load and print its figures; returns the JSON result. Raises CommandError."""
     systems: dict[str, dict[str, Any]] = {}
     wall_s: dict[str, float] = {}
     kind = "system" if prepared.description["systems"] else "overload policy"
@@ -118,13 +121,13 @@ def _run(prepared: PreparedSimulation, report: Report) -> dict[str, Any]:
 
 
 def _together(results: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
-    """The result of all loads, as a benchmark with several loads writes it."""
+    """The JSON result of all loads, in the format of a benchmark with several loads."""
     first = next(iter(results.values()))
     if len(results) == 1:
         return first
     sections = {
-        name: {"systems": one["systems"], "simulation": one["simulation"]}
-        for name, one in results.items()
+        name: {"systems": load["systems"], "simulation": load["simulation"]}
+        for name, load in results.items()
     }
     return first | {"systems": {}, "scenarios": sections}
 
@@ -132,18 +135,18 @@ def _together(results: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
 def simulate(
     prepared: PreparedSimulation, system: str, progress: ProgressLines | None = None
 ) -> Outcomes:
-    """The outcomes of one system of a prepared simulation."""
+    """Simulate `system`; returns the outcomes of its requests."""
     spec, workload = prepared.systems[system]
     return Cluster(spec, prepared.time_model, workload).run(progress)
 
 
-def targeted(prepared: PreparedSimulation, found: Mapping[str, Any]) -> PreparedSimulation:
-    """With the P99 of these figures as the targets of online requests. Raises ConfigError."""
-    online = found.get("classes", {}).get("online")
+def targeted(prepared: PreparedSimulation, figures: Mapping[str, Any]) -> PreparedSimulation:
+    """Set the P99 latencies of `figures` as targets of online requests. Raises ConfigError."""
+    online = figures.get("classes", {}).get("online")
     if online is None or online["inter_token_s"]["p99"] is None:
         raise ConfigError(
-            f"system '{prepared.targets_of}' has no P99 that could be a target: its file needs a"
-            " section 'batch', if only without clients, and some online requests"
+            f"system '{prepared.targets_of}' has no P99 to use as a target: add online requests,"
+            " and a section 'batch' (with 0 clients if no batch work is wanted)"
         )
     targets = online["ttft_s"]["p99"], online["inter_token_s"]["p99"]
     systems = {
@@ -154,9 +157,9 @@ def targeted(prepared: PreparedSimulation, found: Mapping[str, Any]) -> Prepared
 
 
 def comparison(systems: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Each system against the first, in sentences."""
+    """Sentences that compare each system with the first."""
     first, *others = systems
-    if all("classes" in found for found in systems.values()):
+    if all("classes" in figures for figures in systems.values()):
         return class_comparison(systems)
     lines = []
     for other in others:
@@ -175,7 +178,7 @@ def result_of(
     systems: Mapping[str, Mapping[str, Any]],
     wall_s: Mapping[str, float],
 ) -> dict[str, Any]:
-    """What is written as JSON, in the shape of a benchmark's result."""
+    """The JSON result, in the format of a benchmark's result."""
     return {
         "scenario": "simulate",
         "config": prepared.description,
@@ -192,89 +195,89 @@ def write(result: Mapping[str, Any], path: Path) -> None:
         raise CommandError(f"cannot write {path}: {error.strerror}") from error
 
 
-def show(found: Mapping[str, Any], report: Report, title: str, took_s: float) -> None:
+def show(figures: Mapping[str, Any], report: Report, title: str, took_s: float) -> None:
     """Print the figures."""
     rows = [
         (
             "requests",
-            f"{found['sent']} sent, {found['completed']} completed,"
-            f" {found['rejected']} rejected, {found['unfinished']} unfinished",
+            f"{figures['sent']} sent, {figures['completed']} completed,"
+            f" {figures['rejected']} rejected, {figures['unfinished']} unfinished",
         )
     ]
     for name, key in LATENCIES:
-        values = found[key]
+        values = figures[key]
         rows.append((name, "  ".join(f"{p} {_time(values[p])}" for p in ("p50", "p90", "p99"))))
-    throughput = found["throughput_tokens_per_s"]
+    throughput = figures["throughput_tokens_per_s"]
     rows += [
         ("throughput", "–" if throughput is None else f"{throughput:,.0f} output tokens/s"),
-        ("preemptions", f"{found['preemptions']:,}"),
+        ("preemptions", f"{figures['preemptions']:,}"),
         (
             "KV cache in use",
-            f"{_share(found['kv_usage_mean'])} on average, {_share(found['kv_usage_peak'])} at"
-            f" most; demand up to {_share(found['kv_demand_peak_ratio'])}",
+            f"{_share(figures['kv_usage_mean'])} on average, {_share(figures['kv_usage_peak'])} at"
+            f" most; demand up to {_share(figures['kv_demand_peak_ratio'])}",
         ),
         (
             "simulated",
-            f"{found['simulated_s']:,.0f} s in {took_s:.1f} s: {found['iterations']:,} iterations,"
-            f" {found['iterations_fast_forwarded']:,} of them fast-forwarded",
+            f"{figures['simulated_s']:,.0f} s in {took_s:.1f} s: {figures['iterations']:,}"
+            f" iterations, {figures['iterations_fast_forwarded']:,} of them fast-forwarded",
         ),
     ]
-    if queries := found["prefix_queries"]:
-        share = found["prefix_hits"] / queries
-        rows[-1:-1] = [("prefix caches", f"{share:.1%} of {queries:,} prompt tokens were there")]
-    rows[-1:-1] = change_rows(found["changes"])
-    rows[-1:-1] = class_rows(found)
+    if queries := figures["prefix_queries"]:
+        share = figures["prefix_hits"] / queries
+        rows[-1:-1] = [("prefix caches", f"hit rate {share:.1%} of {queries:,} prompt tokens")]
+    rows[-1:-1] = change_rows(figures["changes"])
+    rows[-1:-1] = class_rows(figures)
     report.box(f"simulated, not measured: {title}", rows)
 
 
 def class_comparison(systems: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """What each system processes, and what online requests notice, against the first."""
+    """Ratios of throughput and online latency of each system to the first."""
     first, *others = systems
     base, lines = systems[first], []
     for other in others:
-        told = []
+        ratios = []
         for title, value_of in CLASS_FIGURES:
             mine, theirs = value_of(base), value_of(systems[other])
             if mine and theirs:
-                told.append(f"{title} {theirs / mine:.2f}")
-        lines.append(f"{other} against {first}: {', '.join(told)}")
+                ratios.append(f"{title} {theirs / mine:.2f}")
+        lines.append(f"{other} against {first}: {', '.join(ratios)}")
     return lines
 
 
-def class_rows(found: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """What was computed, and what each class got, if there was batch work."""
+def class_rows(figures: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Throughput and latencies of each class, if there was batch work."""
     rows = []
-    for name, one in found.get("classes", {}).items():
-        gaps, ttft = one["inter_token_s"], one["ttft_s"]
+    for name, served in figures.get("classes", {}).items():
+        gaps, ttft = served["inter_token_s"], served["ttft_s"]
         rows.append(
             (
                 name,
-                f"{one['sent']:,} sent, {one['processed_tokens_per_s'] or 0:,.0f} tokens/s"
-                f" processed, {_share(one['recomputed_share'])} recomputed; first token p50"
+                f"{served['sent']:,} sent, {served['processed_tokens_per_s'] or 0:,.0f} tokens/s"
+                f" processed, {_share(served['recomputed_share'])} recomputed; first token p50"
                 f" {_time(ttft['p50'])}  p99 {_time(ttft['p99'])}; gap p50 {_time(gaps['p50'])}"
                 f"  p99 {_time(gaps['p99'])}",
             )
         )
     if rows:
-        rows.append(("targets", _kept_text(found["classes"])))
+        rows.append(("targets", _attainment_text(figures["classes"])))
     return rows
 
 
-def _kept_text(classes: Mapping[str, Any]) -> str:
-    """What online requests got of their targets, and how many requests a second both kinds are."""
+def _attainment_text(classes: Mapping[str, Any]) -> str:
+    """SLO attainment and goodput of online requests, and throughput of batch requests."""
     online, batch = classes["online"], classes["batch"]
     kept = online["slo_attainment"]
     return (
-        f"kept of first tokens {_share(kept['ttft'])}, of times per token {_share(kept['tpot'])},"
-        f" of token groups {_share(kept['token_group'])}; all of them for"
-        f" {online['goodput_requests_per_s'] or 0:.2f} online requests/s, beside"
+        f"met by {_share(kept['ttft'])} of first tokens, {_share(kept['tpot'])} of times per token,"
+        f" {_share(kept['token_group'])} of token groups; goodput"
+        f" {online['goodput_requests_per_s'] or 0:.2f} online requests/s, with"
         f" {batch['throughput_requests_per_s'] or 0:.2f} batch requests/s; normalized latency"
         f" {_time(online['normalized_latency_s']['mean'])}"
     )
 
 
 def change_rows(changes: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """What merged and split, if anything did."""
+    """Rows about merges and splits; empty if there were none."""
     if not changes["merges"] and not changes["failed"]:
         return []
     failed = sum(changes["failed"].values())
@@ -282,8 +285,8 @@ def change_rows(changes: Mapping[str, Any]) -> list[tuple[str, str]]:
     return [
         (
             "groups",
-            f"{changes['merges']} merges, {changes['splits']} splits, {failed} not made;"
-            f" up to {size_text(changes['freed_bytes_peak'])} of parameters gave way",
+            f"{changes['merges']} merges, {changes['splits']} splits, {failed} failed;"
+            f" up to {size_text(changes['freed_bytes_peak'])} of parameters dropped",
         ),
         (
             "exchange",

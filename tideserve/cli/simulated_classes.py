@@ -1,16 +1,16 @@
-"""Classes in a simulation: sections `service`, `batch` and `systems` of its file.
+"""Service classes in a simulation: sections `service`, `batch` and `systems` of its file.
 
-`service` says what the requests of `workload` are promised: their `slo_class`, `ttft_s`, `tpot_s`
-and `token_group`. With `targets_of`, a system of the file, the targets of those after it are the
-P99 time to first token and the P99 gap between tokens that its requests had (ConServe §6.2).
+`service` is the SLO of the requests of `workload`: `slo_class`, `ttft_s`, `tpot_s` and
+`token_group`. With `targets_of`, the name of a system in the file, the targets of all later systems
+are the P99 time to first token and P99 gap between tokens of that system (ConServe §6.2).
 
-`batch` is a backlog of batch requests beside `workload`, which never runs empty: so many `clients`
-send one after another; with `in_batches`, each sends its next request when those of all have ended.
-Their `prompt` and `output` are tokens, or `least` and `most` of a uniform distribution. Tokens that
-workers process count from `window_from_s` on.
+`batch` is a backlog of batch requests beside `workload` that never runs empty: each of `clients`
+sends its next request when its last has ended; with `in_batches`, when the requests of all clients
+have ended. `prompt` and `output` are token counts, or `least` and `most` of a uniform distribution.
+Processed tokens are counted from `window_from_s` on.
 
-`systems` compares what differs in some keys, or in keys of sections, under the same load. `loads`
-has them serve one load after the other, each with some keys of `workload` of its own.
+`systems` compares systems that differ in some keys, or in keys of sections, under the same load.
+`loads` repeats the comparison for several loads that differ in keys of `workload`.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -31,12 +31,12 @@ COMMON_KEYS = frozenset(
     {"systems", "loads", "seed", "duration_s", "overload_policy"}
     | {"profile", "cost", "iteration_overhead_s"}
 )
-"""Keys that the systems of a file have in common: time, device and chance."""
+"""Keys that all systems of a file share: time, device and random seed."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServiceSection:
-    """What online requests are promised, in seconds."""
+    """SLO of online requests; times in seconds."""
 
     slo_class: str = choice(ServiceClass.STANDARD.value, ONLINE_CLASSES)
     ttft_s: float | None = number(None, minimum=0.001, maximum=3600)
@@ -46,7 +46,7 @@ class ServiceSection:
 
     @property
     def service(self) -> Service:
-        """As requests carry it."""
+        """The section as the SLO of a request."""
         service_class = ServiceClass(self.slo_class)
         return Service(service_class, self.ttft_s, self.tpot_s, self.token_group)
 
@@ -63,7 +63,7 @@ class _Span:
 
 @dataclass(frozen=True, slots=True)
 class BatchSection:
-    """A backlog of batch requests beside `workload`, see above."""
+    """A backlog of batch requests beside `workload`; see the module's docstring."""
 
     prompt: _Span | int
     output: _Span | int
@@ -75,14 +75,14 @@ class BatchSection:
 def with_classes(
     load: Workload, service: Service, batch: BatchSection | None, seed: int, path: Path
 ) -> Workload:
-    """The load with its promise, and with the backlog of section `batch`. Raises ConfigError."""
+    """The load with an SLO and the backlog of section `batch`. Raises ConfigError."""
     load = served_as(load, lambda _: service)
     if batch is None:
         return load
     if not isinstance(load, OpenLoop):
         raise ConfigError(
-            f"{path} has a section 'batch' beside clients that wait; give a 'workload' whose"
-            " requests arrive by themselves"
+            f"{path} has a section 'batch' beside a closed loop of clients; choose a 'workload'"
+            " with an open loop of arrivals"
         )
     prompt, output = _length(batch.prompt, path), _length(batch.output, path)
     backlog = _backlog(prompt, output, Random(f"batch {seed}"))
@@ -91,7 +91,7 @@ def with_classes(
 
 
 def _backlog(prompt: UniformLength, output: UniformLength, rng: Random) -> Iterator[Arrival]:
-    """Batch requests without end."""
+    """Endless batch requests."""
     service = Service(ServiceClass.BATCH)
     while True:
         yield Arrival(0.0, prompt.draw(rng), output.draw(rng), service=service)
@@ -107,15 +107,15 @@ def _length(span: _Span | int, path: Path) -> UniformLength:
 
 
 def with_targets(load: Workload, ttft_s: float, tpot_s: float) -> Workload:
-    """The load with these targets for its online requests."""
-    return served_as(load, lambda one: replace(one, ttft_s=ttft_s, tpot_s=tpot_s))
+    """The load with other targets for its online requests."""
+    return served_as(load, lambda slo: replace(slo, ttft_s=ttft_s, tpot_s=tpot_s))
 
 
 def served_as(load: Workload, change: Callable[[Service], Service]) -> Workload:
-    """The load with another promise for its online requests."""
+    """The load with `change` applied to the SLO of its online requests."""
 
     def changed(arrivals: Iterator[Arrival]) -> Iterator[Arrival]:
-        return (one._replace(service=change(one.service)) for one in arrivals)
+        return (arrival._replace(service=change(arrival.service)) for arrival in arrivals)
 
     match load:
         case OpenLoop(arrivals=arrivals):
@@ -127,15 +127,15 @@ def served_as(load: Workload, change: Callable[[Service], Service]) -> Workload:
 
 
 def by_load(data: Mapping[str, Any], path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """For each of `loads` its name and its whole file; just the file if it has none.
+    """Name and complete file of each of `loads`; ("", file) without `loads`.
 
     Raises ConfigError.
     """
     loads, workload = data.get("loads") or {"": {}}, data.get("workload")
     if not isinstance(workload, Mapping):
-        loads = {"": {}}  # refused where it is read
+        loads = {"": {}}  # rejected by `workload_of`
     if not isinstance(loads, Mapping) or not all(isinstance(o, Mapping) for o in loads.values()):
-        raise ConfigError(f"'loads' in {path} must have a mapping of keys that differ by name")
+        raise ConfigError(f"'loads' in {path} must map names to keys of 'workload' that differ")
     for name, given in loads.items():
         own = {"workload": {**workload, **given}} if isinstance(workload, Mapping) else {}
         yield name, {**data, **own}
@@ -144,14 +144,15 @@ def by_load(data: Mapping[str, Any], path: Path) -> Iterator[tuple[str, dict[str
 def differing(
     base: Mapping[str, Any], systems: Mapping[str, Mapping[str, Any]], path: Path
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """For each of `systems` its name and its whole file. Raises ConfigError."""
+    """Name and complete file of each of `systems`. Raises ConfigError."""
     for name, given in systems.items():
         if not isinstance(given, Mapping):
             raise ConfigError(f"system '{name}' in {path} must be a mapping of keys that differ")
         common = sorted(COMMON_KEYS & given.keys())
         if common:
             raise ConfigError(
-                f"system '{name}' in {path} has '{common[0]}', which all systems have in common"
+                f"system '{name}' in {path} sets '{common[0]}', which all systems share; move it"
+                " to the top of the file"
             )
         whole = {key: value for key, value in base.items() if key not in ("systems", "loads")}
         for key, value in given.items():

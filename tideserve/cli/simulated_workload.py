@@ -1,4 +1,4 @@
-"""The load of a simulation: section `workload` of its file, by `kind`."""
+"""Reads the load of a simulation: section `workload` of its file, by `kind`."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -75,7 +75,7 @@ class _Closed:
 
 @dataclass(frozen=True, slots=True)
 class _Chats:
-    # Conversations that begin in a second.
+    # Conversations that start per second.
     rate_per_s: float = number(minimum=1e-6, maximum=RATE_MAX)
     kind: str = "chats"
 
@@ -124,17 +124,18 @@ class _LengthSection:
 def workload_of(
     given: Mapping[str, Any], duration_s: float, seed: int, path: Path, notes: list[str]
 ) -> Workload:
-    """The load that section `given` of the file at `path` describes; `notes` gets sentences.
+    """The load of section `given` of the file at `path`; appends warnings to `notes`.
 
     Raises:
-        ConfigError: if the section or a trace that it names cannot be used.
+        ConfigError: if the section or its trace is invalid.
     """
     source = f"section 'workload' of {path}"
     kind = given.get("kind")
     if not isinstance(kind, str) or kind not in KINDS:
         raise ConfigError(f"'kind' in {source} is {kind!r}, but must be one of {', '.join(KINDS)}")
     section = from_mapping(KINDS[kind], given, source)
-    # One generator for times and one for lengths: a change of the one leaves the other alone.
+    # Separate generators, so that a change of the arrival process keeps the lengths, and vice
+    # versa.
     times, lengths = Random(f"times {seed}"), Random(f"lengths {seed}")
     match section:
         case _Trace():
@@ -145,7 +146,7 @@ def workload_of(
         case _Closed():
             draws = _lengths(section, lengths, source)
             if section.requests is not None:
-                draws = (one for one, _ in zip(draws, range(section.requests), strict=False))
+                draws = (draw for draw, _ in zip(draws, range(section.requests), strict=False))
             return ClosedLoop(draws, section.concurrency, duration_s)
         case _Gamma():
             arrivals = gamma_times(section.rate_per_s, section.cv, duration_s, times)
@@ -183,7 +184,7 @@ def _length(value: dict[str, Any] | int, source: str) -> Length:
 
 
 def _trace(section: _Trace, path: Path, notes: list[str]) -> list[Arrival]:
-    """Arrivals of a trace file, which is looked for beside the configuration."""
+    """Arrivals of a trace file; its path is relative to the configuration file."""
     scale = LengthScale(
         section.prompt_scale,
         section.output_scale,

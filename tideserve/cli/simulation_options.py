@@ -1,4 +1,4 @@
-"""The configuration of `tideserve simulate`: from a YAML file to what `sim` takes."""
+"""Reads the YAML file of `tideserve simulate` into the configuration of the simulator."""
 
 from dataclasses import asdict, dataclass, field, is_dataclass, replace
 from pathlib import Path
@@ -36,10 +36,10 @@ from tideserve.sim.workload import Workload
 class SimulationOptions:
     """Keys of the file. Sizes are text such as "80GiB" or bytes, durations seconds.
 
-    The device is a `profile` (name or path) or its coefficients in section `cost`; its KV cache is
-    `kv_blocks`, or what parameters leave of `memory` (default: 90 % of the device's).
-    `overload_policy` is one, or a list of those to compare. The policy drop needs the model's
-    sizes, from the profile or section `shape` with `hidden_bytes` (of a token's activation).
+    The device is a `profile` (name or path) or its coefficients in section `cost`. Its KV cache has
+    `kv_blocks` blocks, or the part of `memory` (default: 90 % of the device's) without parameters.
+    `overload_policy` is a policy, or a list of policies to compare. The policy drop needs the sizes
+    of the model, from the profile or section `shape` with `hidden_bytes` (activation of a token).
     `service`, `batch`, `systems` and `loads`: see `simulated_classes`.
     """
 
@@ -54,15 +54,15 @@ class SimulationOptions:
     planner: IterationConfig = nested(IterationConfig(**GPU_LIMITS))
     scheduler: StateConfig = nested(StateConfig())
     max_model_len: int = number(32_768, minimum=2, maximum=2**31)
-    # Time of an iteration beside the model: planning, sampling, messages.
+    # Time of an iteration outside the model: planning, sampling, messages.
     iteration_overhead_s: float = number(0.0, minimum=0, maximum=60)
     fast_forward: bool = True
     sample_s: float = number(1.0, minimum=0.001, maximum=3600)
-    # Time that requests get after the last arrival.
+    # Time after the last arrival for running requests to finish.
     drain_s: float = number(3600.0, minimum=0, maximum=SECONDS_MAX)
     delays: Delays = field(default_factory=Delays)
     overload_policy: str | tuple[str, ...] = OverloadPolicy.RECOMPUTE.value
-    # When groups merge and split, how, and what that costs.
+    # When groups merge and split, the protocol, and the costs of a change.
     monitor: OverloadConfig = field(default_factory=OverloadConfig)
     protocol: ProtocolConfig = field(default_factory=ProtocolConfig)
     link: dict[str, Any] = field(default_factory=dict)
@@ -71,21 +71,21 @@ class SimulationOptions:
     hidden_bytes: int | None = number(None, minimum=1, maximum=2**40)
     workers_per_host: int = number(1, minimum=1, maximum=10_000)
     hosts_per_rack: int = number(8, minimum=1, maximum=10_000)
-    # The promise to requests of `workload`, and a backlog of batch requests beside them.
+    # SLO of the requests of `workload`, and a backlog of batch requests beside them.
     service: ServiceSection = field(default_factory=ServiceSection)
     batch: BatchSection | None = None
-    # Systems to compare: for each name, the keys that differ from those of the file.
+    # Systems to compare: by name, the keys that differ from the file.
     systems: dict[str, dict[str, Any]] = field(default_factory=dict)
-    # Loads to serve one after the other: for each name, the keys of `workload` that differ.
+    # Loads to serve in turn: by name, the keys of `workload` that differ.
     loads: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedSimulation:
-    """Everything that a simulation is made of; `description` is for people and for the report.
+    """Inputs of a simulation; `description` goes to the report.
 
-    `systems`: a cluster and its load for each system, by its name; `notes`: sentences for people.
-    The online requests of all after the system `targets_of` get the P99 of its as their targets.
+    `systems`: cluster and load of each system, by name; `notes`: warnings for the user. The P99
+    latencies of the system `targets_of` become the targets of online requests in all later systems.
     """
 
     systems: dict[str, tuple[ClusterSpec, Workload]]
@@ -97,18 +97,18 @@ class PreparedSimulation:
 
 
 def read_simulations(path: Path, seed: int | None) -> dict[str, PreparedSimulation]:
-    """The simulations that a file describes, by load; `seed` overrides its. Raises ConfigError.
+    """The simulations of a file, by name of the load. Raises ConfigError.
 
-    Without `loads` there is one, called "".
+    `seed` overrides the seed of the file. A file without `loads` has a single load named "".
     """
     data = read_yaml(path)
     if seed is not None:
         data["seed"] = seed
-    return {name: _read(one, path) for name, one in by_load(data, path)}
+    return {name: _read(load_data, path) for name, load_data in by_load(data, path)}
 
 
 def read_simulation(path: Path, seed: int | None) -> PreparedSimulation:
-    """The first of these, or the only one."""
+    """The first simulation of a file; see `read_simulations`."""
     return next(iter(read_simulations(path, seed).values()))
 
 
@@ -132,7 +132,7 @@ def _read(data: dict[str, Any], path: Path) -> PreparedSimulation:
 
 
 def prepare(options: SimulationOptions, path: Path) -> PreparedSimulation:
-    """Check what the types do not say; `path` names the file in errors. Raises ConfigError."""
+    """Build a simulation from validated keys; `path` is for errors. Raises ConfigError."""
     profile = _profile(options, path)
     blocks = _kv_blocks(options, profile, path)
     iteration = replace(options.planner, num_blocks=blocks, cost_model=profile.model)
@@ -169,7 +169,7 @@ def prepare(options: SimulationOptions, path: Path) -> PreparedSimulation:
         notes: list[str] = []
         load = workload_of(options.workload, options.duration_s, options.seed, path, notes)
         load = with_classes(load, service.service, options.batch, options.seed, path)
-        # Without prompts that begin alike nothing is looked up.
+        # Skip prefix look-ups, which cost simulation time, if no prompts share a prefix.
         caching = iteration.prefix_caching and load.shares_prefixes
         shared = replace(iteration, prefix_caching=caching)
         systems[policy.value] = replace(spec, iteration=shared), load
@@ -180,7 +180,7 @@ def prepare(options: SimulationOptions, path: Path) -> PreparedSimulation:
 
 
 def _policies(value: str | tuple[str, ...], path: Path) -> tuple[OverloadPolicy, ...]:
-    """The policies to simulate, one after the other. Raises ConfigError."""
+    """The policies to simulate. Raises ConfigError."""
     names = (value,) if isinstance(value, str) else value
     known = {policy.value: policy for policy in OverloadPolicy}
     for name in names:
@@ -197,18 +197,18 @@ def _policies(value: str | tuple[str, ...], path: Path) -> tuple[OverloadPolicy,
 def _change(
     options: SimulationOptions, profile: DeviceProfile, blocks: int, path: Path
 ) -> ChangeSpec:
-    """What groups that merge are simulated with. Raises ConfigError."""
+    """Settings and costs of merges and splits. Raises ConfigError."""
     shape = options.shape or profile.shape
     if shape is None:
         raise ConfigError(
-            f"the device of {path} does not say how large layers are, which the policy 'drop'"
-            " needs; add a section 'shape'"
+            f"the device of {path} lacks the sizes of layers, which the policy 'drop' needs; add a"
+            " section 'shape'"
         )
     hidden_bytes = options.hidden_bytes or profile.hidden_bytes
     if hidden_bytes is None:
         raise ConfigError(
-            f"the device of {path} does not say how large activations are, which the policy 'drop'"
-            " needs; add 'hidden_bytes'"
+            f"the device of {path} lacks the size of activations, which the policy 'drop' needs;"
+            " add 'hidden_bytes'"
         )
     link = dict(options.link)
     if profile.network_bytes_per_s is not None:
@@ -247,9 +247,7 @@ def _kv_blocks(options: SimulationOptions, profile: DeviceProfile, path: Path) -
             raise ConfigError(f"{path} gives both 'kv_blocks' and 'memory'; take one out")
         return options.kv_blocks
     if profile.kv_bytes_per_token is None or profile.parameter_bytes is None:
-        raise ConfigError(
-            f"the device of {path} does not say how large the model is; give 'kv_blocks'"
-        )
+        raise ConfigError(f"the device of {path} lacks the size of the model; set 'kv_blocks'")
     if options.memory is not None:
         memory_bytes = options.memory
     elif profile.memory_bytes is not None:

@@ -1,4 +1,4 @@
-"""`tideserve status`: what the gateway tells about the services, the workers and the groups."""
+"""`tideserve status`: the services, workers and groups as the gateway reports them."""
 
 import json
 import time
@@ -20,7 +20,7 @@ INDENT = " " * 10
 
 
 def decision_lines(status: Mapping[str, Any]) -> list[str]:
-    """The latest decisions, newest last; numbers are tokens of KV cache."""
+    """Lines for the latest overload decisions, newest last; numbers are tokens of KV cache."""
     lines = []
     for row in status.get("decisions") or []:
         lines.append(f"{_clock(row['decided_unix_s'])}  {row['model']}: {decision_text(row)}")
@@ -31,7 +31,7 @@ def decision_lines(status: Mapping[str, Any]) -> list[str]:
 
 
 def loss_lines(status: Mapping[str, Any]) -> list[str]:
-    """The last loss of each group, newest last."""
+    """Lines for the last loss of each group, newest last."""
     return [
         f"{_clock(row['lost_unix_s'])}  {row['group_id']} at epoch {row['epoch']}: {row['reason']}"
         for row in status.get("losses") or []
@@ -39,7 +39,7 @@ def loss_lines(status: Mapping[str, Any]) -> list[str]:
 
 
 def decision_text(row: Mapping[str, Any]) -> str:
-    """What was decided, and why in a word."""
+    """The action of a decision, with its cause."""
     change = {
         "merge": "merge " + (", ".join(row["group_ids"]) or f"to gain {row['needed_tokens']:,}"),
         "restore": "restore " + ", ".join(row["group_ids"]),
@@ -75,7 +75,7 @@ def _reason(row: Mapping[str, Any]) -> str:
 
 
 GATEWAY_AWAY = (
-    "the gateway is away, and the other services were asked; see `tideserve logs gateway`"
+    "the gateway is down; the status comes from the other services; see `tideserve logs gateway`"
 )
 STATUS_PATH = "/tideserve/v1/status"
 BAR_CELLS = 10
@@ -88,21 +88,21 @@ def show_status(
 ) -> None:
     """Print the state of the cluster whose admin port is `url`.
 
-    With `why`, its decisions and losses, too. `folder`: where it runs from, on this machine; then
-    its processes are looked at, and where the gateway does not answer, the others are asked.
+    `why` adds its decisions and losses. With `folder`, the folder of a cluster on this machine, its
+    processes are checked too, and the other services are queried if the gateway does not answer.
 
     Raises:
-        CommandError: as `read_status`; after the rest was printed, if only the gateway is away.
+        CommandError: as `read_status`; if only the gateway is down, after printing the rest.
     """
-    away = None
+    gateway_error = None
     try:
         status = read_status(url, key)
     except Unreachable as error:
         if folder is None:
             raise
-        from tideserve.cli.direct_status import direct_status  # heavy
+        from tideserve.cli.direct_status import direct_status  # slow import
 
-        away = error
+        gateway_error = error
         status = direct_status(folder)
     if folder is not None and (faults := _faults(folder, status)):
         status["warnings"] = [*(status.get("warnings") or []), *faults]
@@ -110,12 +110,12 @@ def show_status(
         print(json.dumps(status, indent=2))
     else:
         _print(status, why)
-    if away is not None:
-        raise CommandError(f"{url} does not answer: {GATEWAY_AWAY}") from away
+    if gateway_error is not None:
+        raise CommandError(f"{url} does not answer: {GATEWAY_AWAY}") from gateway_error
 
 
 def _faults(folder: ClusterFolder, status: Mapping[str, Any]) -> list[str]:
-    """What is wrong with the processes; without any row, nobody knows what is registered."""
+    """Faults of the processes. Without any row, it is unknown which services are registered."""
     state, rows = folder.read_state(), status["services"]
     return process_faults(state or {}, {row["name"] for row in rows} if rows else None)
 
@@ -150,13 +150,11 @@ def _print(status: Mapping[str, Any], why: bool) -> None:
 
 
 def read_status(url: str, key: str | None, timeout_s: float = 10.0) -> dict[str, Any]:
-    """What the admin port at `url` tells of the cluster. Raises CommandError."""
+    """Status of the cluster from the admin port at `url`. Raises CommandError."""
     with AdminClient(url, key, timeout_s) as client:
         status = client.get_json(STATUS_PATH)
     if not isinstance(status, dict) or "services" not in status:
-        raise CommandError(
-            f"{url} does not answer like the admin port of a tideserve gateway; correct the URL"
-        )
+        raise CommandError(f"{url} is not the admin port of a tideserve gateway; correct the URL")
     return status
 
 
@@ -173,22 +171,22 @@ def _print_losses(console: Console, status: Mapping[str, Any]) -> None:
 
 
 def trouble_lines(status: Mapping[str, Any]) -> list[str]:
-    """A sentence for all that is wrong: models that need workers, settings, silent services."""
-    told = [*(status.get("warnings") or []), *(status.get("errors") or [])]
-    return [*shortfall_lines(status), *map(str, told)]
+    """Sentences for warnings: models that need workers, settings, services that do not answer."""
+    messages = [*(status.get("warnings") or []), *(status.get("errors") or [])]
+    return [*shortfall_lines(status), *map(str, messages)]
 
 
 def shortfall_lines(status: Mapping[str, Any]) -> list[str]:
-    """A sentence for each model that needs more workers: what it lacks, no merge can gain."""
+    """A sentence for each model that lacks more KV cache than merging can add."""
     return [
-        f"{row['model']} lacks room for {row['tokens']:,} tokens of KV cache, and merging groups"
-        " cannot gain them; add workers, or send less"
+        f"{row['model']} lacks KV cache for {row['tokens']:,} tokens, more than merging groups can"
+        " add; add workers, or send less"
         for row in status.get("shortfalls") or []
     ]
 
 
 def services_table(status: Mapping[str, Any]) -> Table:
-    """Name, process, memory and readiness of every service."""
+    """Name, process id, memory and readiness of every service."""
     table = _table("Services", "name", "pid>", "memory>", "ready")
     for row in status["services"]:
         ready = "[green]yes[/]" if row["ready"] else "[red]no[/]"
@@ -197,13 +195,13 @@ def services_table(status: Mapping[str, Any]) -> Table:
 
 
 def etcd_line(status: Mapping[str, Any]) -> str:
-    """Which etcd the cluster uses, as far as it answers."""
+    """Version of the cluster's etcd, if etcd answers."""
     version = (status.get("etcd") or {}).get("version")
     return f"etcd {escape(version)}" if version else "[red]etcd does not answer[/]"
 
 
 def workers_table(status: Mapping[str, Any]) -> Table:
-    """Memory and requests of every worker; `batch_table` tells those of the class `batch` apart."""
+    """Memory and requests of every worker; `batch_table` shows the share of class `batch`."""
     rows = status.get("workers", [])
     columns = ["id", "pids", "params>", "KV blocks", "run>", "wait>", "preempted>"]
     pipelined = any(row.get("pipeline_busy_s") for row in rows)
@@ -230,13 +228,13 @@ def workers_table(status: Mapping[str, Any]) -> Table:
 
 
 def batch_table(status: Mapping[str, Any]) -> Table | None:
-    """What of every worker's requests and KV is batch work, and its share of all tokens so far.
+    """Requests and KV of class `batch` at every worker, and its share of all tokens so far.
 
-    None while there was none.
+    None if no worker has had batch work.
     """
     rows = status.get("workers", [])
-    told = ("batch_running", "batch_waiting", "batch_processed_tokens_total")
-    if not any(row.get(one) for row in rows for one in told):
+    counts = ("batch_running", "batch_waiting", "batch_processed_tokens_total")
+    if not any(row.get(count) for row in rows for count in counts):
         return None
     columns = ["id", "run>", "wait>", "KV blocks>", "of all tokens so far>"]
     interrupted = any(row.get("preempted_iterations_total") for row in rows)
@@ -256,55 +254,55 @@ def batch_table(status: Mapping[str, Any]) -> Table | None:
 
 
 def bubble_text(row: Mapping[str, Any]) -> str:
-    """Share of a worker's time in pipelines that it was idle while others ran a microbatch."""
+    """Pipeline bubble: share of a worker's time in pipelines that it waited for other stages."""
     bubble_s = row["pipeline_bubble_s"]
     pipelined_s = row["pipeline_busy_s"] + bubble_s
     return f"{bubble_s / pipelined_s:.0%}" if pipelined_s else "–"
 
 
 def hits_text(row: Mapping[str, Any]) -> str:
-    """Share of the prompt tokens looked up in a worker's prefix cache that were found there."""
+    """Hit rate of a worker's prefix cache, in prompt tokens."""
     looked_up = row["prefix_queries_total"]
     return f"{row['prefix_hits_total'] / looked_up:.0%}" if looked_up else "–"
 
 
 def batch_text(row: Mapping[str, Any]) -> str:
-    """Share of the class batch in the tokens that a worker has processed."""
+    """Share of class `batch` in the tokens that a worker has processed."""
     batch = row.get("batch_processed_tokens_total", 0)
     processed = batch + row.get("online_processed_tokens_total", 0)
     return f"{batch / processed:.0%}" if processed else "–"
 
 
 def interrupted_text(row: Mapping[str, Any]) -> str:
-    """Interrupted iterations of batch work, and the tokens of them that had to run again."""
+    """Interrupted iterations of batch work, and their tokens that had to be recomputed."""
     count, discarded = row["preempted_iterations_total"], row["discarded_tokens_total"]
     return f"{count} (-{discarded} tokens)" if discarded else str(count)
 
 
 def paced_workers(status: Mapping[str, Any]) -> dict[str, str]:
-    """Ids of the workers whose iterations are padded, by the device whose times they keep."""
+    """Ids of the workers with paced iterations, by the device whose times they imitate."""
     return _workers_by(status, "paced")
 
 
 def foreign_engines(status: Mapping[str, Any]) -> dict[str, str]:
-    """Ids of the workers whose engine is not tideserve's own, by that engine."""
-    found = _workers_by(status, "engine")
-    return {engine: ids for engine, ids in found.items() if engine != EngineKind.TIDESERVE}
+    """Ids of the workers whose engine is not tideserve's own, by engine."""
+    by_engine = _workers_by(status, "engine")
+    return {engine: ids for engine, ids in by_engine.items() if engine != EngineKind.TIDESERVE}
 
 
 def _workers_by(status: Mapping[str, Any], key: str) -> dict[str, str]:
-    """Ids of the workers that tell it, by the value of `key`."""
-    found: dict[str, list[str]] = {}
+    """Ids of the workers that report `key`, by its value."""
+    by_value: dict[str, list[str]] = {}
     for row in status.get("workers", []):
         if row.get(key):
-            found.setdefault(str(row[key]), []).append(str(row["id"]))
-    return {value: ", ".join(ids) for value, ids in found.items()}
+            by_value.setdefault(str(row[key]), []).append(str(row["id"]))
+    return {value: ", ".join(ids) for value, ids in by_value.items()}
 
 
 def groups_table(status: Mapping[str, Any]) -> Table:
-    """Epoch of every group, and its members with the layers that they run; the first leads.
+    """Epoch of every group, and its members with their layers; the first member leads.
 
-    A degraded group has lost a member and serves nothing.
+    A degraded group has lost a member and serves no requests.
     """
     table = _table("Groups", "id", "epoch>", "members")
     for row in status.get("groups", []):
@@ -320,7 +318,7 @@ def groups_table(status: Mapping[str, Any]) -> Table:
 
 
 def size_text(size_bytes: int) -> str:
-    """A size with the unit that keeps it short."""
+    """Format a size in the largest fitting binary unit."""
     size, unit = float(size_bytes), 0
     while size >= 1024 and unit < len(UNITS) - 1:
         size, unit = size / 1024, unit + 1
@@ -328,16 +326,16 @@ def size_text(size_bytes: int) -> str:
 
 
 def usage_bar(used: int, total: int) -> str:
-    """How much of something is in use: a bar and numbers. The bar is empty only at nothing."""
+    """A usage bar with numbers. The bar is empty only if `used` is 0."""
     cells = -(-used * BAR_CELLS // total) if total > 0 else 0
     cells = max(0, min(BAR_CELLS, cells))
     return f"{'█' * cells}{'░' * (BAR_CELLS - cells)} {used}/{total}"
 
 
 def _table(title: str, *columns: str) -> Table:
-    """A table; a column whose name ends in > is aligned to the right.
+    """An empty table; a column whose name ends in > is aligned to the right.
 
-    Where the terminal is narrow, only lists are broken into lines.
+    On a narrow terminal, only lists wrap.
     """
     table = Table(
         title=title,

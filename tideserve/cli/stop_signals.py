@@ -1,4 +1,4 @@
-"""SIGINT, SIGTERM and SIGHUP as requests to stop, whatever was ignored or blocked at the start."""
+"""Turns SIGINT, SIGTERM and SIGHUP into stop requests, even if they were ignored or blocked."""
 
 import contextlib
 import os
@@ -8,11 +8,11 @@ from types import FrameType
 
 
 class StopRequested(BaseException):
-    """Raised out of an interruptible step. No Exception, so that no handler keeps it by mistake."""
+    """Interrupts a step. A BaseException, so that no `except Exception` swallows it."""
 
 
 class StopSignals:
-    """Counts requests to stop. A shell that puts a job in the background ignores SIGINT for it."""
+    """Counts stop requests; `install` re-enables SIGINT, which shells ignore for background jobs."""
 
     def __init__(self) -> None:
         self._count = 0
@@ -21,7 +21,7 @@ class StopSignals:
         self._interrupting = False
 
     def install(self) -> None:
-        """Take the signals over; SIGHUP stays ignored if it was, which is what nohup is for."""
+        """Install the handlers. SIGHUP stays ignored under nohup."""
         numbers = {signal.SIGINT, signal.SIGTERM}
         if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
             numbers.add(signal.SIGHUP)
@@ -31,23 +31,23 @@ class StopSignals:
 
     @property
     def stopping(self) -> bool:
-        """Whether somebody asked to stop."""
+        """Whether a stop was requested."""
         return self._count > 0 or self._parent_reason is not None
 
     @property
     def hurry(self) -> bool:
-        """Whether somebody asked for a second time."""
+        """Whether a stop was requested twice."""
         return self._count > 1
 
     @property
     def reason(self) -> str:
-        """Why the cluster stops, for people."""
+        """Why the cluster stops, for messages."""
         return self._parent_reason or "asked to stop"
 
     def request(self, reason: str) -> None:
-        """Ask to stop because of the parent; may be called from any thread.
+        """Request a stop because the parent ended. Thread-safe.
 
-        This never counts as the second request: a Ctrl-C reaches make and this process alike.
+        Never counts as a second request: a Ctrl-C reaches both make and this process.
         """
         self._parent_reason = reason
         self._own_signal = True
@@ -55,7 +55,7 @@ class StopSignals:
 
     @contextlib.contextmanager
     def interrupting(self) -> Iterator[None]:
-        """Within this block a request to stop raises StopRequested wherever the code stands."""
+        """Raise StopRequested in this block as soon as a stop is requested."""
         self._interrupting = True
         try:
             if self.stopping:

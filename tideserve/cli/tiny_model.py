@@ -1,8 +1,8 @@
-"""The model of paced clusters and trials: a made-up configuration, the default's tokenizer.
+"""The model of paced clusters and demos: a synthetic configuration with the default tokenizer.
 
-It has no weights: they are made up, too. It is so small that two processors compute an iteration
-well within the time that it is padded to. Its layers are wide enough to fill most of a worker's
-memory, as those of a large model do.
+Its weights are random. It is small enough for two CPU cores to compute an iteration well within the
+time that pacing pads it to; its layers are wide enough to fill most of a worker's memory, as those
+of a large model do.
 """
 
 import json
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 VOCABULARY = 2048
-"""Token ids of prompts are below it, and those that are made up, too."""
+"""Size of the vocabulary; synthetic token ids stay below it."""
 NUM_LAYERS = 4
 DEEP: Mapping[str, Any] = {
     "num_hidden_layers": 16,
@@ -21,7 +21,7 @@ DEEP: Mapping[str, Any] = {
     "num_key_value_heads": 2,
     "head_dim": 32,
 }
-"""Changes to it that make more layers, to look at, and more KV cache of each token."""
+"""Changes to CONFIG for a picture with more layers and more KV cache per token."""
 CONFIG: Mapping[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -43,19 +43,19 @@ CONFIG: Mapping[str, Any] = {
     "eos_token_id": 2,
     "dtype": "float32",
 }
-# Options of a cluster that serves it. Small chunks, because the whole memory is small.
+# Options of a cluster that serves this model. The chunks are small because the memory is.
 TINY_OPTIONS = {"load_format": "dummy", "chunk_size": "64KiB"}
 TINY_ON_GPU = {"load_format": "dummy"}
-"""A GPU's driver has no chunks of less than 2 MiB."""
+"""Without `chunk_size`: CUDA maps memory in chunks of at least 2 MiB."""
 COPIED = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
 
 def write_tiny_model(
     folder: Path, tokenizer_dir: Path, changes: Mapping[str, Any] | None = None
 ) -> Path:
-    """Write the model into `folder`, which is made; returns it. Raises OSError.
+    """Create `folder` and write the model into it; returns `folder`. Raises OSError.
 
-    `changes` are made to its configuration.
+    `changes` override keys of CONFIG.
     """
     folder.mkdir(parents=True)
     config = dict(CONFIG) | dict(changes or {})

@@ -1,4 +1,4 @@
-"""`tideserve up`: start a cluster on this machine, look after it, drain it."""
+"""`tideserve up`: starts a cluster on this machine, supervises it and drains it."""
 
 import os
 import shutil
@@ -51,12 +51,12 @@ if TYPE_CHECKING:
     from tideserve.cli.client import HttpClient
 
 SERVICE_MODULES = {name: f"services.{name}" for name in CONFIGS}
-# These let their requests finish first, as long as their configuration says.
+# Services that drain: they finish running requests for as long as their configuration allows.
 DRAINING = {"gateway": GatewayConfig, "worker": WorkerConfig}
 STOP_GRACE_S = {"gateway": 5.0, "worker": 10.0, "scheduler": 5.0, "memmgr": 5.0}
 ETCD_START_TIMEOUT_S = 30.0
 ETCD_STARTS_MAX = 3
-# Not the next port, which is the one that a second cluster would be given.
+# Far from the HTTP port, because a second cluster is likely to use the next port.
 ADMIN_PORT_OFFSET = 10_000
 GRPC_PORT_OFFSET = 20_000
 LOGS_CHECK_S = 10.0
@@ -90,10 +90,10 @@ class Up:
         self.cluster = ClusterProcesses(self.signals, self.report, self._write_state)
 
     def run(self) -> None:
-        """Return after a clean stop.
+        """Run the cluster until a clean stop.
 
         Raises:
-            CommandError: if the cluster cannot be started; nothing is left running then.
+            CommandError: if the cluster cannot be started; no process is left running then.
         """
         left_behind = self.folder.claim()
         try:
@@ -103,10 +103,10 @@ class Up:
                 model_dir = self._resolve_model()
             self._start(model_dir)
             if self._wait_until_ready():
-                self._tell()
+                self._print_summary()
                 self.cluster.run_until_stop(self.folder.cap_logs, LOGS_CHECK_S)
         except StopRequested:
-            self.report.line("Stopped before anything was started.")
+            self.report.line("Stopped before any process was started.")
         finally:
             self._stop()
 
@@ -127,13 +127,13 @@ class Up:
         self._choose_grpc_port()
 
     def _check_keys(self) -> None:
-        """Told here rather than in the gateway's log."""
+        """Fail here rather than in the gateway's log."""
         if self.options.api_keys is not None:
             with unusable(ConfigError):
                 read_keys(self.options.api_keys.expanduser())
 
     def _choose_admin_port(self) -> None:
-        """As the section says, else one that is free: as far as can be, always the same."""
+        """Use the port of the section, else a free port: the same at each start if possible."""
         chosen = self.options.gateway.get("admin_port", "free")
         if chosen != "free":
             self.admin_port = chosen
@@ -141,7 +141,7 @@ class Up:
         self.admin_port = self._hold(self._admin_host, ADMIN_PORT_OFFSET, "operators")
 
     def _choose_grpc_port(self) -> None:
-        """As an option or the section says, else one that is free."""
+        """Use the port of an option or of the section, else a free port."""
         chosen = self.options.gateway.get("public_grpc_port", self.options.grpc_port)
         if chosen == 0:
             chosen = self._hold(self._grpc_host, GRPC_PORT_OFFSET, "gRPC")
@@ -150,7 +150,7 @@ class Up:
         self.grpc_port = chosen
 
     def _hold(self, host: str, offset: int, purpose: str) -> int:
-        """A port for a gateway that starts later, `offset` above that of HTTP if it can be."""
+        """Reserve a port for the gateway: the HTTP port plus `offset`, else any free port."""
         wanted = self.options.port + offset
         held = hold_port(host, wanted if wanted < 2**16 else 0, purpose)
         self._held_ports.append(held)
@@ -162,7 +162,7 @@ class Up:
 
     @property
     def grpc_target(self) -> str | None:
-        """host:port where this machine reaches the gateway's gRPC, None without it."""
+        """host:port of the gateway's gRPC from this machine; None if gRPC is off."""
         if self.grpc_port is None:
             return None
         return url_of(self._grpc_host, self.grpc_port, False).removeprefix("http://")
@@ -173,7 +173,7 @@ class Up:
 
     @property
     def admin_url(self) -> str | None:
-        """Where this machine reaches the admin port, None without one."""
+        """URL of the admin port from this machine; None if the port is off."""
         if not self.admin_port:
             return None
         tls = self.secure and not is_loopback(self._admin_host)
@@ -181,12 +181,12 @@ class Up:
 
     def _resolve_model(self) -> Path:
         options = self.options
-        title = f"Model {options.model or '(the default one)'}"
+        title = f"Model {options.model or '(default)'}"
         with self.report.step(title), unusable(ModelUnavailable):
-            found = resolve_model(
+            model_dir = resolve_model(
                 options.model, cache_root(), self.report.line, options.load_format
             )
-        return found
+        return model_dir
 
     def _start(self, model_dir: Path) -> None:
         self.folder.rotate_logs()
@@ -223,8 +223,8 @@ class Up:
         self.folder.clear_etcd_data()
         if binary.has_upstream_warning:
             self.report.warn(
-                f"etcd {binary.version} is used, which can lose data in a crash; install 3.5.3 or"
-                " newer on PATH for a cluster that matters"
+                f"etcd {binary.version} can lose data in a crash; for production, install 3.5.3 or"
+                " newer on PATH"
             )
         self.etcd = f"{binary.version} ({binary.source})"
         with self.folder.log_path("etcd").open("a") as log:
@@ -235,15 +235,15 @@ class Up:
                 self.cluster.start(program)
                 if self._etcd_answers():
                     return
-                # Another process may have taken a port between the look and the start.
+                # Another process may have taken a port between the check and the start.
                 self.folder.clear_etcd_data()
         raise CommandError(
-            f"etcd does not start here; see {self.folder.log_path('etcd')}, or give the URL of a"
-            " running one with --etcd"
+            f"etcd does not start; see {self.folder.log_path('etcd')}, or pass the URL of a"
+            " running etcd with --etcd"
         )
 
     def _etcd_answers(self) -> bool:
-        """Wait for the private etcd; False if it died. True as well if somebody asked to stop."""
+        """Wait for the private etcd; False if etcd exited, True if it answers or on a stop request."""
         deadline_s = monotonic_s() + ETCD_START_TIMEOUT_S
         while not self.signals.stopping and not answers(self.etcd_url):
             self.cluster.tick()
@@ -275,8 +275,8 @@ class Up:
         )
 
     def _wait_until_ready(self) -> bool:
-        """False if somebody asked to stop before the cluster was ready."""
-        # Not before a given etcd's processes run; a private etcd starts while this is loaded.
+        """Wait for /ready; False if a stop was requested first."""
+        # Imported late, because it is slow: the services start in the meantime.
         from tideserve.cli.client import HttpClient
 
         deadline_s = monotonic_s() + self.options.ready_timeout_s
@@ -292,10 +292,10 @@ class Up:
         ):
             while not self.signals.stopping:
                 self.cluster.tick()
-                missing = what_is_missing(client)
+                missing = readiness_gap(client)
                 if missing is None:
                     self.cluster.mark_ready()
-                    # One that is started anew finds a cluster that was complete.
+                    # A restarted gateway joins a cluster that was complete, so it need not wait.
                     self.folder.write_config("gateway", self._gateway_config | WAITS_NO_MORE)
                     return True
                 if monotonic_s() > deadline_s:
@@ -316,7 +316,7 @@ class Up:
         options = self.options
         return bool(options.api_key or options.api_keys or "api_keys_file" in options.gateway)
 
-    def _tell(self) -> None:
+    def _print_summary(self) -> None:
         key = " -H 'Authorization: Bearer '$TIDESERVE_API_KEY" if self._needs_key else ""
         body = (
             f'{{"model": "{self.model_name}", "temperature": 0, "messages":'
@@ -359,10 +359,10 @@ class Up:
     def _stop(self) -> None:
         if self.cluster.pids:
             self.report.line(
-                f"Stopping ({self.signals.reason}): running requests may finish;"
-                " a second Ctrl-C ends at once."
+                f"Stopping ({self.signals.reason}) after running requests finish;"
+                " press Ctrl-C again to stop at once."
                 if self.signals.stopping
-                else "Stopping what was started."
+                else "Stopping all processes."
             )
         workers = worker_names(self.options.workers)
         self.cluster.stop([["gateway"], workers, ["scheduler"], ["memmgr"], ["etcd"]])
@@ -393,25 +393,25 @@ class Up:
 
 
 def drain_time_s(config: type[Any], section: Mapping[str, Any]) -> float:
-    """How long a service drains: as its section says, else its own defaults."""
-    defaults = {key: one.default for key, one in settings_of(config).items()}
+    """Seconds that a service may drain: from its section, else from its own defaults."""
+    defaults = {key: setting.default for key, setting in settings_of(config).items()}
     total_s = 0.0
     for name in defaults.keys() & {"drain_delay_s", "drain_timeout_s"}:
         chosen = section.get(name, defaults[name])
-        # Anything else than a number is refused by the service itself.
+        # The service itself rejects values that are no numbers.
         total_s += float(chosen if isinstance(chosen, int | float) else defaults[name])
     return total_s
 
 
 def name_of(argument: str | None, model_dir: Path) -> str:
-    """The model's name as clients send it: the hub id, or the name of the folder."""
+    """Name of the model in requests: the hub id, or the name of the folder."""
     if argument and not Path(argument).expanduser().is_dir():
         return argument
     return model_dir.resolve().name
 
 
 def command_name() -> str:
-    """How a person in this folder calls this command."""
+    """The shell command that runs tideserve from the current folder."""
     if shutil.which("tideserve"):
         return "tideserve"
     beside = Path(sys.executable).with_name("tideserve")
@@ -422,17 +422,17 @@ def command_name() -> str:
 
 
 class Missing(NamedTuple):
-    """What a cluster waits for: all of it, and as a line for a user who waits."""
+    """Reasons why a cluster is not ready: complete, and shortened to a progress line."""
 
     sentences: str
     line: str
 
 
-def what_is_missing(client: "HttpClient") -> Missing | None:
-    """What the gateway still waits for, in words; None when the cluster is ready."""
+def readiness_gap(client: "HttpClient") -> Missing | None:
+    """What the gateway still waits for; None when the cluster is ready."""
     response = client.probe("/ready")
     if response is None:
-        return Missing("the gateway does not answer", "the gateway starts")
+        return Missing("the gateway does not answer", "the gateway is starting")
     if response.is_success:
         return None
     try:
@@ -443,10 +443,10 @@ def what_is_missing(client: "HttpClient") -> Missing | None:
 
 
 def missing_of(ready: Mapping[str, Any]) -> Missing:
-    """The same of what /ready answers. Raises KeyError, TypeError."""
+    """Parse the JSON body of /ready. Raises KeyError, TypeError."""
     sentences = "; ".join(map(str, ready["missing"]))
     expected, there = ready.get("workers_expected"), ready.get("workers_registered", 0)
     if expected is None or there >= expected:
         return Missing(sentences, sentences)
-    doing = "workers load the model (the first start with a dtype compiles kernels)"
+    doing = "workers are loading the model (the first start with a dtype compiles kernels)"
     return Missing(sentences, f"{doing}: {there} of {expected} ready")

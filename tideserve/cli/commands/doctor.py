@@ -1,4 +1,4 @@
-"""The options of `tideserve doctor`. Everything heavy is imported when it runs."""
+"""The options of `tideserve doctor`. Slow imports happen when the command runs."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -23,30 +23,30 @@ _tls = partial(typer.Option, rich_help_panel="TLS between services")
 Port = Annotated[
     int | None,
     typer.Option(
-        help="HTTP port of a cluster on this machine; takes precedence over TIDESERVE_URL.",
+        help="HTTP port of a cluster on this machine; overrides TIDESERVE_URL.",
         show_default=str(DEFAULT_PORT),
     ),
 ]
 GatewayUrl = Annotated[
     str | None,
-    typer.Option(envvar="TIDESERVE_URL", help="The gateway of a cluster, here or anywhere."),
+    typer.Option(envvar="TIDESERVE_URL", help="URL of the gateway of a cluster on any machine."),
 ]
 ApiKeys = Annotated[
     Path | None,
     typer.Option(
-        help="The file of keys of a cluster on other machines.",
-        show_default="that of the cluster on this machine",
+        help="File of API keys of a cluster on other machines.",
+        show_default="the file of the cluster on this machine",
     ),
 ]
 EtcdUrl = Annotated[
     str | None,
-    _etcd(help="etcd of a cluster on other machines, as its services are told it."),
+    _etcd(help="etcd of a cluster on other machines, as in the option etcd_url of its services."),
 ]
 EtcdPrefix = Annotated[
     str | None,
     _etcd(help="Prefix of the cluster's keys.", show_default="/tideserve/"),
 ]
-EtcdUser = Annotated[str | None, _etcd(help="User name at etcd.")]
+EtcdUser = Annotated[str | None, _etcd(help="User name for etcd.")]
 EtcdPassword = Annotated[
     str | None,
     _etcd(envvar="TIDESERVE_ETCD_PASSWORD", help="Password of that user."),
@@ -81,10 +81,10 @@ def doctor(
     tls_key_file: TlsKey = None,
     json: Json = False,
 ) -> None:
-    """Find what is wrong with a cluster: each fault in a sentence, with its remedy.
+    """Diagnose a cluster: print each fault as a sentence with its remedy.
 
-    Examines the cluster on this machine, or another one, named by --etcd and --url. The exit code
-    is 1 if anything is wrong.
+    Checks the cluster on this machine, or the cluster of --etcd and --url. The exit code is 1 if a
+    check fails.
     """
     given = dict(context.params)
     source = context.get_parameter_source("url")
@@ -94,7 +94,7 @@ def doctor(
 
 
 def _examine(given: Mapping[str, Any]) -> None:
-    """Examine the cluster that the options `given` name. Raises CommandError."""
+    """Check the cluster that the options select. Raises CommandError."""
     from dataclasses import replace
 
     from tideserve.cli.cluster_folder import ClusterFolder, default_folder, local_folder
@@ -113,6 +113,6 @@ def _examine(given: Mapping[str, Any]) -> None:
             run_doctor(target, folder.root, port, json)
             return
     options = {key: value for key, value in given.items() if key.startswith(("etcd_", "tls_"))}
-    doors = {key: given[key] for key in ("url", "api_key", "admin_url", "admin_key", "api_keys")}
-    target = target_of_options(options | {"etcd_url": given["etcd"]}, doors)
+    ports = {key: given[key] for key in ("url", "api_key", "admin_url", "admin_key", "api_keys")}
+    target = target_of_options(options | {"etcd_url": given["etcd"]}, ports)
     run_doctor(target, folder.root, None, json)

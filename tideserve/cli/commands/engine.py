@@ -1,4 +1,4 @@
-"""`tideserve engine`: engines beside our own. Everything heavy is imported when it runs."""
+"""`tideserve engine`: installs other engines. Slow imports happen when the command runs."""
 
 from enum import StrEnum
 from typing import Annotated
@@ -18,15 +18,15 @@ class Installable(StrEnum):
 
 @engine.callback()
 def engines() -> None:
-    """Keep `install` a command of its own; a group with one command would be that command."""
+    """Keep `install` a subcommand: typer would merge a group that has a single command."""
 
 
 @engine.command(epilog="Example:\n\n  tideserve engine install vllm")
-def install(name: Annotated[Installable, typer.Argument(help="Which engine.")]) -> None:
-    """Install an engine into an environment of its own in the cache folder; print its Python.
+def install(name: Annotated[Installable, typer.Argument(help="Name of the engine.")]) -> None:
+    """Install an engine into a separate environment in the cache folder; print its Python.
 
-    vLLM: about 3.5 GB in its CPU build, or about 9 GB in its usual build where there is an NVIDIA
-    device. Nothing happens if the right version is there. Benchmarks use the same environment.
+    vLLM takes about 3.5 GB as CPU build, or about 9 GB as CUDA build on machines with an NVIDIA
+    device. No effect if the version is installed. Benchmarks use the same environment.
     """
     from tideserve.cli.vllm_install import install_vllm
 

@@ -1,4 +1,4 @@
-"""`tideserve key`: who may use a cluster. Everything heavy is imported when it runs."""
+"""`tideserve key`: API keys of a cluster. Slow imports happen when the command runs."""
 
 from pathlib import Path
 from typing import Annotated
@@ -6,12 +6,12 @@ from typing import Annotated
 import typer
 
 key = typer.Typer(
-    help="Make, list and revoke the keys in a file for `tideserve up --api-keys FILE`.\n\n"
-    "Gateways read the file again when it changes. To change the limits of an owner, edit them in"
+    help="Create, list and revoke API keys in a file for `tideserve up --api-keys FILE`.\n\n"
+    "Gateways reload the file when it changes. To change the limits of an owner, edit them in"
     " every line of that owner: requests_per_minute, tokens_per_minute, concurrent.",
     no_args_is_help=True,
 )
-KeyFile = Annotated[Path, typer.Argument(metavar="FILE", help="The file of keys.")]
+KeyFile = Annotated[Path, typer.Argument(metavar="FILE", help="File of API keys.")]
 
 
 @key.command(
@@ -21,10 +21,10 @@ KeyFile = Annotated[Path, typer.Argument(metavar="FILE", help="The file of keys.
 )
 def new(
     file: Annotated[
-        Path, typer.Argument(metavar="FILE", help="The file of keys; made if there is none.")
+        Path, typer.Argument(metavar="FILE", help="File of API keys; created if missing.")
     ],
     owner: Annotated[
-        str, typer.Option(help="The owner of the key; keys of one owner share limits.")
+        str, typer.Option(help="Owner of the key; all keys of an owner share limits.")
     ],
     admin: Annotated[
         bool,
@@ -35,18 +35,19 @@ def new(
         typer.Option(help="A model that the key may use; repeatable.", show_default="all"),
     ] = None,
     requests_per_minute: Annotated[
-        int | None, typer.Option(min=1, help="Requests of the owner in a minute.")
+        int | None, typer.Option(min=1, help="Requests per minute of the owner.")
     ] = None,
     tokens_per_minute: Annotated[
-        int | None, typer.Option(min=1, help="Tokens of prompts and outputs in a minute.")
+        int | None,
+        typer.Option(min=1, help="Tokens of prompts and outputs per minute of the owner."),
     ] = None,
     concurrent: Annotated[
-        int | None, typer.Option(min=1, help="Requests of the owner at once.")
+        int | None, typer.Option(min=1, help="Concurrent requests of the owner.")
     ] = None,
 ) -> None:
-    """Make a key, append its hash to FILE and print the key. It cannot be shown again.
+    """Create a key, append its hash to FILE and print the key, which cannot be shown again.
 
-    Without limits the key has those of the owner's other keys.
+    Without limits, the key gets the limits of the owner's other keys.
     """
     from services.core.quota.limits import QuotaLimits
     from tideserve.cli.keys import add_key
@@ -60,7 +61,7 @@ def show(
     file: KeyFile,
     json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
 ) -> None:
-    """Show whose keys are in FILE, and what they allow."""
+    """Show the owners and limits of the keys in FILE."""
     from tideserve.cli.keys import show_keys
 
     show_keys(file, json)
@@ -75,11 +76,11 @@ def revoke(
     file: KeyFile,
     key_id: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[ID]...", help="Keys as `tideserve key list` shows them."),
+        typer.Argument(metavar="[ID]...", help="Ids of keys, from `tideserve key list`."),
     ] = None,
     owner: Annotated[str | None, typer.Option(help="All keys of this owner.")] = None,
 ) -> None:
-    """Take keys out of FILE; gateways refuse them within seconds."""
+    """Revoke keys in FILE; gateways reject them within seconds."""
     from tideserve.cli.keys import revoke_keys
 
     count = revoke_keys(file, key_id or [], owner)

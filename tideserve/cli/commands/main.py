@@ -1,4 +1,4 @@
-"""The `tideserve` command. Everything heavy is imported by the command that needs it."""
+"""The `tideserve` command. Each command imports slow modules when it runs."""
 
 import sys
 from pathlib import Path
@@ -43,7 +43,7 @@ def status(
     json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
     why: Annotated[
         bool,
-        typer.Option("--why", help="Also the latest decisions about memory and the last losses."),
+        typer.Option("--why", help="Also show the latest memory decisions and the last losses."),
     ] = False,
 ) -> None:
     """Show services, workers and groups of a running cluster."""
@@ -61,7 +61,7 @@ def status(
 )
 def plan(
     demand: Annotated[
-        str, typer.Option(help="KV that is needed beyond what is free, such as 4GiB.")
+        str, typer.Option(help="KV cache needed beyond the free blocks, such as 4GiB.")
     ],
     url: Url = DEFAULT_URL,
     admin_url: AdminUrl = None,
@@ -72,16 +72,16 @@ def plan(
         typer.Option(
             min=1,
             max=100_000,
-            help="Plan for so many made-up instances of a 14B model, without a cluster.",
+            help="Plan for this many example instances of a 14B model, without a cluster.",
         ),
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
 ) -> None:
-    """Show which groups would merge to free that much memory; nothing is changed."""
+    """Show which groups would merge to free the memory of --demand, without merging them."""
     from tideserve.cli.cluster_folder import find_admin_url
     from tideserve.cli.plan import show_plan
 
-    # A made-up cluster is nowhere.
+    # An example cluster has no URL.
     place = "" if instances is not None else find_admin_url(admin_url, url, cluster_dir)
     show_plan(demand, place, admin_key, instances, json)
 
@@ -92,16 +92,16 @@ def plan(
 def drop(
     groups: Annotated[
         list[str] | None,
-        typer.Argument(help="Groups as `tideserve status` shows them.", show_default="all"),
+        typer.Argument(help="Groups to merge, from `tideserve status`.", show_default="all"),
     ] = None,
     url: Url = DEFAULT_URL,
     admin_url: AdminUrl = None,
     admin_key: AdminKey = None,
     cluster_dir: ClusterDir = None,
 ) -> None:
-    """Merge groups by hand: each worker drops layers that another one runs, and gets KV cache.
+    """Merge groups: each worker drops the layers that other members run and gains KV cache.
 
-    Requests go on. Waits until the merged group serves, or says why it does not.
+    Requests continue. Waits until the merged group serves, or prints why the merge failed.
     """
     from tideserve.cli.cluster_folder import find_admin_url
     from tideserve.cli.groups import drop as run
@@ -114,7 +114,7 @@ def restore(
     group: Annotated[
         str | None,
         typer.Argument(
-            help="Merged group as `tideserve status` shows it.", show_default="the only one"
+            help="Merged group, from `tideserve status`.", show_default="the only merged group"
         ),
     ] = None,
     url: Url = DEFAULT_URL,
@@ -140,20 +140,20 @@ def restore(
 )
 def chat(
     prompt: Annotated[
-        str | None, typer.Argument(help="What to ask; without it, standard input.")
+        str | None, typer.Argument(help="The prompt; default: standard input.")
     ] = None,
     url: Url = DEFAULT_URL,
     api_key: ApiKey = None,
     model: Annotated[
-        str | None, typer.Option(help="Model to ask.", show_default="the one that is served")
+        str | None, typer.Option(help="Name of the model.", show_default="the served model")
     ] = None,
-    system: Annotated[str | None, typer.Option(help="What the model is told first.")] = None,
+    system: Annotated[str | None, typer.Option(help="System prompt.")] = None,
     temperature: Annotated[
-        float | None, typer.Option(help="0 always takes the likeliest token.")
+        float | None, typer.Option(help="Sampling temperature; 0 is greedy.")
     ] = None,
-    max_tokens: Annotated[int | None, typer.Option(help="Longest answer in tokens.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(help="Maximum tokens of an answer.")] = None,
 ) -> None:
-    """Talk to the served model; answers are shown as they are made."""
+    """Chat with the served model; answers are streamed."""
     from tideserve.cli.chat import chat as run
 
     run(url, api_key, prompt, model, system, temperature, max_tokens)
@@ -175,14 +175,14 @@ def logs(
     port: Annotated[int, typer.Option(help="HTTP port of the cluster.")] = DEFAULT_PORT,
     cluster_dir: ClusterDir = None,
     follow: Annotated[
-        bool, typer.Option("--follow", "-f", help="Go on as lines are written.")
+        bool, typer.Option("--follow", "-f", help="Continue with new lines.")
     ] = False,
     lines: Annotated[
-        int, typer.Option("--lines", "-n", min=0, help="Lines of each service to begin with.")
+        int, typer.Option("--lines", "-n", min=0, help="Number of last lines per service.")
     ] = 50,
-    raw: Annotated[bool, typer.Option("--raw", help="Lines as they were written.")] = False,
+    raw: Annotated[bool, typer.Option("--raw", help="Print lines without formatting.")] = False,
 ) -> None:
-    """Show what the services of a cluster on this machine wrote."""
+    """Show the logs of a cluster on this machine."""
     from tideserve.cli.cluster_folder import ClusterFolder, default_folder
     from tideserve.cli.logs import show_logs
 
@@ -199,18 +199,18 @@ checkout.add_bench(app)
     "  tideserve certs certs --host llm.example.com --days 30"
 )
 def certs(
-    folder: Annotated[Path, typer.Argument(help="Where the files go; a CA there is used again.")],
+    folder: Annotated[Path, typer.Argument(help="Folder of the files; an existing CA is kept.")],
     host: Annotated[
         list[str] | None,
-        typer.Option(help="Another host name or address of etcd and the gateway; repeatable."),
+        typer.Option(help="Additional host name or address of etcd and the gateway; repeatable."),
     ] = None,
     days: Annotated[
         int, typer.Option(min=1, max=3650, help="Days until the certificates expire.")
     ] = 90,
 ) -> None:
-    """Make a development CA and a certificate for each service, etcd and HTTP.
+    """Create a development CA and certificates for each service, etcd and HTTP.
 
-    Run it again to renew them: services read changed files without a restart.
+    Repeat the command to renew them: services reload changed files without a restart.
     """
     from tideserve.cli.certificates import write_certificates
 
@@ -225,9 +225,9 @@ app.add_typer(engine.engine, name="engine")
 
 @app.command()
 def demo() -> None:
-    """Watch memory change its purpose: a flood of requests under two overload policies.
+    """Watch parameter memory become KV cache in a burst of requests, under two overload policies.
 
-    Starts a small cluster for each policy and ends by itself.
+    Starts a small cluster for each policy and stops at the end.
     """
     from tideserve.cli.demo import run_demo
 
@@ -244,12 +244,12 @@ def version() -> None:
     """Print the version."""
     from services.common.version import SOURCE, installed_version
 
-    found = installed_version()
-    print(f"tideserve ({found})" if found == SOURCE else f"tideserve {found}")
+    number = installed_version()
+    print(f"tideserve ({number})" if number == SOURCE else f"tideserve {number}")
 
 
 def main() -> None:
-    """Entry point: errors are one sentence on standard error and an exit code."""
+    """Entry point: prints an error as a sentence and returns an exit code."""
     keep_bytecode()
     try:
         app()
@@ -257,7 +257,7 @@ def main() -> None:
         print(f"tideserve: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
     except BrokenPipeError:
-        # The reader of our output has had enough, as in `tideserve logs | head`.
+        # The reader of the output has closed the pipe, as in `tideserve logs | head`.
         sys.stderr.close()
         sys.exit(0)
 

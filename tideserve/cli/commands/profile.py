@@ -1,4 +1,4 @@
-"""`tideserve profile`. Everything heavy is imported when it runs."""
+"""`tideserve profile`. Slow imports happen when the command runs."""
 
 from typing import Annotated
 
@@ -9,10 +9,10 @@ from tideserve.cli.option_command import Flags, Wording
 FLAGS = Flags(
     ("model", "dtype", "load_format", "device", "memory", "threads", "workers"),
     {
-        "threads": Wording(default="as for a worker of tideserve up"),
+        "threads": Wording(default="as for workers of tideserve up"),
         "workers": Wording(
-            "Workers that share this machine's processors and memory: as many engines run at"
-            " once, and one is measured. Other devices are measured alone."
+            "Workers that share this machine's CPUs and memory: as many engines run concurrently,"
+            " and a single engine is measured. GPUs are measured alone."
         ),
     },
 )
@@ -28,13 +28,13 @@ EXAMPLES = (
 def profile(
     context: typer.Context,
     quick: Annotated[
-        bool, typer.Option("--quick", help="About 40 seconds instead of two minutes.")
+        bool, typer.Option("--quick", help="Take about 40 seconds instead of two minutes.")
     ] = False,
     json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
 ) -> None:
-    """Measure how long iterations take here, fit the cost model and store it for workers.
+    """Measure iteration times on this machine, fit the cost model and store it for workers.
 
-    Reports the error on batches that the fit has not seen, beside the noise of the machine.
+    Reports the error on held-out batches and the noise of the machine.
     """
     from tideserve.cli.profile import run_profile
 

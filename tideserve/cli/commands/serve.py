@@ -1,6 +1,6 @@
 """`tideserve serve`: `tideserve up` with the flag names of `vllm serve`.
 
-Everything heavy is imported when it runs.
+Slow imports happen when the command runs.
 """
 
 from pathlib import Path
@@ -51,8 +51,8 @@ def serve(
     gpu_memory_utilization: Annotated[
         float | None,
         typer.Option(
-            help="Instead of --memory: the part of each GPU's memory that its workers take; with"
-            " --device cpu, the part of this machine's memory that all workers take together.",
+            help="Instead of --memory: the fraction of each GPU's memory for its workers; with"
+            " --device cpu, the fraction of this machine's memory for all workers together.",
             min=0.01,
             max=1.0,
         ),
@@ -64,11 +64,11 @@ def serve(
 ) -> None:
     """Serve a model on this machine: `tideserve up` with the flag names of `vllm serve`.
 
-    It runs until Ctrl-C. docs/vllm-flags.md lists the settings for vLLM's other flags.
+    Runs until Ctrl-C. docs/vllm-flags.md lists the settings for vLLM's other flags.
     """
     if gpu_memory_utilization is not None and context.obj["memory"] is not None:
         raise CommandError(
-            "--memory and --gpu-memory-utilization both set the memory of a worker; give one",
+            "--memory and --gpu-memory-utilization both set the memory of a worker; use only one",
             EXIT_UNUSABLE,
         )
     flags = context.obj | {"model": model, "api_key": api_key, "cluster_dir": cluster_dir}
@@ -78,10 +78,10 @@ def serve(
 def serve_options(
     config: Path | None, flags: dict[str, Any], part: float | None
 ) -> "ClusterOptions":
-    """Options of the cluster: a worker for each GPU; `part` of the device's memory for workers.
+    """Options of the cluster: a worker per GPU; `part` is the fraction of memory for workers.
 
     Raises:
-        ConfigError: if an option cannot be used.
+        ConfigError: if an option is invalid.
     """
     from tideserve.cli.cluster_options import read_options
     from tideserve.cli.host import gpu_memory_bytes, host_memory_bytes
@@ -95,7 +95,7 @@ def serve_options(
         gpus = gpu_memory_bytes()[int(index) :][:1] if index else gpu_memory_bytes()
         if not gpus:
             raise CommandError(
-                f"the NVIDIA driver has no device {device}; see `nvidia-smi`, or take --device out",
+                f"the NVIDIA driver has no device {device}; see `nvidia-smi`, or remove --device",
                 EXIT_UNUSABLE,
             )
         defaults = {"workers": len(gpus)}

@@ -1,4 +1,4 @@
-"""`tideserve simulate`. Everything heavy is imported when it runs."""
+"""`tideserve simulate`. Slow imports happen when the command runs."""
 
 from pathlib import Path
 from typing import Annotated
@@ -27,37 +27,42 @@ def simulate(
         int | None,
         typer.Option(min=0, help="Seed of arrivals and lengths.", show_default="the file's, or 0"),
     ] = None,
-    json: Annotated[Path | None, typer.Option(help="File for all figures.")] = None,
+    json: Annotated[Path | None, typer.Option(help="Write all figures to this file.")] = None,
     against: Annotated[
         Path | None,
-        typer.Option(help="Result of 'tideserve bench --json', in a checkout: simulate its load."),
+        typer.Option(
+            help="Result of 'tideserve bench --json' whose load to simulate (source checkout only)."
+        ),
     ] = None,
     profile: Annotated[
         str | None,
         typer.Option(
             help="With --against: name or file of the device profile.",
-            show_default="the one that 'tideserve profile' stored",
+            show_default="the profile that 'tideserve profile' stored",
         ),
     ] = None,
     calibrate: Annotated[
         Path | None,
         typer.Option(
-            help="With --against: another result of 'tideserve bench', whose workers counted how"
-            " much longer iterations took than the profile predicts. If it is the same result,"
-            " each system is scaled by the others."
+            help="With --against: another result of 'tideserve bench', whose ratio of measured to"
+            " predicted iteration times scales the profile. With the same result, each system is"
+            " scaled by the other systems."
         ),
     ] = None,
 ) -> None:
-    """Simulate a cluster of any size with the policies of the real one.
+    """Simulate a cluster of any size with the policies of a real cluster.
 
-    With --against, simulates a benchmark, and shows what was measured beside what it gives.
+    With --against, simulates the load of a benchmark and compares the measured figures.
     """
     if (config is None) == (against is None):
-        raise CommandError("give a configuration, or a result with --against", EXIT_UNUSABLE)
+        raise CommandError("pass a configuration file, or a result with --against", EXIT_UNUSABLE)
     if against is None and (profile is not None or calibrate is not None):
-        raise CommandError("--profile and --calibrate go with --against only", EXIT_UNUSABLE)
+        raise CommandError("--profile and --calibrate need --against", EXIT_UNUSABLE)
     if against is not None and seed is not None:
-        raise CommandError("--seed is the result's own with --against", EXIT_UNUSABLE)
+        raise CommandError(
+            "--seed cannot be combined with --against, which uses the seed of the result",
+            EXIT_UNUSABLE,
+        )
     if against is not None:
         from tideserve.cli.commands.checkout import run_against
 

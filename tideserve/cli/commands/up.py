@@ -1,4 +1,4 @@
-"""`tideserve up`. Everything heavy is imported when it runs."""
+"""`tideserve up`. Slow imports happen when the command runs."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -29,13 +29,13 @@ ConfigFile = Annotated[
     typer.Option(
         "--config",
         help="YAML file with these options (queue_limit: 64). Its sections gateway, scheduler,"
-        " memmgr and worker hold further keys of these services, and services those of all."
-        " Flags take precedence.",
+        " memmgr and worker hold further options of these services, and section services options"
+        " of all services. Flags take precedence.",
     ),
 ]
 WithParent = Annotated[
     bool,
-    typer.Option("--with-parent", help="Stop when the process that started this one ends (make)."),
+    typer.Option("--with-parent", help="Stop when the parent process (make) ends."),
 ]
 
 
@@ -48,7 +48,7 @@ def up(
 ) -> None:
     """Start a cluster: gateway, scheduler, memory manager, workers.
 
-    It runs until Ctrl-C, then drains and leaves no process behind. It restarts a process that dies.
+    Runs until Ctrl-C, then drains and stops all processes. Restarts processes that die.
     """
     flags = context.obj | {"api_key": api_key, "cluster_dir": cluster_dir}
 

@@ -1,1 +1,1 @@
-"""`tideserve doctor`: what is wrong with a cluster, each in one sentence with a remedy."""
+"""`tideserve doctor`: diagnoses a cluster; each finding is a sentence with a remedy."""

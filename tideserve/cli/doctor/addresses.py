@@ -1,4 +1,4 @@
-"""Checks that registered services and lanes can be reached from here and are healthy."""
+"""Checks that registered services and lanes are reachable from this machine and healthy."""
 
 import asyncio
 from collections.abc import Iterable
@@ -15,9 +15,9 @@ from tideserve.cli.doctor.records import RegisteredRecords
 
 CHECK = Check("addresses")
 TIMEOUT_S = 3.0
-# A check of a large cluster has this many calls under way.
+# Bounds concurrent calls to a large cluster.
 CALLS_AT_ONCE = 64
-REMEDY = "start it, open the port (firewall, NetworkPolicy), or correct its 'advertise'"
+REMEDY = "start it, open the port (firewall, NetworkPolicy), or correct its option 'advertise'"
 SERVICE = {
     "gateway": "tideserve.gateway.v1.GatewayService",
     "scheduler": "tideserve.scheduler.v1.SchedulerService",
@@ -27,24 +27,31 @@ SERVICE = {
 
 
 async def check_addresses(records: RegisteredRecords, transport: Transport) -> list[Finding]:
-    """Dial everything that is registered."""
+    """Dial all registered services and lanes."""
     slots = asyncio.Semaphore(CALLS_AT_ONCE)
-    servers = [(f"the {one.name}", one.name, one.address) for one in records.services]
-    servers += [(f"the worker {one.worker_id}", "worker", one.address) for one in records.workers]
+    servers = [
+        (f"the {service.name}", service.name, service.address) for service in records.services
+    ]
+    servers += [
+        (f"the worker {worker.worker_id}", "worker", worker.address) for worker in records.workers
+    ]
     lanes = [
-        (f"the {kind} lane of the worker {one.worker_id}", address)
-        for one in records.workers
-        for kind, address in (("activation", one.activation_address), ("bulk", one.bulk_address))
+        (f"the {kind} lane of the worker {worker.worker_id}", address)
+        for worker in records.workers
+        for kind, address in (
+            ("activation", worker.activation_address),
+            ("bulk", worker.bulk_address),
+        )
         if address
     ]
-    asked: Iterable[Finding | None] = await asyncio.gather(
+    answers: Iterable[Finding | None] = await asyncio.gather(
         *(_ask(slots, transport, *server) for server in servers),
         *(_connect(slots, *lane) for lane in lanes),
     )
-    found = [one for one in asked if one is not None]
-    if found or not servers:
-        return found
-    return [CHECK.fine(f"{len(servers)} services and {len(lanes)} lanes can be reached from here")]
+    findings = [finding for finding in answers if finding is not None]
+    if findings or not servers:
+        return findings
+    return [CHECK.fine(f"{len(servers)} services and {len(lanes)} lanes are reachable from here")]
 
 
 async def _ask(
@@ -59,8 +66,8 @@ async def _ask(
     if answer.status == health_pb2.HealthCheckResponse.SERVING:
         return None
     return CHECK.failure(
-        f"{name} at {address} lives but does not serve; wait if it loads or drains, else look at"
-        " its log"
+        f"{name} at {address} runs but does not serve; wait if it is loading or draining, else"
+        " see its log"
     )
 
 
@@ -68,7 +75,7 @@ def _refused(name: str, address: str, error: grpc.aio.AioRpcError) -> Finding:
     details = error.details() or ""
     if "certificate" in details.lower() or "handshake" in details.lower() or "SSL" in details:
         return CHECK.failure(
-            f"{name} at {address} and this command do not trust each other's certificates; give"
+            f"{name} at {address} and this command do not trust each other's certificates; pass"
             " --tls-ca-file, --tls-cert-file and --tls-key-file of the cluster's CA"
         )
     return CHECK.failure(f"{name} cannot be reached at {address} ({error.code().name}); {REMEDY}")

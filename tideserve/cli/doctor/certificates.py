@@ -1,4 +1,4 @@
-"""Whether certificate files can be used, for how long, and whether their CA made them."""
+"""Checks that certificate files are valid, do not expire soon and match their CA."""
 
 import ssl
 
@@ -14,7 +14,7 @@ ANSWERS_MAX = 8
 
 
 def check_files(files: CertificateFiles, now_unix_s: float) -> list[Finding]:
-    """One finding, none without files."""
+    """A finding about the files; empty without files."""
     if not files.given:
         return []
     try:
@@ -29,19 +29,15 @@ def check_files(files: CertificateFiles, now_unix_s: float) -> list[Finding]:
         days = (expiry_s - now_unix_s) / DAY_S
         where = f"the certificate in '{files.owner}_{name}' ({path})"
         if days < 0:
-            return [
-                CHECK.failure(f"{where} expired {-days:.1f} days ago; put a new one in its place")
-            ]
+            return [CHECK.failure(f"{where} expired {-days:.1f} days ago; replace it")]
         if days < SOON_DAYS:
-            soon = [
-                CHECK.warning(f"{where} expires in {days:.1f} days; put a new one in its place")
-            ]
+            soon = [CHECK.warning(f"{where} expires in {days:.1f} days; replace it")]
     reason = _distrust(files)
     if reason:
         return [
             CHECK.failure(
-                f"'{files.owner}_ca_file' ({files.ca}) does not vouch for the certificate in"
-                f" '{files.owner}_cert_file' ({files.cert}): {reason}; give the CA that issued it"
+                f"'{files.owner}_ca_file' ({files.ca}) does not match the certificate in"
+                f" '{files.owner}_cert_file' ({files.cert}): {reason}; use the CA that issued it"
             )
         ]
     return soon or [
@@ -50,9 +46,9 @@ def check_files(files: CertificateFiles, now_unix_s: float) -> list[Finding]:
 
 
 def _distrust(files: CertificateFiles) -> str:
-    """Why a peer that trusts the CA would refuse the certificate; "" if it would accept it.
+    """Why a peer that trusts the CA would reject the certificate, else "".
 
-    Found by a handshake in memory, which checks all that a real one checks except the name.
+    Performs a TLS handshake in memory, which checks everything except the host name.
     """
     if files.ca is None or files.cert is None or files.key is None:
         return ""

@@ -1,4 +1,4 @@
-"""Whether etcd answers, is of a good version, has room, and agrees about the time."""
+"""Checks the version, health, free quota and clock of etcd."""
 
 import ssl
 import time
@@ -15,17 +15,17 @@ from tideserve.cli.doctor.finding import Check, Finding
 CHECK = Check("etcd")
 CONNECT_TIMEOUT_S = 4.0
 HTTP_TIMEOUT_S = 3.0
-# The header has whole seconds.
+# Generous, because the Date header has whole seconds.
 SKEW_MAX_S = 5.0
 FULL_SHARE = 0.8
 SIZE = "etcd_mvcc_db_total_size_in_bytes"
 QUOTA = "etcd_server_quota_backend_bytes"
-# Members of these may disagree about the data without noticing it.
+# Members of these versions may diverge without noticing.
 INCONSISTENT = ("3.5.0", "3.5.1", "3.5.2")
 
 
 async def open_connected(config: ServiceConfig) -> Store | Finding:
-    """A connected store, or why there is none."""
+    """A connected store, or a finding with the reason why there is none."""
     try:
         store = open_store(config)
         await store.connect(CONNECT_TIMEOUT_S)
@@ -35,21 +35,21 @@ async def open_connected(config: ServiceConfig) -> Store | Finding:
 
 
 async def check_members(config: ServiceConfig) -> list[Finding]:
-    """Version, alarms, room and clock of every member of the URL."""
-    found: list[Finding] = []
+    """Check every member in the URL."""
+    findings: list[Finding] = []
     for url in filter(None, (part.strip().rstrip("/") for part in config.etcd_url.split(","))):
         whole = url if "://" in url else f"http://{url}"
         try:
             async with _http(config, whole) as http:
-                found += await _member(http, whole)
+                findings += await _member(http, whole)
         except (httpx.HTTPError, OSError, ValueError) as error:
-            found.append(
+            findings.append(
                 CHECK.warning(
-                    f"{whole} does not tell its version and size over HTTP"
-                    f" ({error or type(error).__name__}); look with etcdctl endpoint status"
+                    f"{whole} does not report its version and size over HTTP"
+                    f" ({error or type(error).__name__}); check it with etcdctl endpoint status"
                 )
             )
-    return found
+    return findings
 
 
 async def _member(http: httpx.AsyncClient, url: str) -> list[Finding]:
@@ -59,8 +59,8 @@ async def _member(http: httpx.AsyncClient, url: str) -> list[Finding]:
     health = (await http.get("/health")).json()
     numbers = metrics_of((await http.get("/metrics")).text)
     skew_s = now_unix_s - parsedate_to_datetime(answer.headers["date"]).timestamp()
-    found = list(judge(url, version, health, numbers, skew_s))
-    return found or [CHECK.fine(f"{url} answers, is version {version} and has room")]
+    faults = list(judge(url, version, health, numbers, skew_s))
+    return faults or [CHECK.fine(f"{url} is healthy: version {version}, quota not exhausted")]
 
 
 def judge(
@@ -70,34 +70,34 @@ def judge(
     numbers: Mapping[str, float],
     skew_s: float,
 ) -> Iterator[Finding]:
-    """What is wrong with a member; `skew_s`: how much this machine's clock is ahead of its."""
+    """Faults of a member; `skew_s`: how far this machine's clock is ahead of the member's."""
     if health.get("health") != "true":
-        reason = health.get("reason", "no reason given")
+        reason = health.get("reason", "no reason reported")
         yield CHECK.failure(
             f"{url} is not healthy ({reason}); for NOSPACE compact, defragment and disarm the"
-            " alarm with etcdctl, else look at its log"
+            " alarm with etcdctl, else see its log"
         )
     if version in INCONSISTENT:
         yield CHECK.warning(
-            f"{url} is version {version}, whose members may disagree about the data after a"
+            f"{url} is version {version}, whose members may diverge after a"
             " crash; upgrade it to 3.5.3 or later"
         )
     size, quota = numbers.get(SIZE, 0.0), numbers.get(QUOTA, 0.0)
     if quota and size > FULL_SHARE * quota:
         yield CHECK.warning(
-            f"{url} uses {size / quota:.0%} of its quota of {quota / 2**20:.0f} MiB, and"
-            " refuses writes when it is full; compact and defragment it, or raise"
+            f"{url} uses {size / quota:.0%} of its quota of {quota / 2**20:.0f} MiB and"
+            " will refuse writes when the quota is used up; compact and defragment it, or raise"
             " --quota-backend-bytes"
         )
     if abs(skew_s) > SKEW_MAX_S:
         yield CHECK.warning(
-            f"the clock here differs from that of {url} by {abs(skew_s):.0f} s, so certificates"
-            " and logs do not agree; let a time service set both"
+            f"the clock of this machine differs from that of {url} by {abs(skew_s):.0f} s, which"
+            " breaks certificates and log times; synchronise both with NTP"
         )
 
 
 def metrics_of(text: str) -> dict[str, float]:
-    """The numbers without labels in Prometheus' text form."""
+    """Unlabelled samples of SIZE and QUOTA in Prometheus' text format."""
     pairs = (line.split() for line in text.splitlines() if line.startswith((SIZE, QUOTA)))
     return {pair[0]: float(pair[1]) for pair in pairs if len(pair) == 2}
 

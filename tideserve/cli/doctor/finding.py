@@ -1,11 +1,11 @@
-"""What a check found."""
+"""Findings of the checks."""
 
 from dataclasses import dataclass
 from enum import StrEnum
 
 
 class Level(StrEnum):
-    """How bad it is; a failure makes the command end with 1."""
+    """Severity of a finding; a failure sets exit code 1."""
 
     OK = "ok"
     WARNING = "warning"
@@ -14,7 +14,7 @@ class Level(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One sentence of a check; of what is wrong it says cause and remedy."""
+    """A sentence of a check; for a fault, with cause and remedy."""
 
     check: str
     level: Level
@@ -23,18 +23,18 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """A check by its name, and how it tells what it found."""
+    """A named check, which creates its findings."""
 
     name: str
 
     def fine(self, sentence: str) -> Finding:
-        """The check found nothing wrong."""
+        """A finding without a fault."""
         return Finding(self.name, Level.OK, sentence)
 
     def warning(self, sentence: str) -> Finding:
-        """It works, and may not for long."""
+        """A finding about a future or partial fault."""
         return Finding(self.name, Level.WARNING, sentence)
 
     def failure(self, sentence: str) -> Finding:
-        """It does not work so."""
+        """A finding about a fault that breaks the cluster."""
         return Finding(self.name, Level.FAILURE, sentence)

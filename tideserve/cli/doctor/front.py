@@ -1,4 +1,4 @@
-"""Whether the gateway is ready and answers a real request."""
+"""Checks that the gateway is ready and completes a request."""
 
 from services.common.clock import monotonic_s
 from tideserve.cli.client import AdminClient, HttpClient
@@ -12,14 +12,14 @@ PROMPT, TOKENS = "The tide comes in", 4
 
 
 def check_gateway(url: str, api_key: str | None) -> list[Finding]:
-    """Readiness, and one completion where it is ready."""
+    """Check readiness and, if ready, send a completion request."""
     try:
         with HttpClient(url, api_key, COMPLETION_TIMEOUT_S) as client:
             response = client.probe("/ready")
             if response is None:
                 return [
                     CHECK.failure(
-                        f"no gateway answers at {url}; start it, or correct it with --url"
+                        f"no gateway answers at {url}; start it, or correct the URL with --url"
                     )
                 ]
             if not response.is_success:
@@ -35,7 +35,7 @@ def _complete(client: HttpClient) -> Finding:
     began_s = monotonic_s()
     pieces = sum(1 for _ in client.post_events("/v1/completions", body))
     if not pieces:
-        return COMPLETION.failure(f"{model} answered nothing; look at the workers' logs")
+        return COMPLETION.failure(f"{model} returned no output; see the workers' logs")
     return COMPLETION.fine(f"{model} answered within {monotonic_s() - began_s:.1f} s")
 
 
@@ -43,12 +43,12 @@ def _not_ready(url: str, response: object) -> str:
     try:
         missing = "; ".join(map(str, response.json()["missing"]))  # type: ignore[attr-defined]
     except (ValueError, KeyError, TypeError):
-        return f"{url} does not answer like a tideserve gateway; correct it with --url"
-    return f"the gateway at {url} is not ready ({missing}); wait, or look at `tideserve logs`"
+        return f"{url} is not a tideserve gateway; correct the URL with --url"
+    return f"the gateway at {url} is not ready ({missing}); wait, or see `tideserve logs`"
 
 
 def check_admin(url: str, key: str | None) -> list[Finding]:
-    """Whether the admin port accepts the admin key."""
+    """Check that the admin port accepts the admin key."""
     try:
         with AdminClient(url, key) as client:
             client.get_json(STATUS_PATH)

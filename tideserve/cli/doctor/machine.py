@@ -1,4 +1,4 @@
-"""What this machine must offer to a cluster."""
+"""Checks limits of this machine that a cluster needs."""
 
 import resource
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ SHARED_BYTES_MIN = 64 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class ProcessLimits:
-    """Most files of a process, most mappings of one, bytes free in shared memory."""
+    """Maximum of open files and of memory mappings per process, free bytes of shared memory."""
 
     open_files: int
     maps: int
@@ -27,7 +27,7 @@ class ProcessLimits:
 
 
 def read_limits() -> ProcessLimits:
-    """The limits of this machine; one that it does not tell counts as enough."""
+    """The limits of this machine; an unknown limit counts as sufficient."""
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     try:
         maps = int(Path("/proc/sys/vm/max_map_count").read_text())
@@ -43,35 +43,35 @@ def read_limits() -> ProcessLimits:
 
 
 def check_limits(limits: ProcessLimits) -> list[Finding]:
-    """What is too low for many streams or large models."""
-    found = list(_too_low(limits))
-    return found or [CHECK.fine("open files, mappings and shared memory suffice")]
+    """Warn about limits that are too low for many streams or large models."""
+    faults = list(_too_low(limits))
+    return faults or [CHECK.fine("open files, mappings and shared memory are sufficient")]
 
 
 def _too_low(limits: ProcessLimits) -> Iterator[Finding]:
     if limits.open_files < OPEN_FILES_MIN:
         yield CHECK.warning(
-            f"a process may open {limits.open_files} files here, and every stream is one; raise"
-            f" the limit to {OPEN_FILES_MIN} or more (ulimit -n, LimitNOFILE=, or ulimits of"
+            f"a process may open {limits.open_files} files here, and every stream needs a"
+            f" descriptor; raise the limit to {OPEN_FILES_MIN} or more (ulimit -n, LimitNOFILE=, or ulimits of"
             " the container)"
         )
     if limits.maps < MAPS_MIN:
         yield CHECK.warning(
-            f"a process may have {limits.maps} mappings here, and a worker's memory takes one"
+            f"a process may have {limits.maps} mappings here, and a worker needs one"
             f" for each run of chunks; set vm.max_map_count to {MAPS_MIN} or more with sysctl"
         )
     if limits.shared_bytes < SHARED_BYTES_MIN:
         yield CHECK.warning(
             f"/dev/shm has {limits.shared_bytes >> 20} MiB free, so workers on one machine"
-            f" exchange over TCP; give it {SHARED_BYTES_MIN >> 20} MiB or more (shm_size of the"
-            " container)"
+            f" exchange data over TCP; provide {SHARED_BYTES_MIN >> 20} MiB or more (shm_size of"
+            " the container)"
         )
 
 
 def check_free_port(host: str, port: int) -> Finding:
-    """Whether a cluster that does not run yet could listen there."""
+    """Check that a new cluster could listen on the port."""
     try:
         check_port(host, port, False)
     except CommandError as error:
-        return PORTS.warning(f"the cache folder has no cluster of that port, and {error}")
+        return PORTS.warning(f"the cache folder has no cluster on that port, and {error}")
     return PORTS.fine(f"port {port} of {host} is free for a cluster")

@@ -1,4 +1,4 @@
-"""What the records in etcd say about the cluster. Pure, but for the reading."""
+"""Checks the records of the cluster in etcd. Pure, except for reading them."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -22,18 +22,18 @@ NEEDED = ("gateway", "scheduler", "memmgr")
 
 @dataclass(frozen=True, slots=True)
 class RegisteredRecords:
-    """What is registered now."""
+    """The registered services, workers, groups and leaders."""
 
     services: Sequence[record_pb2.ServiceRecord] = ()
     workers: Sequence[record_pb2.WorkerRecord] = ()
     groups: Sequence[record_pb2.GroupRecord] = ()
     leaders: Sequence[str] = ()
-    # Keys of what every service ignores.
+    # Keys of malformed records, which every service ignores.
     invalid: Sequence[str] = ()
 
 
 async def read_records(store: Store) -> RegisteredRecords:
-    """Raises StoreError."""
+    """Read all records. Raises StoreError."""
     invalid: list[str] = []
     return RegisteredRecords(
         services=await _read(store, SERVICES, record_pb2.ServiceRecord, invalid),
@@ -45,65 +45,64 @@ async def read_records(store: Store) -> RegisteredRecords:
 
 
 async def _read(store: Store, prefix: str, kind: type[M], invalid: list[str]) -> list[M]:
-    """The valid records; the keys of the others are added to `invalid`."""
-    found = []
+    """The valid records; appends the keys of other records to `invalid`."""
+    records = []
     for key, entry in (await store.list_prefix(prefix)).items():
         record = read_record(kind, key, entry.value)
         if record is None:
             invalid.append(key)
         else:
-            found.append(record)
-    return found
+            records.append(record)
+    return records
 
 
 def check_records(records: RegisteredRecords, prefix: str, etcd_is_local: bool) -> list[Finding]:
-    """`etcd_is_local`: it listens on a loopback address, so all are on its machine."""
-    found = [
+    """Check the records; `etcd_is_local`: etcd listens on loopback, so all run on one machine."""
+    faults = [
         *(*_missing(records, prefix), *_invalid(records, prefix)),
         *(*_addresses(records, etcd_is_local), *_differing(records.workers), *_idle(records)),
         *_scheduling(records),
     ]
     count = len(records.workers)
     summary = f"{count} worker{'s' * (count != 1)} and {len(records.services)} services"
-    return found or [CHECK.fine(f"{summary} are registered and fit together")]
+    return faults or [CHECK.fine(f"{summary} are registered and consistent")]
 
 
 def _missing(records: RegisteredRecords, prefix: str) -> Iterator[Finding]:
     names = {record.name for record in records.services}
     if not names and not records.workers:
         yield CHECK.failure(
-            f"nothing is registered under {prefix}; start the services with this etcd, or"
-            " correct the prefix"
+            f"no services are registered under {prefix}; start them with this etcd, or correct the"
+            " prefix"
         )
         return
     for name in NEEDED:
         if name not in names:
-            yield CHECK.failure(
-                f"no {name} is registered under {prefix}; start one, or look at its log"
-            )
+            yield CHECK.failure(f"no {name} is registered under {prefix}; start it, or see its log")
     if not records.workers:
         yield CHECK.failure(
-            f"no worker is registered under {prefix}; they register when the model is loaded:"
-            " wait, or look at their logs"
+            f"no worker is registered under {prefix}; workers register after loading the model:"
+            " wait, or see their logs"
         )
     if "memmgr" in names and "memmgr" not in records.leaders:
         yield CHECK.failure(
-            "no memory manager leads, so groups cannot change; wait, or look at its log"
+            "no memory manager is the leader, so groups cannot change; wait, or see its log"
         )
 
 
 def _invalid(records: RegisteredRecords, prefix: str) -> list[Finding]:
     return [
         CHECK.failure(
-            f"the record {key} under {prefix} is malformed, contradicts its key or lacks what it"
-            " cannot be without, so every service ignores it; delete it, or correct what wrote it"
+            f"the record {key} under {prefix} is malformed, contradicts its key or lacks a"
+            " required field, so every service ignores it; delete it, or fix the program that"
+            " writes it"
         )
         for key in records.invalid
     ]
 
 
 def places(records: RegisteredRecords) -> Iterable[tuple[str, str]]:
-    """Everything that is registered, and each address of it."""
+    """Name and address of all registered services, workers and lanes."""
     for service in records.services:
         yield f"the {service.name}", service.address
     for worker in records.workers:
@@ -115,34 +114,35 @@ def places(records: RegisteredRecords) -> Iterable[tuple[str, str]]:
 
 
 def _addresses(records: RegisteredRecords, etcd_is_local: bool) -> Iterator[Finding]:
-    """Addresses that others cannot dial: a loopback address, unless all are on one machine."""
-    told = {host_of(address) for _, address in places(records)}
-    hosts = {host for host in told if not is_wildcard(host)}
+    """Addresses that other machines cannot reach; loopback is fine on a single machine."""
+    registered = {host_of(address) for _, address in places(records)}
+    hosts = {host for host in registered if not is_wildcard(host)}
     loopback = {host for host in hosts if is_loopback(host)}
     one_machine = etcd_is_local and loopback == hosts
     for name, address in places(records):
         host = host_of(address)
         if is_wildcard(host):
             yield CHECK.failure(
-                f"{name} is registered at {address}, which leads nowhere; set its 'advertise'"
-                " to auto or to an address that others reach"
+                f"{name} is registered at {address}, which cannot be dialled; set its"
+                " 'advertise' to auto or to an address that other machines reach"
             )
         elif not one_machine and host in loopback:
             yield CHECK.failure(
-                f"{name} is registered at {address}, which only its own machine reaches; set"
-                " its 'advertise' to an address that others reach, and have it listen there"
+                f"{name} is registered at {address}, which only its own machine can reach;"
+                " set its 'advertise' to an address that other machines reach, and make it listen"
+                " there"
             )
 
 
 def _differing(workers: Sequence[record_pb2.WorkerRecord]) -> Iterator[Finding]:
-    """Workers of one model that can never be in one group."""
+    """Workers of the same model that can never join the same group."""
     differences: Mapping[str, Callable[[record_pb2.WorkerRecord], object]] = {
         "hold different parameters or configurations of {model} (digests {values}); give all the"
-        " same model folder": lambda one: one.model_digest[:12],
+        " same model folder": lambda worker: worker.model_digest[:12],
         "speak different protocol versions ({values}) and never merge; finish the update of the"
-        " workers": lambda one: one.protocol_version,
+        " workers": lambda worker: worker.protocol_version,
         "run different code ({values}) and never merge; finish the update of the workers": (
-            lambda one: one.code_digest[:12]
+            lambda worker: worker.code_digest[:12]
         ),
     }
     by_model: dict[str, list[record_pb2.WorkerRecord]] = defaultdict(list)
@@ -154,28 +154,28 @@ def _differing(workers: Sequence[record_pb2.WorkerRecord]) -> Iterator[Finding]:
             for worker in alike:
                 names.setdefault(value(worker), worker.worker_id)
             if len(names) > 1:
-                values = ", ".join(f"{name}: {one or 'none'}" for one, name in names.items())
+                values = ", ".join(f"{name}: {own or 'none'}" for own, name in names.items())
                 sentence = text.format(model=model, values=values)
                 yield CHECK.failure(f"the workers {sentence}")
                 break
 
 
 def _scheduling(records: RegisteredRecords) -> list[Finding]:
-    """Workers that were told another `scheduling` than a scheduler."""
-    schedulers = (one for one in records.services if one.name == "scheduler")
-    told = sorted({one.scheduling for one in schedulers if one.scheduling})
-    if len(told) > 1:
+    """Workers whose `scheduling` differs from the scheduler's."""
+    schedulers = (service for service in records.services if service.name == "scheduler")
+    policies = sorted({scheduler.scheduling for scheduler in schedulers if scheduler.scheduling})
+    if len(policies) > 1:
         return [
             CHECK.failure(
-                f"schedulers run with scheduling {' and '.join(told)}; set the same for all"
+                f"schedulers run with scheduling {' and '.join(policies)}; configure them alike"
             )
         ]
-    faults = (scheduling_fault(one, records.workers) for one in told)
+    faults = (scheduling_fault(policy, records.workers) for policy in policies)
     return [CHECK.failure(fault) for fault in faults if fault is not None]
 
 
 def _idle(records: RegisteredRecords) -> Iterator[Finding]:
-    """Workers that are in no serving group, or can never merge."""
+    """Workers outside of serving groups, and workers that can never merge."""
     members = {
         (member.worker_id, member.incarnation)
         for group in records.groups
@@ -185,11 +185,11 @@ def _idle(records: RegisteredRecords) -> Iterator[Finding]:
     for worker in records.workers:
         if (worker.worker_id, worker.incarnation) not in members and not worker.draining:
             yield CHECK.warning(
-                f"the worker {worker.worker_id} is in no group that serves; wait, or look at"
-                " the memory manager's log"
+                f"the worker {worker.worker_id} is in no serving group; wait, or see the memory"
+                " manager's log"
             )
         if CAN_DROP not in worker.capabilities and engine_of(worker) == EngineKind.TIDESERVE:
             yield CHECK.warning(
-                f"the worker {worker.worker_id} has no lanes to others, so it never merges; set"
-                " its 'advertise' and look at its log"
+                f"the worker {worker.worker_id} has no lanes to other workers, so it never merges;"
+                " set its 'advertise' and see its log"
             )

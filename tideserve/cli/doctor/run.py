@@ -1,4 +1,4 @@
-"""Runs all checks in the order of their dependence and shows their findings."""
+"""Runs all checks in dependency order and prints their findings."""
 
 import asyncio
 import json
@@ -34,17 +34,17 @@ from tideserve.cli.processes import process_faults
 
 PARTS = ("ca", "cert", "key")
 GATEWAY_ONLY = (
-    "only the gateway was examined; for the whole cluster, name its etcd with --etcd, or a"
-    " cluster on this machine with --port"
+    "only the gateway was checked; for the whole cluster, pass its etcd with --etcd, or the port"
+    " of a local cluster with --port"
 )
 SIGNS = {Level.OK: "[green]✓[/]", Level.WARNING: "[yellow]![/]", Level.FAILURE: "[red]✗[/]"}
 
 
 @dataclass(frozen=True, slots=True)
 class DoctorTarget:
-    """What is examined: etcd and TLS as a service is told them, and the gateway's doors.
+    """The cluster to check: etcd and TLS options of a service, and the gateway's ports.
 
-    None of `services`: only the gateway's doors are known. `here`: it runs on this machine.
+    `services` None: only the gateway's ports are known. `here`: the cluster runs on this machine.
     """
 
     services: ServiceConfig | None = None
@@ -53,9 +53,9 @@ class DoctorTarget:
     admin_url: str | None = None
     admin_key: str | None = None
     here: bool = False
-    # As `tideserve up` wrote it, of a cluster on this machine.
+    # Contents of cluster.json, for a local cluster.
     state: Mapping[str, Any] = field(default_factory=dict)
-    # The file of keys.
+    # The file of API keys.
     api_keys: Path | None = None
     front: CertificateFiles = field(default_factory=lambda: CertificateFiles("http_tls"))
 
@@ -63,10 +63,10 @@ class DoctorTarget:
 def target_of_folder(
     folder: ClusterFolder, api_key: str | None = None, admin_key: str | None = None
 ) -> DoctorTarget | None:
-    """The cluster that runs from a folder; None if none does. Given keys go before its own.
+    """The cluster that runs from a folder, or None; the keys override its configured keys.
 
     Raises:
-        CommandError: if its configuration is not usable.
+        CommandError: if its configuration is invalid.
     """
     state = folder.read_state()
     if state is None:
@@ -89,67 +89,65 @@ def target_of_folder(
     )
 
 
-def target_of_options(options: Mapping[str, Any], doors: Mapping[str, Any]) -> DoctorTarget:
-    """A cluster anywhere; `options`: keys of a service, `doors`: fields of a DoctorTarget.
+def target_of_options(options: Mapping[str, Any], ports: Mapping[str, Any]) -> DoctorTarget:
+    """A cluster on any machine; `options`: keys of a service, `ports`: fields of a DoctorTarget.
 
     Raises:
-        CommandError: if an option is not usable.
+        CommandError: if an option is invalid.
     """
     given = {key: value for key, value in options.items() if value is not None}
     with unusable(ConfigError):
         config = from_mapping(ServiceConfig, given, "the command line") if given else None
-    return DoctorTarget(services=config, **doors)
+    return DoctorTarget(services=config, **ports)
 
 
 def run_doctor(target: DoctorTarget | None, folder: Path, port: int | None, as_json: bool) -> None:
-    """Print what all checks found; `target` None: nothing runs from `folder`.
+    """Print the findings of all checks; `target` None: no cluster runs from `folder`.
 
     Raises:
-        CommandError: if anything is wrong.
+        CommandError: if a check failed.
     """
     if target is None:
-        found = [
+        findings = [
             *check_limits(read_limits()),
             check_free_port("127.0.0.1", port or DEFAULT_PORT),
             Check("cluster").failure(
-                f"no cluster runs from {folder}; start one with `tideserve up`"
+                f"no cluster runs from {folder}; start a cluster with `tideserve up`"
             ),
         ]
     else:
-        found = asyncio.run(examine(target))
+        findings = asyncio.run(examine(target))
     if as_json:
-        print(json.dumps([asdict(one) for one in found], indent=2))
+        print(json.dumps([asdict(finding) for finding in findings], indent=2))
     else:
-        show(found)
-    failures = sum(one.level is Level.FAILURE for one in found)
+        show(findings)
+    failures = sum(finding.level is Level.FAILURE for finding in findings)
     if failures:
-        raise CommandError(
-            f"{failures} thing{'s are' if failures > 1 else ' is'} wrong", EXIT_FAILED
-        )
+        raise CommandError(f"{failures} check{'s' * (failures > 1)} failed", EXIT_FAILED)
 
 
 async def examine(target: DoctorTarget) -> list[Finding]:
-    """The findings of all checks; those that depend on something broken are left out."""
-    found: list[Finding] = check_limits(read_limits()) if target.here else []
+    """The findings of all checks; skips checks that depend on a failed check."""
+    findings: list[Finding] = check_limits(read_limits()) if target.here else []
     config = target.services
     registered = None
     if config is not None:
-        found += _certificates(config, target.front)
-        if not any(one.level is Level.FAILURE for one in found):
-            told, registered = await _cluster(config)
-            found += told
+        findings += _certificates(config, target.front)
+        if not any(finding.level is Level.FAILURE for finding in findings):
+            cluster_findings, registered = await _cluster(config)
+            findings += cluster_findings
     if target.state:
-        found += _processes(target.state, registered)
+        findings += _processes(target.state, registered)
     if target.api_keys is not None:
         wants_admin = target.admin_url is not None and target.admin_key is None
-        found += await asyncio.to_thread(check_keys, target.api_keys.expanduser(), wants_admin)
+        findings += await asyncio.to_thread(check_keys, target.api_keys.expanduser(), wants_admin)
     if target.url is not None:
-        found += await asyncio.to_thread(check_gateway, target.url, target.api_key)
+        findings += await asyncio.to_thread(check_gateway, target.url, target.api_key)
         if config is None:
-            found.append(Check("scope").warning(GATEWAY_ONLY))
+            findings.append(Check("scope").warning(GATEWAY_ONLY))
     if target.admin_url is not None:
-        found += await asyncio.to_thread(check_admin, target.admin_url, target.admin_key)
-    return found
+        findings += await asyncio.to_thread(check_admin, target.admin_url, target.admin_key)
+    return findings
 
 
 def _certificates(config: ServiceConfig, front: CertificateFiles) -> list[Finding]:
@@ -157,23 +155,23 @@ def _certificates(config: ServiceConfig, front: CertificateFiles) -> list[Findin
         CertificateFiles(kind, *(getattr(config, f"{kind}_{part}_file") for part in PARTS))
         for kind in ("etcd", "tls")
     ]
-    return [one for files in (*pairs, front) for one in check_files(files, time.time())]
+    return [finding for files in (*pairs, front) for finding in check_files(files, time.time())]
 
 
 def _processes(state: Mapping[str, Any], registered: Collection[str] | None) -> list[Finding]:
-    """What `tideserve up` started, beside what lives and the workers that are registered."""
+    """Check that processes of `tideserve up` run and that its workers are registered."""
     check = Check("processes")
-    found = [check.failure(fault) for fault in process_faults(state, registered)]
-    return found or [check.fine(f"{len(state['pids'])} processes of `tideserve up` live")]
+    faults = [check.failure(fault) for fault in process_faults(state, registered)]
+    return faults or [check.fine(f"{len(state['pids'])} processes of `tideserve up` are running")]
 
 
 async def _cluster(config: ServiceConfig) -> tuple[list[Finding], Collection[str] | None]:
-    """Findings, and the ids of the workers that are registered if that can be told."""
+    """Findings, and the ids of the registered workers (None if unknown)."""
     store = await open_connected(config)
     if isinstance(store, Finding):
         return [store], None
     try:
-        found = await check_members(config)
+        findings = await check_members(config)
         records = await read_records(store)
     except StoreError as error:
         return [Check("etcd").failure(str(error))], None
@@ -181,15 +179,14 @@ async def _cluster(config: ServiceConfig) -> tuple[list[Finding], Collection[str
         await store.close()
     urls = [part.strip().partition("://")[2] or part.strip() for part in config.etcd_url.split(",")]
     local = all(is_loopback(host_of(url)) for url in urls)
-    found += check_records(records, config.etcd_prefix, local)
-    found += await check_addresses(records, transport_of(config))
-    return found, {worker.worker_id for worker in records.workers}
+    findings += check_records(records, config.etcd_prefix, local)
+    findings += await check_addresses(records, transport_of(config))
+    return findings, {worker.worker_id for worker in records.workers}
 
 
-def show(found: list[Finding]) -> None:
-    """One line for each finding."""
+def show(findings: list[Finding]) -> None:
+    """Print a line per finding."""
     console = Console(highlight=False)
-    for one in found:
-        console.print(
-            f"{SIGNS[one.level]} [dim]{one.check}:[/] {escape(one.sentence)}", soft_wrap=True
-        )
+    for finding in findings:
+        line = f"{SIGNS[finding.level]} [dim]{finding.check}:[/] {escape(finding.sentence)}"
+        console.print(line, soft_wrap=True)
