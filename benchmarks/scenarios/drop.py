@@ -109,7 +109,7 @@ def _memory(rounds: Sequence[Mapping[str, Any]]) -> Iterable[tuple[str, str]]:
             )
             yield (
                 f"pause of a drop, {label}",
-                f"{pause_ms:.2f} ms ({cpu_ms:.2f} ms of processor time)",
+                f"{pause_ms:.2f} ms ({cpu_ms:.2f} ms of CPU time)",
             )
             touch_ms, warm_ms = (
                 median(turn[f"{key}_touch_ms_per_gib"]["elapsed"] for turn in chosen)

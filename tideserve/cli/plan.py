@@ -78,7 +78,7 @@ def show_plan(demand: str, url: str, key: str | None, instances: int | None, as_
 
 
 def example_cluster(instances: int) -> PlanInput:
-    """As many groups of one, with running KV of any size."""
+    """A cluster of single-worker groups with random amounts of running KV."""
     rng = Random(0)
     key = MergeKey(EXAMPLE_MODEL)
     groups, arena_bytes = [], {}

@@ -12,7 +12,7 @@ class StopRequested(BaseException):
 
 
 class StopSignals:
-    """Counts stop requests; `install` re-enables SIGINT, which shells ignore for background jobs."""
+    """Counts stop requests. `install` undoes that shells ignore SIGINT for background jobs."""
 
     def __init__(self) -> None:
         self._count = 0

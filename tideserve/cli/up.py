@@ -243,7 +243,7 @@ class Up:
         )
 
     def _etcd_answers(self) -> bool:
-        """Wait for the private etcd; False if etcd exited, True if it answers or on a stop request."""
+        """Wait for the private etcd or a stop request; False if etcd exited."""
         deadline_s = monotonic_s() + ETCD_START_TIMEOUT_S
         while not self.signals.stopping and not answers(self.etcd_url):
             self.cluster.tick()

@@ -68,7 +68,7 @@ def serve(
     """
     if gpu_memory_utilization is not None and context.obj["memory"] is not None:
         raise CommandError(
-            "--memory and --gpu-memory-utilization both set the memory of a worker; use only one",
+            "--memory and --gpu-memory-utilization both set the memory of a worker; set only one",
             EXIT_UNUSABLE,
         )
     flags = context.obj | {"model": model, "api_key": api_key, "cluster_dir": cluster_dir}

@@ -52,8 +52,8 @@ def _too_low(limits: ProcessLimits) -> Iterator[Finding]:
     if limits.open_files < OPEN_FILES_MIN:
         yield CHECK.warning(
             f"a process may open {limits.open_files} files here, and every stream needs a"
-            f" descriptor; raise the limit to {OPEN_FILES_MIN} or more (ulimit -n, LimitNOFILE=, or ulimits of"
-            " the container)"
+            f" descriptor; raise the limit to {OPEN_FILES_MIN} or more (ulimit -n, LimitNOFILE=,"
+            " or ulimits of the container)"
         )
     if limits.maps < MAPS_MIN:
         yield CHECK.warning(

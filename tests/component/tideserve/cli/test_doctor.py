@@ -119,15 +119,15 @@ async def test_nothing_is_wrong(world: World) -> None:
     assert wrong(found) == []
     told = [one.sentence for one in found if one.level is Level.OK]
     assert any("is version" in one.sentence for one in found if one.check == "etcd"), found
-    assert "2 workers and 3 services are registered and fit together" in told
-    assert "5 services and 4 lanes can be reached from here" in told
+    assert "2 workers and 3 services are registered and consistent" in told
+    assert "5 services and 4 lanes are reachable from here" in told
 
 
 async def test_a_user_who_reaches_only_the_gateway_is_told_so() -> None:
     with refusing_address() as address:
         found = await examine(DoctorTarget(url=f"http://{address}"))
     (sentence,) = wrong(found, Level.WARNING)
-    assert sentence.startswith("only the gateway was examined; for the whole")
+    assert sentence.startswith("only the gateway was checked; for the whole")
 
 
 async def test_1_etcd_is_away() -> None:
@@ -140,7 +140,9 @@ async def test_1_etcd_is_away() -> None:
 async def test_2_the_prefix_is_another(world: World) -> None:
     await world.all_but()
     (sentence,) = wrong(await world.examine(etcd_prefix="/other/"))
-    assert "nothing is registered under /other/" in sentence and "correct the prefix" in sentence
+    assert (
+        "no services are registered under /other/" in sentence and "correct the prefix" in sentence
+    )
 
 
 async def test_3_a_service_is_missing(world: World) -> None:
@@ -161,7 +163,7 @@ async def test_4_some_listen_on_their_own_machine_only(world: World) -> None:
     await world.all_but("w1")
     await world.worker("w1", activation_address="192.0.2.7:50061", bulk_address="192.0.2.7:50062")
     findings = wrong(await world.examine())
-    alone = [one for one in findings if "which only its own machine reaches" in one]
+    alone = [one for one in findings if "which only its own machine can reach" in one]
     assert any(one.startswith("the scheduler is registered at 127.0.0.1:") for one in alone)
     assert not any("192.0.2.7" in one for one in alone)
 
@@ -211,7 +213,7 @@ async def test_8_a_worker_lives_and_does_not_serve(world: World) -> None:
     await world.all_but()
     world.ready["w0"] = False
     (sentence,) = wrong(await world.examine())
-    assert "the worker w0 at 127.0.0.1" in sentence and "lives but does not serve" in sentence
+    assert "the worker w0 at 127.0.0.1" in sentence and "runs but does not serve" in sentence
 
 
 async def test_9_a_lane_is_closed(world: World) -> None:
@@ -238,7 +240,7 @@ async def test_10_a_certificate_has_expired(tmp_path: Path) -> None:
     made = certificates(tmp_path)
     made.issue("gateway", age_s=3 * DAY.total_seconds())
     (sentence,) = wrong(await checked(made.files("gateway")))
-    assert "gateway.pem) expired 2.0 days ago; put a new one" in sentence
+    assert "gateway.pem) expired 2.0 days ago; replace it" in sentence
 
 
 async def test_11_the_key_is_of_another_certificate(tmp_path: Path) -> None:
@@ -258,7 +260,7 @@ async def test_12_the_ca_is_another(tmp_path: Path) -> None:
     ca_file = certificates(tmp_path / "theirs").ca_file
     mixed = CertificateFiles("tls", ca_file, files.cert, files.key)
     (sentence,) = wrong(await checked(mixed))
-    assert "does not vouch for" in sentence and "give the CA that issued it" in sentence
+    assert "does not match the certificate" in sentence and "use the CA that issued it" in sentence
 
 
 async def test_13_services_speak_tls_and_we_do_not(world: World, tmp_path: Path) -> None:
@@ -309,7 +311,7 @@ async def test_15_the_key_is_wrong() -> None:
 
     async with http_server(answer) as url:
         (sentence,) = wrong(await examine(DoctorTarget(url=url, api_key="wrong")))
-        assert "does not know this API key; set another with TIDESERVE_API_KEY" in sentence
+        assert "rejects this API key; set another with TIDESERVE_API_KEY" in sentence
         found = wrong(await examine(DoctorTarget(url=url, admin_url=url, admin_key="wrong")))
         assert "TIDESERVE_ADMIN_KEY" in found[1]
 
@@ -336,7 +338,7 @@ async def test_a_worker_that_is_missing_is_named(world: World) -> None:
     state = {"pid": os.getpid(), "programs": ["worker-0", "worker-1"], "pids": {"worker-0": 1}}
     found = await examine(DoctorTarget(ServiceConfig(etcd_url=world.url), state=state))
     waiting, dead = (one.sentence for one in found if one.check == "processes")
-    assert waiting.startswith("worker-0 (process 1) runs and is not registered")
+    assert waiting.startswith("worker-0 (process 1) runs but is not registered")
     assert dead.startswith("worker-1 is dead")
     assert wrong(found) == [waiting, dead]
 
@@ -376,7 +378,7 @@ def test_18_etcd_is_about_to_fail(
         (["alice", "OPS"], True, Level.OK, "keys: 2, owners: 2, admin keys: 1"),
         (["alice"], False, Level.OK, "admin keys: 0"),
         (["alice"], True, Level.WARNING, "--owner NAME --admin"),
-        ([], False, Level.FAILURE, "nobody is let in"),
+        ([], False, Level.FAILURE, "all requests are rejected"),
     ],
 )
 def test_the_file_of_keys_lets_nobody_in(
@@ -400,7 +402,7 @@ def test_a_gateway_would_refuse_the_file_of_keys(tmp_path: Path) -> None:
         change()
         (finding,) = check_keys(path, False)
         assert finding.level is Level.FAILURE and words in finding.sentence
-        assert str(path) in finding.sentence and "none can start" in finding.sentence
+        assert str(path) in finding.sentence and "no gateway can start" in finding.sentence
 
 
 def test_others_could_replace_the_file_of_keys(tmp_path: Path) -> None:
@@ -430,13 +432,13 @@ def test_19_nothing_runs_and_the_port_is_taken(
 ) -> None:
     with (
         socket.create_server(("127.0.0.1", 0)) as taken,
-        pytest.raises(CommandError, match="1 thing is wrong") as error,
+        pytest.raises(CommandError, match="1 check failed") as error,
     ):
         run_doctor(None, tmp_path, taken.getsockname()[1], True)
     assert error.value.exit_code == 1
     found = {one["check"]: one for one in json.loads(capsys.readouterr().out)}
     assert "Address already in use" in found["ports"]["sentence"]
-    assert "start one with `tideserve up`" in found["cluster"]["sentence"]
+    assert "start a cluster with `tideserve up`" in found["cluster"]["sentence"]
 
 
 def test_a_local_cluster_is_found_by_its_folder(tmp_path: Path) -> None:

@@ -50,7 +50,7 @@ async def test_without_the_gateway_the_others_are_asked(
     assert status["etcd"]["version"]
     (warning,) = status["warnings"]
     assert warning.startswith("worker-1 is dead")
-    assert "the gateway is away" in sentence and "tideserve logs gateway" in sentence
+    assert "the gateway is down" in sentence and "tideserve logs gateway" in sentence
 
 
 async def test_without_etcd_it_is_said_what_is_missing(

@@ -173,7 +173,7 @@ def test_a_port_in_use_is_said_before_anything_starts(make: Any) -> None:
         cluster = make(port=server.getsockname()[1])
         cluster.start()
         assert cluster.wait() == 2
-    assert "choose another with --port" in cluster.output()
+    assert "choose another port with --port" in cluster.output()
     assert not (cluster.folder / "cluster" / "logs" / "etcd.log").exists()
 
 
@@ -191,7 +191,7 @@ def test_a_second_cluster_in_the_same_folder_is_refused(make: Any) -> None:
     [
         ({"etcd": "http://{address}"}, "cannot be reached"),
         ({"etcd": "nonsense"}, "is not an etcd URL"),
-        ({"model": "no/such folder"}, "no folder"),
+        ({"model": "no/such folder"}, "neither a folder nor"),
         ({"memroy": "1GiB"}, "did you mean 'memory'?"),
         ({"memory": "much"}, "'much' is not a size"),
         ({"workers": 0}, "must be 1 to 64"),
@@ -218,7 +218,7 @@ def test_chat_status_and_logs_talk_to_it(make: Any) -> None:
         ask = [sys.executable, "-m", "tideserve.cli.commands.main", "chat", "--url", cluster.url]
         assert run([*ask, "hello you"], key).stdout == "hello you \n"
         assert run(ask, key, stdin="from a pipe").stdout == "from a pipe \n"
-        for words, said in (("fail", "the worker was lost"), ("break", "broke the answer off")):
+        for words, said in (("fail", "the worker was lost"), ("break", "closed the stream early")):
             done = run([*ask, words], key)
             assert (done.returncode, said in done.stderr) == (1, True)
         assert "API key" in run([*ask, "hello"]).stderr
@@ -233,7 +233,7 @@ def test_chat_status_and_logs_talk_to_it(make: Any) -> None:
         logs.append(str(cluster.folder / "cluster"))
         assert "worker-0  | 2026-01-01T00:00:00 info    alive" in run(logs).stdout
         assert json.loads(run([*logs, "gateway", "--raw"]).stdout)["message"] == "alive"
-        assert "there are: etcd, gateway" in run([*logs, "nobody"]).stderr
+        assert "choose from etcd, gateway" in run([*logs, "nobody"]).stderr
 
 
 def run(

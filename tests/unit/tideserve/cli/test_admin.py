@@ -39,9 +39,9 @@ def test_it_is_in_the_folder_of_the_cluster_at_that_url(tmp_path: Path) -> None:
             "http://127.0.0.1:9000",
             "no cluster runs on this machine at http://127.0.0.1:9000",
         ),
-        ("http://gateway.example:8000", "give the admin port of its gateway with --admin-url"),
-        ("http://gateway.example", "names no port of a cluster here; give the admin port"),
-        ("http://gateway:port", "names no port"),
+        ("http://gateway.example:8000", "pass the admin port of its gateway with --admin-url"),
+        ("http://gateway.example", "has no port of a local cluster; pass the admin port"),
+        ("http://gateway:port", "has no port"),
     ],
 )
 def test_what_is_not_here_is_asked_for(url: str, words: str) -> None:
@@ -52,10 +52,10 @@ def test_what_is_not_here_is_asked_for(url: str, words: str) -> None:
 
 def test_the_clusters_that_run_are_named() -> None:
     running(default_folder(9000), url="http://127.0.0.1:9000", pid=2**30)
-    with pytest.raises(CommandError, match=r"at http://127.0.0.1:8000 by .*; start one with"):
+    with pytest.raises(CommandError, match=r"at http://127.0.0.1:8000 by .*; start a cluster with"):
         find_admin_url(None, STATE["url"], None)
     running(default_folder(8155), url="http://127.0.0.1:8155", pid=os.getpid())
-    words = r"one runs at http://127.0.0.1:8155: add --url http://127.0.0.1:8155, or give the admin"
+    words = r"a cluster runs at http://127.0.0.1:8155: add --url http://127.0.0.1:8155, or pass"
     with pytest.raises(CommandError, match=words):
         find_admin_url(None, STATE["url"], None)
     running(default_folder(8156), url="http://127.0.0.1:8156", pid=os.getpid())
@@ -65,7 +65,7 @@ def test_the_clusters_that_run_are_named() -> None:
 
 def test_a_cluster_without_one_says_so() -> None:
     running(default_folder(8000), admin_url=None)
-    with pytest.raises(CommandError, match="has no admin port; start it again"):
+    with pytest.raises(CommandError, match="has no admin port; restart it"):
         find_admin_url(None, STATE["url"], None)
 
 

@@ -34,9 +34,9 @@ def url() -> Iterator[str]:
     ("kind", "key", "words"),
     [
         (HttpClient, None, "needs an API key; none was sent: set TIDESERVE_API_KEY"),
-        (HttpClient, "other", "does not know this API key; set another"),
+        (HttpClient, "other", "rejects this API key; set another"),
         (AdminClient, None, "needs the admin key; none was sent: set TIDESERVE_ADMIN_KEY"),
-        (AdminClient, "other", "does not know this admin key; set TIDESERVE_ADMIN_KEY"),
+        (AdminClient, "other", "rejects this admin key; set TIDESERVE_ADMIN_KEY"),
     ],
 )
 def test_a_key_that_is_missing_or_wrong(

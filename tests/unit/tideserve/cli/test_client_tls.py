@@ -51,7 +51,7 @@ def test_a_ca_of_ones_own_is_named_in_the_environment(
 ) -> None:
     with (
         HttpClient(url) as client,
-        pytest.raises(CommandError, match=r"not trusted here .* SSL_CERT_FILE"),
+        pytest.raises(CommandError, match=r"untrusted certificate .* SSL_CERT_FILE"),
     ):
         client.get_json("/")
     monkeypatch.setenv("SSL_CERT_FILE", str(certified.ca_file))

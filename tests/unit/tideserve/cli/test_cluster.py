@@ -74,7 +74,7 @@ def test_its_log_tells_of_its_death_and_what_follows(
     row, died, again = capsys.readouterr().out.splitlines()
     assert row.endswith("dropped 7 bytes in 3 us")
     assert died.endswith(" warning worker-0 died (signal SIGKILL)")
-    assert again.endswith(" warning worker-0 will be started again in 0.5 s")
+    assert again.endswith(" warning worker-0 will be restarted in 0.5 s")
 
 
 def test_a_process_that_ends_by_itself_is_quoted(tmp_path: Path) -> None:
@@ -90,7 +90,7 @@ def test_one_that_is_always_killed_at_its_start_names_the_signal(
     code = f"import os; print({ROW!r}, flush=True); os.kill(os.getpid(), 9)"
     one = OneProcess(tmp_path, code)
     end_s = time.monotonic() + DEADLINE_S
-    with pytest.raises(CommandError, match="worker-0 keeps dying: signal SIGKILL; the whole"):
+    with pytest.raises(CommandError, match="worker-0 keeps dying: signal SIGKILL; see"):
         while time.monotonic() < end_s:
             one.processes.tick()
             time.sleep(0.01)

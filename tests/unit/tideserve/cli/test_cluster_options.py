@@ -125,7 +125,7 @@ def test_the_file_of_keys_is_found_from_the_gateways_folder() -> None:
 def test_a_user_for_an_etcd_of_our_own_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "cluster.yaml"
     path.write_text("services: {etcd_user: me}")
-    with pytest.raises(ConfigError, match="give the URL of yours as 'etcd'"):
+    with pytest.raises(ConfigError, match="set option 'etcd' to the URL"):
         read_options(path, {})
 
 

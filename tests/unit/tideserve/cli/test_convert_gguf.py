@@ -3,7 +3,7 @@ from typing import Any
 import pytest
 import torch
 
-from tideserve.cli.convert_gguf import config_of, halves_apart, name_of
+from tideserve.cli.convert_gguf import config_of, name_of, split_rotary_halves
 
 METADATA = {
     "llama.attention.head_count": 9,
@@ -40,7 +40,7 @@ def test_tensors_get_the_names_of_transformers(theirs: str, ours: str) -> None:
 def test_a_heads_pairs_are_taken_apart() -> None:
     """Two heads of four rows: (a0 b0 a1 b1) of each becomes (a0 a1 b0 b1)."""
     stored = torch.arange(8).reshape(8, 1)
-    assert halves_apart(stored, 2).flatten().tolist() == [0, 2, 1, 3, 4, 6, 5, 7]
+    assert split_rotary_halves(stored, 2).flatten().tolist() == [0, 2, 1, 3, 4, 6, 5, 7]
 
 
 @pytest.mark.parametrize(

@@ -105,11 +105,11 @@ def test_parameters_ebb_and_kv_rises_on_the_screen() -> None:
     assert bars[1].count("█") == round(cells * 10 / 26)
     assert bars[0].count("▓") < bars[1].count("▓")
     assert "KV 8.0 MiB of 8.0 MiB" in bars[0] and "10.0 MiB + KV 12.0 MiB of 16.0 MiB" in bars[1]
-    assert "a (all layers)  |  b (all layers)" in before and "nothing yet" in before
-    assert "3 of 3 sent: 2 run, 1 wait for memory, 0 answered" in before
+    assert "a (all layers)  |  b (all layers)" in before and "none yet" in before
+    assert "3 of 3 sent: 2 running, 1 waiting for memory, 0 completed" in before
     assert "merged: a (layers 0-7) → b (layers 8-15)" in after
     assert "2 s: 2 groups merge into 1" in after
-    assert "merge a, b (overload): demand 2,900 + 400 soon > 2,048 tokens of KV" in after
+    assert "merge a, b (overload): demand 2,900 + 400 forecast > 2,048 tokens of KV" in after
     assert "2 of 3" in after and "1.50 s" in after and "failed" in after and "PACED" in after
     assert "4,096" in after, "the room for tokens in KV"
 
@@ -140,7 +140,7 @@ def test_the_conclusion_is_what_the_figures_say() -> None:
     assert "4.0 times longer with drop" in conclusion([slow, fast])
     fast.ttft_p99_s = 1.6
     assert "about the same with drop and recompute" in conclusion([slow, fast])
-    assert "nothing to compare" in conclusion([slow, Score("drop", 1)])
+    assert "no comparison" in conclusion([slow, Score("drop", 1)])
 
 
 def test_merges_are_counted_once() -> None:
@@ -156,7 +156,7 @@ def test_merges_are_counted_once() -> None:
     assert score.merges == 2
     changes = ["2 groups merge into 1", "1 group split into 2", "2 groups merge into 1"]
     assert score.changes == [f"0 s: {change}" for change in changes]
-    assert outcome(score).startswith("drop: 0 of 1 answered; 0 s: 2 groups merge into 1; ")
+    assert outcome(score).startswith("drop: 0 of 1 completed; 0 s: 2 groups merge into 1; ")
     assert "–" in drawn(scores_table([score]))
 
 
@@ -182,7 +182,7 @@ def test_a_status_without_workers_is_shown_too() -> None:
     )
     assert empty == ClusterSnapshot()
     line = plain_line(FloodProgress(0.0, 1, 0, 0), empty, Score("drop", 2))
-    assert "1 of 2 sent: 0 run, 1 wait for memory, 0 answered" in line
+    assert "1 of 2 sent: 0 running, 1 waiting for memory, 0 completed" in line
 
 
 def test_the_flood_fits_the_model(tmp_path: Path) -> None:

@@ -101,7 +101,7 @@ def test_revoked_keys_are_gone_and_the_file_stays_the_same_one(path: Path) -> No
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("revoke", "FILE"), "tell which keys"),
+        (("revoke", "FILE"), "name the keys to revoke"),
         (("revoke", "FILE", "012345678901"), "there is no key"),
         (("revoke", "FILE", "--owner", "bob"), "'bob' has no key"),
         (("new", "--owner", "a b", "FILE"), "'owner' must be"),

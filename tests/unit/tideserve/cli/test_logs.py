@@ -58,5 +58,5 @@ def test_what_is_not_there_is_a_sentence(tmp_path: Path) -> None:
     with pytest.raises(CommandError, match="there are no logs in"):
         log_paths(tmp_path, None)
     (tmp_path / "gateway.log").touch()
-    with pytest.raises(CommandError, match="there are: gateway"):
+    with pytest.raises(CommandError, match="choose from gateway"):
         log_paths(tmp_path, "worker-7")

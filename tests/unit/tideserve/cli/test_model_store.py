@@ -194,7 +194,7 @@ def test_a_folder_beside_us_comes_before_the_hub(
     "argument", ["gpt2", "/no/such/folder", "./no/folder", "a/b/c", "https://host/model", "../x/y"]
 )
 def test_anything_else_is_refused(cache: Path, argument: str) -> None:
-    with pytest.raises(ModelUnavailable, match="no folder"):
+    with pytest.raises(ModelUnavailable, match="neither a folder"):
         resolve_model(argument, cache, quiet)
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from tideserve.cli import parent_watch
 from tideserve.cli.parent_watch import (
-    BLOCKED_LOOKS,
+    BLOCKED_POLLS_MIN,
     ParentWatch,
     ProcessStatus,
     parse_status,
@@ -60,9 +60,9 @@ def test_only_a_lasting_block_of_interrupts_counts(monkeypatch: pytest.MonkeyPat
     watch = ParentWatch()
     for _ in range(10):
         blocked = True
-        assert [watch.reason_to_stop() for _ in range(BLOCKED_LOOKS - 1)] == [None, None, None]
+        assert [watch.reason_to_stop() for _ in range(BLOCKED_POLLS_MIN - 1)] == [None, None, None]
         blocked = False
         assert watch.reason_to_stop() is None
     blocked = True
-    reasons = [watch.reason_to_stop() for _ in range(BLOCKED_LOOKS)]
+    reasons = [watch.reason_to_stop() for _ in range(BLOCKED_POLLS_MIN)]
     assert reasons == [None, None, None, "python was interrupted"]

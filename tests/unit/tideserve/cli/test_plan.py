@@ -9,7 +9,7 @@ import pytest
 from services.core.groups.layer_map import ModelShape
 from services.core.overload.drop_plan import MergeKey, PlanGroup, PlanMember
 from tideserve.cli.errors import CommandError
-from tideserve.cli.plan import cluster_of, made_up_cluster, plan_for, show_plan, summary
+from tideserve.cli.plan import cluster_of, example_cluster, plan_for, show_plan, summary
 
 SHAPE = ModelShape(30, 7_000_000, 56_000_000, 100_000, True, 768, 7.0, 0.0, 56.0)
 
@@ -32,7 +32,7 @@ def group(*names: str, **changes: object) -> dict[str, Any]:
     return row | {"layers": []} | changes
 
 
-def test_a_made_up_cluster_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_example_cluster_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     show_plan("100GiB", "", None, 50, as_json=True)
     result = json.loads(capsys.readouterr().out)
     assert result["sufficient"] and result["freed_bytes"] >= 100 << 30
@@ -44,15 +44,15 @@ def test_a_made_up_cluster_as_json(capsys: pytest.CaptureFixture[str]) -> None:
         assert merge["tokens_after"] > merge["tokens_before"]
 
 
-def test_a_made_up_cluster_as_text(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_example_cluster_as_text(capsys: pytest.CaptureFixture[str]) -> None:
     show_plan("1GiB", "", None, 4, as_json=False)
     text = capsys.readouterr().out
-    assert "25 + 23" in text and "ms of processor time" in text
-    assert "which suffices: 1.0 GiB are needed" in text and "planned for 4 groups in" in text
+    assert "25 + 23" in text and "ms of CPU time" in text
+    assert "which is enough: 1.0 GiB are needed" in text and "planned for 4 groups in" in text
 
 
 def test_it_says_when_nothing_suffices() -> None:
-    cluster = made_up_cluster(3)
+    cluster = example_cluster(3)
     lines = summary(plan_for(cluster, 1 << 50), cluster)
     assert any("no plan frees more" in line for line in lines)
 
@@ -60,7 +60,7 @@ def test_it_says_when_nothing_suffices() -> None:
 def test_a_single_group_has_no_partner(capsys: pytest.CaptureFixture[str]) -> None:
     show_plan("1GiB", "", None, 1, as_json=False)
     text = capsys.readouterr().out
-    assert "nothing can merge: there is no partner left among 1 group" in text
+    assert "no groups can merge: no partner is left among 1 group" in text
     assert "Merges" not in text
 
 

@@ -24,7 +24,7 @@ def child(folder: Path, code: str, grace_s: float = 30.0) -> ServiceProcess:
 def wait(one: ServiceProcess, hurry: bool = False) -> int:
     end_s = time.monotonic() + DEADLINE_S
     while time.monotonic() < end_s:
-        one.press(hurry)
+        one.enforce(hurry)
         code = one.poll()
         if code is not None:
             return code

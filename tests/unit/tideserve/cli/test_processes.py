@@ -32,9 +32,9 @@ def test_a_dead_worker_is_named_before_and_after_it_was_noticed(noticed: bool) -
 
 def test_a_worker_that_is_not_registered_is_named() -> None:
     (fault,) = process_faults(STATE, {"worker-0"}, lives())
-    assert fault.startswith("worker-1 (process 5) runs and is not registered: ")
+    assert fault.startswith("worker-1 (process 5) runs but is not registered: ")
 
 
 def test_a_command_that_was_killed_is_the_only_thing_that_matters() -> None:
     (fault,) = process_faults(STATE, None, lives(1, 4))
-    assert "(process 1) is gone" in fault
+    assert "(process 1) has ended" in fault

@@ -115,7 +115,7 @@ def test_the_first_system_sets_the_targets_of_the_others(tmp_path: Path) -> None
     assert {one.service for one in workload.online.arrivals} == {
         Service(ServiceClass.INTERACTIVE, online["ttft_s"]["p99"], online["inter_token_s"]["p99"])
     }
-    with pytest.raises(ConfigError, match="'alone' has no P99 that could be a target"):
+    with pytest.raises(ConfigError, match="'alone' has no P99 to use as a target"):
         targeted(prepared, {})
 
 
@@ -142,16 +142,16 @@ BAD = {
     "workload: {kind: gamma, rate_per_s: 1, prompt: {mean: 5, least: 9, most: 3}}": "'least'",
     "workload: {kind: trace, path: nowhere.csv}": "cannot read the trace",
     "batch: {clients: 1, prompt: 5, output: 5}\nworkload: {kind: closed, concurrency: 1}": (
-        "clients that wait"
+        "closed loop of clients"
     ),
     "workload: 3": "must be of type dict",
     "service: {slo_class: batch}": "'slo_class'",
     "service: {ttft_s: 1, targets_of: a}": "both 'targets_of' and targets",
     "batch: {clients: 1, prompt: 5}": "'output' is missing",
-    "systems: {a: {seed: 3}}": "'seed', which all systems have in common",
-    "loads: {a: 3}": "'loads' in .* must have a mapping",
+    "systems: {a: {seed: 3}}": "'seed', which all systems share",
+    "loads: {a: 3}": "'loads' in .* must map names",
     "loads: {a: {rate: 3}}": "unknown configuration key 'rate'",
-    "systems: {a: {loads: {}}}": "'loads', which all systems have in common",
+    "systems: {a: {loads: {}}}": "'loads', which all systems share",
     "systems: {a: 3}": "must be a mapping of keys that differ",
     "systems: {a: {fill: 1}}": "unknown configuration key 'fill' in system 'a'",
     "systems: {a: {workload: {rate_per_s: -1}}}": "'rate_per_s'",
@@ -173,7 +173,7 @@ def test_bad_input_is_one_sentence(tmp_path: Path, line: str) -> None:
 def test_a_missing_file_and_a_device_without_sizes(tmp_path: Path) -> None:
     with pytest.raises(CommandError, match="cannot read"):
         run_simulation(tmp_path / "none.yaml", None, None)
-    with pytest.raises(CommandError, match="give 'kv_blocks'"):
+    with pytest.raises(CommandError, match="set 'kv_blocks'"):
         run_simulation(write(tmp_path, f"{COST}\n{WORKLOAD}"), None, None)
     little = f"profile: A100-14B\nmemory: 20GiB\n{WORKLOAD}"
     with pytest.raises(CommandError, match="leaves no KV block"):

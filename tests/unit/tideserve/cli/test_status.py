@@ -88,7 +88,7 @@ def test_tables_hold_what_the_gateway_told() -> None:
 def test_a_model_that_needs_workers_is_told() -> None:
     assert shortfall_lines(STATUS) == []
     (line,) = shortfall_lines(STATUS | {"shortfalls": [{"model": "m", "tokens": 12345}]})
-    assert "m lacks room for 12,345 tokens" in line and "add workers" in line
+    assert "m lacks KV cache for 12,345 tokens" in line and "add workers" in line
 
 
 def test_what_is_wrong_is_told_in_sentences() -> None:

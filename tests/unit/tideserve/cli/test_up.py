@@ -36,7 +36,8 @@ def test_options_in_the_environment_are_not_ignored_in_silence() -> None:
 def test_a_user_who_waits_is_told_how_many_workers_are_ready() -> None:
     missing = ["0 of 2 workers have registered", "no group of the model is stable"]
     ready = {"missing": missing, "workers_expected": 2, "workers_registered": 0}
-    line = "workers load the model (the first start with a dtype compiles kernels): 0 of 2 ready"
+    line = "workers are loading the model (the first start with a dtype compiles kernels): 0 of 2"
+    line += " ready"
     assert missing_of(ready) == Missing("; ".join(missing), line)
     ready = {"missing": ["the scheduler does not answer"], "workers_expected": None}
     assert missing_of(ready) == Missing(*["the scheduler does not answer"] * 2)

@@ -126,4 +126,4 @@ def test_memory_is_set_once() -> None:
     arguments = ["serve", "--memory", "1GiB", "--gpu-memory-utilization", "0.5"]
     result = CliRunner().invoke(app, arguments)
     assert isinstance(result.exception, CommandError)
-    assert "give one" in str(result.exception)
+    assert "set only one" in str(result.exception)
