@@ -699,7 +699,7 @@ async def test_a_model_folder_that_is_not_usable(store: Store, tmp_path: Path) -
     cases.append((broken, "tokenizer.json"))
     endings = write_model_folder(tmp_path / "endings")
     (endings / "generation_config.json").write_text(json.dumps({"eos_token_id": [*range(65)]}))
-    cases.append((endings, "names 65 end-of-sequence tokens, but 64 are the most"))
+    cases.append((endings, "names 65 end-of-sequence tokens, but at most 64 are supported"))
     missing = write_model_folder(tmp_path / "missing")
     (missing / "tokenizer.json").unlink()
     cases.append((missing, "needs a tokenizer.json"))

@@ -9,5 +9,5 @@ OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
 
 def hermes_calls(names: Container[str]) -> MarkedCalls:
-    """Finds calls of the tools `names`: one or a list between two marks, any number of times."""
+    """Parser of calls of the tools `names`: each pair of markers encloses a call or a list."""
     return MarkedCalls(OPEN, CLOSE, lambda index: CallList(names, index))

@@ -1,4 +1,4 @@
-"""Tool calls after a mark, anywhere in the text."""
+"""Parser of tool calls that a marker introduces, anywhere in the text."""
 
 from collections.abc import Callable
 from enum import Enum, auto
@@ -9,26 +9,26 @@ from services.gateway.tools.json_value import Step
 
 
 class Body(Protocol):
-    """What stands after a mark. `index` is that of the next call to begin.
+    """Parser of the calls after a marker.
 
-    `undecided` is the text that no event tells of, so far.
+    `index` is the index of the next call, `pending_text` the text that no event covers yet.
     """
 
     @property
     def index(self) -> int: ...
 
     @property
-    def undecided(self) -> str: ...
+    def pending_text(self) -> str: ...
 
-    def feed(self, text: str, at: int, events: list[Event]) -> tuple[int, Step]:
-        """Take characters from `at` on, up to the end of the calls; adds to `events`.
+    def feed(self, text: str, start: int, events: list[Event]) -> tuple[int, Step]:
+        """Read `text` from `start` up to the end of the calls, and append to `events`.
 
-        Returns where it ended, and whether the calls go on (MORE), have ended (LAST), or the next
-        character cannot be theirs (WRONG).
+        Returns the position after the last character taken, and whether the calls continue (MORE),
+        have ended (LAST), or the character at that position is invalid (WRONG).
         """
 
     def end(self, events: list[Event]) -> None:
-        """The text is over or goes wrong here: a call that has begun ends."""
+        """End a call that has begun: the text is over or invalid here."""
 
 
 class _MarkMode(Enum):
@@ -38,22 +38,23 @@ class _MarkMode(Enum):
 
 
 class MarkedCalls(HeldParser):
-    """A Parser of calls between marks. Blanks around calls belong to nobody.
+    """Parses calls between markers and drops whitespace around calls. A `Parser`.
 
-    Text after a mark that is no call is content, the mark included.
+    If the text after a marker is no call, it is content together with the marker.
     """
 
     def __init__(self, opening: str, closing: str, body: Callable[[int], Body]) -> None:
-        """`closing`: the mark after a body, which may lack; `body` of the next call's index."""
+        """`closing`: the marker after a body, which models may leave out, "" if the format has
+        none; `body` makes the parser of the next body from the index of the next call."""
         super().__init__()
         self._opening = opening
         self._closing = closing
         self._new_body = body
         self._mode = _MarkMode.TEXT
         self._body = body(0)
-        # The mark and the blanks before it, until a call has begun after it.
+        # The marker and the whitespace before it, until a call has begun after it.
         self._lead = ""
-        # Nothing but blanks since the last call.
+        # Only whitespace has followed the last call.
         self._after_call = False
 
     def finish(self) -> list[Event]:
@@ -61,7 +62,7 @@ class MarkedCalls(HeldParser):
         rest = self._held.take()
         match self._mode:
             case _MarkMode.BODY:
-                self._break(events)
+                self._reject(events)
             case _MarkMode.TEXT if not (self._after_call and not rest.strip()):
                 self._content(rest, events)
         return events
@@ -86,20 +87,22 @@ class MarkedCalls(HeldParser):
 
     def _calls(self, events: list[Event]) -> bool:
         first = self._body.index
-        self._held.at, step = self._body.feed(self._held.text, self._held.at, events)
+        self._held.position, step = self._body.feed(
+            self._held.text, self._held.position, events
+        )
         if self._body.index > first:
             self._lead, self._after_call = "", True
         if step is Step.WRONG:
-            self._break(events)
+            self._reject(events)
             self._mode = _MarkMode.TEXT
         elif step is Step.LAST:
             self._mode = _MarkMode.CLOSE if self._closing else _MarkMode.TEXT
         return step is not Step.MORE
 
-    def _break(self, events: list[Event]) -> None:
-        """The body is no call from here on."""
+    def _reject(self, events: list[Event]) -> None:
+        """End the body; text that no event covers becomes content."""
         self._body.end(events)
-        self._content(self._lead + self._body.undecided, events)
+        self._content(self._lead + self._body.pending_text, events)
 
     def _close(self) -> bool:
         self._held.skip_blanks()

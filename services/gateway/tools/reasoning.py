@@ -1,4 +1,4 @@
-"""Reasoning between `<think>` and `</think>`, which stands before the answer."""
+"""Parser of the reasoning between `<think>` and `</think>` before the answer."""
 
 from enum import Enum, auto
 
@@ -16,21 +16,23 @@ class _Mode(Enum):
 
 
 class ReasoningSplit(HeldParser):
-    """A Parser that parts the text at the closing mark. Blanks there belong to nobody.
+    """Splits the text at the closing marker and drops the whitespace there. A `Parser`.
 
-    Text that does not begin with the opening mark is the answer, but if the prompt has `opened`
-    the reasoning already.
+    Text that does not begin with the opening marker is the answer, unless the prompt has already
+    `opened` the reasoning.
     """
 
     def __init__(self, opened: bool) -> None:
         super().__init__()
         self._opened = opened
         self._mode = _Mode.START
+        # Some reasoning has been emitted; whitespace before it is dropped.
         self._thought = False
 
     def finish(self) -> list[Event]:
         rest = self._held.take()
         if self._mode is _Mode.START:
+            # The text ended within what may be the opening marker.
             self._mode = _Mode.THINKING if self._opened else _Mode.ANSWER
         if self._mode is _Mode.THINKING:
             rest = rest.rstrip(BLANKS) if self._thought else rest.strip(BLANKS)

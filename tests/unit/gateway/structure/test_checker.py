@@ -63,7 +63,7 @@ async def running(checker: GrammarChecker) -> CheckClient:
 async def being_asked(checker: GrammarChecker) -> CheckClient:
     """Return once a check has begun; nothing but steps of the loop is needed for that."""
     for _ in range(100):
-        if checker._client is not None and checker._client._asked:
+        if checker._client is not None and checker._client._pending:
             return checker._client
         await asyncio.sleep(0)
     raise AssertionError("nothing is checked")
@@ -95,13 +95,13 @@ async def test_usable_grammars_stay_as_they_are(
     [
         (of_schema({"type": "str"}), "Invalid type: str"),
         (of_schema({"not": {}}), "Unimplemented keys"),
-        (of_schema({"$ref": "#"}), "cannot be followed"),
+        (of_schema({"$ref": "#"}), "cannot be enforced"),
         (of_schema({"enum": []}), "Unsatisfiable"),
         (of_text(GrammarKind.REGEX, "(a"), "regex parse error"),
-        (of_text(GrammarKind.REGEX, "(" * 10_000 + ")" * 10_000), "cannot be followed"),
+        (of_text(GrammarKind.REGEX, "(" * 10_000 + ")" * 10_000), "cannot be enforced"),
         (of_text(GrammarKind.LARK, "start: b"), "unknown name"),
         (of_text(GrammarKind.LARK, "start: <nobody>"), "unknown special token"),
-        (of_text(GrammarKind.LARK, "root ::= other"), "cannot be followed"),
+        (of_text(GrammarKind.LARK, "root ::= other"), "cannot be enforced"),
     ],
 )
 async def test_others_are_refused_with_their_reason(
