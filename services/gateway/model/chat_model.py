@@ -7,19 +7,19 @@ from typing import Any
 from services.gateway.api.chat import ChatRequest
 from services.gateway.api.conversation import template_messages
 from services.gateway.model.template import ChatTemplate
-from services.gateway.structure.asked import Structure, quoted
+from services.gateway.structure.asked import Structure, lark_literal
 from services.gateway.tools import mistral
 from services.gateway.tools.format import (
     ChatForm,
     ReasoningFormat,
     Thinking,
     ToolFormat,
-    opening_mark,
+    opening_marker,
     reasoning_format,
-    reasoning_marks,
+    reasoning_markers,
     thinking,
     tool_format,
-    tool_marks,
+    tool_markers,
 )
 from services.gateway.tools.hermes import CLOSE, OPEN
 from services.gateway.tools.output_grammar import (
@@ -46,7 +46,7 @@ and nothing else:
 {close}"""
 
 
-def with_tools(
+def describe_tools(
     messages: Sequence[Mapping[str, Any]], tools: Sequence[Tool]
 ) -> list[dict[str, Any]]:
     """Describe the tools in the system message, which is added if there is none."""
@@ -61,7 +61,7 @@ def with_tools(
     return [{"role": "system", "content": text}, *described]
 
 
-def flattened(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def flatten_tool_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Write tool calls and tool responses as plain text; responses become messages of the user.
 
     For templates that know neither tools nor the role "tool".
@@ -125,7 +125,7 @@ class ChatModel:
         tools = self._prompt_tools(body)
         # A template that ignores tools gets them as text, in the format of Hermes.
         if not self._takes_tools:
-            messages, tools = with_tools(flattened(messages), tools), ()
+            messages, tools = describe_tools(flatten_tool_messages(messages), tools), ()
         return self._template.render(
             messages,
             tools=[tool.described() for tool in tools],
@@ -144,13 +144,13 @@ class ChatModel:
         parts = self.reasoning_format is not ReasoningFormat.NONE
         if not tools and not parts:
             return None
-        marks = [*reasoning_marks(self.reasoning_format)]
-        marks += tool_marks(self.tool_format) if tools else ()
+        marks = [*reasoning_markers(self.reasoning_format)]
+        marks += tool_markers(self.tool_format) if tools else ()
         return ChatForm(
             tool_format=self.tool_format,
             names=frozenset(tool.name for tool in tools),
             thinking=where if parts else None,
-            marks=frozenset(self._ids[mark] for mark in marks if mark in self._ids),
+            marks=frozenset(self._ids[marker] for marker in marks if marker in self._ids),
             include_reasoning=body.include_reasoning is not False,
         )
 
@@ -168,22 +168,24 @@ class ChatModel:
         if mode is CallMode.NONE:
             if answer is None or where is Thinking.OVER:
                 return answer
-            return output_grammar(answer.param, [answer_rules(answer.grammar)], where, self.mark)
+            return output_grammar(
+                answer.param, [answer_rules(answer.grammar)], where, self.spell_marker
+            )
         if mode is CallMode.REQUIRED:
-            return output_grammar(PARAM, [self._calls(body)], where, self.mark)
+            return output_grammar(PARAM, [self._calls(body)], where, self.spell_marker)
         if answer is not None:
             either = [answer_rules(answer.grammar), self._calls(body)]
-            return output_grammar(answer.param, either, where, self.mark)
+            return output_grammar(answer.param, either, where, self.spell_marker)
         # With tool choice "auto", strict schemas can be enforced only if a token begins a call:
         # the model may write any other text before it.
         if any(tool.strict for tool in body.callable_tools) and self._calls_begin_with_token():
-            return output_grammar(PARAM, [text_before(self._calls(body))], where, self.mark)
+            return output_grammar(PARAM, [text_before(self._calls(body))], where, self.spell_marker)
         return None
 
-    def mark(self, text: str) -> str:
+    def spell_marker(self, text: str) -> str:
         """Spell a marker in a grammar: as the model's token for it, else as a literal."""
         token_id = self._ids.get(text)
-        return quoted(text) if token_id is None else f"<[{token_id}]>"
+        return lark_literal(text) if token_id is None else f"<[{token_id}]>"
 
     def _prompt_tools(self, body: ChatRequest) -> Sequence[Tool]:
         """Tools that the prompt describes."""
@@ -202,10 +204,10 @@ class ChatModel:
             self.tool_format,
             body.callable_tools,
             parallel=body.several_calls,
-            mark=self.mark,
+            spell=self.spell_marker,
             named=mistral.ARGUMENTS in self._ids,
         )
 
     def _calls_begin_with_token(self) -> bool:
-        opening = opening_mark(self.tool_format)
-        return opening is not None and is_token(self.mark(opening))
+        opening = opening_marker(self.tool_format)
+        return opening is not None and is_token(self.spell_marker(opening))

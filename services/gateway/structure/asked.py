@@ -138,13 +138,13 @@ def _choice_form(value: Any, param: str) -> Structure:
             f"'{param}' has {len(value)} texts, but at most {CHOICES_MAX} are allowed; use fewer",
             param=param,
         )
-    texts = [quoted(_text(item, param)) for item in value]
+    texts = [lark_literal(_text(item, param)) for item in value]
     text = "start: " + " | ".join(texts)
     check_size(text, param)
     return Structure(Grammar(GrammarKind.LARK, text), param)
 
 
-def quoted(text: str) -> str:
+def lark_literal(text: str) -> str:
     """Spell `text` as a Lark literal, whose escapes are those of JSON."""
     return json.dumps(text, ensure_ascii=False)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from services.common.child import Child
 from services.core.request import Grammar
-from services.gateway.structure.check_process import LENGTH, framed
+from services.gateway.structure.check_process import LENGTH, encode_message
 from services.gateway.vocabulary.errors import ServiceUnavailable
 
 log = logging.getLogger(__name__)
@@ -76,13 +76,15 @@ class CheckClient:
         check = RunningCheck(next(self._numbers), asyncio.get_running_loop().create_future())
         self._pending[check.number] = check.answer
         # No flow control: the number of concurrent checks and the size of grammars are bounded.
-        self._send(framed({"number": check.number, "kind": grammar.kind, "text": grammar.text}))
+        self._send(
+            encode_message({"number": check.number, "kind": grammar.kind, "text": grammar.text})
+        )
         return check
 
     def cancel(self, check: RunningCheck) -> None:
         """Cancel a check unless it has ended; its `answer` is still resolved."""
         if not check.answer.done():
-            self._send(framed({"cancel": check.number}))
+            self._send(encode_message({"cancel": check.number}))
             stuck = asyncio.get_running_loop().call_later(STUCK_S, self._process.kill)
             check.answer.add_done_callback(lambda _: stuck.cancel())
 

@@ -139,11 +139,11 @@ def _read_output(
     _, status = os.waitpid(running.pid, 0)
     code = os.waitstatus_to_exitcode(status)
     answer: dict[str, Any] = {"ended": code} if code else json.loads(running.output)
-    sink.write(framed({"number": running.number, **answer}))
+    sink.write(encode_message({"number": running.number, **answer}))
     sink.flush()
 
 
-def framed(message: Mapping[str, Any]) -> bytes:
+def encode_message(message: Mapping[str, Any]) -> bytes:
     """Encode a message: its length, then JSON."""
     body = json.dumps(message).encode()
     return LENGTH.pack(len(body)) + body
@@ -184,10 +184,10 @@ def byte_tokenizer(vocab_size: int, special: Mapping[int, str]) -> LLTokenizer:
         tokens[index] = bytes([byte])
     for index, name in special.items():
         tokens[index] = b"\xff" + name.encode()
-    return LLTokenizer(TokenizerWrapper(_Bytes([*tokens, _END], ids, special)))
+    return LLTokenizer(TokenizerWrapper(_ByteTokenizer([*tokens, _END], ids, special)))
 
 
-class _Bytes:
+class _ByteTokenizer:
     """The interface that `TokenizerWrapper` needs of a tokenizer."""
 
     bos_token_id = None

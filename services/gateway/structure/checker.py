@@ -18,7 +18,7 @@ from services.core.fair_line import FairLine
 from services.core.request import Grammar, GrammarKind
 from services.gateway.structure.asked import Structure
 from services.gateway.structure.check_client import CheckClient
-from services.gateway.structure.check_process import framed
+from services.gateway.structure.check_process import encode_message
 from services.gateway.vocabulary.errors import BadRequest, QueueFull, ServiceUnavailable
 
 log = logging.getLogger(__name__)
@@ -31,70 +31,70 @@ class _Waiter:
 
 
 @dataclass(slots=True)
-class Turn:
+class Slot:
     """A slot of the semaphore that a client holds."""
 
     work: asyncio.Future[Any] | None = None
     """If set, the slot stays taken until this is done, even if the client leaves before."""
 
 
-class Turns:
+class FairSemaphore:
     """A semaphore whose waiters take turns by client, and in order of arrival within a client."""
 
-    def __init__(self, places: int, each_max: int, waiting_max: int) -> None:
-        """`places` slots in all, `each_max` for a client; at most `waiting_max` of a client wait."""
-        self._places = places
-        self._each_max = each_max
+    def __init__(self, slots: int, client_max: int, waiting_max: int) -> None:
+        """`slots`: slots in all; `client_max`, `waiting_max`: slots and waiters per client."""
+        self._slots = slots
+        self._client_max = client_max
         # Slots that each client holds.
-        self._inside = Counter[str]()
-        self._line = FairLine[_Waiter](waiting_max)
+        self._held = Counter[str]()
+        self._waiting = FairLine[_Waiter](waiting_max)
 
     @property
     def taken(self) -> int:
         """Number of slots in use."""
-        return self._inside.total()
+        return self._held.total()
 
     @contextlib.asynccontextmanager
-    async def turn(self, guest: str) -> AsyncIterator[Turn]:
+    async def slot(self, guest: str) -> AsyncIterator[Slot]:
         """Wait for a slot and hold it, afterwards until the slot's `work` is done, if that is set.
 
         Raises:
             QueueFull: if too many callers of this client wait already.
         """
-        await self._enter(guest)
-        turn = Turn()
+        await self._acquire(guest)
+        slot = Slot()
         try:
-            yield turn
+            yield slot
         finally:
             # Work goes on when its caller is cancelled, and the limit is on concurrent work.
-            if turn.work is None or turn.work.done():
-                self._hand_on(guest)
+            if slot.work is None or slot.work.done():
+                self._release(guest)
             else:
-                turn.work.add_done_callback(lambda _: self._hand_on(guest))
+                slot.work.add_done_callback(lambda _: self._release(guest))
 
-    async def _enter(self, guest: str) -> None:
+    async def _acquire(self, guest: str) -> None:
         # No waiter is overtaken: with a slot free, all waiters belong to clients at their limit.
-        if self.taken < self._places and self._inside[guest] < self._each_max:
-            self._inside[guest] += 1
+        if self.taken < self._slots and self._held[guest] < self._client_max:
+            self._held[guest] += 1
             return
         waiter = _Waiter(guest, asyncio.get_running_loop().create_future())
-        if not self._line.join(guest, waiter):
+        if not self._waiting.join(guest, waiter):
             raise QueueFull("too many of your grammars are being checked; try again")
         try:
             await waiter.granted
         except asyncio.CancelledError:
             # If the slot was granted in the same iteration of the loop, pass it on.
-            if not self._line.leave(guest, waiter):
-                self._hand_on(guest)
+            if not self._waiting.leave(guest, waiter):
+                self._release(guest)
             raise
 
-    def _hand_on(self, guest: str) -> None:
-        self._inside[guest] -= 1
-        if not self._inside[guest]:
-            del self._inside[guest]
-        full = [client for client, count in self._inside.items() if count >= self._each_max]
-        if (waiter := self._line.next(full)) is not None:
-            self._inside[waiter.guest] += 1
+    def _release(self, guest: str) -> None:
+        self._held[guest] -= 1
+        if not self._held[guest]:
+            del self._held[guest]
+        full = [client for client, count in self._held.items() if count >= self._client_max]
+        if (waiter := self._waiting.next(full)) is not None:
+            self._held[waiter.guest] += 1
             # A waiter that is already cancelled passes the slot on when its task runs.
             if not waiter.granted.done():
                 waiter.granted.set_result(None)
@@ -102,7 +102,7 @@ class Turns:
 
 CHECKS_MAX = 8
 """Most concurrent checks; they run at low priority."""
-GUEST_CHECKS_MAX = 2
+CLIENT_CHECKS_MAX = 2
 """Most concurrent checks of a client, so that expensive grammars cannot take all slots."""
 WAITING_MAX = 256
 """Most waiting checks of a client."""
@@ -132,7 +132,7 @@ class GrammarVerdict:
 
 
 @dataclass(frozen=True, slots=True)
-class Checked:
+class CheckedGrammar:
     """A grammar that workers can enforce; `ignored` says, in ASCII, what they do not enforce."""
 
     grammar: Grammar
@@ -144,10 +144,10 @@ class GrammarChecker:
 
     def __init__(self, vocab_size: int, special_tokens: Mapping[int, str]) -> None:
         """`special_tokens`: the model's special tokens, which grammars may name, by id."""
-        self._greeting = framed({"vocab_size": vocab_size, "special": special_tokens})
+        self._greeting = encode_message({"vocab_size": vocab_size, "special": special_tokens})
         self._client: CheckClient | None = None
         self._starting = asyncio.Lock()
-        self._turns = Turns(CHECKS_MAX, GUEST_CHECKS_MAX, WAITING_MAX)
+        self._semaphore = FairSemaphore(CHECKS_MAX, CLIENT_CHECKS_MAX, WAITING_MAX)
         self._verdicts: OrderedDict[bytes, GrammarVerdict] = OrderedDict()
 
     async def run(self, delay_s: float = START_DELAY_S) -> None:
@@ -161,7 +161,7 @@ class GrammarChecker:
             else:
                 return
 
-    async def check(self, structure: Structure, guest: str) -> Checked:
+    async def check(self, structure: Structure, guest: str) -> CheckedGrammar:
         """Check the grammar of `structure` for the client `guest`; return it if it is usable.
 
         Raises:
@@ -175,7 +175,7 @@ class GrammarChecker:
                 param=structure.param,
             )
         text = verdict.text if verdict.text is not None else structure.grammar.text
-        return Checked(Grammar(structure.grammar.kind, text), verdict.ignored)
+        return CheckedGrammar(Grammar(structure.grammar.kind, text), verdict.ignored)
 
     async def close(self) -> None:
         """End the process."""
@@ -187,11 +187,11 @@ class GrammarChecker:
         if (cached := self._cached(key)) is not None:
             return cached
         try:
-            async with timeout(CHECK_TIMEOUT_S), self._turns.turn(guest) as turn:
+            async with timeout(CHECK_TIMEOUT_S), self._semaphore.slot(guest) as slot:
                 # The same grammar may have been checked while this request waited.
                 if (cached := self._cached(key)) is not None:
                     return cached
-                verdict = await self._run_check(grammar, turn)
+                verdict = await self._run_check(grammar, slot)
         except TimeoutError:
             raise QueueFull("too many grammars are being checked; try again") from None
         self._verdicts[key] = verdict
@@ -205,10 +205,10 @@ class GrammarChecker:
             self._verdicts.move_to_end(key)
         return verdict
 
-    async def _run_check(self, grammar: Grammar, turn: Turn) -> GrammarVerdict:
+    async def _run_check(self, grammar: Grammar, slot: Slot) -> GrammarVerdict:
         client = await self._started()
         check = client.submit(grammar)
-        turn.work = check.answer
+        slot.work = check.answer
         try:
             return _verdict_of(await asyncio.shield(check.answer))
         finally:

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from services.core.request import GRAMMAR_BYTES_MAX
-from services.gateway.structure.closed import close_objects
+from services.gateway.structure.additional_properties import forbid_additional_properties
 from services.gateway.vocabulary.errors import BadRequest
 
 SCHEMA_DEPTH_MAX = 64
@@ -43,7 +43,7 @@ def _narrowed(text: str) -> str:
     """Close the objects of a schema, unless that makes the schema too long."""
     schema = json.loads(text)
     options = schema.pop(_OPTIONS)
-    close_objects(schema)
+    forbid_additional_properties(schema)
     narrow = _compact_json({**schema, _OPTIONS: options})
     return narrow if len(narrow.encode()) <= GRAMMAR_BYTES_MAX else text
 

@@ -2,14 +2,14 @@
 
 from collections.abc import Container
 
-from services.gateway.text.held_text import BLANKS
+from services.gateway.text.held_text import WHITESPACE
 from services.gateway.tools.call_object import CallObject
 from services.gateway.tools.event import CallArguments, CallBegin, CallEnd, Event
 from services.gateway.tools.json_value import Step
 
 
 class CallList:
-    """Emits the events of a call object, or of a JSON list of call objects. A `Body`."""
+    """Emits the events of a call object, or of a JSON list of call objects. A `CallBody`."""
 
     def __init__(
         self, names: Container[str], index: int, keys: Container[str] | None = None
@@ -78,7 +78,7 @@ class CallList:
             self._after_call = False
         elif char == "]" and self._after_call:
             return Step.LAST
-        elif char not in BLANKS:
+        elif char not in WHITESPACE:
             return Step.WRONG
         self._pending.append(char)
         return Step.MORE

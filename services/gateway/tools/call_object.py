@@ -4,7 +4,7 @@ import json
 from collections.abc import Container
 from enum import Enum, auto
 
-from services.gateway.text.held_text import BLANKS
+from services.gateway.text.held_text import WHITESPACE
 from services.gateway.tools.json_value import JsonValue, Step
 
 NAME_KEY = "name"
@@ -59,7 +59,7 @@ class CallObject:
                 return self._value_char(char)
             case _ExpectInCall.KEY | _ExpectInCall.KEY_OR_END if self._text or char == '"':
                 return self._key_char(char)
-        if char in BLANKS:
+        if char in WHITESPACE:
             return Step.MORE
         return self._punctuation(char)
 
@@ -125,7 +125,7 @@ class CallObject:
 
     def _arguments_char(self, char: str, step: Step) -> Step:
         if self._arguments is None:
-            if char in BLANKS:
+            if char in WHITESPACE:
                 return Step.MORE
             if char != "{":
                 return Step.WRONG
@@ -146,6 +146,6 @@ class CallObject:
 
     def _take_text(self) -> str:
         """Return the text of the key or value that has just ended."""
-        text = "".join(self._text).strip(BLANKS)
+        text = "".join(self._text).strip(WHITESPACE)
         self._text.clear()
         return text

@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Protocol
 
-from services.gateway.text.held_text import HeldText
+from services.gateway.text.held_text import TextBuffer
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,16 +57,16 @@ class Parser(Protocol):
         """Return the events of text that was held back; call once, at the end of the text."""
 
 
-class HeldParser(ABC):
+class BufferedParser(ABC):
     """Base of parsers that buffer text and read the buffer step by step."""
 
     def __init__(self) -> None:
-        self._held = HeldText()
+        self._buffer = TextBuffer()
 
     def push(self, text: str) -> list[Event]:
-        self._held.add(text)
+        self._buffer.add(text)
         events: list[Event] = []
-        while not self._held.over and self._advance(events):
+        while not self._buffer.exhausted and self._advance(events):
             pass
         return events
 

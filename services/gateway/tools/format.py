@@ -76,7 +76,7 @@ def tool_parser(form: ToolFormat, names: Container[str]) -> Parser | None:
             return None
 
 
-_TOOL_MARKS: dict[ToolFormat, tuple[str, ...]] = {
+_TOOL_MARKERS: dict[ToolFormat, tuple[str, ...]] = {
     ToolFormat.HERMES: (hermes.OPEN, hermes.CLOSE),
     ToolFormat.LLAMA3_JSON: (llama3_json.TAG,),
     ToolFormat.MISTRAL: (mistral.OPEN, mistral.ARGUMENTS, mistral.CALL_ID),
@@ -84,12 +84,12 @@ _TOOL_MARKS: dict[ToolFormat, tuple[str, ...]] = {
 }
 
 
-def tool_marks(form: ToolFormat) -> Collection[str]:
+def tool_markers(form: ToolFormat) -> Collection[str]:
     """Markers that the detokenizer must not skip, even if they are special tokens."""
-    return _TOOL_MARKS[form]
+    return _TOOL_MARKERS[form]
 
 
-def opening_mark(form: ToolFormat) -> str | None:
+def opening_marker(form: ToolFormat) -> str | None:
     """The marker that begins every call; None if the format has no such marker."""
     match form:
         case ToolFormat.HERMES:
@@ -100,8 +100,8 @@ def opening_mark(form: ToolFormat) -> str | None:
             return None
 
 
-def reasoning_marks(form: ReasoningFormat) -> Collection[str]:
-    """Markers of reasoning that the detokenizer must not skip; see `tool_marks`."""
+def reasoning_markers(form: ReasoningFormat) -> Collection[str]:
+    """Markers of reasoning that the detokenizer must not skip; see `tool_markers`."""
     return () if form is ReasoningFormat.NONE else (reasoning.OPEN, reasoning.CLOSE)
 
 

@@ -3,7 +3,7 @@
 import re
 from enum import Enum, auto
 
-from services.gateway.text.held_text import BLANKS
+from services.gateway.text.held_text import WHITESPACE
 
 DEPTH_MAX = 64
 """Most nested objects and lists."""
@@ -69,7 +69,7 @@ class JsonValue:
             return self._string(char)
         if self._scalar:
             return self._scalar_char(char)
-        if char in BLANKS:
+        if char in WHITESPACE:
             return Step.MORE
         return self._token(char)
 
@@ -114,7 +114,7 @@ class JsonValue:
         self._scalar.clear()
         if self._end_value() is Step.LAST:
             return Step.PAST
-        return Step.MORE if char in BLANKS else self._token(char)
+        return Step.MORE if char in WHITESPACE else self._token(char)
 
     def _token(self, char: str) -> Step:
         """Take a character outside strings, numbers and literals."""

@@ -4,7 +4,7 @@ from collections.abc import Container
 from enum import Enum, auto
 
 from services.gateway.tools.call_list import CallList
-from services.gateway.tools.event import Content, Event, HeldParser
+from services.gateway.tools.event import BufferedParser, Content, Event
 from services.gateway.tools.json_value import Step
 
 TAG = "<|python_tag|>"
@@ -20,7 +20,7 @@ class _ListMode(Enum):
     TEXT = auto()
 
 
-class Llama3JsonCalls(HeldParser):
+class Llama3JsonCalls(BufferedParser):
     """Parses output that is a call from its first character, with or without the tag.
 
     Any other output is content. Further calls may follow after a semicolon. A `Parser`.
@@ -37,7 +37,7 @@ class Llama3JsonCalls(HeldParser):
 
     def finish(self) -> list[Event]:
         events: list[Event] = []
-        rest = self._held.take()
+        rest = self._buffer.take_rest()
         if self._mode is _ListMode.CALL:
             self._reject(events)
         elif self._mode is not _ListMode.BETWEEN:
@@ -53,17 +53,17 @@ class Llama3JsonCalls(HeldParser):
             case _ListMode.BETWEEN:
                 return self._between_calls()
             case _ListMode.TEXT:
-                _content(self._held.take(), events)
+                _content(self._buffer.take_rest(), events)
                 return False
 
     def _start(self) -> bool:
-        held = self._held
-        held.skip_blanks()
-        tagged = held.starts_with(TAG)
+        buffer = self._buffer
+        buffer.skip_whitespace()
+        tagged = buffer.read_marker(TAG)
         if tagged is None:
             return False
-        if tagged or held.text[held.position] == "{":
-            self._lead = held.take_blanks() + (TAG if tagged else "")
+        if tagged or buffer.text[buffer.position] == "{":
+            self._lead = buffer.take_whitespace() + (TAG if tagged else "")
             self._mode = _ListMode.CALL
         else:
             self._mode = _ListMode.TEXT
@@ -71,8 +71,8 @@ class Llama3JsonCalls(HeldParser):
 
     def _in_call(self, events: list[Event]) -> bool:
         first = self._call.index
-        self._held.position, step = self._call.feed(
-            self._held.text, self._held.position, events
+        self._buffer.position, step = self._call.feed(
+            self._buffer.text, self._buffer.position, events
         )
         if self._call.index > first:
             # The call has begun, so its tag or separator is not content.
@@ -91,12 +91,12 @@ class Llama3JsonCalls(HeldParser):
         self._lead = ""
 
     def _between_calls(self) -> bool:
-        self._held.skip_blanks()
-        separated = self._held.starts_with(SEPARATOR)
+        self._buffer.skip_whitespace()
+        separated = self._buffer.read_marker(SEPARATOR)
         if separated is None:
             return False
         if separated:
-            self._lead = self._held.take_blanks() + SEPARATOR
+            self._lead = self._buffer.take_whitespace() + SEPARATOR
             self._mode = _ListMode.CALL
             self._call = CallList(self._names, self._call.index, _OTHER_KEYS)
         else:

@@ -2,11 +2,11 @@
 
 from collections.abc import Container
 
-from services.gateway.text.held_text import BLANKS
+from services.gateway.text.held_text import WHITESPACE
 from services.gateway.tools.call_list import CallList
+from services.gateway.tools.delimited_calls import CallBody, DelimitedCalls
 from services.gateway.tools.event import CallArguments, CallBegin, CallEnd, Event
 from services.gateway.tools.json_value import JsonValue, Step
-from services.gateway.tools.marked_calls import Body, MarkedCalls
 
 OPEN = "[TOOL_CALLS]"
 ARGUMENTS, CALL_ID = "[ARGS]", "[CALL_ID]"
@@ -14,20 +14,20 @@ HEADER_CHARS_MAX = 256
 """Most characters before the arguments: the name and the markers after it."""
 
 
-def mistral_calls(names: Container[str]) -> MarkedCalls:
+def mistral_calls(names: Container[str]) -> DelimitedCalls:
     """Parser of calls of the tools `names`, in either format."""
-    return MarkedCalls(OPEN, "", lambda index: _EitherBody(names, index))
+    return DelimitedCalls(OPEN, "", lambda index: _EitherBody(names, index))
 
 
 class _EitherBody:
-    """Selects the parser by the first character after the marker. A `Body`."""
+    """Selects the parser by the first character after the marker. A `CallBody`."""
 
     def __init__(self, names: Container[str], index: int) -> None:
         self._names = names
         self._first = index
         # Whitespace after the marker, which is content if no call follows.
-        self._blanks: list[str] = []
-        self._body: Body | None = None
+        self._whitespace: list[str] = []
+        self._body: CallBody | None = None
 
     @property
     def index(self) -> int:
@@ -35,15 +35,15 @@ class _EitherBody:
 
     @property
     def pending_text(self) -> str:
-        blanks = "".join(self._blanks) if self.index == self._first else ""
-        return blanks if self._body is None else blanks + self._body.pending_text
+        whitespace = "".join(self._whitespace) if self.index == self._first else ""
+        return whitespace if self._body is None else whitespace + self._body.pending_text
 
     def feed(self, text: str, start: int, events: list[Event]) -> tuple[int, Step]:
         while self._body is None:
             if start == len(text):
                 return start, Step.MORE
-            if text[start] in BLANKS:
-                self._blanks.append(text[start])
+            if text[start] in WHITESPACE:
+                self._whitespace.append(text[start])
                 start += 1
             else:
                 kind = CallList if text[start] in "[{" else _NamedCall
@@ -56,7 +56,7 @@ class _EitherBody:
 
 
 class _NamedCall:
-    """Parses a call whose name precedes its arguments. A `Body`."""
+    """Parses a call whose name precedes its arguments. A `CallBody`."""
 
     def __init__(self, names: Container[str], index: int) -> None:
         self._names = names

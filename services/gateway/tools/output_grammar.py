@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from llguidance import regex_to_lark
 
 from services.core.request import Grammar, GrammarKind
-from services.gateway.structure.asked import Structure, quoted
+from services.gateway.structure.asked import Structure, lark_literal
 from services.gateway.structure.schema import check_size, schema_text
 from services.gateway.tools import hermes, mistral, reasoning
 from services.gateway.tools.format import Thinking, ToolFormat
@@ -17,7 +17,7 @@ from services.gateway.vocabulary.errors import BadRequest
 PARAM = "tools"
 _ARGUMENTS_KEYS = {ToolFormat.LLAMA3_JSON: "parameters"}
 
-Mark = Callable[[str], str]
+SpellMarker = Callable[[str], str]
 """Spells a marker in a grammar: as a literal, or as a token of the model."""
 
 
@@ -30,7 +30,7 @@ class Rules:
 
 
 def call_rules(
-    form: ToolFormat, tools: Sequence[Tool], parallel: bool, mark: Mark, named: bool
+    form: ToolFormat, tools: Sequence[Tool], parallel: bool, spell: SpellMarker, named: bool
 ) -> Rules:
     """Rules of a call of any of `tools`; with `parallel`, of several calls.
 
@@ -42,7 +42,7 @@ def call_rules(
     """
     arguments = [_arguments(tool) for tool in tools]
     if form is ToolFormat.MISTRAL and named:
-        return _mistral_named(tools, arguments, parallel, mark)
+        return _mistral_named(tools, arguments, parallel, spell)
     key = _ARGUMENTS_KEYS.get(form, "arguments")
     rules = tuple(
         f"call_{index}: {_object(tool.name, key, schema)}"
@@ -52,11 +52,11 @@ def call_rules(
     rules += (f"call: {alternatives}",)
     match form:
         case ToolFormat.HERMES:
-            rules += (f'marked: {mark(hermes.OPEN)} "\\n" call "\\n" {mark(hermes.CLOSE)}',)
+            rules += (f'marked: {spell(hermes.OPEN)} "\\n" call "\\n" {spell(hermes.CLOSE)}',)
             return Rules('marked ("\\n" marked)*' if parallel else "marked", rules)
         case ToolFormat.MISTRAL:
             calls = 'call (", " call)*' if parallel else "call"
-            return Rules(f'{mark(mistral.OPEN)} "[" {calls} "]"', rules)
+            return Rules(f'{spell(mistral.OPEN)} "[" {calls} "]"', rules)
         case ToolFormat.LLAMA3_JSON:
             # Llama 3 was not trained for parallel calls.
             return Rules("call", rules)
@@ -65,10 +65,11 @@ def call_rules(
 
 
 def _mistral_named(
-    tools: Sequence[Tool], arguments: Sequence[str], parallel: bool, mark: Mark
+    tools: Sequence[Tool], arguments: Sequence[str], parallel: bool, spell: SpellMarker
 ) -> Rules:
     rules = tuple(
-        f"call_{index}: {mark(mistral.OPEN)} {quoted(tool.name)} {mark(mistral.ARGUMENTS)} {schema}"
+        f"call_{index}: {spell(mistral.OPEN)} {lark_literal(tool.name)}"
+        f" {spell(mistral.ARGUMENTS)} {schema}"
         for index, (tool, schema) in enumerate(zip(tools, arguments, strict=True))
     )
     alternatives = " | ".join(f"call_{index}" for index in range(len(tools)))
@@ -78,7 +79,7 @@ def _mistral_named(
 def _object(name: str, key: str, schema: str) -> str:
     """Rule of the JSON object of a call, with the spaces that models saw in training."""
     head = f'{{"name": {json.dumps(name)}, "{key}": '
-    return f'{quoted(head)} {schema} "}}"'
+    return f'{lark_literal(head)} {schema} "}}"'
 
 
 def _arguments(tool: Tool) -> str:
@@ -113,7 +114,7 @@ def text_before(calls: Rules) -> Rules:
 
 
 def output_grammar(
-    param: str, alternatives: Sequence[Rules], thinking: Thinking, mark: Mark
+    param: str, alternatives: Sequence[Rules], thinking: Thinking, spell: SpellMarker
 ) -> Structure:
     """Grammar of an output: reasoning if `thinking` allows or requires it, then an alternative.
 
@@ -121,22 +122,22 @@ def output_grammar(
         BadRequest: if the grammar is too long.
     """
     answer = " | ".join(f"answer_{index}" for index in range(len(alternatives)))
-    lines = [f"start: {_lead(thinking, mark)}({answer})"]
+    lines = [f"start: {_lead(thinking, spell)}({answer})"]
     for index, part in enumerate(alternatives):
         lines += [f"answer_{index}: {part.expression}", *part.rules]
     if thinking is not Thinking.OVER:
-        lines += _thoughts(mark(reasoning.CLOSE))
+        lines += _thoughts(spell(reasoning.CLOSE))
     text = "\n".join(lines) + "\n"
     check_size(text, param)
     return Structure(Grammar(GrammarKind.LARK, text), param)
 
 
-def _lead(thinking: Thinking, mark: Mark) -> str:
+def _lead(thinking: Thinking, spell: SpellMarker) -> str:
     match thinking:
         case Thinking.OPENED:
             return "thoughts "
         case Thinking.POSSIBLE:
-            return f"({mark(reasoning.OPEN)} thoughts)? "
+            return f"({spell(reasoning.OPEN)} thoughts)? "
         case Thinking.OVER:
             return ""
 
@@ -150,6 +151,6 @@ def _thoughts(closing: str) -> list[str]:
     return ["thoughts: unclosed gap", f"unclosed[suffix={closing}]: {_ANY_TEXT}", gap]
 
 
-def is_token(mark: str) -> bool:
+def is_token(spelling: str) -> bool:
     """Return whether a marker, as spelled in a grammar, is a token rather than a literal."""
-    return not mark.startswith('"')
+    return not spelling.startswith('"')

@@ -2,8 +2,8 @@
 
 from enum import Enum, auto
 
-from services.gateway.text.held_text import BLANKS
-from services.gateway.tools.event import Content, Event, HeldParser, Reasoning
+from services.gateway.text.held_text import WHITESPACE
+from services.gateway.tools.event import BufferedParser, Content, Event, Reasoning
 
 OPEN, CLOSE = "<think>", "</think>"
 
@@ -15,7 +15,7 @@ class _Mode(Enum):
     ANSWER = auto()
 
 
-class ReasoningSplit(HeldParser):
+class ReasoningSplit(BufferedParser):
     """Splits the text at the closing marker and drops the whitespace there. A `Parser`.
 
     Text that does not begin with the opening marker is the answer, unless the prompt has already
@@ -30,12 +30,12 @@ class ReasoningSplit(HeldParser):
         self._thought = False
 
     def finish(self) -> list[Event]:
-        rest = self._held.take()
+        rest = self._buffer.take_rest()
         if self._mode is _Mode.START:
             # The text ended within what may be the opening marker.
             self._mode = _Mode.THINKING if self._opened else _Mode.ANSWER
         if self._mode is _Mode.THINKING:
-            rest = rest.rstrip(BLANKS) if self._thought else rest.strip(BLANKS)
+            rest = rest.rstrip(WHITESPACE) if self._thought else rest.strip(WHITESPACE)
             return [Reasoning(rest)] if rest else []
         return [Content(rest)] if rest and self._mode is _Mode.ANSWER else []
 
@@ -48,12 +48,12 @@ class ReasoningSplit(HeldParser):
             case _Mode.GAP:
                 return self._gap()
             case _Mode.ANSWER:
-                events.append(Content(self._held.take()))
+                events.append(Content(self._buffer.take_rest()))
                 return False
 
     def _start(self) -> bool:
-        self._held.skip_blanks()
-        opened = self._held.starts_with(OPEN)
+        self._buffer.skip_whitespace()
+        opened = self._buffer.read_marker(OPEN)
         if opened is None:
             return False
         self._mode = _Mode.THINKING if opened or self._opened else _Mode.ANSWER
@@ -61,9 +61,9 @@ class ReasoningSplit(HeldParser):
 
     def _think(self, events: list[Event]) -> bool:
         if not self._thought:
-            self._held.skip_blanks()
-            self._held.take_blanks()
-        shown, closed = self._held.before(CLOSE)
+            self._buffer.skip_whitespace()
+            self._buffer.take_whitespace()
+        shown, closed = self._buffer.read_until(CLOSE)
         if shown:
             self._thought = True
             events.append(Reasoning(shown))
@@ -72,8 +72,8 @@ class ReasoningSplit(HeldParser):
         return closed
 
     def _gap(self) -> bool:
-        self._held.skip_blanks()
-        self._held.take_blanks()
-        if not self._held.over:
+        self._buffer.skip_whitespace()
+        self._buffer.take_whitespace()
+        if not self._buffer.exhausted:
             self._mode = _Mode.ANSWER
         return True

@@ -31,7 +31,7 @@ _DEFINITIONS = frozenset({"$defs", "definitions"})
 _REFERENCES = ("$ref", "$dynamicRef")
 
 
-def close_objects(schema: dict[str, Any]) -> None:
+def forbid_additional_properties(schema: dict[str, Any]) -> None:
     """Set `additionalProperties` to false, in place, where `schema` leaves it open.
 
     Objects to which several schemas apply stay open. A schema in which such an object contains a

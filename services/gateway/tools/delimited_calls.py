@@ -4,11 +4,11 @@ from collections.abc import Callable
 from enum import Enum, auto
 from typing import Protocol
 
-from services.gateway.tools.event import Content, Event, HeldParser
+from services.gateway.tools.event import BufferedParser, Content, Event
 from services.gateway.tools.json_value import Step
 
 
-class Body(Protocol):
+class CallBody(Protocol):
     """Parser of the calls after a marker.
 
     `index` is the index of the next call, `pending_text` the text that no event covers yet.
@@ -31,26 +31,26 @@ class Body(Protocol):
         """End a call that has begun: the text is over or invalid here."""
 
 
-class _MarkMode(Enum):
+class _DelimitedMode(Enum):
     TEXT = auto()
     BODY = auto()
     CLOSE = auto()
 
 
-class MarkedCalls(HeldParser):
+class DelimitedCalls(BufferedParser):
     """Parses calls between markers and drops whitespace around calls. A `Parser`.
 
     If the text after a marker is no call, it is content together with the marker.
     """
 
-    def __init__(self, opening: str, closing: str, body: Callable[[int], Body]) -> None:
+    def __init__(self, opening: str, closing: str, body: Callable[[int], CallBody]) -> None:
         """`closing`: the marker after a body, which models may leave out, "" if the format has
         none; `body` makes the parser of the next body from the index of the next call."""
         super().__init__()
         self._opening = opening
         self._closing = closing
         self._new_body = body
-        self._mode = _MarkMode.TEXT
+        self._mode = _DelimitedMode.TEXT
         self._body = body(0)
         # The marker and the whitespace before it, until a call has begun after it.
         self._lead = ""
@@ -59,44 +59,44 @@ class MarkedCalls(HeldParser):
 
     def finish(self) -> list[Event]:
         events: list[Event] = []
-        rest = self._held.take()
+        rest = self._buffer.take_rest()
         match self._mode:
-            case _MarkMode.BODY:
+            case _DelimitedMode.BODY:
                 self._reject(events)
-            case _MarkMode.TEXT if not (self._after_call and not rest.strip()):
+            case _DelimitedMode.TEXT if not (self._after_call and not rest.strip()):
                 self._content(rest, events)
         return events
 
     def _advance(self, events: list[Event]) -> bool:
         match self._mode:
-            case _MarkMode.TEXT:
+            case _DelimitedMode.TEXT:
                 return self._text(events)
-            case _MarkMode.BODY:
+            case _DelimitedMode.BODY:
                 return self._calls(events)
-            case _MarkMode.CLOSE:
+            case _DelimitedMode.CLOSE:
                 return self._close()
 
     def _text(self, events: list[Event]) -> bool:
-        shown, marked = self._held.before(self._opening)
+        shown, marked = self._buffer.read_until(self._opening)
         self._content(shown, events)
         if not marked:
             return False
-        self._lead = self._held.take_blanks() + self._opening
-        self._body, self._mode = self._new_body(self._body.index), _MarkMode.BODY
+        self._lead = self._buffer.take_whitespace() + self._opening
+        self._body, self._mode = self._new_body(self._body.index), _DelimitedMode.BODY
         return True
 
     def _calls(self, events: list[Event]) -> bool:
         first = self._body.index
-        self._held.position, step = self._body.feed(
-            self._held.text, self._held.position, events
+        self._buffer.position, step = self._body.feed(
+            self._buffer.text, self._buffer.position, events
         )
         if self._body.index > first:
             self._lead, self._after_call = "", True
         if step is Step.WRONG:
             self._reject(events)
-            self._mode = _MarkMode.TEXT
+            self._mode = _DelimitedMode.TEXT
         elif step is Step.LAST:
-            self._mode = _MarkMode.CLOSE if self._closing else _MarkMode.TEXT
+            self._mode = _DelimitedMode.CLOSE if self._closing else _DelimitedMode.TEXT
         return step is not Step.MORE
 
     def _reject(self, events: list[Event]) -> None:
@@ -105,13 +105,13 @@ class MarkedCalls(HeldParser):
         self._content(self._lead + self._body.pending_text, events)
 
     def _close(self) -> bool:
-        self._held.skip_blanks()
-        closed = self._held.starts_with(self._closing)
+        self._buffer.skip_whitespace()
+        closed = self._buffer.read_marker(self._closing)
         if closed is None:
             return False
         if closed:
-            self._held.take_blanks()
-        self._mode = _MarkMode.TEXT
+            self._buffer.take_whitespace()
+        self._mode = _DelimitedMode.TEXT
         return True
 
     def _content(self, text: str, events: list[Event]) -> None:
