@@ -1,4 +1,5 @@
-"""A simulated cluster: clients, the scheduler's state and instances, joined by delays."""
+"""A simulated cluster: clients, the scheduler's state machine and instances, with delays between.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -48,9 +49,10 @@ Progress = Callable[[float], None]
 
 @dataclass(frozen=True, slots=True)
 class ClusterSpec:
-    """What is simulated. `drain_s` bounds the time that requests get after the last arrival.
+    """Configuration of a simulation.
 
-    With `change`, a memory manager watches, and groups may merge.
+    `drain_s`: longest time that requests may run after the last arrival. With `change`, a simulated
+    memory manager may merge and split groups.
     """
 
     instances: int
@@ -66,9 +68,9 @@ class ClusterSpec:
 
 @dataclass(frozen=True, slots=True)
 class _Client:
-    """A client that waits: its request, `number` of all, and what the scheduler is told of it.
+    """A client with a request in flight, number `number` of all.
 
-    `in_turn`: it sends another one when this one has ended.
+    `in_turn`: a client of a closed loop, which sends its next request when this one has ended.
     """
 
     record: Record
@@ -79,7 +81,7 @@ class _Client:
 
 
 class Cluster:
-    """Runs a workload; the same one and time model always give the same outcomes. A Listener."""
+    """Runs a workload, deterministically for the same workload and time model. A `Listener`."""
 
     def __init__(self, spec: ClusterSpec, time_model: TimeModel, workload: Workload) -> None:
         self._spec = spec
@@ -108,38 +110,41 @@ class Cluster:
         self.coordinator: Coordinator | None = None
         if spec.change is not None:
             self.coordinator = self._coordinator(spec.change, time_model)
-        self._active: dict[str, _Client] = {}
-        self._queued: dict[str, int] = {}  # blocks that each request in the scheduler needs
-        self._queued_blocks = 0
-        self._places: dict[str, SendAssignment] = {}  # the last of each that runs
-        self._awaited = 0  # active requests without which the simulation does not end
+        self._active: dict[str, _Client] = {}  # by request id, until the request ends
+        self._queued: dict[str, int] = {}  # blocks that each request in the scheduler's queue needs
+        self._queued_blocks = 0  # their sum
+        self._places: dict[str, SendAssignment] = {}  # latest assignment of each running request
+        self._awaited = 0  # active requests that the end of the simulation waits for
         self._arrivals_over = False
 
     def run(
         self, progress: Progress | None = None, check: Callable[[], None] | None = None
     ) -> Outcomes:
-        """Simulate to the end: when all requests have, or `drain_s` after the last arrival.
+        """Simulate until all requests have ended, or until `drain_s` after the last arrival.
 
-        `progress` hears the simulated time at each sample; `check` is called after every event.
+        `progress` is called with the simulated time at each sample, `check` after every event.
         """
         self._join_instances()
         simulation = self._simulation
         simulation.at(0.0, self._tick)
         simulation.at(0.0, self._sample, progress)
         if isinstance(self._workload, CoServed):
+            # Throughput is the difference between the token counts at both ends of the window.
             for time_s in self._workload.window_s:
                 simulation.at(time_s, self._note_tokens)
         self._senders.start()
         simulation.run(float("inf"), check)
         outcomes = self.outcomes
-        pipelines = [one.pipeline for one in self.members.values()]
-        outcomes.changes.note_pipelines(one for one in pipelines if one is not None)
-        outcomes.preemptions = sum(one.state.preemptions_total for one in self.instances.values())
-        outcomes.iterations = sum(one.iterations for one in self.instances.values())
-        outcomes.iterations_fast_forwarded = sum(
-            one.iterations_fast_forwarded for one in self.instances.values()
+        pipelines = [member.pipeline for member in self.members.values()]
+        outcomes.changes.note_pipelines(pipeline for pipeline in pipelines if pipeline is not None)
+        outcomes.preemptions = sum(
+            instance.state.preemptions_total for instance in self.instances.values()
         )
-        loads = [one.state.load() for one in self.instances.values()]
+        outcomes.iterations = sum(instance.iterations for instance in self.instances.values())
+        outcomes.iterations_fast_forwarded = sum(
+            instance.iterations_fast_forwarded for instance in self.instances.values()
+        )
+        loads = [instance.state.load() for instance in self.instances.values()]
         outcomes.prefix_queries = sum(load.prefix_queries_total for load in loads)
         outcomes.prefix_hits = sum(load.prefix_hits_total for load in loads)
         if self._token_times is not None:
@@ -151,7 +156,7 @@ class Cluster:
         return outcomes
 
     def check_invariants(self) -> None:
-        """Check the states of core, at every worker and of the whole; for tests."""
+        """Check the state machines of all workers, the scheduler and the coordinator; for tests."""
         self.scheduler.check_invariants()
         for member in self.members.values():
             member.check_invariants()
@@ -159,7 +164,7 @@ class Cluster:
             self.coordinator.check_invariants()
 
     def _coordinator(self, change: ChangeSpec, time_model: TimeModel) -> Coordinator:
-        """The memory manager, with every instance as a member of a group of its own."""
+        """Make the memory manager; every instance begins as the only member of its group."""
         network = Network(self._simulation, change.link)
         log = self.outcomes.changes
         world = World(self._simulation, network, time_model, change, log, self.members)
@@ -213,7 +218,7 @@ class Cluster:
         self._simulation.after(self._spec.delays.ask_s, self._ask, request_id)
 
     def _end(self, request_id: str, outcome: Outcome, reason: str = "") -> None:
-        """The client learns of the end of its request after the delay of a token."""
+        """End a request; its client is notified after the delay of a token."""
         client = self._active.pop(request_id)
         record = client.record
         self._awaited -= self._is_awaited(client)
@@ -225,7 +230,7 @@ class Cluster:
         self._stop_if_done()
 
     def _is_awaited(self, client: _Client) -> bool:
-        """Whether the simulation goes on until it has ended: a backlog has no end."""
+        """Whether the simulation waits for the request: an endless backlog is not waited for."""
         return not (client.in_turn and isinstance(self._workload, CoServed))
 
     def _stop_if_done(self) -> None:
@@ -233,8 +238,8 @@ class Cluster:
             self._simulation.stop()
 
     def _note_tokens(self) -> None:
-        """Count what all workers have computed so far."""
-        counts = [one.state.load().tokens for one in self.instances.values()]
+        """Record how many tokens all workers have processed so far."""
+        counts = [instance.state.load().tokens for instance in self.instances.values()]
         self.outcomes.tokens.append((self._simulation.now_s, sum_of(counts)))
 
     # --- scheduler
@@ -244,6 +249,7 @@ class Cluster:
         for index, (name, instance) in enumerate(self.instances.items()):
             self._join(group_id_of(name), FIRST_EPOCH, name, 1)
             self.note_report(instance.reporter.tell())
+            # Heartbeats of the instances are spread evenly over the interval.
             instance.reporter.start(delays.heartbeat_s * (index + 1) / len(self.instances))
         if self.coordinator is not None:
             self.coordinator.start()
@@ -266,7 +272,7 @@ class Cluster:
         self.scheduler.handle(GroupJoined(self._simulation.now_s, group))
 
     def _note_groups(self, written: tuple[StoredGroup, ...]) -> None:
-        """The scheduler reads group records."""
+        """Deliver written group records to the scheduler."""
         for stored in written:
             group = stored.group
             if group.members:
@@ -288,6 +294,7 @@ class Cluster:
         )
         self._queued[request_id] = blocks
         self._queued_blocks += blocks
+        # A request that asks again after an assignment was returned by its worker.
         now_s, returned = self._simulation.now_s, self._places.pop(request_id, None)
         self._apply(
             Asked(
@@ -340,10 +347,10 @@ class Cluster:
         self._apply(Ticked(self._simulation.now_s))
         self._simulation.after(TICK_S, self._tick)
 
-    def _hear(self, told: LoadReport, passed_on: bool = False) -> None:
-        self._apply(LoadReported(self._simulation.now_s, told, passed_on))
+    def _hear(self, report: LoadReport, passed_on: bool = False) -> None:
+        self._apply(LoadReported(self._simulation.now_s, report, passed_on))
 
-    # --- what instances tell
+    # --- callbacks of instances
 
     def note_token(self, token: EmitToken) -> None:
         if token.index == 0:
@@ -360,12 +367,12 @@ class Cluster:
             return
         self._end(refusal.request_id, Outcome.REJECTED, refusal.message)
 
-    def note_report(self, told: LoadReport) -> None:
-        self._simulation.after(self._spec.delays.report_s, self._hear, told)
+    def note_report(self, report: LoadReport) -> None:
+        self._simulation.after(self._spec.delays.report_s, self._hear, report)
 
-    def note_ends(self, told: LoadReport) -> None:
-        """See `Listener`; on its way it comes by the gateway, as the ends do."""
-        self._simulation.after(self._spec.delays.token_s, self._hear, told, True)
+    def note_ends(self, report: LoadReport) -> None:
+        """See `Listener`; the gateway passes this report on with the last tokens."""
+        self._simulation.after(self._spec.delays.token_s, self._hear, report, True)
 
     def _sample(self, progress: Progress | None) -> None:
         now_s = self._simulation.now_s
@@ -373,7 +380,7 @@ class Cluster:
         for instance in self.instances.values():
             load = instance.state.load()
             if load.running or load.waiting or instance.launches:
-                # In a pipeline the leader has the requests of all its stages.
+                # In a pipeline, the leader's planner holds the requests of all stages.
                 capacity += load.kv_blocks_total
                 used += load.kv_blocks_total - load.kv_blocks_free
             wanted += load.kv_blocks_wanted
