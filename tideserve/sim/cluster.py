@@ -1,5 +1,4 @@
-"""A simulated cluster: clients, the scheduler's state machine and instances, with delays between.
-"""
+"""A simulated cluster: clients, the scheduler's state machine and instances, with delays between."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -70,14 +69,14 @@ class ClusterSpec:
 class _Client:
     """A client with a request in flight, number `number` of all.
 
-    `in_turn`: a client of a closed loop, which sends its next request when this one has ended.
+    `in_closed_loop`: the client sends its next request when this request has ended.
     """
 
     record: Record
     arrival: Arrival
     number: int
     prefix: ThinHashes
-    in_turn: bool
+    in_closed_loop: bool
 
 
 class Cluster:
@@ -113,7 +112,7 @@ class Cluster:
         self._active: dict[str, _Client] = {}  # by request id, until the request ends
         self._queued: dict[str, int] = {}  # blocks that each request in the scheduler's queue needs
         self._queued_blocks = 0  # their sum
-        self._places: dict[str, SendAssignment] = {}  # latest assignment of each running request
+        self._assignments: dict[str, SendAssignment] = {}  # latest, of each running request
         self._awaited = 0  # active requests that the end of the simulation waits for
         self._arrivals_over = False
 
@@ -197,7 +196,7 @@ class Cluster:
             self._simulation.after(self._spec.drain_s, self._simulation.stop)
         self._stop_if_done()
 
-    def _send(self, arrival: Arrival, in_turn: bool) -> None:
+    def _send(self, arrival: Arrival, in_closed_loop: bool) -> None:
         now_s = self._simulation.now_s
         number = len(self.outcomes.records)
         request_id = f"r{number}"
@@ -212,26 +211,26 @@ class Cluster:
         if self._spec.scheduler.ttft is not None and arrival.prefix_ids:
             prompt_ids = arrival.prompt_ids(number)
             prefix = prompt_prefix(prompt_ids, "", self._spec.iteration.block_size)
-        client = _Client(record, arrival, number, prefix, in_turn)
+        client = _Client(record, arrival, number, prefix, in_closed_loop)
         self._active[request_id] = client
         self._awaited += self._is_awaited(client)
-        self._simulation.after(self._spec.delays.ask_s, self._ask, request_id)
+        self._simulation.after(self._spec.delays.ask_s, self._submit, request_id)
 
     def _end(self, request_id: str, outcome: Outcome, reason: str = "") -> None:
         """End a request; its client is notified after the delay of a token."""
         client = self._active.pop(request_id)
         record = client.record
         self._awaited -= self._is_awaited(client)
-        self._places.pop(request_id, None)
+        self._assignments.pop(request_id, None)
         record.end_s = self._simulation.now_s + self._spec.delays.token_s
         record.outcome, record.reason = outcome, reason
-        if client.in_turn:
+        if client.in_closed_loop:
             self._senders.note_end(record.end_s)
         self._stop_if_done()
 
     def _is_awaited(self, client: _Client) -> bool:
         """Whether the simulation waits for the request: an endless backlog is not waited for."""
-        return not (client.in_turn and isinstance(self._workload, CoServed))
+        return not (client.in_closed_loop and isinstance(self._workload, CoServed))
 
     def _stop_if_done(self) -> None:
         if self._arrivals_over and not self._awaited:
@@ -248,7 +247,7 @@ class Cluster:
         delays = self._spec.delays
         for index, (name, instance) in enumerate(self.instances.items()):
             self._join(group_id_of(name), FIRST_EPOCH, name, 1)
-            self.note_report(instance.reporter.tell())
+            self.note_report(instance.reporter.snapshot())
             # Heartbeats of the instances are spread evenly over the interval.
             instance.reporter.start(delays.heartbeat_s * (index + 1) / len(self.instances))
         if self.coordinator is not None:
@@ -284,7 +283,7 @@ class Cluster:
     def _note_shortfalls(self, shortfalls: dict[str, int]) -> None:
         self._apply(ShortfallsTold(self._simulation.now_s, shortfalls))
 
-    def _ask(self, request_id: str) -> None:
+    def _submit(self, request_id: str) -> None:
         client = self._active[request_id]
         record = client.record
         blocks = admission_blocks(
@@ -295,7 +294,7 @@ class Cluster:
         self._queued[request_id] = blocks
         self._queued_blocks += blocks
         # A request that asks again after an assignment was returned by its worker.
-        now_s, returned = self._simulation.now_s, self._places.pop(request_id, None)
+        now_s, returned = self._simulation.now_s, self._assignments.pop(request_id, None)
         self._apply(
             Asked(
                 request_id,
@@ -318,16 +317,16 @@ class Cluster:
             match command:
                 case SendAssignment():
                     self._queued_blocks -= self._queued.pop(command.request_id)
-                    self._places[command.request_id] = command
+                    self._assignments[command.request_id] = command
                     self._simulation.after(self._spec.delays.start_s, self._start, command)
                 case SendRefusal(request_id=request_id, reason=reason):
                     self._queued_blocks -= self._queued.pop(request_id)
                     self._end(request_id, Outcome.REJECTED, reason.value)
 
-    def _start(self, place: SendAssignment) -> None:
-        request_id = place.request_id
+    def _start(self, assignment: SendAssignment) -> None:
+        request_id = assignment.request_id
         client = self._active[request_id]
-        client.record.worker_id = place.worker_id
+        client.record.worker_id = assignment.worker_id
         prompt_ids = client.arrival.prompt_ids(client.number)
         limits = Limits(client.record.output_tokens, client.record.output_tokens)
         now_s = self._simulation.now_s
@@ -339,15 +338,15 @@ class Cluster:
             now_s,
             service=client.arrival.service,
             waited_s=now_s - client.record.sent_s,
-            returnable=place.returnable,
+            returnable=assignment.returnable,
         )
-        self.instances[place.worker_id].receive(request)
+        self.instances[assignment.worker_id].receive(request)
 
     def _tick(self) -> None:
         self._apply(Ticked(self._simulation.now_s))
         self._simulation.after(TICK_S, self._tick)
 
-    def _hear(self, report: LoadReport, passed_on: bool = False) -> None:
+    def _deliver_report(self, report: LoadReport, passed_on: bool = False) -> None:
         self._apply(LoadReported(self._simulation.now_s, report, passed_on))
 
     # --- callbacks of instances
@@ -363,16 +362,16 @@ class Cluster:
         if refusal.returned:
             delays = self._spec.delays
             self.outcomes.returns += 1
-            self._simulation.after(delays.token_s + delays.ask_s, self._ask, refusal.request_id)
+            self._simulation.after(delays.token_s + delays.ask_s, self._submit, refusal.request_id)
             return
         self._end(refusal.request_id, Outcome.REJECTED, refusal.message)
 
     def note_report(self, report: LoadReport) -> None:
-        self._simulation.after(self._spec.delays.report_s, self._hear, report)
+        self._simulation.after(self._spec.delays.report_s, self._deliver_report, report)
 
     def note_ends(self, report: LoadReport) -> None:
         """See `Listener`; the gateway passes this report on with the last tokens."""
-        self._simulation.after(self._spec.delays.token_s, self._hear, report, True)
+        self._simulation.after(self._spec.delays.token_s, self._deliver_report, report, True)
 
     def _sample(self, progress: Progress | None) -> None:
         now_s = self._simulation.now_s

@@ -33,11 +33,11 @@ from tideserve.sim.reporter import LoadSender
 from tideserve.sim.time_model import TimeModel
 from tideserve.sim.token_times import TokenTimes
 
-FILLER = -1
+PLACEHOLDER_TOKEN = -1
 """Token that is sampled each time; never a stop token."""
 SAFEPOINTS = 32
 """Safepoints of an iteration: one after each layer of a 7B model."""
-RUN_MIN = 2
+FAST_FORWARD_MIN = 2
 """Fewest decode iterations that are simulated as one event."""
 
 
@@ -131,12 +131,12 @@ class Instance:
         self._fast_forward = fast_forward and token_times is None
         self._token_times = token_times
         self._inbox: list[Request] = []  # received since the last iteration
-        self._mail: deque[tuple[Handler, tuple[Any, ...]]] = deque()  # see `post`
+        self._posted: deque[tuple[Handler, tuple[Any, ...]]] = deque()  # see `post`
         self._drained: list[str] = []  # requests that no published load counts yet
         self._dropped_total = 0  # dropped prefixes that were published
         self._idle = True
-        self._run: _Run | None = None  # the fast-forward in progress
-        self._watched: _Watched | None = None  # the preemptible iteration in progress
+        self._decode_run: _DecodeRun | None = None  # the fast-forward in progress
+        self._preemptible: _PreemptibleIteration | None = None  # in progress, at a single worker
         self._left_s = 0.0  # remaining time of the suspended iteration
 
     @property
@@ -153,27 +153,27 @@ class Instance:
     def receive(self, request: Request) -> None:
         """Put a request into the inbox; the planner takes it before the next iteration."""
         self._inbox.append(request)
-        if self._watched is not None and request.service.online:
-            self._plan_safepoint(self._watched)
+        if self._preemptible is not None and request.service.online:
+            self._schedule_safepoint(self._preemptible)
         self.wake()
 
     def post(self, handler: Handler, *arguments: Any) -> None:
         """Queue a call of `handler` between iterations; the handler may keep the device busy."""
-        self._mail.append((handler, arguments))
-        if self._watched is not None:
-            self._plan_safepoint(self._watched)
+        self._posted.append((handler, arguments))
+        if self._preemptible is not None:
+            self._schedule_safepoint(self._preemptible)
         self.wake()
 
     def post_first(self, handler: Handler, *arguments: Any) -> None:
         """Like `post`, but ahead of all queued calls."""
-        self._mail.appendleft((handler, arguments))
+        self._posted.appendleft((handler, arguments))
 
     def wake(self) -> None:
         """Process inbox and queued calls now, or at the end of the iteration in progress."""
         if self._idle:
             self._begin()
-        elif self._run is not None:
-            self._cut_short(self._run)
+        elif self._decode_run is not None:
+            self._cut_short(self._decode_run)
 
     # --- iterations
 
@@ -183,28 +183,28 @@ class Instance:
         self._return_waiting()
         busy = self._take_turn()
         # A call that keeps the device busy postpones the calls after it.
-        while self._mail and busy is None:
-            handler, arguments = self._mail.popleft()
+        while self._posted and busy is None:
+            handler, arguments = self._posted.popleft()
             busy = handler(*arguments)
-            if busy is None and not self._mail:
+            if busy is None and not self._posted:
                 busy = self._take_turn()
         if busy is not None:
             self._simulation.after(busy.seconds, self._end_busy, busy)
             return
         if not self.launches or self._holds_batch_work:
-            self._rest()
+            self._become_idle()
         elif self.state.stages > 1:
             self._launch()
         elif self.state.config.preempt is not Preempt.OFF:
-            self._begin_watched()
-        elif self._fast_forward and (ahead := decodes_ahead(self.state)) >= RUN_MIN:
+            self._begin_preemptible()
+        elif self._fast_forward and (ahead := decodes_ahead(self.state)) >= FAST_FORWARD_MIN:
             self._begin_run(ahead)
         elif (shape := self._plan_alone()) is None:
-            self._rest()
+            self._become_idle()
         else:
             self._simulation.after(self._time_model.iteration_s(shape), self._finish)
 
-    def _rest(self) -> None:
+    def _become_idle(self) -> None:
         self._idle = True
         if self._drained:
             self.publish()
@@ -270,60 +270,60 @@ class Instance:
         now_s, in_flight = self._simulation.now_s, self.state.in_flight
         if self._token_times is not None and in_flight and number in (None, in_flight[0].number):
             self._token_times.note(in_flight[0], now_s)
-        tokens = finish_filled(self.state, FILLER, now_s, number)
+        tokens = finish_filled(self.state, PLACEHOLDER_TOKEN, now_s, number)
         for token in tokens:
             self._listener.note_token(token)
         self.publish()
         if any(token.finish_reason is not None for token in tokens):
-            self._listener.note_ends(self.reporter.tell())
+            self._listener.note_ends(self.reporter.snapshot())
 
     # --- preemptible iterations
 
-    def _begin_watched(self) -> None:
+    def _begin_preemptible(self) -> None:
         """Plan an iteration that may be preempted at a safepoint, or resume a preempted one."""
         now_s, member = self._simulation.now_s, self.member
         planner = self.state if member is None else member.changeover
         microbatch = planner.plan(now_s)
         if microbatch is None:
-            self._rest()
+            self._become_idle()
             return
         whole_s = self._time_model.iteration_s(shape_of(microbatch))
         seconds = whole_s if microbatch.resumes is None else self._left_s
-        watched = _Watched(microbatch, now_s, seconds, whole_s / SAFEPOINTS)
-        self._watched = watched
-        self._simulation.after(seconds, self._finish_watched, watched)
+        iteration = _PreemptibleIteration(microbatch, now_s, seconds, whole_s / SAFEPOINTS)
+        self._preemptible = iteration
+        self._simulation.after(seconds, self._finish_preemptible, iteration)
 
-    def _finish_watched(self, watched: "_Watched") -> None:
-        if self._watched is watched:
-            self._watched = None
+    def _finish_preemptible(self, iteration: "_PreemptibleIteration") -> None:
+        if self._preemptible is iteration:
+            self._preemptible = None
             self._finish()
 
-    def _plan_safepoint(self, watched: "_Watched") -> None:
+    def _schedule_safepoint(self, iteration: "_PreemptibleIteration") -> None:
         """Schedule a check at the next safepoint whether to preempt the iteration."""
-        if not watched.microbatch.preemptible:
+        if not iteration.microbatch.preemptible:
             return
-        passed = int((self._simulation.now_s - watched.start_s) / watched.interval_s)
-        time_s = watched.start_s + (passed + 1) * watched.interval_s
+        passed = int((self._simulation.now_s - iteration.start_s) / iteration.interval_s)
+        time_s = iteration.start_s + (passed + 1) * iteration.interval_s
         if time_s <= self._simulation.now_s:  # rounding: this safepoint has been checked already
-            time_s += watched.interval_s
-        if time_s < watched.start_s + watched.seconds:
-            self._simulation.at(time_s, self._look, watched)
+            time_s += iteration.interval_s
+        if time_s < iteration.start_s + iteration.seconds:
+            self._simulation.at(time_s, self._check_safepoint, iteration)
 
-    def _look(self, watched: "_Watched") -> None:
+    def _check_safepoint(self, iteration: "_PreemptibleIteration") -> None:
         """Decide at a safepoint whether new online requests or queued calls preempt batch work."""
-        if self._watched is not watched:
+        if self._preemptible is not iteration:
             return
         config, now_s = self.state.config, self._simulation.now_s
-        elapsed_s = now_s - watched.start_s
+        elapsed_s = now_s - iteration.start_s
         online = [
             OnlineRequest.of(request, now_s) for request in self._inbox if request.service.online
         ]
-        batch = watched.microbatch.batch
-        if not (self._mail or self.state.gives_way(batch, elapsed_s, online)):
-            self._plan_safepoint(watched)
+        batch = iteration.microbatch.batch
+        if not (self._posted or self.state.gives_way(batch, elapsed_s, online)):
+            self._schedule_safepoint(iteration)
             return
-        self._watched = None
-        self._left_s = watched.seconds - elapsed_s
+        self._preemptible = None
+        self._left_s = iteration.seconds - elapsed_s
         resumed = config.preempted_work is PreemptedWork.RESUME
         self.state.handle(IterationSuspended(now_s) if resumed else IterationDropped(now_s))
         self._begin()
@@ -335,7 +335,7 @@ class Instance:
         assert self.member is not None
         microbatch = self.member.changeover.plan(self._simulation.now_s)
         if microbatch is None:
-            self._rest()
+            self._become_idle()
             return
         self.iterations += 1
         busy = self.member.run_first(microbatch)
@@ -346,7 +346,7 @@ class Instance:
     def _begin_run(self, ahead: int) -> None:
         running = self.state.running
         prefix_tokens = sum([sequence.computed for sequence in running])
-        run = _Run(self._simulation.now_s, len(running), prefix_tokens, ahead)
+        run = _DecodeRun(self._simulation.now_s, len(running), prefix_tokens, ahead)
         # Never skip a heartbeat.
         if self._run_s(run, ahead) > self._longest_run_s:
             run.count = max(1, self._iterations_within(run, self._longest_run_s))
@@ -355,32 +355,32 @@ class Instance:
             # Stop at the first iteration after which a waiting request must be returned.
             before = self._iterations_within(run, max(0.0, due_s - run.start_s))
             run.count = min(run.count, before + 1)
-        self._run = run
+        self._decode_run = run
         self._simulation.at(run.start_s + self._run_s(run, run.count), self._finish_run, run)
 
-    def _finish_run(self, run: "_Run") -> None:
-        if self._run is not run:
+    def _finish_run(self, run: "_DecodeRun") -> None:
+        if self._decode_run is not run:
             return
-        self._run = None
+        self._decode_run = None
         self.iterations += run.count
         self.iterations_fast_forwarded += run.count
-        advance_decodes(self.state, run.count, FILLER)
+        advance_decodes(self.state, run.count, PLACEHOLDER_TOKEN)
         self.publish()
         self._begin()
 
-    def _cut_short(self, run: "_Run") -> None:
+    def _cut_short(self, run: "_DecodeRun") -> None:
         """End the fast-forward with the iteration in progress."""
         elapsed_s = self._simulation.now_s - run.start_s
         count = self._iterations_within(run, elapsed_s) + 1
         if count < run.count:
-            self._run = _Run(run.start_s, run.decodes, run.prefix_tokens, count)
+            self._decode_run = _DecodeRun(run.start_s, run.decodes, run.prefix_tokens, count)
             end_s = run.start_s + self._run_s(run, count)
-            self._simulation.at(end_s, self._finish_run, self._run)
+            self._simulation.at(end_s, self._finish_run, self._decode_run)
 
-    def _run_s(self, run: "_Run", count: int) -> float:
+    def _run_s(self, run: "_DecodeRun", count: int) -> float:
         return self._time_model.decodes_s(run.decodes, run.prefix_tokens, count)
 
-    def _iterations_within(self, run: "_Run", seconds: float) -> int:
+    def _iterations_within(self, run: "_DecodeRun", seconds: float) -> int:
         """Return how many whole iterations of the run end within `seconds` of its start."""
         # Bisection: the duration grows with the number of iterations.
         low, high = 0, run.count + 1
@@ -402,7 +402,7 @@ class Instance:
 
 
 @dataclass(slots=True, eq=False)
-class _Watched:
+class _PreemptibleIteration:
     """An iteration of `seconds` at a single worker, with a safepoint every `interval_s`."""
 
     microbatch: Microbatch
@@ -412,7 +412,7 @@ class _Watched:
 
 
 @dataclass(slots=True, eq=False)
-class _Run:
+class _DecodeRun:
     """`count` decode iterations of the same requests, simulated as one event."""
 
     start_s: float

@@ -16,8 +16,8 @@ from tideserve.sim.token_times import (
     TokenGroups,
     attainment,
     goodput,
+    merge_gaps,
     percentiles_of,
-    together,
 )
 
 PERCENTILES = {"p50": 0.5, "p90": 0.9, "p95": 0.95, "p99": 0.99, "p99.9": 0.999}
@@ -284,7 +284,7 @@ def _figures_of_class(rounds: Sequence[Outcomes], *, batch: bool) -> dict[str, A
     report["ttft_s"] = _distribution(waited_s)
     normalized_s = [record.normalized_s for record in completed]
     report["normalized_latency_s"]["mean"] = _share(sum(normalized_s), len(normalized_s))
-    return report | {"inter_token_s": percentiles_of(together(gaps), PERCENTILES)}
+    return report | {"inter_token_s": percentiles_of(merge_gaps(gaps), PERCENTILES)}
 
 
 def _token_figures(tokens: tuple[int, int], seconds: float) -> dict[str, float | None]:

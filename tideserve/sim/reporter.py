@@ -41,7 +41,7 @@ class LoadSender:
         if self._rhythm.note_change(self._reporting.news(self.epoch, load)):
             self._simulation.at(max(self._rhythm.due_s, self._simulation.now_s), self._send_if_due)
 
-    def tell(self) -> LoadReport:
+    def snapshot(self) -> LoadReport:
         """Return a report of the current load outside the stream of reports."""
         return self._reporting.told_beside(self.epoch, self.load)
 

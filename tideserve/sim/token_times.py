@@ -148,7 +148,7 @@ def percentiles_of(gaps: Gaps, shares: Mapping[str, float]) -> dict[str, float |
     return {name: _at(ordered, share * (total - 1)) for name, share in shares.items()}
 
 
-def together(parts: Iterable[Gaps]) -> Gaps:
+def merge_gaps(parts: Iterable[Gaps]) -> Gaps:
     """Merge the gaps of several classes or rounds."""
     merged = Gaps()
     for part in parts:
