@@ -1,4 +1,4 @@
-"""A simulated cluster: clients, the scheduler's state machine and instances, with delays between."""
+"""A simulated cluster: clients, the scheduler's state machine, instances, delays between them."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
