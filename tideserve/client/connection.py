@@ -14,6 +14,7 @@ SERVICE = "tideserve.gateway.v1.GatewayService"
 # Up to three retries; a back-off that the server requests takes precedence over the policy's.
 _ATTEMPTS_MAX = 4
 _SERVICE_CONFIG = {
+    # With dns:/// targets, calls are spread over all addresses.
     "loadBalancingConfig": [{"round_robin": {}}],
     "methodConfig": [
         {
@@ -82,6 +83,7 @@ Metadata = tuple[tuple[str, str], ...]
 
 def metadata_of(api_key: str | None, request_id: str) -> Metadata:
     """Return a call's metadata: API key, request id, and the caller's current trace."""
+    # gRPC requires lower-case keys.
     pairs = []
     if api_key is not None:
         pairs.append(("authorization", f"Bearer {api_key}"))
@@ -98,6 +100,7 @@ def _no_trace() -> str:
 
 def _trace_reader() -> Callable[[], str]:
     """Return a function that reads the current W3C traceparent, "" without OpenTelemetry."""
+    # OpenTelemetry is an optional dependency of the client.
     try:
         from opentelemetry import trace
     except ImportError:
@@ -133,7 +136,7 @@ class GatewayConnection:
         tls: Tls | bool = False,
         timeout_s: float = TIMEOUT_S,
     ) -> None:
-        """`target`: host:port, or a gRPC name such as dns:///host:port; calls rotate over addresses.
+        """`target`: host:port, or a gRPC name such as dns:///host:port to rotate over addresses.
 
         Raises:
             OSError: if a file of `tls` cannot be read.

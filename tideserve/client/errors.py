@@ -143,6 +143,7 @@ def error_of(error: grpc.RpcError) -> TideserveError:
     retry_after_s: float | None = None
     metadata: dict[str, str] = {}
     for detail in _details(error):
+        # Proxies may attach an ErrorInfo of their own, with another domain.
         if isinstance(detail, error_details_pb2.ErrorInfo) and detail.domain == DOMAIN:
             reason, metadata = detail.reason, dict(detail.metadata)
             field = metadata.get("param")
@@ -176,6 +177,7 @@ def _details(error: grpc.Call | grpc.aio.AioRpcError) -> list[object]:
         return []
     details: list[object] = []
     for packed in status.details if status is not None else ():
+        # Details of unknown types, from newer servers, are skipped.
         for kind in _DETAILS:
             message = kind()
             if packed.Unpack(message):

@@ -184,6 +184,7 @@ def tool_of(tool: pb.Tool | Mapping[str, Any]) -> pb.Tool:
     """Build a tool; the schema of its parameters may be JSON text."""
     if isinstance(tool, pb.Tool):
         return tool
+    # OpenAI's form nests the function; a bare function is accepted, too.
     function = tool.get("function", tool)
     converted = pb.Tool(name=function["name"], description=function.get("description") or "")
     if (parameters := function.get("parameters")) is not None:
@@ -222,6 +223,7 @@ def _common(fields: Mapping[str, Any], known: frozenset[str]) -> dict[str, Any]:
         raise TypeError(
             f"unknown fields {', '.join(unknown)}; known are {', '.join(sorted(known))}"
         )
+    # None means "use the default", as in OpenAI's client.
     given = {name: value for name, value in fields.items() if value is not None}
     if isinstance(given.get("stop"), str):
         given["stop"] = [given["stop"]]
@@ -261,6 +263,7 @@ def _structure(given: Mapping[str, Any]) -> pb.Structure | None:
 def _several(prompts: Prompts) -> Sequence[PromptLike]:
     if not isinstance(prompts, str):
         _list_of(prompts, "prompts", "texts or token ids")
+    # A list of integers is a single prompt of token ids.
     if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
         return [prompts]  # type: ignore[list-item]  # no sequence of prompts
     return prompts  # type: ignore[return-value]

@@ -58,6 +58,7 @@ class Said:
         self._content.append(delta.content)
         self._reasoning.append(delta.reasoning)
         for call in delta.tool_calls:
+            # Only the first delta of a call has an id.
             if call.id:
                 self._calls.append((call, []))
             self._calls[call.index][1].append(call.arguments)

@@ -148,6 +148,7 @@ class OverQuota(GatewayError):
     ) -> None:
         super().__init__(message, retry_after_s=retry_after_s)
         self.owner = owner
+        # OpenAI's API puts the exceeded limit into the error's type.
         self.kind = str(limit)
 
 
@@ -245,6 +246,7 @@ def no_such_model(requested: str, served: str) -> NoSuchModel:
 
 def first_gateway_error(group: BaseExceptionGroup[BaseException]) -> GatewayError | None:
     """Return the first `GatewayError` of a group; None if the group has any other error."""
+    # With any other error in the group, the failure is internal and not for the client.
     matched, rest = group.split(GatewayError)
     if matched is None or rest is not None:
         return None
