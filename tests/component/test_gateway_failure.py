@@ -693,7 +693,7 @@ async def test_a_port_in_use_is_said_in_one_sentence(store: Store, tmp_path: Pat
 
 
 async def test_a_model_folder_that_is_not_usable(store: Store, tmp_path: Path) -> None:
-    cases = [(tmp_path / "nowhere", "is not there"), (tmp_path, "has no config.json")]
+    cases = [(tmp_path / "nowhere", "does not exist"), (tmp_path, "has no config.json")]
     broken = write_model_folder(tmp_path / "broken")
     (broken / "tokenizer.json").write_text("{")
     cases.append((broken, "tokenizer.json"))

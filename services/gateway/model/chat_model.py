@@ -138,7 +138,7 @@ class ChatModel:
         """Return where the output after `prompt` begins."""
         return thinking(self.reasoning_format, prompt)
 
-    def form(self, body: ChatRequest, where: Thinking) -> ChatForm | None:
+    def form(self, body: ChatRequest, thinking: Thinking) -> ChatForm | None:
         """Select how an answer to `body` is parsed; None if all of it is content."""
         tools = body.callable_tools
         parts = self.reasoning_format is not ReasoningFormat.NONE
@@ -149,13 +149,13 @@ class ChatModel:
         return ChatForm(
             tool_format=self.tool_format,
             names=frozenset(tool.name for tool in tools),
-            thinking=where if parts else None,
+            thinking=thinking if parts else None,
             marks=frozenset(self._ids[marker] for marker in marks if marker in self._ids),
             include_reasoning=body.include_reasoning is not False,
         )
 
     def structure(
-        self, body: ChatRequest, answer: Structure | None, where: Thinking
+        self, body: ChatRequest, answer: Structure | None, thinking: Thinking
     ) -> Structure | None:
         """Build the grammar of the whole output; `answer` is the grammar of the answer alone.
 
@@ -166,20 +166,22 @@ class ChatModel:
         """
         mode = body.call_mode
         if mode is CallMode.NONE:
-            if answer is None or where is Thinking.OVER:
+            if answer is None or thinking is Thinking.OVER:
                 return answer
             return output_grammar(
-                answer.param, [answer_rules(answer.grammar)], where, self.spell_marker
+                answer.param, [answer_rules(answer.grammar)], thinking, self.spell_marker
             )
         if mode is CallMode.REQUIRED:
-            return output_grammar(PARAM, [self._calls(body)], where, self.spell_marker)
+            return output_grammar(PARAM, [self._calls(body)], thinking, self.spell_marker)
         if answer is not None:
             either = [answer_rules(answer.grammar), self._calls(body)]
-            return output_grammar(answer.param, either, where, self.spell_marker)
+            return output_grammar(answer.param, either, thinking, self.spell_marker)
         # With tool choice "auto", strict schemas can be enforced only if a token begins a call:
         # the model may write any other text before it.
         if any(tool.strict for tool in body.callable_tools) and self._calls_begin_with_token():
-            return output_grammar(PARAM, [text_before(self._calls(body))], where, self.spell_marker)
+            return output_grammar(
+                PARAM, [text_before(self._calls(body))], thinking, self.spell_marker
+            )
         return None
 
     def spell_marker(self, text: str) -> str:

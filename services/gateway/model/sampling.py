@@ -81,10 +81,12 @@ def sampling_of(
     )
 
 
-def check_choices(prompt_tokens: int, prompts: int, n: int, sampling: Sampling, where: str) -> None:
+def check_choices(
+    prompt_tokens: int, prompts: int, n: int, sampling: Sampling, prompt_field: str
+) -> None:
     """Raise BadRequest if `n` choices of each prompt name too many tokens together.
 
-    `prompt_tokens` is the number of tokens of all prompts, which are in the field `where`.
+    `prompt_tokens` is the number of tokens of all prompts, which are in the field `prompt_field`.
     """
     named = {
         "logit_bias": 2 * len(sampling.logit_bias),
@@ -94,7 +96,7 @@ def check_choices(prompt_tokens: int, prompts: int, n: int, sampling: Sampling, 
     ids = n * (prompt_tokens + prompts * sum(named.values()))
     if ids > CHOICE_IDS_MAX:
         # The error names the field with the most tokens.
-        named[where] = prompt_tokens // prompts
+        named[prompt_field] = prompt_tokens // prompts
         param = max(named, key=lambda name: named[name])
         raise BadRequest(
             f"{n * prompts} choices name {ids} tokens in their prompts, 'logit_bias', 'bad_words'"
