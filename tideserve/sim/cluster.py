@@ -148,6 +148,7 @@ class Cluster:
         outcomes.prefix_hits = sum(load.prefix_hits_total for load in loads)
         if self._token_times is not None:
             outcomes.gaps = dict(self._token_times.gaps)
+            # Request ids are "r" and the index of the record.
             for request_id, groups in self._token_times.groups.items():
                 outcomes.records[int(request_id[1:])].groups = groups
         outcomes.events = simulation.events_total
@@ -208,6 +209,7 @@ class Cluster:
         )
         self.outcomes.records.append(record)
         prefix = NO_PREFIX
+        # Only the dispatch score "prefix" compares hashes, and hashing takes time.
         if self._spec.scheduler.ttft is not None and arrival.prefix_ids:
             prompt_ids = arrival.prompt_ids(number)
             prefix = prompt_prefix(prompt_ids, "", self._spec.iteration.block_size)

@@ -89,6 +89,7 @@ class RecordStore:
 
     def write(self, command: Transact) -> int | None:
         """Commit a transaction and return its revision; None if a record that it read changed."""
+        # As in etcd: compare the token and the revisions that the transaction read, then write.
         if command.token != TOKEN or not self._holds(command):
             return None
         self.revision += 1

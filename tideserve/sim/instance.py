@@ -254,6 +254,7 @@ class Instance:
 
     def _end_busy(self, busy: Busy) -> None:
         busy.action(*busy.arguments)
+        # A member that does not plan reports its load with heartbeats only.
         if self.launches:
             self.publish()
         else:

@@ -74,6 +74,7 @@ class Senders:
         """Send the next request of the closed loop, if any is left."""
         loop = self._closed
         assert loop is not None
+        # Requests in flight may end after the duration, but none is sent.
         late = self._simulation.now_s > loop.duration_s
         arrival = None if late else next(loop.requests, None)
         if arrival is not None:

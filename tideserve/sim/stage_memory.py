@@ -24,6 +24,7 @@ class MemoryModel:
 
     def switch(self, layers: range) -> None:
         """Switch to these layers; KV of departed layers stays until `release_departed`."""
+        # Requests still use the departed layers' KV until it is exchanged.
         self.departed_layers = len(set(self.layers) - set(layers))
         self.departed_blocks = self.blocks if self.departed_layers else 0
         self.layers = layers

@@ -115,6 +115,7 @@ class TokenTimes:
         last_s = self._last_s
         sampled = plan.decodes + [prefill.sequence for prefill in plan.prefills if prefill.samples]
         for sequence in sampled:
+            # A sequence may end while its microbatch runs; its token is discarded.
             if sequence.phase is Phase.ENDED:
                 continue
             request_id = sequence.request.request_id
