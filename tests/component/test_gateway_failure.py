@@ -693,13 +693,13 @@ async def test_a_port_in_use_is_said_in_one_sentence(store: Store, tmp_path: Pat
 
 
 async def test_a_model_folder_that_is_not_usable(store: Store, tmp_path: Path) -> None:
-    cases = [(tmp_path / "nowhere", "is not there"), (tmp_path, "has no config.json")]
+    cases = [(tmp_path / "nowhere", "does not exist"), (tmp_path, "has no config.json")]
     broken = write_model_folder(tmp_path / "broken")
     (broken / "tokenizer.json").write_text("{")
     cases.append((broken, "tokenizer.json"))
     endings = write_model_folder(tmp_path / "endings")
     (endings / "generation_config.json").write_text(json.dumps({"eos_token_id": [*range(65)]}))
-    cases.append((endings, "names 65 end-of-sequence tokens, but 64 are the most"))
+    cases.append((endings, "names 65 end-of-sequence tokens, but at most 64 are supported"))
     missing = write_model_folder(tmp_path / "missing")
     (missing / "tokenizer.json").unlink()
     cases.append((missing, "needs a tokenizer.json"))

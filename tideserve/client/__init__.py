@@ -8,7 +8,7 @@
             for piece in stream:
                 print(piece.text, end="")
 
-Answers are the messages of tideserve.gateway.v1. Errors are those of `tideserve.client.errors`.
+Responses are messages of tideserve.gateway.v1; errors are in `tideserve.client.errors`.
 """
 
 from tideserve.client.aio import AsyncClient, AsyncStream

@@ -16,13 +16,13 @@ T = TypeVar("T", pb.StreamChatResponse, pb.StreamCompleteResponse)
 
 
 class AsyncStream(StreamedCall, Generic[T]):
-    """A streamed answer, piece by piece; leaving it early ends the request.
+    """Iterator over the pieces of a streamed response; leaving the context cancels the request.
 
-    `id` is the response's, known once the first piece has come.
+    `id` is the response's id, set when the first piece arrives.
     """
 
     def __init__(self, call: Any) -> None:
-        """`call`: a running call of gRPC's that yields T."""
+        """`call`: a running gRPC call that yields T."""
         super().__init__(call)
         self._pieces: AsyncIterator[T] = call.__aiter__()
 
@@ -36,7 +36,7 @@ class AsyncStream(StreamedCall, Generic[T]):
         return self
 
     async def __anext__(self) -> T:
-        """The next piece. Raises TideserveError."""
+        """Return the next piece. Raises TideserveError."""
         try:
             piece = await self._pieces.__anext__()
         except grpc.RpcError as error:
@@ -46,7 +46,7 @@ class AsyncStream(StreamedCall, Generic[T]):
 
 
 class AsyncClient(GatewayConnection):
-    """A connection to tideserve, to be made and used in one event loop. See Client."""
+    """A connection to tideserve for use within an event loop; see `Client`."""
 
     _channels = grpc.aio
     _stub: "gateway_pb2_grpc.GatewayServiceAsyncStub"
@@ -58,7 +58,7 @@ class AsyncClient(GatewayConnection):
         await self.close()
 
     async def close(self) -> None:
-        """Close the connection; calls that still run end."""
+        """Close the connection and end running calls."""
         await self._channel.close()
 
     async def chat(
@@ -69,7 +69,7 @@ class AsyncClient(GatewayConnection):
         timeout_s: float | None = None,
         **fields: Unpack[build.ChatFields],
     ) -> pb.ChatResponse:
-        """The assistant's next message."""
+        """Generate the assistant's next message."""
         request = build.chat_request(messages, model, fields)
         return await self._call(self._stub.Chat, request, timeout_s, request.options.request_id)
 
@@ -81,10 +81,10 @@ class AsyncClient(GatewayConnection):
         timeout_s: float | None = None,
         **fields: Unpack[build.ChatFields],
     ) -> AsyncStream[pb.StreamChatResponse]:
-        """The assistant's next message as it is made; use it in an `async with` statement."""
+        """Stream the assistant's next message; use the stream in an `async with` statement."""
         request = pb.StreamChatRequest(chat=build.chat_request(messages, model, fields))
-        made = self._keywords(timeout_s, request.chat.options.request_id)
-        return AsyncStream(self._stub.StreamChat(request, **made))
+        keywords = self._keywords(timeout_s, request.chat.options.request_id)
+        return AsyncStream(self._stub.StreamChat(request, **keywords))
 
     async def complete(
         self,
@@ -94,7 +94,7 @@ class AsyncClient(GatewayConnection):
         timeout_s: float | None = None,
         **fields: Unpack[build.CompletionFields],
     ) -> pb.CompleteResponse:
-        """The text that follows prompts."""
+        """Generate the text that follows each prompt."""
         request = build.completion_request(prompts, model, fields)
         return await self._call(self._stub.Complete, request, timeout_s, request.options.request_id)
 
@@ -106,11 +106,11 @@ class AsyncClient(GatewayConnection):
         timeout_s: float | None = None,
         **fields: Unpack[build.CompletionFields],
     ) -> AsyncStream[pb.StreamCompleteResponse]:
-        """The text that follows prompts as it is made; use it in an `async with` statement."""
+        """Stream the text that follows each prompt; use the stream in an `async with` statement."""
         completion = build.completion_request(prompts, model, fields)
         request = pb.StreamCompleteRequest(completion=completion)
-        made = self._keywords(timeout_s, completion.options.request_id)
-        return AsyncStream(self._stub.StreamComplete(request, **made))
+        keywords = self._keywords(timeout_s, completion.options.request_id)
+        return AsyncStream(self._stub.StreamComplete(request, **keywords))
 
     async def tokenize(
         self,
@@ -121,24 +121,27 @@ class AsyncClient(GatewayConnection):
         timeout_s: float | None = None,
         **fields: Unpack[build.TemplateFields],
     ) -> list[int]:
-        """Token ids of a text, or with `chat` of messages."""
+        """Tokenise a text, or with `chat`, messages; return the token ids."""
         request = build.tokenize_request(text, model, chat, fields)
         return list((await self._call(self._stub.Tokenize, request, timeout_s)).token_ids)
 
     async def detokenize(
         self, token_ids: Sequence[int], *, model: str, timeout_s: float | None = None
     ) -> str:
-        """The text of token ids."""
+        """Return the text of token ids."""
         request = pb.DetokenizeRequest(model=model, token_ids=token_ids)
         return str((await self._call(self._stub.Detokenize, request, timeout_s)).text)
 
     async def models(self, *, timeout_s: float | None = None) -> list[pb.Model]:
-        """The models that requests can name."""
+        """List the models that requests can name."""
         request = pb.ListModelsRequest()
         return list((await self._call(self._stub.ListModels, request, timeout_s)).models)
 
     async def cancel(self, request_id: str, *, timeout_s: float | None = None) -> bool:
-        """End requests by an id: of a response, a chosen one or a header's; whether one ran."""
+        """Cancel requests by the response's id, the client's `request_id` or an `x-request-id`.
+
+        Returns whether a request was running.
+        """
         request = pb.CancelRequest(request_id=request_id)
         return bool((await self._call(self._stub.Cancel, request, timeout_s)).found)
 

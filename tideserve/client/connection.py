@@ -1,4 +1,4 @@
-"""What the clients for threads and for asyncio have in common."""
+"""Channel options, TLS and metadata, common to the clients for threads and for asyncio."""
 
 import json
 from collections.abc import Callable
@@ -11,9 +11,10 @@ import grpc
 from tideserve.gateway.v1 import gateway_pb2_grpc
 
 SERVICE = "tideserve.gateway.v1.GatewayService"
-# Three times more, waiting as long as the server says, if it says so.
+# Up to three retries; a back-off that the server requests takes precedence over the policy's.
 _ATTEMPTS_MAX = 4
 _SERVICE_CONFIG = {
+    # With dns:/// targets, calls are spread over all addresses.
     "loadBalancingConfig": [{"round_robin": {}}],
     "methodConfig": [
         {
@@ -27,13 +28,13 @@ _SERVICE_CONFIG = {
             },
         }
     ],
-    # Where most calls fail, retries would only add to the load.
+    # Suspends retries while most calls fail, so that they do not add to an overload.
     "retryThrottling": {"maxTokens": 100, "tokenRatio": 0.1},
 }
 OPTIONS: tuple[tuple[str, int | str], ...] = (
     ("grpc.service_config", json.dumps(_SERVICE_CONFIG)),
     ("grpc.enable_retries", 1),
-    # A frozen peer is noticed within a minute, while calls run.
+    # Detects a frozen peer within a minute while calls run.
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 20_000),
     ("grpc.max_receive_message_length", 64 * 2**20),
@@ -42,11 +43,11 @@ OPTIONS: tuple[tuple[str, int | str], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class Tls:
-    """TLS to the gateway. Files are PEM.
+    """TLS settings of a connection; files are in PEM format.
 
-    `ca_file`: the CAs that are trusted; None: grpc's defaults. `cert_file` and `key_file`: the
-    client's own certificate, where a proxy before the gateway asks for one. `server_name`: what the
-    server's certificate names, if it is not the address.
+    `ca_file`: trusted CAs; None: gRPC's defaults. `cert_file` and `key_file`: a client certificate,
+    if a proxy in front of the gateway requires it. `server_name`: the name in the server's
+    certificate, if it differs from the address.
     """
 
     ca_file: str | Path | None = None
@@ -64,14 +65,14 @@ class Tls:
 
 
 def options_of(tls: Tls | None) -> tuple[tuple[str, int | str], ...]:
-    """The options of a channel."""
+    """Return the options of a channel."""
     if tls is None or tls.server_name is None:
         return OPTIONS
     return (*OPTIONS, ("grpc.ssl_target_name_override", tls.server_name))
 
 
 def tls_of(tls: Tls | bool) -> Tls | None:
-    """True is TLS with default trust, False none."""
+    """Return TLS settings: True means TLS with the default CAs, False no TLS."""
     if isinstance(tls, Tls):
         return tls
     return Tls() if tls else None
@@ -81,7 +82,8 @@ Metadata = tuple[tuple[str, str], ...]
 
 
 def metadata_of(api_key: str | None, request_id: str) -> Metadata:
-    """Key, request id if there is one, and the trace that the caller is in if it traces."""
+    """Return a call's metadata: API key, request id, and the caller's current trace."""
+    # gRPC requires lower-case keys.
     pairs = []
     if api_key is not None:
         pairs.append(("authorization", f"Bearer {api_key}"))
@@ -97,7 +99,8 @@ def _no_trace() -> str:
 
 
 def _trace_reader() -> Callable[[], str]:
-    """What tells the W3C traceparent of the moment; "" where OpenTelemetry is not installed."""
+    """Return a function that reads the current W3C traceparent, "" without OpenTelemetry."""
+    # OpenTelemetry is an optional dependency of the client.
     try:
         from opentelemetry import trace
     except ImportError:
@@ -119,10 +122,10 @@ TIMEOUT_S = 600.0
 
 
 class GatewayConnection:
-    """A channel to a gateway, and what goes with each call."""
+    """A channel to a gateway, and the timeout and metadata of its calls."""
 
     _channels: Any
-    """The part of gRPC that makes the channel: grpc or grpc.aio."""
+    """Module that makes the channel: grpc or grpc.aio."""
     _stub: Any
 
     def __init__(
@@ -133,7 +136,7 @@ class GatewayConnection:
         tls: Tls | bool = False,
         timeout_s: float = TIMEOUT_S,
     ) -> None:
-        """`target`: host:port, or a gRPC name such as dns:///host:port, whose addresses take turns.
+        """`target`: host:port, or a gRPC name such as dns:///host:port to rotate over addresses.
 
         Raises:
             OSError: if a file of `tls` cannot be read.
@@ -156,13 +159,13 @@ class GatewayConnection:
 
 
 class StreamedCall:
-    """The call of a streamed answer; `id` is that of the response."""
+    """The call of a streamed response; `id` is the response's id."""
 
     def __init__(self, call: Any) -> None:
-        """`call`: a running call of gRPC's."""
+        """`call`: a running gRPC call."""
         self._call = call
         self.id = ""
 
     def close(self) -> None:
-        """End the request if it still runs."""
+        """Cancel the request if it still runs."""
         self._call.cancel()

@@ -1,6 +1,6 @@
-"""What a call can end with, told apart by the reason in its error details.
+"""Errors of calls, selected by the reason in the error details, else by the status code.
 
-Each error is a `TideserveError`; docs/grpc.md has a table of them.
+All are `TideserveError`s; docs/grpc.md lists them.
 """
 
 from collections.abc import Mapping
@@ -16,8 +16,8 @@ DOMAIN = "tideserve"
 class TideserveError(Exception):
     """Base of all errors of calls.
 
-    `reason` is the server's, "" if the error is not its own; `request_id` the one in its log;
-    `field` the path of the request's field that is wrong, by its name in the HTTP API.
+    `reason`: the server's reason, "" if the error does not come from the server; `request_id`: the
+    id in the server's log; `field`: path of the invalid field, by its name in the HTTP API.
     """
 
     def __init__(
@@ -42,27 +42,27 @@ class TideserveError(Exception):
 
 
 class InvalidRequest(TideserveError):
-    """The request itself is wrong."""
+    """The request is invalid."""
 
 
 class ContextLengthExceeded(InvalidRequest):
-    """Prompt and output do not fit into the model's context."""
+    """Prompt and output exceed the model's context."""
 
 
 class Unsupported(InvalidRequest):
-    """The request asks for something that is not served."""
+    """The request uses a feature that the server does not support."""
 
 
 class Unauthenticated(TideserveError):
-    """No key, or a wrong one."""
+    """The API key is missing or invalid."""
 
 
 class PermissionDenied(TideserveError):
-    """The key may not do that."""
+    """The API key does not permit the call."""
 
 
 class NotFound(TideserveError):
-    """What the request names is not there."""
+    """The request names an object that does not exist."""
 
 
 class ModelNotFound(NotFound):
@@ -70,7 +70,7 @@ class ModelNotFound(NotFound):
 
 
 class AlreadyExists(TideserveError):
-    """The same request id was used a short time ago."""
+    """The request id was used recently."""
 
 
 class ResourceExhausted(TideserveError):
@@ -78,33 +78,33 @@ class ResourceExhausted(TideserveError):
 
 
 class QuotaExceeded(ResourceExhausted):
-    """The key's quota is used up for now."""
+    """The key's quota is exhausted for now."""
 
 
 class Unavailable(TideserveError):
-    """Nobody can serve the request now; a retry is sensible."""
+    """The request cannot be served now; retry."""
 
 
 class DeadlineExceeded(TideserveError):
-    """The request waited or ran too long."""
+    """The request exceeded its deadline."""
 
 
 class StreamLost(TideserveError):
-    """The stream broke after tokens were out; a new request would begin anew."""
+    """The stream broke after tokens were sent; a retry would start from the beginning."""
 
     @property
     def next_index(self) -> int | None:
-        """Number of output tokens that came of the first choice; None if that was not told."""
+        """Output tokens of the first choice that were sent; None if the server did not say."""
         text = self.metadata.get("next_index", "")
         return int(text) if text.isdigit() else None
 
 
 class Cancelled(TideserveError):
-    """The call was cancelled, here or by Cancel."""
+    """The call was cancelled by its caller or by `Cancel`."""
 
 
 class ServerFailed(TideserveError):
-    """The server broke, or something between it and here."""
+    """The server or a proxy failed."""
 
 
 _BY_REASON: dict[str, type[TideserveError]] = {
@@ -130,19 +130,20 @@ _BY_CODE: dict[grpc.StatusCode, type[TideserveError]] = {
 
 
 def kind_of(code: grpc.StatusCode, reason: str) -> type[TideserveError]:
-    """The class of a call's error; `reason` is "" where the server told none."""
+    """Return the class of an error; `reason` is "" if the server sent none."""
     return _BY_REASON.get(reason) or _BY_CODE.get(code, ServerFailed)
 
 
 def error_of(error: grpc.RpcError) -> TideserveError:
-    """The error of a call that failed, with what its details say."""
-    # Not `RpcError` itself, which has no methods; those of calls and of asyncio have the same ones.
+    """Convert gRPC's error of a failed call, with its details."""
+    # `RpcError` itself has no methods; the subclasses that calls raise have the same methods.
     assert isinstance(error, grpc.Call | grpc.aio.AioRpcError)
     code = error.code()
     reason, request_id, field = "", "", None
     retry_after_s: float | None = None
     metadata: dict[str, str] = {}
     for detail in _details(error):
+        # Proxies may attach an ErrorInfo of their own, with another domain.
         if isinstance(detail, error_details_pb2.ErrorInfo) and detail.domain == DOMAIN:
             reason, metadata = detail.reason, dict(detail.metadata)
             field = metadata.get("param")
@@ -169,15 +170,16 @@ _DETAILS = (
 
 
 def _details(error: grpc.Call | grpc.aio.AioRpcError) -> list[object]:
-    """The google.rpc details of the error; none where it has none or they are garbled."""
+    """Return the error's google.rpc details; empty if there are none or they are malformed."""
     try:
         status = rpc_status.from_call(error)
     except ValueError:
         return []
-    found: list[object] = []
+    details: list[object] = []
     for packed in status.details if status is not None else ():
+        # Details of unknown types, from newer servers, are skipped.
         for kind in _DETAILS:
             message = kind()
             if packed.Unpack(message):
-                found.append(message)
-    return found
+                details.append(message)
+    return details

@@ -1,4 +1,4 @@
-"""Requests from plain Python values, in the shapes that the OpenAI API has taught people."""
+"""Builds requests from plain Python values, in the shapes of the OpenAI API."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -9,14 +9,14 @@ from tideserve.gateway.v1 import gateway_pb2 as pb
 
 MessageLike = pb.Message | Mapping[str, Any]
 Messages = str | Sequence[MessageLike]
-"""A chat; a string is one message of the user."""
+"""A chat; a string is a single message of the user."""
 PromptLike = str | Sequence[int]
 Prompts = PromptLike | Sequence[PromptLike]
-"""One prompt or several; each a text or token ids."""
+"""A prompt or a list of prompts; each is a text or token ids."""
 
 
 def _numbers(wire: Any, prefix: str) -> dict[str, Any]:
-    """The values of an enumeration by their names in lower case; the first is nothing."""
+    """Return an enumeration's values by name in lower case, without the unspecified value 0."""
     return {name.removeprefix(prefix).lower(): value for name, value in wire.items() if value}
 
 
@@ -26,9 +26,9 @@ _CLASSES = _numbers(service_pb2.ServiceClass, "SERVICE_CLASS_")
 
 
 class CommonFields(TypedDict, total=False):
-    """What chats and completions take. See gateway.proto for meanings and ranges.
+    """Fields of chats and completions; see gateway.proto for meanings and ranges.
 
-    Of `json_object`, `json_schema`, `regex`, `lark` and `choices` at most one.
+    At most one of `json_object`, `json_schema`, `regex`, `lark` and `choices` may be set.
     """
 
     temperature: float
@@ -66,7 +66,7 @@ class CommonFields(TypedDict, total=False):
 
 
 class ChatFields(CommonFields, total=False):
-    """What chats take besides. Tools are in the form of the OpenAI API, or messages."""
+    """Further fields of chats. Tools are in the form of the OpenAI API, or protobuf messages."""
 
     tools: Sequence[pb.Tool | Mapping[str, Any]]
     tool_choice: str | pb.ToolChoice | Mapping[str, Any]
@@ -77,13 +77,13 @@ class ChatFields(CommonFields, total=False):
 
 
 class CompletionFields(CommonFields, total=False):
-    """What completions take besides."""
+    """Further fields of completions."""
 
     echo: bool
 
 
 class TemplateFields(TypedDict, total=False):
-    """What the chat template takes beside messages."""
+    """Fields of the chat template beside messages."""
 
     tools: Sequence[pb.Tool | Mapping[str, Any]]
     enable_thinking: bool
@@ -101,11 +101,11 @@ _LISTS = {
     "allowed_token_ids": "token ids",
     "stop_token_ids": "token ids",
 }
-"""Fields that are lists, and what of."""
+"""Fields that are lists, and the type of their elements."""
 
 
 def chat_request(messages: Messages, model: str, fields: ChatFields) -> pb.ChatRequest:
-    """A chat. Raises TypeError or ValueError for a field that no request has."""
+    """Build a chat request. Raises TypeError or ValueError for an unknown or invalid field."""
     known = ChatFields.__optional_keys__
     request = pb.ChatRequest(
         model=model, messages=chat_messages(messages), **_common(fields, known)
@@ -123,7 +123,7 @@ def chat_request(messages: Messages, model: str, fields: ChatFields) -> pb.ChatR
 def completion_request(
     prompts: Prompts, model: str, fields: CompletionFields
 ) -> pb.CompleteRequest:
-    """A completion. Raises TypeError or ValueError for a field that no request has."""
+    """Build a completion. Raises TypeError or ValueError for an unknown or invalid field."""
     known = CompletionFields.__optional_keys__
     request = pb.CompleteRequest(
         model=model, prompts=map(_prompt, _several(prompts)), **_common(fields, known)
@@ -136,41 +136,42 @@ def completion_request(
 def tokenize_request(
     text: str | Messages, model: str, chat: bool, fields: TemplateFields
 ) -> pb.TokenizeRequest:
-    """Token ids of a text or, with `chat`, of what the chat template makes of messages."""
+    """Build a request for the token ids of a text or, with `chat`, of rendered messages."""
     if not chat:
         if not isinstance(text, str):
-            raise TypeError("a text is a string; for messages say chat=True")
+            raise TypeError("text must be a string; pass chat=True for messages")
         return pb.TokenizeRequest(model=model, text=text)
-    made = pb.ChatInput(messages=chat_messages(text), reasoning=reasoning_of(fields))
-    made.tools.extend(_tools(fields))
-    return pb.TokenizeRequest(model=model, chat=made)
+    chat_input = pb.ChatInput(messages=chat_messages(text), reasoning=reasoning_of(fields))
+    chat_input.tools.extend(_tools(fields))
+    return pb.TokenizeRequest(model=model, chat=chat_input)
 
 
 def chat_messages(messages: Messages) -> list[pb.Message]:
-    """The messages of a chat."""
+    """Build the messages of a chat."""
     if isinstance(messages, str):
         return [pb.Message(role=pb.ROLE_USER, text=messages)]
     listed = _list_of(messages, "messages", "messages")
-    return [one if isinstance(one, pb.Message) else _message(one) for one in listed]
+    return [entry if isinstance(entry, pb.Message) else _message(entry) for entry in listed]
 
 
 def _message(message: Mapping[str, Any]) -> pb.Message:
-    made = pb.Message(role=_one_of(_ROLES, message.get("role"), "role"))
+    converted = pb.Message(role=_enum_value(_ROLES, message.get("role"), "role"))
     content = message.get("content")
     if isinstance(content, str):
-        made.text = content
+        converted.text = content
     elif content is not None:
-        made.parts.SetInParent()
+        # Distinguishes an empty list of parts from an absent content.
+        converted.parts.SetInParent()
         parts = _list_of(content, "content", "parts")
-        made.parts.parts.extend(pb.ContentPart(text=_part_text(part)) for part in parts)
-    made.reasoning = message.get("reasoning") or message.get("reasoning_content") or ""
-    made.tool_call_id = message.get("tool_call_id") or ""
+        converted.parts.parts.extend(pb.ContentPart(text=_part_text(part)) for part in parts)
+    converted.reasoning = message.get("reasoning") or message.get("reasoning_content") or ""
+    converted.tool_call_id = message.get("tool_call_id") or ""
     for call in message.get("tool_calls") or ():
         function = call["function"]
-        made.tool_calls.add(
+        converted.tool_calls.add(
             id=call.get("id", ""), name=function["name"], arguments=function.get("arguments", "")
         )
-    return made
+    return converted
 
 
 def _part_text(part: Mapping[str, Any]) -> str:
@@ -180,16 +181,17 @@ def _part_text(part: Mapping[str, Any]) -> str:
 
 
 def tool_of(tool: pb.Tool | Mapping[str, Any]) -> pb.Tool:
-    """A tool; the schema of its parameters may be text."""
+    """Build a tool; the schema of its parameters may be JSON text."""
     if isinstance(tool, pb.Tool):
         return tool
+    # OpenAI's form nests the function; a bare function is accepted, too.
     function = tool.get("function", tool)
-    made = pb.Tool(name=function["name"], description=function.get("description") or "")
+    converted = pb.Tool(name=function["name"], description=function.get("description") or "")
     if (parameters := function.get("parameters")) is not None:
-        made.parameters = _json(parameters)
+        converted.parameters = _json(parameters)
     if (strict := function.get("strict")) is not None:
-        made.strict = strict
-    return made
+        converted.strict = strict
+    return converted
 
 
 def _tools(fields: Mapping[str, Any]) -> list[pb.Tool]:
@@ -200,25 +202,28 @@ def _tool_choice(choice: str | pb.ToolChoice | Mapping[str, Any]) -> pb.ToolChoi
     if isinstance(choice, pb.ToolChoice):
         return choice
     if isinstance(choice, str):
-        return pb.ToolChoice(mode=_one_of(_MODES, choice, "tool_choice"))
+        return pb.ToolChoice(mode=_enum_value(_MODES, choice, "tool_choice"))
     return pb.ToolChoice(name=choice.get("function", choice)["name"])
 
 
 def reasoning_of(fields: Mapping[str, Any]) -> pb.Reasoning | None:
-    """Settings of the reasoning; None if there are none."""
+    """Build the settings of the reasoning; None if no field sets them."""
     kwargs = fields.get("chat_template_kwargs")
-    made = pb.Reasoning(
+    reasoning = pb.Reasoning(
         enable_thinking=fields.get("enable_thinking"),
         effort=fields.get("reasoning_effort"),
         chat_template_kwargs=None if kwargs is None else _json(kwargs),
     )
-    return made if made.ListFields() else None
+    return reasoning if reasoning.ListFields() else None
 
 
 def _common(fields: Mapping[str, Any], known: frozenset[str]) -> dict[str, Any]:
-    """What both kinds of requests have."""
+    """Build the parts that chats and completions share, by their field in the request."""
     if unknown := sorted(fields.keys() - known):
-        raise TypeError(f"{', '.join(unknown)}: no such field; one of {', '.join(sorted(known))}")
+        raise TypeError(
+            f"unknown fields {', '.join(unknown)}; known are {', '.join(sorted(known))}"
+        )
+    # None means "use the default", as in OpenAI's client.
     given = {name: value for name, value in fields.items() if value is not None}
     if isinstance(given.get("stop"), str):
         given["stop"] = [given["stop"]]
@@ -227,17 +232,17 @@ def _common(fields: Mapping[str, Any], known: frozenset[str]) -> dict[str, Any]:
     sampling = {name: value for name, value in given.items() if name in _SAMPLING}
     options = {name: given[name] for name in _OPTIONS if name in given}
     if "service_class" in given:
-        options["service_class"] = _one_of(_CLASSES, given["service_class"], "service_class")
+        options["service_class"] = _enum_value(_CLASSES, given["service_class"], "service_class")
     if levels := {name: given[name] for name in _LEVELS if name in given}:
         options["service_level"] = pb.ServiceLevel(**levels)
-    made: dict[str, Any] = {}
+    parts: dict[str, Any] = {}
     if sampling:
-        made["sampling"] = pb.Sampling(**sampling)
+        parts["sampling"] = pb.Sampling(**sampling)
     if options:
-        made["options"] = pb.Options(**options)
+        parts["options"] = pb.Options(**options)
     if (structure := _structure(given)) is not None:
-        made["structure"] = structure
-    return made
+        parts["structure"] = structure
+    return parts
 
 
 def _structure(given: Mapping[str, Any]) -> pb.Structure | None:
@@ -247,7 +252,7 @@ def _structure(given: Mapping[str, Any]) -> pb.Structure | None:
     if given.get("json_object"):
         wanted["json_object"] = pb.JsonObject()
     if len(wanted) > 1:
-        raise ValueError(f"{' and '.join(sorted(wanted))} exclude each other; give one")
+        raise ValueError(f"{' and '.join(sorted(wanted))} are mutually exclusive; pass one of them")
     if "choices" in wanted:
         wanted["choices"] = pb.Choices(texts=wanted["choices"])
     if "json_schema" in wanted:
@@ -258,15 +263,16 @@ def _structure(given: Mapping[str, Any]) -> pb.Structure | None:
 def _several(prompts: Prompts) -> Sequence[PromptLike]:
     if not isinstance(prompts, str):
         _list_of(prompts, "prompts", "texts or token ids")
+    # A list of integers is a single prompt of token ids.
     if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
         return [prompts]  # type: ignore[list-item]  # no sequence of prompts
     return prompts  # type: ignore[return-value]
 
 
 def _list_of(value: Any, name: str, kind: str) -> Any:
-    """The value, which would be taken apart if it were a text or a mapping."""
+    """Return `value` unless it is a text or a mapping, which would be iterated by mistake."""
     if isinstance(value, str | bytes | bytearray | Mapping):
-        raise TypeError(f"{name} is a {type(value).__name__}; give a list of {kind}")
+        raise TypeError(f"{name} is a {type(value).__name__}; pass a list of {kind}")
     return value
 
 
@@ -280,7 +286,7 @@ def _json(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
-def _one_of(names: Mapping[str, Any], name: Any, what: str) -> Any:
-    if name not in names:
-        raise ValueError(f"{what} is {name!r}; give one of {', '.join(names)}")
-    return names[name]
+def _enum_value(values: Mapping[str, Any], name: Any, field: str) -> Any:
+    if name not in values:
+        raise ValueError(f"{field} is {name!r}; pass one of {', '.join(values)}")
+    return values[name]

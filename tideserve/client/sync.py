@@ -15,9 +15,9 @@ T = TypeVar("T", pb.StreamChatResponse, pb.StreamCompleteResponse)
 
 
 class Stream(StreamedCall, Generic[T]):
-    """A streamed answer, piece by piece; leaving it early ends the request.
+    """Iterator over the pieces of a streamed response; leaving the context cancels the request.
 
-    `id` is the response's, known once the first piece has come.
+    `id` is the response's id, set when the first piece arrives.
     """
 
     def __enter__(self) -> Self:
@@ -30,7 +30,7 @@ class Stream(StreamedCall, Generic[T]):
         return self
 
     def __next__(self) -> T:
-        """The next piece. Raises TideserveError."""
+        """Return the next piece. Raises TideserveError."""
         try:
             piece = next(self._call)
         except grpc.RpcError as error:
@@ -40,11 +40,11 @@ class Stream(StreamedCall, Generic[T]):
 
 
 class Client(GatewayConnection):
-    """A connection to tideserve; may be used by several threads.
+    """A connection to tideserve, safe for use by several threads.
 
-    Every call raises TideserveError. One that nobody can serve now is made again up to three times,
-    when the server says so. `timeout_s` of a call is that of the client by default; queueing,
-    generating and retries all count.
+    All calls raise TideserveError. A call that cannot be served now is retried up to three times,
+    after the delay that the server asks for. A call's `timeout_s` defaults to the client's and
+    includes queueing, generation and retries.
     """
 
     _channels = grpc
@@ -57,7 +57,7 @@ class Client(GatewayConnection):
         self.close()
 
     def close(self) -> None:
-        """Close the connection; calls that still run end."""
+        """Close the connection and end running calls."""
         self._channel.close()
 
     def chat(
@@ -68,7 +68,7 @@ class Client(GatewayConnection):
         timeout_s: float | None = None,
         **fields: Unpack[build.ChatFields],
     ) -> pb.ChatResponse:
-        """The assistant's next message."""
+        """Generate the assistant's next message."""
         request = build.chat_request(messages, model, fields)
         return self._call(self._stub.Chat, request, timeout_s, request.options.request_id)
 
@@ -80,10 +80,10 @@ class Client(GatewayConnection):
         timeout_s: float | None = None,
         **fields: Unpack[build.ChatFields],
     ) -> Stream[pb.StreamChatResponse]:
-        """The assistant's next message as it is made; use it in a `with` statement."""
+        """Stream the assistant's next message; use the stream in a `with` statement."""
         request = pb.StreamChatRequest(chat=build.chat_request(messages, model, fields))
-        made = self._keywords(timeout_s, request.chat.options.request_id)
-        return Stream(self._stub.StreamChat(request, **made))
+        keywords = self._keywords(timeout_s, request.chat.options.request_id)
+        return Stream(self._stub.StreamChat(request, **keywords))
 
     def complete(
         self,
@@ -93,7 +93,7 @@ class Client(GatewayConnection):
         timeout_s: float | None = None,
         **fields: Unpack[build.CompletionFields],
     ) -> pb.CompleteResponse:
-        """The text that follows prompts."""
+        """Generate the text that follows each prompt."""
         request = build.completion_request(prompts, model, fields)
         return self._call(self._stub.Complete, request, timeout_s, request.options.request_id)
 
@@ -105,11 +105,11 @@ class Client(GatewayConnection):
         timeout_s: float | None = None,
         **fields: Unpack[build.CompletionFields],
     ) -> Stream[pb.StreamCompleteResponse]:
-        """The text that follows prompts as it is made; use it in a `with` statement."""
+        """Stream the text that follows each prompt; use the stream in a `with` statement."""
         completion = build.completion_request(prompts, model, fields)
         request = pb.StreamCompleteRequest(completion=completion)
-        made = self._keywords(timeout_s, completion.options.request_id)
-        return Stream(self._stub.StreamComplete(request, **made))
+        keywords = self._keywords(timeout_s, completion.options.request_id)
+        return Stream(self._stub.StreamComplete(request, **keywords))
 
     def tokenize(
         self,
@@ -120,24 +120,27 @@ class Client(GatewayConnection):
         timeout_s: float | None = None,
         **fields: Unpack[build.TemplateFields],
     ) -> list[int]:
-        """Token ids of a text, or with `chat` of messages."""
+        """Tokenise a text, or with `chat`, messages; return the token ids."""
         request = build.tokenize_request(text, model, chat, fields)
         return list(self._call(self._stub.Tokenize, request, timeout_s).token_ids)
 
     def detokenize(
         self, token_ids: Sequence[int], *, model: str, timeout_s: float | None = None
     ) -> str:
-        """The text of token ids."""
+        """Return the text of token ids."""
         request = pb.DetokenizeRequest(model=model, token_ids=token_ids)
         return str(self._call(self._stub.Detokenize, request, timeout_s).text)
 
     def models(self, *, timeout_s: float | None = None) -> list[pb.Model]:
-        """The models that requests can name."""
+        """List the models that requests can name."""
         request = pb.ListModelsRequest()
         return list(self._call(self._stub.ListModels, request, timeout_s).models)
 
     def cancel(self, request_id: str, *, timeout_s: float | None = None) -> bool:
-        """End requests by an id: of a response, a chosen one or a header's; whether one ran."""
+        """Cancel requests by the response's id, the client's `request_id` or an `x-request-id`.
+
+        Returns whether a request was running.
+        """
         request = pb.CancelRequest(request_id=request_id)
         return bool((self._call(self._stub.Cancel, request, timeout_s)).found)
 

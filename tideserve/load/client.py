@@ -1,7 +1,7 @@
-"""The load generator: a process of its own, `python -m tideserve.load.client JOB RESULT`.
+"""The load generator, a separate process: `python -m tideserve.load.client JOB RESULT`.
 
-It reads a job (msgpack), sends its requests in an open or a closed loop, prints how many have
-ended about once a second, and writes what it noted. Every wait ends with the job's deadline.
+Reads a job (msgpack), sends its requests in an open or closed loop, prints about once a second how
+many have ended, and writes the records. All waits end with the job's deadline.
 """
 
 import argparse
@@ -21,23 +21,24 @@ from tideserve.load.record import RequestOutcome, SentRequest
 from tideserve.load.workload import Backlog, PlannedRequest
 
 LATE_S = 0.010
-"""A request sent later than this after it was due counts as late."""
+"""A request that is sent later than this after its due time counts as late."""
 LEAD_S = 0.25
 LAST_SEND_FACTOR = 1.25
-"""A closed loop sends nothing new when less time is left than this times the longest duration.
+"""A closed loop sends no request if the time left is below this times the longest duration so far.
 """
 FAILURE_PAUSE_S = 1.0
-"""After a request of a backlog that failed or was refused: its client does not storm the server."""
+"""Pause of a backlog's client after a failed or refused request, so that it does not flood the
+server."""
 REFUSALS = (429, 503)
 UNFINISHED = "not finished within the time of the round"
 
 
 class Job(msgspec.Struct, frozen=True):
-    """What to send where. `concurrency` None is the open loop: everything at its arrival time.
+    """Requests to send, and the servers.
 
-    Of the first `lead_in` requests only failures are noted. `backlog` is sent beside the requests
-    from the first moment until they have ended; those of it that run then are cut off and not
-    noted.
+    `concurrency` None is an open loop: requests are sent at their arrival times. Of the first
+    `lead_in` requests, only failures are recorded. `backlog` is sent beside the requests until
+    these have ended; its requests that run then are cut off and not recorded.
     """
 
     urls: tuple[str, ...]
@@ -52,16 +53,16 @@ class Job(msgspec.Struct, frozen=True):
 
 
 class LoadClient:
-    """Sends one job's requests, round-robin over its servers.
+    """Sends a job's requests, round-robin over its servers.
 
-    In a closed loop each client keeps its server. If requests were dealt instead, the successor of
-    a request that ends early might go to a busy server while another one is idle.
+    In a closed loop each client keeps its server. With round-robin by request, the successor of a
+    request that ends early might go to a busy server while another server is idle.
     """
 
-    def __init__(self, job: Job, say: Callable[[str], None] | None = None) -> None:
-        """`say` is told about once a second how many requests have ended."""
+    def __init__(self, job: Job, progress: Callable[[str], None] | None = None) -> None:
+        """`progress` is called about once a second with the number of ended requests."""
         self._job = job
-        self._say = say
+        self._progress = progress
         self._servers = [OpenAIServer(url, job.api_key, job.marks) for url in job.urls]
         self._turn = itertools.cycle(range(len(self._servers)))
         self._slowest_s = 0.0
@@ -70,13 +71,17 @@ class LoadClient:
 
     async def run(self) -> None:
         """Send all requests; those that run at the deadline are cancelled and count as failed."""
-        # The first prompts of a backlog are made before the clock starts.
+        # Generate the first prompts of a backlog before the clock starts.
         backlog = self._job.backlog
         first = [backlog.request(number) for number in range(backlog.clients)] if backlog else []
         start_s = monotonic_s() + LEAD_S
-        beside = [asyncio.create_task(self._tell(say)) for say in (self._say,) if say]
+        beside = [
+            asyncio.create_task(self._report_progress(progress))
+            for progress in (self._progress,)
+            if progress
+        ]
         if backlog is not None:
-            beside.append(asyncio.create_task(self._keep_full(backlog, first, start_s)))
+            beside.append(asyncio.create_task(self._send_backlog(backlog, first, start_s)))
         open_loop = self._job.concurrency is None
         try:
             await (self._open_loop(start_s) if open_loop else self._closed_loop())
@@ -97,8 +102,8 @@ class LoadClient:
 
     async def _closed_loop(self) -> None:
         end_s = monotonic_s() + self._job.timeout_s
-        # A request that would be cut off if it took as long as the slowest so far is not sent: a
-        # slow machine gets fewer requests, not failures.
+        # Do not send requests that would be cut off if they took as long as the slowest so far: a
+        # slow machine gets fewer requests instead of failures.
         waiting = itertools.takewhile(
             lambda _: end_s - monotonic_s() > LAST_SEND_FACTOR * self._slowest_s,
             enumerate(self._job.requests),
@@ -107,7 +112,7 @@ class LoadClient:
             for _ in range(self._job.concurrency or 1):
                 tasks.create_task(self._send_one_by_one(waiting, next(self._turn), end_s))
 
-    async def _keep_full(
+    async def _send_backlog(
         self, backlog: Backlog, first: Sequence[PlannedRequest], start_s: float
     ) -> None:
         await asyncio.sleep(max(0.0, start_s - monotonic_s()))
@@ -136,14 +141,15 @@ class LoadClient:
             coming = []
             for number in itertools.islice(numbers, backlog.clients):
                 coming.append(backlog.request(number))
-                await asyncio.sleep(0)  # tokens that come meanwhile are not stamped late
-            if any(one is not RequestOutcome.COMPLETED for one in await outcomes):
+                # Yield to readers of tokens, which would get late timestamps otherwise.
+                await asyncio.sleep(0)
+            if any(outcome is not RequestOutcome.COMPLETED for outcome in await outcomes):
                 await asyncio.sleep(FAILURE_PAUSE_S)
             batch = coming
 
     async def _send_beside(self, request: PlannedRequest, target: int) -> RequestOutcome:
         """Send a request of the backlog."""
-        # The job ends before that: what then runs is no failure.
+        # The job ends first: requests of the backlog that run then are not failures.
         end_s = monotonic_s() + 2 * self._job.timeout_s
         outcome = await self._send(request, target, monotonic_s(), end_s)
         self._of_backlog += 1
@@ -203,11 +209,11 @@ class LoadClient:
         )
         return outcome
 
-    async def _tell(self, say: Callable[[str], None]) -> None:
+    async def _report_progress(self, progress: Callable[[str], None]) -> None:
         while True:
             ended = len(self.records) - self._of_backlog
             beside = f" and {self._of_backlog} batch" if self._job.backlog else ""
-            say(f"{ended}/{len(self._job.requests) - self._job.lead_in}{beside}")
+            progress(f"{ended}/{len(self._job.requests) - self._job.lead_in}{beside}")
             await asyncio.sleep(1.0)
 
 
@@ -228,13 +234,13 @@ def _outcome(answer: StreamedAnswer, error: str) -> tuple[RequestOutcome, str]:
 
 
 def main() -> None:
-    """Run the job in the file named first; write the records to the one named second."""
+    """Run the job in the first file; write the records to the second."""
     parser = argparse.ArgumentParser(prog="tideserve.load.client")
     parser.add_argument("job", type=Path)
     parser.add_argument("result", type=Path)
     arguments = parser.parse_args()
     client = LoadClient(msgspec.msgpack.decode(arguments.job.read_bytes(), type=Job), _print)
-    # A collection in the middle of a round would stamp tokens late.
+    # A garbage collection during a round would delay the timestamps of tokens.
     gc.disable()
     asyncio.run(client.run())
     arguments.result.write_bytes(msgspec.msgpack.encode(client.records))

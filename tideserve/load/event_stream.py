@@ -1,6 +1,6 @@
-"""One streamed completion over HTTP/1.1, read as fast as Python allows.
+"""HTTP/1.1 client of streamed completions, fast enough to timestamp tokens.
 
-httptools parses the transport, orjson the events; a connection serves one request after another.
+httptools parses HTTP, orjson the events; connections are reused by later requests.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ CONNECT_TIMEOUT_S = 10.0
 
 
 class Marks(StrEnum):
-    """How a server is told the class of a request: in our fields, by vLLM's priority, or not."""
+    """Fields that carry a request's class: tideserve's, vLLM's priority, or none."""
 
     CLASSES = "classes"
     PRIORITY = "priority"
@@ -32,14 +32,14 @@ class Marks(StrEnum):
 
 
 class StreamFailed(Exception):
-    """The response ended with an error; the message says which."""
+    """The response ended with the error in the message."""
 
 
 class StreamedAnswer:
-    """The response to one request so far.
+    """The response to a request so far.
 
-    `output_ids` are told if the request asks for them; `prompt_tokens` and `output_tokens` are what
-    its usage says; `cached_tokens` of its prompt were in a prefix cache.
+    `output_ids` are known if the request asks for them; `prompt_tokens`, `output_tokens` and
+    `cached_tokens` (prompt tokens from a prefix cache) come from the response's usage.
     """
 
     def __init__(self) -> None:
@@ -58,7 +58,7 @@ class StreamedAnswer:
         self._pieces: list[str] = []
 
     def feed(self, data: bytes, now_s: float) -> None:
-        """Take a piece of the body that arrived at `now_s`."""
+        """Parse a piece of the body that arrived at `now_s`."""
         if self.status != 200:
             self._body = (self._body + data)[:2000]
             return
@@ -69,7 +69,7 @@ class StreamedAnswer:
 
     @property
     def body(self) -> str:
-        """The beginning of a response that is no stream."""
+        """The beginning of the body of a response that is not a stream."""
         return self._body.decode("utf-8", "replace")
 
     @property
@@ -89,8 +89,8 @@ class StreamedAnswer:
         if "error" in event:
             self.error = str(event["error"])[:500]
         for choice in event.get("choices") or ():
-            # A token may have no text of its own, such as one of several tokens of one character.
-            # An event whose ids are told and are none has no token.
+            # A token may have no text, such as all but the last of a character's tokens. An event
+            # with an empty list of ids has no token.
             token_ids = choice.get("token_ids")
             if "text" in choice and token_ids != []:
                 self.token_times_s.append(now_s)
@@ -105,9 +105,9 @@ class StreamedAnswer:
 
 
 class HttpConnection(asyncio.Protocol):
-    """A connection to one server; `request` may be called again once it returned.
+    """A connection to a server; serves a request at a time.
 
-    Its parser calls the methods that begin with `on_` (httptools).
+    httptools calls the methods that begin with `on_`.
     """
 
     def __init__(self) -> None:
@@ -119,12 +119,12 @@ class HttpConnection(asyncio.Protocol):
 
     @property
     def usable(self) -> bool:
-        """Whether another request may be sent."""
+        """Whether the connection can take another request."""
         closing = self._transport is None or self._transport.is_closing()
         return not closing and monotonic_s() - self.idle_since_s < IDLE_MAX_S
 
     async def request(self, head: bytes, body: bytes, answer: StreamedAnswer) -> None:
-        """Send and read until the response is whole. Raises StreamFailed."""
+        """Send a request and read the whole response into `answer`. Raises StreamFailed."""
         assert self._transport is not None
         self._answer = answer
         self._parser = httptools.HttpResponseParser(self)
@@ -134,7 +134,7 @@ class HttpConnection(asyncio.Protocol):
         self.idle_since_s = monotonic_s()
 
     def close(self) -> None:
-        """Hang up."""
+        """Abort the connection."""
         if self._transport is not None:
             self._transport.abort()
 
@@ -180,7 +180,7 @@ class HttpConnection(asyncio.Protocol):
 
 
 class OpenAIServer:
-    """One OpenAI-compatible server and the connections to it."""
+    """An OpenAI-compatible server and the idle connections to it."""
 
     def __init__(self, url: str, api_key: str | None, marks: Marks = Marks.CLASSES) -> None:
         parts = urlsplit(url)
@@ -202,10 +202,10 @@ class OpenAIServer:
         answer: StreamedAnswer,
         on_sent: Callable[[], None],
     ) -> None:
-        """Send one request and fill `answer` as the response arrives.
+        """Send a request and fill `answer` as the response arrives.
 
         Raises:
-            StreamFailed, OSError: if there is no whole response.
+            StreamFailed, OSError: if the response fails or is incomplete.
         """
         body = completion_body(model, request, self._marks)
         connection = await self._connection()
@@ -219,7 +219,7 @@ class OpenAIServer:
         self._idle.append(connection)
 
     async def close(self) -> None:
-        """Hang up everywhere."""
+        """Close all connections."""
         for connection in self._idle:
             connection.close()
         self._idle.clear()
@@ -233,17 +233,17 @@ class OpenAIServer:
                 connection.close()
         try:
             async with timeout(CONNECT_TIMEOUT_S):
-                _, made = await asyncio.get_running_loop().create_connection(
+                _, connection = await asyncio.get_running_loop().create_connection(
                     HttpConnection, self._host, self._port, ssl=self._secure or None
                 )
         except TimeoutError as error:
-            # This is distinguished from a request that was not finished in time.
+            # The caller takes a TimeoutError for a request that exceeds the job's deadline.
             raise StreamFailed(f"no connection within {CONNECT_TIMEOUT_S:g} s") from error
-        return made
+        return connection
 
 
 def completion_body(model: str, request: PlannedRequest, marks: Marks = Marks.CLASSES) -> bytes:
-    """Generation is forced to the planned length, which servers other than OpenAI's honour."""
+    """Encode a request; `min_tokens` and `ignore_eos` force the planned output length."""
     fields = {
         "model": model,
         "prompt": request.prompt_ids,
@@ -262,17 +262,17 @@ def completion_body(model: str, request: PlannedRequest, marks: Marks = Marks.CL
 
 
 def _class_fields(request: PlannedRequest) -> dict[str, Any]:
-    """Class and targets as tideserve has them."""
+    """Class and targets in tideserve's fields."""
     fields: dict[str, Any] = {}
     if request.slo_class != DEFAULT_CLASS:
         fields["slo_class"] = request.slo_class
     targets = {"ttft_ms": request.ttft_s, "tpot_ms": request.tpot_s}
-    told = {name: seconds * 1e3 for name, seconds in targets.items() if seconds is not None}
-    return fields | ({"slo": told} if told else {})
+    slo = {name: seconds * 1e3 for name, seconds in targets.items() if seconds is not None}
+    return fields | ({"slo": slo} if slo else {})
 
 
 def _priority_field(request: PlannedRequest) -> dict[str, Any]:
-    """The class as vLLM's scheduler has it: online 0, batch 1."""
+    """The class as vLLM's priority: online 0, batch 1."""
     return {"priority": int(request.slo_class == BATCH_CLASS)}
 
 

@@ -1,4 +1,4 @@
-"""The client's record of each request. Times are seconds on the machine's monotonic clock."""
+"""Records of requests by the load generator; times are seconds of the monotonic clock."""
 
 from collections.abc import Sequence
 from enum import StrEnum
@@ -9,7 +9,7 @@ from tideserve.load.workload import DEFAULT_CLASS
 
 
 class RequestOutcome(StrEnum):
-    """How a request ended. A refusal (429 or 503) is no failure."""
+    """How a request ended. A rejection (429 or 503) is not a failure."""
 
     COMPLETED = "completed"
     REJECTED = "rejected"
@@ -17,7 +17,7 @@ class RequestOutcome(StrEnum):
 
 
 class SentRequest(msgspec.Struct, frozen=True):
-    """One request. `token_times_s` holds one entry per event with output, the first included."""
+    """A request. `token_times_s` has an entry per event with output."""
 
     due_s: float
     sent_s: float
@@ -28,7 +28,7 @@ class SentRequest(msgspec.Struct, frozen=True):
     token_times_s: tuple[float, ...] = ()
     late: bool = False
     short: bool = False
-    """Completed with fewer tokens than were asked for: the server does not force lengths."""
+    """Completed with fewer tokens than requested: the server does not enforce `min_tokens`."""
     slo_class: str = DEFAULT_CLASS
     target: int = 0
     request_id: str = ""
@@ -36,12 +36,12 @@ class SentRequest(msgspec.Struct, frozen=True):
 
     @property
     def ttft_s(self) -> float:
-        """From the due time to the first token: a late send counts as waiting for the system."""
+        """Time from the due time to the first token; the delay of a late send counts."""
         return self.token_times_s[0] - self.due_s
 
     @property
     def e2e_s(self) -> float:
-        """From the due time to the last token."""
+        """Time from the due time to the last token."""
         return self.token_times_s[-1] - self.due_s
 
     @property
@@ -63,10 +63,11 @@ class SentRequest(msgspec.Struct, frozen=True):
 
 
 class TokenSample(msgspec.Struct, frozen=True):
-    """Tokens that the servers have counted by one moment. None is unknown.
+    """Token counters of the servers at `time_s`; None is unknown.
 
-    Processed: prompt tokens that ran for the first time, and output tokens. Recomputed: tokens that
-    ran again. `batch_…` are those of the class batch, which are in the others, too.
+    Processed: prompt tokens that were computed for the first time, and output tokens. Recomputed:
+    tokens that were computed again. `batch_…` count the class batch, which the other counters
+    include.
     """
 
     time_s: float
@@ -78,28 +79,28 @@ class TokenSample(msgspec.Struct, frozen=True):
 
 
 class Round(msgspec.Struct, frozen=True):
-    """All requests of one measured round of one system, and the server's counts of that time."""
+    """Requests of a measured round of a system, and the server's counters of that time."""
 
     records: tuple[SentRequest, ...]
     preemptions: int | None = None
     capacity_tokens: int | None = None
     capacity_samples: tuple[tuple[float, int], ...] = ()
-    """(seconds on the monotonic clock, tokens of KV cache) where merges change it."""
+    """(seconds of the monotonic clock, KV cache tokens) if merges change the capacity."""
     busy_s: float | None = None
     bubble_s: float | None = None
-    """Seconds that all stages of pipelines spent in microbatches, and in bubbles."""
+    """Seconds that all pipeline stages spent in microbatches, and in bubbles."""
     prefill_s: float | None = None
     prefill_predicted_s: float | None = None
     decode_s: float | None = None
     decode_predicted_s: float | None = None
-    """Seconds that iterations of all workers took, and that their cost model predicted."""
+    """Seconds of the iterations of all workers, measured and as predicted by the cost model."""
     pipeline_samples: tuple[tuple[float, float, float], ...] = ()
-    """(seconds on the monotonic clock, busy_s, bubble_s so far) as the server reported it."""
+    """(seconds of the monotonic clock, busy_s, bubble_s so far) as reported by the server."""
     token_samples: tuple[TokenSample, ...] = ()
 
 
 def duration_s(records: Sequence[SentRequest]) -> float:
-    """From the first request's due time to the last one's end."""
+    """Return the time from the first due time to the last end."""
     if not records:
         return 0.0
     return max(r.end_s for r in records) - min(r.due_s for r in records)

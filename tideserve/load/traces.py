@@ -1,7 +1,7 @@
-"""Real request traces: Azure CSV, BurstGPT CSV and Mooncake JSONL, sliced and scaled.
+"""Request traces from Azure CSV, BurstGPT CSV and Mooncake JSONL; slicing and scaling.
 
-A row that cannot be read is counted and skipped with its line number. Arrivals are seconds from
-the first usable row. Scaling the rate stretches time evenly, so bursts keep their shape.
+Malformed rows are skipped and their line numbers kept. Arrivals are seconds from the first usable
+row. Scaling the rate stretches time evenly, so bursts keep their shape.
 """
 
 import csv
@@ -24,12 +24,12 @@ AZURE_CONVERSATIONS, AZURE_CODE = (
 
 
 class TraceError(Exception):
-    """The trace cannot be used; the message names cause and remedy."""
+    """The trace cannot be used; the message states cause and remedy."""
 
 
 @dataclass(frozen=True, slots=True)
 class TraceRow:
-    """One request. Equal leading `prefix_ids` of two rows mean a shared prompt prefix."""
+    """A request. Rows with equal leading `prefix_ids` share a prompt prefix."""
 
     arrival_s: float
     prompt_tokens: int
@@ -39,7 +39,7 @@ class TraceRow:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """Rows in order of arrival, the first at 0, and the line numbers that were skipped."""
+    """Rows in order of arrival, the first at 0 s, and the numbers of skipped lines."""
 
     name: str
     rows: tuple[TraceRow, ...]
@@ -47,12 +47,12 @@ class Trace:
 
     @property
     def span_s(self) -> float:
-        """From the first arrival to the last."""
+        """Time from the first to the last arrival."""
         return self.rows[-1].arrival_s if self.rows else 0.0
 
     @property
     def skipped(self) -> str:
-        """A sentence about the skipped rows; empty if there are none."""
+        """Text about the skipped rows; empty if there are none."""
         if not self.skipped_lines:
             return ""
         named = ", ".join(str(line) for line in self.skipped_lines[:LINES_NAMED_MAX])
@@ -60,7 +60,7 @@ class Trace:
         return f"{self.name}: {len(self.skipped_lines)} malformed rows skipped (line {named}{more})"
 
     def slice(self, start_s: float, duration_s: float) -> "Trace":
-        """The rows that arrive within `duration_s` from `start_s`, counted anew from 0."""
+        """Return the rows that arrive within `duration_s` from `start_s`, which becomes 0 s."""
         end_s = start_s + duration_s
         kept = [row for row in self.rows if start_s <= row.arrival_s < end_s]
         if not kept:
@@ -71,13 +71,13 @@ class Trace:
         return replace(self, rows=_from_zero(kept, start_s))
 
     def scale_time(self, factor: float) -> "Trace":
-        """Arrivals `factor` times as far apart."""
+        """Multiply the time between arrivals by `factor`."""
         if not (factor > 0 and math.isfinite(factor)):
             raise TraceError(f"the time scale {factor} must be above 0")
         return self._mapped(lambda row: replace(row, arrival_s=row.arrival_s * factor))
 
     def scale_rate(self, rate_per_s: float) -> "Trace":
-        """The same pattern at a mean rate of `rate_per_s`."""
+        """Scale time such that the mean rate is `rate_per_s`."""
         if not (rate_per_s > 0 and math.isfinite(rate_per_s)):
             raise TraceError(f"the rate {rate_per_s} must be above 0")
         if self.span_s == 0:
@@ -85,14 +85,14 @@ class Trace:
         return self.scale_time((len(self.rows) - 1) / rate_per_s / self.span_s)
 
     def at_random(self, rate_per_s: float, seed: int) -> "Trace":
-        """The same requests in the same order, arriving by a Poisson process of that rate."""
+        """Replace the arrival times by a Poisson process; the order of requests is the same."""
         draw = random.Random(seed).expovariate
         times_s = accumulate(draw(rate_per_s) for _ in self.rows)
         rows = zip(self.rows, times_s, strict=True)
         return replace(self, rows=tuple(replace(row, arrival_s=time_s) for row, time_s in rows))
 
     def repeat(self, times: int, period_s: float) -> "Trace":
-        """The same rows `times` times over, each time `period_s` after the one before."""
+        """Repeat the rows `times` times, each time `period_s` later."""
         rows = (
             replace(row, arrival_s=row.arrival_s + turn * period_s)
             for turn in range(times)
@@ -105,7 +105,7 @@ class Trace:
 
 
 def load_trace(path: Path) -> Trace:
-    """Read a trace; its format is told from its first line.
+    """Read a trace; the first line determines the format.
 
     Raises:
         TraceError: if it cannot be read, has an unknown format or no usable row.
@@ -120,6 +120,7 @@ def load_trace(path: Path) -> Trace:
 def parse_trace(lines: Iterable[str], name: str) -> Trace:
     """Parse the lines of a trace called `name`; see `load_trace`."""
     stream = iter(lines)
+    # Skip blank lines, but count them: line numbers must be those of the file.
     head = [next(stream, "")]
     while head[-1] and not head[-1].strip():
         head.append(next(stream, ""))
@@ -148,7 +149,7 @@ Fields = Mapping[str, str]
 
 
 def _csv_rows(head: Sequence[str], lines: Iterator[str], name: str) -> Parsed:
-    """`head` ends with the line that names the columns; before it are blank ones."""
+    """Yield line numbers and rows; `head` is the header line and the blank lines before it."""
     columns = [column.strip() for column in next(csv.reader([head[-1]]), [])]
     parse = next((read for need, read in _CSV_FORMATS if need <= set(columns)), None)
     if parse is None:
@@ -156,7 +157,7 @@ def _csv_rows(head: Sequence[str], lines: Iterator[str], name: str) -> Parsed:
             f"the trace {name} has no usable row: its first line is neither the header of an Azure"
             " or BurstGPT CSV nor a Mooncake JSON object"
         )
-    # Line by line: a stray quote must spoil its own row only.
+    # Parse line by line: a stray quote must not affect other rows.
     for number, line in enumerate(lines, start=len(head) + 1):
         if not line.strip():
             continue
@@ -168,18 +169,18 @@ def _csv_rows(head: Sequence[str], lines: Iterator[str], name: str) -> Parsed:
         yield number, row
 
 
-# datetime takes six fraction digits; the trace has seven.
+# Azure's times have seven fraction digits, of which datetime accepts six.
 _AZURE_TIME = re.compile(
     r"(?P<stamp>\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d)(?P<fraction>\.\d+)?(?P<zone>Z|[+-]\d\d:\d\d)?"
 )
 
 
 def _azure(fields: Fields) -> TraceRow:
-    found = _AZURE_TIME.fullmatch(fields["TIMESTAMP"].strip())
-    if found is None:
-        raise ValueError("no time")
-    moment = datetime.fromisoformat(found["stamp"] + (found["zone"] or "+00:00"))
-    seconds = moment.timestamp() + float(found["fraction"] or 0)
+    match = _AZURE_TIME.fullmatch(fields["TIMESTAMP"].strip())
+    if match is None:
+        raise ValueError("invalid time")
+    moment = datetime.fromisoformat(match["stamp"] + (match["zone"] or "+00:00"))
+    seconds = moment.timestamp() + float(match["fraction"] or 0)
     return _checked(seconds, fields["ContextTokens"], fields["GeneratedTokens"])
 
 
@@ -212,8 +213,9 @@ def _mooncake(fields: Any) -> TraceRow:
 
 
 def _checked(arrival_s: float, prompt: str | int, output: str | int) -> TraceRow:
-    """A row of the trace. A row without output is a failed request and cannot be replayed."""
+    """Make a row. Raises ValueError if the row cannot be replayed."""
     row = TraceRow(arrival_s, int(prompt), int(output))
+    # A row without output is a failed request.
     if not math.isfinite(arrival_s) or row.prompt_tokens < 1 or row.output_tokens < 1:
         raise ValueError
     return row

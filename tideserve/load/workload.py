@@ -1,4 +1,4 @@
-"""The requests of a load: arrival, prompt, number of output tokens. They are made from a seed."""
+"""Workloads of the load generator: arrivals, prompts and output lengths, generated from a seed."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -8,8 +8,7 @@ from random import Random
 from tideserve.load.traces import Trace, TraceRow
 from tideserve.sim.workload import PREFIX_BLOCK_TOKENS, Arrival
 
-# Ordinary pieces of text in every vocabulary, that of the tiny model too: above the special tokens
-# and bytes.
+# Ids of ordinary text in every vocabulary, also the tiny model's: above special and byte tokens.
 TOKEN_ID_MIN = 300
 TOKEN_ID_MAX = 2_000
 DEFAULT_CLASS = "standard"
@@ -18,10 +17,10 @@ BATCH_CLASS = "batch"
 
 @dataclass(frozen=True, slots=True)
 class PlannedRequest:
-    """One request; generation is forced to `output_tokens`. `arrival_s` counts from the start.
+    """A request with exactly `output_tokens`; `arrival_s` counts from the start of the load.
 
-    With a `cache_salt` it shares cached prefixes with those of the same salt, and asks for the
-    tokens of the answer. `ttft_s` and `tpot_s` are the targets that it tells the server.
+    With a `cache_salt`, the request shares cached prefixes with requests of the same salt, and asks
+    for the token ids of the answer. `ttft_s` and `tpot_s` are the targets in the request.
     """
 
     arrival_s: float
@@ -37,11 +36,11 @@ class PlannedRequest:
 
 @dataclass(frozen=True, slots=True)
 class Backlog:
-    """Batch requests without end, from `clients` clients with one at a time each.
+    """An endless backlog of batch requests, from `clients` clients with a request each at a time.
 
-    No prompt begins as another one of any `seed`. Lengths are uniform, from the first number to the
-    second one: of two equal ones all requests have that length. `in_batches`: all clients send
-    their next request when the last of them has ended, not each when its own has.
+    Prompts share no prefixes, also across seeds. Lengths are uniform between the two bounds.
+    `in_batches`: all clients send their next requests when the requests of all have ended, instead
+    of each client when its own has.
     """
 
     clients: int
@@ -51,7 +50,7 @@ class Backlog:
     in_batches: bool = False
 
     def request(self, number: int) -> PlannedRequest:
-        """The request of that number, always the same."""
+        """Return request `number`, which depends only on the seed."""
         rng = Random(f"backlog lengths {self.seed} {number}")
         ids = prompt_ids(rng.randint(*self.prompt_tokens), f"backlog {self.seed} {number}")
         output_tokens = rng.randint(*self.output_tokens)
@@ -67,9 +66,9 @@ class Backlog:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Requests in order of arrival, and how they were made, for people.
+    """Requests in order of arrival, and a description of them for reports.
 
-    The first `lead_in` of them set a closed loop in motion and are not measured.
+    The first `lead_in` requests bring a closed loop to its steady state and are not measured.
     """
 
     requests: tuple[PlannedRequest, ...]
@@ -79,7 +78,7 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class LengthScale:
-    """Scale of a trace's lengths: a factor, then a range of tokens to which they are clipped."""
+    """Scaling of a trace's lengths: a factor, then clipping to a range of tokens."""
 
     prompt: float = 1.0
     output: float = 1.0
@@ -87,11 +86,11 @@ class LengthScale:
     output_range: tuple[int, int] = (1, 1 << 20)
 
     def prompt_tokens(self, row: TraceRow) -> int:
-        """Length of the prompt that stands for `row`'s."""
+        """Return the scaled length of the row's prompt."""
         return _clipped(row.prompt_tokens * self.prompt, self.prompt_range)
 
     def output_tokens(self, row: TraceRow) -> int:
-        """Length of the output that stands for `row`'s."""
+        """Return the scaled length of the row's output."""
         return _clipped(row.output_tokens * self.output, self.output_range)
 
     def __str__(self) -> str:
@@ -103,7 +102,7 @@ class LengthScale:
 
 
 def from_trace(trace: Trace, scale: LengthScale, seed: int, how: str) -> Workload:
-    """The trace's requests with scaled lengths; `how` says what was done to the arrivals."""
+    """Make requests from a trace with scaled lengths; `how` describes changes to the arrivals."""
     requests = []
     for index, row in enumerate(trace.rows):
         request_seed = _seed(seed, index)
@@ -115,14 +114,14 @@ def from_trace(trace: Trace, scale: LengthScale, seed: int, how: str) -> Workloa
 
 
 def arrivals_of(trace: Trace, scale: LengthScale) -> list[Arrival]:
-    """The trace's requests with scaled lengths, for a simulation; they share prefixes as there."""
-    places: dict[int, int] = {}  # ids of blocks become small numbers
+    """Make a simulation's requests from a trace with scaled lengths and its shared prefixes."""
+    numbers: dict[int, int] = {}  # small numbers for the trace's block ids
     return [
         Arrival(
             row.arrival_s,
             scale.prompt_tokens(row),
             scale.output_tokens(row),
-            tuple(places.setdefault(one, len(places)) for one in _scaled_ids(row, scale)),
+            tuple(numbers.setdefault(block, len(numbers)) for block in _scaled_ids(row, scale)),
         )
         for row in trace.rows
     ]
@@ -131,10 +130,8 @@ def arrivals_of(trace: Trace, scale: LengthScale) -> list[Arrival]:
 def fixed(
     count: int, prompt_tokens: int, output_tokens: int, seed: int, load: str = ""
 ) -> Workload:
-    """`count` requests of the same lengths that may all be sent at once.
-
-    No prompt begins as one of another `load`, or a system with a prefix cache would skip that part.
-    """
+    """Make `count` requests of the same lengths, all with arrival time 0."""
+    # Prompts of different `load` share no prefixes: a prefix cache would skip them.
     requests = tuple(
         PlannedRequest(
             0.0, prompt_ids(prompt_tokens, f"{load} {_seed(seed, index)}"), output_tokens, index
@@ -147,22 +144,21 @@ def fixed(
 
 
 def with_lead_in(workload: Workload, concurrency: int) -> Workload:
-    """Before all others goes one request per client: the first is the shortest, the last has full
-    length.
+    """Prepend a request per client, with output lengths that rise to the full length.
 
-    Requests of equal length that begin at once end at once, and so do all that follow: waves of
-    prompts, whose first tokens tell how long a wave takes. With a lead-in, one ends after another.
-    Tokens of the lead-in do not count, even while others are measured: throughput is a little below
-    that of an endless loop, for every system alike.
+    Without a lead-in, requests of equal length that begin together also end together: prompts come
+    in waves, and TTFT measures the length of a wave. With a lead-in, the ends are spread evenly.
+    Tokens of the lead-in are not counted, even while other requests are measured: throughput is
+    slightly below that of an endless loop, for all systems alike.
     """
-    model = workload.requests[:concurrency]
+    models = workload.requests[:concurrency]
     lead_in = tuple(
         replace(
-            one,
-            prompt_ids=prompt_ids(len(one.prompt_ids), f"lead-in {one.prompt_ids}"),
-            output_tokens=max(1, one.output_tokens * (client + 1) // concurrency),
+            model,
+            prompt_ids=prompt_ids(len(model.prompt_ids), f"lead-in {model.prompt_ids}"),
+            output_tokens=max(1, model.output_tokens * (client + 1) // concurrency),
         )
-        for client, one in enumerate(model)
+        for client, model in enumerate(models)
     )
     return Workload(
         (*lead_in, *workload.requests),
@@ -177,16 +173,14 @@ def _span(bounds: tuple[int, int]) -> str:
 
 
 def prompt_ids(length: int, seed: int | str) -> tuple[int, ...]:
-    """`length` token ids that no other seed begins with."""
+    """Return `length` token ids that share no prefix with those of other seeds."""
     return tuple(_tokens(length, f"request {seed}"))
 
 
 def _prompt_ids(row: TraceRow, scale: LengthScale, seed: int, trace_seed: str) -> tuple[int, ...]:
-    """The scaled prompt of `row`; rows with the same leading `prefix_ids` share that prefix.
-
-    A block is scaled as prompts are. The last one is only part of a prompt and is not shared.
-    """
+    """Return the scaled prompt of `row`; rows with equal leading `prefix_ids` share the prefix."""
     length = scale.prompt_tokens(row)
+    # Blocks are scaled like prompts. An incomplete last block is not shared.
     block_tokens = max(1, round(PREFIX_BLOCK_TOKENS * scale.prompt))
     shared = min(row.prompt_tokens // PREFIX_BLOCK_TOKENS, length // block_tokens)
     ids: list[int] = []
@@ -196,7 +190,7 @@ def _prompt_ids(row: TraceRow, scale: LengthScale, seed: int, trace_seed: str) -
 
 
 def _scaled_ids(row: TraceRow, scale: LengthScale) -> Iterator[int]:
-    """The ids of a scaled prompt's blocks; each stands for all that is before it, too."""
+    """Yield the block ids of a scaled prompt; a block id stands for the whole prefix up to it."""
     whole = row.prefix_ids[: row.prompt_tokens // PREFIX_BLOCK_TOKENS]
     for place in range(scale.prompt_tokens(row) // PREFIX_BLOCK_TOKENS):
         origin = ceil((place + 1) / scale.prompt) - 1

@@ -1,4 +1,4 @@
-"""What a change of groups costs in a simulation, beside what its bytes take on the links."""
+"""Parameters of changes of groups in a simulation."""
 
 from dataclasses import dataclass, field
 
@@ -11,12 +11,13 @@ from tideserve.sim.network import LinkSpec
 
 @dataclass(frozen=True, slots=True)
 class ChangeCosts:
-    """A worker pauses for `pause_s` when it maps other layers (KunServe: 5 ms).
+    """Durations of a change's steps, beside the time that its bytes take on the links.
 
-    Members connect in `connect_s` and verify fetched parameters at `verify_bytes_per_s`. A
-    transaction takes `store_s`, and everybody knows of it `watch_s` later; a call takes `call_s`.
-    The coordinator looks every `tick_s`; `changes_max` run at the same time. A change whose members
-    have not changed over `change_over_timeout_s` after the commit has failed.
+    A worker pauses for `pause_s` when it maps other layers (KunServe: 5 ms). Members connect in
+    `connect_s` and verify fetched parameters at `verify_bytes_per_s`. A transaction takes
+    `store_s`; all watchers are notified `watch_s` later; a call takes `call_s`. The coordinator
+    evaluates the cluster every `tick_s` and runs at most `changes_max` changes at a time. A change
+    fails if its members have not changed over `change_over_timeout_s` after the commit.
     """
 
     pause_s: float = seconds(0.005)
@@ -32,10 +33,11 @@ class ChangeCosts:
 
 @dataclass(frozen=True, slots=True)
 class ChangeSpec:
-    """Groups that merge and split.
+    """Configuration of a simulation in which groups merge and split.
 
     `arena_bytes` is a worker's memory for parameters and KV; `hidden_bytes` a token's activation.
-    Workers are `workers_per_host` to a host and `hosts_per_rack` to a rack: near ones merge first.
+    There are `workers_per_host` and `hosts_per_rack`; workers that are close to each other merge
+    first.
     """
 
     shape: ModelShape

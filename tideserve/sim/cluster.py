@@ -1,4 +1,4 @@
-"""A simulated cluster: clients, the scheduler's state and instances, joined by delays."""
+"""A simulated cluster: clients, the scheduler's state machine, instances, delays between them."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -48,9 +48,10 @@ Progress = Callable[[float], None]
 
 @dataclass(frozen=True, slots=True)
 class ClusterSpec:
-    """What is simulated. `drain_s` bounds the time that requests get after the last arrival.
+    """Configuration of a simulation.
 
-    With `change`, a memory manager watches, and groups may merge.
+    `drain_s`: longest time that requests may run after the last arrival. With `change`, a simulated
+    memory manager may merge and split groups.
     """
 
     instances: int
@@ -66,20 +67,20 @@ class ClusterSpec:
 
 @dataclass(frozen=True, slots=True)
 class _Client:
-    """A client that waits: its request, `number` of all, and what the scheduler is told of it.
+    """A client with a request in flight, number `number` of all.
 
-    `in_turn`: it sends another one when this one has ended.
+    `in_closed_loop`: the client sends its next request when this request has ended.
     """
 
     record: Record
     arrival: Arrival
     number: int
     prefix: ThinHashes
-    in_turn: bool
+    in_closed_loop: bool
 
 
 class Cluster:
-    """Runs a workload; the same one and time model always give the same outcomes. A Listener."""
+    """Runs a workload, deterministically for the same workload and time model. A `Listener`."""
 
     def __init__(self, spec: ClusterSpec, time_model: TimeModel, workload: Workload) -> None:
         self._spec = spec
@@ -108,42 +109,46 @@ class Cluster:
         self.coordinator: Coordinator | None = None
         if spec.change is not None:
             self.coordinator = self._coordinator(spec.change, time_model)
-        self._active: dict[str, _Client] = {}
-        self._queued: dict[str, int] = {}  # blocks that each request in the scheduler needs
-        self._queued_blocks = 0
-        self._places: dict[str, SendAssignment] = {}  # the last of each that runs
-        self._awaited = 0  # active requests without which the simulation does not end
+        self._active: dict[str, _Client] = {}  # by request id, until the request ends
+        self._queued: dict[str, int] = {}  # blocks that each request in the scheduler's queue needs
+        self._queued_blocks = 0  # their sum
+        self._assignments: dict[str, SendAssignment] = {}  # latest, of each running request
+        self._awaited = 0  # active requests that the end of the simulation waits for
         self._arrivals_over = False
 
     def run(
         self, progress: Progress | None = None, check: Callable[[], None] | None = None
     ) -> Outcomes:
-        """Simulate to the end: when all requests have, or `drain_s` after the last arrival.
+        """Simulate until all requests have ended, or until `drain_s` after the last arrival.
 
-        `progress` hears the simulated time at each sample; `check` is called after every event.
+        `progress` is called with the simulated time at each sample, `check` after every event.
         """
         self._join_instances()
         simulation = self._simulation
         simulation.at(0.0, self._tick)
         simulation.at(0.0, self._sample, progress)
         if isinstance(self._workload, CoServed):
+            # Throughput is the difference between the token counts at both ends of the window.
             for time_s in self._workload.window_s:
                 simulation.at(time_s, self._note_tokens)
         self._senders.start()
         simulation.run(float("inf"), check)
         outcomes = self.outcomes
-        pipelines = [one.pipeline for one in self.members.values()]
-        outcomes.changes.note_pipelines(one for one in pipelines if one is not None)
-        outcomes.preemptions = sum(one.state.preemptions_total for one in self.instances.values())
-        outcomes.iterations = sum(one.iterations for one in self.instances.values())
-        outcomes.iterations_fast_forwarded = sum(
-            one.iterations_fast_forwarded for one in self.instances.values()
+        pipelines = [member.pipeline for member in self.members.values()]
+        outcomes.changes.note_pipelines(pipeline for pipeline in pipelines if pipeline is not None)
+        outcomes.preemptions = sum(
+            instance.state.preemptions_total for instance in self.instances.values()
         )
-        loads = [one.state.load() for one in self.instances.values()]
+        outcomes.iterations = sum(instance.iterations for instance in self.instances.values())
+        outcomes.iterations_fast_forwarded = sum(
+            instance.iterations_fast_forwarded for instance in self.instances.values()
+        )
+        loads = [instance.state.load() for instance in self.instances.values()]
         outcomes.prefix_queries = sum(load.prefix_queries_total for load in loads)
         outcomes.prefix_hits = sum(load.prefix_hits_total for load in loads)
         if self._token_times is not None:
             outcomes.gaps = dict(self._token_times.gaps)
+            # Request ids are "r" and the index of the record.
             for request_id, groups in self._token_times.groups.items():
                 outcomes.records[int(request_id[1:])].groups = groups
         outcomes.events = simulation.events_total
@@ -151,7 +156,7 @@ class Cluster:
         return outcomes
 
     def check_invariants(self) -> None:
-        """Check the states of core, at every worker and of the whole; for tests."""
+        """Check the state machines of all workers, the scheduler and the coordinator; for tests."""
         self.scheduler.check_invariants()
         for member in self.members.values():
             member.check_invariants()
@@ -159,7 +164,7 @@ class Cluster:
             self.coordinator.check_invariants()
 
     def _coordinator(self, change: ChangeSpec, time_model: TimeModel) -> Coordinator:
-        """The memory manager, with every instance as a member of a group of its own."""
+        """Make the memory manager; every instance begins as the only member of its group."""
         network = Network(self._simulation, change.link)
         log = self.outcomes.changes
         world = World(self._simulation, network, time_model, change, log, self.members)
@@ -192,7 +197,7 @@ class Cluster:
             self._simulation.after(self._spec.drain_s, self._simulation.stop)
         self._stop_if_done()
 
-    def _send(self, arrival: Arrival, in_turn: bool) -> None:
+    def _send(self, arrival: Arrival, in_closed_loop: bool) -> None:
         now_s = self._simulation.now_s
         number = len(self.outcomes.records)
         request_id = f"r{number}"
@@ -204,37 +209,38 @@ class Cluster:
         )
         self.outcomes.records.append(record)
         prefix = NO_PREFIX
+        # Only the dispatch score "prefix" compares hashes, and hashing takes time.
         if self._spec.scheduler.ttft is not None and arrival.prefix_ids:
             prompt_ids = arrival.prompt_ids(number)
             prefix = prompt_prefix(prompt_ids, "", self._spec.iteration.block_size)
-        client = _Client(record, arrival, number, prefix, in_turn)
+        client = _Client(record, arrival, number, prefix, in_closed_loop)
         self._active[request_id] = client
         self._awaited += self._is_awaited(client)
-        self._simulation.after(self._spec.delays.ask_s, self._ask, request_id)
+        self._simulation.after(self._spec.delays.ask_s, self._submit, request_id)
 
     def _end(self, request_id: str, outcome: Outcome, reason: str = "") -> None:
-        """The client learns of the end of its request after the delay of a token."""
+        """End a request; its client is notified after the delay of a token."""
         client = self._active.pop(request_id)
         record = client.record
         self._awaited -= self._is_awaited(client)
-        self._places.pop(request_id, None)
+        self._assignments.pop(request_id, None)
         record.end_s = self._simulation.now_s + self._spec.delays.token_s
         record.outcome, record.reason = outcome, reason
-        if client.in_turn:
+        if client.in_closed_loop:
             self._senders.note_end(record.end_s)
         self._stop_if_done()
 
     def _is_awaited(self, client: _Client) -> bool:
-        """Whether the simulation goes on until it has ended: a backlog has no end."""
-        return not (client.in_turn and isinstance(self._workload, CoServed))
+        """Whether the simulation waits for the request: an endless backlog is not waited for."""
+        return not (client.in_closed_loop and isinstance(self._workload, CoServed))
 
     def _stop_if_done(self) -> None:
         if self._arrivals_over and not self._awaited:
             self._simulation.stop()
 
     def _note_tokens(self) -> None:
-        """Count what all workers have computed so far."""
-        counts = [one.state.load().tokens for one in self.instances.values()]
+        """Record how many tokens all workers have processed so far."""
+        counts = [instance.state.load().tokens for instance in self.instances.values()]
         self.outcomes.tokens.append((self._simulation.now_s, sum_of(counts)))
 
     # --- scheduler
@@ -243,7 +249,8 @@ class Cluster:
         delays = self._spec.delays
         for index, (name, instance) in enumerate(self.instances.items()):
             self._join(group_id_of(name), FIRST_EPOCH, name, 1)
-            self.note_report(instance.reporter.tell())
+            self.note_report(instance.reporter.snapshot())
+            # Heartbeats of the instances are spread evenly over the interval.
             instance.reporter.start(delays.heartbeat_s * (index + 1) / len(self.instances))
         if self.coordinator is not None:
             self.coordinator.start()
@@ -266,7 +273,7 @@ class Cluster:
         self.scheduler.handle(GroupJoined(self._simulation.now_s, group))
 
     def _note_groups(self, written: tuple[StoredGroup, ...]) -> None:
-        """The scheduler reads group records."""
+        """Deliver written group records to the scheduler."""
         for stored in written:
             group = stored.group
             if group.members:
@@ -278,7 +285,7 @@ class Cluster:
     def _note_shortfalls(self, shortfalls: dict[str, int]) -> None:
         self._apply(ShortfallsTold(self._simulation.now_s, shortfalls))
 
-    def _ask(self, request_id: str) -> None:
+    def _submit(self, request_id: str) -> None:
         client = self._active[request_id]
         record = client.record
         blocks = admission_blocks(
@@ -288,7 +295,8 @@ class Cluster:
         )
         self._queued[request_id] = blocks
         self._queued_blocks += blocks
-        now_s, returned = self._simulation.now_s, self._places.pop(request_id, None)
+        # A request that asks again after an assignment was returned by its worker.
+        now_s, returned = self._simulation.now_s, self._assignments.pop(request_id, None)
         self._apply(
             Asked(
                 request_id,
@@ -311,16 +319,16 @@ class Cluster:
             match command:
                 case SendAssignment():
                     self._queued_blocks -= self._queued.pop(command.request_id)
-                    self._places[command.request_id] = command
+                    self._assignments[command.request_id] = command
                     self._simulation.after(self._spec.delays.start_s, self._start, command)
                 case SendRefusal(request_id=request_id, reason=reason):
                     self._queued_blocks -= self._queued.pop(request_id)
                     self._end(request_id, Outcome.REJECTED, reason.value)
 
-    def _start(self, place: SendAssignment) -> None:
-        request_id = place.request_id
+    def _start(self, assignment: SendAssignment) -> None:
+        request_id = assignment.request_id
         client = self._active[request_id]
-        client.record.worker_id = place.worker_id
+        client.record.worker_id = assignment.worker_id
         prompt_ids = client.arrival.prompt_ids(client.number)
         limits = Limits(client.record.output_tokens, client.record.output_tokens)
         now_s = self._simulation.now_s
@@ -332,18 +340,18 @@ class Cluster:
             now_s,
             service=client.arrival.service,
             waited_s=now_s - client.record.sent_s,
-            returnable=place.returnable,
+            returnable=assignment.returnable,
         )
-        self.instances[place.worker_id].receive(request)
+        self.instances[assignment.worker_id].receive(request)
 
     def _tick(self) -> None:
         self._apply(Ticked(self._simulation.now_s))
         self._simulation.after(TICK_S, self._tick)
 
-    def _hear(self, told: LoadReport, passed_on: bool = False) -> None:
-        self._apply(LoadReported(self._simulation.now_s, told, passed_on))
+    def _deliver_report(self, report: LoadReport, passed_on: bool = False) -> None:
+        self._apply(LoadReported(self._simulation.now_s, report, passed_on))
 
-    # --- what instances tell
+    # --- callbacks of instances
 
     def note_token(self, token: EmitToken) -> None:
         if token.index == 0:
@@ -356,16 +364,16 @@ class Cluster:
         if refusal.returned:
             delays = self._spec.delays
             self.outcomes.returns += 1
-            self._simulation.after(delays.token_s + delays.ask_s, self._ask, refusal.request_id)
+            self._simulation.after(delays.token_s + delays.ask_s, self._submit, refusal.request_id)
             return
         self._end(refusal.request_id, Outcome.REJECTED, refusal.message)
 
-    def note_report(self, told: LoadReport) -> None:
-        self._simulation.after(self._spec.delays.report_s, self._hear, told)
+    def note_report(self, report: LoadReport) -> None:
+        self._simulation.after(self._spec.delays.report_s, self._deliver_report, report)
 
-    def note_ends(self, told: LoadReport) -> None:
-        """See `Listener`; on its way it comes by the gateway, as the ends do."""
-        self._simulation.after(self._spec.delays.token_s, self._hear, told, True)
+    def note_ends(self, report: LoadReport) -> None:
+        """See `Listener`; the gateway passes this report on with the last tokens."""
+        self._simulation.after(self._spec.delays.token_s, self._deliver_report, report, True)
 
     def _sample(self, progress: Progress | None) -> None:
         now_s = self._simulation.now_s
@@ -373,7 +381,7 @@ class Cluster:
         for instance in self.instances.values():
             load = instance.state.load()
             if load.running or load.waiting or instance.launches:
-                # In a pipeline the leader has the requests of all its stages.
+                # In a pipeline, the leader's planner holds the requests of all stages.
                 capacity += load.kv_blocks_total
                 used += load.kv_blocks_total - load.kv_blocks_free
             wanted += load.kv_blocks_wanted

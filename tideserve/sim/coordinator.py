@@ -1,7 +1,7 @@
 """The memory manager of a simulated cluster: monitor, plan and protocol of `services.core`.
 
-A record store and delays stand for what the service does over etcd and gRPC. Every tick sees the
-memory of that moment; the service's reports are older, but not of what decides.
+A record store and delays replace etcd and gRPC. Each tick uses the memory state of that moment;
+the reports that the real service uses are slightly older.
 """
 
 from collections.abc import Callable, Iterable
@@ -57,12 +57,12 @@ from tideserve.sim.member import World
 from tideserve.sim.pipeline import ChangeRecord
 
 TOKEN = 1
-"""The token of the only coordinator."""
+"""Leadership token of the only coordinator."""
 FIRST_EPOCH = 1
 
 
 class RecordStore:
-    """Begins with a group of its own for every worker."""
+    """Records of workers, groups and assignments; every worker begins in its own group."""
 
     def __init__(self, workers: Iterable[Worker]) -> None:
         self.revision = 1
@@ -78,7 +78,7 @@ class RecordStore:
             self.assignments[worker.worker_id] = StoredAssignment(assignment, self.revision)
 
     def listing(self, now_s: float) -> ClusterListed:
-        """All records."""
+        """Return all records as an event."""
         return ClusterListed(
             now_s,
             self.revision,
@@ -88,7 +88,8 @@ class RecordStore:
         )
 
     def write(self, command: Transact) -> int | None:
-        """The revision at which it was committed; None if what it rests on has changed."""
+        """Commit a transaction and return its revision; None if a record that it read changed."""
+        # As in etcd: compare the token and the revisions that the transaction read, then write.
         if command.token != TOKEN or not self._holds(command):
             return None
         self.revision += 1
@@ -104,13 +105,13 @@ class RecordStore:
         assignments = {key: stored.mod_revision for key, stored in self.assignments.items()}
         workers = {key: worker.mod_revision for key, worker in self.workers.items()}
         return all(
-            found.get(key, 0) == revision
-            for found, wanted in (
+            stored.get(key, 0) == revision
+            for stored, expected in (
                 (groups, command.group_revisions),
                 (assignments, command.assignment_revisions),
                 (workers, command.worker_revisions),
             )
-            for key, revision in wanted.items()
+            for key, revision in expected.items()
         )
 
 
@@ -119,13 +120,13 @@ GroupsWritten = Callable[[tuple[StoredGroup, ...]], None]
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
+class _RunningChange:
     change: Change
     decided_s: float
 
 
 class Coordinator:
-    """Leads from the start, and for ever."""
+    """Drives monitor and protocol; the only candidate, so it leads from start to end."""
 
     def __init__(
         self,
@@ -134,9 +135,9 @@ class Coordinator:
         store: RecordStore,
         demands: Demands,
         groups_written: GroupsWritten,
-        shortfalls_told: Callable[[dict[str, int]], None],
+        shortfalls_changed: Callable[[dict[str, int]], None],
     ) -> None:
-        """`demands` is what the scheduler tells; `groups_written` and the last what it is told."""
+        """`demands` reads the scheduler's demand; the last two callbacks notify the scheduler."""
         spec = world.spec
         self.state = CoordinatorState(
             CoordinatorConfig(
@@ -153,20 +154,20 @@ class Coordinator:
         self._store = store
         self._demands = demands
         self._groups_written = groups_written
-        self._shortfalls_told = shortfalls_told
-        self._shortfalls: dict[str, int] = {}
-        self._asked: dict[str, _Asked] = {}  # until it is stable or has failed
-        self._numbered = 0
+        self._shortfalls_changed = shortfalls_changed
+        self._shortfalls: dict[str, int] = {}  # as the scheduler knows them, by model
+        self._running: dict[str, _RunningChange] = {}  # until stable or failed, by change id
+        self._changes_total = 0
 
     def start(self) -> None:
-        """Read the records; then look at every tick."""
+        """Read the records, then evaluate the cluster every tick."""
         now_s = self._now_s
         self._apply(LeadershipChanged(now_s, TOKEN))
         self._apply(self._store.listing(now_s))
         self._world.simulation.after(self._world.spec.costs.tick_s, self._tick)
 
     def check_invariants(self) -> None:
-        """Check the states of core."""
+        """Check the invariants of both state machines."""
         self.state.check_invariants()
         self.monitor.check_invariants()
 
@@ -197,14 +198,14 @@ class Coordinator:
             self._world.log.decisions.append(decision)
             if decision.action is not Action.EXHAUSTED:
                 self._act(decision)
-        self._tell_shortfalls()
+        self._report_shortfalls()
         self._world.simulation.after(self._world.spec.costs.tick_s, self._tick)
 
-    def _tell_shortfalls(self) -> None:
-        found = {model: tokens for model, tokens in self.monitor.shortfalls.items() if tokens}
-        if found != self._shortfalls:
-            self._shortfalls = found
-            self._shortfalls_told(found)
+    def _report_shortfalls(self) -> None:
+        shortfalls = {model: tokens for model, tokens in self.monitor.shortfalls.items() if tokens}
+        if shortfalls != self._shortfalls:
+            self._shortfalls = shortfalls
+            self._shortfalls_changed(shortfalls)
 
     def _reports(self) -> dict[str, EngineReport]:
         return {
@@ -220,6 +221,7 @@ class Coordinator:
         plan = self._actions.begin(
             decision, self.stable_groups, self._facts, self._reports(), decision.now_s
         )
+        # The monitor reports the model as exhausted if all possible merges free too little.
         if plan.short_tokens is not None:
             planned = MergesPlanned(decision.now_s, decision.model, plan.short_tokens)
             self._world.log.decisions += self.monitor.handle(planned)
@@ -227,9 +229,9 @@ class Coordinator:
             self._world.log.note_failed(plan.reason)
             return
         for change in plan.changes:
-            self._numbered += 1
-            change_id = f"change-{self._numbered}"
-            self._asked[change_id] = _Asked(change, decision.now_s)
+            self._changes_total += 1
+            change_id = f"change-{self._changes_total}"
+            self._running[change_id] = _RunningChange(change, decision.now_s)
             self._apply(ChangeAsked(decision.now_s, change_id, change.targets))
 
     def _note_step(self, step: ChangeStepped) -> None:
@@ -238,7 +240,7 @@ class Coordinator:
         is_stable = step.phase is ChangePhase.STABLE
         if not is_stable:
             self._world.log.note_failed(step.message)
-        self._actions.ended(self._asked.pop(step.change_id).change, is_stable, self._now_s)
+        self._actions.ended(self._running.pop(step.change_id).change, is_stable, self._now_s)
 
     # --- protocol
 
@@ -258,9 +260,9 @@ class Coordinator:
                 member = self._world.members[command.worker_id]
                 simulation.after(spec.costs.call_s, member.abort, asked)
             case LookAtMembers() if command.after_s:
-                simulation.after(command.after_s, self._look, command)
+                simulation.after(command.after_s, self._poll_members, command)
             case LookAtMembers():
-                self._look(command)
+                self._poll_members(command)
             case ChangeStepped():
                 self._note_step(command)
 
@@ -269,36 +271,40 @@ class Coordinator:
         if revision is not None:
             self._note_commit(command)
             written = tuple(StoredGroup(group, revision) for group in command.groups)
-            self._world.simulation.after(self._world.spec.costs.watch_s, self._tell, written)
+            self._world.simulation.after(
+                self._world.spec.costs.watch_s, self._notify_watchers, written
+            )
         self._apply(TransactionFinished(self._now_s, command.transaction_id, revision))
         if revision is None:
+            # The coordinator's copy of the records is stale.
             self._apply(self._store.listing(self._now_s))
 
     def _note_commit(self, command: Transact) -> None:
-        """Note a change, which is what writes assignments, before its members hear of it."""
+        """Log the commit of a change before its members are notified."""
+        # Only commits of changes write assignments.
         if not command.assignments:
             return
-        workers = tuple(sorted(one.worker_id for one in command.assignments))
-        asked = next(
-            one
-            for one in self._asked.values()
-            if workers == tuple(sorted(s.worker_id for t in one.change.targets for s in t))
+        workers = tuple(sorted(assignment.worker_id for assignment in command.assignments))
+        running = next(
+            candidate
+            for candidate in self._running.values()
+            if workers == tuple(sorted(s.worker_id for t in candidate.change.targets for s in t))
         )
         shape = self._world.spec.shape
         before = sum(
             shape.parameter_bytes(len(self.state.records.groups[group_id].group.members))
-            for group_id in asked.change.group_ids
+            for group_id in running.change.group_ids
         )
-        after = sum(shape.parameter_bytes(len(target)) for target in asked.change.targets)
+        after = sum(shape.parameter_bytes(len(target)) for target in running.change.targets)
         self._world.log.note_committed(
-            ChangeRecord(workers, before > after, before - after, asked.decided_s, self._now_s)
+            ChangeRecord(workers, before > after, before - after, running.decided_s, self._now_s)
         )
 
-    def _tell(self, written: tuple[StoredGroup, ...]) -> None:
+    def _notify_watchers(self, written: tuple[StoredGroup, ...]) -> None:
         self._groups_written(written)
         for stored in written:
-            for one in stored.group.members:
-                self._world.members[one.worker_id].observe(written)
+            for member in stored.group.members:
+                self._world.members[member.worker_id].observe(written)
 
     def _prepare(self, command: PrepareMembers) -> None:
         simulation, spec = self._world.simulation, self._world.spec
@@ -314,7 +320,7 @@ class Coordinator:
         now_s = self._now_s
         self._apply(MemberAnswered(now_s, attempt, worker_id, worker_id, ready, reason))
 
-    def _look(self, command: LookAtMembers) -> None:
+    def _poll_members(self, command: LookAtMembers) -> None:
         members, log = self._world.members, self._world.log
         seen = tuple(
             MemberSeen(name, members[name].instance.reporter.epoch, log.has_settled(name))
@@ -324,5 +330,5 @@ class Coordinator:
 
 
 def workers_of(names: list[str], model: str, num_layers: int) -> list[Worker]:
-    """The registrations of workers; a simulated process never starts anew."""
+    """Registrations of workers; a simulated process never restarts, so its name identifies it."""
     return [Worker(name, name, model, num_layers, mod_revision=1) for name in names]

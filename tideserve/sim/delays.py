@@ -1,4 +1,4 @@
-"""What lies between the services."""
+"""Delays of messages between the services."""
 
 from dataclasses import dataclass
 
@@ -7,12 +7,12 @@ from services.core.setting import seconds
 
 @dataclass(frozen=True, slots=True)
 class Delays:
-    """In seconds.
+    """Delays in seconds.
 
-    `ask_s` from the client to the scheduler, `start_s` from there to the worker's planner,
-    `token_s` from the planner to the client, `report_s` from a worker to the scheduler. A worker
-    reports a change at once, but no sooner than `report_pause_s` after its last report, one of the
-    blocks in use alone `report_minor_pause_s` after it, and `heartbeat_s` after it in any case.
+    `ask_s`: client to scheduler; `start_s`: scheduler to the worker's planner; `token_s`: planner
+    to client; `report_s`: worker to scheduler. A worker reports a change at once, but at least
+    `report_pause_s` after its previous report, or `report_minor_pause_s` if only the number of used
+    blocks changed. It reports after `heartbeat_s` in any case.
     """
 
     ask_s: float = seconds(0.002)

@@ -1,4 +1,4 @@
-"""The clock of a simulation: a heap of what is to happen, in order of time, then of planning."""
+"""Discrete-event engine: a heap of scheduled actions, ordered by time, then by scheduling order."""
 
 import heapq
 from collections.abc import Callable
@@ -8,30 +8,31 @@ Action = Callable[..., None]
 
 
 class Simulation:
-    """Runs actions at their times; `now_s` stands still while one runs."""
+    """Runs scheduled actions; `now_s` is constant while an action runs."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
         self.events_total = 0
         self._heap: list[tuple[float, int, Action, tuple[Any, ...]]] = []
-        self._planned = 0
+        self._scheduled = 0
         self._stopped = False
 
     def at(self, time_s: float, action: Action, *arguments: Any) -> None:
-        """Plan `action(*arguments)`; a time that has passed means now."""
-        self._planned += 1
-        heapq.heappush(self._heap, (max(time_s, self.now_s), self._planned, action, arguments))
+        """Schedule `action(*arguments)`; a time in the past means now."""
+        self._scheduled += 1
+        # The counter makes the order of simultaneous actions deterministic.
+        heapq.heappush(self._heap, (max(time_s, self.now_s), self._scheduled, action, arguments))
 
     def after(self, delay_s: float, action: Action, *arguments: Any) -> None:
-        """Plan `action(*arguments)` in `delay_s` seconds."""
+        """Schedule `action(*arguments)` in `delay_s` seconds."""
         self.at(self.now_s + delay_s, action, *arguments)
 
     def stop(self) -> None:
-        """Let `run` return after the present action."""
+        """Make `run` return after the current action."""
         self._stopped = True
 
     def run(self, until_s: float, check: Callable[[], None] | None = None) -> None:
-        """Let time pass until nothing is planned, `stop`, or the next action is after `until_s`.
+        """Run actions until none is scheduled up to `until_s`, or until `stop`.
 
         `check` is called after every action.
         """

@@ -1,4 +1,4 @@
-"""A simulated worker: one planner of `services.core`, whose iterations take modelled time."""
+"""A simulated worker: a planner of `services.core` whose iterations take modelled time."""
 
 from collections import deque
 from collections.abc import Callable
@@ -33,36 +33,36 @@ from tideserve.sim.reporter import LoadSender
 from tideserve.sim.time_model import TimeModel
 from tideserve.sim.token_times import TokenTimes
 
-FILLER = -1
-"""The token that is sampled each time; it is nobody's stop token."""
+PLACEHOLDER_TOKEN = -1
+"""Token that is sampled each time; never a stop token."""
 SAFEPOINTS = 32
-"""An iteration has so many: one after each layer of a model of 7B."""
-RUN_MIN = 2
-"""Fewer certain decodes are not worth a jump."""
+"""Safepoints of an iteration: one after each layer of a 7B model."""
+FAST_FORWARD_MIN = 2
+"""Fewest decode iterations that are simulated as one event."""
 
 
 class Listener(Protocol):
-    """What an instance reports to."""
+    """Receives the output of an instance, at the time when it leaves the worker."""
 
     def note_token(self, token: EmitToken) -> None:
-        """A first or last token leaves the planner."""
+        """Take the first or last token of a request."""
         ...
 
     def note_refused(self, refusal: RefuseRequest) -> None:
-        """The planner takes a request not."""
+        """Take the refusal or return of a request."""
         ...
 
-    def note_report(self, told: LoadReport) -> None:
-        """A load report leaves the worker."""
+    def note_report(self, report: LoadReport) -> None:
+        """Take a load report."""
         ...
 
-    def note_ends(self, told: LoadReport) -> None:
-        """Requests have finished; with them the load leaves the worker."""
+    def note_ends(self, report: LoadReport) -> None:
+        """Take the load report that accompanies the end of requests."""
         ...
 
 
 class Busy(NamedTuple):
-    """The device works for so long, then this happens."""
+    """Work that keeps the device busy for `seconds`; `action(*arguments)` follows."""
 
     seconds: float
     action: Action
@@ -73,16 +73,16 @@ Handler = Callable[..., Busy | None]
 
 
 class GroupMember(Protocol):
-    """An instance's part in its group, see `member.py`."""
+    """An instance as a member of its group; see `member.py`."""
 
     changeover: Changeover
 
     def apply(self, event: RequestArrived | WaitLooked) -> Busy | None:
-        """Have the machine of the change-over handle an event."""
+        """Apply an event to the change-over's state machine."""
         ...
 
     def take_turn(self) -> Busy | None:
-        """Go on with what is under way."""
+        """Continue a change-over that is in progress."""
         ...
 
     def run_first(self, microbatch: Microbatch) -> Busy:
@@ -93,15 +93,16 @@ class GroupMember(Protocol):
 class Instance:
     """Drives its planner as the engine's loop does: drain the inbox, plan, run, publish.
 
-    While only decodes run, many iterations are one event; an arrival cuts it short at the end of
-    the iteration in which it falls. Reports inside such a jump are left out: only the number of
-    free blocks changes in it, and it never lasts longer than a heartbeat.
+    While only decodes run, many iterations are fast-forwarded as one event; an arrival cuts the
+    event short at the end of the iteration in which it falls. Reports during a fast-forward are
+    left out: only the number of free blocks changes, and no event exceeds a heartbeat.
 
-    With `token_times`, which hear of every token, nothing is jumped over; nor where an iteration of
-    batch work may give way between two layers.
+    Iterations are not fast-forwarded with `token_times`, which records every token, or if batch
+    iterations may be preempted between layers.
 
-    As a `member` of a group it hands every request to the machine of the change-over, and calls it
-    between iterations. In a pipeline, the first instance plans; the others run what is posted.
+    As a `member` of a group, an instance passes every request to the change-over's state machine,
+    which also runs between iterations. In a pipeline, the leader's instance plans; the others run
+    the microbatches that are posted to them.
     """
 
     def __init__(
@@ -129,50 +130,50 @@ class Instance:
         self._listener = listener
         self._fast_forward = fast_forward and token_times is None
         self._token_times = token_times
-        self._inbox: list[Request] = []
-        self._mail: deque[tuple[Handler, tuple[Any, ...]]] = deque()
-        self._drained: list[str] = []
-        self._dropped_total = 0
+        self._inbox: list[Request] = []  # received since the last iteration
+        self._posted: deque[tuple[Handler, tuple[Any, ...]]] = deque()  # see `post`
+        self._drained: list[str] = []  # requests that no published load counts yet
+        self._dropped_total = 0  # dropped prefixes that were published
         self._idle = True
-        self._run: _Run | None = None
-        self._watched: _Watched | None = None
-        self._left_s = 0.0  # of the suspended iteration
+        self._decode_run: _DecodeRun | None = None  # the fast-forward in progress
+        self._preemptible: _PreemptibleIteration | None = None  # in progress, at a single worker
+        self._left_s = 0.0  # remaining time of the suspended iteration
 
     @property
     def launches(self) -> bool:
-        """Whether this worker plans now."""
+        """Whether this worker plans iterations: alone in its group, or as the group's leader."""
         return self.member is None or self.member.changeover.may_plan
 
     @property
     def _holds_batch_work(self) -> bool:
-        """Whether batch work alone waits for a change of the group."""
+        """Whether a change of the group holds back batch work while no online work can run."""
         now_s, member = self._simulation.now_s, self.member
         return member is not None and member.changeover.holds_batch_work(now_s)
 
     def receive(self, request: Request) -> None:
-        """A request reaches the inbox; the planner sees it before its next iteration."""
+        """Put a request into the inbox; the planner takes it before the next iteration."""
         self._inbox.append(request)
-        if self._watched is not None and request.service.online:
-            self._plan_safepoint(self._watched)
+        if self._preemptible is not None and request.service.online:
+            self._schedule_safepoint(self._preemptible)
         self.wake()
 
     def post(self, handler: Handler, *arguments: Any) -> None:
-        """Have `handler` called between iterations, in order; it may keep the device busy."""
-        self._mail.append((handler, arguments))
-        if self._watched is not None:
-            self._plan_safepoint(self._watched)
+        """Queue a call of `handler` between iterations; the handler may keep the device busy."""
+        self._posted.append((handler, arguments))
+        if self._preemptible is not None:
+            self._schedule_safepoint(self._preemptible)
         self.wake()
 
     def post_first(self, handler: Handler, *arguments: Any) -> None:
-        """As `post`, before all that waits; called between iterations."""
-        self._mail.appendleft((handler, arguments))
+        """Like `post`, but ahead of all queued calls."""
+        self._posted.appendleft((handler, arguments))
 
     def wake(self) -> None:
-        """Look at the inbox and take a turn, at the end of the iteration that runs."""
+        """Process inbox and queued calls now, or at the end of the iteration in progress."""
         if self._idle:
             self._begin()
-        elif self._run is not None:
-            self._cut_short(self._run)
+        elif self._decode_run is not None:
+            self._cut_short(self._decode_run)
 
     # --- iterations
 
@@ -181,28 +182,29 @@ class Instance:
         self._drain()
         self._return_waiting()
         busy = self._take_turn()
-        while self._mail and busy is None:
-            handler, arguments = self._mail.popleft()
+        # A call that keeps the device busy postpones the calls after it.
+        while self._posted and busy is None:
+            handler, arguments = self._posted.popleft()
             busy = handler(*arguments)
-            if busy is None and not self._mail:
+            if busy is None and not self._posted:
                 busy = self._take_turn()
         if busy is not None:
             self._simulation.after(busy.seconds, self._end_busy, busy)
             return
         if not self.launches or self._holds_batch_work:
-            self._rest()
+            self._become_idle()
         elif self.state.stages > 1:
             self._launch()
         elif self.state.config.preempt is not Preempt.OFF:
-            self._begin_watched()
-        elif self._fast_forward and (ahead := decodes_ahead(self.state)) >= RUN_MIN:
+            self._begin_preemptible()
+        elif self._fast_forward and (ahead := decodes_ahead(self.state)) >= FAST_FORWARD_MIN:
             self._begin_run(ahead)
         elif (shape := self._plan_alone()) is None:
-            self._rest()
+            self._become_idle()
         else:
             self._simulation.after(self._time_model.iteration_s(shape), self._finish)
 
-    def _rest(self) -> None:
+    def _become_idle(self) -> None:
         self._idle = True
         if self._drained:
             self.publish()
@@ -215,7 +217,7 @@ class Instance:
         self._inbox.clear()
 
     def _return_waiting(self) -> None:
-        """Give back what has waited too long; before a plan, as the engine does."""
+        """Return requests that have waited too long; before planning, as the engine does."""
         now_s, member = self._simulation.now_s, self.member
         due_s = (self.state if member is None else member.changeover).return_due_s
         if due_s is None or now_s < due_s:
@@ -225,14 +227,14 @@ class Instance:
     def _apply(self, event: RequestArrived | WaitLooked) -> None:
         if self.member is not None:
             busy = self.member.apply(event)
-            assert busy is None, "a request keeps the device busy"
+            assert busy is None, "the arrival of a request must not occupy the device"
             return
         for command in self.state.handle(event):
             assert isinstance(command, RefuseRequest)
             self.tell(command)
 
     def tell(self, command: EmitToken | RefuseRequest) -> None:
-        """Tell a client what the planner has for it."""
+        """Pass a planner's command on to the listener."""
         if isinstance(command, RefuseRequest):
             self._listener.note_refused(command)
         else:
@@ -242,7 +244,8 @@ class Instance:
         return self.member.take_turn() if self.member is not None else None
 
     def _plan_alone(self) -> IterationShape | None:
-        """Plan an iteration of a group of one: by the machine while it has KV of other groups."""
+        """Plan an iteration of a single-worker group."""
+        # While KV is exchanged with other groups, planning goes through the change-over.
         now_s = self._simulation.now_s
         if self.member is None or not self.member.changeover.busy:
             return plan_shape(self.state, now_s)
@@ -251,6 +254,7 @@ class Instance:
 
     def _end_busy(self, busy: Busy) -> None:
         busy.action(*busy.arguments)
+        # A member that does not plan reports its load with heartbeats only.
         if self.launches:
             self.publish()
         else:
@@ -263,62 +267,64 @@ class Instance:
         self._begin()
 
     def finish(self, number: int | None = None) -> None:
-        """The results of a microbatch are here; None is the only one's of a group of one."""
+        """Apply the results of a microbatch; None is the only microbatch of a single worker."""
         now_s, in_flight = self._simulation.now_s, self.state.in_flight
         if self._token_times is not None and in_flight and number in (None, in_flight[0].number):
             self._token_times.note(in_flight[0], now_s)
-        tokens = finish_filled(self.state, FILLER, now_s, number)
+        tokens = finish_filled(self.state, PLACEHOLDER_TOKEN, now_s, number)
         for token in tokens:
             self._listener.note_token(token)
         self.publish()
         if any(token.finish_reason is not None for token in tokens):
-            self._listener.note_ends(self.reporter.tell())
+            self._listener.note_ends(self.reporter.snapshot())
 
-    # --- iterations that give way
+    # --- preemptible iterations
 
-    def _begin_watched(self) -> None:
-        """Plan an iteration that may end at a safepoint, or go on with one that did."""
+    def _begin_preemptible(self) -> None:
+        """Plan an iteration that may be preempted at a safepoint, or resume a preempted one."""
         now_s, member = self._simulation.now_s, self.member
         planner = self.state if member is None else member.changeover
         microbatch = planner.plan(now_s)
         if microbatch is None:
-            self._rest()
+            self._become_idle()
             return
         whole_s = self._time_model.iteration_s(shape_of(microbatch))
         seconds = whole_s if microbatch.resumes is None else self._left_s
-        watched = _Watched(microbatch, now_s, seconds, whole_s / SAFEPOINTS)
-        self._watched = watched
-        self._simulation.after(seconds, self._finish_watched, watched)
+        iteration = _PreemptibleIteration(microbatch, now_s, seconds, whole_s / SAFEPOINTS)
+        self._preemptible = iteration
+        self._simulation.after(seconds, self._finish_preemptible, iteration)
 
-    def _finish_watched(self, watched: "_Watched") -> None:
-        if self._watched is watched:
-            self._watched = None
+    def _finish_preemptible(self, iteration: "_PreemptibleIteration") -> None:
+        if self._preemptible is iteration:
+            self._preemptible = None
             self._finish()
 
-    def _plan_safepoint(self, watched: "_Watched") -> None:
-        """Look at the next safepoint whether the iteration gives way to what has come."""
-        if not watched.microbatch.preemptible:
+    def _schedule_safepoint(self, iteration: "_PreemptibleIteration") -> None:
+        """Schedule a check at the next safepoint whether to preempt the iteration."""
+        if not iteration.microbatch.preemptible:
             return
-        passed = int((self._simulation.now_s - watched.start_s) / watched.interval_s)
-        time_s = watched.start_s + (passed + 1) * watched.interval_s
-        if time_s <= self._simulation.now_s:  # by rounding: this one has been looked at
-            time_s += watched.interval_s
-        if time_s < watched.start_s + watched.seconds:
-            self._simulation.at(time_s, self._look, watched)
+        passed = int((self._simulation.now_s - iteration.start_s) / iteration.interval_s)
+        time_s = iteration.start_s + (passed + 1) * iteration.interval_s
+        if time_s <= self._simulation.now_s:  # rounding: this safepoint has been checked already
+            time_s += iteration.interval_s
+        if time_s < iteration.start_s + iteration.seconds:
+            self._simulation.at(time_s, self._check_safepoint, iteration)
 
-    def _look(self, watched: "_Watched") -> None:
-        """A safepoint with online requests in the inbox, or mail about a change of groups."""
-        if self._watched is not watched:
+    def _check_safepoint(self, iteration: "_PreemptibleIteration") -> None:
+        """Decide at a safepoint whether new online requests or queued calls preempt batch work."""
+        if self._preemptible is not iteration:
             return
         config, now_s = self.state.config, self._simulation.now_s
-        elapsed_s = now_s - watched.start_s
-        online = [OnlineRequest.of(one, now_s) for one in self._inbox if one.service.online]
-        batch = watched.microbatch.batch
-        if not (self._mail or self.state.gives_way(batch, elapsed_s, online)):
-            self._plan_safepoint(watched)
+        elapsed_s = now_s - iteration.start_s
+        online = [
+            OnlineRequest.of(request, now_s) for request in self._inbox if request.service.online
+        ]
+        batch = iteration.microbatch.batch
+        if not (self._posted or self.state.gives_way(batch, elapsed_s, online)):
+            self._schedule_safepoint(iteration)
             return
-        self._watched = None
-        self._left_s = watched.seconds - elapsed_s
+        self._preemptible = None
+        self._left_s = iteration.seconds - elapsed_s
         resumed = config.preempted_work is PreemptedWork.RESUME
         self.state.handle(IterationSuspended(now_s) if resumed else IterationDropped(now_s))
         self._begin()
@@ -326,55 +332,58 @@ class Instance:
     # --- pipelines
 
     def _launch(self) -> None:
-        """Run the leader's stage of one more microbatch."""
+        """Plan a microbatch and run the leader's stage of it."""
         assert self.member is not None
         microbatch = self.member.changeover.plan(self._simulation.now_s)
         if microbatch is None:
-            self._rest()
+            self._become_idle()
             return
         self.iterations += 1
         busy = self.member.run_first(microbatch)
         self._simulation.after(busy.seconds, self._end_busy, busy)
 
-    # --- jumps over plain decodes
+    # --- fast-forward of decode iterations
 
     def _begin_run(self, ahead: int) -> None:
         running = self.state.running
         prefix_tokens = sum([sequence.computed for sequence in running])
-        run = _Run(self._simulation.now_s, len(running), prefix_tokens, ahead)
+        run = _DecodeRun(self._simulation.now_s, len(running), prefix_tokens, ahead)
+        # Never skip a heartbeat.
         if self._run_s(run, ahead) > self._longest_run_s:
             run.count = max(1, self._iterations_within(run, self._longest_run_s))
         due_s = self.state.return_due_s
         if due_s is not None:
+            # Stop at the first iteration after which a waiting request must be returned.
             before = self._iterations_within(run, max(0.0, due_s - run.start_s))
             run.count = min(run.count, before + 1)
-        self._run = run
+        self._decode_run = run
         self._simulation.at(run.start_s + self._run_s(run, run.count), self._finish_run, run)
 
-    def _finish_run(self, run: "_Run") -> None:
-        if self._run is not run:
+    def _finish_run(self, run: "_DecodeRun") -> None:
+        if self._decode_run is not run:
             return
-        self._run = None
+        self._decode_run = None
         self.iterations += run.count
         self.iterations_fast_forwarded += run.count
-        advance_decodes(self.state, run.count, FILLER)
+        advance_decodes(self.state, run.count, PLACEHOLDER_TOKEN)
         self.publish()
         self._begin()
 
-    def _cut_short(self, run: "_Run") -> None:
-        """End the run with the iteration that is under way."""
+    def _cut_short(self, run: "_DecodeRun") -> None:
+        """End the fast-forward with the iteration in progress."""
         elapsed_s = self._simulation.now_s - run.start_s
         count = self._iterations_within(run, elapsed_s) + 1
         if count < run.count:
-            self._run = _Run(run.start_s, run.decodes, run.prefix_tokens, count)
+            self._decode_run = _DecodeRun(run.start_s, run.decodes, run.prefix_tokens, count)
             end_s = run.start_s + self._run_s(run, count)
-            self._simulation.at(end_s, self._finish_run, self._run)
+            self._simulation.at(end_s, self._finish_run, self._decode_run)
 
-    def _run_s(self, run: "_Run", count: int) -> float:
+    def _run_s(self, run: "_DecodeRun", count: int) -> float:
         return self._time_model.decodes_s(run.decodes, run.prefix_tokens, count)
 
-    def _iterations_within(self, run: "_Run", seconds: float) -> int:
-        """How many whole iterations of the run end within `seconds` of its start."""
+    def _iterations_within(self, run: "_DecodeRun", seconds: float) -> int:
+        """Return how many whole iterations of the run end within `seconds` of its start."""
+        # Bisection: the duration grows with the number of iterations.
         low, high = 0, run.count + 1
         while high - low > 1:
             middle = (low + high) // 2
@@ -385,17 +394,17 @@ class Instance:
         return low
 
     def publish(self) -> None:
-        """The load becomes visible to the reporter, with the requests that it counts."""
+        """Pass the load to the reporter, with the requests and dropped prefixes that are new."""
         drained, self._drained = self._drained, []
         dropped = self.state.pool.cache.dropped
-        told = dropped.since(self._dropped_total)
+        newly_dropped = dropped.since(self._dropped_total)
         self._dropped_total = dropped.total
-        self.reporter.publish(self.state.load(), drained, told)
+        self.reporter.publish(self.state.load(), drained, newly_dropped)
 
 
 @dataclass(slots=True, eq=False)
-class _Watched:
-    """An iteration of a group of one that lasts `seconds`, with a safepoint each `interval_s`."""
+class _PreemptibleIteration:
+    """An iteration of `seconds` at a single worker, with a safepoint every `interval_s`."""
 
     microbatch: Microbatch
     start_s: float
@@ -404,8 +413,8 @@ class _Watched:
 
 
 @dataclass(slots=True, eq=False)
-class _Run:
-    """`count` decode iterations of the same requests as one event."""
+class _DecodeRun:
+    """`count` decode iterations of the same requests, simulated as one event."""
 
     start_s: float
     decodes: int

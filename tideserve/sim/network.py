@@ -1,8 +1,8 @@
-"""What travels between simulated workers, and how long it takes.
+"""The network between simulated workers.
 
-Every worker sends over one link, one message or piece after the other; receiving takes no time.
-Coordinated, activations and messages go before bulk data, which is cut into pieces so that they
-never wait longer than for one of these (KunServe §4.2); else everything goes in order, uncut.
+Every worker sends over one link, one message or piece at a time; receiving takes no time. With
+coordination, activations and messages precede bulk data, which is cut into pieces: they wait for at
+most one piece (KunServe §4.2). Without, everything is sent whole, in order.
 """
 
 from collections import deque
@@ -13,14 +13,14 @@ from services.core.setting import number, seconds
 from tideserve.sim.engine import Action, Simulation
 
 ACTIVE_MAX = 8
-"""Bulk transfers of a worker that take turns, as those of an engine do; the others wait."""
+"""Bulk transfers of a worker that share the link, as in the engine; further transfers wait."""
 MESSAGE_BYTES = 256
-"""A message of the group's members to one another."""
+"""Size of a protocol message between members."""
 
 
 @dataclass(frozen=True, slots=True)
 class LinkSpec:
-    """What a worker sends over: 200 Gbit/s RDMA by default, as in KunServe's cluster A."""
+    """A worker's link; the default is 200 Gbit/s RDMA, as in KunServe's cluster A."""
 
     bytes_per_s: float = number(2.5e10, minimum=1, maximum=2**60)
     latency_s: float = seconds(2e-5)
@@ -44,11 +44,11 @@ class Network:
         self._links: dict[str, _Link] = {}
 
     def send(self, source: str, size_bytes: int, action: Action, *arguments: Any) -> None:
-        """Have `action` happen when an activation or a message of `source` has arrived."""
+        """Send an activation or a message of `source`; run `action` when it has arrived."""
         self._link(source).send(size_bytes, action, arguments)
 
     def send_bulk(self, source: str, size_bytes: int, action: Action, *arguments: Any) -> None:
-        """Have `action` happen when bulk data of `source` have arrived whole."""
+        """Send bulk data of `source`; run `action` when all of it has arrived."""
         self._link(source).send_bulk(size_bytes, action, arguments)
 
     def _link(self, source: str) -> "_Link":
@@ -87,6 +87,7 @@ class _Link:
             piece_bytes = min(bulk.left_bytes, self._spec.piece_bytes)
             bulk.left_bytes -= piece_bytes
             if bulk.left_bytes:
+                # Round-robin over the first ACTIVE_MAX transfers.
                 self._bulk.insert(ACTIVE_MAX - 1, bulk)
                 self._occupy(piece_bytes, None, ())
             else:

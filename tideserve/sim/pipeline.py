@@ -1,4 +1,4 @@
-"""A simulated group of several stages at one epoch: how long each runs, and how busy they are."""
+"""Pipelines of simulated groups: run times and utilisation of their stages; log of changes."""
 
 from collections.abc import Iterable
 from collections.abc import Sequence as Row
@@ -14,7 +14,7 @@ from tideserve.sim.time_model import TimeModel
 
 @dataclass(frozen=True, slots=True)
 class StageRun:
-    """A microbatch as the stages of `pipeline` run it, one after the other."""
+    """A microbatch on its way through the stages of `pipeline`."""
 
     frame: Activations
     shape: IterationShape
@@ -28,33 +28,38 @@ class StageRun:
 
 
 class Pipeline:
-    """`shares`: of each stage in the time of the model. `hidden_bytes`: of a token's activation."""
+    """A group of several stages at one epoch.
+
+    `shares`: each stage's share of the model's time; `hidden_bytes`: size of a token's activation.
+    """
 
     def __init__(self, shares: Row[float], time_model: TimeModel, hidden_bytes: int) -> None:
         self.hidden_bytes = hidden_bytes
         self._shares = tuple(shares)
         self._time_model = time_model
+        # Run times of the microbatches, by stage.
         self._intervals: list[list[Interval]] = [[] for _ in shares]
 
     def run_of(self, microbatch: Microbatch) -> StageRun:
-        """What the stages get of a microbatch."""
+        """Return what the stages need to run a microbatch."""
         frame = activations(microbatch, vacant_s=0.0)
         return StageRun(frame, shape_of(microbatch), microbatch.batch.tokens, self)
 
     def seconds(self, stage: int, run: StageRun) -> float:
-        """How long a stage runs a microbatch; one without chunks takes no time."""
+        """Return how long a stage runs a microbatch; an empty microbatch takes no time."""
         return self._time_model.stage_s(run.shape, self._shares[stage]) if run.tokens else 0.0
 
     def note_run(self, stage: int, run: StageRun, interval: Interval) -> None:
-        """A stage has run a microbatch."""
+        """Record that a stage has run a microbatch."""
         if run.tokens:
             self._intervals[stage].append(interval)
 
     def busy(self) -> tuple[float, float]:
-        """Seconds in which the stages ran something, and in which they could have.
+        """Return the seconds in which stages ran, and in which the pipeline had work for them.
 
-        They could while a microbatch was anywhere between them; their share is `1 - bubble_share`.
+        The pipeline has work while any microbatch is in it; the quotient is `1 - bubble_share`.
         """
+        # Microbatches that have not passed all stages are left out.
         complete = min(map(len, self._intervals))
         stages = [stage[:complete] for stage in self._intervals]
         busy_s = sum(end_s - start_s for stage in stages for start_s, end_s in stage)
@@ -63,22 +68,24 @@ class Pipeline:
 
 
 def shape_of(microbatch: Microbatch) -> IterationShape:
-    """The sizes for a time model."""
+    """Return the sizes of a microbatch, as a time model needs them."""
     chunks = microbatch.batch.chunks
     decodes = [chunk.start for chunk in chunks if len(chunk.token_ids) == 1]
     return IterationShape(
         len(decodes),
         sum(decodes),
-        tuple([(one.start, len(one.token_ids)) for one in chunks if len(one.token_ids) > 1]),
+        tuple(
+            [(chunk.start, len(chunk.token_ids)) for chunk in chunks if len(chunk.token_ids) > 1]
+        ),
     )
 
 
 @dataclass(slots=True)
 class ChangeRecord:
-    """A merge or split that was committed; times in seconds of the simulation.
+    """A committed merge or split; times are in seconds of the simulation.
 
-    `freed_bytes` of parameters became KV, negative where they came back. `settled_s` is when all KV
-    is where it runs, after `moved_bytes` of it have moved; None for a change that did not end.
+    `freed_bytes`: parameter memory that became KV cache, negative after a restore. `settled_s`:
+    when the exchange of `moved_bytes` of KV was complete; None if it was not by the end.
     """
 
     workers: tuple[str, ...]
@@ -93,10 +100,10 @@ class ChangeRecord:
 
 @dataclass(slots=True)
 class ChangeLog:
-    """All changes, in the order of their commits, and all decisions of the monitor.
+    """All changes, in order of their commits, and all decisions of the monitor.
 
-    `failed`: what was asked for and not committed, by reason. `busy_s` of `present_s` seconds did
-    the stages of pipelines run something while a microbatch was anywhere between them.
+    `failed`: changes that were requested but not committed, by reason. The stages of pipelines ran
+    for `busy_s` of the `present_s` seconds in which their pipeline had work.
     """
 
     changes: list[ChangeRecord] = field(default_factory=list)
@@ -104,24 +111,24 @@ class ChangeLog:
     failed: dict[str, int] = field(default_factory=dict)
     busy_s: float = 0.0
     present_s: float = 0.0
-    _of_worker: dict[str, ChangeRecord] = field(default_factory=dict)  # its newest
+    _of_worker: dict[str, ChangeRecord] = field(default_factory=dict)  # latest, by worker
 
     def note_committed(self, record: ChangeRecord) -> None:
-        """A change is committed; its workers will change over."""
+        """Record the commit of a change, after which its workers change over."""
         self.changes.append(record)
         record._unsettled.update(record.workers)
         self._of_worker |= dict.fromkeys(record.workers, record)
 
     def note_failed(self, reason: str) -> None:
-        """A change came to nothing."""
+        """Record a change that failed."""
         self.failed[reason] = self.failed.get(reason, 0) + 1
 
     def note_moved(self, worker_id: str, size_bytes: int) -> None:
-        """A worker begins to send KV of its newest change."""
+        """Record that a worker begins to send KV in its latest change."""
         self._of_worker[worker_id].moved_bytes += size_bytes
 
     def note_settled(self, worker_id: str, now_s: float) -> None:
-        """A worker is done with its newest change."""
+        """Record that a worker has completed its latest change."""
         record = self._of_worker.get(worker_id)
         if record is None or worker_id not in record._unsettled:
             return
@@ -130,12 +137,12 @@ class ChangeLog:
             record.settled_s = now_s
 
     def has_settled(self, worker_id: str) -> bool:
-        """Whether a worker is done with its newest change."""
+        """Return whether a worker has completed its latest change."""
         record = self._of_worker.get(worker_id)
         return record is None or worker_id not in record._unsettled
 
     def note_pipelines(self, pipelines: Iterable[Pipeline]) -> None:
-        """These pipelines have ended."""
+        """Add up the utilisation of pipelines that have ended."""
         for pipeline in pipelines:
             busy_s, present_s = pipeline.busy()
             self.busy_s += busy_s

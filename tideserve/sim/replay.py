@@ -1,4 +1,4 @@
-"""Feeds recorded events to the same core code again: it must decide the same again."""
+"""Replays recorded events through the core's state machines and compares their decisions."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -37,7 +37,7 @@ _SCHEDULER = (
 
 
 def _by_name(*types: type[Any]) -> dict[str, type[Any]]:
-    return {one.__name__: one for one in types}
+    return {cls.__name__: cls for cls in types}
 
 
 SCHEDULER_TYPES = _by_name(*_SCHEDULER)
@@ -48,7 +48,7 @@ MEMMGR_TYPES = _by_name(*get_args(CoordinatorEvent), *get_args(CoordinatorComman
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """How far a replay came; `difference` says where it first decided otherwise, "" if nowhere."""
+    """Result of a replay; `difference` describes the first deviating decision, "" if none."""
 
     events: int
     decisions: int
@@ -60,9 +60,9 @@ def replay(
     entries: Iterable[Recorded],
     concessions: ConcessionOrder | None = None,
 ) -> Replayed:
-    """Apply what happened in `entries` to a new `state`, compare commands and batches.
+    """Apply the events of `entries` to a new `state` and compare its commands and batches.
 
-    Decisions that the end of the log cuts off are not compared. `concessions` looks at each plan.
+    Decisions after the end of the log are not compared. `concessions` checks each plan.
     """
     events = decisions = 0
     expected: list[Any] = []
@@ -72,25 +72,25 @@ def replay(
         if entry.kind == COMMAND:
             if not expected:
                 return Replayed(events, decisions, f"recorded after event {events}: {entry.value}")
-            made = expected.pop(0)
+            decided = expected.pop(0)
         elif expected:
             return Replayed(events, decisions, f"not recorded after event {events}: {expected[0]}")
         elif entry.kind == BATCH:
             assert isinstance(state, Changeover)
-            made = _plan(state, entry.value, concessions)
+            decided = _plan(state, entry.value, concessions)
         else:
             events += 1
             expected = list(state.handle(entry.value))
             continue
-        if made != entry.value:
-            difference = f"after event {events}: {made} instead of {entry.value}"
+        if decided != entry.value:
+            difference = f"after event {events}: {decided} instead of {entry.value}"
             return Replayed(events, decisions, difference)
         decisions += 1
     return Replayed(events, decisions)
 
 
 def _plan(state: Changeover, planned: Planned, concessions: ConcessionOrder | None) -> Planned:
-    """What it plans now."""
+    """Plan at the recorded time and return the result in the form of the record."""
     if concessions is not None:
         concessions.before(state.planner)
     microbatch = state.plan(planned.now_s)

@@ -1,4 +1,4 @@
-"""What became of the simulated requests, in the figures that `tideserve bench` has."""
+"""Outcomes of a simulation, and the figures computed from them, named as by `tideserve bench`."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -16,8 +16,8 @@ from tideserve.sim.token_times import (
     TokenGroups,
     attainment,
     goodput,
+    merge_gaps,
     percentiles_of,
-    together,
 )
 
 PERCENTILES = {"p50": 0.5, "p90": 0.9, "p95": 0.95, "p99": 0.99, "p99.9": 0.999}
@@ -33,9 +33,9 @@ class Outcome(StrEnum):
 
 @dataclass(slots=True)
 class Record:
-    """One request as its client sees it; times in seconds of the simulation.
+    """A request as its client sees it; times are in seconds of the simulation.
 
-    `worker_id` leads the group where it went last.
+    `worker_id` is the leader of the last group that the request was assigned to.
     """
 
     sent_s: float
@@ -48,21 +48,21 @@ class Record:
     worker_id: str = ""
     service: Service = NO_PROMISE
     groups: TokenGroups | None = None
-    """Its groups of tokens, if a time per token was promised and there was batch work."""
+    """Groups of tokens with a deadline: only with a TPOT target, beside batch work."""
 
     @property
     def service_class(self) -> ServiceClass:
-        """The class that was promised."""
+        """Service class of the request."""
         return self.service.service_class
 
     @property
     def ttft_s(self) -> float:
-        """From sending to the first token."""
+        """Time from sending to the first token."""
         return self.first_s - self.sent_s
 
     @property
     def e2e_s(self) -> float:
-        """From sending to the last token."""
+        """Time from sending to the last token."""
         return self.end_s - self.sent_s
 
     @property
@@ -88,9 +88,10 @@ LATENCIES: Mapping[str, Callable[[Record], float | None]] = {
 
 @dataclass(frozen=True, slots=True)
 class KvSample:
-    """The cluster's KV blocks at one moment; `wanted` is what waits, in workers or the queue.
+    """The cluster's KV blocks at `time_s`.
 
-    `capacity` counts what the groups hold now.
+    `wanted`: blocks that requests wait for, at workers or in the queue; `capacity`: blocks of the
+    current groups.
     """
 
     time_s: float
@@ -103,12 +104,12 @@ class KvSample:
 
 @dataclass(slots=True)
 class Outcomes:
-    """Everything that a simulation leaves behind. Counts are totals of the cluster.
+    """Raw results of a simulation. Counts are totals of the cluster.
 
-    `kv_blocks` is the capacity with all parameters in place. Of `prefix_queries` prompt tokens that
-    were looked up in prefix caches, `prefix_hits` were there. `tokens` and `gaps` are known where
-    batch work is served beside online work: what had been computed at the begin and at the end of
-    the window, and the gaps between tokens by class.
+    `kv_blocks` is the capacity without dropped layers. `prefix_queries` counts prompt tokens that
+    were looked up in prefix caches, `prefix_hits` those that were cached. Only simulations of batch
+    work beside online work have `tokens`, the processed tokens at the begin and the end of the
+    window, and `gaps`, the times between tokens by class.
     """
 
     kv_blocks: int
@@ -128,7 +129,7 @@ class Outcomes:
 
 
 def percentile(values: Sequence[float], share: float) -> float | None:
-    """Linear interpolation between the two nearest ranks; None of nothing."""
+    """Percentile by linear interpolation between the two nearest ranks; None without values."""
     if not values:
         return None
     ordered = sorted(values)
@@ -139,55 +140,56 @@ def percentile(values: Sequence[float], share: float) -> float | None:
 
 
 def figures(outcomes: Outcomes) -> dict[str, Any]:
-    """The figures of one simulated system, ready for JSON."""
-    found = pooled_figures([outcomes])
-    found |= class_figures([outcomes])
-    found |= _kv_figures(outcomes)
-    found["changes"] = _change_figures(outcomes.changes)
-    found["iterations"] = outcomes.iterations
-    found["iterations_fast_forwarded"] = outcomes.iterations_fast_forwarded
-    found["events"] = outcomes.events
-    found["simulated_s"] = outcomes.simulated_s
-    return found
+    """Compute the figures of a simulation, ready for JSON."""
+    report = pooled_figures([outcomes])
+    report |= class_figures([outcomes])
+    report |= _kv_figures(outcomes)
+    report["changes"] = _change_figures(outcomes.changes)
+    report["iterations"] = outcomes.iterations
+    report["iterations_fast_forwarded"] = outcomes.iterations_fast_forwarded
+    report["events"] = outcomes.events
+    report["simulated_s"] = outcomes.simulated_s
+    return report
 
 
 def pooled_figures(rounds: Sequence[Outcomes]) -> dict[str, Any]:
-    """What became of the requests of all `rounds`, each with a clock of its own."""
-    records = [record for one in rounds for record in one.records]
+    """Compute the figures of the requests of all `rounds`, which have separate clocks."""
+    records = [record for outcomes in rounds for record in outcomes.records]
     completed = [record for record in records if record.outcome is Outcome.COMPLETED]
     rejected = [record for record in records if record.outcome is Outcome.REJECTED]
-    found: dict[str, Any] = {
+    report: dict[str, Any] = {
         "sent": len(records),
         "completed": len(completed),
         "rejected": len(rejected),
         "failed": 0,
         "unfinished": len(records) - len(completed) - len(rejected),
-        "preemptions": sum(one.preemptions for one in rounds),
-        "prefix_queries": sum(one.prefix_queries for one in rounds),
-        "prefix_hits": sum(one.prefix_hits for one in rounds),
+        "preemptions": sum(outcomes.preemptions for outcomes in rounds),
+        "prefix_queries": sum(outcomes.prefix_queries for outcomes in rounds),
+        "prefix_hits": sum(outcomes.prefix_hits for outcomes in rounds),
     }
-    found |= _latency_figures(completed)
-    seconds = sum(_duration_s(one.records) for one in rounds)
+    report |= _latency_figures(completed)
+    seconds = sum(_duration_s(outcomes.records) for outcomes in rounds)
     tokens = sum(record.output_tokens for record in completed)
-    found["throughput_tokens_per_s"] = tokens / seconds if seconds > 0 else None
-    return found
+    report["throughput_tokens_per_s"] = tokens / seconds if seconds > 0 else None
+    return report
 
 
 def class_figures(rounds: Sequence[Outcomes]) -> dict[str, Any]:
-    """What was computed in the windows of all `rounds`, and latencies, by class.
+    """Compute throughput in the windows of all `rounds`, and latencies, by class.
 
-    Empty where no backlog had a part. `online`: all classes but `batch`, and of their requests
-    those that were sent in a window. One of them without a token counts in `ttft_s` with the time
-    that it has waited, and has kept none of its targets. Batch requests that ended in a window make
-    the throughput of `batch`.
+    Empty without a backlog of batch work. `online`: the requests of all classes but `batch` that
+    were sent in a window. An online request without a token counts in `ttft_s` with the time that
+    it has waited, and has met none of its targets. The throughput of `batch` counts the requests
+    that ended in a window.
     """
-    known = [one for one in rounds if len(one.tokens) == 2]
+    # Only simulations with a backlog count tokens at both ends of the window.
+    known = [outcomes for outcomes in rounds if len(outcomes.tokens) == 2]
     if not known:
         return {}
     seconds = sum(end_s - begin_s for begin_s, end_s in map(_window_s, known))
-    made = sum_of([_less(one.tokens[1][1], one.tokens[0][1]) for one in known])
-    online = made.online_processed_tokens_total, made.online_recomputed_tokens_total
-    batch = made.batch_processed_tokens_total, made.batch_recomputed_tokens_total
+    counts = sum_of([_difference(part.tokens[1][1], part.tokens[0][1]) for part in known])
+    online = counts.online_processed_tokens_total, counts.online_recomputed_tokens_total
+    batch = counts.batch_processed_tokens_total, counts.batch_recomputed_tokens_total
     both = online[0] + batch[0], online[1] + batch[1]
     return {
         **_token_figures(both, seconds),
@@ -195,7 +197,7 @@ def class_figures(rounds: Sequence[Outcomes]) -> dict[str, Any]:
         "classes": {
             "online": _figures_of_class(known, batch=False)
             | _token_figures(online, seconds)
-            | _kept_figures(known, seconds),
+            | _target_figures(known, seconds),
             "batch": _figures_of_class(known, batch=True)
             | _token_figures(batch, seconds)
             | {"throughput_requests_per_s": _share(_batch_ended(known), seconds)},
@@ -204,10 +206,10 @@ def class_figures(rounds: Sequence[Outcomes]) -> dict[str, Any]:
 
 
 def kept_of(record: Record, now_s: float) -> Kept:
-    """What an online request was given of its promises.
+    """Return which targets an online request met.
 
-    One that runs at the end, `now_s`, counts by what it had got and by how long nothing had come
-    since.
+    A request that still runs at the end, `now_s`, is judged by its tokens so far and by the time
+    since the last of them.
     """
     service = record.service
     if math.isnan(record.first_s) or record.outcome is Outcome.REJECTED:
@@ -227,27 +229,27 @@ def kept_of(record: Record, now_s: float) -> Kept:
     return Kept(first, tpot_s <= service.tpot_s, groups.share)
 
 
-def _kept_figures(rounds: Sequence[Outcomes], seconds: float) -> dict[str, Any]:
-    """What online requests that were sent in the windows got of their promises."""
+def _target_figures(rounds: Sequence[Outcomes], seconds: float) -> dict[str, Any]:
+    """Compute attainment and goodput of the online requests that were sent in the windows."""
     kept = []
-    for one in rounds:
-        begin_s, end_s = _window_s(one)
+    for outcomes in rounds:
+        begin_s, end_s = _window_s(outcomes)
         kept += [
-            kept_of(record, one.simulated_s)
-            for record in one.records
+            kept_of(record, outcomes.simulated_s)
+            for record in outcomes.records
             if record.service.online and begin_s <= record.sent_s <= end_s
         ]
     return {"slo_attainment": attainment(kept)} | goodput(kept, seconds)
 
 
 def _batch_ended(rounds: Sequence[Outcomes]) -> int:
-    """Batch requests that were completed in the windows."""
+    """Count the batch requests that were completed in the windows."""
     ended = 0
-    for one in rounds:
-        begin_s, end_s = _window_s(one)
+    for outcomes in rounds:
+        begin_s, end_s = _window_s(outcomes)
         ended += sum(
             record.outcome is Outcome.COMPLETED and begin_s <= record.end_s <= end_s
-            for record in one.records
+            for record in outcomes.records
             if not record.service.online
         )
     return ended
@@ -256,33 +258,37 @@ def _batch_ended(rounds: Sequence[Outcomes]) -> int:
 def _figures_of_class(rounds: Sequence[Outcomes], *, batch: bool) -> dict[str, Any]:
     records: list[Record] = []
     waited_s: list[float] = []
-    for one in rounds:
-        begin_s, end_s = (-math.inf, math.inf) if batch else _window_s(one)
+    for outcomes in rounds:
+        # Latencies of batch work include all its requests, whenever they were sent.
+        begin_s, end_s = (-math.inf, math.inf) if batch else _window_s(outcomes)
         own = [
             record
-            for record in one.records
+            for record in outcomes.records
             if (record.service_class is ServiceClass.BATCH) == batch
             and begin_s <= record.sent_s <= end_s
         ]
         records += own
-        waited_s += [one.simulated_s - r.sent_s for r in own if math.isnan(r.ttft_s) and not batch]
+        # Leaving out requests without a first token would hide overload.
+        waited_s += [
+            outcomes.simulated_s - r.sent_s for r in own if math.isnan(r.ttft_s) and not batch
+        ]
         waited_s += [record.ttft_s for record in own if not math.isnan(record.ttft_s)]
     gaps = [
         part
-        for one in rounds
-        for name, part in one.gaps.items()
+        for outcomes in rounds
+        for name, part in outcomes.gaps.items()
         if (name is ServiceClass.BATCH) == batch
     ]
-    completed = [one for one in records if one.outcome is Outcome.COMPLETED]
-    found = {"sent": len(records), "completed": len(completed)} | _latency_figures(completed)
-    found["ttft_s"] = _distribution(waited_s)
+    completed = [record for record in records if record.outcome is Outcome.COMPLETED]
+    report = {"sent": len(records), "completed": len(completed)} | _latency_figures(completed)
+    report["ttft_s"] = _distribution(waited_s)
     normalized_s = [record.normalized_s for record in completed]
-    found["normalized_latency_s"]["mean"] = _share(sum(normalized_s), len(normalized_s))
-    return found | {"inter_token_s": percentiles_of(together(gaps), PERCENTILES)}
+    report["normalized_latency_s"]["mean"] = _share(sum(normalized_s), len(normalized_s))
+    return report | {"inter_token_s": percentiles_of(merge_gaps(gaps), PERCENTILES)}
 
 
 def _token_figures(tokens: tuple[int, int], seconds: float) -> dict[str, float | None]:
-    """`tokens`: how many were processed, and how many recomputed."""
+    """`tokens`: numbers of processed and of recomputed tokens."""
     return {
         "processed_tokens_per_s": _share(tokens[0], seconds),
         "recomputed_share": _share(tokens[1], sum(tokens)),
@@ -290,13 +296,13 @@ def _token_figures(tokens: tuple[int, int], seconds: float) -> dict[str, float |
 
 
 def sum_of(counts: Iterable[ClassTokens]) -> ClassTokens:
-    """The tokens of several workers."""
+    """Sum the token counts of several workers."""
     return ClassTokens(*(sum(column) for column in zip(*map(astuple, counts), strict=True)))
 
 
-def _less(whole: ClassTokens, part: ClassTokens) -> ClassTokens:
-    pairs = zip(astuple(whole), astuple(part), strict=True)
-    return ClassTokens(*(one - other for one, other in pairs))
+def _difference(end: ClassTokens, begin: ClassTokens) -> ClassTokens:
+    pairs = zip(astuple(end), astuple(begin), strict=True)
+    return ClassTokens(*(later - earlier for later, earlier in pairs))
 
 
 def _window_s(outcomes: Outcomes) -> tuple[float, float]:
@@ -316,12 +322,12 @@ def _latency_figures(completed: Sequence[Record]) -> dict[str, Any]:
 
 
 def _distribution(values: Sequence[float]) -> dict[str, float | None]:
-    found = {name: percentile(values, share) for name, share in PERCENTILES.items()}
-    return found | {"max": max(values, default=None)}
+    percentiles = {name: percentile(values, share) for name, share in PERCENTILES.items()}
+    return percentiles | {"max": max(values, default=None)}
 
 
 def _duration_s(records: Sequence[Record]) -> float:
-    """From the first sending to the last end."""
+    """Return the time from the first request's sending to the last end."""
     ends_s = [record.end_s for record in records if not math.isnan(record.end_s)]
     return max(ends_s) - min(record.sent_s for record in records) if ends_s else 0.0
 
@@ -349,38 +355,40 @@ def _kv_figures(outcomes: Outcomes) -> dict[str, Any]:
 
 
 def _change_figures(log: ChangeLog) -> dict[str, Any]:
-    """What merged and split, and what that took."""
-    merges = [one for one in log.changes if one.is_merge]
-    splits = [one for one in log.changes if not one.is_merge]
+    """Compute counts, durations and bytes of merges and splits."""
+    merges = [change for change in log.changes if change.is_merge]
+    splits = [change for change in log.changes if not change.is_merge]
     freed_bytes = peak_bytes = 0
-    for one in log.changes:
-        freed_bytes += one.freed_bytes
+    for change in log.changes:
+        freed_bytes += change.freed_bytes
         peak_bytes = max(peak_bytes, freed_bytes)
     return {
         "merges": len(merges),
         "splits": len(splits),
         "failed": dict(log.failed),
         "decisions": len(log.decisions),
-        "freed_bytes": sum(one.freed_bytes for one in merges),
+        "freed_bytes": sum(change.freed_bytes for change in merges),
         "freed_bytes_peak": peak_bytes,
-        "moved_bytes": sum(one.moved_bytes for one in log.changes),
-        "merge_s": _durations(merges, lambda one: one.committed_s - one.decided_s),
-        "restore_s": _durations(splits, lambda one: one.committed_s - one.decided_s),
+        "moved_bytes": sum(change.moved_bytes for change in log.changes),
+        "merge_s": _durations(merges, lambda change: change.committed_s - change.decided_s),
+        "restore_s": _durations(splits, lambda change: change.committed_s - change.decided_s),
         "exchange_s": _durations(
             log.changes,
-            lambda one: None if one.settled_s is None else one.settled_s - one.committed_s,
+            lambda change: (
+                None if change.settled_s is None else change.settled_s - change.committed_s
+            ),
         ),
         "bubble_share": 1 - log.busy_s / log.present_s if log.present_s else None,
         "over_time": [
             {
-                "committed_s": one.committed_s,
-                "settled_s": one.settled_s,
-                "workers": list(one.workers),
-                "kind": "merge" if one.is_merge else "split",
-                "freed_bytes": one.freed_bytes,
-                "moved_bytes": one.moved_bytes,
+                "committed_s": change.committed_s,
+                "settled_s": change.settled_s,
+                "workers": list(change.workers),
+                "kind": "merge" if change.is_merge else "split",
+                "freed_bytes": change.freed_bytes,
+                "moved_bytes": change.moved_bytes,
             }
-            for one in log.changes
+            for change in log.changes
         ],
     }
 
@@ -388,7 +396,7 @@ def _change_figures(log: ChangeLog) -> dict[str, Any]:
 def _durations(
     records: Sequence[ChangeRecord], measure: Callable[[ChangeRecord], float | None]
 ) -> dict[str, float | None]:
-    """Mean and maximum of what has ended."""
+    """Return mean and maximum of a duration over the changes for which `measure` has one."""
     values = [value for record in records if (value := measure(record)) is not None]
     mean = sum(values) / len(values) if values else None
     return {"mean": mean, "max": max(values, default=None)}

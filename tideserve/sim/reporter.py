@@ -1,4 +1,4 @@
-"""Sends a simulated worker's load to the scheduler when `services.core.reporting` says so."""
+"""Load reports of a simulated worker, at the times that `services.core.reporting` decides."""
 
 from collections.abc import Callable
 
@@ -11,7 +11,7 @@ Report = Callable[[LoadReport], None]
 
 
 class LoadSender:
-    """The reports of one worker; `load` and `epoch` are what it would report now."""
+    """Sends the reports of a worker; `load` and `epoch` are the contents of the next report."""
 
     def __init__(
         self, name: str, simulation: Simulation, delays: Delays, report: Report, load: Load
@@ -26,13 +26,14 @@ class LoadSender:
         self._reporting = LoadReporting(name, name, self._rhythm)
 
     def start(self, offset_s: float) -> None:
-        """Report for the first time, `offset_s` from now; then go on with heartbeats."""
+        """Send the first report `offset_s` from now, and heartbeats after it."""
         self._simulation.after(offset_s, self._heartbeat)
 
     def publish(self, load: Load, received: list[str], dropped: tuple[int, ...] = ()) -> None:
-        """The load becomes visible, with the requests that it counts for the first time.
+        """Update the load to report.
 
-        `dropped` as in `LoadReport.dropped_prefixes`.
+        `received`: requests that `load` counts for the first time; `dropped`: see
+        `LoadReport.dropped_prefixes`.
         """
         self.load = load
         self._reporting.note_received(*received)
@@ -40,8 +41,8 @@ class LoadSender:
         if self._rhythm.note_change(self._reporting.news(self.epoch, load)):
             self._simulation.at(max(self._rhythm.due_s, self._simulation.now_s), self._send_if_due)
 
-    def tell(self) -> LoadReport:
-        """The load now, beside the stream of reports."""
+    def snapshot(self) -> LoadReport:
+        """Return a report of the current load outside the stream of reports."""
         return self._reporting.told_beside(self.epoch, self.load)
 
     def _heartbeat(self) -> None:

@@ -1,4 +1,4 @@
-"""The clients of a simulated cluster: they send the requests of a workload at their times."""
+"""Clients of a simulated cluster, which send the requests of an open or closed loop."""
 
 from collections.abc import Callable, Iterator
 
@@ -6,13 +6,15 @@ from tideserve.sim.engine import Simulation
 from tideserve.sim.workload import Arrival, ClosedLoop, CoServed, OpenLoop, Workload
 
 Send = Callable[[Arrival, bool], None]
-"""Takes a request, and whether a client waits for its end before it sends the next one."""
+"""Takes a request, and whether it belongs to a closed loop."""
 
 
 class Senders:
-    """Open loops send whatever happens, the clients of closed ones when their last has ended.
+    """Sends the requests of a workload.
 
-    `over` is called, perhaps several times, when the workload has no more requests that count.
+    An open loop sends at fixed times; each client of a closed loop sends when its last request has
+    ended. `over` is called, possibly several times, when the workload has no more requests that
+    count.
     """
 
     def __init__(
@@ -33,25 +35,26 @@ class Senders:
                 self._open, self._closed = workload.online, workload.batch
 
     def start(self) -> None:
-        """Have the first requests sent."""
+        """Schedule the first requests."""
         if self._open is not None:
             self._plan_arrival(iter(self._open.arrivals))
         if self._closed is not None:
             self._send_all(self._closed, 0.0)
 
     def note_end(self, end_s: float) -> None:
-        """A client of the closed loop learns at `end_s` that its request has ended."""
+        """Take the end of a closed loop's request, of which the client is notified at `end_s`."""
         loop = self._closed
         assert loop is not None
         if not loop.in_batches:
             self._simulation.at(end_s, self._send_next)
             return
+        # The next batch starts when the whole batch has ended.
         self._running -= 1
         if not self._running:
             self._send_all(loop, end_s)
 
     def _send_all(self, loop: ClosedLoop, time_s: float) -> None:
-        """Have every client of the loop send its next request."""
+        """Schedule the next request of every client of the loop."""
         self._running = loop.concurrency
         for _ in range(loop.concurrency):
             self._simulation.at(time_s, self._send_next)
@@ -68,12 +71,14 @@ class Senders:
         self._plan_arrival(later)
 
     def _send_next(self) -> None:
-        """A client of the closed loop sends its next request, if there is one."""
+        """Send the next request of the closed loop, if any is left."""
         loop = self._closed
         assert loop is not None
+        # Requests in flight may end after the duration, but none is sent.
         late = self._simulation.now_s > loop.duration_s
         arrival = None if late else next(loop.requests, None)
         if arrival is not None:
             self._send(arrival, True)
+        # Beside an open loop, the open loop's end decides.
         elif self._open is None:
             self._over()

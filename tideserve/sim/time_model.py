@@ -1,4 +1,4 @@
-"""How long simulated work takes; replaceable."""
+"""Durations of simulated iterations."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -8,30 +8,31 @@ from services.core.planner.batch import IterationShape
 
 
 class TimeModel(Protocol):
-    """Durations in seconds; none may be 0 or less."""
+    """Durations in seconds; all must be positive."""
 
     def iteration_s(self, shape: IterationShape) -> float:
-        """One iteration."""
+        """Return the duration of an iteration."""
         ...
 
     def stage_s(self, shape: IterationShape, share: float) -> float:
-        """A stage's part in a microbatch; `share` is its part in the time of the model."""
+        """Return the duration of a microbatch at a stage with this share of the model's time."""
         ...
 
     def decodes_s(self, decodes: int, prefix_tokens: int, count: int) -> float:
-        """`count` iterations of the same `decodes` requests; `prefix_tokens` is their sum now.
+        """Return the duration of `count` iterations that decode the same `decodes` sequences.
 
-        Equals the sum of `iteration_s` over them.
+        `prefix_tokens` is the sum of their prefixes before the first iteration. Equals the sum of
+        `iteration_s` over the iterations.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class CostTimeModel:
-    """A device's cost model, and `overhead_s` in each iteration for all that is not the model.
+    """A device's cost model, plus `overhead_s` per iteration for everything outside the model.
 
     The model's time is multiplied by `prefill_scale` in iterations with a chunk of more than one
-    token, by `decode_scale` in others: as workers measured beside it.
+    token, else by `decode_scale`: measured ratios of the workers' times to the cost model.
     """
 
     model: CostModel
@@ -40,15 +41,16 @@ class CostTimeModel:
     decode_scale: float = 1.0
 
     def iteration_s(self, shape: IterationShape) -> float:
-        """One iteration."""
+        """See `TimeModel`."""
         return self.stage_s(shape, 1.0)
 
     def stage_s(self, shape: IterationShape, share: float) -> float:
-        """A stage's part in a microbatch."""
+        """See `TimeModel`."""
         model = self.model
         seconds = model.decodes_alone_s(shape.decodes, shape.decode_prefix_tokens)
         for prefix, new in shape.prefills:
             seconds += model.chunk_s(prefix, new)
+        # Each chunk's cost includes the fixed cost `lam`, which a batch pays once.
         shared = shape.decodes + len(shape.prefills) - 1
         tokens = shape.decodes + sum(new for _, new in shape.prefills)
         seconds += model.excess_s(tokens) - shared * model.lam
@@ -56,6 +58,6 @@ class CostTimeModel:
         return scale * share * seconds + self.overhead_s
 
     def decodes_s(self, decodes: int, prefix_tokens: int, count: int) -> float:
-        """`count` iterations of the same decodes, each of which gains a token in each."""
+        """See `TimeModel`; each sequence grows by a token per iteration."""
         seconds = self.model.decodes_s(decodes, prefix_tokens, count)
         return self.decode_scale * seconds + count * self.overhead_s

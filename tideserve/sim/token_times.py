@@ -1,6 +1,4 @@
-"""When tokens of requests come: gaps by class, which sequences of an iteration often share, and
-groups of tokens with a deadline.
-"""
+"""Times of tokens: gaps between tokens by class, and groups of tokens with a deadline."""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,9 +12,9 @@ from services.core.service import ServiceClass
 
 
 class Kept(NamedTuple):
-    """Whether one request got its first token in time, and its others on average.
+    """Whether a request met its TTFT target, and its TPOT target on average.
 
-    `token_group` is the share of its groups of tokens that ended in time. None was not promised.
+    `token_group` is the share of its token groups that met their deadline. None: no such target.
     """
 
     ttft: bool | None
@@ -25,20 +23,20 @@ class Kept(NamedTuple):
 
     @property
     def both(self) -> bool:
-        """Whether no promise of the first two was broken."""
+        """Whether the request missed neither its TTFT nor its TPOT target."""
         return self.ttft is not False and self.tpot is not False
 
 
 NOTHING_KEPT = Kept(False, False, 0.0)
-"""A request without a token has this, whatever the reason."""
+"""For a request without any token."""
 
 
 @dataclass(slots=True)
 class TokenGroups:
-    """The groups of tokens of one request after its first token, which came at `from_s`.
+    """Groups of `size` tokens of a request; `from_s` is the time of the token before the group.
 
-    A group of `size` tokens is due `size` times `tpot_s` after the one before it ended (BROS §4.2).
-    Tokens after the last whole group have no deadline.
+    A group is due `size` times `tpot_s` after the end of the previous group (BROS §4.2); the first
+    group follows the first token. Tokens after the last whole group have no deadline.
     """
 
     size: int
@@ -49,7 +47,7 @@ class TokenGroups:
     in_time: int = 0
 
     def note(self, now_s: float) -> None:
-        """The next token is here."""
+        """Record the next token."""
         self.tokens += 1
         if self.tokens % self.size:
             return
@@ -58,35 +56,35 @@ class TokenGroups:
         self.from_s = now_s
 
     def give_up(self, now_s: float) -> None:
-        """No token came from the last one to `now_s`: a group that was due before is late."""
+        """End at `now_s` without a further token: an unfinished group past its deadline is late."""
         self.ended += now_s > self.due_s
 
     @property
     def due_s(self) -> float:
-        """When the group that is under way must have ended."""
+        """Deadline of the current group."""
         return self.from_s + self.size * self.tpot_s
 
     @property
     def share(self) -> float:
-        """Part of the groups that ended in time; 1 of none."""
+        """Share of the groups that met their deadline; 1 without groups."""
         return self.in_time / self.ended if self.ended else 1.0
 
 
 def attainment(kept: Sequence[Kept]) -> dict[str, float | None]:
-    """The mean over requests of what was kept, by promise; None where nothing was promised.
+    """Return the mean over requests of each target's attainment; None if no request has the target.
 
-    For groups of tokens it is that of the requests' shares, as BROS §7.1 has it.
+    For token groups, this is the mean of the requests' shares, as in BROS §7.1.
     """
     return {
-        "ttft": _mean(one.ttft for one in kept),
-        "tpot": _mean(one.tpot for one in kept),
-        "token_group": _mean(one.token_group for one in kept),
+        "ttft": _mean(request.ttft for request in kept),
+        "tpot": _mean(request.tpot for request in kept),
+        "token_group": _mean(request.token_group for request in kept),
     }
 
 
 def goodput(kept: Sequence[Kept], seconds: float) -> dict[str, Any]:
-    """Requests a second of which every target was kept."""
-    good = sum(one.both for one in kept)
+    """Return the rate of requests that met their TTFT and TPOT targets."""
+    good = sum(request.both for request in kept)
     return {"goodput_requests_per_s": good / seconds if seconds else None}
 
 
@@ -96,14 +94,14 @@ def _mean(values: Iterable[float | None]) -> float | None:
 
 
 Gaps = Counter[float]
-"""How often a gap, in seconds, was seen."""
+"""Number of occurrences of each gap, in seconds."""
 
 
 class TokenTimes:
-    """When each request had its last token, and the `gaps` between tokens by class.
+    """Records the `gaps` between tokens by class, and the token `groups` by request id.
 
-    Of online requests those count that were sent between the times of `window_s`; those that have a
-    target between tokens have their `groups`, by name.
+    Online requests count if they were sent within `window_s`. Only requests with a TPOT target have
+    groups.
     """
 
     def __init__(self, window_s: tuple[float, float]) -> None:
@@ -113,10 +111,11 @@ class TokenTimes:
         self._last_s: dict[str, float] = {}
 
     def note(self, plan: Plan, now_s: float) -> None:
-        """The results of a microbatch are here; to be called before its tokens are appended."""
+        """Record the results of a microbatch; call this before its tokens are appended."""
         last_s = self._last_s
-        sampled = plan.decodes + [one.sequence for one in plan.prefills if one.samples]
+        sampled = plan.decodes + [prefill.sequence for prefill in plan.prefills if prefill.samples]
         for sequence in sampled:
+            # A sequence may end while its microbatch runs; its token is discarded.
             if sequence.phase is Phase.ENDED:
                 continue
             request_id = sequence.request.request_id
@@ -131,7 +130,7 @@ class TokenTimes:
             last_s[request_id] = now_s
 
     def _begin(self, request: Request, now_s: float) -> None:
-        """Its first token is here."""
+        """Record the first token of a request."""
         service = request.service
         if service.tpot_s is not None:
             groups = TokenGroups(service.token_group, service.tpot_s, now_s)
@@ -145,17 +144,17 @@ class TokenTimes:
 
 
 def percentiles_of(gaps: Gaps, shares: Mapping[str, float]) -> dict[str, float | None]:
-    """The nearest rank of each share; None of nothing."""
+    """Return the percentile at the nearest rank for each share; None without gaps."""
     ordered, total = sorted(gaps.items()), gaps.total()
     return {name: _at(ordered, share * (total - 1)) for name, share in shares.items()}
 
 
-def together(parts: Iterable[Gaps]) -> Gaps:
-    """All gaps of several classes or rounds."""
-    found = Gaps()
+def merge_gaps(parts: Iterable[Gaps]) -> Gaps:
+    """Merge the gaps of several classes or rounds."""
+    merged = Gaps()
     for part in parts:
-        found.update(part)
-    return found
+        merged.update(part)
+    return merged
 
 
 def _at(ordered: Sequence[tuple[float, int]], rank: float) -> float | None:

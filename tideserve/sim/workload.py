@@ -1,4 +1,4 @@
-"""Requests to simulate: when they arrive and how long they are, from a seed."""
+"""Workloads of a simulation: arrival times and lengths of requests, drawn from a seed."""
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -10,16 +10,16 @@ from typing import NamedTuple
 from services.core.service import NO_PROMISE, Service
 
 PREFIX_BLOCK_TOKENS = 512
-"""Tokens behind one of the `prefix_ids` of a prompt, as in Mooncake's traces."""
+"""Tokens of a block that an id of `prefix_ids` stands for, as in Mooncake's traces."""
 OWN_TOKEN = -2
-"""Tokens that are a prompt's own are this and below; those of known blocks are 0 and above."""
+"""Tokens that only one prompt has are this and below; tokens of shared blocks are 0 and above."""
 
 
 class Arrival(NamedTuple):
-    """A request: seconds from the start, and its lengths; all of `output_tokens` are generated.
+    """A request: its arrival in seconds from the start, and its exact lengths.
 
     Prompts with equal leading `prefix_ids` begin with the same tokens, `PREFIX_BLOCK_TOKENS` for
-    each id; the rest is the prompt's own.
+    each id; the rest of a prompt is unique.
     """
 
     arrival_s: float
@@ -29,7 +29,7 @@ class Arrival(NamedTuple):
     service: Service = NO_PROMISE
 
     def prompt_ids(self, number: int) -> tuple[int, ...]:
-        """The tokens of the prompt; `number` differs from that of every other request."""
+        """Return the tokens of the prompt; `number` must be unique among requests."""
         shared = self.prefix_ids[: self.prompt_tokens // PREFIX_BLOCK_TOKENS]
         ids = [block for block in shared for _ in range(PREFIX_BLOCK_TOKENS)]
         return (*ids, *repeat(OWN_TOKEN - number, self.prompt_tokens - len(ids)))
@@ -37,9 +37,9 @@ class Arrival(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Length:
-    """Tokens: log-normal of this mean and coefficient of variation, within [least, most].
+    """Log-normal number of tokens with coefficient of variation `cv`, clipped to [least, most].
 
-    `cv` 0 gives the mean itself.
+    With `cv` 0, every length is the mean.
     """
 
     mean: float
@@ -48,9 +48,10 @@ class Length:
     most: int = 1_000_000
 
     def draw(self, rng: Random) -> int:
-        """One length."""
+        """Draw a length."""
         value = self.mean
         if self.cv > 0:
+            # Parameters of the underlying normal distribution.
             variance = math.log(1 + self.cv**2)
             value = rng.lognormvariate(math.log(self.mean) - variance / 2, math.sqrt(variance))
         return max(self.least, min(self.most, round(value)))
@@ -58,34 +59,34 @@ class Length:
 
 @dataclass(frozen=True, slots=True)
 class UniformLength:
-    """Tokens: each number from `least` to `most` is as likely."""
+    """Number of tokens, uniform from `least` to `most`."""
 
     least: int
     most: int
 
     def draw(self, rng: Random) -> int:
-        """One length."""
+        """Draw a length."""
         return rng.randint(self.least, self.most)
 
 
 @dataclass(frozen=True, slots=True)
 class OpenLoop:
-    """Arrivals that wait for nobody, in order of time."""
+    """Arrivals in order of time, independent of the ends of other requests."""
 
     arrivals: Sequence[Arrival]
 
     @property
     def shares_prefixes(self) -> bool:
-        """Whether some prompt may begin as another one does."""
-        return any(one.prefix_ids for one in self.arrivals)
+        """Whether prompts may share prefixes."""
+        return any(arrival.prefix_ids for arrival in self.arrivals)
 
 
 @dataclass(frozen=True, slots=True)
 class ClosedLoop:
-    """`concurrency` clients, each of which sends its next request when the last has ended.
+    """`concurrency` clients, each of which sends its next request when its last has ended.
 
-    They take one after another from `requests`; no client starts one after `duration_s`.
-    `in_batches`: each sends its next request when those of all have ended.
+    They take requests in order from `requests` and send none after `duration_s`. `in_batches`: all
+    clients send their next requests when the requests of all have ended.
     """
 
     requests: Iterator[Arrival]
@@ -95,16 +96,16 @@ class ClosedLoop:
 
     @property
     def shares_prefixes(self) -> bool:
-        """No prompt begins as another one does."""
+        """Whether prompts may share prefixes: never."""
         return False
 
 
 @dataclass(frozen=True, slots=True)
 class CoServed:
-    """Online requests, and clients of a backlog of batch requests that take what is left for them.
+    """Online requests beside a backlog of batch requests, which use the remaining capacity.
 
-    Batch requests go on until the last online one has ended, and those that run then are cut off.
-    What the workers computed counts from `window_from_s` to the last online arrival.
+    Batch requests are sent until the last online request has ended; those that run then are cut
+    off. Throughput is measured from `window_from_s` to the last online arrival.
     """
 
     online: OpenLoop
@@ -113,23 +114,23 @@ class CoServed:
 
     @property
     def shares_prefixes(self) -> bool:
-        """Whether some prompt may begin as another one does."""
+        """Whether prompts may share prefixes."""
         return self.online.shares_prefixes
 
     @property
     def window_s(self) -> tuple[float, float]:
-        """From when to when processed tokens count; empty without an arrival in it."""
-        end_s = max((one.arrival_s for one in self.online.arrivals), default=0.0)
+        """Start and end of the measurement; empty if no request arrives in the window."""
+        end_s = max((arrival.arrival_s for arrival in self.online.arrivals), default=0.0)
         return min(self.window_from_s, end_s), end_s
 
 
 Workload = OpenLoop | ClosedLoop | CoServed
 Phase = tuple[float, float]
-"""Seconds, and requests a second in them."""
+"""Duration in seconds, and requests per second."""
 
 
 def gamma_times(rate_per_s: float, cv: float, duration_s: float, rng: Random) -> Iterator[float]:
-    """Times whose gaps are gamma distributed; `cv` 1 is a Poisson process, 0 a metronome."""
+    """Yield times with gamma-distributed gaps; `cv` 1 is a Poisson process, 0 a fixed interval."""
     mean_s = 1 / rate_per_s
     now_s = 0.0
     while True:
@@ -143,7 +144,7 @@ def gamma_times(rate_per_s: float, cv: float, duration_s: float, rng: Random) ->
 
 
 def phased_times(phases: Iterable[Phase], cv: float, rng: Random) -> Iterator[float]:
-    """Gamma distributed gaps whose rate changes with the phases; a rate of 0 is silence."""
+    """Yield times with gamma-distributed gaps at each phase's rate; none at rate 0."""
     start_s = 0.0
     for length_s, rate_per_s in phases:
         if rate_per_s > 0:
@@ -153,7 +154,7 @@ def phased_times(phases: Iterable[Phase], cv: float, rng: Random) -> Iterator[fl
 
 
 def on_off_phases(on: Phase, off: Phase, duration_s: float) -> Iterator[Phase]:
-    """Two phases in turn, the first one first, until the duration is over."""
+    """Alternate `on` and `off` until the duration is over."""
     for length_s, rate_per_s in cycle((on, off)):
         if duration_s <= 0:
             return
@@ -164,7 +165,7 @@ def on_off_phases(on: Phase, off: Phase, duration_s: float) -> Iterator[Phase]:
 def burst_phases(
     rates_per_s: tuple[float, float], burst: tuple[float, float], duration_s: float
 ) -> Iterator[Phase]:
-    """The first rate, and the second between the times of `burst`."""
+    """Use the first rate, and the second between the times of `burst`."""
     bounds = (0.0, min(burst[0], duration_s), min(burst[1], duration_s), duration_s)
     calm, high = rates_per_s
     for rate_per_s, start_s, end_s in zip((calm, high, calm), bounds, bounds[1:], strict=False):
@@ -174,23 +175,23 @@ def burst_phases(
 def with_lengths(
     times_s: Iterable[float], prompt: Length, output: Length, rng: Random
 ) -> Iterator[Arrival]:
-    """A request at each time."""
+    """Yield a request at each time."""
     for time_s in times_s:
         yield Arrival(time_s, prompt.draw(rng), output.draw(rng))
 
 
 ANSWER_TOKEN_S = 0.03
-"""A next turn comes no sooner than an answer takes to read or to make, by the token."""
+"""Time per token of an answer before the next turn: for generating or reading the answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Conversations:
-    """Conversations, each of whose prompts begins with all that was said before.
+    """Conversations; each prompt begins with all earlier turns of its conversation.
 
-    They begin with one of `openings` texts of `opening` tokens (a system prompt, descriptions of
-    tools); then each turn adds a question, which is what a person or a tool says, and the answer.
-    `turns`, `question` and `answer` (tokens) are drawn for each conversation or turn; so is
-    `pause`, the seconds between an answer and the next question.
+    A conversation begins with one of `openings` texts of `opening` tokens (a system prompt,
+    descriptions of tools). Each turn adds a question, from a person or a tool, and the answer.
+    `turns` is drawn for each conversation; `question` and `answer` (tokens) and `pause` (seconds
+    between an answer and the next question) for each turn.
     """
 
     openings: int
@@ -202,30 +203,31 @@ class Conversations:
     tokens_max: int = 120_000
 
     def arrivals(self, rate_per_s: float, duration_s: float, rng: Random) -> list[Arrival]:
-        """Requests in order of time; so many conversations a second begin within `duration_s`."""
+        """Draw requests, in order of time; `rate_per_s` conversations begin during `duration_s`."""
         ids = count()
         openings = [
             tuple(next(ids) for _ in range(self.opening.draw(rng) // PREFIX_BLOCK_TOKENS))
             for _ in range(self.openings)
         ]
-        found: list[Arrival] = []
+        arrivals: list[Arrival] = []
         for begin_s in gamma_times(rate_per_s, 1.0, duration_s, rng):
-            # The first openings are the most popular ones, as 1, 1/2, 1/3 …
+            # Popularity of openings by Zipf's law: 1, 1/2, 1/3 …
             shares = [1 / (place + 1) for place in range(self.openings)]
             (opening,) = rng.choices(openings, shares)
-            found += self._conversation(begin_s, opening, ids, rng)
-        return sorted(found)
+            arrivals += self._conversation(begin_s, opening, ids, rng)
+        return sorted(arrivals)
 
     def _conversation(
         self, begin_s: float, opening: tuple[int, ...], ids: Iterator[int], rng: Random
     ) -> Iterator[Arrival]:
-        """The turns of one conversation."""
+        """Yield the turns of a conversation."""
         blocks, tokens, now_s = list(opening), len(opening) * PREFIX_BLOCK_TOKENS, begin_s
         for _ in range(self.turns.draw(rng)):
             tokens += self.question.draw(rng)
             answer = self.answer.draw(rng)
             if tokens + answer > self.tokens_max:
                 return
+            # Only whole blocks can be shared with the next turn.
             while (len(blocks) + 1) * PREFIX_BLOCK_TOKENS <= tokens:
                 blocks.append(next(ids))
             yield Arrival(now_s, tokens, answer, tuple(blocks))
@@ -241,10 +243,10 @@ CHATS = Conversations(
     answer=Length(300, 0.8, least=8, most=2_000),
     pause=Length(60, 1.0, most=600),
 )
-"""People who talk about texts: long questions, few turns, long pauses between them.
+"""Conversations of people about texts: long questions, few turns, long pauses.
 
-A cache without an end would hit 41 % of the tokens of prompts, which have 14,000 on average; in
-Mooncake's conversations these are 37 % and 12,000.
+An unlimited cache would hit 41 % of the prompt tokens, of which there are 14,000 per request on
+average; the figures of Mooncake's conversations are 37 % and 12,000.
 """
 
 AGENTS = Conversations(
@@ -255,8 +257,8 @@ AGENTS = Conversations(
     answer=Length(120, 0.8, least=8, most=1_000),
     pause=Length(15, 1.0, most=120),
 )
-"""Agents: descriptions of tools that many share, and steps soon after one another.
+"""Agents: shared descriptions of tools, and steps in quick succession.
 
-A cache without an end would hit 65 % of the tokens of prompts, which have 12,000 on average; in
-Mooncake's synthetic trace it would hit as many.
+An unlimited cache would hit 65 % of the prompt tokens, of which there are 12,000 per request on
+average; in Mooncake's synthetic trace it would hit the same share.
 """

@@ -1,1 +1,1 @@
-"""What the gateway knows of the model: its names, template, formats and defaults."""
+"""The served model as the gateway sees it: names, chat template, formats, sampling defaults."""

@@ -1,4 +1,4 @@
-"""The form of chats with a model: its template, and the formats of calls and reasoning."""
+"""Prompts and output formats of chats: the template, and the formats of calls and reasoning."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -7,19 +7,19 @@ from typing import Any
 from services.gateway.api.chat import ChatRequest
 from services.gateway.api.conversation import template_messages
 from services.gateway.model.template import ChatTemplate
-from services.gateway.structure.asked import Structure, quoted
+from services.gateway.structure.asked import Structure, lark_literal
 from services.gateway.tools import mistral
 from services.gateway.tools.format import (
     ChatForm,
     ReasoningFormat,
     Thinking,
     ToolFormat,
-    opening_mark,
+    opening_marker,
     reasoning_format,
-    reasoning_marks,
+    reasoning_markers,
     thinking,
     tool_format,
-    tool_marks,
+    tool_markers,
 )
 from services.gateway.tools.hermes import CLOSE, OPEN
 from services.gateway.tools.output_grammar import (
@@ -46,42 +46,43 @@ and nothing else:
 {close}"""
 
 
-def with_tools(
+def describe_tools(
     messages: Sequence[Mapping[str, Any]], tools: Sequence[Tool]
 ) -> list[dict[str, Any]]:
-    """The messages with the tools in the first one, which becomes the system's."""
-    told = [dict(message) for message in messages]
+    """Describe the tools in the system message, which is added if there is none."""
+    described = [dict(message) for message in messages]
     if not tools:
-        return told
+        return described
     lines = "\n".join(json.dumps(tool.described(), ensure_ascii=False) for tool in tools)
     text = _INTRODUCTION.format(tools=lines, open=OPEN, close=CLOSE)
-    if told and told[0]["role"] == "system":
-        told[0]["content"] = f"{told[0]['content']}\n\n{text}"
-        return told
-    return [{"role": "system", "content": text}, *told]
+    if described and described[0]["role"] == "system":
+        described[0]["content"] = f"{described[0]['content']}\n\n{text}"
+        return described
+    return [{"role": "system", "content": text}, *described]
 
 
-def flattened(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The messages with calls and their answers as text; answers come from the user.
+def flatten_tool_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Write tool calls and tool responses as plain text; responses become messages of the user.
 
-    Answers that follow each other are one message, as roles alternate in many templates.
+    For templates that know neither tools nor the role "tool".
     """
-    told: list[dict[str, Any]] = []
+    flat: list[dict[str, Any]] = []
     after_answer = False
     for message in messages:
         content, role = message["content"], message["role"]
         if role == "tool":
             answer = f"<tool_response>\n{content}\n</tool_response>"
+            # Many templates require roles to alternate, so consecutive responses share a message.
             if after_answer:
-                told[-1]["content"] += f"\n{answer}"
+                flat[-1]["content"] += f"\n{answer}"
             else:
-                told.append({"role": "user", "content": answer})
+                flat.append({"role": "user", "content": answer})
         else:
             calls = [_call(call["function"]) for call in message.get("tool_calls", ())]
             text = "\n".join([content, *calls] if content else calls)
-            told.append({"role": role, "content": text})
+            flat.append({"role": role, "content": text})
         after_answer = role == "tool"
-    return told
+    return flat
 
 
 def _call(function: Mapping[str, Any]) -> str:
@@ -93,7 +94,7 @@ PARAM = "tools"
 
 
 class ChatModel:
-    """Writes prompts for a model and tells how its answers are read."""
+    """Renders chat prompts, and selects the parsers and grammars of the answers."""
 
     def __init__(
         self,
@@ -102,9 +103,9 @@ class ChatModel:
         configured_tools: str,
         configured_reasoning: str,
     ) -> None:
-        """`added_tokens`: those added to the vocabulary, special ones among them.
+        """`added_tokens`: tokens added to the vocabulary, special tokens among them, by id.
 
-        `configured_tools`, `configured_reasoning`: formats, or "auto".
+        `configured_tools`, `configured_reasoning`: names of formats, or "auto".
         """
         ids = {text: token_id for token_id, text in added_tokens.items()}
         takes_tools = template.takes("tools")
@@ -119,11 +120,12 @@ class ChatModel:
         )
 
     def prompt(self, body: ChatRequest) -> str:
-        """The text of the prompt; raises BadRequest if the template refuses it."""
+        """Render the text of the prompt. Raises BadRequest if the template refuses the messages."""
         messages = template_messages(body.messages)
-        tools = self._told_tools(body)
+        tools = self._prompt_tools(body)
+        # A template that ignores tools gets them as text, in the format of Hermes.
         if not self._takes_tools:
-            messages, tools = with_tools(flattened(messages), tools), ()
+            messages, tools = describe_tools(flatten_tool_messages(messages), tools), ()
         return self._template.render(
             messages,
             tools=[tool.described() for tool in tools],
@@ -133,59 +135,68 @@ class ChatModel:
         )
 
     def thinking(self, prompt: str) -> Thinking:
-        """Where the output after `prompt` begins."""
+        """Return where the output after `prompt` begins."""
         return thinking(self.reasoning_format, prompt)
 
-    def form(self, body: ChatRequest, where: Thinking) -> ChatForm | None:
-        """How an answer to `body` is read; None if all of it is content."""
+    def form(self, body: ChatRequest, thinking: Thinking) -> ChatForm | None:
+        """Select how an answer to `body` is parsed; None if all of it is content."""
         tools = body.callable_tools
         parts = self.reasoning_format is not ReasoningFormat.NONE
         if not tools and not parts:
             return None
-        marks = [*reasoning_marks(self.reasoning_format)]
-        marks += tool_marks(self.tool_format) if tools else ()
+        marks = [*reasoning_markers(self.reasoning_format)]
+        marks += tool_markers(self.tool_format) if tools else ()
         return ChatForm(
             tool_format=self.tool_format,
             names=frozenset(tool.name for tool in tools),
-            thinking=where if parts else None,
-            marks=frozenset(self._ids[mark] for mark in marks if mark in self._ids),
+            thinking=thinking if parts else None,
+            marks=frozenset(self._ids[marker] for marker in marks if marker in self._ids),
             include_reasoning=body.include_reasoning is not False,
         )
 
     def structure(
-        self, body: ChatRequest, answer: Structure | None, where: Thinking
+        self, body: ChatRequest, answer: Structure | None, thinking: Thinking
     ) -> Structure | None:
-        """The required form of the whole output, if `answer` is that of the answer.
+        """Build the grammar of the whole output; `answer` is the grammar of the answer alone.
+
+        Returns None if the output is unconstrained.
 
         Raises:
-            BadRequest: if the tools make no grammar.
+            BadRequest: if a tool's schema cannot become a grammar.
         """
         mode = body.call_mode
         if mode is CallMode.NONE:
-            if answer is None or where is Thinking.OVER:
+            if answer is None or thinking is Thinking.OVER:
                 return answer
-            return output_grammar(answer.param, [answer_rules(answer.grammar)], where, self.mark)
+            return output_grammar(
+                answer.param, [answer_rules(answer.grammar)], thinking, self.spell_marker
+            )
         if mode is CallMode.REQUIRED:
-            return output_grammar(PARAM, [self._calls(body)], where, self.mark)
+            return output_grammar(PARAM, [self._calls(body)], thinking, self.spell_marker)
         if answer is not None:
             either = [answer_rules(answer.grammar), self._calls(body)]
-            return output_grammar(answer.param, either, where, self.mark)
+            return output_grammar(answer.param, either, thinking, self.spell_marker)
+        # With tool choice "auto", strict schemas can be enforced only if a token begins a call:
+        # the model may write any other text before it.
         if any(tool.strict for tool in body.callable_tools) and self._calls_begin_with_token():
-            return output_grammar(PARAM, [text_before(self._calls(body))], where, self.mark)
+            return output_grammar(
+                PARAM, [text_before(self._calls(body))], thinking, self.spell_marker
+            )
         return None
 
-    def mark(self, text: str) -> str:
-        """A mark as a grammar names it: by the token that the model has for it, or spelt."""
+    def spell_marker(self, text: str) -> str:
+        """Spell a marker in a grammar: as the model's token for it, else as a literal."""
         token_id = self._ids.get(text)
-        return quoted(text) if token_id is None else f"<[{token_id}]>"
+        return lark_literal(text) if token_id is None else f"<[{token_id}]>"
 
-    def _told_tools(self, body: ChatRequest) -> Sequence[Tool]:
+    def _prompt_tools(self, body: ChatRequest) -> Sequence[Tool]:
+        """Tools that the prompt describes."""
         if body.call_mode is CallMode.NONE:
             return ()
         if self.tool_format is ToolFormat.NONE:
             raise NotSupported(
-                "the model's chat template has no form of tool calls that is known here; leave"
-                " 'tools' out, or set 'tool_format' of the gateway",
+                "the format of tool calls in the model's chat template is unknown; leave 'tools'"
+                " out, or set 'tool_format' of the gateway",
                 param=PARAM,
             )
         return body.tools
@@ -195,10 +206,10 @@ class ChatModel:
             self.tool_format,
             body.callable_tools,
             parallel=body.several_calls,
-            mark=self.mark,
+            spell=self.spell_marker,
             named=mistral.ARGUMENTS in self._ids,
         )
 
     def _calls_begin_with_token(self) -> bool:
-        opening = opening_mark(self.tool_format)
-        return opening is not None and is_token(self.mark(opening))
+        opening = opening_marker(self.tool_format)
+        return opening is not None and is_token(self.spell_marker(opening))

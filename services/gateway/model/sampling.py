@@ -1,4 +1,4 @@
-"""Sampling options of core, from a body's fields and the model's defaults."""
+"""Sampling options of a request: the fields of the body over the model's defaults."""
 
 import hashlib
 import secrets
@@ -27,7 +27,7 @@ T = TypeVar("T")
 class SamplingDefaults:
     """Defaults of fields that a client leaves out.
 
-    `max_tokens`: most output tokens, None for what the context allows.
+    `max_tokens`: most output tokens; None means as many as the context allows.
     """
 
     temperature: float = TEMPERATURE
@@ -43,7 +43,7 @@ PLAIN_DEFAULTS = SamplingDefaults()
 
 
 def check_ids(body: GenerationRequest, vocab_size: int) -> None:
-    """Raise BadRequest if a field names a token that the model does not have."""
+    """Raise BadRequest if a field names a token id outside the vocabulary."""
     named = {
         "stop_token_ids": body.stop_token_ids or (),
         "allowed_token_ids": body.allowed_token_ids or (),
@@ -63,13 +63,13 @@ def check_ids(body: GenerationRequest, vocab_size: int) -> None:
 def sampling_of(
     body: GenerationRequest, defaults: SamplingDefaults, bad_words: tuple[tuple[int, ...], ...]
 ) -> Sampling:
-    """The sampling of a body's first choice; without a seed one is drawn."""
+    """Return the sampling options of the first choice; a missing seed is drawn at random."""
     seed = body.seed if body.seed is not None else secrets.randbits(SEED_BITS)
     return Sampling(
         temperature=_or(body.temperature, defaults.temperature),
         top_p=_or(body.top_p, defaults.top_p),
         top_k=max(0, _or(body.top_k, defaults.top_k)),
-        # Negative seeds are allowed and mean what their bits mean.
+        # A negative seed stands for its two's complement.
         seed=seed % 2**64,
         min_p=_or(body.min_p, defaults.min_p),
         presence_penalty=body.presence_penalty or 0.0,
@@ -81,10 +81,12 @@ def sampling_of(
     )
 
 
-def check_choices(prompt_tokens: int, prompts: int, n: int, sampling: Sampling, where: str) -> None:
+def check_choices(
+    prompt_tokens: int, prompts: int, n: int, sampling: Sampling, prompt_field: str
+) -> None:
     """Raise BadRequest if `n` choices of each prompt name too many tokens together.
 
-    `prompt_tokens` are those of all prompts, which stand in the field `where`.
+    `prompt_tokens` is the number of tokens of all prompts, which are in the field `prompt_field`.
     """
     named = {
         "logit_bias": 2 * len(sampling.logit_bias),
@@ -93,60 +95,66 @@ def check_choices(prompt_tokens: int, prompts: int, n: int, sampling: Sampling, 
     }
     ids = n * (prompt_tokens + prompts * sum(named.values()))
     if ids > CHOICE_IDS_MAX:
-        named[where] = prompt_tokens // prompts
+        # The error names the field with the most tokens.
+        named[prompt_field] = prompt_tokens // prompts
         param = max(named, key=lambda name: named[name])
         raise BadRequest(
             f"{n * prompts} choices name {ids} tokens in their prompts, 'logit_bias', 'bad_words'"
-            f" and 'allowed_token_ids' together, but {CHOICE_IDS_MAX} are the most; ask for fewer"
-            " choices, or send several requests",
+            f" and 'allowed_token_ids' together, but at most {CHOICE_IDS_MAX} are allowed; ask for"
+            " fewer choices, or send several requests",
             param=param,
         )
 
 
 def choice_seed(seed: int, choice: int) -> int:
-    """The seed of choice `choice` of a prompt: the first has `seed`, others one that follows."""
+    """Return the seed of a choice: `seed` for the first, for others a hash of seed and number."""
     if choice == 0:
         return seed
-    told = seed.to_bytes(8, "little") + choice.to_bytes(8, "little")
-    return int.from_bytes(hashlib.blake2b(told, digest_size=8).digest(), "little")
+    digested = seed.to_bytes(8, "little") + choice.to_bytes(8, "little")
+    return int.from_bytes(hashlib.blake2b(digested, digest_size=8).digest(), "little")
 
 
-def bad_word_ids(words: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
-    """Token ids of each word, with a blank before it and without.
+def bad_word_ids(bad_words: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
+    """Return the token ids of each word, with and without a leading space.
 
     Raises:
-        BadRequest: if they are too many.
+        BadRequest: if there are too many words or tokens.
     """
-    found: dict[tuple[int, ...], None] = {}
-    for word in words:
+    sequences: dict[tuple[int, ...], None] = {}
+    for word in bad_words:
+        # Vocabularies have separate tokens for a word at the start of a text and after a space.
         bare = word.lstrip(" ") or word
         for text in (bare, f" {bare}"):
             ids = tuple(tokenizer.encode(text, False, BAD_WORD_TOKENS_MAX, param="bad_words"))
             if ids:
-                found[ids] = None
-    if len(found) > BAD_WORDS_MAX or sum(map(len, found)) > BAD_WORD_TOKENS_MAX:
+                sequences[ids] = None
+    if len(sequences) > BAD_WORDS_MAX or sum(map(len, sequences)) > BAD_WORD_TOKENS_MAX:
         raise BadRequest(
-            f"'bad_words' make {len(found)} sequences of {sum(map(len, found))} tokens, but"
-            f" {BAD_WORDS_MAX} of {BAD_WORD_TOKENS_MAX} are the most; send fewer or shorter ones",
+            f"'bad_words' make {len(sequences)} sequences of {sum(map(len, sequences))} tokens,"
+            f" but at most {BAD_WORDS_MAX} sequences of {BAD_WORD_TOKENS_MAX} tokens are allowed;"
+            " send fewer or shorter words",
             param="bad_words",
         )
-    return tuple(found)
+    return tuple(sequences)
 
 
 def logprob_options(body: GenerationRequest, echo: bool, prompt_tokens: int) -> LogprobOptions:
-    """Which log probabilities the worker tells; `prompt_tokens` are those of all choices.
+    """Return the log probabilities that the worker computes.
+
+    `prompt_tokens` is the number of prompt tokens of all choices together.
 
     Raises:
-        BadRequest: if they are too many.
+        BadRequest: if the prompts have too many log probabilities.
     """
     output = body.output_logprobs
+    # `echo` with `logprobs` (completions) covers the prompt as well.
     wanted = [top for top in (body.prompt_logprobs, output if echo else None) if top is not None]
     prompt = max(wanted, default=None)
     if prompt is not None and prompt_tokens * (1 + prompt) > PROMPT_LOGPROBS_MAX:
         raise BadRequest(
-            f"log probabilities of {prompt_tokens} prompt tokens (of all choices) with {prompt}"
-            f" beside each are more than {PROMPT_LOGPROBS_MAX} numbers; ask for fewer, or send"
-            " shorter prompts",
+            f"{prompt_tokens} prompt tokens (of all choices) with {prompt} alternatives each have"
+            f" more than {PROMPT_LOGPROBS_MAX} log probabilities; ask for fewer, or send shorter"
+            " prompts",
             param="prompt_logprobs" if body.prompt_logprobs is not None else "logprobs",
         )
     return LogprobOptions(output, prompt)

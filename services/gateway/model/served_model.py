@@ -1,4 +1,4 @@
-"""What the gateway knows of the model that it serves: names, sizes, tokenizer, template."""
+"""The served model: names, sizes, tokenizer, chat template and defaults, from its folder."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -20,28 +20,28 @@ from services.gateway.tools.format import AUTO
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """A model folder, read once; no weights."""
+    """Contents of a model folder, without the weights; read once at the start."""
 
     name: str
     tokenizer: Tokenizer
-    # None without a chat template.
+    # None if the model has no chat template.
     chat: ChatModel | None
-    # Rows of the output layer: every token id is below it.
+    # Rows of the output layer, which may exceed the tokenizer's size; token ids are below it.
     vocab_size: int
-    # Longest sequence that the model was made for; workers may hold less.
+    # Longest sequence that the model supports; a worker's KV cache may hold less.
     context_tokens: int
     eos_ids: frozenset[int]
-    # For fields that clients leave out.
+    # Values of sampling fields that clients leave out.
     defaults: SamplingDefaults = PLAIN_DEFAULTS
     aliases: tuple[str, ...] = ()
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All names by which clients may call the model, its own first."""
+        """All names that requests may use for the model, its own name first."""
         return (self.name, *self.aliases)
 
     def allowed_names(self, principal: Principal) -> tuple[str, ...]:
-        """The `names` that the bearer of a key may use; every list of models shows these."""
+        """The `names` that `principal` may use, which are also the models that it can list."""
         return tuple(name for name in self.names if principal.may_use(name, self.name))
 
 
@@ -54,15 +54,15 @@ def load_model(
     tool_format: str = AUTO,
     reasoning_format: str = AUTO,
 ) -> ServedModel:
-    """Read a model folder. `own_defaults`: whether its generation_config.json has a say in them.
+    """Read a model folder. `own_defaults`: use the defaults of its generation_config.json.
 
-    The formats are those of calls and reasoning, or "auto".
+    `tool_format` and `reasoning_format` are names of formats, or "auto".
 
     Raises:
         ConfigError: if the folder or a needed file is missing or unusable.
     """
     if not model_dir.is_dir():
-        raise ConfigError(f"the model folder {model_dir} is not there; correct 'model_dir'")
+        raise ConfigError(f"the model folder {model_dir} does not exist; correct 'model_dir'")
     config = read_json(model_dir / "config.json")
     if not config:
         raise ConfigError(f"{model_dir} has no config.json; give the folder of a model")
@@ -90,9 +90,9 @@ def load_model(
 
 
 def _defaults(model_dir: Path, vocab_size: int) -> SamplingDefaults:
-    """The defaults of generation_config.json; raises ConfigError if one is impossible."""
+    """Read the defaults of generation_config.json. Raises ConfigError if a value is invalid."""
     path = model_dir / "generation_config.json"
-    given = read_json(path)
+    settings = read_json(path)
     ranges = {
         "temperature": (0.0, TEMPERATURE_MAX),
         "top_p": (math.ulp(0.0), 1.0),
@@ -101,46 +101,50 @@ def _defaults(model_dir: Path, vocab_size: int) -> SamplingDefaults:
         "top_k": (-1, math.inf),
         "max_new_tokens": (1, INT32_MAX),
     }
-    found: dict[str, Any] = {}
+    defaults: dict[str, Any] = {}
     for key, (low, high) in ranges.items():
-        value = given.get(key)
+        value = settings.get(key)
         if value is None:
             continue
         whole = key in ("top_k", "max_new_tokens")
+        # Not isinstance: a bool is no number here.
         kinds = (int,) if whole else (int, float)
         if type(value) not in kinds or not low <= value <= high:
             raise ConfigError(
-                f"{key} in {path} is {value!r}, which cannot be served; correct it, or set"
+                f"{key} in {path} is {value!r}, which is out of range; correct it, or set"
                 " 'generation_config' to none"
             )
-        found[key] = value
-    if (max_tokens := found.pop("max_new_tokens", None)) is not None:
-        found["max_tokens"] = max_tokens
-    if "top_k" in found:
-        found["top_k"] = min(max(0, found["top_k"]), vocab_size)
-    return SamplingDefaults(**found)
+        defaults[key] = value
+    if (max_tokens := defaults.pop("max_new_tokens", None)) is not None:
+        defaults["max_tokens"] = max_tokens
+    if "top_k" in defaults:
+        # -1 and 0 both disable top-k.
+        defaults["top_k"] = min(max(0, defaults["top_k"]), vocab_size)
+    return SamplingDefaults(**defaults)
 
 
 def _eos_ids(
     model_dir: Path, config: Mapping[str, Any], tokenizer: Tokenizer, vocab_size: int
 ) -> frozenset[int]:
-    """End-of-sequence ids: of the generation settings, else the model, else the tokenizer.
+    """Read the end-of-sequence token ids.
 
     Raises:
         ConfigError: if there are too many.
     """
+    # The generation settings take precedence over the model's, these over the tokenizer's.
     for source in (read_json(model_dir / "generation_config.json"), config):
         value = source.get("eos_token_id")
         ids = value if isinstance(value, list) else [value]
-        found = frozenset(i for i in ids if isinstance(i, int) and 0 <= i < vocab_size)
-        if len(found) > EOS_IDS_MAX:
+        eos_ids = frozenset(i for i in ids if isinstance(i, int) and 0 <= i < vocab_size)
+        if len(eos_ids) > EOS_IDS_MAX:
             raise ConfigError(
-                f"{model_dir} names {len(found)} end-of-sequence tokens, but {EOS_IDS_MAX} are the "
-                "most; correct 'eos_token_id' in its generation_config.json or config.json"
+                f"{model_dir} names {len(eos_ids)} end-of-sequence tokens, but at most "
+                f"{EOS_IDS_MAX} are supported; correct 'eos_token_id' in its "
+                "generation_config.json or config.json"
             )
-        if found:
-            return found
+        if eos_ids:
+            return eos_ids
     token = read_json(model_dir / "tokenizer_config.json").get("eos_token")
     text = token.get("content") if isinstance(token, dict) else token
-    found_id = tokenizer.token_id(text) if isinstance(text, str) else None
-    return frozenset() if found_id is None else frozenset({found_id})
+    eos_id = tokenizer.token_id(text) if isinstance(text, str) else None
+    return frozenset() if eos_id is None else frozenset({eos_id})

@@ -1,4 +1,4 @@
-"""Chat templates: messages to prompt text, in a sandbox."""
+"""Chat templates: render messages to the text of a prompt, in a sandbox."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ from services.gateway.vocabulary.errors import BadRequest
 
 
 class ChatTemplate:
-    """A compiled chat template and the special tokens that it may name."""
+    """A compiled chat template and the special tokens that the template may name."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
         """Raises ConfigError if the template does not compile."""
@@ -38,7 +38,7 @@ class ChatTemplate:
         self._special_tokens = dict(special_tokens)
 
     def takes(self, name: str) -> bool:
-        """Whether the template looks at a variable of that name."""
+        """Return whether the template reads the variable `name`."""
         return name in self._names
 
     def render(
@@ -50,26 +50,30 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
     ) -> str:
-        """The prompt text that asks for the assistant's next message, or the rest of the last one.
+        """Render the prompt of the assistant's next message, or of the rest of the last message.
 
-        `variables`: what else the template is told; the names must be those that clients may set.
+        `variables`: further template variables, whose names must be names that clients may set.
 
         Raises:
-            BadRequest: if the template refuses these messages.
+            BadRequest: if the template refuses the messages.
         """
         # As in transformers: an absent value is none, not undefined.
-        told = {
+        own_variables = {
             "tools": list(tools) or None,
             "documents": None,
             "add_generation_prompt": add_generation_prompt,
         }
-        text = self._rendered(messages, {**(variables or {}), **told})
+        text = self._rendered(messages, {**(variables or {}), **own_variables})
         return _unfinished(text, messages[-1]["content"]) if continue_final_message else text
 
-    def _rendered(self, messages: Sequence[Mapping[str, Any]], told: Mapping[str, Any]) -> str:
+    def _rendered(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> str:
         try:
             return self._template.render(
-                {**told, **self._special_tokens, "messages": [dict(one) for one in messages]}
+                {
+                    **variables,
+                    **self._special_tokens,
+                    "messages": [dict(message) for message in messages],
+                }
             )
         except (
             *(jinja2.TemplateError, TypeError, ValueError, LookupError),
@@ -81,27 +85,28 @@ class ChatTemplate:
 
 
 def _unfinished(text: str, last: str) -> str:
-    """`text` up to the end of the last message, without what the template has put behind it."""
+    """Cut the prompt at the end of the last message, before what the template appends to it."""
     # Templates may strip messages.
-    for said in (last, last.rstrip(), last.strip()):
-        at = text.rfind(said)
-        if said and at >= 0:
-            return text[: at + len(said)]
+    for content in (last, last.rstrip(), last.strip()):
+        start = text.rfind(content)
+        if content and start >= 0:
+            return text[: start + len(content)]
     raise BadRequest(
-        "the last message is empty, or the template changes it, so it cannot be continued; send"
+        "the last message cannot be continued, because it is empty or changed by the template; send"
         " 'continue_final_message': false",
         param="continue_final_message",
     )
 
 
 def load_template(model_dir: Path) -> ChatTemplate | None:
-    """The chat template of a model folder, or None if the model has none.
+    """Read the chat template of a model folder; None if the model has none.
 
     Raises:
-        ConfigError: if a file is there but cannot be used.
+        ConfigError: if a file cannot be read or the template does not compile.
     """
     settings = read_json(model_dir / "tokenizer_config.json")
     source: Any = settings.get("chat_template")
+    # The file is the newer convention and takes precedence over tokenizer_config.json.
     path = model_dir / "chat_template.jinja"
     if path.exists():
         try:
@@ -109,7 +114,7 @@ def load_template(model_dir: Path) -> ChatTemplate | None:
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"cannot read {path}: {error}") from error
     if isinstance(source, list):
-        # Several named templates: the one for plain chat is called "default".
+        # Several named templates: "default" is the template of plain chats.
         named = {item.get("name"): item.get("template") for item in source}
         source = named.get("default")
     if not isinstance(source, str):
@@ -118,10 +123,10 @@ def load_template(model_dir: Path) -> ChatTemplate | None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file, empty if the file is not there.
+    """Read the object in a JSON file; empty if the file does not exist.
 
     Raises:
-        ConfigError: if the file is there but holds something else.
+        ConfigError: if the file cannot be read or holds no object.
     """
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
@@ -144,7 +149,7 @@ def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
-    # jinja2's own filter escapes HTML, which models never saw.
+    # jinja2's own filter escapes HTML, which does not occur in the training data of models.
     return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
 

@@ -1,4 +1,4 @@
-"""The forms of output that clients ask for, in the words of OpenAI and of vLLM."""
+"""Structured outputs that clients request, in the fields of OpenAI's API and of vLLM."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -10,25 +10,25 @@ from services.gateway.structure.schema import ANY_OBJECT, check_size, schema_tex
 from services.gateway.vocabulary.errors import BadRequest, NotSupported
 
 CHOICES_MAX = 1000
-"""Most texts that one may be chosen from."""
+"""Most texts in a list of choices."""
 
 
 @dataclass(frozen=True, slots=True)
 class Structure:
-    """A grammar that somebody asked for, not checked yet, and the field that asked."""
+    """A grammar that a client requests, not checked yet, and the field `param` that requests it."""
 
     grammar: Grammar
     param: str
 
 
 def response_format_structure(value: Any) -> Structure | None:
-    """What `response_format` asks for; None for plain text.
+    """Parse `response_format`; None for plain text.
 
-    A schema without `strict` is followed as far as it can be enforced; with it, what cannot be
-    enforced is an error.
+    With `strict`, a keyword of the schema that cannot be enforced is an error; without, the keyword
+    is ignored.
 
     Raises:
-        BadRequest: if it asks for nothing that is known.
+        BadRequest: if the field is malformed or its type is unknown.
     """
     param = "response_format"
     if value is None:
@@ -50,26 +50,27 @@ def response_format_structure(value: Any) -> Structure | None:
 
 
 def structured_outputs_structure(value: Any) -> Structure | None:
-    """What vLLM's `structured_outputs` asks for: exactly one form, or None for null.
+    """Parse vLLM's `structured_outputs`, which must name exactly one form; None for null.
 
     Raises:
-        BadRequest: if it asks for no form, several or unknown ones.
+        BadRequest: if the field names no form, several forms or an unknown form.
     """
     param = "structured_outputs"
     if value is None:
         return None
     if not isinstance(value, Mapping):
         raise BadRequest(f"'{param}' must be an object; see the documentation", param=param)
-    asked = {key: item for key, item in value.items() if item is not None and item is not False}
-    if len(asked) != 1 or not asked.keys() <= _FORMS.keys():
+    # Clients may send the forms that they do not use as null or false.
+    named = {key: item for key, item in value.items() if item is not None and item is not False}
+    if len(named) != 1 or not named.keys() <= _FORMS.keys():
         forms = ", ".join(f"'{form}'" for form in _FORMS)
         raise BadRequest(f"'{param}' must name exactly one of {forms}", param=param)
-    form, item = asked.popitem()
+    form, item = named.popitem()
     return _FORMS[form](item, f"{param}.{form}")
 
 
 def guided_structure(form: str, value: Any) -> Structure | None:
-    """What vLLM's older field `guided_<form>` asks for; None for null. Raises BadRequest."""
+    """Parse vLLM's older field `guided_<form>`; None for null. Raises BadRequest."""
     return None if value is None else _FORMS[form](value, f"guided_{form}")
 
 
@@ -94,7 +95,7 @@ def _schema(schema: Mapping[str, Any], param: str, lenient: bool = False) -> Str
 
 
 def _json_form(value: Any, param: str) -> Structure:
-    """A schema, which may be JSON in a string."""
+    """Parse a JSON schema: an object, or JSON text."""
     schema = value
     if isinstance(value, str):
         check_size(value, param)
@@ -125,7 +126,7 @@ def _regex_form(value: Any, param: str) -> Structure:
 
 
 def _grammar_form(value: Any, param: str) -> Structure:
-    """Lark, or the EBNF of llama.cpp, which the check turns into Lark."""
+    """Parse a grammar: Lark, or llama.cpp's EBNF, which the check translates to Lark."""
     return Structure(Grammar(GrammarKind.LARK, _text(value, param)), param)
 
 
@@ -134,17 +135,17 @@ def _choice_form(value: Any, param: str) -> Structure:
         raise BadRequest(f"'{param}' must be a nonempty list of strings", param=param)
     if len(value) > CHOICES_MAX:
         raise BadRequest(
-            f"'{param}' has {len(value)} texts, but {CHOICES_MAX} are the most; use fewer",
+            f"'{param}' has {len(value)} texts, but at most {CHOICES_MAX} are allowed; use fewer",
             param=param,
         )
-    texts = [quoted(_text(item, param)) for item in value]
+    texts = [lark_literal(_text(item, param)) for item in value]
     text = "start: " + " | ".join(texts)
     check_size(text, param)
     return Structure(Grammar(GrammarKind.LARK, text), param)
 
 
-def quoted(text: str) -> str:
-    """A literal in a Lark grammar, whose escapes are those of JSON."""
+def lark_literal(text: str) -> str:
+    """Spell `text` as a Lark literal, whose escapes are those of JSON."""
     return json.dumps(text, ensure_ascii=False)
 
 

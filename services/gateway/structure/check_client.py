@@ -1,4 +1,4 @@
-"""Asks the process that checks grammars; one object for each process that is started."""
+"""Client of the process that checks grammars."""
 
 import asyncio
 import contextlib
@@ -11,27 +11,27 @@ from typing import Any
 
 from services.common.child import Child
 from services.core.request import Grammar
-from services.gateway.structure.check_process import LENGTH, framed
+from services.gateway.structure.check_process import LENGTH, encode_message
 from services.gateway.vocabulary.errors import ServiceUnavailable
 
 log = logging.getLogger(__name__)
 
 _MODULE = "services.gateway.structure.check_process"
 STUCK_S = 10.0
-"""A process that has not cancelled a check by then is ended: nothing else keeps it so long."""
+"""Longest wait for a cancelled check; after that, the process is stuck and is killed."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunningCheck:
-    """A check that the process makes."""
+    """A check that the process has been asked for."""
 
     number: int
     answer: asyncio.Future[dict[str, Any]]
-    """What the process says; ServiceUnavailable if it ends before."""
+    """The process's answer; ServiceUnavailable if the process ends first."""
 
 
 class CheckClient:
-    """Talks to one process until that ends. Its creator closes it."""
+    """Connection to one process, until the process ends. The creator calls `close`."""
 
     def __init__(
         self,
@@ -44,21 +44,22 @@ class CheckClient:
         self._process = process
         self._input, self._output = written, read
         self._numbers = itertools.count()
-        self._asked: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        # Answers that the process owes, by number of the check.
+        self._pending: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._send(greeting)
         self._closing = False
-        self._listening = asyncio.create_task(self._listen())
+        self._reading = asyncio.create_task(self._read_answers())
 
     @classmethod
     async def start(cls, greeting: bytes) -> "CheckClient":
-        """A process that has been told the special tokens. Raises ServiceUnavailable."""
+        """Start a process and send it `greeting`, the vocabulary. Raises ServiceUnavailable."""
         try:
             process = Child(
                 (sys.executable, "-m", _MODULE), output=True, new_session=True, quiet=True
             )
         except OSError as error:
             raise ServiceUnavailable(
-                f"no process to check grammars can be started ({error.strerror}); try again"
+                f"the process that checks grammars cannot be started ({error.strerror}); try again"
             ) from error
         loop, read = asyncio.get_running_loop(), asyncio.StreamReader()
         await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(read), process.output)
@@ -67,52 +68,55 @@ class CheckClient:
 
     @property
     def usable(self) -> bool:
-        """Whether it may still answer."""
-        return not self._listening.done()
+        """Whether the process still runs."""
+        return not self._reading.done()
 
-    def ask(self, grammar: Grammar) -> RunningCheck:
-        """Have a grammar checked."""
-        asked = RunningCheck(next(self._numbers), asyncio.get_running_loop().create_future())
-        self._asked[asked.number] = asked.answer
-        # Few ask at once, and grammars are bounded: nobody needs to wait for the pipe.
-        self._send(framed({"number": asked.number, "kind": grammar.kind, "text": grammar.text}))
-        return asked
+    def submit(self, grammar: Grammar) -> RunningCheck:
+        """Send a grammar to the process, which starts the check at once."""
+        check = RunningCheck(next(self._numbers), asyncio.get_running_loop().create_future())
+        self._pending[check.number] = check.answer
+        # No flow control: the number of concurrent checks and the size of grammars are bounded.
+        self._send(
+            encode_message({"number": check.number, "kind": grammar.kind, "text": grammar.text})
+        )
+        return check
 
-    def cancel(self, asked: RunningCheck) -> None:
-        """End a check that nobody waits for any more; its answer comes soon, whatever it is."""
-        if not asked.answer.done():
-            self._send(framed({"cancel": asked.number}))
+    def cancel(self, check: RunningCheck) -> None:
+        """Cancel a check unless it has ended; its `answer` is still resolved."""
+        if not check.answer.done():
+            self._send(encode_message({"cancel": check.number}))
             stuck = asyncio.get_running_loop().call_later(STUCK_S, self._process.kill)
-            asked.answer.add_done_callback(lambda _: stuck.cancel())
+            check.answer.add_done_callback(lambda _: stuck.cancel())
 
     def _send(self, data: bytes) -> None:
-        """Write, if the process is still there; `_listen` hears of it if it is not."""
-        # The latter is what uvloop raises for a pipe that has no other end any more.
+        """Write unless the process has ended; `_read_answers` handles its end."""
+        # uvloop raises RuntimeError for a pipe whose other end is closed.
         with contextlib.suppress(ConnectionError, RuntimeError):
             self._input.write(data)
 
     async def close(self) -> None:
-        """End the process, and the checks that it makes."""
+        """Kill the process and fail its checks."""
         self._closing = True
         self._process.kill()
-        await self._listening
+        await self._reading
 
-    async def _listen(self) -> None:
+    async def _read_answers(self) -> None:
         with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
             while True:
                 head = await self._output.readexactly(LENGTH.size)
                 body = await self._output.readexactly(LENGTH.unpack(head)[0])
                 answer = json.loads(body)
-                asked = self._asked.pop(answer["number"])
-                if not asked.done():
-                    asked.set_result(answer)
+                pending = self._pending.pop(answer["number"])
+                if not pending.done():
+                    pending.set_result(answer)
         self._process.kill()
         self._input.close()
         code = await self._process.wait()
         if not self._closing:
             log.warning("the process that checks grammars ended with code %d", code)
         error = f"the process that checks grammars ended with code {code}; try again"
-        for asked in self._asked.values():
-            if not asked.done():
-                asked.set_exception(ServiceUnavailable(error))
-                asked.exception()  # the caller may have gone, and then no one else retrieves it
+        for pending in self._pending.values():
+            if not pending.done():
+                pending.set_exception(ServiceUnavailable(error))
+                # If the caller has left, asyncio would log an exception that is never retrieved.
+                pending.exception()

@@ -1,11 +1,11 @@
-"""The process that checks grammars: whatever one costs, its check ends by itself.
+"""The process that checks grammars, each within limits of time and memory.
 
-A grammar may keep llguidance busy for ever, in code that nothing can interrupt. So each check runs
-in a fork of this process, which the kernel ends when the check has taken `CPU_MAX_S` of processor
-time, which a busy machine does not shorten, or has not had that in `WALL_MAX_S`. A fork has all
-that it needs loaded, so a bomb costs its check and nothing more. Several run at once; their answers
-come as they end. One that nobody waits for any more is cancelled, and ends at once. This process
-ends with its parent, whose end closes its input.
+A grammar may keep llguidance busy for ever in code that cannot be interrupted. So each check runs
+in a fork of this process. The kernel ends the fork after `CPU_MAX_S` of processor time, which does
+not depend on the load of the machine, or after `WALL_MAX_S`. A fork has everything loaded, so a
+malicious grammar costs its own check and nothing more. Checks run concurrently and are answered as
+they end; a cancelled check is killed at once. This process ends with its parent: its standard input
+is closed then.
 """
 
 import contextlib
@@ -30,14 +30,14 @@ from services.core.request import GRAMMAR_BYTES_MAX, Grammar, GrammarKind
 CPU_MAX_S = 0.15
 WALL_MAX_S = 10.0
 MEMORY_MAX_BYTES = 2**26
-"""What one check may take beside what is there for all of them; ordinary grammars take 10 MiB."""
+"""Memory that a check may allocate beyond what the fork shares; ordinary grammars take 10 MiB."""
 PIPE_BYTES = 65536
 NICENESS = 5
-"""Tokens for others are more urgent than the check of a grammar."""
+"""Checks yield the processor to requests that generate tokens."""
 LENGTH = struct.Struct("!I")
-"""Each message is JSON after its length in bytes."""
+"""Prefix of each message: the length of its JSON in bytes."""
 
-# The mark of llama.cpp's EBNF, which Lark does not know.
+# Occurs in llama.cpp's EBNF and is no part of Lark's syntax.
 _EBNF_MARK = "::="
 _BYTES = 256
 _END = b"\xff<end of output>"
@@ -45,20 +45,20 @@ _END = b"\xff<end of output>"
 
 @dataclass(slots=True)
 class _Check:
-    """One that a fork makes: the number that it was sent with, and what the fork has told."""
+    """A check in a fork: its number, the fork's process id, and the fork's output so far."""
 
     number: int
     pid: int
-    told: bytearray = field(default_factory=bytearray)
+    output: bytearray = field(default_factory=bytearray)
 
 
 def main() -> None:
-    """Read the special tokens, then numbered grammars, and numbers of those to be cancelled.
+    """Read the vocabulary, then numbered grammars and cancellations, until the input ends.
 
-    Each grammar has one answer, cancelled ones too, until the input ends.
+    Each grammar is answered once, even if its check is cancelled.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # No buffer: what has been read ahead is not seen by a selector.
+    # Unbuffered: the selector would not report messages that a buffer has read ahead.
     with open(sys.stdin.fileno(), "rb", buffering=0, closefd=False) as source:
         first = _read(source)
         if first is None:
@@ -68,13 +68,14 @@ def main() -> None:
         )
         _, hard = resource.getrlimit(resource.RLIMIT_DATA)
         resource.setrlimit(resource.RLIMIT_DATA, (_data_bytes() + MEMORY_MAX_BYTES, hard))
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # to write one takes long
+        # A fork that is killed must not spend time on a core dump.
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         os.nice(NICENESS)
         _serve(source, sys.stdout.buffer, tokenizer)
 
 
 def _data_bytes() -> int:
-    """What RLIMIT_DATA counts of this process; see proc(5)."""
+    """Return this process's memory as RLIMIT_DATA counts it; see proc(5)."""
     pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[5])
     return pages * resource.getpagesize()
 
@@ -85,18 +86,18 @@ def _serve(source: RawIOBase, sink: BinaryIO, tokenizer: LLTokenizer) -> None:
         while True:
             for key, _ in selector.select():
                 if key.data is not None:
-                    _listen(key.fd, key.data, selector, sink)
+                    _read_output(key.fd, key.data, selector, sink)
                 elif (message := _read(source)) is None:
                     return
                 elif (number := message.get("cancel")) is not None:
-                    _end(number, selector)
+                    _cancel(number, selector)
                 else:
-                    output, one = _begin(message, tokenizer)
-                    selector.register(output, selectors.EVENT_READ, one)
+                    output, started = _start(message, tokenizer)
+                    selector.register(output, selectors.EVENT_READ, started)
 
 
-def _begin(message: Mapping[str, Any], tokenizer: LLTokenizer) -> tuple[int, _Check]:
-    """Where the fork that checks will tell its answer; the fork does not return."""
+def _start(message: Mapping[str, Any], tokenizer: LLTokenizer) -> tuple[int, _Check]:
+    """Fork for a check; return the pipe that the fork's answer comes from. The fork exits here."""
     grammar = Grammar(GrammarKind(message["kind"]), message["text"])
     output, entry = os.pipe()
     pid = os.fork()
@@ -104,11 +105,12 @@ def _begin(message: Mapping[str, Any], tokenizer: LLTokenizer) -> tuple[int, _Ch
         os.close(entry)
         return output, _Check(message["number"], pid)
     code = 1
-    # Whatever goes wrong, a fork is never to go on as the process that it was made of.
+    # Whatever fails, the fork must exit: it must never continue in the caller's loop.
     with contextlib.suppress(BaseException):
         signal.setitimer(signal.ITIMER_REAL, WALL_MAX_S)
         signal.setitimer(signal.ITIMER_PROF, CPU_MAX_S)
         answer = json.dumps(check(grammar, tokenizer)).encode()
+        # The limits apply to the check, not to writing its answer.
         signal.setitimer(signal.ITIMER_PROF, 0)
         signal.setitimer(signal.ITIMER_REAL, 0)
         with open(entry, "wb") as file:
@@ -117,36 +119,38 @@ def _begin(message: Mapping[str, Any], tokenizer: LLTokenizer) -> tuple[int, _Ch
     os._exit(code)
 
 
-def _end(number: int, selector: selectors.BaseSelector) -> None:
-    """End the check of this number, unless it is over."""
+def _cancel(number: int, selector: selectors.BaseSelector) -> None:
+    """Kill the check with this number, unless it has ended."""
     for key in selector.get_map().values():
         if key.data is not None and key.data.number == number:
-            # No one waits for a fork before its output has ended, so its id is its own.
+            # The fork is reaped only after its pipe is closed, so the process id is still its own.
             os.kill(key.data.pid, signal.SIGKILL)
 
 
-def _listen(output: int, one: _Check, selector: selectors.BaseSelector, sink: BinaryIO) -> None:
-    """Take what a fork tells; pass it on once that is all, or how the fork ended without it."""
-    if told := os.read(output, PIPE_BYTES):
-        one.told += told
+def _read_output(
+    output: int, running: _Check, selector: selectors.BaseSelector, sink: BinaryIO
+) -> None:
+    """Read a fork's output; at its end, send the answer or the fork's exit code to `sink`."""
+    if part := os.read(output, PIPE_BYTES):
+        running.output += part
         return
     selector.unregister(output)
     os.close(output)
-    _, status = os.waitpid(one.pid, 0)
+    _, status = os.waitpid(running.pid, 0)
     code = os.waitstatus_to_exitcode(status)
-    answer: dict[str, Any] = {"ended": code} if code else json.loads(one.told)
-    sink.write(framed({"number": one.number, **answer}))
+    answer: dict[str, Any] = {"ended": code} if code else json.loads(running.output)
+    sink.write(encode_message({"number": running.number, **answer}))
     sink.flush()
 
 
-def framed(message: Mapping[str, Any]) -> bytes:
-    """A message as it is sent."""
+def encode_message(message: Mapping[str, Any]) -> bytes:
+    """Encode a message: its length, then JSON."""
     body = json.dumps(message).encode()
     return LENGTH.pack(len(body)) + body
 
 
 def _read(source: RawIOBase) -> dict[str, Any] | None:
-    """The next message, None at the end."""
+    """Read the next message; None at the end of the input."""
     head = _read_exactly(source, LENGTH.size)
     body = head and _read_exactly(source, LENGTH.unpack(head)[0])
     if not body:
@@ -156,21 +160,22 @@ def _read(source: RawIOBase) -> dict[str, Any] | None:
 
 
 def _read_exactly(source: RawIOBase, count: int) -> bytes:
-    """So many bytes; none if the input ends before."""
-    found = bytearray()
-    while len(found) < count:
-        part = source.read(count - len(found))
+    """Read `count` bytes; empty if the input ends first."""
+    data = bytearray()
+    while len(data) < count:
+        part = source.read(count - len(data))
         if not part:
             return b""
-        found += part
-    return bytes(found)
+        data += part
+    return bytes(data)
 
 
 def byte_tokenizer(vocab_size: int, special: Mapping[int, str]) -> LLTokenizer:
-    """A tokenizer with the special tokens of a model, at their ids, and single bytes as others.
+    """Make a tokenizer of the model's special tokens, at their ids, and of the 256 single bytes.
 
-    A grammar that it can follow has an output with any tokenizer of these special tokens, and the
-    check needs none of the model's other tokens. The token after all of them ends the output.
+    A grammar that has an output with this tokenizer has an output with any tokenizer with the same
+    special tokens, so the check needs none of the model's other tokens. The last token, after the
+    vocabulary, ends the output.
     """
     tokens = [b""] * max(vocab_size, _BYTES + len(special), max(special, default=0) + 1)
     free = (index for index in range(len(tokens)) if index not in special)
@@ -179,11 +184,11 @@ def byte_tokenizer(vocab_size: int, special: Mapping[int, str]) -> LLTokenizer:
         tokens[index] = bytes([byte])
     for index, name in special.items():
         tokens[index] = b"\xff" + name.encode()
-    return LLTokenizer(TokenizerWrapper(_Bytes([*tokens, _END], ids, special)))
+    return LLTokenizer(TokenizerWrapper(_ByteTokenizer([*tokens, _END], ids, special)))
 
 
-class _Bytes:
-    """What `TokenizerWrapper` asks of a tokenizer."""
+class _ByteTokenizer:
+    """The interface that `TokenizerWrapper` needs of a tokenizer."""
 
     bos_token_id = None
 
@@ -194,15 +199,15 @@ class _Bytes:
         self._ids = ids
 
     def __call__(self, text: str | bytes) -> list[int]:
-        """Token ids of a text."""
+        """Return the token ids of a text."""
         return [self._ids[byte] for byte in (text.encode() if isinstance(text, str) else text)]
 
 
 def check(grammar: Grammar, tokenizer: LLTokenizer) -> dict[str, Any]:
-    """What is to be said about `grammar`.
+    """Check a grammar and return the fields of the answer.
 
-    `error`: what is wrong, else null; `text`: what to use in place of its text, null for itself;
-    `ignored`: what will not be enforced.
+    `error`: why the grammar cannot be used, or None; `text`: the text to use instead of the
+    grammar's own, or None; `ignored`: warnings about what will not be enforced.
     """
     answer = _answer(grammar, tokenizer)
     if answer["error"] and grammar.kind is GrammarKind.LARK and _EBNF_MARK in grammar.text:
@@ -213,7 +218,7 @@ def check(grammar: Grammar, tokenizer: LLTokenizer) -> dict[str, Any]:
 def _check_ebnf(text: str, tokenizer: LLTokenizer) -> dict[str, Any]:
     try:
         lark = grammar_from("ebnf", text)
-    # An error of any type means that the text is no EBNF.
+    # The converter raises errors of many types for a text that is no EBNF.
     except Exception as error:  # noqa: BLE001
         return {"error": str(error)}
     if len(lark.encode()) > GRAMMAR_BYTES_MAX:
@@ -222,8 +227,9 @@ def _check_ebnf(text: str, tokenizer: LLTokenizer) -> dict[str, Any]:
 
 
 def _answer(grammar: Grammar, tokenizer: LLTokenizer) -> dict[str, Any]:
-    """About the grammar as it is. Only the first mask tells whether there is any output."""
+    """Check the grammar as it is, without conversion."""
     matcher = LLMatcher(tokenizer, source_of(grammar), log_level=0, limits=parser_limits())
+    # A grammar without any output is an error only once the first mask is computed.
     if not matcher.is_error():
         matcher.compute_bitmask()
     error = matcher.get_error() or None

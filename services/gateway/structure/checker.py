@@ -1,6 +1,6 @@
-"""Has grammars checked by a process that no grammar brings down, and remembers the answers.
+"""Checks grammars in a separate process, and caches the verdicts.
 
-Guests take turns, so that a guest that sends many bombs waits for them alone.
+Clients share the process fairly: a client that sends many expensive grammars delays only itself.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ from services.core.fair_line import FairLine
 from services.core.request import Grammar, GrammarKind
 from services.gateway.structure.asked import Structure
 from services.gateway.structure.check_client import CheckClient
-from services.gateway.structure.check_process import framed
+from services.gateway.structure.check_process import encode_message
 from services.gateway.vocabulary.errors import BadRequest, QueueFull, ServiceUnavailable
 
 log = logging.getLogger(__name__)
@@ -27,97 +27,104 @@ log = logging.getLogger(__name__)
 @dataclass(frozen=True, slots=True, eq=False)
 class _Waiter:
     guest: str
-    called: asyncio.Future[None]
+    granted: asyncio.Future[None]
 
 
 @dataclass(slots=True)
-class Turn:
-    """A place that a guest has."""
+class Slot:
+    """A slot of the semaphore that a client holds."""
 
     work: asyncio.Future[Any] | None = None
-    """What it is kept for when the guest leaves before that is done."""
+    """If set, the slot stays taken until this is done, even if the client leaves before."""
 
 
-class Turns:
-    """So many may work at once; others wait, those of one guest in the order in which they came."""
+class FairSemaphore:
+    """A semaphore whose waiters take turns by client, and in order of arrival within a client."""
 
-    def __init__(self, places: int, each_max: int, waiting_max: int) -> None:
-        """`each_max`: places that one guest may have; `waiting_max`: how many of one may wait."""
-        self._places = places
-        self._each_max = each_max
-        self._inside = Counter[str]()
-        self._line = FairLine[_Waiter](waiting_max)
+    def __init__(self, slots: int, client_max: int, waiting_max: int) -> None:
+        """`slots`: slots in all; `client_max`, `waiting_max`: slots and waiters per client."""
+        self._slots = slots
+        self._client_max = client_max
+        # Slots that each client holds.
+        self._held = Counter[str]()
+        self._waiting = FairLine[_Waiter](waiting_max)
 
     @property
     def taken(self) -> int:
-        """Places that somebody has."""
-        return self._inside.total()
+        """Number of slots in use."""
+        return self._held.total()
 
     @contextlib.asynccontextmanager
-    async def turn(self, guest: str) -> AsyncIterator[Turn]:
-        """Have a place meanwhile, and until its `work` is done, once it is the guest's turn.
+    async def slot(self, guest: str) -> AsyncIterator[Slot]:
+        """Wait for a slot and hold it, afterwards until the slot's `work` is done, if that is set.
 
         Raises:
-            QueueFull: if many of the guest wait already.
+            QueueFull: if too many callers of this client wait already.
         """
-        await self._enter(guest)
-        turn = Turn()
+        await self._acquire(guest)
+        slot = Slot()
         try:
-            yield turn
+            yield slot
         finally:
-            if turn.work is None or turn.work.done():
-                self._hand_on(guest)
+            # Work goes on when its caller is cancelled, and the limit is on concurrent work.
+            if slot.work is None or slot.work.done():
+                self._release(guest)
             else:
-                turn.work.add_done_callback(lambda _: self._hand_on(guest))
+                slot.work.add_done_callback(lambda _: self._release(guest))
 
-    async def _enter(self, guest: str) -> None:
-        # A guest that waits while a place is free has as many as one guest may have.
-        if self.taken < self._places and self._inside[guest] < self._each_max:
-            self._inside[guest] += 1
+    async def _acquire(self, guest: str) -> None:
+        # No waiter is overtaken: with a slot free, all waiters belong to clients at their limit.
+        if self.taken < self._slots and self._held[guest] < self._client_max:
+            self._held[guest] += 1
             return
         waiter = _Waiter(guest, asyncio.get_running_loop().create_future())
-        if not self._line.join(guest, waiter):
-            raise QueueFull("many grammars of yours are being checked; try again")
+        if not self._waiting.join(guest, waiter):
+            raise QueueFull("too many of your grammars are being checked; try again")
         try:
-            await waiter.called
+            await waiter.granted
         except asyncio.CancelledError:
-            # A waiter that is called in the same moment has the place.
-            if not self._line.leave(guest, waiter):
-                self._hand_on(guest)
+            # If the slot was granted in the same iteration of the loop, pass it on.
+            if not self._waiting.leave(guest, waiter):
+                self._release(guest)
             raise
 
-    def _hand_on(self, guest: str) -> None:
-        self._inside[guest] -= 1
-        if not self._inside[guest]:
-            del self._inside[guest]
-        full = [one for one, count in self._inside.items() if count >= self._each_max]
-        if (waiter := self._line.next(full)) is not None:
-            self._inside[waiter.guest] += 1
-            # A cancelled waiter that has not run since hands the place on when it runs.
-            if not waiter.called.done():
-                waiter.called.set_result(None)
+    def _release(self, guest: str) -> None:
+        self._held[guest] -= 1
+        if not self._held[guest]:
+            del self._held[guest]
+        full = [client for client, count in self._held.items() if count >= self._client_max]
+        if (waiter := self._waiting.next(full)) is not None:
+            self._held[waiter.guest] += 1
+            # A waiter that is already cancelled passes the slot on when its task runs.
+            if not waiter.granted.done():
+                waiter.granted.set_result(None)
 
 
 CHECKS_MAX = 8
-"""Checks that run at once; they share what the machine has to spare."""
-GUEST_CHECKS_MAX = 2
-"""Checks of one guest that run at once: expensive ones do not take all places."""
+"""Most concurrent checks; they run at low priority."""
+CLIENT_CHECKS_MAX = 2
+"""Most concurrent checks of a client, so that expensive grammars cannot take all slots."""
 WAITING_MAX = 256
-"""Checks of one guest that may wait for a place."""
+"""Most waiting checks of a client."""
 VERDICTS_MAX = 1024
+"""Most cached verdicts; the least recently used is evicted."""
 CHECK_TIMEOUT_S = 10.0
-"""Time for the wait in line, the start of a process and the check, bounded in CPU time itself."""
+"""Limit of queueing, the start of the process and the check, whose CPU time has its own limit."""
 START_DELAY_S = 1.0
-"""The process starts so long after the gateway, which is busy with its own start."""
+"""Delay of the process's start, so that it does not slow the start of the gateway."""
 STARTS_MAX = 3
 REASON_CHARS_MAX = 200
 
-_ANY, _NOBODY = Grammar(GrammarKind.REGEX, "a"), ""
+_ANY_GRAMMAR, _NO_CLIENT = Grammar(GrammarKind.REGEX, "a"), ""
 
 
 @dataclass(frozen=True, slots=True)
 class GrammarVerdict:
-    """What is known of a grammar: why it cannot be used, or what to use in place of its text."""
+    """Result of a check.
+
+    `error` is why the grammar cannot be used. Else `text`, if set, replaces the grammar's text, and
+    `ignored` are warnings about what is not enforced.
+    """
 
     error: str | None
     text: str | None = None
@@ -125,50 +132,50 @@ class GrammarVerdict:
 
 
 @dataclass(frozen=True, slots=True)
-class Checked:
-    """A grammar that workers can follow; what they take no notice of is `ignored`: ASCII."""
+class CheckedGrammar:
+    """A grammar that workers can enforce; `ignored` says, in ASCII, what they do not enforce."""
 
     grammar: Grammar
     ignored: tuple[str, ...] = ()
 
 
 class GrammarChecker:
-    """Owns the process; that starts a little after the gateway, or when it is needed first."""
+    """Owns the process, which `run` starts after a delay, or the first check if that is earlier."""
 
     def __init__(self, vocab_size: int, special_tokens: Mapping[int, str]) -> None:
-        """`special_tokens`: those that grammars may name, as in the model's tokenizer."""
-        self._greeting = framed({"vocab_size": vocab_size, "special": special_tokens})
+        """`special_tokens`: the model's special tokens, which grammars may name, by id."""
+        self._greeting = encode_message({"vocab_size": vocab_size, "special": special_tokens})
         self._client: CheckClient | None = None
         self._starting = asyncio.Lock()
-        self._turns = Turns(CHECKS_MAX, GUEST_CHECKS_MAX, WAITING_MAX)
+        self._semaphore = FairSemaphore(CHECKS_MAX, CLIENT_CHECKS_MAX, WAITING_MAX)
         self._verdicts: OrderedDict[bytes, GrammarVerdict] = OrderedDict()
 
     async def run(self, delay_s: float = START_DELAY_S) -> None:
-        """Start the process in `delay_s`, so that no request waits for that; try a few times."""
+        """Start the process after `delay_s`, ahead of the first request; retry a few times."""
         for _ in range(STARTS_MAX):
             await asyncio.sleep(delay_s)
             try:
-                await self._verdict(_ANY, _NOBODY)
+                await self._verdict(_ANY_GRAMMAR, _NO_CLIENT)
             except (QueueFull, ServiceUnavailable) as error:
                 log.warning("%s", error.message)
             else:
                 return
 
-    async def check(self, structure: Structure, guest: str) -> Checked:
-        """The grammar of `structure`, which `guest` wants, once it is known to be usable.
+    async def check(self, structure: Structure, guest: str) -> CheckedGrammar:
+        """Check the grammar of `structure` for the client `guest`; return it if it is usable.
 
         Raises:
-            BadRequest: if it is not, or costs too much.
-            ServiceUnavailable: if it could not be checked now.
+            BadRequest: if the grammar is invalid or too expensive.
+            ServiceUnavailable: if the grammar cannot be checked now.
         """
         verdict = await self._verdict(structure.grammar, guest)
         if verdict.error is not None:
             raise BadRequest(
-                f"'{structure.param}' cannot be followed: {verdict.error}; correct or simplify it",
+                f"'{structure.param}' cannot be enforced: {verdict.error}; correct or simplify it",
                 param=structure.param,
             )
         text = verdict.text if verdict.text is not None else structure.grammar.text
-        return Checked(Grammar(structure.grammar.kind, text), verdict.ignored)
+        return CheckedGrammar(Grammar(structure.grammar.kind, text), verdict.ignored)
 
     async def close(self) -> None:
         """End the process."""
@@ -177,14 +184,14 @@ class GrammarChecker:
 
     async def _verdict(self, grammar: Grammar, guest: str) -> GrammarVerdict:
         key = hashlib.sha256(f"{grammar.kind}\0{grammar.text}".encode()).digest()
-        if (known := self._known(key)) is not None:
-            return known
+        if (cached := self._cached(key)) is not None:
+            return cached
         try:
-            async with timeout(CHECK_TIMEOUT_S), self._turns.turn(guest) as turn:
-                # Another request may have asked the same meanwhile.
-                if (known := self._known(key)) is not None:
-                    return known
-                verdict = await self._ask(grammar, turn)
+            async with timeout(CHECK_TIMEOUT_S), self._semaphore.slot(guest) as slot:
+                # The same grammar may have been checked while this request waited.
+                if (cached := self._cached(key)) is not None:
+                    return cached
+                verdict = await self._run_check(grammar, slot)
         except TimeoutError:
             raise QueueFull("too many grammars are being checked; try again") from None
         self._verdicts[key] = verdict
@@ -192,21 +199,22 @@ class GrammarChecker:
             self._verdicts.popitem(last=False)
         return verdict
 
-    def _known(self, key: bytes) -> GrammarVerdict | None:
+    def _cached(self, key: bytes) -> GrammarVerdict | None:
         verdict = self._verdicts.get(key)
         if verdict is not None:
             self._verdicts.move_to_end(key)
         return verdict
 
-    async def _ask(self, grammar: Grammar, turn: Turn) -> GrammarVerdict:
+    async def _run_check(self, grammar: Grammar, slot: Slot) -> GrammarVerdict:
         client = await self._started()
-        asked = client.ask(grammar)
-        turn.work = asked.answer
+        check = client.submit(grammar)
+        slot.work = check.answer
         try:
-            return _verdict_of(await asyncio.shield(asked.answer))
+            return _verdict_of(await asyncio.shield(check.answer))
         finally:
-            # A caller leaves at once; the check keeps its place until it has ended, too.
-            client.cancel(asked)
+            # A cancelled caller returns at once, but its slot stays taken until the check has
+            # ended.
+            client.cancel(check)
 
     async def _started(self) -> CheckClient:
         async with self._starting:
@@ -216,7 +224,7 @@ class GrammarChecker:
 
 
 def _verdict_of(answer: Mapping[str, Any]) -> GrammarVerdict:
-    """Raises ServiceUnavailable if the check ended by what is no fault of the grammar's."""
+    """Translate an answer; raises ServiceUnavailable if the check died for another reason."""
     code = answer.get("ended")
     if code == -signal.SIGPROF:
         return GrammarVerdict("it takes too long to compile")
@@ -230,13 +238,13 @@ def _verdict_of(answer: Mapping[str, Any]) -> GrammarVerdict:
 
 
 def _note(text: str) -> str:
-    """What is ignored, in letters that fit into a header."""
+    """Reduce a warning to characters that are valid in an HTTP header."""
     plain = _reason(text).replace('"', "'").replace("\\", "?")
     return plain.encode("ascii", "replace").decode()
 
 
 def _reason(error: str) -> str:
-    """The first line of an error, printable and not too long."""
+    """First line of an error, printable, at most `REASON_CHARS_MAX` characters."""
     first = error.strip().split("\n", 1)[0].rstrip(" :.;")
     shown = "".join(c if c.isprintable() else " " for c in first)
     return shown if len(shown) <= REASON_CHARS_MAX else f"{shown[:REASON_CHARS_MAX]}…"

@@ -1,31 +1,31 @@
-"""JSON schemas of clients: bounded before anything looks at them closely."""
+"""Limits on clients' JSON schemas, and their translation into grammars."""
 
 import json
 from collections.abc import Mapping
 from typing import Any
 
 from services.core.request import GRAMMAR_BYTES_MAX
-from services.gateway.structure.closed import close_objects
+from services.gateway.structure.additional_properties import forbid_additional_properties
 from services.gateway.vocabulary.errors import BadRequest
 
 SCHEMA_DEPTH_MAX = 64
-"""Most objects and lists inside each other."""
+"""Most nested objects and lists."""
 ENUM_VALUES_MAX = 1000
-"""Most values in all lists `enum` of a schema together."""
+"""Most values in all `enum` lists of a schema together."""
 ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 
 _OPTIONS = "x-guidance"
-# One blank where JSON allows any: small models otherwise go on writing blanks for ever.
+# At most one space where JSON allows any whitespace, which small models would write for ever.
 _COMPACT = {"whitespace_pattern": " ?"}
-# Values under these keys are data, in which "$ref" has no meaning.
+# Values of these keys are data: "$ref" in them is no reference.
 _DATA_KEYS = frozenset({"const", "default", "enum", "example", "examples"})
 
 
 def schema_text(schema: Mapping[str, Any], param: str, lenient: bool = False) -> str:
-    """The schema as JSON with the options of llguidance in it, and with its objects closed.
+    """Return the schema as JSON with llguidance's options and `additionalProperties` closed.
 
-    `lenient`: keywords that cannot be enforced are left out instead of refused. Options that the
-    client wrote itself hold instead of ours.
+    `lenient`: ignore keywords that cannot be enforced instead of refusing them. Options that the
+    client itself sets take precedence.
 
     Raises:
         BadRequest: if the schema is over a limit or refers to another document.
@@ -40,16 +40,16 @@ def schema_text(schema: Mapping[str, Any], param: str, lenient: bool = False) ->
 
 
 def _narrowed(text: str) -> str:
-    """The schema with its objects closed, unless that makes it too long."""
+    """Close the objects of a schema, unless that makes the schema too long."""
     schema = json.loads(text)
     options = schema.pop(_OPTIONS)
-    close_objects(schema)
+    forbid_additional_properties(schema)
     narrow = _compact_json({**schema, _OPTIONS: options})
     return narrow if len(narrow.encode()) <= GRAMMAR_BYTES_MAX else text
 
 
 def json_text(value: Any, param: str) -> str:
-    """Compact JSON that fits into a grammar; raises BadRequest."""
+    """Encode compact JSON. Raises BadRequest if the text is too long for a grammar."""
     text = _compact_json(value)
     check_size(text, param)
     return text
@@ -65,22 +65,21 @@ def check_size(text: str, param: str) -> None:
         size_bytes = len(text.encode())
     except UnicodeEncodeError:
         raise BadRequest(
-            f"'{param}' holds a lone surrogate, which is no character; send valid Unicode",
+            f"'{param}' contains a lone surrogate; send valid Unicode",
             param=param,
         ) from None
     if size_bytes > GRAMMAR_BYTES_MAX:
         raise BadRequest(
-            f"'{param}' has {size_bytes} bytes, but {GRAMMAR_BYTES_MAX} are the most; shorten it",
+            f"'{param}' has {size_bytes} bytes, but at most {GRAMMAR_BYTES_MAX} are allowed; "
+            "shorten it",
             param=param,
         )
 
 
 def check_schema(schema: Mapping[str, Any], param: str) -> None:
-    """Raise BadRequest if a schema is over a limit or refers to another document.
-
-    Walks through it without recursion, which deep ones would exhaust.
-    """
+    """Raise BadRequest if a schema exceeds a limit or refers to another document."""
     enum_values = 0
+    # An explicit stack: a deep schema would exhaust the recursion limit.
     todo: list[tuple[Any, int, bool]] = [(schema, 1, True)]
     while todo:
         node, depth, is_schema = todo.pop()
@@ -118,7 +117,7 @@ def _check_reference(node: Mapping[str, Any], param: str) -> None:
         reference = node.get(key)
         if isinstance(reference, str) and not reference.startswith("#"):
             raise BadRequest(
-                f"the schema of '{param}' refers to {reference[:64]!a}, and nothing is fetched; "
-                "put what is meant into '$defs' and refer to '#/$defs/…'",
+                f"the schema of '{param}' refers to {reference[:64]!a}, but other documents are "
+                "not fetched; copy the definition into '$defs' and refer to '#/$defs/…'",
                 param=param,
             )

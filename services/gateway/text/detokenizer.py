@@ -1,25 +1,25 @@
-"""Turns token ids into text one at a time."""
+"""Incremental detokenizer: text of token ids, one token at a time."""
 
 import codecs
 from collections.abc import Callable, Mapping, Sequence
 
 REPLACEMENT = "\ufffd"
-# An unfinished character is shown as one to three replacement characters at the end.
+# An incomplete character decodes to one to three replacement characters at the end.
 UNFINISHED_MAX = 3
-# Tokens of bytes that stay in the window when they are over.
+# Byte tokens that stay in the window after the end of their run.
 BYTES_KEPT = 4
-# Beyond so many tokens the window is cut, so that endless invalid bytes cost constant time each.
+# Longest window: bounds the cost per token of endless invalid bytes.
 WINDOW_TOKENS = 24
 
 
 class Detokenizer:
-    """Incremental decoding that never shows half a character.
+    """Incremental decoder that never emits part of a character.
 
-    Keeps a window of the latest tokens and decodes it anew for each; the window starts one piece
-    before the undecided tokens, because decoders treat the first token specially.
+    Decodes a window of the latest tokens for each new token. The window starts before the last
+    complete piece of text, because decoders treat the first token specially.
 
-    Tokens of single bytes, which SentencePiece falls back to, are decoded here: its decoders show
-    a run of them as U+FFFD altogether if it does not end with a whole character.
+    Byte tokens, to which SentencePiece falls back, are decoded here: SentencePiece's decoders turn
+    a whole run of byte tokens into U+FFFD if the run ends within a character.
     """
 
     def __init__(
@@ -28,25 +28,27 @@ class Detokenizer:
         bytes_of: Mapping[int, int] | None = None,
         alone: Callable[[int], str] | None = None,
     ) -> None:
-        """`decode`: text of token ids, invalid bytes shown as U+FFFD; `bytes_of`: tokens of bytes
-        that are no text by themselves.
+        """`decode`: text of token ids, with invalid bytes as U+FFFD; `bytes_of`: the byte of each
+        byte token, by token id.
 
-        `alone`: the text of one token, if the bytes of an output are those of its tokens one after
-        the other. Most tokens are whole characters and then cost no decoding.
+        `alone`: text of a single token; only for tokenizers whose output is the concatenation of
+        the tokens' bytes. Tokens that are whole characters then need no window.
         """
         self._decode = decode
         self._alone = alone
         self._bytes_of = bytes_of or {}
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
-        # The latest tokens of bytes, while no other token has come after them.
+        # The last byte tokens of the current run; empty after any other token.
         self._run: list[int] = []
         self._window: list[int] = []
-        # Tokens of the window, and characters of its text, that belong to complete characters.
+        # Tokens of the window whose text is complete and has been emitted.
         self._settled_tokens = 0
+        # Characters of the window's text that have been emitted.
         self._shown = 0
 
     def push(self, token_id: int) -> str:
-        """Text that this token completes, possibly none."""
+        """Return the text that this token completes, which may be empty."""
+        # Fast path: no character is incomplete and the token is whole characters.
         if self._alone is not None and self._settled_tokens == len(self._window):
             text = self._alone(token_id)
             if REPLACEMENT not in text:
@@ -61,6 +63,7 @@ class Detokenizer:
         self._window.append(token_id)
         text = self._decode(self._window)
         stable = len(text)
+        # Replacement characters at the end may become a character with the next token.
         while stable and len(text) - stable < UNFINISHED_MAX and text[stable - 1] == REPLACEMENT:
             stable -= 1
         piece = text[self._shown : stable]
@@ -72,7 +75,7 @@ class Detokenizer:
         return piece
 
     def flush(self) -> str:
-        """The rest, with unfinished characters shown as U+FFFD; call at the end of the output."""
+        """Return the remaining text, incomplete characters as U+FFFD; call at the end."""
         return self._end_run() if self._run else self._rest()
 
     def _push_byte(self, token_id: int) -> str:
@@ -81,36 +84,36 @@ class Detokenizer:
         return before + self._utf8.decode(bytes([self._bytes_of[token_id]]))
 
     def _end_run(self) -> str:
-        """The rest of the bytes; the window begins with the last ones."""
+        """End a run of byte tokens, which become the window, and return its remaining text."""
         rest = self._utf8.decode(b"", final=True)
         self._window, self._run = self._run, []
         self._settled_tokens, self._shown = len(self._window), len(self._decode(self._window))
         return rest
 
     def _rest(self) -> str:
-        """What of the window's text is not shown."""
+        """Return the text of the window that has not been emitted."""
         rest = self._decode(self._window)[self._shown :]
         self._shown += len(rest)
         return rest
 
     def _settle(self) -> None:
-        """Start the window at the latest piece that shows any text."""
+        """Start the window at the last tokens that have text."""
         rest = self._window[self._settled_tokens :]
         text = self._decode(rest)
         if text:
             self._window = rest
             self._shown = len(text)
         elif len(self._window) > WINDOW_TOKENS:
-            # A long run of tokens that show nothing by themselves.
+            # A long run of tokens without text of their own, such as skipped special tokens.
             self._window = self._window[-WINDOW_TOKENS // 2 :]
             self._shown = len(self._decode(self._window))
         self._settled_tokens = len(self._window)
 
     def _cut(self, text: str) -> None:
-        """Drop all but the latest tokens of the window if what is to be shown stays the same.
+        """Shorten the window to its last tokens such that the text still to emit is the same.
 
-        The end that is undecided has at most three bytes, so it does; where the first token that
-        stays begins within a character, the text before that differs, which is shown already.
+        The incomplete end has at most three bytes, so some split preserves it. If the first
+        remaining token begins within a character, only text that has been emitted differs.
         """
         rest = text[self._shown :]
         for split in range(len(self._window) - 4, len(self._window) - 8, -1):

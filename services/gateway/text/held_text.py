@@ -1,96 +1,97 @@
-"""Text that streams, of which the end may belong to something that is still to come."""
+"""Buffer of streamed text whose end may be the beginning of a marker."""
 
 from collections.abc import Sequence
 
-BLANKS = " \t\r\n"
-"""Characters between the parts of an output that belong to none."""
+WHITESPACE = " \t\r\n"
+"""Whitespace between the parts of an output."""
 
 
-def undecided(text: str, marks: Sequence[str], at: int = 0) -> int:
-    """Length of the longest end of `text` that a mark begins with, without being all of it.
-
-    The end begins at `at` or later.
-    """
+def undecided(text: str, markers: Sequence[str], start: int = 0) -> int:
+    """Length of the longest suffix of `text[start:]` that begins a marker without completing it."""
     longest = 0
-    for mark in marks:
-        start = text.find(mark[0], max(at, len(text) - len(mark) + 1))
-        while start >= 0 and not mark.startswith(text[start:]):
-            start = text.find(mark[0], start + 1)
-        if start >= 0:
-            longest = max(longest, len(text) - start)
+    for marker in markers:
+        # `find` skips to the candidates; an end as long as the marker would be the marker itself.
+        match = text.find(marker[0], max(start, len(text) - len(marker) + 1))
+        while match >= 0 and not marker.startswith(text[match:]):
+            match = text.find(marker[0], match + 1)
+        if match >= 0:
+            longest = max(longest, len(text) - match)
     return longest
 
 
-class HeldText:
-    """Text that has come and is not read, behind blanks that nobody has claimed.
+class TextBuffer:
+    """Received text from `position` on, after whitespace that has been read but not assigned.
 
-    Every character is read once, however the text was cut and however long the blanks are: a
-    reader advances `at`, and what it leaves at the end of a push is shorter than a mark.
+    The parser decides later whether such whitespace is part of the output. Every character is read
+    once, however the text is cut: readers advance `position`, and the rest that they leave in the
+    buffer is shorter than a marker.
     """
 
     def __init__(self) -> None:
         self.text = ""
-        self.at = 0
-        self._blanks: list[str] = []
+        self.position = 0
+        self._whitespace: list[str] = []
 
     def add(self, text: str) -> None:
-        """More text has come."""
-        self.text = self.text[self.at :] + text
-        self.at = 0
+        """Append received text."""
+        self.text = self.text[self.position :] + text
+        self.position = 0
 
     @property
-    def over(self) -> bool:
+    def exhausted(self) -> bool:
         """Whether all text has been read."""
-        return self.at == len(self.text)
+        return self.position == len(self.text)
 
-    def skip_blanks(self) -> None:
-        """Read the blanks that come next, and hold them."""
-        end = self.at
-        while end < len(self.text) and self.text[end] in BLANKS:
+    def skip_whitespace(self) -> None:
+        """Read the whitespace that comes next, and keep it aside."""
+        end = self.position
+        while end < len(self.text) and self.text[end] in WHITESPACE:
             end += 1
-        self._hold(end)
+        self._set_aside(end)
 
-    def starts_with(self, mark: str) -> bool | None:
-        """Whether a mark comes next, which is read then; None if more text must tell."""
-        start = self.text[self.at : self.at + len(mark)]
-        if start == mark:
-            self.at += len(mark)
+    def read_marker(self, marker: str) -> bool | None:
+        """Read `marker` if it comes next; None if that depends on text that is not received."""
+        start = self.text[self.position : self.position + len(marker)]
+        if start == marker:
+            self.position += len(marker)
             return True
-        return None if mark.startswith(start) else False
+        return None if marker.startswith(start) else False
 
-    def before(self, mark: str) -> tuple[str, bool]:
-        """Read the text up to a mark, or all that cannot be the beginning of one.
+    def read_until(self, marker: str) -> tuple[str, bool]:
+        """Read up to and including a marker, or everything that cannot be the start of a marker.
 
-        Returns the text that is shown, held blanks before it included, and whether the mark came,
-        which is read then. Blanks at the end of the text are held.
+        Returns the text before the marker, with the whitespace kept aside before it, and whether
+        the marker was read. Whitespace at the end of the text is kept aside.
         """
-        start = self.text.find(mark, self.at)
-        end = len(self.text) - undecided(self.text, (mark,), self.at) if start < 0 else start
-        shown = self.text[self.at : end].rstrip(BLANKS)
+        start = self.text.find(marker, self.position)
+        end = (
+            len(self.text) - undecided(self.text, (marker,), self.position) if start < 0 else start
+        )
+        shown = self.text[self.position : end].rstrip(WHITESPACE)
         if shown:
-            shown_end = self.at + len(shown)
-            shown = self.take_blanks() + shown
-            self.at = shown_end
-        self._hold(end)
+            shown_end = self.position + len(shown)
+            shown = self.take_whitespace() + shown
+            self.position = shown_end
+        self._set_aside(end)
         if start < 0:
             return shown, False
-        self.at += len(mark)
+        self.position += len(marker)
         return shown, True
 
-    def take_blanks(self) -> str:
-        """The blanks that were held, which are no longer."""
-        taken = "".join(self._blanks)
-        self._blanks.clear()
+    def take_whitespace(self) -> str:
+        """Remove and return the whitespace that was kept aside."""
+        taken = "".join(self._whitespace)
+        self._whitespace.clear()
         return taken
 
-    def take(self) -> str:
-        """All that is held and not read."""
-        taken = self.take_blanks() + self.text[self.at :]
-        self.at = len(self.text)
+    def take_rest(self) -> str:
+        """Remove and return the whitespace that was kept aside and all unread text."""
+        taken = self.take_whitespace() + self.text[self.position :]
+        self.position = len(self.text)
         return taken
 
-    def _hold(self, end: int) -> None:
-        """Read the blanks up to `end`."""
-        if end > self.at:
-            self._blanks.append(self.text[self.at : end])
-            self.at = end
+    def _set_aside(self, end: int) -> None:
+        """Read the whitespace up to `end` and keep it aside."""
+        if end > self.position:
+            self._whitespace.append(self.text[self.position : end])
+            self.position = end

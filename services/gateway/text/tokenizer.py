@@ -1,4 +1,4 @@
-"""Text to token ids off the event loop, token ids to text on it."""
+"""The model's tokenizer: encoding in threads off the event loop, decoding on the event loop."""
 
 import asyncio
 import os
@@ -17,16 +17,16 @@ from services.gateway.vocabulary.errors import BadRequest, ContextExceeded
 
 T = TypeVar("T")
 
-# About a millisecond of tokenising.
+# Characters that take about a millisecond to tokenise.
 INLINE_SIZE = 1024
-# Longer texts are first looked at in slices.
+# Longer texts are first estimated in slices.
 SLICE_CHARS = 32 * 2**10
 ESTIMATE_MARGIN = 1.1
 SLICE_MARGIN_TOKENS = 256
 
 
 class _TokenizerFile(msgspec.Struct):
-    """The form of tokenizer.json, as far as it is looked at."""
+    """The part of tokenizer.json that is validated."""
 
     model: msgspec.Raw
 
@@ -49,16 +49,18 @@ class Tokenizer:
             self._added,
         )
         self._bytes_of: dict[int, int] = {}
-        # The text of each token by itself, since it was asked for.
+        # Cached text of single tokens, by id.
         self._alone: dict[int, str] = {}
         if self.texts.byte_fallback:
             ids = (backend.token_to_id(f"<0x{byte:02X}>") for byte in range(256))
-            self._bytes_of = {one: byte for byte, one in enumerate(ids) if one is not None}
+            self._bytes_of = {
+                token_id: byte for byte, token_id in enumerate(ids) if token_id is not None
+            }
         self._token_bytes_max = max((len(token.encode()) for token in tokens if token), default=1)
 
     @classmethod
     def load(cls, model_dir: Path) -> "Tokenizer":
-        """The tokenizer of a model folder.
+        """Load the tokenizer of a model folder.
 
         Raises:
             ConfigError: if tokenizer.json is missing or unreadable.
@@ -70,71 +72,73 @@ class Tokenizer:
             raise ConfigError(
                 f"cannot read {path}: {error}; the model folder needs a tokenizer.json"
             ) from error
-        # One text at a time: threads inside the tokenizer would only cost memory.
+        # Texts are encoded singly, so threads inside the tokenizer would only cost memory.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-        # The package raises plain Exception for a malformed file, so look at its form first.
+        # The package raises plain Exception for a malformed file, so validate the file first.
         try:
             msgspec.json.decode(text, type=_TokenizerFile)
         except msgspec.DecodeError as error:
             raise ConfigError(
-                f"{path} is no tokenizer: {error}; fetch or convert the model again"
+                f"{path} is not a tokenizer: {error}; fetch or convert the model again"
             ) from error
         return cls(Backend.from_str(text))
 
     def token_id(self, token: str) -> int | None:
-        """Id of a token by its exact spelling."""
+        """Return the id of a token by its exact spelling; None if there is no such token."""
         return self._backend.token_to_id(token)
 
     def entry(self, token_id: int) -> str:
-        """The vocabulary's entry of a token; empty for an id that has none."""
+        """Return the vocabulary's entry for an id; empty if there is none."""
         return self._backend.id_to_token(token_id) or ""
 
     def encode(
         self, text: str, add_special_tokens: bool, tokens_max: int, param: str = "prompt"
     ) -> list[int]:
-        """Token ids of `text`. Slow for long texts, but other threads go on meanwhile.
+        """Tokenise `text`. Slow for long texts, but releases the interpreter lock.
 
         `param` is the field that errors name.
 
         Raises:
             BadRequest: if the text has no UTF-8 form.
-            ContextExceeded: if it certainly has more than `tokens_max` tokens; this is cheap.
+            ContextExceeded: if the text certainly has more than `tokens_max` tokens; this check is
+                cheap.
         """
         try:
             size_bytes = len(text.encode())
         except UnicodeEncodeError:
             raise BadRequest(
-                f"'{param}' holds a lone surrogate, which is no character; send valid Unicode",
+                f"'{param}' contains a lone surrogate; send valid Unicode",
                 param=param,
             ) from None
+        # No token covers more than `_token_bytes_max` bytes: a lower bound on the tokens.
         if size_bytes > self._token_bytes_max * (tokens_max + 1):
             raise _too_long(f"{size_bytes} bytes", tokens_max, param)
         self._estimate(text, tokens_max, param)
         return self._ids(text, add_special_tokens)
 
     def _estimate(self, text: str, tokens_max: int, param: str) -> None:
-        """Refuse a text of far too many tokens before all of it is in memory at once.
+        """Refuse a text far above the limit before the whole text is encoded.
 
-        The encoding of a text takes hundreds of times its size. Cutting it adds a few tokens at
-        each cut, so only what is well above the limit is refused here.
+        The encoding of a text takes hundreds of times the text's memory.
         """
         tokens = 0
+        # Each cut between slices may add a few tokens, hence the margins.
         for start in range(0, len(text) if len(text) > SLICE_CHARS else 0, SLICE_CHARS):
             tokens += len(self._ids(text[start : start + SLICE_CHARS], False))
             if tokens > ESTIMATE_MARGIN * tokens_max + SLICE_MARGIN_TOKENS:
                 raise _too_long(f"more than {tokens_max} tokens", tokens_max, param)
 
     def _ids(self, text: str, add_special_tokens: bool) -> list[int]:
-        # `encode` would hold the interpreter lock; this one does not.
+        # Unlike `encode`, `encode_batch_fast` releases the interpreter lock.
         encoding = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return list(encoding[0].ids)
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
-        """The text of token ids, which must be below the vocabulary's size.
+        """Decode token ids, which must be below the vocabulary's size.
 
-        Slow for many, but other threads go on meanwhile.
+        Slow for many ids, but releases the interpreter lock.
         """
-        # `decode` would hold the interpreter lock; this one does not.
+        # Unlike `decode`, `decode_batch` releases the interpreter lock.
         texts = self._backend.decode_batch(
             [list(token_ids)], skip_special_tokens=skip_special_tokens
         )
@@ -142,13 +146,13 @@ class Tokenizer:
 
     @property
     def added_tokens(self) -> dict[int, str]:
-        """Tokens added to the vocabulary, special ones among them, by their ids."""
+        """Tokens added to the vocabulary, special tokens among them, by id."""
         return {key: token.content for key, token in self._added.items()}
 
     def detokenizer(
         self, skip_special_tokens: bool = True, shown: frozenset[int] = frozenset()
     ) -> Detokenizer:
-        """A fresh incremental decoder; of special tokens that are skipped, `shown` are not."""
+        """Make an incremental decoder; special tokens in `shown` are never skipped."""
         decode, special = self._backend.decode, self._special
         if not skip_special_tokens or not shown & special:
             hidden = special if skip_special_tokens else frozenset[int]()
@@ -165,7 +169,10 @@ class Tokenizer:
         )
 
     def _alone_without(self, hidden: frozenset[int]) -> Callable[[int], str] | None:
-        """The text of one token, none of those that are hidden; None if it depends on others."""
+        """Return the decoder of single tokens, empty for `hidden` tokens.
+
+        None if the text of a token depends on the tokens around it.
+        """
         if not self.texts.concatenates:
             return None
         known = self._alone
@@ -176,7 +183,7 @@ class Tokenizer:
             text = known.get(token_id)
             if text is None:
                 text = self._backend.decode([token_id], skip_special_tokens=False)
-                # A worker may tell ids that no vocabulary has.
+                # A worker may send ids outside the vocabulary; caching these has no bound.
                 if token_id < self.size:
                     known[token_id] = text
             return text
@@ -193,20 +200,20 @@ def _too_long(size: str, tokens_max: int, param: str) -> ContextExceeded:
 
 
 class TextPool:
-    """Threads for work on long texts. Callers beyond the threads wait in line."""
+    """Thread pool for work on long texts; callers wait while all threads are busy."""
 
     def __init__(self, threads: int) -> None:
         self._executor = ThreadPoolExecutor(threads, thread_name_prefix="text")
         self._slots = asyncio.Semaphore(threads)
 
     async def run(self, function: Callable[[], T], size: int) -> T:
-        """The result of `function`, which works on `size` characters or items.
+        """Run `function`, which works on `size` characters or items, and return its result.
 
-        A small one runs here and now: handing it to a thread of a busy process and back waits for
-        the interpreter lock twice, which takes longer than the work. Others run in a thread.
-        Cancelling the caller while it is in line costs nothing; a function that runs already
-        finishes unseen and keeps its place until then.
+        Small work runs at once on the event loop, other work in a thread. Cancelling a caller that
+        waits for a thread has no cost; a function that runs already keeps its thread to its end.
         """
+        # A hop to a thread of a busy process waits for the interpreter lock twice, which takes
+        # longer than small work.
         if size <= INLINE_SIZE:
             return function()
         await self._slots.acquire()
@@ -217,9 +224,9 @@ class TextPool:
     def _done(self, future: "asyncio.Future[T]") -> None:
         self._slots.release()
         if not future.cancelled():
-            # Nobody may be left to hear of a failure; asyncio would complain about that.
+            # If the caller was cancelled, asyncio would log an exception that is never retrieved.
             future.exception()
 
     def close(self) -> None:
-        """End the threads; work that has not begun is dropped."""
+        """Stop the threads and drop work that has not begun."""
         self._executor.shutdown(wait=False, cancel_futures=True)

@@ -1,1 +1,1 @@
-"""Tool calls and reasoning in a model's text: found while it streams, free of any door."""
+"""Incremental parsers of tool calls and reasoning in a model's output, independent of any API."""

@@ -1,87 +1,89 @@
-"""From the JSON of one tool call, or of a list of them, to events."""
+"""Incremental parser of the JSON of a tool call, or of a list of tool calls."""
 
 from collections.abc import Container
 
-from services.gateway.text.held_text import BLANKS
+from services.gateway.text.held_text import WHITESPACE
 from services.gateway.tools.call_object import CallObject
 from services.gateway.tools.event import CallArguments, CallBegin, CallEnd, Event
 from services.gateway.tools.json_value import Step
 
 
 class CallList:
-    """A call object, or several in brackets; a Body."""
+    """Emits the events of a call object, or of a JSON list of call objects. A `CallBody`."""
 
     def __init__(
         self, names: Container[str], index: int, keys: Container[str] | None = None
     ) -> None:
-        """`names`, `keys`: see CallObject. With `keys` there may be no list."""
+        """`names`, `keys`: see `CallObject`. With `keys`, a list is not accepted."""
         self._names = names
         self._keys = keys
         self.index = index
-        self._held: list[str] = []
+        # Characters that no event covers yet; they are content if the text turns out to be no call.
+        self._pending: list[str] = []
         self._in_list = False
         self._call: CallObject | None = None
-        self._open = False
-        self._comma = False
+        self._call_begun = False
+        self._after_call = False
 
     @property
-    def undecided(self) -> str:
-        return "".join(self._held)
+    def pending_text(self) -> str:
+        return "".join(self._pending)
 
-    def feed(self, text: str, at: int, events: list[Event]) -> tuple[int, Step]:
-        for index in range(at, len(text)):
+    def feed(self, text: str, start: int, events: list[Event]) -> tuple[int, Step]:
+        for index in range(start, len(text)):
             step = self._take(text[index], events)
             if step is Step.WRONG:
                 self.end(events)
                 return index, step
             if step is Step.LAST:
                 return index + 1, step
-        self._tell(events)
+        self._emit_arguments(events)
         return len(text), Step.MORE
 
     def end(self, events: list[Event]) -> None:
-        self._tell(events)
-        if self._open:
+        self._emit_arguments(events)
+        if self._call_begun:
             events.append(CallEnd(self.index - 1))
-            self._open = False
+            self._call_begun = False
 
     def _take(self, char: str, events: list[Event]) -> Step:
         if self._call is None:
-            return self._between(char)
+            return self._between_calls(char)
         step = self._call.push(char)
         if step is Step.WRONG:
             return step
-        if not self._open:
-            self._held.append(char)
+        if not self._call_begun:
+            # Until the call has its name, the text may still be ordinary JSON content.
+            self._pending.append(char)
             if not self._call.name:
                 return step
-            self._open = True
-            self._held.clear()
+            self._call_begun = True
+            self._pending.clear()
             events.append(CallBegin(self.index, self._call.name))
             self.index += 1
         if step is Step.LAST:
             self.end(events)
-            self._call, self._comma = None, True
+            self._call, self._after_call = None, True
             return Step.MORE if self._in_list else Step.LAST
         return step
 
-    def _between(self, char: str) -> Step:
-        """Outside of a call object."""
-        if char == "{" and not self._comma:
+    def _between_calls(self, char: str) -> Step:
+        """Take a character outside the call objects."""
+        if char == "{" and not self._after_call:
             self._call = CallObject(self._names, self._keys)
             self._call.push(char)
         elif char == "[" and not self._in_list and self._keys is None:
             self._in_list = True
-        elif char == "," and self._comma:
-            self._comma = False
-        elif char == "]" and self._comma:
+        elif char == "," and self._after_call:
+            self._after_call = False
+        elif char == "]" and self._after_call:
             return Step.LAST
-        elif char not in BLANKS:
+        elif char not in WHITESPACE:
             return Step.WRONG
-        self._held.append(char)
+        self._pending.append(char)
         return Step.MORE
 
-    def _tell(self, events: list[Event]) -> None:
-        """Add the arguments that have come."""
-        if self._open and self._call is not None and (text := self._call.take()):
+    def _emit_arguments(self, events: list[Event]) -> None:
+        """Append an event with the argument text since the last such event."""
+        if self._call_begun and self._call is not None and (text := self._call.take()):
             events.append(CallArguments(self.index - 1, text))

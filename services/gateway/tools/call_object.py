@@ -1,10 +1,10 @@
-"""Follows the JSON object in which a model writes a tool call, as its name and arguments come."""
+"""Incremental parser of the JSON object in which a model writes a tool call."""
 
 import json
 from collections.abc import Container
 from enum import Enum, auto
 
-from services.gateway.text.held_text import BLANKS
+from services.gateway.text.held_text import WHITESPACE
 from services.gateway.tools.json_value import JsonValue, Step
 
 NAME_KEY = "name"
@@ -22,47 +22,48 @@ class _ExpectInCall(Enum):
 
 
 class CallObject:
-    """`{"name": …, "arguments": {…}}`, with "parameters" as another word, in any order.
+    """Parses `{"name": …, "arguments": {…}}`, in any order of keys; "parameters" is a synonym.
 
-    The call has begun once its name is known and its arguments have: `name` is set, and `take`
-    gives the arguments so far. `Step.WRONG` says that this is no call: its name is not among
-    `names` (the tools of the request), or its arguments are no object.
+    The call begins when its name is known and its arguments have started: from then on `name` is
+    set, and `take` returns the arguments so far. `Step.WRONG` means that the text is no call: the
+    name is not among `names` (the request's tools), or the arguments are no object.
     """
 
     def __init__(self, names: Container[str], keys: Container[str] | None = None) -> None:
-        """`keys`: other keys that the object may have; None for any."""
+        """`keys`: further keys that the object may have; None allows any."""
         self._names = names
         self._keys = keys
         self._expect = _ExpectInCall.OPEN
         self._key = ""
         self._value = JsonValue()
-        # Characters of the key or value that is being read.
+        # Characters of the current key or value.
         self._text: list[str] = []
         self._known_name = ""
+        # Argument text that `take` has not returned; None until the arguments start.
         self._arguments: list[str] | None = None
 
     @property
     def name(self) -> str:
-        """Empty until the call has begun."""
+        """Name of the tool; empty until the call has begun."""
         return self._known_name if self._arguments is not None else ""
 
     def take(self) -> str:
-        """The arguments that have come since the last time."""
+        """Return the argument text since the previous call of `take`."""
         taken, self._arguments = self._arguments or (), []
         return "".join(taken)
 
     def push(self, char: str) -> Step:
-        """Take the next character; see Step, of which PAST does not occur."""
+        """Take the next character; never returns `Step.PAST`."""
         match self._expect:
             case _ExpectInCall.VALUE:
-                return self._more_of_value(char)
+                return self._value_char(char)
             case _ExpectInCall.KEY | _ExpectInCall.KEY_OR_END if self._text or char == '"':
-                return self._more_of_key(char)
-        if char in BLANKS:
+                return self._key_char(char)
+        if char in WHITESPACE:
             return Step.MORE
-        return self._mark(char)
+        return self._punctuation(char)
 
-    def _mark(self, char: str) -> Step:
+    def _punctuation(self, char: str) -> Step:
         match self._expect, char:
             case _ExpectInCall.OPEN, "{":
                 self._expect = _ExpectInCall.KEY_OR_END
@@ -80,13 +81,14 @@ class CallObject:
         if not self._known_name:
             return Step.WRONG
         if self._arguments is None:
-            # A tool without arguments.
+            # Models may leave out the arguments of a tool without parameters. With `keys` they may
+            # not: the text may as well be an answer in JSON.
             if self._keys is not None:
                 return Step.WRONG
             self._arguments = [EMPTY]
         return Step.LAST
 
-    def _more_of_key(self, char: str) -> Step:
+    def _key_char(self, char: str) -> Step:
         if not self._text:
             self._value = JsonValue()
         step = self._value.push(char)
@@ -98,31 +100,32 @@ class CallObject:
         return Step.MORE if self._allowed(self._key) else Step.WRONG
 
     def _allowed(self, key: str) -> bool:
-        """Whether the object may have this key, once more."""
+        """Return whether the object may have this key; name and arguments may occur once."""
         if key == NAME_KEY:
             return not self._known_name
         if key in ARGUMENTS_KEYS:
             return self._arguments is None
         return self._keys is None or key in self._keys
 
-    def _more_of_value(self, char: str) -> Step:
+    def _value_char(self, char: str) -> Step:
         step = self._value.push(char)
         if step is Step.WRONG:
             return step
         if self._key in ARGUMENTS_KEYS:
-            return self._more_of_arguments(char, step)
+            return self._arguments_char(char, step)
         if self._key == NAME_KEY and step is not Step.PAST:
             self._text.append(self._value.text)
         if step is Step.MORE:
             return step
-        if self._key == NAME_KEY and not self._named():
+        if self._key == NAME_KEY and not self._accept_name():
             return Step.WRONG
         self._expect = _ExpectInCall.COMMA_OR_END
+        # A number or literal ends only at the character after it, which belongs to the object.
         return self.push(char) if step is Step.PAST else Step.MORE
 
-    def _more_of_arguments(self, char: str, step: Step) -> Step:
+    def _arguments_char(self, char: str, step: Step) -> Step:
         if self._arguments is None:
-            if char in BLANKS:
+            if char in WHITESPACE:
                 return Step.MORE
             if char != "{":
                 return Step.WRONG
@@ -132,17 +135,17 @@ class CallObject:
             self._expect = _ExpectInCall.COMMA_OR_END
         return Step.MORE
 
-    def _named(self) -> bool:
-        """Note the name; whether it is a tool's."""
+    def _accept_name(self) -> bool:
+        """Store the name and return True if it is the name of a tool of the request."""
         text = self._take_text()
-        # Any other value is none; a number of thousands of digits would be an error to Python.
+        # Only strings are decoded: Python raises for an integer of thousands of digits.
         if not text.startswith('"') or (name := json.loads(text)) not in self._names:
             return False
         self._known_name = name
         return True
 
     def _take_text(self) -> str:
-        """The key or value that has been read."""
-        text = "".join(self._text).strip(BLANKS)
+        """Return the text of the key or value that has just ended."""
+        text = "".join(self._text).strip(WHITESPACE)
         self._text.clear()
         return text

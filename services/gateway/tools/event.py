@@ -1,10 +1,10 @@
-"""Events found in a model's text, piece by piece: text, reasoning, calls of tools."""
+"""Events that parsers emit from a model's output: content, reasoning and tool calls."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Protocol
 
-from services.gateway.text.held_text import HeldText
+from services.gateway.text.held_text import TextBuffer
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,14 +16,14 @@ class Content:
 
 @dataclass(frozen=True, slots=True)
 class Reasoning:
-    """Text that the model thinks before it answers."""
+    """Text of the reasoning, which precedes the answer."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class CallBegin:
-    """The model calls the tool `name`; calls count from 0."""
+    """The model begins to call the tool `name`; `index` counts the calls from 0."""
 
     index: int
     name: str
@@ -31,7 +31,7 @@ class CallBegin:
 
 @dataclass(frozen=True, slots=True)
 class CallArguments:
-    """More of the JSON object that holds the arguments of call `index`."""
+    """The next piece of the JSON object with the arguments of call `index`."""
 
     index: int
     text: str
@@ -39,7 +39,7 @@ class CallArguments:
 
 @dataclass(frozen=True, slots=True)
 class CallEnd:
-    """Nothing more comes of call `index`. Each call that begins ends, cut short or not."""
+    """Call `index` is complete. Every call that begins also ends, even if the text is cut off."""
 
     index: int
 
@@ -48,28 +48,28 @@ Event = Content | Reasoning | CallBegin | CallArguments | CallEnd
 
 
 class Parser(Protocol):
-    """Text in, events out. The events in all never depend on how the text was cut."""
+    """Turns streamed text into events, which do not depend on how the text was cut into pieces."""
 
     def push(self, text: str) -> list[Event]:
-        """The events of more text; some of it may be held back until it is decided."""
+        """Take the next piece of text; an end that may belong to a marker is held back."""
 
     def finish(self) -> list[Event]:
-        """The events of what was held back; call once, at the end of the text."""
+        """Return the events of text that was held back; call once, at the end of the text."""
 
 
-class HeldParser(ABC):
-    """The `push` of a Parser that reads what it holds, step by step."""
+class BufferedParser(ABC):
+    """Base of parsers that buffer text and read the buffer step by step."""
 
     def __init__(self) -> None:
-        self._held = HeldText()
+        self._buffer = TextBuffer()
 
     def push(self, text: str) -> list[Event]:
-        self._held.add(text)
+        self._buffer.add(text)
         events: list[Event] = []
-        while not self._held.over and self._advance(events):
+        while not self._buffer.exhausted and self._advance(events):
             pass
         return events
 
     @abstractmethod
     def _advance(self, events: list[Event]) -> bool:
-        """Read some text; False if it needs more."""
+        """Read from the buffer; return False if more text is needed."""

@@ -1,4 +1,4 @@
-"""In which form a model writes tool calls and reasoning, found in its template and tokenizer."""
+"""Formats of tool calls and reasoning, detected from the model's chat template and tokenizer."""
 
 from collections.abc import Collection, Container
 from dataclasses import dataclass
@@ -8,13 +8,13 @@ from services.gateway.tools import hermes, llama3_json, mistral, reasoning
 from services.gateway.tools.event import Parser
 
 AUTO = "auto"
-"""Configured: look for it."""
-# Found in templates whose calls are XML with one element for each argument.
+"""Value of the option: detect the format."""
+# Occurs in templates whose calls are XML with an element for each argument.
 _XML_ARGUMENTS = "<function="
 
 
 class ToolFormat(StrEnum):
-    """How tool calls are written."""
+    """Format of tool calls."""
 
     HERMES = "hermes"
     LLAMA3_JSON = "llama3_json"
@@ -23,8 +23,8 @@ class ToolFormat(StrEnum):
 
 
 class ReasoningFormat(StrEnum):
-    """How reasoning is written: between the same marks, but with DEEPSEEK it is open from the
-    beginning, unless the prompt has closed it."""
+    """Format of reasoning. Both formats use the same markers; with DEEPSEEK, the output begins
+    inside the reasoning unless the prompt has closed it."""
 
     DEEPSEEK = "deepseek"
     QWEN3 = "qwen3"
@@ -34,10 +34,11 @@ class ReasoningFormat(StrEnum):
 def tool_format(
     configured: str, template: str, takes_tools: bool, tokens: Container[str]
 ) -> ToolFormat:
-    """The configured format, or the model's.
+    """Return the configured format, or detect the model's.
 
-    `template` is its source, `takes_tools` whether that looks at the request's tools; of one that
-    does not, tools are told in the format of Hermes. `tokens`: those added to the vocabulary.
+    `template` is the template's source, and `takes_tools` whether it reads the request's tools. If
+    it does not, the gateway itself describes the tools, in the format of Hermes. `tokens`: tokens
+    added to the vocabulary.
     """
     if configured != AUTO:
         return ToolFormat(configured)
@@ -46,6 +47,7 @@ def tool_format(
     if not takes_tools:
         return ToolFormat.HERMES
     if hermes.OPEN in template:
+        # XML arguments between the markers of Hermes are a format that no parser here reads.
         return ToolFormat.NONE if _XML_ARGUMENTS in template else ToolFormat.HERMES
     if llama3_json.TAG in tokens and '"parameters"' in template:
         return ToolFormat.LLAMA3_JSON
@@ -53,7 +55,7 @@ def tool_format(
 
 
 def reasoning_format(configured: str, template: str, tokens: Container[str]) -> ReasoningFormat:
-    """The configured format, or the model's; see `tool_format`."""
+    """Return the configured format, or detect the model's; see `tool_format`."""
     if configured != AUTO:
         return ReasoningFormat(configured)
     if reasoning.OPEN in tokens or reasoning.CLOSE in template:
@@ -62,7 +64,7 @@ def reasoning_format(configured: str, template: str, tokens: Container[str]) -> 
 
 
 def tool_parser(form: ToolFormat, names: Container[str]) -> Parser | None:
-    """Finds calls of the tools `names`; None if the format has none."""
+    """Parser of calls of the tools `names`; None if the format has no calls."""
     match form:
         case ToolFormat.HERMES:
             return hermes.hermes_calls(names)
@@ -74,7 +76,7 @@ def tool_parser(form: ToolFormat, names: Container[str]) -> Parser | None:
             return None
 
 
-_TOOL_MARKS: dict[ToolFormat, tuple[str, ...]] = {
+_TOOL_MARKERS: dict[ToolFormat, tuple[str, ...]] = {
     ToolFormat.HERMES: (hermes.OPEN, hermes.CLOSE),
     ToolFormat.LLAMA3_JSON: (llama3_json.TAG,),
     ToolFormat.MISTRAL: (mistral.OPEN, mistral.ARGUMENTS, mistral.CALL_ID),
@@ -82,13 +84,13 @@ _TOOL_MARKS: dict[ToolFormat, tuple[str, ...]] = {
 }
 
 
-def tool_marks(form: ToolFormat) -> Collection[str]:
-    """What the parser must see, though it may be special tokens, which are not shown otherwise."""
-    return _TOOL_MARKS[form]
+def tool_markers(form: ToolFormat) -> Collection[str]:
+    """Markers that the detokenizer must not skip, even if they are special tokens."""
+    return _TOOL_MARKERS[form]
 
 
-def opening_mark(form: ToolFormat) -> str | None:
-    """What every call begins with, None if there is no such mark."""
+def opening_marker(form: ToolFormat) -> str | None:
+    """The marker that begins every call; None if the format has no such marker."""
     match form:
         case ToolFormat.HERMES:
             return hermes.OPEN
@@ -98,24 +100,24 @@ def opening_mark(form: ToolFormat) -> str | None:
             return None
 
 
-def reasoning_marks(form: ReasoningFormat) -> Collection[str]:
-    """See `tool_marks`."""
+def reasoning_markers(form: ReasoningFormat) -> Collection[str]:
+    """Markers of reasoning that the detokenizer must not skip; see `tool_markers`."""
     return () if form is ReasoningFormat.NONE else (reasoning.OPEN, reasoning.CLOSE)
 
 
 class Thinking(StrEnum):
-    """Where the output begins."""
+    """Position of the beginning of the output relative to the reasoning."""
 
     OPENED = "opened"
-    """In the reasoning."""
+    """Inside the reasoning: the prompt has opened it."""
     POSSIBLE = "possible"
-    """Before it: the model may open it."""
+    """Before the reasoning, which the model may open."""
     OVER = "over"
-    """After it, or there is none."""
+    """After the reasoning, or the model has none."""
 
 
 def thinking(form: ReasoningFormat, prompt: str) -> Thinking:
-    """Where the output after the text `prompt` begins. Templates open and close reasoning, too."""
+    """Return where the output after `prompt` begins: templates, too, open and close reasoning."""
     if form is ReasoningFormat.NONE:
         return Thinking.OVER
     end = prompt.rstrip(" \t\r\n")
@@ -128,11 +130,12 @@ def thinking(form: ReasoningFormat, prompt: str) -> Thinking:
 
 @dataclass(frozen=True, slots=True)
 class ChatForm:
-    """How the text of a choice is read.
+    """How the output of a choice is parsed.
 
-    `names` are the tools that may be called, none if nothing is looked for. `thinking` is where
-    the text begins, None if reasoning is not parted. `marks` are special tokens that the text must
-    show. Without `include_reasoning` the client does not get it.
+    `names` are the tools that may be called; without names, calls are not parsed. `thinking` is
+    where the output begins; None if reasoning is not separated. `marks` are ids of special tokens
+    that the detokenizer must show to the parsers. Without `include_reasoning`, the client receives
+    no reasoning.
     """
 
     tool_format: ToolFormat = ToolFormat.NONE

@@ -3,11 +3,11 @@
 from collections.abc import Container
 
 from services.gateway.tools.call_list import CallList
-from services.gateway.tools.marked_calls import MarkedCalls
+from services.gateway.tools.delimited_calls import DelimitedCalls
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
 
-def hermes_calls(names: Container[str]) -> MarkedCalls:
-    """Finds calls of the tools `names`: one or a list between two marks, any number of times."""
-    return MarkedCalls(OPEN, CLOSE, lambda index: CallList(names, index))
+def hermes_calls(names: Container[str]) -> DelimitedCalls:
+    """Parser of calls of the tools `names`: each pair of markers encloses a call or a list."""
+    return DelimitedCalls(OPEN, CLOSE, lambda index: CallList(names, index))

@@ -1,18 +1,19 @@
-"""Follows one JSON value character by character."""
+"""Incremental validator of a JSON value, character by character."""
 
 import re
 from enum import Enum, auto
 
-from services.gateway.text.held_text import BLANKS
+from services.gateway.text.held_text import WHITESPACE
 
 DEPTH_MAX = 64
-"""Most objects and lists inside each other."""
+"""Most nested objects and lists."""
 
 _NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
 _NUMBER_CHARS = frozenset("+-.0123456789eE")
-_WORDS = ("true", "false", "null")
+_LITERALS = ("true", "false", "null")
 _ESCAPES = frozenset('"\\/bfnrt')
 _HEX = frozenset("0123456789abcdefABCDEF")
+# Escape sequences of control characters, which models write raw into strings.
 _CONTROLS = {chr(code): f"\\u{code:04x}" for code in range(32)} | {
     "\n": "\\n",
     "\r": "\\r",
@@ -21,16 +22,16 @@ _CONTROLS = {chr(code): f"\\u{code:04x}" for code in range(32)} | {
 
 
 class Step(Enum):
-    """What a character is to the value."""
+    """Effect of a character on a value that is parsed."""
 
     MORE = auto()
-    """It belongs to the value, which goes on."""
+    """The character belongs to the value, which is not complete."""
     LAST = auto()
-    """It ends the value."""
+    """The character completes the value."""
     PAST = auto()
-    """It does not belong to the value, which was complete before it."""
+    """The value was complete before this character, which does not belong to it."""
     WRONG = auto()
-    """The value is no JSON."""
+    """The text is not valid."""
 
 
 class _Expect(Enum):
@@ -43,19 +44,22 @@ class _Expect(Enum):
 
 
 class JsonValue:
-    """One value of any type. Feed it until it says anything else than `Step.MORE`.
+    """Validates a value of any type; push characters as long as `push` returns `Step.MORE`.
 
-    Control characters in strings, which models write and JSON forbids, are let pass; `text` is the
-    latest character as JSON has it.
+    Raw control characters in strings, which JSON forbids and models write, are accepted; `text` is
+    the latest character, escaped where JSON requires it.
     """
 
     def __init__(self) -> None:
+        # Closing brackets of the open objects and lists, the innermost last.
         self._stack: list[str] = []
         self._expect = _Expect.VALUE
         self._in_string = False
         self._is_key = False
+        # 0 outside an escape sequence, 1 after the backslash, 5 to 2 before each digit of \uXXXX.
         self._escape = 0
-        self._word: list[str] = []
+        # Characters of the current number or literal.
+        self._scalar: list[str] = []
         self.text = ""
 
     def push(self, char: str) -> Step:
@@ -63,9 +67,9 @@ class JsonValue:
         self.text = char
         if self._in_string:
             return self._string(char)
-        if self._word:
-            return self._more_of_word(char)
-        if char in BLANKS:
+        if self._scalar:
+            return self._scalar_char(char)
+        if char in WHITESPACE:
             return Step.MORE
         return self._token(char)
 
@@ -77,7 +81,7 @@ class JsonValue:
             self._escape = 0
             return Step.MORE if char in _ESCAPES else Step.WRONG
         if self._escape:
-            # One of the four digits after "u", which count down to the end of the escape.
+            # A hexadecimal digit of \uXXXX: count down to the end of the escape.
             self._escape = self._escape - 1 if self._escape > 2 else 0
             return Step.MORE if char in _HEX else Step.WRONG
         if char == "\\":
@@ -87,33 +91,33 @@ class JsonValue:
             if self._is_key:
                 self._expect = _Expect.COLON
                 return Step.MORE
-            return self._ended()
+            return self._end_value()
         else:
             self.text = _CONTROLS.get(char, char)
         return Step.MORE
 
-    def _more_of_word(self, char: str) -> Step:
-        """A number or one of the three words, whose end only the next character shows."""
-        if self._word[0] in _NUMBER_CHARS:
+    def _scalar_char(self, char: str) -> Step:
+        """Take a character in or after a number or literal, which ends at the next character."""
+        if self._scalar[0] in _NUMBER_CHARS:
             if char in _NUMBER_CHARS:
-                self._word.append(char)
+                self._scalar.append(char)
                 return Step.MORE
-            complete = _NUMBER.fullmatch("".join(self._word)) is not None
+            complete = _NUMBER.fullmatch("".join(self._scalar)) is not None
         else:
-            word = "".join(self._word)
-            if any(known.startswith(word + char) for known in _WORDS):
-                self._word.append(char)
+            literal = "".join(self._scalar)
+            if any(known.startswith(literal + char) for known in _LITERALS):
+                self._scalar.append(char)
                 return Step.MORE
-            complete = word in _WORDS
+            complete = literal in _LITERALS
         if not complete:
             return Step.WRONG
-        self._word.clear()
-        if self._ended() is Step.LAST:
+        self._scalar.clear()
+        if self._end_value() is Step.LAST:
             return Step.PAST
-        return Step.MORE if char in BLANKS else self._token(char)
+        return Step.MORE if char in WHITESPACE else self._token(char)
 
     def _token(self, char: str) -> Step:
-        """Any character outside of strings and words."""
+        """Take a character outside strings, numbers and literals."""
         match self._expect:
             case _Expect.COLON:
                 self._expect = _Expect.VALUE
@@ -125,7 +129,7 @@ class JsonValue:
                 char == self._stack[-1]
             ):
                 self._stack.pop()
-                return self._ended()
+                return self._end_value()
             case _Expect.KEY | _Expect.KEY_OR_END if char == '"':
                 self._in_string = self._is_key = True
                 return Step.MORE
@@ -134,7 +138,7 @@ class JsonValue:
         return Step.WRONG
 
     def _value(self, char: str) -> Step:
-        """The first character of a value."""
+        """Take the first character of a value."""
         if char in "{[":
             self._stack.append("}" if char == "{" else "]")
             self._expect = _Expect.KEY_OR_END if char == "{" else _Expect.ITEM_OR_END
@@ -143,11 +147,11 @@ class JsonValue:
             self._in_string, self._is_key = True, False
             return Step.MORE
         if char in "-0123456789tfn":
-            self._word.append(char)
+            self._scalar.append(char)
             return Step.MORE
         return Step.WRONG
 
-    def _ended(self) -> Step:
-        """A value has ended, perhaps the outermost one."""
+    def _end_value(self) -> Step:
+        """Note the end of a value; return LAST if it is the outermost value."""
         self._expect = _Expect.COMMA_OR_END
         return Step.MORE if self._stack else Step.LAST

@@ -4,12 +4,12 @@ from collections.abc import Container
 from enum import Enum, auto
 
 from services.gateway.tools.call_list import CallList
-from services.gateway.tools.event import Content, Event, HeldParser
+from services.gateway.tools.event import BufferedParser, Content, Event
 from services.gateway.tools.json_value import Step
 
 TAG = "<|python_tag|>"
 SEPARATOR = ";"
-# Such objects may have these keys, too. JSON with other keys is an answer and no call.
+# Further keys of a call object. JSON with any other key is an answer, not a call.
 _OTHER_KEYS = frozenset({"type", "id"})
 
 
@@ -20,26 +20,26 @@ class _ListMode(Enum):
     TEXT = auto()
 
 
-class Llama3JsonCalls(HeldParser):
-    """Text that is a call from its beginning, with or without the tag, or else is no call.
+class Llama3JsonCalls(BufferedParser):
+    """Parses output that is a call from its first character, with or without the tag.
 
-    Further calls may follow after a semicolon. A Parser.
+    Any other output is content. Further calls may follow after a semicolon. A `Parser`.
     """
 
     def __init__(self, names: Container[str]) -> None:
-        """`names`: of the tools that may be called."""
+        """`names`: names of the tools that may be called."""
         super().__init__()
         self._names = names
         self._mode = _ListMode.LEAD
-        # Text before a call that has not begun.
+        # Tag or separator before the call, which is content if no call follows.
         self._lead = ""
         self._call = CallList(names, 0, _OTHER_KEYS)
 
     def finish(self) -> list[Event]:
         events: list[Event] = []
-        rest = self._held.take()
+        rest = self._buffer.take_rest()
         if self._mode is _ListMode.CALL:
-            self._break(events)
+            self._reject(events)
         elif self._mode is not _ListMode.BETWEEN:
             _content(rest, events)
         return events
@@ -47,23 +47,23 @@ class Llama3JsonCalls(HeldParser):
     def _advance(self, events: list[Event]) -> bool:
         match self._mode:
             case _ListMode.LEAD:
-                return self._before()
+                return self._start()
             case _ListMode.CALL:
                 return self._in_call(events)
             case _ListMode.BETWEEN:
-                return self._between()
+                return self._between_calls()
             case _ListMode.TEXT:
-                _content(self._held.take(), events)
+                _content(self._buffer.take_rest(), events)
                 return False
 
-    def _before(self) -> bool:
-        held = self._held
-        held.skip_blanks()
-        tagged = held.starts_with(TAG)
+    def _start(self) -> bool:
+        buffer = self._buffer
+        buffer.skip_whitespace()
+        tagged = buffer.read_marker(TAG)
         if tagged is None:
             return False
-        if tagged or held.text[held.at] == "{":
-            self._lead = held.take_blanks() + (TAG if tagged else "")
+        if tagged or buffer.text[buffer.position] == "{":
+            self._lead = buffer.take_whitespace() + (TAG if tagged else "")
             self._mode = _ListMode.CALL
         else:
             self._mode = _ListMode.TEXT
@@ -71,28 +71,32 @@ class Llama3JsonCalls(HeldParser):
 
     def _in_call(self, events: list[Event]) -> bool:
         first = self._call.index
-        self._held.at, step = self._call.feed(self._held.text, self._held.at, events)
+        self._buffer.position, step = self._call.feed(
+            self._buffer.text, self._buffer.position, events
+        )
         if self._call.index > first:
+            # The call has begun, so its tag or separator is not content.
             self._lead = ""
         if step is Step.WRONG:
-            self._break(events)
+            self._reject(events)
             self._mode = _ListMode.TEXT
         elif step is Step.LAST:
             self._mode = _ListMode.BETWEEN
         return step is not Step.MORE
 
-    def _break(self, events: list[Event]) -> None:
+    def _reject(self, events: list[Event]) -> None:
+        """End the call; text that no event covers becomes content."""
         self._call.end(events)
-        _content(self._lead + self._call.undecided, events)
+        _content(self._lead + self._call.pending_text, events)
         self._lead = ""
 
-    def _between(self) -> bool:
-        self._held.skip_blanks()
-        separated = self._held.starts_with(SEPARATOR)
+    def _between_calls(self) -> bool:
+        self._buffer.skip_whitespace()
+        separated = self._buffer.read_marker(SEPARATOR)
         if separated is None:
             return False
         if separated:
-            self._lead = self._held.take_blanks() + SEPARATOR
+            self._lead = self._buffer.take_whitespace() + SEPARATOR
             self._mode = _ListMode.CALL
             self._call = CallList(self._names, self._call.index, _OTHER_KEYS)
         else:

@@ -1,4 +1,4 @@
-"""Grammars of whole outputs: reasoning, then an answer of some form, calls of tools, or text."""
+"""Lark grammars of whole outputs: reasoning, then a structured answer, tool calls, or text."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from llguidance import regex_to_lark
 
 from services.core.request import Grammar, GrammarKind
-from services.gateway.structure.asked import Structure, quoted
+from services.gateway.structure.asked import Structure, lark_literal
 from services.gateway.structure.schema import check_size, schema_text
 from services.gateway.tools import hermes, mistral, reasoning
 from services.gateway.tools.format import Thinking, ToolFormat
@@ -17,64 +17,69 @@ from services.gateway.vocabulary.errors import BadRequest
 PARAM = "tools"
 _ARGUMENTS_KEYS = {ToolFormat.LLAMA3_JSON: "parameters"}
 
-Mark = Callable[[str], str]
-"""A mark as a grammar names it: a literal, or a token of the model."""
+SpellMarker = Callable[[str], str]
+"""Spells a marker in a grammar: as a literal, or as a token of the model."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """A part of a Lark grammar: an expression, and the rules that it needs."""
+    """Part of a Lark grammar: an expression, and the rules that the expression names."""
 
     expression: str
     rules: tuple[str, ...] = ()
 
 
 def call_rules(
-    form: ToolFormat, tools: Sequence[Tool], parallel: bool, mark: Mark, named: bool
+    form: ToolFormat, tools: Sequence[Tool], parallel: bool, spell: SpellMarker, named: bool
 ) -> Rules:
-    """One call of one of `tools`, or with `parallel` one or more.
+    """Rules of a call of any of `tools`; with `parallel`, of several calls.
 
-    `named`: Mistral's newer form. Raises BadRequest if a schema is over a limit.
+    `named`: use Mistral's newer format, in which the name precedes the arguments.
+
+    Raises:
+        BadRequest: if a schema exceeds a limit.
+        ValueError: if `form` has no calls.
     """
     arguments = [_arguments(tool) for tool in tools]
     if form is ToolFormat.MISTRAL and named:
-        return _mistral_named(tools, arguments, parallel, mark)
+        return _mistral_named(tools, arguments, parallel, spell)
     key = _ARGUMENTS_KEYS.get(form, "arguments")
     rules = tuple(
         f"call_{index}: {_object(tool.name, key, schema)}"
         for index, (tool, schema) in enumerate(zip(tools, arguments, strict=True))
     )
-    one = " | ".join(f"call_{index}" for index in range(len(tools)))
-    rules += (f"call: {one}",)
+    alternatives = " | ".join(f"call_{index}" for index in range(len(tools)))
+    rules += (f"call: {alternatives}",)
     match form:
         case ToolFormat.HERMES:
-            rules += (f'marked: {mark(hermes.OPEN)} "\\n" call "\\n" {mark(hermes.CLOSE)}',)
+            rules += (f'marked: {spell(hermes.OPEN)} "\\n" call "\\n" {spell(hermes.CLOSE)}',)
             return Rules('marked ("\\n" marked)*' if parallel else "marked", rules)
         case ToolFormat.MISTRAL:
             calls = 'call (", " call)*' if parallel else "call"
-            return Rules(f'{mark(mistral.OPEN)} "[" {calls} "]"', rules)
+            return Rules(f'{spell(mistral.OPEN)} "[" {calls} "]"', rules)
         case ToolFormat.LLAMA3_JSON:
-            # Its models were not made to call several at once.
+            # Llama 3 was not trained for parallel calls.
             return Rules("call", rules)
         case ToolFormat.NONE:
             raise ValueError("there are no calls without a format")
 
 
 def _mistral_named(
-    tools: Sequence[Tool], arguments: Sequence[str], parallel: bool, mark: Mark
+    tools: Sequence[Tool], arguments: Sequence[str], parallel: bool, spell: SpellMarker
 ) -> Rules:
     rules = tuple(
-        f"call_{index}: {mark(mistral.OPEN)} {quoted(tool.name)} {mark(mistral.ARGUMENTS)} {schema}"
+        f"call_{index}: {spell(mistral.OPEN)} {lark_literal(tool.name)}"
+        f" {spell(mistral.ARGUMENTS)} {schema}"
         for index, (tool, schema) in enumerate(zip(tools, arguments, strict=True))
     )
-    one = " | ".join(f"call_{index}" for index in range(len(tools)))
-    return Rules("call+" if parallel else "call", (*rules, f"call: {one}"))
+    alternatives = " | ".join(f"call_{index}" for index in range(len(tools)))
+    return Rules("call+" if parallel else "call", (*rules, f"call: {alternatives}"))
 
 
 def _object(name: str, key: str, schema: str) -> str:
-    """The JSON object of a call, spaced as models were taught."""
+    """Rule of the JSON object of a call, with the spaces that models saw in training."""
     head = f'{{"name": {json.dumps(name)}, "{key}": '
-    return f'{quoted(head)} {schema} "}}"'
+    return f'{lark_literal(head)} {schema} "}}"'
 
 
 def _arguments(tool: Tool) -> str:
@@ -93,7 +98,7 @@ _ANY_TEXT = "/(?s:.*)/"
 
 
 def answer_rules(grammar: Grammar) -> Rules:
-    """A grammar as a part of another one."""
+    """Embed `grammar` in a Lark grammar."""
     match grammar.kind:
         case GrammarKind.JSON_SCHEMA:
             return Rules(f"%json {grammar.text}")
@@ -104,47 +109,48 @@ def answer_rules(grammar: Grammar) -> Rules:
 
 
 def text_before(calls: Rules) -> Rules:
-    """Any text, with or without calls after it, which must begin with a token of the model."""
+    """Any text with or without `calls` after it; a call must begin with a token of the model."""
     return Rules(f"{_ANY_TEXT} ({calls.expression})?", calls.rules)
 
 
 def output_grammar(
-    param: str, alternatives: Sequence[Rules], thinking: Thinking, mark: Mark
+    param: str, alternatives: Sequence[Rules], thinking: Thinking, spell: SpellMarker
 ) -> Structure:
-    """One of `alternatives`, after reasoning if there may or must be some.
+    """Grammar of an output: reasoning if `thinking` allows or requires it, then an alternative.
 
     Raises:
-        BadRequest: if that makes a grammar that is too long.
+        BadRequest: if the grammar is too long.
     """
     answer = " | ".join(f"answer_{index}" for index in range(len(alternatives)))
-    lines = [f"start: {_lead(thinking, mark)}({answer})"]
+    lines = [f"start: {_lead(thinking, spell)}({answer})"]
     for index, part in enumerate(alternatives):
         lines += [f"answer_{index}: {part.expression}", *part.rules]
     if thinking is not Thinking.OVER:
-        lines += _thoughts(mark(reasoning.CLOSE))
+        lines += _thoughts(spell(reasoning.CLOSE))
     text = "\n".join(lines) + "\n"
     check_size(text, param)
     return Structure(Grammar(GrammarKind.LARK, text), param)
 
 
-def _lead(thinking: Thinking, mark: Mark) -> str:
+def _lead(thinking: Thinking, spell: SpellMarker) -> str:
     match thinking:
         case Thinking.OPENED:
             return "thoughts "
         case Thinking.POSSIBLE:
-            return f"({mark(reasoning.OPEN)} thoughts)? "
+            return f"({spell(reasoning.OPEN)} thoughts)? "
         case Thinking.OVER:
             return ""
 
 
 def _thoughts(closing: str) -> list[str]:
-    """Any text up to the mark `closing`, and the line breaks after it."""
+    """Rules of any text up to the marker `closing`, and the line breaks after it."""
     gap = "gap: /\\n{0,2}/"
+    # Text cannot contain a special token, but it can contain a literal, which needs a lazy rule.
     if is_token(closing):
         return [f"thoughts: {_ANY_TEXT} {closing} gap", gap]
     return ["thoughts: unclosed gap", f"unclosed[suffix={closing}]: {_ANY_TEXT}", gap]
 
 
-def is_token(mark: str) -> bool:
-    """Whether a mark of a grammar is a token and no literal."""
-    return not mark.startswith('"')
+def is_token(spelling: str) -> bool:
+    """Return whether a marker, as spelled in a grammar, is a token rather than a literal."""
+    return not spelling.startswith('"')

@@ -1,9 +1,9 @@
-"""Reasoning between `<think>` and `</think>`, which stands before the answer."""
+"""Parser of the reasoning between `<think>` and `</think>` before the answer."""
 
 from enum import Enum, auto
 
-from services.gateway.text.held_text import BLANKS
-from services.gateway.tools.event import Content, Event, HeldParser, Reasoning
+from services.gateway.text.held_text import WHITESPACE
+from services.gateway.tools.event import BufferedParser, Content, Event, Reasoning
 
 OPEN, CLOSE = "<think>", "</think>"
 
@@ -15,25 +15,27 @@ class _Mode(Enum):
     ANSWER = auto()
 
 
-class ReasoningSplit(HeldParser):
-    """A Parser that parts the text at the closing mark. Blanks there belong to nobody.
+class ReasoningSplit(BufferedParser):
+    """Splits the text at the closing marker and drops the whitespace there. A `Parser`.
 
-    Text that does not begin with the opening mark is the answer, but if the prompt has `opened`
-    the reasoning already.
+    Text that does not begin with the opening marker is the answer, unless the prompt has already
+    `opened` the reasoning.
     """
 
     def __init__(self, opened: bool) -> None:
         super().__init__()
         self._opened = opened
         self._mode = _Mode.START
+        # Some reasoning has been emitted; whitespace before it is dropped.
         self._thought = False
 
     def finish(self) -> list[Event]:
-        rest = self._held.take()
+        rest = self._buffer.take_rest()
         if self._mode is _Mode.START:
+            # The text ended within what may be the opening marker.
             self._mode = _Mode.THINKING if self._opened else _Mode.ANSWER
         if self._mode is _Mode.THINKING:
-            rest = rest.rstrip(BLANKS) if self._thought else rest.strip(BLANKS)
+            rest = rest.rstrip(WHITESPACE) if self._thought else rest.strip(WHITESPACE)
             return [Reasoning(rest)] if rest else []
         return [Content(rest)] if rest and self._mode is _Mode.ANSWER else []
 
@@ -46,12 +48,12 @@ class ReasoningSplit(HeldParser):
             case _Mode.GAP:
                 return self._gap()
             case _Mode.ANSWER:
-                events.append(Content(self._held.take()))
+                events.append(Content(self._buffer.take_rest()))
                 return False
 
     def _start(self) -> bool:
-        self._held.skip_blanks()
-        opened = self._held.starts_with(OPEN)
+        self._buffer.skip_whitespace()
+        opened = self._buffer.read_marker(OPEN)
         if opened is None:
             return False
         self._mode = _Mode.THINKING if opened or self._opened else _Mode.ANSWER
@@ -59,9 +61,9 @@ class ReasoningSplit(HeldParser):
 
     def _think(self, events: list[Event]) -> bool:
         if not self._thought:
-            self._held.skip_blanks()
-            self._held.take_blanks()
-        shown, closed = self._held.before(CLOSE)
+            self._buffer.skip_whitespace()
+            self._buffer.take_whitespace()
+        shown, closed = self._buffer.read_until(CLOSE)
         if shown:
             self._thought = True
             events.append(Reasoning(shown))
@@ -70,8 +72,8 @@ class ReasoningSplit(HeldParser):
         return closed
 
     def _gap(self) -> bool:
-        self._held.skip_blanks()
-        self._held.take_blanks()
-        if not self._held.over:
+        self._buffer.skip_whitespace()
+        self._buffer.take_whitespace()
+        if not self._buffer.exhausted:
             self._mode = _Mode.ANSWER
         return True

@@ -1,4 +1,4 @@
-"""The tools of a request, and which of them may or must be called."""
+"""Tools of a request, and the choice of tools that may or must be called."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,9 +14,9 @@ NO_PARAMETERS: Mapping[str, Any] = {
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """A function of the client. `parameters` is the JSON schema of its arguments, an object's.
+    """A function of the client. `parameters` is the JSON schema of its arguments, an object.
 
-    `strict`: what of the schema cannot be enforced is an error.
+    `strict`: a keyword of the schema that cannot be enforced is an error.
     """
 
     name: str
@@ -25,7 +25,7 @@ class Tool:
     strict: bool = False
 
     def described(self) -> dict[str, Any]:
-        """As templates take it."""
+        """Return the tool in the OpenAI form that chat templates read."""
         function: dict[str, Any] = {"name": self.name}
         if self.description is not None:
             function["description"] = self.description
@@ -34,7 +34,7 @@ class Tool:
 
 
 class CallMode(StrEnum):
-    """Whether tools are called."""
+    """Whether the model may or must call tools."""
 
     NONE = "none"
     AUTO = "auto"
@@ -43,9 +43,9 @@ class CallMode(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ToolChoice:
-    """Whether tools are called; `names` are those that may be, None for all.
+    """Which tools the model calls: `names` limits them, None allows all.
 
-    `single`: exactly one call, as OpenAI's clients expect of a function that they name.
+    `single`: exactly one call, as OpenAI's clients expect if they name a function.
     """
 
     mode: CallMode

@@ -1,1 +1,1 @@
-"""The words of all rooms of the gateway: errors, messages, deltas of a chat."""
+"""Types that all packages of the gateway share: errors, messages, deltas of an answer."""

@@ -1,4 +1,4 @@
-"""What an operator has each class of requests promised."""
+"""Default latency targets of each service class, from the operator's configuration."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,9 +17,9 @@ TOKEN_GROUP_MAX = 4096
 
 @dataclass(frozen=True, slots=True)
 class ClassTargets:
-    """What requests of a class are promised unless they say otherwise; None promises nothing.
+    """Targets of requests of a class that set none themselves; None means no target.
 
-    Times in milliseconds. `tpot_ms` holds on average over `token_group` tokens.
+    TTFT and TPOT are in milliseconds; `tpot_ms` applies to the mean over `token_group` tokens.
     """
 
     ttft_ms: float | None = number(None, minimum=1, maximum=TARGET_MS_MAX)
@@ -33,22 +33,23 @@ DEFAULT_TARGETS: Mapping[ServiceClass, ClassTargets] = {
 }
 
 
-def class_targets(told: Mapping[str, Any]) -> Mapping[ServiceClass, ClassTargets]:
-    """The targets of each class: those of the key `classes`, else `DEFAULT_TARGETS`.
+def class_targets(configured: Mapping[str, Any]) -> Mapping[ServiceClass, ClassTargets]:
+    """Parse the setting `classes`; classes that it omits keep their `DEFAULT_TARGETS`.
 
     Raises:
         ConfigError: on an unknown class or key, a value out of range, or targets of `batch`.
     """
-    check_keys(told, list(ServiceClass), "'classes'")
+    check_keys(configured, list(ServiceClass), "'classes'")
     targets = dict(DEFAULT_TARGETS)
-    for name, entry in told.items():
+    for name, entry in configured.items():
         if not isinstance(entry, dict):
             raise ConfigError(
                 f"'{name}' of 'classes' is {entry!r}, but must be a mapping, such as"
                 " {ttft_ms: 500, tpot_ms: 100}"
             )
-        found = from_mapping(ClassTargets, entry, f"'{name}' of 'classes'")
-        if name == ServiceClass.BATCH and found != NO_TARGETS:
+        entry_targets = from_mapping(ClassTargets, entry, f"'{name}' of 'classes'")
+        # Batch work runs in time that online requests leave, so it cannot have targets.
+        if name == ServiceClass.BATCH and entry_targets != NO_TARGETS:
             raise ConfigError("'batch' of 'classes' has no targets; leave it out")
-        targets[ServiceClass(name)] = found
+        targets[ServiceClass(name)] = entry_targets
     return targets

@@ -1,18 +1,18 @@
-"""A piece of a chat's output, in parts: content, reasoning, calls of tools."""
+"""Deltas of an answer: content, reasoning and tool calls; and their accumulation."""
 
 from dataclasses import dataclass
 
 import msgspec
 
 TOOL_CALLS = "tool_calls"
-"""Why an output ended that ended with calls; other reasons are core's."""
+"""Finish reason of an output that ends with tool calls; other reasons are `FinishReason`s."""
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCallDelta:
-    """What was added to call `index`: id and name in its first delta only, then more arguments.
+    """A delta of call `index`: id and name are set in its first delta only.
 
-    After the delta that has `ended` nothing more comes of the call.
+    The delta with `ended` is the last of the call.
     """
 
     index: int
@@ -23,9 +23,9 @@ class ToolCallDelta:
 
 
 class Delta(msgspec.Struct, frozen=True):
-    """What was added to an answer, in this order: reasoning, content, calls (one delta for each).
+    """A delta of an answer; its parts follow in the order reasoning, content, calls.
 
-    `finish_reason` is set on the last one.
+    `tool_calls` has at most one entry per call. `finish_reason` is set in the last delta.
     """
 
     content: str = ""
@@ -36,7 +36,7 @@ class Delta(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class SaidCall:
-    """A call of a tool, as far as it has come."""
+    """A tool call as far as it has been received."""
 
     id: str
     name: str
@@ -44,12 +44,12 @@ class SaidCall:
 
 
 class Said:
-    """All deltas of an answer together."""
+    """Accumulates the deltas of an answer."""
 
     def __init__(self) -> None:
         self._content: list[str] = []
         self._reasoning: list[str] = []
-        # The beginning of each call, and the pieces of its arguments.
+        # First delta of each call, and the pieces of the call's arguments.
         self._calls: list[tuple[ToolCallDelta, list[str]]] = []
         self.finish_reason: str | None = None
 
@@ -58,6 +58,7 @@ class Said:
         self._content.append(delta.content)
         self._reasoning.append(delta.reasoning)
         for call in delta.tool_calls:
+            # Only the first delta of a call has an id.
             if call.id:
                 self._calls.append((call, []))
             self._calls[call.index][1].append(call.arguments)
@@ -65,15 +66,15 @@ class Said:
 
     @property
     def content(self) -> str:
-        """What is said to the user so far."""
+        """Content so far."""
         return "".join(self._content)
 
     @property
     def reasoning(self) -> str:
-        """What was thought so far."""
+        """Reasoning so far."""
         return "".join(self._reasoning)
 
     @property
     def calls(self) -> list[SaidCall]:
-        """The calls so far."""
+        """Calls so far."""
         return [SaidCall(call.id, call.name, "".join(texts)) for call, texts in self._calls]

@@ -1,4 +1,4 @@
-"""Errors of clients' requests, and their HTTP status; each is a `GatewayError`."""
+"""Errors that clients see, with their HTTP status; all are `GatewayError`s."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from services.core.quota.limits import Limit
 
 
 class GatewayError(ServiceError):
-    """Base of errors that a client sees; the message is one sentence with cause and remedy."""
+    """Base of errors that clients see; the message is a sentence with cause and remedy."""
 
     status = 500
     kind = "server_error"
@@ -28,39 +28,39 @@ class GatewayError(ServiceError):
         self.retry_after_s = retry_after_s
 
     def body(self) -> dict[str, Any]:
-        """The error body of the OpenAI API."""
+        """Return the error body in the form of the OpenAI API."""
         error = {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}
         return {"error": error}
 
 
 class BadRequest(GatewayError):
-    """The request itself is wrong."""
+    """The request is invalid."""
 
     status = 400
     kind = "invalid_request_error"
 
 
 class ContextExceeded(BadRequest):
-    """Prompt and output do not fit into the model's context."""
+    """Prompt and output exceed the model's context."""
 
     code = "context_length_exceeded"
 
 
 class NotSupported(BadRequest):
-    """A known OpenAI parameter that is not served yet."""
+    """The request uses a parameter of the OpenAI API that is not supported yet."""
 
     code = "unsupported_parameter"
 
 
 class Unauthorized(BadRequest):
-    """No API key, or a wrong one."""
+    """The API key is missing or invalid."""
 
     status = 401
     code = "invalid_api_key"
 
 
 class Forbidden(BadRequest):
-    """Not with this key, or the admin port does not take it from where it comes."""
+    """The key does not permit the request, or the admin port refuses the client's address."""
 
     status = 403
     code = "forbidden"
@@ -81,7 +81,7 @@ class NoSuchModel(BadRequest):
 
 
 class MethodNotAllowed(BadRequest):
-    """The route exists, the method does not."""
+    """The route exists, but not with this method."""
 
     status = 405
     code = "method_not_allowed"
@@ -95,28 +95,28 @@ class BodyTimeout(BadRequest):
 
 
 class DuplicateRequest(BadRequest):
-    """The client chose an id for its request that it has used a short time ago."""
+    """The client has recently used the same request id."""
 
     status = 409
     code = "duplicate_request"
 
 
 class KeyReused(BadRequest):
-    """The client sent the Idempotency-Key of another request."""
+    """The client has used the same Idempotency-Key with a different request."""
 
     status = 409
     code = "idempotency_key_reused"
 
 
 class BodyTooLarge(BadRequest):
-    """The body is over the limit."""
+    """The body exceeds the limit."""
 
     status = 413
     code = "body_too_large"
 
 
 class UriTooLong(BadRequest):
-    """The path is over the limit."""
+    """The path exceeds the limit."""
 
     status = 414
     code = "uri_too_long"
@@ -130,9 +130,9 @@ class UnsupportedMediaType(BadRequest):
 
 
 class OverQuota(GatewayError):
-    """The owner of the key has used what it may, in a minute or at once.
+    """The owner of the key has reached a limit per minute or of concurrent requests.
 
-    `kind` says which limit it is, as in OpenAI's API: requests, tokens; or concurrent.
+    `kind` names the limit: "requests" or "tokens" as in OpenAI's API, or "concurrent".
     """
 
     status = 429
@@ -148,37 +148,38 @@ class OverQuota(GatewayError):
     ) -> None:
         super().__init__(message, retry_after_s=retry_after_s)
         self.owner = owner
+        # OpenAI's API puts the exceeded limit into the error's type.
         self.kind = str(limit)
 
 
 class HeadersTooLarge(BadRequest):
-    """The headers are over the limit."""
+    """The headers exceed the limit."""
 
     status = 431
     code = "headers_too_large"
 
 
 class CancelledByClient(BadRequest):
-    """Its client cancelled the request."""
+    """The client cancelled the request."""
 
     status = 499
     code = "cancelled"
 
 
 class EngineFailed(GatewayError):
-    """A worker broke the protocol, or its group changed under a request that had begun."""
+    """A worker violated the protocol, or its group changed during a request that had begun."""
 
     code = "engine_failed"
 
 
 class EngineKilled(GatewayError):
-    """Engine after engine died with the request in it."""
+    """Several engines in a row died while they ran the request."""
 
     code = "engine_killed"
 
 
 class ServiceUnavailable(GatewayError):
-    """Nobody can serve the request now; a retry is sensible."""
+    """The request cannot be served now; the client should retry."""
 
     status = 503
     kind = "service_unavailable"
@@ -189,15 +190,16 @@ class ServiceUnavailable(GatewayError):
 
 
 class QueueFull(ServiceUnavailable):
-    """The scheduler's queue, or this gateway, is full."""
+    """The queue of the scheduler or of this gateway is full."""
 
     code = "queue_full"
 
 
 class WorkerLost(ServiceUnavailable):
-    """The worker went away with the request; `engine_died`: its engine did, for certain.
+    """The worker that ran the request is gone.
 
-    Unless it was `reached`, it may never have had the request.
+    `engine_died`: its engine certainly died. Unless `reached`, the worker may never have received
+    the request.
     """
 
     code = "worker_lost"
@@ -222,7 +224,7 @@ class ShuttingDown(ServiceUnavailable):
 
 
 class Expired(GatewayError):
-    """The request waited too long in the queue, or ran too long."""
+    """The request exceeded its time limit in the queue or while it ran."""
 
     status = 504
     kind = "timeout"
@@ -230,20 +232,21 @@ class Expired(GatewayError):
 
 
 class ClientDeadline(Expired):
-    """The request took longer than its client wanted to wait."""
+    """The request exceeded the deadline that its client set."""
 
     code = "deadline_exceeded"
 
 
-def no_such_model(asked: str, served: str) -> NoSuchModel:
-    """The error for a model that is not here."""
+def no_such_model(requested: str, served: str) -> NoSuchModel:
+    """Return the error for a request that names a model other than `served`."""
     return NoSuchModel(
-        f"the model {asked[:128]!a} does not exist; '{served}' is served here", param="model"
+        f"the model {requested[:128]!a} does not exist; this server has '{served}'", param="model"
     )
 
 
 def first_gateway_error(group: BaseExceptionGroup[BaseException]) -> GatewayError | None:
-    """The first client-visible error in a group, or None if it holds anything else."""
+    """Return the first `GatewayError` of a group; None if the group has any other error."""
+    # With any other error in the group, the failure is internal and not for the client.
     matched, rest = group.split(GatewayError)
     if matched is None or rest is not None:
         return None

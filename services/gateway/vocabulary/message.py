@@ -1,6 +1,6 @@
-"""Messages between the gateway and scheduler or workers, without protobuf.
+"""Messages between the gateway and the scheduler or workers, independent of protobuf.
 
-What is made for each token is a Struct: a frozen dataclass takes ten times as long to make.
+Messages of each token are msgspec Structs: constructing a frozen dataclass takes ten times as long.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from services.core.request import TokenLogprobs
 
 @dataclass(frozen=True, slots=True)
 class GroupStep:
-    """How far a change of groups is: "preparing", "committed", "stable" or "failed"."""
+    """Progress of a change of groups: "preparing", "committed", "stable" or "failed"."""
 
     phase: str
     epoch: int
@@ -34,7 +34,7 @@ class Ticket:
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """The scheduler lives. `wants_prefixes`: asks shall tell the beginnings of their prompts."""
+    """The scheduler is alive. `wants_prefixes`: asks must include the prompts' prefix hashes."""
 
     groups_serving: int
     queued: int
@@ -45,7 +45,11 @@ SchedulerMessage = Ticket | Assignment | Refusal | Heartbeat
 
 
 class Finish(Enum):
-    """Why a worker ended a request; `KV_LOST` is a return after the loss of a member."""
+    """Why a worker ended a request.
+
+    `RETURNED`: the request goes back to the scheduler; `KV_LOST`: likewise, after the group lost a
+    member.
+    """
 
     STOP = auto()
     LENGTH = auto()
@@ -60,9 +64,9 @@ class Finish(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """Where a request goes on: the new owner and its address (host:port).
+    """The worker that continues a request after a change of groups, and its address (host:port).
 
-    `traceparent` is that of the change which moved it, "" if it is not traced.
+    `traceparent` is the trace of the change, "" if the change is not traced.
     """
 
     worker_id: str
@@ -74,7 +78,7 @@ class Moved:
 
 @dataclass(frozen=True, slots=True)
 class WorkerTimes:
-    """Where a request's time went at one worker, in seconds; see RequestTimes in worker.proto."""
+    """Time that a request spent at a worker, in seconds; see RequestTimes in worker.proto."""
 
     wait_s: float
     prefill_s: float
@@ -83,13 +87,13 @@ class WorkerTimes:
 
 
 class TokenEvent(msgspec.Struct, frozen=True):
-    """New tokens of a request; `first_index` is the output index of the first of them.
+    """New tokens of a request; `first_index` is the output index of the first.
 
-    `logprobs` has one entry for each token, or none; `prompt_logprobs` come with the first tokens
-    if they were asked for, and are made when they are looked at, since they may be many. `moved` is
-    set on the last event from a worker that has handed the request to another, `times` on the last
-    event of one that tells them. `cached_tokens` of the prompt were cached, as is told
-    with the first output token.
+    `logprobs` has an entry per token, or is empty. `prompt_logprobs` come with the first tokens if
+    the request asks for them; they may be many, so they are decoded lazily. `moved` is set in the
+    last event of a worker that has handed over the request, `times` in the last event of a worker
+    that reports times. `cached_tokens`, set with the first output token, is the number of prompt
+    tokens from the prefix cache.
     """
 
     request_id: str
@@ -105,7 +109,7 @@ class TokenEvent(msgspec.Struct, frozen=True):
 
 
 class Fresh(msgspec.Struct, frozen=True):
-    """Tokens of a request that its reader has not taken yet, and the ending if it is reached."""
+    """Tokens of a request since the reader's previous read, and the finish if it is reached."""
 
     token_ids: Sequence[int]
     finish: Finish | None
@@ -114,14 +118,14 @@ class Fresh(msgspec.Struct, frozen=True):
 
     @property
     def prompt_numbers(self) -> int:
-        """About how many log probabilities of the prompt there are."""
-        told = self.prompt_logprobs
-        return len(told) * (1 + len(told[-1].top)) if told else 0
+        """Approximate number of log probabilities of the prompt."""
+        logprobs = self.prompt_logprobs
+        return len(logprobs) * (1 + len(logprobs[-1].top)) if logprobs else 0
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessState:
-    """What a service instance tells about itself."""
+    """State that a service instance reports about itself."""
 
     name: str
     pids: tuple[int, ...]
@@ -135,9 +139,9 @@ class ClusterStatus:
 
     workers: tuple[MemoryReport, ...]
     groups: tuple[Group, ...]
-    # Decisions about memory and their numbers, by the names in memmgr.proto; oldest first.
+    # Decisions of the overload monitor, with the fields of memmgr.proto; the oldest first.
     decisions: tuple[dict[str, Any], ...] = ()
-    # Tokens of KV that models lack beyond what all merges can gain, by model.
+    # KV tokens that models lack beyond what all merges can free, by model.
     shortfalls: dict[str, int] = field(default_factory=dict)
-    # The last loss of each group, by the names in memmgr.proto; the newest is last.
+    # The last loss of each group, with the fields of memmgr.proto; the newest last.
     losses: tuple[dict[str, Any], ...] = ()

@@ -17,7 +17,7 @@ from services.gateway.model.served_model import ServedModel, load_model
 from services.gateway.model.template import ChatTemplate
 from services.gateway.records.request_record import RequestRecord
 from services.gateway.serving.prepare import Preparer
-from services.gateway.structure.checker import GrammarChecker, Turns
+from services.gateway.structure.checker import FairSemaphore, GrammarChecker
 from services.gateway.text.tokenizer import TextPool, Tokenizer
 from services.gateway.vocabulary.errors import BadRequest
 from tests.support.byte_tokenizer import write_model_folder
@@ -136,13 +136,13 @@ async def test_grammars_are_checked_in_turns_of_addresses_where_there_are_no_key
     preparer: Preparer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     turns = list[str]()
-    original = Turns.turn
+    original = FairSemaphore.slot
 
-    def noted(self: Turns, guest: str) -> Any:
+    def noted(self: FairSemaphore, guest: str) -> Any:
         turns.append(guest)
         return original(self, guest)
 
-    monkeypatch.setattr(Turns, "turn", noted)
+    monkeypatch.setattr(FairSemaphore, "slot", noted)
     for number, address in enumerate(("192.0.2.1", "192.0.2.2")):
         asked = {"model": "m", "messages": [SHORT], "guided_regex": f"a{{{number + 1}}}"}
         await preparer.prepare(parse_chat(asked), record(address))

@@ -19,9 +19,9 @@ from services.gateway.structure import check_client as client_module
 from services.gateway.structure import checker as checker_module
 from services.gateway.structure.asked import Structure
 from services.gateway.structure.check_client import CheckClient
-from services.gateway.structure.check_process import framed
+from services.gateway.structure.check_process import encode_message
 from services.gateway.structure.checker import (
-    GUEST_CHECKS_MAX,
+    CLIENT_CHECKS_MAX,
     WAITING_MAX,
     GrammarChecker,
     _verdict_of,
@@ -63,7 +63,7 @@ async def running(checker: GrammarChecker) -> CheckClient:
 async def being_asked(checker: GrammarChecker) -> CheckClient:
     """Return once a check has begun; nothing but steps of the loop is needed for that."""
     for _ in range(100):
-        if checker._client is not None and checker._client._asked:
+        if checker._client is not None and checker._client._pending:
             return checker._client
         await asyncio.sleep(0)
     raise AssertionError("nothing is checked")
@@ -95,13 +95,13 @@ async def test_usable_grammars_stay_as_they_are(
     [
         (of_schema({"type": "str"}), "Invalid type: str"),
         (of_schema({"not": {}}), "Unimplemented keys"),
-        (of_schema({"$ref": "#"}), "cannot be followed"),
+        (of_schema({"$ref": "#"}), "cannot be enforced"),
         (of_schema({"enum": []}), "Unsatisfiable"),
         (of_text(GrammarKind.REGEX, "(a"), "regex parse error"),
-        (of_text(GrammarKind.REGEX, "(" * 10_000 + ")" * 10_000), "cannot be followed"),
+        (of_text(GrammarKind.REGEX, "(" * 10_000 + ")" * 10_000), "cannot be enforced"),
         (of_text(GrammarKind.LARK, "start: b"), "unknown name"),
         (of_text(GrammarKind.LARK, "start: <nobody>"), "unknown special token"),
-        (of_text(GrammarKind.LARK, "root ::= other"), "cannot be followed"),
+        (of_text(GrammarKind.LARK, "root ::= other"), "cannot be enforced"),
     ],
 )
 async def test_others_are_refused_with_their_reason(
@@ -181,12 +181,12 @@ async def test_a_caller_that_leaves_goes_at_once_and_the_check_ends_with_its_pla
     await checker.run(delay_s=0)
     leaving = asyncio.create_task(checker.check(of_schema(BOMB), OWNER))
     client = await being_asked(checker)
-    (answer,) = client._asked.values()
+    (answer,) = client._pending.values()
     leaving.cancel()
     await asyncio.sleep(0)
-    assert leaving.done() and checker._turns.taken == 1
+    assert leaving.done() and checker._semaphore.taken == 1
     assert (await answer)["ended"] == -signal.SIGKILL
-    assert checker._turns.taken == 0 and not client._asked
+    assert checker._semaphore.taken == 0 and not client._pending
     assert checker._client is client and client.usable
 
 
@@ -213,7 +213,7 @@ async def test_a_process_that_does_not_cancel_a_check_is_ended(
     monkeypatch.setattr(client_module, "STUCK_S", 0.01)
     client = await running(checker)
     os.kill(client._process.pid, signal.SIGSTOP)
-    asked = client.ask(Grammar(GrammarKind.REGEX, "b"))
+    asked = client.submit(Grammar(GrammarKind.REGEX, "b"))
     client.cancel(asked)
     with pytest.raises(ServiceUnavailable, match="ended with code -9"):
         await asked.answer
@@ -236,7 +236,7 @@ async def test_nobody_is_told_of_what_became_of_a_check_that_was_left(
     del client, leaving
     gc.collect()
     await asyncio.sleep(0)
-    assert not told and checker._turns.taken == 0
+    assert not told and checker._semaphore.taken == 0
 
 
 async def test_a_process_that_has_ended_is_not_killed_again(
@@ -244,7 +244,7 @@ async def test_a_process_that_has_ended_is_not_killed_again(
 ) -> None:
     client = await running(checker)
     os.kill(client._process.pid, signal.SIGKILL)
-    await client._listening
+    await client._reading
     killed = list[int]()
     monkeypatch.setattr(os, "killpg", lambda pid, _: killed.append(pid))
     await checker.close()
@@ -259,10 +259,10 @@ def test_a_check_that_gets_no_processor_time_ends() -> None:
     command, pipe = (sys.executable, "-c", code), subprocess.PIPE
     with subprocess.Popen(command, stdin=pipe, stdout=pipe) as process:
         assert process.stdin is not None and process.stdout is not None
-        process.stdin.write(framed({"vocab_size": 300, "special": {}}))
-        process.stdin.write(framed({"number": 5, "kind": GrammarKind.REGEX, "text": "a"}))
+        process.stdin.write(encode_message({"vocab_size": 300, "special": {}}))
+        process.stdin.write(encode_message({"number": 5, "kind": GrammarKind.REGEX, "text": "a"}))
         process.stdin.flush()
-        expected = framed({"number": 5, "ended": -signal.SIGALRM})
+        expected = encode_message({"number": 5, "ended": -signal.SIGALRM})
         assert process.stdout.read(len(expected)) == expected
 
 
@@ -338,7 +338,7 @@ async def test_an_owner_with_many_bombs_waits_for_them_alone(checker: GrammarChe
     done = [task for task in loud if task.done()]
     assert len(done) < 20, "its owner did not wait behind them"
     refused = [task for task in done if isinstance(task.exception(), QueueFull)]
-    assert len(refused) == 10 - GUEST_CHECKS_MAX
+    assert len(refused) == 10 - CLIENT_CHECKS_MAX
     for task in loud:
         task.cancel()
     await asyncio.gather(*loud, return_exceptions=True)
@@ -359,6 +359,6 @@ async def test_a_process_that_dies_as_it_starts_fails_what_is_asked_of_it_and_no
     output.feed_eof()
     client = CheckClient(process, Broken(), output, b"greeting")
     with pytest.raises(ServiceUnavailable, match="ended"):
-        await client.ask(Grammar(GrammarKind.REGEX, "a")).answer
+        await client.submit(Grammar(GrammarKind.REGEX, "a")).answer
     assert not client.usable
     process.input.close()

@@ -10,7 +10,7 @@ from llguidance import LLMatcher, LLTokenizer
 
 from services.common.grammar import parser_limits, source_of
 from services.core.request import GRAMMAR_BYTES_MAX, Grammar, GrammarKind
-from services.gateway.structure.asked import Structure, quoted
+from services.gateway.structure.asked import Structure, lark_literal
 from services.gateway.structure.check_process import byte_tokenizer
 from services.gateway.structure.schema import schema_text
 from services.gateway.tools import mistral, reasoning
@@ -19,8 +19,8 @@ from services.gateway.tools.format import (
     ReasoningFormat,
     Thinking,
     ToolFormat,
-    reasoning_marks,
-    tool_marks,
+    reasoning_markers,
+    tool_markers,
     tool_parser,
 )
 from services.gateway.tools.output_grammar import (
@@ -114,7 +114,7 @@ def calls_in(events: list[Event]) -> list[tuple[str, Any]]:
     return list(zip(names, arguments, strict=True))
 
 
-@pytest.mark.parametrize("mark", [as_token, quoted], ids=["tokens", "text"])
+@pytest.mark.parametrize("mark", [as_token, lark_literal], ids=["tokens", "text"])
 @pytest.mark.parametrize("named", [False, True])
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("seed", range(6))
@@ -122,7 +122,7 @@ def test_what_the_grammar_allows_the_parser_finds(
     form: ToolFormat, named: bool, mark: Callable[[str], str], seed: int
 ) -> None:
     tools = [WEATHER, NOW]
-    rules = call_rules(form, tools, parallel=True, mark=mark, named=named)
+    rules = call_rules(form, tools, parallel=True, spell=mark, named=named)
     structure = output_grammar("tools", [rules], Thinking.OVER, mark)
 
     output = random_output(structure, seed)
@@ -141,8 +141,8 @@ def test_what_the_grammar_allows_the_parser_finds(
 
 @pytest.mark.parametrize("form", FORMS)
 def test_without_parallel_calls_there_is_one(form: ToolFormat) -> None:
-    rules = call_rules(form, [NOW], parallel=False, mark=quoted, named=False)
-    structure = output_grammar("tools", [rules], Thinking.OVER, quoted)
+    rules = call_rules(form, [NOW], parallel=False, spell=lark_literal, named=False)
+    structure = output_grammar("tools", [rules], Thinking.OVER, lark_literal)
 
     for seed in range(5):
         parser = tool_parser(form, {"now"})
@@ -163,7 +163,7 @@ def test_reasoning_may_come_before_the_answer() -> None:
 
 
 def test_reasoning_may_be_marked_by_text() -> None:
-    possible = output_grammar("p", [answer_rules(ANSWER)], Thinking.POSSIBLE, quoted)
+    possible = output_grammar("p", [answer_rules(ANSWER)], Thinking.POSSIBLE, lark_literal)
 
     assert follows(possible, plain_ids("<think>hm < 7</think>\n\n7"))
     assert follows(possible, plain_ids("7"))
@@ -171,7 +171,7 @@ def test_reasoning_may_be_marked_by_text() -> None:
 
 
 def test_an_answer_or_calls() -> None:
-    calls = call_rules(ToolFormat.HERMES, [NOW], parallel=True, mark=as_token, named=False)
+    calls = call_rules(ToolFormat.HERMES, [NOW], parallel=True, spell=as_token, named=False)
     either = output_grammar("p", [answer_rules(ANSWER), calls], Thinking.OVER, as_token)
 
     assert follows(either, token_ids("12"))
@@ -181,7 +181,7 @@ def test_an_answer_or_calls() -> None:
 
 
 def test_text_and_then_strict_calls() -> None:
-    calls = call_rules(ToolFormat.HERMES, [WEATHER], parallel=True, mark=as_token, named=False)
+    calls = call_rules(ToolFormat.HERMES, [WEATHER], parallel=True, spell=as_token, named=False)
     structure = output_grammar("p", [text_before(calls)], Thinking.OVER, as_token)
 
     assert follows(structure, token_ids("any { text\n"))
@@ -215,7 +215,7 @@ def test_any_grammar_may_be_the_answer(grammar: Grammar, good: str, bad: str) ->
 )
 def test_schemas_that_cannot_be_followed_are_refused(tool: Tool) -> None:
     with pytest.raises(BadRequest) as caught:
-        call_rules(ToolFormat.HERMES, [tool], parallel=True, mark=quoted, named=False)
+        call_rules(ToolFormat.HERMES, [tool], parallel=True, spell=lark_literal, named=False)
 
     assert caught.value.param == "tools"
 
@@ -223,12 +223,12 @@ def test_schemas_that_cannot_be_followed_are_refused(tool: Tool) -> None:
 def test_tools_that_are_too_long_together_are_refused() -> None:
     schema = {"type": "object", "description": "x" * (GRAMMAR_BYTES_MAX // 2)}
     tools = [Tool(f"t{n}", parameters=schema) for n in range(3)]
-    rules = call_rules(ToolFormat.HERMES, tools, parallel=True, mark=quoted, named=False)
+    rules = call_rules(ToolFormat.HERMES, tools, parallel=True, spell=lark_literal, named=False)
 
     with pytest.raises(BadRequest, match="shorten"):
-        output_grammar("tools", [rules], Thinking.OVER, quoted)
+        output_grammar("tools", [rules], Thinking.OVER, lark_literal)
 
 
 def test_marks_are_known() -> None:
-    assert set(tool_marks(ToolFormat.MISTRAL)) >= {mistral.OPEN, mistral.ARGUMENTS}
-    assert {reasoning.OPEN, reasoning.CLOSE} == set(reasoning_marks(ReasoningFormat.QWEN3))
+    assert set(tool_markers(ToolFormat.MISTRAL)) >= {mistral.OPEN, mistral.ARGUMENTS}
+    assert {reasoning.OPEN, reasoning.CLOSE} == set(reasoning_markers(ReasoningFormat.QWEN3))

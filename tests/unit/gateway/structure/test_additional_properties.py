@@ -8,7 +8,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from services.gateway.structure.closed import close_objects
+from services.gateway.structure.additional_properties import forbid_additional_properties
 
 NAMED = {"type": "object", "properties": {"a": {"type": "integer"}}}
 CLOSED = NAMED | {"additionalProperties": False}
@@ -18,7 +18,7 @@ REFERENCE = {"$ref": "#/$defs/x"}
 
 def closed(schema: dict[str, Any]) -> dict[str, Any]:
     found = copy.deepcopy(schema)
-    close_objects(found)
+    forbid_additional_properties(found)
     return found
 
 

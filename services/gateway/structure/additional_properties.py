@@ -1,8 +1,9 @@
-"""Objects in schemas of clients take no properties but those that the schema names.
+"""Adds `additionalProperties: false` to the objects in clients' JSON schemas.
 
-JSON Schema allows others wherever it does not forbid them. A model that is held to such a schema
-may write properties of its own until its output is cut, and a function of the client cannot take
-them as arguments. An open object takes all that a closed one takes, so every output validates.
+By default, JSON Schema allows properties that a schema does not name. A model constrained by such a
+schema may invent properties until its output is cut off, and the client's function cannot accept
+them as arguments. The change only narrows a schema, so every output still validates against the
+client's own.
 """
 
 from collections.abc import Iterator, Mapping
@@ -11,14 +12,15 @@ from typing import Any
 _ANNOTATIONS = frozenset(
     {"$comment", "default", "deprecated", "description", "examples", "readOnly", "title"}
 )
-# In these a schema speaks of properties that it does not name, or asks for them.
+# Keywords about properties that the schema does not name: the client has decided about them.
 _OPEN = frozenset(
     {
         *("additionalProperties", "unevaluatedProperties", "propertyNames", "minProperties"),
         *("dependentRequired", "dependencies"),
     }
 )
-# Beside these a value has to follow several schemas, and one may ask for what another forbids.
+# With these keywords several schemas apply to a value, and closing a schema may forbid properties
+# that another schema requires.
 _JOINED = frozenset(
     {
         *("allOf", "anyOf", "oneOf", "not", "if", "then", "else", "$ref", "$dynamicRef"),
@@ -29,20 +31,22 @@ _DEFINITIONS = frozenset({"$defs", "definitions"})
 _REFERENCES = ("$ref", "$dynamicRef")
 
 
-def close_objects(schema: dict[str, Any]) -> None:
-    """Set `additionalProperties` to false where `schema` does not say and that only narrows it.
+def forbid_additional_properties(schema: dict[str, Any]) -> None:
+    """Set `additionalProperties` to false, in place, where `schema` leaves it open.
 
-    Nothing is set in a schema with a reference from a place where several schemas hold.
+    Objects to which several schemas apply stay open. A schema in which such an object contains a
+    reference is not changed at all.
     """
     walk = _Walk(schema)
     nodes = list(walk.alone())
+    # Definitions are shared: closing a definition is safe only if every reference was visited.
     if walk.references == _count_references(schema):
         for node in filter(_closable, nodes):
             node["additionalProperties"] = False
 
 
 class _Walk:
-    """Through the schemas that alone hold for their place, definitions included."""
+    """Visits the schemas that alone apply to their values, definitions included."""
 
     def __init__(self, root: dict[str, Any]) -> None:
         self.references = 0
@@ -51,6 +55,7 @@ class _Walk:
         self._followed: set[str] = set()
 
     def alone(self) -> Iterator[dict[str, Any]]:
+        # An explicit stack: a deep schema would exhaust the recursion limit.
         while self._todo:
             node = self._todo.pop()
             if not isinstance(node, dict):
@@ -71,7 +76,7 @@ class _Walk:
             self._todo += leading
 
     def _pass_on(self, node: dict[str, Any]) -> None:
-        """To what alone holds for a place that the node itself says nothing about."""
+        """Visit the schemas that `node` merely refers to or wraps."""
         match [*(node.keys() - _ANNOTATIONS - _DEFINITIONS)]:
             case ["$ref"]:
                 self._follow(node["$ref"])
@@ -105,7 +110,7 @@ def _closable(node: Mapping[str, Any]) -> bool:
 
 
 def _count_references(schema: Any) -> int:
-    """All references, wherever they stand."""
+    """Count the references anywhere in `schema`."""
     count, todo = 0, [schema]
     while todo:
         node = todo.pop()

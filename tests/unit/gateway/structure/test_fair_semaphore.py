@@ -1,21 +1,21 @@
-"""Turns of owners at a few places."""
+"""Owners take turns at a semaphore with a few slots."""
 
 import asyncio
 import random
 
 import pytest
 
-from services.gateway.structure.checker import Turns
+from services.gateway.structure.checker import FairSemaphore
 from services.gateway.vocabulary.errors import QueueFull
 from tests.support.waiting import settle
 
 
 async def test_owners_take_turns_and_so_many_wait() -> None:
-    turns, order = Turns(1, 1, 3), list[str]()
+    turns, order = FairSemaphore(1, 1, 3), list[str]()
     over = asyncio.Event()
 
     async def work(owner: str, name: str) -> None:
-        async with turns.turn(owner):
+        async with turns.slot(owner):
             order.append(name)
             await over.wait()
 
@@ -32,11 +32,11 @@ async def test_owners_take_turns_and_so_many_wait() -> None:
 
 
 async def test_one_owner_leaves_places_to_others() -> None:
-    turns, inside = Turns(4, 2, 9), list[str]()
+    turns, inside = FairSemaphore(4, 2, 9), list[str]()
     over = {owner: asyncio.Event() for owner in "abc"}
 
     async def work(owner: str) -> None:
-        async with turns.turn(owner):
+        async with turns.slot(owner):
             inside.append(owner)
             await over[owner].wait()
         inside.remove(owner)
@@ -58,12 +58,12 @@ async def test_one_owner_leaves_places_to_others() -> None:
 @pytest.mark.parametrize("seed", range(30))
 async def test_no_place_is_lost_when_callers_give_up_at_any_time(seed: int) -> None:
     rng = random.Random(seed)
-    turns, inside, most = Turns(2, 2, 100), 0, 0
+    turns, inside, most = FairSemaphore(2, 2, 100), 0, 0
     loop = asyncio.get_running_loop()
 
     async def work() -> None:
         nonlocal inside, most
-        async with turns.turn(rng.choice("abc")) as turn:
+        async with turns.slot(rng.choice("abc")) as slot:
             inside += 1
             most = max(most, inside)
             try:
@@ -71,8 +71,8 @@ async def test_no_place_is_lost_when_callers_give_up_at_any_time(seed: int) -> N
                     await asyncio.sleep(0)
             finally:
                 if rng.random() < 0.5:
-                    turn.work = loop.create_future()
-                    loop.call_soon(work_ends, turn.work)
+                    slot.work = loop.create_future()
+                    loop.call_soon(work_ends, slot.work)
                 else:
                     inside -= 1
 
@@ -94,7 +94,7 @@ async def test_no_place_is_lost_when_callers_give_up_at_any_time(seed: int) -> N
     assert all(end is None or isinstance(end, asyncio.CancelledError) for end in ends)
     await settle()
     assert inside == 0 and most == 2 and not told
-    async with turns.turn("a"), turns.turn("b"):
+    async with turns.slot("a"), turns.slot("b"):
         third = asyncio.create_task(work())
         await settle()
         assert not third.done(), "there are two places still, and no more"
