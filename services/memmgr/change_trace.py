@@ -48,7 +48,7 @@ def decided(decision: Decision, change: Change) -> ChangeCause:
     return ChangeCause(monotonic_s(), named | _told(str(why.cause), str(decision.action), change))
 
 
-def by_hand(action: str, change: Change) -> ChangeCause:
+def manual_cause(action: str, change: Change) -> ChangeCause:
     """A person asks for it now."""
     return ChangeCause(monotonic_s(), _told("manual", action, change))
 
@@ -124,14 +124,14 @@ class ChangeTrace:
     ) -> list[Span]:
         spans, served_s, settled_s = [], [from_s], [from_s]
         for worker_id in self.ready:
-            heard = memory.heard(worker_id, epoch)
+            latest = memory.latest(worker_id, epoch)
             # A report can outrun etcd's answer to the commit.
-            ended_s = max(from_s, heard.served_s) if heard is not None else now_s
-            error = "" if heard is not None else f"{worker_id} did not change over"
+            ended_s = max(from_s, latest.served_s) if latest is not None else now_s
+            error = "" if latest is not None else f"{worker_id} did not change over"
             attributes: dict[str, Value] = {genai.WORKER: worker_id, genai.EPOCH: epoch}
             spans.append(Span("apply", from_s, ended_s, attributes, error=error))
             served_s.append(ended_s)
-            over_s = heard.settled_s if heard is not None else None
+            over_s = latest.settled_s if latest is not None else None
             settled_s.append(over_s if over_s is not None else now_s)
         began_s = max(served_s)
         spans.append(Span("exchange", began_s, max(began_s, *settled_s)))

@@ -146,10 +146,10 @@ class Driver:
 
     def note_report(self, report: MemoryReport) -> None:
         """A worker has reported; the group that it is in may be in trouble."""
-        before = self._memory.heard(report.worker_id)
+        before = self._memory.latest(report.worker_id)
         self._memory.report(report)
-        heard = self._memory.heard(report.worker_id)
-        if heard is not None and heard.report is report:
+        latest = self._memory.latest(report.worker_id)
+        if latest is not None and latest.report is report:
             self._note_hung(report, before.report if before is not None else None)
         engine = report.engine
         if engine.trouble:
@@ -229,10 +229,10 @@ class Driver:
     def _look(self, command: LookAtMembers) -> None:
         members = []
         for worker_id in command.worker_ids:
-            heard = self._memory.heard(worker_id)
-            if heard is not None:
-                settled = heard.settled_s is not None
-                members.append(MemberSeen(worker_id, heard.epoch, settled))
+            latest = self._memory.latest(worker_id)
+            if latest is not None:
+                settled = latest.settled_s is not None
+                members.append(MemberSeen(worker_id, latest.epoch, settled))
         self._apply(MembersSeen(monotonic_s(), command.change_id, tuple(members)))
 
     async def _look_later(self, command: LookAtMembers) -> None:

@@ -16,11 +16,11 @@ from services.core.overload.action_plan import ActionPlan
 from services.core.overload.events import (
     Action,
     Cause,
-    ChangedByHand,
     Decision,
     DemandReported,
     Event,
     GroupsSeen,
+    ManualChange,
     MergesPlanned,
 )
 from services.core.overload.group_use import group_uses
@@ -121,11 +121,11 @@ class OverloadWatch:
             changed, self.shortfalls_changed = self.shortfalls_changed, asyncio.Event()
             changed.set()
 
-    def changed_by_hand(
+    def note_manual_change(
         self, model: str, action: Action, group_ids: Iterable[str]
     ) -> LoggedDecision | None:
         """These groups were changed by hand, which stands for a while; None if none serves it."""
-        event = ChangedByHand(monotonic_s(), model, action, tuple(group_ids))
+        event = ManualChange(monotonic_s(), model, action, tuple(group_ids))
         for decision in self._monitor.handle(event):
             return self._keep(decision)
         return None

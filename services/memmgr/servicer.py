@@ -12,9 +12,9 @@ from services.common.report import InvalidReport, to_memory_report
 from services.common.timeouts import timeout
 from services.core.groups.coordinator import ChangePhase
 from services.core.overload.action_plan import Change
-from services.core.overload.by_hand import InvalidChange, merge_of, split_of
 from services.core.overload.events import Action
-from services.memmgr.change_trace import by_hand
+from services.core.overload.manual_change import InvalidChange, merge_of, split_of
+from services.memmgr.change_trace import manual_cause
 from services.memmgr.demand_view import DemandView
 from services.memmgr.driver import Driver
 from services.memmgr.overload_watch import OverloadWatch
@@ -133,13 +133,13 @@ class MemmgrServicer(memmgr_pb2_grpc.MemmgrServiceServicer):
         model = self._driver.groups_of(change.targets)[0].model
         logged = None
         async for step in self._driver.reconfigure(
-            change.targets, by_hand(action, change), urgent=True
+            change.targets, manual_cause(action, change), urgent=True
         ):
             told = step
             if step.phase is ChangePhase.PREPARING:
                 told = replace(step, message=f"{change.text}; {step.message}")
             if step.phase is ChangePhase.COMMITTED:
-                logged = self._watch.changed_by_hand(model, action, change.group_ids)
+                logged = self._watch.note_manual_change(model, action, change.group_ids)
             if logged is not None:
                 logged.note(model, f"{step.phase}, {step.message}")
             yield to_step(told)

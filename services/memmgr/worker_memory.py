@@ -12,15 +12,15 @@ REPORT_FRESH_S = 3.0
 
 
 @dataclass(frozen=True, slots=True)
-class HeardWorker:
-    """A worker's latest report, which came at `heard_s`.
+class LatestReport:
+    """A worker's latest report, which came at `received_s`.
 
     The worker serves the epoch of that report since `served_s`; the change-over to it is over for
     the worker since `settled_s`, or not yet.
     """
 
     report: MemoryReport
-    heard_s: float
+    received_s: float
     served_s: float
     settled_s: float | None
 
@@ -37,16 +37,16 @@ class MemoryView:
         """`news` is set by reports that may decide something, and when workers come or go."""
         self._news = news
         self._registered: dict[str, str] = {}
-        self._heard: dict[str, HeardWorker] = {}
+        self._heard: dict[str, LatestReport] = {}
 
     def set_registered(self, incarnations: dict[str, str]) -> None:
         """The workers that are registered now and their incarnations; others are forgotten."""
         self._registered = incarnations
         self._news.set()
         self._heard = {
-            worker_id: heard
-            for worker_id, heard in self._heard.items()
-            if incarnations.get(worker_id) == heard.report.incarnation
+            worker_id: latest
+            for worker_id, latest in self._heard.items()
+            if incarnations.get(worker_id) == latest.report.incarnation
         }
 
     def report(self, report: MemoryReport) -> None:
@@ -63,7 +63,7 @@ class MemoryView:
             served_s, settled_s = before.served_s, before.settled_s
         if settled_s is None and not report.engine.unsettled:
             settled_s = now_s
-        self._heard[report.worker_id] = HeardWorker(report, now_s, served_s, settled_s)
+        self._heard[report.worker_id] = LatestReport(report, now_s, served_s, settled_s)
         told = before.report if before is not None else None
         if memory_news(told, report) is ReportNews.MAJOR:
             self._news.set()
@@ -71,19 +71,19 @@ class MemoryView:
     def fresh(self, now_s: float) -> dict[str, MemoryReport]:
         """The reports of workers that are not silent, by worker."""
         return {
-            worker_id: heard.report
-            for worker_id, heard in self._heard.items()
-            if now_s - heard.heard_s <= REPORT_FRESH_S
+            worker_id: latest.report
+            for worker_id, latest in self._heard.items()
+            if now_s - latest.received_s <= REPORT_FRESH_S
         }
 
     def engines(self, now_s: float) -> dict[str, EngineReport]:
         """What the engines of workers that are not silent report, by worker."""
         return {worker_id: report.engine for worker_id, report in self.fresh(now_s).items()}
 
-    def heard(self, worker_id: str, epoch: int = 0) -> HeardWorker | None:
+    def latest(self, worker_id: str, epoch: int = 0) -> LatestReport | None:
         """What a worker last reported; None before it has, and before it serves `epoch`."""
-        heard = self._heard.get(worker_id)
-        return heard if heard is not None and heard.epoch >= epoch else None
+        latest = self._heard.get(worker_id)
+        return latest if latest is not None and latest.epoch >= epoch else None
 
     def workers(self) -> list[MemoryReport]:
         """Memory of the registered workers that have reported, ordered by id."""

@@ -49,7 +49,7 @@ class NoLeaving(Changeover):
 class NoRenewal(GroupState):
     """Leaves stuck groups as they are."""
 
-    def _renew(self, group: Group, busy: set[str]) -> list[Command]:
+    def _rebuild(self, group: Group, busy: set[str]) -> list[Command]:
         return []
 
 
@@ -57,7 +57,7 @@ class NoDivision(GroupState):
     """Goes on making a stuck group anew, though its members do not find together."""
 
     def _mend(self, group_id: str, busy: set[str]) -> list[GroupCommand]:
-        self._stuck._hopeless.clear()
+        self._stuck._unrecoverable.clear()
         return super()._mend(group_id, busy)
 
 

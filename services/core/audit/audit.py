@@ -29,7 +29,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 
-from services.core.audit.engine_history import Emitted, EngineHistory, Key, begun
+from services.core.audit.engine_history import Emitted, EngineHistory, Key, times_started
 from services.core.audit.facts import EngineSwitched
 from services.core.audit.group_history import GroupHistory
 from services.core.audit.record import Findings, Recorded
@@ -199,7 +199,7 @@ class Audit:
                 first, other = tokens[0], others[-1] if others else None
                 self.findings.check(
                     "I5",
-                    other is None or begun(key[0], self.engines) > 1,
+                    other is None or times_started(key[0], self.engines) > 1,
                     "token {} of {} came from {} in epoch {} and from {} in epoch {}",
                     *(key[1], key[0], first.worker_id, first.epoch),
                     *((other.worker_id, other.epoch) if other else ("", 0)),
@@ -228,7 +228,7 @@ class Audit:
         """Each token of the client is one that the worker of its segment emitted."""
         self.findings.check(
             "I5",
-            bool(stream.segments) or not (stream.told and stream.token_ids),
+            bool(stream.segments) or not (stream.workers_known and stream.token_ids),
             "{} got tokens of no worker",
             request_id,
         )
@@ -253,7 +253,7 @@ class Audit:
     def _check_ends(self) -> None:
         finished: Counter[str] = sum((one.finished for one in self.engines), Counter())
         for request_id, count in finished.items():
-            times = begun(request_id, self.engines)
+            times = times_started(request_id, self.engines)
             self.findings.check(
                 "I10",
                 count <= times,
@@ -268,14 +268,14 @@ class Audit:
                 request_id,
             )
         for engine in self._living:
-            left = sorted(engine.open)
+            left = sorted(engine.open_sequences)
             self.findings.check(
                 "I10", not left, "{} keeps {} at the end", engine.worker_id, ", ".join(left[:5])
             )
 
     def _check_rest(self) -> None:
         living = self._living
-        if any(engine.open for engine in living):
+        if any(engine.open_sequences for engine in living):
             return
         for engine in living:
             if engine.memory:

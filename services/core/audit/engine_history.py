@@ -40,13 +40,13 @@ class Emitted(NamedTuple):
     worker_id: str
 
 
-def begun(request_id: str, engines: "Row[EngineHistory]") -> int:
+def times_started(request_id: str, engines: "Row[EngineHistory]") -> int:
     """How often these engines may have begun a request: as often as gateways sent it.
 
     An engine that was handed it while members lost each other may go on with it beside the other.
     """
     arrived = sum(one.arrived[request_id] for one in engines)
-    if not any(one.has_lost for one in engines):
+    if not any(one.lost_peers for one in engines):
         return arrived
     return arrived + sum(one.adopted[request_id] for one in engines)
 
@@ -55,8 +55,8 @@ def begun(request_id: str, engines: "Row[EngineHistory]") -> int:
 class EngineHistory:
     """One engine, from its start to the end of its log; `epoch` 0 is before any configuration.
 
-    `open` are the sequences that it leads at the end. `arrived` counts the requests that gateways
-    sent, `adopted` those that other engines handed over. `has_lost` a member of a change: both may
+    `open_sequences` are the sequences that it leads at the end. `arrived` counts the requests that gateways
+    sent, `adopted` those that other engines handed over. `lost_peers` a member of a change: both may
     then go on with a request, one of them for nobody.
     """
 
@@ -73,9 +73,9 @@ class EngineHistory:
     tokens: dict[Key, list[Emitted]] = field(default_factory=dict)
     arrived: Counter[str] = field(default_factory=Counter)
     adopted: Counter[str] = field(default_factory=Counter)
-    has_lost: bool = False
+    lost_peers: bool = False
     finished: Counter[str] = field(default_factory=Counter)
-    open: set[str] = field(default_factory=set)
+    open_sequences: set[str] = field(default_factory=set)
     last_s: float = 0.0
     _budget_bytes: int = 0
     _planned_in: dict[int, int] = field(default_factory=dict)  # microbatch → epoch
@@ -156,9 +156,9 @@ class EngineHistory:
                 self.adopted[request_of(name)] += 1
                 self._enter(name)
             case PeersLost(workers=workers):
-                self.has_lost = self.has_lost or bool(workers)
+                self.lost_peers = self.lost_peers or bool(workers)
             case NoteMoved():
-                self.open.discard(value.request_id)
+                self.open_sequences.discard(value.request_id)
 
     # --- memory
 
@@ -197,7 +197,9 @@ class EngineHistory:
                 self._enter(request.request_id)
                 self._unanswered.add(request.request_id)
             case RequestAborted(request_id=request_id):
-                self.open = {name for name in self.open if request_of(name) != request_id}
+                self.open_sequences = {
+                    name for name in self.open_sequences if request_of(name) != request_id
+                }
             case IterationFinished(number=number):
                 self._take_samples(number or 0)
 
@@ -207,8 +209,8 @@ class EngineHistory:
         self._sampled_in = self._planned_in.pop(number, self.epoch)
 
     def _enter(self, request_id: str) -> None:
-        self._newcomer = "" if request_id in self.open else request_id
-        self.open.add(request_id)
+        self._newcomer = "" if request_id in self.open_sequences else request_id
+        self.open_sequences.add(request_id)
 
     def _take_command(self, command: EmitToken | RefuseRequest) -> None:
         name = command.request_id
@@ -217,7 +219,7 @@ class EngineHistory:
             # A second request of the same name is refused, and the first one goes on; a token that
             # cannot be chosen ends its request, and so does its return to the scheduler.
             if name == self._newcomer or self._sampled or command.returned:
-                self.open.discard(name)
+                self.open_sequences.discard(name)
                 self._unanswered.discard(name)
             return
         self.findings.check(
@@ -230,11 +232,13 @@ class EngineHistory:
             # It answers the request now, whatever did before: one that goes on here after the loss
             # of its worker takes the place of what that had handed over.
             self._unanswered.discard(name)
-            self.open = {one for one in self.open if one == name or request_of(one) != request_id}
+            self.open_sequences = {
+                one for one in self.open_sequences if one == name or request_of(one) != request_id
+            }
         key = (request_id, command.index)
         self.findings.check(
             "I5",
-            key not in self.tokens or begun(request_id, (self,)) > 1,
+            key not in self.tokens or times_started(request_id, (self,)) > 1,
             "{} emitted token {} of {} twice",
             *(self.worker_id, command.index, request_id),
         )
@@ -242,4 +246,4 @@ class EngineHistory:
         self.tokens.setdefault(key, []).append(told)
         if command.finish_reason is not None:
             self.finished[request_id] += 1
-            self.open.discard(name)
+            self.open_sequences.discard(name)

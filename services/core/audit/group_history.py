@@ -20,7 +20,7 @@ from services.core.groups.vocabulary import (
 )
 from services.core.overload.events import Action, Cause, Decision
 
-Place = tuple[str, int]
+GroupEpoch = tuple[str, int]
 """A group at an epoch."""
 
 
@@ -43,9 +43,9 @@ class GroupHistory:
 
     findings: Findings
     commits: list[Committed] = field(default_factory=list)
-    configurations: dict[Place, tuple[Member, ...]] = field(default_factory=dict)
-    committed_s: dict[Place, float] = field(default_factory=dict)
-    attempts: dict[Place, str] = field(default_factory=dict)
+    configurations: dict[GroupEpoch, tuple[Member, ...]] = field(default_factory=dict)
+    committed_s: dict[GroupEpoch, float] = field(default_factory=dict)
+    attempts: dict[GroupEpoch, str] = field(default_factory=dict)
     planned: list[ChangePlanned] = field(default_factory=list)
     live: dict[str, Group] = field(default_factory=dict)
     unstable_since_s: dict[str, float] = field(default_factory=dict)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from services.core.audit.audit import Audit
 from services.core.audit.facts import ChangePlanned
-from services.core.audit.group_history import Place
+from services.core.audit.group_history import GroupEpoch
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ def settled_changes(audit: Audit) -> list[SettledChange]:
     return changes
 
 
-def _places(audit: Audit, planned: ChangePlanned) -> Iterator[Place]:
+def _places(audit: Audit, planned: ChangePlanned) -> Iterator[GroupEpoch]:
     """Where each target was committed first after the plan."""
     later = sorted(
         (time_s, place)
@@ -57,7 +57,7 @@ def _places(audit: Audit, planned: ChangePlanned) -> Iterator[Place]:
                 break
 
 
-def _settled_s(audit: Audit, place: Place) -> float | None:
+def _settled_s(audit: Audit, place: GroupEpoch) -> float | None:
     """When the last member had settled there, or in a later configuration; None if one has not."""
     times_s = []
     for member in audit.groups.configurations[place]:

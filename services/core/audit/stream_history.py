@@ -20,7 +20,7 @@ class AuditedStream:
     outcome: str = ""
 
     @property
-    def told(self) -> bool:
+    def workers_known(self) -> bool:
         """Whether its gateway could say of which workers its tokens are: it does so at the end."""
         return self.outcome != KILLED or bool(self.segments)
 
@@ -28,9 +28,9 @@ class AuditedStream:
         """Each segment's first index, its end, and the workers whose tokens it may hold.
 
         A worker that was handed a request also tells tokens that the one before had emitted. None:
-        it is not `told`, and any worker's will do.
+        it is not `workers_known`, and any worker's will do.
         """
-        if not self.told:
+        if not self.workers_known:
             yield 0, len(self.token_ids), None
         workers: frozenset[str] = frozenset()
         ends = [*(segment.first_index for segment in self.segments[1:]), len(self.token_ids)]

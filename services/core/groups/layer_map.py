@@ -63,7 +63,7 @@ class ModelShape:
 
 
 @dataclass(frozen=True, slots=True)
-class StageRoom:
+class MemberMemory:
     """A member and its memory for parameters and KV together."""
 
     worker_id: str
@@ -90,7 +90,7 @@ def serves(stages: Sequence[Stage], num_layers: int) -> bool:
 
 
 def split_layers(
-    model: ModelShape, rooms: Sequence[StageRoom], needed_tokens: int
+    model: ModelShape, rooms: Sequence[MemberMemory], needed_tokens: int
 ) -> tuple[Stage, ...]:
     """Contiguous runs of layers for the members in `rooms`, in that order.
 
@@ -111,7 +111,7 @@ def split_layers(
     return stages_of(rooms, counts)
 
 
-def stages_of(rooms: Sequence[StageRoom], counts: Sequence[int]) -> tuple[Stage, ...]:
+def stages_of(rooms: Sequence[MemberMemory], counts: Sequence[int]) -> tuple[Stage, ...]:
     """The stages of workers that run so many layers each, in this order."""
     stages, first = [], 0
     for room, count in zip(rooms, counts, strict=True):
@@ -121,7 +121,7 @@ def stages_of(rooms: Sequence[StageRoom], counts: Sequence[int]) -> tuple[Stage,
 
 
 def capacity_tokens(
-    model: ModelShape, rooms: Sequence[StageRoom], stages: Sequence[Stage]
+    model: ModelShape, rooms: Sequence[MemberMemory], stages: Sequence[Stage]
 ) -> tuple[int, ...]:
     """Tokens of KV that each stage has room for; the least of them is the group's capacity.
 
@@ -133,7 +133,7 @@ def capacity_tokens(
     )
 
 
-def _check(model: ModelShape, rooms: Sequence[StageRoom]) -> None:
+def _check(model: ModelShape, rooms: Sequence[MemberMemory]) -> None:
     if not rooms:
         raise SplitError("a group has no members; name at least one")
     if len(rooms) > model.num_layers:
@@ -143,7 +143,7 @@ def _check(model: ModelShape, rooms: Sequence[StageRoom]) -> None:
         )
 
 
-def _free_bytes(model: ModelShape, rooms: Sequence[StageRoom]) -> list[int]:
+def _free_bytes(model: ModelShape, rooms: Sequence[MemberMemory]) -> list[int]:
     """The memory that each member has left for layers and their KV."""
     last = len(rooms) - 1
     return [

@@ -35,7 +35,7 @@ def refusal(
     for name in names:
         if name not in records.workers:
             return ChangeRefused(f"{name} is not registered; start it, or leave it out")
-        if records.place_of(name) is None:
+        if records.group_of(name) is None:
             return ChangeRefused(f"{name} is in no group yet; try again in a moment")
     return (
         _source_refusal(records, names, may_be_degraded)
@@ -47,7 +47,7 @@ def refusal(
 
 def sources_of(records: Records, targets: Targets) -> tuple[str, ...]:
     """Ids of the groups that the workers of `targets` are in now, sorted."""
-    found = {records.place_of(stage.worker_id) for target in targets for stage in target}
+    found = {records.group_of(stage.worker_id) for target in targets for stage in target}
     return tuple(sorted(group_id for group_id in found if group_id is not None))
 
 
@@ -91,7 +91,7 @@ def _source_refusal(
     records: Records, names: Iterable[str], may_be_degraded: bool
 ) -> ChangeRefused | None:
     named = set(names)
-    for group_id in sorted({records.place_of(name) or "" for name in named}):
+    for group_id in sorted({records.group_of(name) or "" for name in named}):
         group = records.groups[group_id].group
         if group.attempt:
             return ChangeRefused(f"{group_id} is being changed already; wait until that has ended")

@@ -118,14 +118,14 @@ class Records:
             return True
         return covers(group.members, self.workers[present[0].worker_id].num_layers)
 
-    def place_of(self, worker_id: str) -> str | None:
+    def group_of(self, worker_id: str) -> str | None:
         """The sound group that a worker is in, None without one."""
         stored = self.assignments.get(worker_id)
         if stored is None or not self.is_sound(stored.assignment.group_id):
             return None
         return stored.assignment.group_id
 
-    def held_by(self, worker: Worker) -> tuple[int, int]:
+    def held_layers(self, worker: Worker) -> tuple[int, int]:
         """The layers that a worker holds for certain: all, unless it was given fewer since."""
         stored = self.assignments.get(worker.worker_id)
         if stored is not None and stored.assignment.incarnation == worker.incarnation:

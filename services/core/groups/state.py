@@ -27,8 +27,8 @@ from services.core.groups.backoff import Backoff
 from services.core.groups.layer_map import Stage
 from services.core.groups.reconfiguration import refusal, sources_of, target_groups
 from services.core.groups.records import Records
-from services.core.groups.settlement import Departed, forget, settle
-from services.core.groups.stuck import Stuck
+from services.core.groups.singleton_groups import DepartedWorkers, form_singletons, remove_records
+from services.core.groups.stuck_groups import StuckGroups
 from services.core.groups.vocabulary import (
     FLOOR_KEY,
     AbortMember,
@@ -95,8 +95,8 @@ class GroupState:
     _backoff: Backoff = field(default_factory=Backoff)
     # A survivor waits for its own failures alone, not for those of the group that it was in.
     _restores: Backoff = field(default_factory=Backoff)
-    _departed: Departed = field(default_factory=Departed)
-    _stuck: Stuck = field(default_factory=Stuck)
+    _departed: DepartedWorkers = field(default_factory=DepartedWorkers)
+    _stuck: StuckGroups = field(default_factory=StuckGroups)
     _transactions_begun: int = 0
     _attempts_begun: int = 0
 
@@ -277,7 +277,7 @@ class GroupState:
         return transaction
 
     def _abort(self, attempt: Attempt, reason: str) -> list[Command]:
-        if self._stuck.renewal_failed(attempt):
+        if self._stuck.rebuild_failed(attempt):
             return [self._end(attempt, reason)]  # its members are on their own now
         backoff = self._restores if attempt.restores else self._backoff
         backoff.failed(
@@ -296,7 +296,7 @@ class GroupState:
         for attempt in list(self._attempts.values()):
             if attempt.phase is not AttemptPhase.PREPARING:
                 continue
-            reason = attempt.change_in(self.records) or self._stuck.reason_against(attempt)
+            reason = attempt.change_in(self.records) or self._stuck.abort_reason(attempt)
             if reason is None and self._now_s >= attempt.deadline_s:
                 silent = ", ".join(sorted(attempt.workers.keys() - attempt.ready))
                 reason = f"{silent} was not ready within {self._timeout_s(attempt):g} s"
@@ -306,7 +306,7 @@ class GroupState:
 
     def _timeout_s(self, attempt: Attempt) -> float:
         config = self.config
-        if not self._stuck.is_renewal(attempt):
+        if not self._stuck.is_rebuild(attempt):
             return config.prepare_timeout_s
         return min(
             config.prepare_timeout_s, config.renew_timeout_s + self._stuck.iteration_s(attempt)
@@ -323,19 +323,19 @@ class GroupState:
             if self.records.is_live(group_id) and not group_keys([group_id]) & busy:
                 commands += self._mend(group_id, busy)
         for worker_id in sorted(self.records.workers):
-            if self.records.place_of(worker_id) is None and not self._is_awaited(worker_id):
-                commands += self._settle(None, {worker_id}, busy)
-        return commands + self._forget(busy)
+            if self.records.group_of(worker_id) is None and not self._is_awaited(worker_id):
+                commands += self._form_singletons(None, {worker_id}, busy)
+        return commands + self._remove_departed(busy)
 
     def _mend(self, group_id: str, busy: set[str]) -> list[Command]:
         """What a live group without an attempt of ours needs."""
         stored = self.records.groups[group_id]
         if self._awaits(stored.group):
             return []
-        hopeless = self._stuck.is_hopeless(stored.group)
+        hopeless = self._stuck.is_unrecoverable(stored.group)
         if hopeless or not self.records.is_sound(group_id):
             names = {member.worker_id for member in stored.group.members}
-            return self._settle(group_id, names, busy)
+            return self._form_singletons(group_id, names, busy)
         if stored.group.attempt:
             plain = replace(stored.group, attempt="")
             revisions = {group_id: stored.mod_revision}
@@ -347,7 +347,7 @@ class GroupState:
         if stored.group.phase is GroupPhase.DEGRADED:
             return self._restore(stored.group, busy)
         if self._stuck.is_stuck(stored.group):
-            return self._renew(stored.group, busy)
+            return self._rebuild(stored.group, busy)
         return []
 
     def _awaits(self, group: Group) -> bool:
@@ -367,14 +367,16 @@ class GroupState:
         group = self.records.groups.get(stored.assignment.group_id) if stored else None
         return group is not None and self._awaits(group.group)
 
-    def _renew(self, group: Group, busy: set[str]) -> list[Command]:
+    def _rebuild(self, group: Group, busy: set[str]) -> list[Command]:
         """Make a stuck group anew with the same members."""
         names = {member.worker_id for member in group.members}
         if busy & worker_keys(names):
             return []
         stages = tuple(Stage(m.worker_id, m.first_layer, m.end_layer) for m in group.members)
         transaction = self._begin(None, (stages,))
-        self._stuck.renewing(group, self._attempts[self._committing[transaction.transaction_id]])
+        self._stuck.rebuild_started(
+            group, self._attempts[self._committing[transaction.transaction_id]]
+        )
         busy |= transaction.touched | worker_keys(names)
         return [transaction]
 
@@ -391,9 +393,11 @@ class GroupState:
         busy |= transaction.touched | worker_keys(names)
         return [transaction]
 
-    def _settle(self, broken_id: str | None, names: set[str], busy: set[str]) -> list[Command]:
+    def _form_singletons(
+        self, broken_id: str | None, names: set[str], busy: set[str]
+    ) -> list[Command]:
         """Give each registered worker among `names` a group of its own; `broken_id` goes."""
-        settlement = settle(
+        settlement = form_singletons(
             self.records, broken_id, names, self._next_transaction, self._leadership
         )
         if settlement is None or settlement.touched & busy:
@@ -401,7 +405,7 @@ class GroupState:
         busy |= settlement.touched
         return [self._track(settlement)]
 
-    def _forget(self, busy: set[str]) -> list[Command]:
+    def _remove_departed(self, busy: set[str]) -> list[Command]:
         """Remove the records of workers that have gone for good, some at a time."""
         if FLOOR_KEY in busy:
             return []
@@ -410,7 +414,7 @@ class GroupState:
             return []
         for backoff in (self._backoff, self._restores):
             backoff.succeeded(names)
-        removal = forget(self.records, names, self._next_transaction, self._leadership)
+        removal = remove_records(self.records, names, self._next_transaction, self._leadership)
         return [self._track(removal)]
 
     # --- what is under way

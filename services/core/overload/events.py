@@ -71,7 +71,7 @@ class MemberUse:
     unmerged_tokens: int
 
 
-class Reports(StrEnum):
+class ReportStatus(StrEnum):
     """What the reports of a group's members are worth now."""
 
     CURRENT = "current"
@@ -83,7 +83,7 @@ class Reports(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class GroupUse:
-    """A group that serves; unless `reports` are current it has `silent_ids`, not `members`.
+    """A group that serves; unless `report_status` is current it has `silent_ids`, not `members`.
 
     `waiting` requests need `waiting_tokens` of KV before they can run. `draining`: a member is
     leaving.
@@ -95,7 +95,7 @@ class GroupUse:
     waiting: int = 0
     waiting_tokens: int = 0
     draining: bool = False
-    reports: Reports = Reports.CURRENT
+    report_status: ReportStatus = ReportStatus.CURRENT
     silent_ids: tuple[str, ...] = ()
 
     @property
@@ -142,7 +142,7 @@ class DemandReported:
 
 
 @dataclass(frozen=True, slots=True)
-class ChangedByHand:
+class ManualChange:
     """Somebody has merged (MERGE) or split (SPLIT) groups; that stands for a while."""
 
     now_s: float
@@ -160,11 +160,11 @@ class MergesPlanned:
     short_tokens: int
 
 
-Event = GroupsSeen | DemandReported | ChangedByHand | MergesPlanned
+Event = GroupsSeen | DemandReported | ManualChange | MergesPlanned
 
 
 @dataclass(frozen=True, slots=True)
-class Numbers:
+class ModelLoad:
     """Demand and capacity of a model, in tokens of KV.
 
     `stuck_tokens` of the demand are bound to groups that have no room for them, whatever room other
@@ -194,14 +194,14 @@ class Numbers:
 
 
 @dataclass(frozen=True, slots=True)
-class Why:
+class DecisionReason:
     """Why a decision was made: the threshold in tokens, and how long it was exceeded."""
 
     cause: Cause
     threshold_tokens: int
     held_s: float
     dwell_s: float
-    numbers: Numbers
+    numbers: ModelLoad
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,6 +215,6 @@ class Decision:
     now_s: float
     model: str
     action: Action
-    why: Why
+    why: DecisionReason
     needed_tokens: int = 0
     group_ids: tuple[str, ...] = ()

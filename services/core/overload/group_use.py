@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 
 from services.core.groups.vocabulary import Group
-from services.core.overload.events import GroupUse, MemberUse, Reports
+from services.core.overload.events import GroupUse, MemberUse, ReportStatus
 from services.core.overload.worker_facts import WorkerFacts
 from services.core.report import EngineReport
 
@@ -18,9 +18,11 @@ def group_uses(
         if not ids:
             continue
         worth = _worth(group, reports, facts)
-        if worth is not Reports.CURRENT:
+        if worth is not ReportStatus.CURRENT:
             found.append(
-                GroupUse(group.group_id, group.model, (), reports=worth, silent_ids=tuple(ids))
+                GroupUse(
+                    group.group_id, group.model, (), report_status=worth, silent_ids=tuple(ids)
+                )
             )
             continue
         size = facts[ids[0]].block_size
@@ -43,12 +45,12 @@ def used_tokens(report: EngineReport | None, facts: WorkerFacts) -> int:
 
 def _worth(
     group: Group, reports: Mapping[str, EngineReport], facts: Mapping[str, WorkerFacts]
-) -> Reports:
+) -> ReportStatus:
     ids = [member.worker_id for member in group.members]
     if not all(one in reports and one in facts for one in ids):
-        return Reports.SILENT
+        return ReportStatus.SILENT
     current = all(reports[one].epoch == group.epoch for one in ids)
-    return Reports.CURRENT if current else Reports.CHANGING
+    return ReportStatus.CURRENT if current else ReportStatus.CHANGING
 
 
 def _member_uses(

@@ -21,18 +21,18 @@ from services.core.demand import ModelDemand
 from services.core.overload.events import (
     Action,
     Cause,
-    ChangedByHand,
     Decision,
+    DecisionReason,
     DemandReported,
     Event,
     GroupsSeen,
     GroupUse,
+    ManualChange,
     MergesPlanned,
-    Numbers,
+    ModelLoad,
     OverloadConfig,
     OverloadPolicy,
-    Reports,
-    Why,
+    ReportStatus,
 )
 
 CHANGING_MAX_S = 30.0
@@ -54,7 +54,7 @@ class _Model:
 
     split_dwell_s: float
     layout: _Layout = frozenset()
-    standing: frozenset[tuple[str, Reports]] = frozenset()
+    standing: frozenset[tuple[str, ReportStatus]] = frozenset()
     changing_since_s: float | None = None
     rate_tokens_per_s: float = 0.0
     growth_tokens_per_s: float = 0.0
@@ -96,7 +96,7 @@ class OverloadMonitor:
                 self._see(event)
             case DemandReported():
                 self._demands = {demand.model: demand for demand in event.demands}
-            case ChangedByHand():
+            case ManualChange():
                 return self._stand_by(event)
             case MergesPlanned():
                 return self._note_planned(event)
@@ -115,13 +115,13 @@ class OverloadMonitor:
         """Whether a model was overloaded when last seen: time alone may then decide."""
         return any(state.calm_since_s is None for state in self._models.values())
 
-    def numbers(self, model: str) -> Numbers:
+    def numbers(self, model: str) -> ModelLoad:
         """The numbers of a model that groups serve, as of the last events."""
         groups = self._staying(model)
         demand = self._demands.get(model) or ModelDemand(model)
         used = sum(group.used_tokens for group in groups)
         waiting_tokens = sum(group.waiting_tokens for group in groups)
-        return Numbers(
+        return ModelLoad(
             demand_tokens=used + waiting_tokens + demand.queued_tokens + demand.refused_tokens,
             forecast_tokens=self._models[model].forecast_tokens(self.config.lookahead_s),
             capacity_tokens=sum(group.capacity_tokens for group in groups),
@@ -151,8 +151,10 @@ class OverloadMonitor:
         for name, groups in by_model.items():
             state = before.get(name) or _Model(self.config.split_dwell_s)
             self._models[name] = state
-            self._groups[name] = [one for one in groups if one.reports is Reports.CURRENT]
-            changing = any(one.reports is Reports.CHANGING for one in groups)
+            self._groups[name] = [
+                one for one in groups if one.report_status is ReportStatus.CURRENT
+            ]
+            changing = any(one.report_status is ReportStatus.CHANGING for one in groups)
             state.changing_since_s = _since(changing, state.changing_since_s, seen.now_s)
             if changing and _held_s(state.changing_since_s, seen.now_s) < CHANGING_MAX_S:
                 # The use of its requests is not known; sums over other groups would mislead.
@@ -161,7 +163,10 @@ class OverloadMonitor:
 
     def _note_layout(self, state: _Model, groups: Sequence[GroupUse], now_s: float) -> None:
         """Forget what was measured on other groups, or on other sums."""
-        layout, standing = _layout(groups), frozenset((one.group_id, one.reports) for one in groups)
+        layout, standing = (
+            _layout(groups),
+            frozenset((one.group_id, one.report_status) for one in groups),
+        )
         if (layout, standing) != (state.layout, state.standing):
             state.mean_demand_tokens = None
             state.settles_s = max(state.settles_s, now_s + self.config.report_s)
@@ -188,7 +193,7 @@ class OverloadMonitor:
         decision = self._decide_by_load(name, numbers, now_s)
         return found if decision is None else [*found, decision]
 
-    def _decide_by_load(self, name: str, numbers: Numbers, now_s: float) -> Decision | None:
+    def _decide_by_load(self, name: str, numbers: ModelLoad, now_s: float) -> Decision | None:
         config, state = self.config, self._models[name]
         subsided_tokens = self._subsided_tokens(numbers)
         low = numbers.expected_tokens < subsided_tokens
@@ -205,7 +210,9 @@ class OverloadMonitor:
         if overloaded and now_s >= state.held_s.get(Action.SPLIT, now_s):
             held_s, dwell_s = _held_s(state.overloaded_since_s, now_s), config.overload_dwell_s
             if held_s >= dwell_s:
-                why = Why(Cause.OVERLOAD, numbers.capacity_tokens, held_s, dwell_s, numbers)
+                why = DecisionReason(
+                    Cause.OVERLOAD, numbers.capacity_tokens, held_s, dwell_s, numbers
+                )
                 act = self._call_off if state.splitting else self._merge
                 return act(name, why, now_s)
         if now_s < state.settles_s:
@@ -213,7 +220,7 @@ class OverloadMonitor:
         if subsided and now_s >= state.held_s.get(Action.MERGE, now_s):
             held_s, dwell_s = _held_s(state.subsided_since_s, now_s), state.split_dwell_s
             if held_s >= dwell_s:
-                why = Why(Cause.SUBSIDED, subsided_tokens, held_s, dwell_s, numbers)
+                why = DecisionReason(Cause.SUBSIDED, subsided_tokens, held_s, dwell_s, numbers)
                 return self._split_subsided(name, why, splits, now_s)
         return None
 
@@ -223,17 +230,17 @@ class OverloadMonitor:
         if _held_s(state.calm_since_s, now_s) >= self.config.calm_s:
             state.exhausted = False
 
-    def _split_left(self, name: str, numbers: Numbers, now_s: float) -> list[Decision]:
+    def _split_left(self, name: str, numbers: ModelLoad, now_s: float) -> list[Decision]:
         """Split merged groups with a leaving member; other groups of the model go on."""
         state = self._models[name]
         left = tuple(one for one in self._left(name) if now_s >= state.leaving_s.get(one, now_s))
         if not left:
             return []
         state.leaving_s |= dict.fromkeys(left, now_s + self.config.settle_s)
-        why = Why(Cause.DRAINING, numbers.capacity_tokens, 0.0, 0.0, numbers)
+        why = DecisionReason(Cause.DRAINING, numbers.capacity_tokens, 0.0, 0.0, numbers)
         return [Decision(now_s, name, Action.SPLIT, why, group_ids=left)]
 
-    def _stand_by(self, changed: ChangedByHand) -> list[Decision]:
+    def _stand_by(self, changed: ManualChange) -> list[Decision]:
         """Record a change by hand as a decision, and leave it alone for a while."""
         state = self._models.get(changed.model)
         if state is None:
@@ -241,7 +248,7 @@ class OverloadMonitor:
         numbers = self.numbers(changed.model)
         merge = changed.action is Action.MERGE
         threshold = numbers.capacity_tokens if merge else self._subsided_tokens(numbers)
-        why = Why(Cause.MANUAL, threshold, 0.0, 0.0, numbers)
+        why = DecisionReason(Cause.MANUAL, threshold, 0.0, 0.0, numbers)
         state.held_s = {changed.action: changed.now_s + self.config.manual_hold_s}
         # The groups that were seen last are gone: what was measured on them does not hold.
         state.settles_s = changed.now_s + self.config.settle_s
@@ -250,7 +257,7 @@ class OverloadMonitor:
             Decision(changed.now_s, changed.model, changed.action, why, group_ids=changed.group_ids)
         ]
 
-    def _merge(self, name: str, why: Why, now_s: float) -> Decision | None:
+    def _merge(self, name: str, why: DecisionReason, now_s: float) -> Decision | None:
         """The decision to merge; or, once per overload, the decision that no merge is possible."""
         state, config = self._models[name], self.config
         needed = max(1, why.numbers.short_tokens)
@@ -264,7 +271,7 @@ class OverloadMonitor:
             full = tuple(one.group_id for one in self._staying(name) if one.stuck_tokens)
         return Decision(now_s, name, Action.MERGE, why, needed, full)
 
-    def _call_off(self, name: str, why: Why, now_s: float) -> Decision:
+    def _call_off(self, name: str, why: DecisionReason, now_s: float) -> Decision:
         """Give a split up that was decided too early."""
         state = self._models[name]
         names, state.splitting = tuple(sorted(state.splitting)), frozenset()
@@ -289,11 +296,13 @@ class OverloadMonitor:
         numbers, now_s = self.numbers(planned.model), planned.now_s
         held_s = _held_s(state.overloaded_since_s, now_s)
         dwell_s = self.config.overload_dwell_s
-        why = Why(Cause.OVERLOAD, numbers.capacity_tokens, held_s, dwell_s, numbers)
+        why = DecisionReason(Cause.OVERLOAD, numbers.capacity_tokens, held_s, dwell_s, numbers)
         decision = self._exhaust(planned.model, why, planned.short_tokens, now_s)
         return [] if decision is None else [decision]
 
-    def _exhaust(self, name: str, why: Why, short_tokens: int, now_s: float) -> Decision | None:
+    def _exhaust(
+        self, name: str, why: DecisionReason, short_tokens: int, now_s: float
+    ) -> Decision | None:
         """Remember and tell a shortfall; None if it was told before in this overload."""
         if self._models[name].exhausted:
             return None
@@ -301,7 +310,7 @@ class OverloadMonitor:
         return Decision(now_s, name, Action.EXHAUSTED, why, short_tokens)
 
     def _split_subsided(
-        self, name: str, why: Why, splits: tuple[str, ...], now_s: float
+        self, name: str, why: DecisionReason, splits: tuple[str, ...], now_s: float
     ) -> Decision:
         state = self._models[name]
         state.settles_s = now_s + self.config.settle_s
@@ -324,7 +333,7 @@ class OverloadMonitor:
         """The groups that count: those without a leaving member."""
         return [group for group in self._groups[name] if not group.draining]
 
-    def _subsided_tokens(self, numbers: Numbers) -> int:
+    def _subsided_tokens(self, numbers: ModelLoad) -> int:
         return int(self.config.subsided_share * numbers.undropped_tokens)
 
     def _smooth(self, name: str, demand_tokens: int, now_s: float) -> None:

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from itertools import takewhile
 
 from services.core.groups.layer_map import (
+    MemberMemory,
     ModelShape,
     Stage,
-    StageRoom,
     capacity_tokens,
     split_layers,
     stages_of,
@@ -87,7 +87,7 @@ def targets_of(
         before = sum(map(tokens_of, merge.groups))
         share_bytes = plan.needed_bytes * merge.freed_bytes // max(1, plan.freed_bytes)
         needed = before + -(-share_bytes // (shape.num_layers * shape.kv_bytes))
-        rooms = [StageRoom(one.worker_id, arena_bytes[one.worker_id]) for one in merge.members]
+        rooms = [MemberMemory(one.worker_id, arena_bytes[one.worker_id]) for one in merge.members]
         kind = merge.key.model, tuple(room.arena_bytes for room in rooms), needed
         if kind not in divided:
             stages = split_layers(shape, rooms, needed)
@@ -102,5 +102,5 @@ def group_tokens(
     shape: ModelShape, members: Sequence[PlanMember], arena_bytes: Mapping[str, int]
 ) -> int:
     """Tokens of KV that a group of these members holds now."""
-    rooms = [StageRoom(one.worker_id, arena_bytes[one.worker_id]) for one in members]
+    rooms = [MemberMemory(one.worker_id, arena_bytes[one.worker_id]) for one in members]
     return min(capacity_tokens(shape, rooms, [Stage(*one) for one in members]))

@@ -13,7 +13,7 @@ from services.core.groups.layer_map import ModelShape, Stage
 from services.core.groups.vocabulary import Group, GroupPhase, Member, Targets
 from services.core.overload.action_plan import ActionPlan, NoPlan, merges, merges_of_full, splits
 from services.core.overload.actions import ActionState
-from services.core.overload.events import Action, Cause, Decision, Numbers, Why
+from services.core.overload.events import Action, Cause, Decision, DecisionReason, ModelLoad
 from services.core.overload.worker_facts import WorkerFacts
 from services.core.report import EngineReport, Load
 from services.memmgr.action_runner import ActionRunner
@@ -43,7 +43,7 @@ def engine(free: int) -> EngineReport:
 
 
 def logged(action: Action, *group_ids: str, needed_tokens: int = 100) -> LoggedDecision:
-    why = Why(Cause.OVERLOAD, 0, 0.0, 0.0, Numbers(0, 0, 0, 0, 0, 0, 0, 0, 0))
+    why = DecisionReason(Cause.OVERLOAD, 0, 0.0, 0.0, ModelLoad(0, 0, 0, 0, 0, 0, 0, 0, 0))
     return LoggedDecision(0, Decision(0.0, "m", action, why, needed_tokens, group_ids))
 
 

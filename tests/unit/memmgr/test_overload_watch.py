@@ -14,7 +14,7 @@ from services.core.overload.events import (
     GroupUse,
     MemberUse,
     OverloadConfig,
-    Reports,
+    ReportStatus,
 )
 from services.core.overload.group_use import group_uses
 from services.core.overload.monitor import OverloadMonitor
@@ -58,11 +58,11 @@ def test_groups_whose_members_do_not_report_of_them_have_no_numbers() -> None:
     reports = {"w0": engine(), "stranger": engine(), "w2": engine(epoch=2)}
     groups = [group("w0", "w1"), group("stranger"), group("w0"), group("w2")]
     found = group_uses(groups, reports, FACTS)
-    assert [use.reports for use in found] == [
-        Reports.SILENT,
-        Reports.SILENT,
-        Reports.CURRENT,
-        Reports.CHANGING,
+    assert [use.report_status for use in found] == [
+        ReportStatus.SILENT,
+        ReportStatus.SILENT,
+        ReportStatus.CURRENT,
+        ReportStatus.CHANGING,
     ]
     assert [len(use.members) for use in found] == [0, 0, 1, 0]
 
@@ -140,10 +140,10 @@ def test_by_hand() -> None:
     for name in ("w0", "w1"):
         watched.view.report(memory(name, free=10))
     watched.watch.look()
-    logged = watched.watch.changed_by_hand("m", Action.MERGE, ["group-w0", "group-w1"])
+    logged = watched.watch.note_manual_change("m", Action.MERGE, ["group-w0", "group-w1"])
     assert logged is not None and list(watched.watch.decisions) == [logged]
     assert "merge group-w0, group-w1 (manual)" in text_of(logged.decision)
-    assert watched.watch.changed_by_hand("other", Action.MERGE, []) is None
+    assert watched.watch.note_manual_change("other", Action.MERGE, []) is None
     assert watched.acted == []
 
 

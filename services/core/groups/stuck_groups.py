@@ -7,15 +7,15 @@ from services.core.groups.attempt import Attempt
 from services.core.groups.records import Records
 from services.core.groups.vocabulary import EngineHung, Group, GroupPhase, GroupStuck
 
-RENEWALS_MAX = 2
+REBUILDS_MAX = 2
 """How often in a row a group is made anew: its members may connect, and get nothing else across."""
-IN_A_ROW_S = 120.0
+REBUILD_WINDOW_S = 120.0
 """A group that goes on for so long has been cured. Longer than a leader waits for a microbatch that
-is in its way for the `RENEWALS_MAX` + 1st time, which is 20 s."""
+is in its way for the `REBUILDS_MAX` + 1st time, which is 20 s."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Renewed:
+class _Rebuild:
     """A group was made anew at `at_s`, at this epoch, for the `count`th time in a row."""
 
     epoch: int
@@ -24,12 +24,12 @@ class _Renewed:
 
     def holds(self, epoch: int, now_s: float) -> bool:
         """Whether trouble of this epoch now is that of before."""
-        return epoch == self.epoch and now_s - self.at_s < IN_A_ROW_S
+        return epoch == self.epoch and now_s - self.at_s < REBUILD_WINDOW_S
 
 
 @dataclass(slots=True)
-class Stuck:
-    """Stuck groups by id, each at the epoch that is stuck: a later one is another matter.
+class StuckGroups:
+    """StuckGroups groups by id, each at the epoch that is stuck: a later one is another matter.
 
     Entries go with the records of their groups, so there are no more of them than of these.
     """
@@ -37,9 +37,11 @@ class Stuck:
     _reasons: dict[str, tuple[int, str]] = field(default_factory=dict)
     _iterations_s: dict[str, float] = field(default_factory=dict)  # the longest of a member
     # Making it anew has failed, or has not helped.
-    _hopeless: dict[str, int] = field(default_factory=dict)
-    _renewed: dict[str, _Renewed] = field(default_factory=dict)
-    _renewals: dict[str, Group] = field(default_factory=dict)  # by attempt: the group that is stuck
+    _unrecoverable: dict[str, int] = field(default_factory=dict)
+    _rebuilds: dict[str, _Rebuild] = field(default_factory=dict)
+    _rebuilding: dict[str, Group] = field(
+        default_factory=dict
+    )  # by attempt: the group that is stuck
     # The processes, by worker, whose engines stand still.
     _hung: dict[str, str] = field(default_factory=dict)
 
@@ -64,11 +66,11 @@ class Stuck:
             iteration_s = max(iteration_s, self._iterations_s[group.group.group_id])
         self._iterations_s[group.group.group_id] = iteration_s
         self._reasons[group.group.group_id] = (event.epoch, event.reason)
-        before = self._renewed.get(group.group.group_id)
+        before = self._rebuilds.get(group.group.group_id)
         again = before.count if before and before.holds(event.epoch, event.now_s) else 0
-        if again >= RENEWALS_MAX:
-            self._hopeless[group.group.group_id] = event.epoch
-        for entries in (self._reasons, self._iterations_s, self._hopeless, self._renewed):
+        if again >= REBUILDS_MAX:
+            self._unrecoverable[group.group.group_id] = event.epoch
+        for entries in (self._reasons, self._iterations_s, self._unrecoverable, self._rebuilds):
             for group_id in entries.keys() - records.groups.keys():
                 del entries[group_id]
 
@@ -90,17 +92,17 @@ class Stuck:
         epoch, _ = self._reasons.get(group.group_id, (-1, ""))
         return epoch == group.epoch and group.phase is GroupPhase.STABLE
 
-    def is_hopeless(self, group: Group) -> bool:
+    def is_unrecoverable(self, group: Group) -> bool:
         """Whether the group is stuck, and its members did not find together again or cannot."""
         if not self.is_stuck(group):
             return False
-        failed = self._hopeless.get(group.group_id) == group.epoch
+        failed = self._unrecoverable.get(group.group_id) == group.epoch
         members = [(one.worker_id, one.incarnation) for one in group.members]
         return failed or bool(self._hung_of(members))
 
-    def reason_against(self, attempt: Attempt) -> str | None:
+    def abort_reason(self, attempt: Attempt) -> str | None:
         """Why an attempt cannot succeed: a group that it changes is stuck, or beyond renewal."""
-        if self.is_renewal(attempt):
+        if self.is_rebuild(attempt):
             asked = [(name, worker.incarnation) for name, worker in attempt.workers.items()]
             hung = self._hung_of(asked)
             return f"the engine of {', '.join(hung)} stands still" if hung else None
@@ -109,36 +111,36 @@ class Stuck:
                 return f"{group.group_id} is stuck: {self._reasons[group.group_id][1]}"
         return None
 
-    def renewing(self, group: Group, attempt: Attempt) -> None:
+    def rebuild_started(self, group: Group, attempt: Attempt) -> None:
         """An attempt has begun to make the group anew."""
         # A coordinator that lost its leadership leaves some behind.
-        self._renewals = {
-            name: one for name, one in self._renewals.items() if one.group_id != group.group_id
+        self._rebuilding = {
+            name: one for name, one in self._rebuilding.items() if one.group_id != group.group_id
         }
-        self._renewals[attempt.attempt_id] = group
+        self._rebuilding[attempt.attempt_id] = group
 
     def iteration_s(self, attempt: Attempt) -> float:
         """How long a member of a group that is made anew may answer nothing."""
-        group = self._renewals.get(attempt.attempt_id)
+        group = self._rebuilding.get(attempt.attempt_id)
         return 0.0 if group is None else self._iterations_s.get(group.group_id, 0.0)
 
-    def is_renewal(self, attempt: Attempt) -> bool:
+    def is_rebuild(self, attempt: Attempt) -> bool:
         """Whether the attempt makes a stuck group anew."""
-        return attempt.attempt_id in self._renewals
+        return attempt.attempt_id in self._rebuilding
 
     def committed(self, attempt: Attempt, now_s: float) -> None:
         """An attempt was committed; it may have made a group anew."""
-        group = self._renewals.pop(attempt.attempt_id, None)
+        group = self._rebuilding.pop(attempt.attempt_id, None)
         if group is None:
             return
-        before = self._renewed.get(group.group_id)
+        before = self._rebuilds.get(group.group_id)
         again = before.count if before and before.holds(group.epoch, now_s) else 0
-        self._renewed[group.group_id] = _Renewed(attempt.epoch, again + 1, now_s)
+        self._rebuilds[group.group_id] = _Rebuild(attempt.epoch, again + 1, now_s)
 
-    def renewal_failed(self, attempt: Attempt) -> bool:
+    def rebuild_failed(self, attempt: Attempt) -> bool:
         """An attempt was aborted; whether it was to make a group anew, which is hopeless then."""
-        group = self._renewals.pop(attempt.attempt_id, None)
+        group = self._rebuilding.pop(attempt.attempt_id, None)
         if group is None:
             return False
-        self._hopeless[group.group_id] = group.epoch
+        self._unrecoverable[group.group_id] = group.epoch
         return True

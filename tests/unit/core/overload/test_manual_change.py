@@ -7,7 +7,7 @@ import pytest
 
 from services.core.groups.layer_map import ModelShape, Stage
 from services.core.groups.vocabulary import Group, GroupPhase, Member
-from services.core.overload.by_hand import InvalidChange, merge_of, split_of
+from services.core.overload.manual_change import InvalidChange, merge_of, split_of
 from services.core.overload.worker_facts import WorkerFacts
 
 LAYERS = 12

@@ -4,9 +4,9 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from services.core.groups.layer_map import (
+    MemberMemory,
     ModelShape,
     SplitError,
-    StageRoom,
     capacity_tokens,
     split_layers,
 )
@@ -43,7 +43,7 @@ def merge_of(
     names = [member.worker_id for group in chosen for member in group.members]
     shape = _shape(names, facts)
     arena_bytes = {name: facts[name].arena_bytes for name in names}
-    rooms = [StageRoom(name, arena_bytes[name]) for name in names]
+    rooms = [MemberMemory(name, arena_bytes[name]) for name in names]
     try:
         stages = split_layers(shape, rooms, AS_MANY_AS_FIT)
     except SplitError as error:

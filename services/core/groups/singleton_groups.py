@@ -16,12 +16,12 @@ from services.core.groups.vocabulary import (
 )
 from services.core.ids import group_id_of
 
-FORGOTTEN_MAX = 32
+REMOVED_MAX = 32
 """Workers of one transaction: etcd takes 128 operations, and each worker is three comparisons."""
 
 
 @dataclass(slots=True)
-class Departed:
+class DepartedWorkers:
     """Since when workers with records have not been registered, as this coordinator has seen."""
 
     _since_s: dict[str, float] = field(default_factory=dict)
@@ -57,7 +57,7 @@ class Departed:
             and not records.is_live(group_id_of(name))
             and not _keys((name,)) & busy
         ]
-        return tuple(free[:FORGOTTEN_MAX])
+        return tuple(free[:REMOVED_MAX])
 
 
 # Where workers are named after their pods, every rolling update leaves the assignments and
@@ -77,7 +77,9 @@ class Departed:
 # one that finds it gone ends, as its successor starts with all layers. Either that registration or
 # the removal comes first, and the other one is then refused. No clock takes part in this: the time
 # that a worker has been away only says when the removal is tried.
-def forget(records: Records, names: Iterable[str], transaction_id: int, token: int) -> Transact:
+def remove_records(
+    records: Records, names: Iterable[str], transaction_id: int, token: int
+) -> Transact:
     """The transaction that removes the records of these workers."""
     forgotten = tuple(names)
     group_ids = [group_id_of(name) for name in forgotten]
@@ -99,7 +101,7 @@ def _keys(names: Iterable[str]) -> set[str]:
     return worker_keys(names) | group_keys(map(group_id_of, names))
 
 
-def settle(
+def form_singletons(
     records: Records, broken_id: str | None, names: Iterable[str], transaction_id: int, token: int
 ) -> Transact | None:
     """The transaction that gives each registered worker among `names` a group of its own.
@@ -107,7 +109,7 @@ def settle(
     `broken_id` (None for none) is the group that they were in; it goes, unless its first worker
     wants its name again. None while another live group has the name of one.
     """
-    wanting = {name for name in names if records.place_of(name) in (None, broken_id)}
+    wanting = {name for name in names if records.group_of(name) in (None, broken_id)}
     homes = {group_id_of(name): name for name in wanting if name in records.workers}
     if any(records.is_live(group_id) and group_id != broken_id for group_id in homes):
         return None
@@ -150,7 +152,7 @@ def _held_by(records: Records, worker: Worker, broken_id: str | None) -> tuple[i
         for member in broken.group.members:
             if (member.worker_id, member.incarnation) == (worker.worker_id, worker.incarnation):
                 return member.first_layer, member.end_layer
-    return records.held_by(worker)
+    return records.held_layers(worker)
 
 
 def _placeless(
