@@ -316,7 +316,7 @@ class TestReconfigure:
         pair.answer("w0", attempt)
         pair.workers["w1"] = worker("w1", "b", 50)
         commands = pair.read()
-        assert commands[0] == ReconfigurationFailed("r", "w1 has left or was started anew")
+        assert commands[0] == ReconfigurationFailed("r", "w1 has left or restarted")
         # w0's record loses the mark, w1's becomes its successor's.
         written = {group.group_id: group for one in commands[1:] for group in one.groups}
         assert written == {
@@ -514,7 +514,7 @@ class TestAbsentMembers:
         attempt = merged.prepare(SPLIT).attempt
         gone = merged.workers.pop("w1")
         (failed,) = merged.read()
-        assert failed == ReconfigurationFailed("r", "w1 has left or was started anew")
+        assert failed == ReconfigurationFailed("r", "w1 has left or restarted")
         assert merged.group("group-w0").attempt == attempt
         merged.workers["w1"] = gone
         (removal,) = merged.read()
