@@ -10,8 +10,8 @@ from services.core.groups.vocabulary import EngineHung, Group, GroupPhase, Group
 REBUILDS_MAX = 2
 """Consecutive rebuilds: a broken path may still let members connect, and then carry nothing."""
 REBUILD_WINDOW_S = 120.0
-"""A group that serves this long after a rebuild has recovered. Longer than a leader waits for an
-overdue microbatch the `REBUILDS_MAX` + 1st time (20 s), or that failure would count as the first."""
+"""A group that serves this long after a rebuild has recovered. Longer than the 20 s that a leader
+waits for an overdue microbatch the third time in a row, or that failure would count as the first."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -85,7 +85,7 @@ def test_planners_take_the_cheapest_step(scheduling: Scheduling, seed: int) -> N
     [
         (
             Precedence(LINES[Scheduling.PRIORITY], newest, batch_yields=True),
-            "(RECOMPUTE), though batch work had some (YIELD)",
+            "(RECOMPUTE), though batch work had blocks (YIELD)",
         ),
         (
             Precedence(LINES[Scheduling.FCFS], batch_first, batch_yields=True),

@@ -376,12 +376,12 @@ class TestReconfigure:
     def test_part_of_a_group_cannot_be_taken_out(self, pair: Store) -> None:
         pair.merge()
         (refused,) = pair.ask((SPLIT[0],))
-        assert refused.reason == "w1 of group-w0 has no place in the change; name it, too"
+        assert refused.reason == "w1 of group-w0 is missing from the change; name it, too"
 
     def test_a_standby_refuses(self, pair: Store) -> None:
         pair.feed(LeadershipChanged(1.0, None))
         (refused,) = pair.ask(MERGE)
-        assert "does not lead" in refused.reason
+        assert "is not the leader" in refused.reason
 
 
 class TestDegraded:

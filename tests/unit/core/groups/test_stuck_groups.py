@@ -145,7 +145,7 @@ def test_nobody_waits_longer_for_an_engine_that_turns_out_to_stand_still(store: 
     commands = hung(store, "w1")
     reasons = [getattr(one, "reason", "") for one in commands]
     assert divided(commands)
-    assert "the engine of w1 stands still" in reasons
+    assert "the engine of w1 hangs" in reasons
 
 
 def test_an_engine_that_goes_on_does_not_stand_in_the_way_of_its_group(store: Store) -> None:
