@@ -11,7 +11,7 @@ REBUILDS_MAX = 2
 """Consecutive rebuilds: a broken path may still let members connect, and then carry nothing."""
 REBUILD_WINDOW_S = 120.0
 """A group that serves this long after a rebuild has recovered. Longer than the 20 s that a leader
-waits for an overdue microbatch the third time in a row, or that failure would count as the first."""
+waits for an overdue microbatch the third time in a row, else that failure counts as the first."""
 
 
 @dataclass(frozen=True, slots=True)
