@@ -71,7 +71,8 @@ class ActionRunner:
         """Record which workers report now, for flap damping."""
         now_s = monotonic_s()
         reports = self._memory.fresh(now_s)
-        self._state.see({name: report.incarnation for name, report in reports.items()}, now_s)
+        incarnations = {name: report.incarnation for name, report in reports.items()}
+        self._state.see(incarnations, now_s)
 
     def act(self, logged: LoggedDecision) -> ActionPlan | None:
         """Start the changes of a decision, and record their outcomes in `logged`.

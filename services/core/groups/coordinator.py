@@ -8,7 +8,8 @@ simulator's driver writes to a table and schedules delays.
 
 Phases of a change:
 QUEUED     waits, since `running_max` changes run; urgent (manual) changes skip the queue.
-BLOCKED    another write to its records is in flight; retried every `look_s` for `blocked_max_s`.
+BLOCKED    another write to its records is in flight; retried every `look_s`, for
+           `blocked_max_s` at most.
 PREPARING  the attempt runs. If it aborts or is called off, the change has FAILED, and the requester
            decides whether to retry.
 COMMITTED  the new groups are in force; waits until all members report the epoch or a later epoch.
@@ -137,7 +138,7 @@ class MembersSeen:
 
 
 Event = GroupEvent | ChangeAsked | ChangeCalledOff | MembersSeen
-"""Use `ChangeAsked` instead of `Reconfigure`, and `ChangeCalledOff` instead of `CalledOff`."""
+"""Drivers send `ChangeAsked` and `ChangeCalledOff`, not `Reconfigure` and `CalledOff`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,7 +283,8 @@ class CoordinatorState:
             if change.targets != event.targets:
                 continue
             if change.phase is ChangePhase.PREPARING:
-                commands += self._advance(CalledOff(event.now_s, change.change_id, event.reason))
+                cancel = CalledOff(event.now_s, change.change_id, event.reason)
+                commands += self._advance(cancel)
             elif change.phase in (ChangePhase.QUEUED, ChangePhase.BLOCKED):
                 commands += self._end(change, ChangePhase.FAILED, event.reason)
         return commands

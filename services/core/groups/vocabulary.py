@@ -220,9 +220,9 @@ Event = (
 class Transact:
     """An atomic write, conditional on the leader's token and on every revision below.
 
-    Revisions are keyed by group or worker id; 0 requires that the record is absent. For workers in
-    `forgotten`, their assignments and singleton groups are deleted, and `epoch_floor` replaces the
-    floor that is at `floor_revision`.
+    Revisions are keyed by group or worker id; 0 requires that the record is absent. The assignments
+    and singleton groups of the workers in `forgotten` are deleted, and `epoch_floor` replaces
+    the floor that is at `floor_revision`.
     """
 
     transaction_id: int

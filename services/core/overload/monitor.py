@@ -257,9 +257,8 @@ class OverloadMonitor:
         # Measurements belong to the groups before the change.
         state.settle_until_s = changed.now_s + self.config.settle_s
         state.overloaded_since_s = state.subsided_since_s = None
-        return [
-            Decision(changed.now_s, changed.model, changed.action, why, group_ids=changed.group_ids)
-        ]
+        group_ids = changed.group_ids
+        return [Decision(changed.now_s, changed.model, changed.action, why, group_ids=group_ids)]
 
     def _merge(self, model: str, why: DecisionReason, now_s: float) -> Decision | None:
         """Decide to merge or, once per overload, that no merge can help."""
