@@ -52,7 +52,7 @@ class MemberClient:
             try:
                 await stub.Abort(to_abort_request(command), timeout=ABORT_TIMEOUT_S)
             except grpc.aio.AioRpcError as error:
-                log.info("%s did not take the abort: %s", command.worker_id, error.code().name)
+                log.info("%s did not accept Abort: %s", command.worker_id, error.code().name)
 
     async def _prepare(
         self,

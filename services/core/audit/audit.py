@@ -153,7 +153,7 @@ class Audit:
             self.findings.check(
                 "I9",
                 unstable_s <= self.stable_within_s,
-                "{} is not stable since {:.1f} s",
+                "{} has not been stable for {:.1f} s",
                 *(group_id, unstable_s),
             )
 

@@ -73,7 +73,7 @@ class Attempt:
         return all(group.phase is GroupPhase.DEGRADED for group in self.sources)
 
     def move(self, phase: AttemptPhase) -> None:
-        """Go to `phase`."""
+        """Enter `phase`."""
         assert (self.phase, phase) in TRANSITIONS, f"an attempt went from {self.phase} to {phase}"
         self.phase = phase
 

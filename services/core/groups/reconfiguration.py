@@ -30,7 +30,7 @@ def refusal(
         return ChangeRefused("a worker is named twice; it can be in one group only")
     if len(names) > WORKERS_MAX:
         return ChangeRefused(
-            f"{len(names)} workers are more than {WORKERS_MAX}; change fewer groups at a time"
+            f"{len(names)} workers exceed the limit of {WORKERS_MAX}; change fewer groups at a time"
         )
     # Cheap checks of the request come first; those below need a record of every worker.
     for name in names:
@@ -123,7 +123,7 @@ def _model_refusal(workers: Sequence[Worker]) -> ChangeRefused | None:
             return ChangeRefused(
                 f"{worker.worker_id} and {first.worker_id} have loaded different weights, or"
                 f" another config.json, as {first.model}, or compute in different ways; give both"
-                " the same model folder, as many compute threads, and processors with equal vectors"
+                " the same model folder, number of compute threads, and CPU vector width"
             )
         if worker.build != first.build:
             return ChangeRefused(
@@ -155,8 +155,8 @@ def _layer_refusal(records: Records, targets: Targets) -> ChangeRefused | None:
         if empty or not covers(members, num_layers):
             names = ", ".join(member.worker_id for member in members)
             return ChangeRefused(
-                f"the layers of {names} are not layers 0 to {num_layers - 1}, each once, with at "
-                "least one for every member"
+                f"the stages of {names} must cover layers 0 to {num_layers - 1}, each once, at"
+                " least 1 per member"
             )
     present = {(g.group.members, g.group.phase) for g in records.groups.values()}
     wanted = {
@@ -164,5 +164,5 @@ def _layer_refusal(records: Records, targets: Targets) -> ChangeRefused | None:
         for target in targets
     }
     if all((members, GroupPhase.STABLE) in present for members in wanted):
-        return ChangeRefused("the groups are so already")
+        return ChangeRefused("the groups already have these members and layers")
     return None

@@ -155,7 +155,7 @@ class Records:
         return (worker.incarnation, worker.model) == (member.incarnation, group.model)
 
     def _forget_low_epochs(self) -> None:
-        """Forget epochs of groups without a record that the floor covers."""
+        """Drop the remembered epochs that the floor covers, of groups without a record."""
         if len(self._last_epoch) > len(self.groups):
             self._last_epoch = {
                 group_id: epoch

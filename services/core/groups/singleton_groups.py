@@ -83,7 +83,7 @@ class DepartedWorkers:
 def remove_records(
     records: Records, names: Iterable[str], transaction_id: int, token: int
 ) -> Transact:
-    """The transaction that removes the records of these workers."""
+    """The transaction that removes the records of these workers and raises the floor."""
     forgotten = tuple(names)
     group_ids = [group_id_of(name) for name in forgotten]
     return Transact(

@@ -76,8 +76,8 @@ class GroupState:
     """The group protocol's state machine: reconciles actual groups with the desired groups.
 
     It decides nothing without leadership or before the first listing. A group or worker takes part
-    in at most 1 transaction and 1 attempt at a time; after a transaction that was not
-    committed, its records are off limits until the next listing.
+    in at most 1 transaction and 1 attempt at a time; after a transaction that was not committed,
+    its records are off limits until the next listing.
     """
 
     config: ProtocolConfig = field(default_factory=ProtocolConfig)
@@ -86,7 +86,7 @@ class GroupState:
     _now_s: float = 0.0  # of the newest event; never decreases
     _attempts: dict[str, Attempt] = field(default_factory=dict)  # in progress, by id
     _transactions: dict[int, Transact] = field(default_factory=dict)  # in flight, by id
-    _committing: dict[int, str] = field(default_factory=dict)  # transaction -> attempt
+    _attempt_of: dict[int, str] = field(default_factory=dict)  # transaction -> attempt
     _unread: set[str] = field(default_factory=set)  # keys with an unknown state until a listing
     _backoff: Backoff = field(default_factory=Backoff)  # of workers after aborted changes
     # Of survivors that restore layers. Separate: failures of their former group must not delay it.
@@ -150,7 +150,7 @@ class GroupState:
         for attempt in ended:
             attempt.move(AttemptPhase.ABORTED)
         self._attempts.clear()
-        self._committing.clear()
+        self._attempt_of.clear()
         reason = "the memory manager lost leadership; retry with the new leader"
         return [ReconfigurationFailed(attempt.request_id, reason) for attempt in ended]
 
@@ -202,15 +202,15 @@ class GroupState:
         attempt.ready.add(answer.worker_id)
         if attempt.ready != attempt.workers.keys():
             return []
-        # All members are ready: the commit transaction is the point of no return.
+        # All members are ready: the change takes effect if and only if this transaction commits.
         attempt.move(AttemptPhase.COMMITTING)
         transaction = self._track(attempt.commit(self._next_transaction))
-        self._committing[transaction.transaction_id] = attempt.attempt_id
+        self._attempt_of[transaction.transaction_id] = attempt.attempt_id
         return [transaction]
 
     def _finish_transaction(self, event: TransactionFinished) -> list[Command]:
         written = self._transactions.pop(event.transaction_id)
-        attempt = self._attempts.get(self._committing.pop(event.transaction_id, ""))
+        attempt = self._attempts.get(self._attempt_of.pop(event.transaction_id, ""))
         if event.revision is not None:
             lost = self._marks_removed_by(written)
             self.records.apply(written, event.revision)
@@ -275,7 +275,7 @@ class GroupState:
         self._attempts[attempt_id] = attempt
         revisions = {group_id: records.group_revision(group_id) for group_id in source_ids}
         transaction = self._track(attempt.mark(self._next_transaction, revisions))
-        self._committing[transaction.transaction_id] = attempt_id
+        self._attempt_of[transaction.transaction_id] = attempt_id
         return transaction
 
     def _abort(self, attempt: Attempt, reason: str) -> list[Command]:
@@ -288,7 +288,7 @@ class GroupState:
         return [self._end(attempt, reason)]
 
     def _end(self, attempt: Attempt, reason: str) -> ReconfigurationFailed:
-        """End the attempt; `_mend` removes its marks, which no attempt owns now."""
+        """End the attempt; `_repair` then removes its marks from the records."""
         attempt.move(AttemptPhase.ABORTED)
         del self._attempts[attempt.attempt_id]
         return ReconfigurationFailed(attempt.request_id, reason)
@@ -326,17 +326,19 @@ class GroupState:
         busy = self._busy()
         for group_id in sorted(self.records.groups):
             if self.records.is_live(group_id) and not group_keys([group_id]) & busy:
-                commands += self._mend(group_id, busy)
+                commands += self._repair(group_id, busy)
         # Workers without a group: new processes, and those whose records were lost.
         for worker_id in sorted(self.records.workers):
-            if self.records.group_of(worker_id) is None and not self._is_awaited(worker_id):
+            if self.records.group_of(worker_id) is None and not self._is_in_waiting_group(
+                worker_id
+            ):
                 commands += self._form_singletons(None, {worker_id}, busy)
         return commands + self._remove_departed(busy)
 
-    def _mend(self, group_id: str, busy: set[str]) -> list[Command]:
+    def _repair(self, group_id: str, busy: set[str]) -> list[Command]:
         """Repair a live group that no attempt of this leadership changes."""
         stored = self.records.groups[group_id]
-        if self._awaits(stored.group):
+        if self._waits_for_members(stored.group):
             return []
         # Lost member or beyond rebuilding: split the group into singletons of its survivors.
         unrecoverable = self._stuck.is_unrecoverable(stored.group)
@@ -358,7 +360,7 @@ class GroupState:
             return self._rebuild(stored.group, busy)
         return []
 
-    def _awaits(self, group: Group) -> bool:
+    def _waits_for_members(self, group: Group) -> bool:
         """Whether the group waits for members without a lease that may register again soon."""
         names = {member.worker_id for member in group.members}
         absent = names - self.records.workers.keys()
@@ -370,11 +372,11 @@ class GroupState:
             group.group_id, without=absent
         )
 
-    def _is_awaited(self, worker_id: str) -> bool:
+    def _is_in_waiting_group(self, worker_id: str) -> bool:
         """Whether the worker is in a group that waits for absent members."""
         stored = self.records.assignments.get(worker_id)
         group = self.records.groups.get(stored.assignment.group_id) if stored else None
-        return group is not None and self._awaits(group.group)
+        return group is not None and self._waits_for_members(group.group)
 
     def _rebuild(self, group: Group, busy: set[str]) -> list[Command]:
         """Rebuild a stuck group: an attempt with the same members and layers, at a new epoch."""
@@ -384,7 +386,7 @@ class GroupState:
         stages = tuple(Stage(m.worker_id, m.first_layer, m.end_layer) for m in group.members)
         transaction = self._begin(None, (stages,))
         self._stuck.rebuild_started(
-            group, self._attempts[self._committing[transaction.transaction_id]]
+            group, self._attempts[self._attempt_of[transaction.transaction_id]]
         )
         busy |= transaction.touched | worker_keys(names)
         return [transaction]

@@ -181,7 +181,8 @@ class MemberServicer(worker_pb2_grpc.MemberServiceServicer):
         asked = to_abort_asked(request)
         if asked.incarnation != self._state.incarnation or asked.token < self._state.token:
             await context.abort(
-                grpc.StatusCode.FAILED_PRECONDITION, "stale, or meant for another process"
+                grpc.StatusCode.FAILED_PRECONDITION,
+                "a stale Abort, or an Abort for another incarnation",
             )
         async with self._lock:
             action = self._state.abort(asked)
