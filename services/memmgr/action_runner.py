@@ -1,4 +1,4 @@
-"""Carries decisions about memory out: plans, and has the group protocol change the groups."""
+"""Executes the monitor's decisions: plans changes of groups, and starts them at the driver."""
 
 import asyncio
 import logging
@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 
 class Changer(Protocol):
-    """The part of `Driver` that it uses."""
+    """The interface of `Driver` that this module uses."""
 
     facts: dict[str, WorkerFacts]
 
@@ -42,7 +42,7 @@ class Changer(Protocol):
 
 
 class ActionRunner:
-    """Acts on decisions while this instance leads; `core.overload.actions` says what may begin."""
+    """Executes decisions while this instance leads; `core.overload.actions` selects changes."""
 
     def __init__(
         self,
@@ -56,11 +56,11 @@ class ActionRunner:
         self._memory = memory
         self._event_log = event_log
         self._state = ActionState(backoff_s, backoff_max_s)
-        # One task per change; a group is in one only.
+        # A task per change in progress; `ActionState` bounds their number.
         self._tasks: asyncio.TaskGroup | None = None
 
     async def run(self) -> None:
-        """Own the changes that run, until cancelled."""
+        """Own the tasks of changes in progress, until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             self._tasks = tasks
             while True:
@@ -68,13 +68,17 @@ class ActionRunner:
                 await asyncio.sleep(SEE_S)
 
     def see(self) -> None:
-        """Note which workers report now, so that workers which come and go are known."""
+        """Record which workers report now, for flap damping."""
         now_s = monotonic_s()
-        spoken = self._memory.fresh(now_s)
-        self._state.see({one: memory.incarnation for one, memory in spoken.items()}, now_s)
+        reports = self._memory.fresh(now_s)
+        incarnations = {name: report.incarnation for name, report in reports.items()}
+        self._state.see(incarnations, now_s)
 
     def act(self, logged: LoggedDecision) -> ActionPlan | None:
-        """Begin the changes of a decision; `logged` gets their outcome. None: another leads."""
+        """Start the changes of a decision, and record their outcomes in `logged`.
+
+        Returns the plan; None if another instance leads, or for a cancellation.
+        """
         decision, driver = logged.decision, self._driver
         if self._tasks is None or not driver.leads:
             logged.note(decision.model, "another memory manager leads")
@@ -83,6 +87,7 @@ class ActionRunner:
             self._call_off(logged)
             return None
         now_s = monotonic_s()
+        # A GC pass over the objects of a large cluster takes longer than the plan itself.
         with collector_paused():
             plan = self._state.begin(
                 decision, driver.stable_groups, driver.facts, self._memory.engines(now_s), now_s
@@ -116,5 +121,5 @@ class ActionRunner:
 
 
 def planned(change: Change, now_s: float) -> ChangePlanned:
-    """The change as the event log has it."""
+    """The event log's entry for a planned change."""
     return ChangePlanned(now_s, change.group_ids, change.targets, change.text)

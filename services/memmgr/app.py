@@ -53,8 +53,8 @@ async def _serve(
     config: MemmgrConfig, store: Store, stop: asyncio.Event, incarnation: str, tracer: Tracer | None
 ) -> None:
     transport = transport_of(config)
-    news = asyncio.Event()  # of memory or demand, for the watch
-    memory, demand = MemoryView(news), DemandView(news)
+    updated = asyncio.Event()  # new reports of memory or demand wake up the watch
+    memory, demand = MemoryView(updated), DemandView(updated)
     protocol = ProtocolConfig(
         prepare_timeout_s=config.prepare_timeout_s,
         backoff_s=config.backoff_s,
@@ -77,7 +77,7 @@ async def _serve(
         lambda: driver.stable_groups,
         lambda: driver.facts,
         actor.act,
-        news,
+        updated,
         event_log,
     )
     server = Server(
@@ -100,7 +100,7 @@ async def _serve(
 
 
 def open_monitor(config: MemmgrConfig) -> OverloadMonitor:
-    """The monitor as configured."""
+    """The monitor with the configured options."""
     return OverloadMonitor(
         OverloadConfig(
             policy=config.overload_policy,
@@ -135,6 +135,7 @@ async def _run(
         parts = (driver, election, presence, *actions)
         background = [tasks.create_task(part.run()) for part in parts]
         await stop.wait()
+        # First refuse new calls, then stop deciding, then hand leadership over at once.
         server.drain()
         for task in background:
             task.cancel()

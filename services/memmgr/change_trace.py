@@ -1,7 +1,7 @@
-"""The trace of a change of groups: what was decided and why, and how long each member took.
+"""The trace of a change of groups: the decision with its reason, and the time of each step.
 
-decide → prepare, one for each member → commit → apply, one for each member → exchange, until the
-last member has settled.
+Spans: decide → prepare (per member) → commit → apply (per member) → exchange, until the last member
+has settled.
 """
 
 from dataclasses import dataclass, field
@@ -17,14 +17,14 @@ from services.memmgr.worker_memory import MemoryView
 
 @dataclass(frozen=True, slots=True)
 class ChangeCause:
-    """Why groups are changed, and since when: `decided_s` on the monotonic clock."""
+    """The reason for a change, and its time `decided_s` on the monotonic clock."""
 
     decided_s: float
     attributes: dict[str, Value]
 
 
 def decided(decision: Decision, change: Change) -> ChangeCause:
-    """A decision about memory, with the numbers that it rests on; its time is now."""
+    """The cause of a change that carries out a decision of the monitor, decided now."""
     why, numbers = decision.why, decision.why.numbers
     values: dict[str, Value] = {
         "model": decision.model,
@@ -45,24 +45,26 @@ def decided(decision: Decision, change: Change) -> ChangeCause:
         "waiting_requests": numbers.waiting,
     }
     named = {genai.CHANGE_NUMBER + name: value for name, value in values.items()}
-    return ChangeCause(monotonic_s(), named | _told(str(why.cause), str(decision.action), change))
-
-
-def by_hand(action: str, change: Change) -> ChangeCause:
-    """A person asks for it now."""
-    return ChangeCause(monotonic_s(), _told("manual", action, change))
-
-
-def restoration(command: PrepareMembers) -> ChangeCause:
-    """A member was lost; the survivors get all their layers back, from now on."""
-    groups = [source.group.group_id for source in command.sources]
-    text = f"{', '.join(groups)} restores the layers that went with a lost member"
     return ChangeCause(
-        monotonic_s(), _told("member_lost", "restore", Change(tuple(groups), (), text))
+        monotonic_s(), named | _attributes(str(why.cause), str(decision.action), change)
     )
 
 
-def _told(cause: str, action: str, change: Change) -> dict[str, Value]:
+def manual_cause(action: str, change: Change) -> ChangeCause:
+    """The cause of a change that an operator requests now."""
+    return ChangeCause(monotonic_s(), _attributes("manual", action, change))
+
+
+def restoration(command: PrepareMembers) -> ChangeCause:
+    """The cause of a restore that starts now: survivors of a lost member fetch their layers."""
+    groups = [source.group.group_id for source in command.sources]
+    text = f"{', '.join(groups)} restores the layers of a lost member"
+    return ChangeCause(
+        monotonic_s(), _attributes("member_lost", "restore", Change(tuple(groups), (), text))
+    )
+
+
+def _attributes(cause: str, action: str, change: Change) -> dict[str, Value]:
     return {
         genai.CHANGE_CAUSE: cause,
         genai.CHANGE_ACTION: action,
@@ -73,34 +75,35 @@ def _told(cause: str, action: str, change: Change) -> dict[str, Value]:
 
 @dataclass(slots=True)
 class ChangeTrace:
-    """Takes the times of one change as it goes; `end` makes spans of them."""
+    """Records the times of a change in progress; `end` exports them as spans."""
 
     tracer: Tracer
     cause: ChangeCause
     context: TraceContext = field(init=False)
-    prepare_s: float | None = None
-    ready: dict[str, tuple[float, str]] = field(default_factory=dict)  # when, and why not
+    prepare_s: float | None = None  # when Prepare was sent
+    # Answers by worker: time, and the reason of a refusal or "".
+    ready: dict[str, tuple[float, str]] = field(default_factory=dict)
     committed_s: float | None = None
-    epoch: int | None = None
+    epoch: int | None = None  # of the commit
 
     def __post_init__(self) -> None:
-        # Changes are few, and the traces of moved requests link to theirs, so all are kept.
+        # Sample all changes: they are few, and traces of moved requests link to them.
         self.context = self.tracer.begin(always=True)
 
     def preparing(self) -> None:
-        """The members are asked now."""
+        """Record that Prepare is sent now."""
         self.prepare_s = monotonic_s()
 
     def answered(self, worker_id: str, reason: str) -> None:
-        """A member is ready, or will not be for a `reason`."""
+        """Record that a member is ready, or refused for `reason`."""
         self.ready.setdefault(worker_id, (monotonic_s(), reason))
 
     def committed(self, epoch: int) -> None:
-        """The attempt is committed."""
+        """Record the commit."""
         self.committed_s, self.epoch = monotonic_s(), epoch
 
     def end(self, error: str = "", memory: MemoryView | None = None) -> None:
-        """Tell the trace; the members of a committed change stand in `memory`."""
+        """Export the trace; `memory` has the times of the members of a committed change."""
         now_s = monotonic_s()
         attributes = dict(self.cause.attributes)
         if self.epoch is not None:
@@ -124,14 +127,14 @@ class ChangeTrace:
     ) -> list[Span]:
         spans, served_s, settled_s = [], [from_s], [from_s]
         for worker_id in self.ready:
-            heard = memory.heard(worker_id, epoch)
+            latest = memory.latest(worker_id, epoch)
             # A report can outrun etcd's answer to the commit.
-            ended_s = max(from_s, heard.served_s) if heard is not None else now_s
-            error = "" if heard is not None else f"{worker_id} did not change over"
+            ended_s = max(from_s, latest.served_s) if latest is not None else now_s
+            error = "" if latest is not None else f"{worker_id} did not change over"
             attributes: dict[str, Value] = {genai.WORKER: worker_id, genai.EPOCH: epoch}
             spans.append(Span("apply", from_s, ended_s, attributes, error=error))
             served_s.append(ended_s)
-            over_s = heard.settled_s if heard is not None else None
+            over_s = latest.settled_s if latest is not None else None
             settled_s.append(over_s if over_s is not None else now_s)
         began_s = max(served_s)
         spans.append(Span("exchange", began_s, max(began_s, *settled_s)))

@@ -1,4 +1,4 @@
-"""The records of workers, groups and assignments in etcd; writes are transactions of the leader."""
+"""Records of workers, groups and assignments in etcd, written by the leader's transactions."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -21,34 +21,35 @@ ROOT = ""
 
 @dataclass(frozen=True, slots=True)
 class ClusterRecords:
-    """Everything at one revision."""
+    """All records at a revision."""
 
     revision: int
     listing: Listing
 
 
 class ClusterStore:
-    """Reads all records at once, and writes what belongs together at once."""
+    """Reads consistent snapshots of all records, and writes atomically."""
 
     def __init__(self, store: Store, leader: Callable[[int], SameCreation]) -> None:
-        """`leader` gives the condition that a token stands for."""
+        """`leader` converts a fencing token into the condition that its leadership holds."""
         self._store = store
         self._leader = leader
         self._reader = RecordReader()
 
     async def follow(self) -> AsyncIterator[ClusterRecords]:
-        """All records now and after every change, for ever; nothing while etcd is away."""
+        """Yield all records now and after every change; pauses while etcd is down."""
         async for snapshot in self._store.follow_prefix(ROOT):
             yield self._read(snapshot)
 
     async def list_until_answered(self) -> ClusterRecords:
-        """All records; waits until etcd answers."""
+        """All records; retries until etcd answers."""
         return self._read(await self._snapshot_until_answered())
 
     async def write(self, command: Transact) -> int | None:
-        """The revision at which it was committed; None if it was refused, or nobody knows.
+        """Execute a transaction; returns its revision, or None if rejected or uncertain.
 
-        Without an answer it is looked up, never repeated; it may be applied after that, too.
+        If etcd does not answer, the outcome is read back. The write is never retried, as it may
+        have been applied, and it may be applied even after the read.
         """
         writes, deletes = _writes(command), _deletes(command)
         conditions = _conditions(command)
@@ -63,6 +64,7 @@ class ClusterStore:
     async def _read_back(
         self, writes: dict[str, bytes], deletes: list[str], conditions: list[Unchanged]
     ) -> int | None:
+        # Committed if and only if every written key has its new value at the same new revision.
         entries = (await self._snapshot_until_answered()).entries
         before = {condition.key: condition.mod_revision for condition in conditions}
         revisions = set()
@@ -87,7 +89,7 @@ class ClusterStore:
 
 
 def _deletes(command: Transact) -> list[str]:
-    """The records of forgotten workers that are there."""
+    """Existing records of the workers that the transaction removes."""
     return [
         f"{prefix}{key}"
         for prefix, revisions in (

@@ -16,7 +16,7 @@ class MemmgrConfig(ServiceConfig):
     """The options of the memory manager."""
 
     host: str = option("127.0.0.1", "Address to listen on.")
-    port: int = tcp_port(0, "Port of gRPC; 0: any free one.")
+    port: int = tcp_port(0, "gRPC port; 0: any free port.")
     overload_policy: OverloadPolicy = choice(
         MONITOR.policy,
         OverloadPolicy,
@@ -24,33 +24,33 @@ class MemmgrConfig(ServiceConfig):
     )
     overload_dwell_s: float = number(
         MONITOR.overload_dwell_s,
-        "Seconds that overload lasts before groups merge.",
+        "Seconds that overload must last before groups merge.",
         minimum=0,
         maximum=600,
     )
     split_dwell_s: float = number(
         MONITOR.split_dwell_s,
-        "Seconds that demand is low before groups split.",
+        "Seconds that demand must be low before groups split.",
         minimum=0,
         maximum=3600,
     )
     prepare_timeout_s: float = number(
         BOUNDS.protocol.prepare_timeout_s,
-        "Seconds that members may take to get ready for a change of groups, which may fetch"
-        " layers.",
+        "Seconds that members may take to prepare for a change of groups, which can include"
+        " fetching layers.",
         minimum=0.1,
         maximum=3600,
     )
     change_over_timeout_s: float = number(
         BOUNDS.change_over_timeout_s,
-        "Seconds that a change by hand waits for the members to change over.",
+        "Seconds that a manual change waits for its members to change over.",
         minimum=0.1,
         maximum=3600,
         expert=True,
     )
     backoff_s: float = number(
         BOUNDS.protocol.backoff_s,
-        "Pause after an aborted change, in seconds; doubles with each one in a row.",
+        "Back-off after an aborted change, in seconds; doubles with each consecutive abort.",
         minimum=0.01,
         maximum=600,
         expert=True,

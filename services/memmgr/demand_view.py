@@ -1,4 +1,4 @@
-"""The demand at the schedulers, as they last reported it."""
+"""The latest demand reports of the schedulers."""
 
 import asyncio
 from collections.abc import Iterator
@@ -10,47 +10,47 @@ Demands = tuple[ModelDemand, ...]
 
 
 class DemandView:
-    """Keeps one report per open stream, so it is bounded by the number of schedulers.
+    """Keeps a report per open stream, so the number of schedulers bounds its size.
 
-    Each report is bounded by `translate`.
+    `translate` bounds the size of a report.
     """
 
-    def __init__(self, news: asyncio.Event) -> None:
-        """`news` is set by every report, and at the end of a stream."""
+    def __init__(self, updated: asyncio.Event) -> None:
+        """`updated` is set by every report, and at the end of a stream."""
         self._latest: dict[object, Demands] = {}
-        self._news = news
+        self._updated = updated
 
     @contextmanager
     def stream(self) -> Iterator["DemandStream"]:
-        """A scheduler's stream; what it reported is forgotten at its end."""
+        """A scheduler's stream; its last report is removed at the end."""
         stream = DemandStream(self)
         try:
             yield stream
         finally:
             self._latest.pop(stream, None)
-            self._news.set()
+            self._updated.set()
 
     def put(self, stream: object, demands: Demands) -> None:
-        """Take a report in place of the stream's last one."""
+        """Replace the stream's last report."""
         self._latest[stream] = demands
-        self._news.set()
+        self._updated.set()
 
     def demands(self) -> Demands:
-        """The demand of each model. A queue is at one scheduler only, so they add up."""
-        found: dict[str, ModelDemand] = {}
+        """The demand of each model, summed over schedulers, since their queues are disjoint."""
+        by_model: dict[str, ModelDemand] = {}
         for demands in self._latest.values():
-            for one in demands:
-                other = found.get(one.model)
-                found[one.model] = one if other is None else one.plus(other)
-        return tuple(found.values())
+            for demand in demands:
+                other = by_model.get(demand.model)
+                by_model[demand.model] = demand if other is None else demand.plus(other)
+        return tuple(by_model.values())
 
 
 class DemandStream:
-    """Where the reports of one scheduler go."""
+    """The sink of a scheduler's reports."""
 
     def __init__(self, view: DemandView) -> None:
         self._view = view
 
     def report(self, demands: Demands) -> None:
-        """Take a report."""
+        """Replace this scheduler's last report."""
         self._view.put(self, demands)

@@ -1,4 +1,4 @@
-"""Owns the coordinator's machine: feeds it events, carries out its commands."""
+"""The driver of the coordinator's state machine: passes it events, executes its commands."""
 
 import asyncio
 import logging
@@ -59,16 +59,16 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _WaitedChange:
-    """A change that somebody waits for, since `began_s`."""
+    """A change whose requester waits in `reconfigure`."""
 
-    began_s: float
+    began_s: float  # time of the request
     steps: asyncio.Queue[ChangeStepped] = field(default_factory=asyncio.Queue)
 
 
 class Driver:
-    """Keeps group records in step with the registered workers, and changes groups on demand.
+    """Reconciles group records with the registered workers, and changes groups on request.
 
-    All methods run on the event loop's thread. While etcd is away nothing changes.
+    All methods run on the event loop's thread. While etcd is down, no group changes.
     """
 
     def __init__(
@@ -88,10 +88,10 @@ class Driver:
         self._tracer = tracer
         self._traces: dict[str, ChangeTrace] = {}  # by change
         self._places: dict[str, WorkerPlace] = {}
-        # One task per outstanding transaction, call or look; the state keeps those few.
+        # A task per transaction, call or poll in flight; the state machine bounds their number.
         self._tasks: asyncio.TaskGroup | None = None
         self._stopping = False
-        self._asked: dict[str, _WaitedChange] = {}  # by change
+        self._waited: dict[str, _WaitedChange] = {}  # by change
         self._loss_log = LossLog()
         # Facts of the registered workers, by id.
         self.facts: dict[str, WorkerFacts] = {}
@@ -103,21 +103,21 @@ class Driver:
     def groups(self) -> tuple[Group, ...]:
         """All groups that are not dissolved, ordered by id."""
         stored = self._state.records.groups.values()
-        live = [one.group for one in stored if one.group.phase is not GroupPhase.DISSOLVED]
+        live = [entry.group for entry in stored if entry.group.phase is not GroupPhase.DISSOLVED]
         return tuple(sorted(live, key=lambda group: group.group_id))
 
     @property
     def stable_groups(self) -> tuple[Group, ...]:
-        """The groups that serve, ordered by id."""
+        """The serving groups, ordered by id."""
         return tuple(group for group in self.groups if group.phase is GroupPhase.STABLE)
 
     @property
     def leads(self) -> bool:
-        """Whether this instance decides."""
+        """Whether this instance is the leader."""
         return self._state.leads
 
     def groups_of(self, targets: Targets) -> tuple[Group, ...]:
-        """The groups that the workers of `targets` are in now, ordered by id."""
+        """The current groups of the workers in `targets`, ordered by id."""
         names = {stage.worker_id for target in targets for stage in target}
         return tuple(
             group
@@ -126,7 +126,7 @@ class Driver:
         )
 
     async def run(self) -> None:
-        """Follow etcd and decide until cancelled."""
+        """Follow the records in etcd and make decisions, until cancelled."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 self._tasks = tasks
@@ -141,15 +141,15 @@ class Driver:
                 trace.end("the memory manager has stopped", self._memory)
 
     def lead(self, token: int) -> None:
-        """This instance decides from now on under `token`, or no longer (0)."""
+        """Set this instance's leadership: its fencing token, or 0 for a standby."""
         self._apply(LeadershipChanged(monotonic_s(), token or None))
 
     def note_report(self, report: MemoryReport) -> None:
-        """A worker has reported; the group that it is in may be in trouble."""
-        before = self._memory.heard(report.worker_id)
+        """Process a worker's report, which may say that its group is stuck or its engine hangs."""
+        before = self._memory.latest(report.worker_id)
         self._memory.report(report)
-        heard = self._memory.heard(report.worker_id)
-        if heard is not None and heard.report is report:
+        latest = self._memory.latest(report.worker_id)
+        if latest is not None and latest.report is report:
             self._note_hung(report, before.report if before is not None else None)
         engine = report.engine
         if engine.trouble:
@@ -167,57 +167,57 @@ class Driver:
             )
 
     def _note_hung(self, report: MemoryReport, before: MemoryReport | None) -> None:
-        """The engine of a worker may have begun to stand still, or to go on.
+        """Pass on a change of `engine_hung`.
 
-        `before`: the last report; None if none is known since the worker has registered.
+        `before`: the previous report, None if there is none since the worker registered.
         """
         name, hung = report.worker_id, report.engine_hung
-        knew = before is not None and before.incarnation == report.incarnation
+        same_process = before is not None and before.incarnation == report.incarnation
         was_hung = before is not None and before.engine_hung
-        if knew and hung == was_hung:
+        if same_process and hung == was_hung:
             return
         if hung != was_hung:
-            log.warning("the engine of %s %s", name, "stands still" if hung else "goes on")
+            log.warning("the engine of %s %s", name, "hangs" if hung else "responds again")
         self._apply(EngineHung(monotonic_s(), name, report.incarnation, hung))
 
     async def reconfigure(
         self, targets: Targets, cause: ChangeCause, urgent: bool = False
     ) -> AsyncIterator[ChangeStepped]:
-        """Change groups to `targets`; yields how far it is until it is stable or has failed.
+        """Change groups to `targets`; yields each step until the change is stable or has failed.
 
-        The coordinator ends every change by a deadline. An `urgent` one is not queued.
+        The coordinator ends every change by a deadline. An `urgent` change skips the queue.
         """
-        change_id, asked = uuid.uuid4().hex, _WaitedChange(monotonic_s())
-        self._asked[change_id] = asked
+        change_id, waited = uuid.uuid4().hex, _WaitedChange(monotonic_s())
+        self._waited[change_id] = waited
         traceparent = ""
         if self._tracer is not None:
             trace = self._traces[change_id] = ChangeTrace(self._tracer, cause)
             traceparent = trace.context.traceparent
         self._apply(ChangeAsked(monotonic_s(), change_id, targets, urgent, traceparent))
         while True:
-            step = await asked.steps.get()
+            step = await waited.steps.get()
             yield step
             if step.phase in LAST_PHASES:
                 return
 
     def call_off(self, targets: Targets, reason: str) -> None:
-        """End the change to `targets` unless it is committed already."""
+        """Cancel the change to `targets` unless its commit is in flight or done."""
         self._apply(ChangeCalledOff(monotonic_s(), targets, reason))
 
     def _group_of(self, worker_id: str) -> str:
-        """Its group by the records; its own id if it has none."""
+        """The worker's group by its assignment; the worker's id without an assignment."""
         stored = self._state.records.assignments.get(worker_id)
         return stored.assignment.group_id if stored is not None else worker_id
 
     def _note_step(self, step: ChangeStepped) -> None:
-        asked = self._asked.get(step.change_id)
-        if asked is None and step.phase is ChangePhase.FAILED:
+        waited = self._waited.get(step.change_id)
+        if waited is None and step.phase is ChangePhase.FAILED:
             self._loss_log.note_failed(step.change_id, step.message)
-        if asked is not None:
-            asked.steps.put_nowait(step)
+        if waited is not None:
+            waited.steps.put_nowait(step)
             if step.phase in LAST_PHASES:
-                del self._asked[step.change_id]
-                self.changes.note(step.phase, monotonic_s() - asked.began_s)
+                del self._waited[step.change_id]
+                self.changes.note(step.phase, monotonic_s() - waited.began_s)
         trace = self._traces.get(step.change_id)
         if trace is not None and step.phase is ChangePhase.COMMITTED and step.epoch is not None:
             trace.committed(step.epoch)
@@ -226,18 +226,18 @@ class Driver:
             failed = step.phase is ChangePhase.FAILED
             trace.end(step.message if failed else "", self._memory)
 
-    def _look(self, command: LookAtMembers) -> None:
+    def _poll_members(self, command: LookAtMembers) -> None:
         members = []
         for worker_id in command.worker_ids:
-            heard = self._memory.heard(worker_id)
-            if heard is not None:
-                settled = heard.settled_s is not None
-                members.append(MemberSeen(worker_id, heard.epoch, settled))
+            latest = self._memory.latest(worker_id)
+            if latest is not None:
+                settled = latest.settled_s is not None
+                members.append(MemberSeen(worker_id, latest.epoch, settled))
         self._apply(MembersSeen(monotonic_s(), command.change_id, tuple(members)))
 
-    async def _look_later(self, command: LookAtMembers) -> None:
+    async def _poll_members_later(self, command: LookAtMembers) -> None:
         await asyncio.sleep(command.after_s)
-        self._look(command)
+        self._poll_members(command)
 
     def _trace_of(self, attempt: str) -> ChangeTrace | None:
         change_id = self._state.change_of(attempt)
@@ -247,7 +247,7 @@ class Driver:
         if self._tracer is None:
             return
         trace = self._trace_of(command.attempt)
-        if trace is None:  # survivors of a lost member restore their layers
+        if trace is None:  # an attempt without a request: survivors restore their layers
             trace = self._traces[command.attempt] = ChangeTrace(self._tracer, restoration(command))
         trace.preparing()
 
@@ -258,6 +258,7 @@ class Driver:
 
     def _take(self, cluster: ClusterRecords) -> None:
         listing = cluster.listing
+        # Commits of this instance may be newer than the watch; do not go back behind them.
         if cluster.revision >= self._state.records.revision:
             self._places = listing.places
             self.facts = listing.facts
@@ -283,7 +284,7 @@ class Driver:
         if isinstance(event, GroupStuck):
             self.losses.note_trouble(self._state.records, event, int(time.time()))
         commands = self._state.handle(event)
-        # Time that passes without a consequence is not logged.
+        # Skip ticks without an effect, which would fill the log.
         if self._event_log is not None and (commands or not isinstance(event, TimePassed)):
             self._event_log.append(EVENT, [event])
             self._event_log.append(COMMAND, commands)
@@ -291,31 +292,31 @@ class Driver:
             self._carry_out(command)
 
     def _carry_out(self, command: Command) -> None:
-        # Without a listing nothing is decided, and listings come while `run` runs.
+        # Commands imply a listing, and listings come from `run`, so its task group exists.
         match command:
             case Transact():
                 self.losses.note_transaction(self._state.records, command, int(time.time()))
                 self._start(self._transact(command))
             case PrepareMembers():
-                log.info("attempt %s: members are asked to prepare", command.attempt)
+                log.info("attempt %s: sending Prepare to the members", command.attempt)
                 self._loss_log.note_attempt(command)
                 self._note_preparing(command)
                 failpoint.hit("memmgr.prepare.sent")
                 self._start(self._prepare(command))
             case AbortMember():
-                log.info("attempt %s of %s is aborted", command.attempt, command.worker_id)
+                log.info("attempt %s: sending Abort to %s", command.attempt, command.worker_id)
                 self._start(self._members.abort(command, self._places))
             case LookAtMembers() if command.after_s:
-                self._start(self._look_later(command))
+                self._start(self._poll_members_later(command))
             case LookAtMembers():
-                self._look(command)
+                self._poll_members(command)
             case ChangeStepped():
                 self._note_step(command)
 
     def _start(self, coroutine: Coroutine[Any, Any, None]) -> None:
         assert self._tasks is not None
         if self._stopping:
-            coroutine.close()  # the answer of a member came last; the next leader goes on
+            coroutine.close()  # the next leader finishes or reverts the attempt
         else:
             self._tasks.create_task(coroutine)
 
@@ -331,16 +332,16 @@ class Driver:
                 group.phase,
                 group.epoch,
                 f", attempt {group.attempt}" if group.attempt else "",
-                "committed" if revision is not None else "not committed, reading again",
+                "committed" if revision is not None else "not committed, reading the records again",
             )
         if command.forgotten:
             names = ", ".join(command.forgotten)
             done = "done" if revision is not None else "not committed"
-            log.info("records of %s, gone for long, are removed: %s", names, done)
+            log.info("removal of the records of departed workers %s: %s", names, done)
         finished = TransactionFinished(monotonic_s(), command.transaction_id, revision)
         self._apply(finished)
         if revision is None:
-            # Nothing may have changed, so the listing must be asked for.
+            # The watch reports nothing if no record has changed, so request a listing.
             await asyncio.sleep(RETRY_S)
             self._take(await self._store.list_until_answered())
 
@@ -362,7 +363,7 @@ class Driver:
 
 
 def _kind_of(command: Transact) -> str:
-    """What a transaction is for, as the failpoints beside it call it."""
+    """The purpose of a transaction, as it appears in the names of failpoints."""
     if any(group.phase is GroupPhase.DEGRADED for group in command.groups):
         return "settle"
     if command.assignments:

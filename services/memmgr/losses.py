@@ -1,4 +1,4 @@
-"""What made groups stop: members that are gone, connections that are lost. For people; pure."""
+"""Why groups were interrupted: lost members and lost connections, for operators. Pure."""
 
 import logging
 from collections.abc import Collection, Iterator
@@ -11,15 +11,15 @@ log = logging.getLogger(__name__)
 
 
 class LossLog:
-    """Warns of trouble in a group once at an epoch; all else about it is for information."""
+    """Logs failures of groups: a warning per group and epoch, further messages at INFO."""
 
     def __init__(self) -> None:
-        self._members: dict[str, int] = {}  # epochs at which workers were in trouble last
-        self._groups: dict[str, int] = {}  # epochs at which groups were warned of last
-        self._attempts: dict[str, tuple[str, int]] = {}  # newest of each group, and its epoch
+        self._members: dict[str, int] = {}  # epoch of the last failure, by worker
+        self._groups: dict[str, int] = {}  # epoch of the last warning, by group
+        self._attempts: dict[str, tuple[str, int]] = {}  # newest attempt and its epoch, by group
 
     def keep_only(self, worker_ids: Collection[str], group_ids: Collection[str]) -> None:
-        """Forget all others, which are gone."""
+        """Remove all other workers and groups, which no longer exist."""
         for known, kept in (
             (self._members, worker_ids),
             (self._groups, group_ids),
@@ -29,7 +29,7 @@ class LossLog:
                 del known[name]
 
     def note_trouble(self, worker_id: str, group_id: str, epoch: int, trouble: str) -> None:
-        """A member tells of trouble at its group's epoch, and repeats it with every report."""
+        """Log the failure that a member reports; reports repeat it, so only the first counts."""
         if self._members.get(worker_id) == epoch:
             return
         self._members[worker_id] = epoch
@@ -37,12 +37,12 @@ class LossLog:
         log.log(level, "%s at epoch %d: %s", worker_id, epoch, trouble)
 
     def note_attempt(self, command: PrepareMembers) -> None:
-        """The members of some groups are asked to prepare."""
+        """Record the newest attempt of the source groups."""
         for source in command.sources:
             self._attempts[source.group.group_id] = (command.attempt, source.group.epoch)
 
     def note_failed(self, attempt: str, message: str) -> None:
-        """An attempt that nobody asked for has failed, as all do while a member is lost."""
+        """Log a failed restore; until a lost member is settled, several may fail in a row."""
         epochs = {
             group_id: epoch
             for group_id, (newest, epoch) in self._attempts.items()
@@ -51,7 +51,7 @@ class LossLog:
         log.log(self._level(epochs), "attempt %s failed: %s", attempt, message)
 
     def _level(self, epochs: dict[str, int]) -> int:
-        """A warning, unless all these groups were warned of at these epochs."""
+        """WARNING, unless all these groups had a warning at these epochs."""
         if epochs and all(self._groups.get(group_id) == at for group_id, at in epochs.items()):
             return logging.INFO
         self._groups |= epochs
@@ -63,7 +63,7 @@ LOSSES_MAX = 100
 
 @dataclass(frozen=True, slots=True)
 class GroupLoss:
-    """A group could not go on as it was at `epoch`, since `unix_s` (seconds since 1970)."""
+    """A failure that interrupted a group at `epoch`; `unix_s`: seconds since 1970."""
 
     group_id: str
     epoch: int
@@ -73,9 +73,9 @@ class GroupLoss:
 
 @dataclass(slots=True)
 class Losses:
-    """The last loss of each group, since this instance leads. The oldest ones go if there are many.
+    """The last loss of each group since this instance leads; at most `LOSSES_MAX`, oldest evicted.
 
-    What is told of one epoch is one loss: it has the first time, and the last reason, since members
+    Reports of the same epoch are a single loss with the first time and the last reason: members
     notice a broken connection before the lease of a dead worker ends.
     """
 
@@ -85,7 +85,7 @@ class Losses:
         return iter(self._by_group.values())
 
     def note_trouble(self, records: Records, event: GroupStuck, unix_s: int) -> None:
-        """A member has reported that its group cannot go on; of a lone worker it is no loss."""
+        """Record a member's report that its group is stuck; a single worker's report is no loss."""
         worker = records.workers.get(event.worker_id)
         stored = records.assignments.get(event.worker_id)
         if stored is None or worker is None or worker.incarnation != event.incarnation:
@@ -96,16 +96,16 @@ class Losses:
             self._note(GroupLoss(group.group.group_id, event.epoch, unix_s, reason))
 
     def note_transaction(self, records: Records, command: Transact, unix_s: int) -> None:
-        """Groups are about to be written, some of them because members are gone."""
+        """Record losses of members, which are about to change the records of their groups."""
         for written in command.groups:
             before = records.groups.get(written.group_id)
             if before is None or not records.is_live(written.group_id):
                 continue
-            registered = {(one.worker_id, one.incarnation) for one in records.workers.values()}
+            registered = {(w.worker_id, w.incarnation) for w in records.workers.values()}
             gone = [
-                one.worker_id
-                for one in before.group.members
-                if (one.worker_id, one.incarnation) not in registered
+                member.worker_id
+                for member in before.group.members
+                if (member.worker_id, member.incarnation) not in registered
             ]
             if gone:
                 reason = f"{', '.join(gone)} {'is' if len(gone) == 1 else 'are'} gone"

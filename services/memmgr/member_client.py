@@ -1,4 +1,4 @@
-"""Calls to workers as members of groups; every call has a deadline."""
+"""gRPC client of the workers' MemberService; every call has a deadline."""
 
 import asyncio
 import logging
@@ -17,15 +17,15 @@ from tideserve.worker.v1 import worker_pb2, worker_pb2_grpc
 ABORT_TIMEOUT_S = 5.0
 NONCE_BYTES = 16
 CONNECTING = "last error:"
-"""Stands in gRPC's message if there was no connection."""
+"""Part of gRPC's error message if no connection could be established."""
 
 log = logging.getLogger(__name__)
 Answered = Callable[[str, str, bool, str], None]
-"""Called with worker id, incarnation, whether it is ready, and why not."""
+"""Callback: worker id, incarnation, whether it is ready, and the reason if not."""
 
 
 class MemberClient:
-    """Asks members to prepare, and tells them when the attempt is aborted."""
+    """Sends Prepare and Abort to members."""
 
     def __init__(self, dial: Dial) -> None:
         self._dial = dial
@@ -33,7 +33,7 @@ class MemberClient:
     async def prepare(
         self, command: PrepareMembers, places: dict[str, WorkerPlace], answered: Answered
     ) -> None:
-        """Ask all members at once; `answered` hears of each."""
+        """Send Prepare to all members concurrently; calls `answered` for each."""
         requests = prepare_requests(command, places)
         async with asyncio.TaskGroup() as tasks:
             for worker_id, request in requests.items():
@@ -43,7 +43,7 @@ class MemberClient:
                 )
 
     async def abort(self, command: AbortMember, places: dict[str, WorkerPlace]) -> None:
-        """Tell a member; if it does not hear it, its group's record says the same."""
+        """Send Abort to a member. Best effort: its group's record says the same."""
         place = places.get(command.worker_id)
         if place is None:
             return
@@ -52,7 +52,7 @@ class MemberClient:
             try:
                 await stub.Abort(to_abort_request(command), timeout=ABORT_TIMEOUT_S)
             except grpc.aio.AioRpcError as error:
-                log.info("%s did not take the abort: %s", command.worker_id, error.code().name)
+                log.info("%s did not accept Abort: %s", command.worker_id, error.code().name)
 
     async def _prepare(
         self,
@@ -71,15 +71,15 @@ class MemberClient:
                 return
         ready = answer.attempt == request.attempt
         answered(
-            worker_id, answer.incarnation, ready, "" if ready else "it answers for another one"
+            worker_id, answer.incarnation, ready, "" if ready else "it answered for another attempt"
         )
 
 
 def reason_of(error: grpc.aio.AioRpcError) -> str:
-    """Why a member is not ready, for people; gRPC's own words for a missing connection are not."""
+    """Why a member is not ready, readable for operators, unlike gRPC's connection errors."""
     details = error.details() or ""
     if error.code() is grpc.StatusCode.UNAVAILABLE and CONNECTING in details:
-        return "it cannot be reached"
+        return "it is unreachable"
     if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
         return "it did not answer in time"
     return details or str(error.code().name)
@@ -88,7 +88,7 @@ def reason_of(error: grpc.aio.AioRpcError) -> str:
 def prepare_requests(
     command: PrepareMembers, places: dict[str, WorkerPlace]
 ) -> dict[str, worker_pb2.PrepareRequest]:
-    """The request to each member, by worker id; all have the same peers, with fresh nonces."""
+    """The Prepare of each member, by worker id; all list the same peers with fresh nonces."""
     peers = [
         to_peer(
             member,
@@ -98,8 +98,10 @@ def prepare_requests(
         for source in command.sources
         for member in source.group.members
     ]
-    made = [target for target in command.targets if target.members]
+    formed = [target for target in command.targets if target.members]
     return {
-        worker_id: to_prepare_request(asked, peers, [one for one in made if one != asked.target])
+        worker_id: to_prepare_request(
+            asked, peers, [group for group in formed if group != asked.target]
+        )
         for worker_id, asked in asked_of(command).items()
     }

@@ -1,4 +1,4 @@
-"""The memory manager's metrics, read from what it knows at the time of the question."""
+"""The memory manager's metrics, computed from its state at each scrape."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -24,10 +24,9 @@ SHOWN_PHASES = (GroupPhase.STABLE, GroupPhase.DEGRADED)
 
 
 class MemmgrCollector(Collector):
-    """Computes metrics when they are asked for.
+    """Computes metrics at each scrape.
 
-    Metrics of the whole cluster come only from the instance that leads, so that sums over all
-    instances are right.
+    Only the leader exports metrics of the whole cluster, so that sums over instances are correct.
     """
 
     def __init__(self, driver: Driver, memory: MemoryView, watch: OverloadWatch) -> None:
@@ -39,7 +38,7 @@ class MemmgrCollector(Collector):
         """All metrics of the memory manager."""
         yield GaugeMetricFamily(
             "tideserve_memmgr_leader",
-            "1 for the instance that decides; the others stand by.",
+            "1 on the leader, 0 on standbys.",
             value=self._driver.leads,
         )
         yield from self._changes()
@@ -50,7 +49,7 @@ class MemmgrCollector(Collector):
         changes = self._driver.changes
         ended = CounterMetricFamily(
             "tideserve_memmgr_changes",
-            "Changes of groups by how they ended: stable, or failed and aborted.",
+            "Finished changes of groups by result: stable or failed.",
             labels=["result"],
         )
         for phase, count in changes.ended.items():
@@ -58,25 +57,25 @@ class MemmgrCollector(Collector):
         yield ended
         duration = HistogramMetricFamily(
             "tideserve_memmgr_change_duration_seconds",
-            "From the decision to change groups until all members serve the new ones.",
+            "Time from the request of a change of groups until all members serve the new groups.",
         )
         duration.add_metric([], cumulative(UPPER_BOUNDS_S, changes.counts), changes.total_s)
         yield duration
 
     def _decisions(self) -> Iterable[Metric]:
         decided = CounterMetricFamily(
-            "tideserve_memmgr_decisions", "Decisions about memory.", labels=["action"]
+            "tideserve_memmgr_decisions", "Decisions of the overload monitor.", labels=["action"]
         )
         for action in Action:
             decided.add_metric([action], self._watch.decided[action])
         yield decided
 
     def _cluster(self) -> Iterable[Metric]:
-        """Metrics of the cluster; a standby has no samples."""
+        """Metrics of the cluster; a standby exports no samples."""
         leads = self._driver.leads
         groups = self._driver.groups if leads else ()
         by_phase = GaugeMetricFamily(
-            "tideserve_memmgr_groups", "Groups by their phase.", labels=["phase"]
+            "tideserve_memmgr_groups", "Groups by phase.", labels=["phase"]
         )
         merged = GaugeMetricFamily(
             "tideserve_memmgr_merged_groups", "Stable groups of more than one worker."
@@ -88,17 +87,17 @@ class MemmgrCollector(Collector):
         )
         usable = GaugeMetricFamily(
             "tideserve_memmgr_usable_kv_blocks",
-            "KV blocks that requests can fill: a group has those of its smallest member.",
+            "Usable KV blocks: the smallest member limits each group.",
             labels=["model_name"],
         )
         exhausted = GaugeMetricFamily(
             "tideserve_memmgr_relief_exhausted",
-            "1 while the model is overloaded and all merges gain too little: add workers.",
+            "1 while the model is overloaded and merges cannot meet its demand: add workers.",
             labels=["model_name"],
         )
         shortfall = GaugeMetricFamily(
             "tideserve_memmgr_kv_shortfall_tokens",
-            "Tokens of KV that the model lacks beyond what all merges can gain, for autoscalers.",
+            "Tokens of KV that the model lacks after all possible merges, for autoscalers.",
             labels=["model_name"],
         )
         if leads:
@@ -119,10 +118,10 @@ class MemmgrCollector(Collector):
 
 
 def usable_blocks(groups: Sequence[Group], workers: Iterable[MemoryReport]) -> dict[str, int]:
-    """KV blocks of all groups of each model; a request has each of its blocks at every stage."""
+    """Usable KV blocks by model; a request needs each of its blocks at every stage."""
     blocks = {worker.worker_id: worker.engine.load.kv_blocks_total for worker in workers}
-    found: dict[str, int] = {}
+    usable: dict[str, int] = {}
     for group in groups:
         least = min((blocks.get(member.worker_id, 0) for member in group.members), default=0)
-        found[group.model] = found.get(group.model, 0) + least
-    return found
+        usable[group.model] = usable.get(group.model, 0) + least
+    return usable

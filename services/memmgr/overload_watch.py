@@ -1,4 +1,4 @@
-"""Watches for overload and subsided demand: feeds the monitor, logs and keeps what it decides."""
+"""The driver of the overload monitor: passes it reports, logs and keeps its decisions."""
 
 import asyncio
 import logging
@@ -16,11 +16,11 @@ from services.core.overload.action_plan import ActionPlan
 from services.core.overload.events import (
     Action,
     Cause,
-    ChangedByHand,
     Decision,
     DemandReported,
     Event,
     GroupsSeen,
+    ManualChange,
     MergesPlanned,
 )
 from services.core.overload.group_use import group_uses
@@ -30,34 +30,33 @@ from services.memmgr.demand_view import DemandView
 from services.memmgr.worker_memory import MemoryView
 
 PAUSE_S = 0.05
-"""News within this time is looked at together."""
+"""Reports within this time are evaluated together."""
 ALERT_S, CALM_S = 0.1, 0.5
+"""Interval of evaluations during an overload, and otherwise."""
 DECISIONS_MAX = 100
 OUTCOMES_MAX = 3
+"""Changes of a decision whose outcomes are shown; the others are counted."""
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
 class LoggedDecision:
-    """A decision, its time in seconds since 1970, and its outcome so far.
+    """A decision and its outcome so far."""
 
-    `news` has the latest state of each of its changes, in words.
-    """
-
-    unix_s: int
+    unix_s: int  # time of the decision, in seconds since 1970
     decision: Decision
-    news: dict[str, str] = field(default_factory=dict)
+    progress: dict[str, str] = field(default_factory=dict)  # latest state as text, by change
 
     def note(self, change: str, text: str) -> None:
-        """Note the state of a change."""
-        self.news[change] = text
+        """Record the latest state of a change."""
+        self.progress[change] = text
 
     @property
     def outcome(self) -> str:
         """The states of the first few changes, for people."""
-        shown = list(self.news.values())[:OUTCOMES_MAX]
-        more = len(self.news) - len(shown)
+        shown = list(self.progress.values())[:OUTCOMES_MAX]
+        more = len(self.progress) - len(shown)
         return "; ".join([*shown, f"and {more} more"] if more else shown)
 
 
@@ -72,12 +71,12 @@ class OverloadWatch:
         groups: Callable[[], Iterable[Group]],
         facts: Callable[[], Mapping[str, WorkerFacts]],
         act: Callable[[LoggedDecision], ActionPlan | None],
-        news: asyncio.Event,
+        updated: asyncio.Event,
         event_log: EventLog | None = None,
     ) -> None:
-        """`groups`: those that serve. `news` is set by the two views.
+        """`groups` returns the serving groups. The two views set `updated`.
 
-        `act` begins what a decision asks for and returns the plan, or None if it is not its to do.
+        `act` starts the changes of a decision and returns the plan, or None if there is no plan.
         """
         self._monitor = monitor
         self._memory = memory
@@ -85,23 +84,20 @@ class OverloadWatch:
         self._groups = groups
         self._facts = facts
         self._act = act
-        self._news = news
+        self._updated = updated
         self._event_log = event_log
         self.decisions: deque[LoggedDecision] = deque(maxlen=DECISIONS_MAX)
         self.decided: Counter[Action] = Counter()
-        self._short = set[str]()
-        # It is set when another model lacks tokens, or one no longer; another one takes its place.
+        self._short = set[str]()  # models with a shortfall, as last seen
+        # Set when the set of models with a shortfall changes, and then replaced by a new event.
         self.shortfalls_changed = asyncio.Event()
 
     async def run(self) -> None:
-        """Look at news soon, and now and then without any, until cancelled.
-
-        That is ten times a second in an overload, else twice.
-        """
+        """Evaluate new reports promptly, and at an interval without any, until cancelled."""
         while True:
             every_s = ALERT_S if self._monitor.is_alert else CALM_S
-            await wait_set(self._news, every_s - PAUSE_S)
-            self.look()
+            await wait_set(self._updated, every_s - PAUSE_S)
+            self.evaluate()
             await asyncio.sleep(PAUSE_S)
 
     @property
@@ -109,8 +105,8 @@ class OverloadWatch:
         """See `OverloadMonitor`."""
         return self._monitor.shortfalls
 
-    def look(self) -> None:
-        """Give the monitor the groups of now."""
+    def evaluate(self) -> None:
+        """Pass the current demand and usage of groups to the monitor, and act on its decisions."""
         now_s = monotonic_s()
         reports = self._memory.engines(now_s)
         self._apply(DemandReported(now_s, self._demand.demands()))
@@ -121,11 +117,11 @@ class OverloadWatch:
             changed, self.shortfalls_changed = self.shortfalls_changed, asyncio.Event()
             changed.set()
 
-    def changed_by_hand(
+    def note_manual_change(
         self, model: str, action: Action, group_ids: Iterable[str]
     ) -> LoggedDecision | None:
-        """These groups were changed by hand, which stands for a while; None if none serves it."""
-        event = ChangedByHand(monotonic_s(), model, action, tuple(group_ids))
+        """Report a manual change to the monitor; None if no group serves the model."""
+        event = ManualChange(monotonic_s(), model, action, tuple(group_ids))
         for decision in self._monitor.handle(event):
             return self._keep(decision)
         return None
@@ -133,6 +129,7 @@ class OverloadWatch:
     def _apply(self, event: Event) -> None:
         for decision in self._monitor.handle(event):
             logged = self._keep(decision)
+            # The plan may show that all merges gain too little: a decision of its own (EXHAUSTED).
             plan = self._act(logged) if decision.action is not Action.EXHAUSTED else None
             if plan is not None and plan.short_tokens is not None:
                 self._apply(MergesPlanned(event.now_s, decision.model, plan.short_tokens))
@@ -148,10 +145,10 @@ class OverloadWatch:
 
 
 def text_of(decision: Decision) -> str:
-    """The decision in one line, with its numbers."""
+    """The decision with its reason, as a log line."""
     why, numbers = decision.why, decision.why.numbers
     names = ", ".join(decision.group_ids)
-    merged = names if why.cause is Cause.MANUAL else f"{names}, which are full, with others"
+    merged = names if why.cause is Cause.MANUAL else f"full groups {names} with others"
     change = {
         Action.MERGE: f"merge {merged if names else f'to gain {decision.needed_tokens} tokens'}",
         Action.SPLIT: f"split {names}",

@@ -1,8 +1,7 @@
-"""Registration of an instance in etcd: workers report to the newest one, and others ask it.
+"""Registration of an instance in etcd: workers report to the newest instance, clients call it.
 
-The newest one should be the leader, which decides on the reports. So a leader that is not the
-newest registers anew. Until a dead leader's lease ends, the others find the instance that waits for
-it.
+The newest instance should be the leader, which makes decisions from the reports. So a leader that
+is not the newest registers again. Until a dead leader's lease ends, clients reach a standby.
 """
 
 import asyncio
@@ -16,7 +15,7 @@ PREFIX = f"{SERVICES}{NAME}/"
 
 
 class Presence:
-    """Registers an instance for as long as `run` runs."""
+    """Keeps an instance registered while `run` runs."""
 
     def __init__(self, store: Store, record: record_pb2.ServiceRecord, ttl_s: int) -> None:
         self._store = store
@@ -30,12 +29,12 @@ class Presence:
         self._registration = self._new_registration()
 
     def show(self, leads: bool) -> None:
-        """The instance leads, or no longer does."""
+        """Set whether the instance is the leader."""
         self._leads = leads
         self._changed.set()
 
     async def run(self) -> None:
-        """Register, and again whenever it leads and is not the newest, until cancelled."""
+        """Register, and register again whenever a leader is not the newest, until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._instances.run())
             while True:
@@ -44,16 +43,16 @@ class Presence:
                 registering.cancel()
                 await asyncio.wait([registering])
                 await self._registration.withdraw()
-                # Never spin beside another instance that believes to lead.
+                # Pause: another instance that believes to lead would register again in turn.
                 await asyncio.sleep(RETRY_S)
                 self._registration = self._new_registration()
 
     async def withdraw(self) -> None:
-        """Disappear; call after `run` was cancelled."""
+        """Remove the registration; call after `run` was cancelled."""
         await self._registration.withdraw()
 
     async def _hidden(self) -> None:
-        """Return once this instance leads, is registered, and another one is newer."""
+        """Return once this instance leads and is registered, but another instance is newer."""
         await self._registration.registered.wait()
         while True:
             self._changed.clear()

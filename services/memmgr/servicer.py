@@ -12,9 +12,9 @@ from services.common.report import InvalidReport, to_memory_report
 from services.common.timeouts import timeout
 from services.core.groups.coordinator import ChangePhase
 from services.core.overload.action_plan import Change
-from services.core.overload.by_hand import InvalidChange, merge_of, split_of
 from services.core.overload.events import Action
-from services.memmgr.change_trace import by_hand
+from services.core.overload.manual_change import InvalidChange, merge_of, split_of
+from services.memmgr.change_trace import manual_cause
 from services.memmgr.demand_view import DemandView
 from services.memmgr.driver import Driver
 from services.memmgr.overload_watch import OverloadWatch
@@ -30,12 +30,12 @@ from tideserve.memmgr.v1 import memmgr_pb2, memmgr_pb2_grpc
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
-# A stream of shortfalls has a message at least this often.
+# Maximum interval between messages of a shortfall stream.
 REPEAT_S = 1.0
 
 
 class MemmgrServicer(memmgr_pb2_grpc.MemmgrServiceServicer):
-    """Takes reports of memory and demand, and answers questions about the cluster."""
+    """Receives reports of memory and demand, and serves queries and manual changes."""
 
     def __init__(
         self, driver: Driver, memory: MemoryView, demand: DemandView, watch: OverloadWatch
@@ -76,8 +76,9 @@ class MemmgrServicer(memmgr_pb2_grpc.MemmgrServiceServicer):
         self, request: memmgr_pb2.WatchShortfallsRequest, context: Context
     ) -> AsyncIterator[memmgr_pb2.WatchShortfallsResponse]:
         while True:
-            changed, found = self._watch.shortfalls_changed, self._watch.shortfalls
-            yield memmgr_pb2.WatchShortfallsResponse(shortfalls=to_shortfalls(found))
+            # Take the event first, so that a change during the yield is not missed.
+            changed, shortfalls = self._watch.shortfalls_changed, self._watch.shortfalls
+            yield memmgr_pb2.WatchShortfallsResponse(shortfalls=to_shortfalls(shortfalls))
             with contextlib.suppress(TimeoutError):
                 async with timeout(REPEAT_S):
                     await changed.wait()
@@ -120,11 +121,11 @@ class MemmgrServicer(memmgr_pb2_grpc.MemmgrServiceServicer):
     async def _steps(
         self, action: Action, find: Callable[[], Change], context: Context
     ) -> AsyncIterator[memmgr_pb2.ReconfigurationStep]:
-        """Change the groups as `find` says; from the commit on the monitor knows of it."""
+        """Execute the change that `find` returns; its commit is reported to the monitor."""
         if not self._driver.leads:
             await context.abort(
                 grpc.StatusCode.FAILED_PRECONDITION,
-                "this memory manager is a standby; ask the one that leads",
+                "this memory manager is a standby; send the request to the leader",
             )
         try:
             change = find()
@@ -133,13 +134,13 @@ class MemmgrServicer(memmgr_pb2_grpc.MemmgrServiceServicer):
         model = self._driver.groups_of(change.targets)[0].model
         logged = None
         async for step in self._driver.reconfigure(
-            change.targets, by_hand(action, change), urgent=True
+            change.targets, manual_cause(action, change), urgent=True
         ):
-            told = step
+            shown = step
             if step.phase is ChangePhase.PREPARING:
-                told = replace(step, message=f"{change.text}; {step.message}")
+                shown = replace(step, message=f"{change.text}; {step.message}")
             if step.phase is ChangePhase.COMMITTED:
-                logged = self._watch.changed_by_hand(model, action, change.group_ids)
+                logged = self._watch.note_manual_change(model, action, change.group_ids)
             if logged is not None:
                 logged.note(model, f"{step.phase}, {step.message}")
-            yield to_step(told)
+            yield to_step(shown)

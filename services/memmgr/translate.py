@@ -1,6 +1,6 @@
-"""RPC messages to the memory manager's vocabulary and back.
+"""Conversion between RPC messages and the memory manager's types.
 
-Protobuf is seen here and in `translate_record` only.
+Only this module and `translate_record` handle protobuf.
 """
 
 from collections.abc import Iterable, Mapping
@@ -34,7 +34,7 @@ _CAUSES = {
     Cause.DRAINING: memmgr_pb2.DECISION_CAUSE_DRAINING,
 }
 MODELS_MAX = 1_000
-"""Most models that a scheduler may report demand for."""
+"""Maximum number of models in a scheduler's demand report."""
 
 _STEPS = {
     ChangePhase.PREPARING: memmgr_pb2.RECONFIGURATION_PHASE_PREPARING,
@@ -47,7 +47,7 @@ _STEPS = {
 def to_prepare_request(
     asked: PrepareAsked, peers: Iterable[worker_pb2.Peer], others: Iterable[Group]
 ) -> worker_pb2.PrepareRequest:
-    """The request to a member; `others` are the groups made beside its own target."""
+    """The Prepare for a member; `others` are the other target groups of the change."""
     return worker_pb2.PrepareRequest(
         token=asked.token,
         attempt=asked.attempt,
@@ -62,7 +62,7 @@ def to_prepare_request(
 
 
 def to_peer(member: Member, place: WorkerPlace, nonces: tuple[bytes, bytes]) -> worker_pb2.Peer:
-    """A member before the change; `nonces` admit connections, by lane."""
+    """A member before the change; the `nonces` authenticate connections, by lane."""
     return worker_pb2.Peer(
         worker_id=member.worker_id,
         incarnation=member.incarnation,
@@ -78,14 +78,14 @@ def to_peer(member: Member, place: WorkerPlace, nonces: tuple[bytes, bytes]) -> 
 
 
 def to_abort_request(command: AbortMember) -> worker_pb2.AbortRequest:
-    """The end of an attempt."""
+    """The Abort for a member."""
     return worker_pb2.AbortRequest(
         token=command.token, attempt=command.attempt, incarnation=command.incarnation
     )
 
 
 def to_step(step: ChangeStepped) -> memmgr_pb2.ReconfigurationStep:
-    """A step of a change of groups, up to where all members serve it."""
+    """A step of a change of groups, up to STABLE."""
     return memmgr_pb2.ReconfigurationStep(
         phase=_STEPS[step.phase], epoch=step.epoch or 0, message=step.message
     )
@@ -95,19 +95,19 @@ def to_demands(report: memmgr_pb2.ReportDemandRequest) -> tuple[ModelDemand, ...
     """The demand at a scheduler.
 
     Raises:
-        InvalidReport: if a number cannot be, a model is missing or named twice, or there are
-            more than `MODELS_MAX`.
+        InvalidReport: if a number is out of range, a model is missing or named twice, or there
+            are more than `MODELS_MAX` models.
     """
     if len(report.demands) > MODELS_MAX:
-        raise InvalidReport(f"{len(report.demands)} models, but at most {MODELS_MAX} are taken")
+        raise InvalidReport(f"{len(report.demands)} models; the maximum is {MODELS_MAX}")
     demands = tuple(map(to_model_demand, report.demands))
     if len({demand.model for demand in demands}) < len(demands):
-        raise InvalidReport("every demand must name another model")
+        raise InvalidReport("each demand must name a different model")
     return demands
 
 
 def to_list_groups(groups: Iterable[Group]) -> memmgr_pb2.ListGroupsResponse:
-    """The answer to ListGroups."""
+    """The response of ListGroups."""
     return memmgr_pb2.ListGroupsResponse(groups=map(to_group_record, groups))
 
 
@@ -118,7 +118,7 @@ def to_get_cluster(
     shortfalls: Mapping[str, int] | None = None,
     losses: Iterable[GroupLoss] = (),
 ) -> memmgr_pb2.GetClusterResponse:
-    """The answer to GetCluster."""
+    """The response of GetCluster."""
     return memmgr_pb2.GetClusterResponse(
         workers=map(memory_message, workers),
         groups=map(to_group_record, groups),
@@ -126,15 +126,18 @@ def to_get_cluster(
         shortfalls=to_shortfalls(shortfalls or {}),
         losses=[
             memmgr_pb2.GroupLoss(
-                group_id=one.group_id, epoch=one.epoch, lost_unix_s=one.unix_s, reason=one.reason
+                group_id=loss.group_id,
+                epoch=loss.epoch,
+                lost_unix_s=loss.unix_s,
+                reason=loss.reason,
             )
-            for one in losses
+            for loss in losses
         ],
     )
 
 
 def to_shortfalls(shortfalls: Mapping[str, int]) -> list[memmgr_pb2.Shortfall]:
-    """The models that are short; tokens by model."""
+    """The models with a shortfall; `shortfalls` has tokens by model."""
     return [
         memmgr_pb2.Shortfall(model=model, tokens=tokens)
         for model, tokens in shortfalls.items()

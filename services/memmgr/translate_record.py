@@ -1,4 +1,4 @@
-"""Whole listings of the records in etcd, as the memory manager needs them; see also `translate`."""
+"""Conversion of the records in etcd; see also `translate`."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -21,15 +21,12 @@ from tideserve.common.v1 import record_pb2
 
 @dataclass(frozen=True, slots=True)
 class WorkerPlace:
-    """The addresses of a registered worker: RPC, and its lanes to other members.
+    """The addresses of a registered worker."""
 
-    `draining`: it is leaving.
-    """
-
-    address: str
-    activation_address: str
-    bulk_address: str
-    draining: bool = False
+    address: str  # gRPC
+    activation_address: str  # lane for activations between members
+    bulk_address: str  # lane for parameters and KV between members
+    draining: bool = False  # the worker is leaving
 
 
 T = TypeVar("T")
@@ -37,7 +34,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """Records as core and the driver see them."""
+    """All records, converted to the types of core and the driver."""
 
     workers: tuple[Worker, ...]
     groups: tuple[StoredGroup, ...]
@@ -49,7 +46,7 @@ class Listing:
 
 
 class RecordReader:
-    """Reads whole listings; a record that has not changed since the last one is not read again."""
+    """Converts listings; caches records by revision, so only changed records are parsed."""
 
     def __init__(self) -> None:
         self._workers = _Reader(WORKERS, _to_worker)
@@ -57,26 +54,23 @@ class RecordReader:
         self._assignments = _Reader(ASSIGNMENTS, _to_stored_assignment)
 
     def read(self, entries: Mapping[str, Entry]) -> Listing:
-        """The records in `entries`; invalid ones are left out.
-
-        A group record that cannot be read counts as a tombstone at its modification revision: no
-        epoch can be above that, as every epoch was a write, so the next one is safe. So it is with
-        the epoch floor.
-        """
+        """The records in `entries`, without invalid worker records."""
+        # An unreadable group record counts as a tombstone with its revision as the epoch: an epoch
+        # takes a write, so no epoch exceeds it, and the next epoch is safe. So is the epoch floor.
         workers = self._workers.read(entries)
         return Listing(
-            tuple(one.worker for one in workers),
+            tuple(entry.worker for entry in workers),
             tuple(self._groups.read(entries)),
             tuple(self._assignments.read(entries)),
-            {one.worker.worker_id: one.place for one in workers},
-            {one.facts.worker_id: one.facts for one in workers if one.facts is not None},
+            {entry.worker.worker_id: entry.place for entry in workers},
+            {entry.facts.worker_id: entry.facts for entry in workers if entry.facts is not None},
             *_to_floor(entries.get(EPOCH_FLOOR)),
         )
 
 
 @dataclass(frozen=True, slots=True)
 class _Registered:
-    """Everything in a worker's record."""
+    """The contents of a worker record."""
 
     worker: Worker
     place: WorkerPlace
@@ -103,7 +97,7 @@ class _Reader(Generic[T]):
 
 
 def _to_worker(key: str, entry: Entry) -> _Registered | None:
-    """None for an invalid record."""
+    """The contents of a worker record; None if it is invalid."""
     record = read_record(record_pb2.WorkerRecord, key, entry.value)
     if record is None:
         return None
@@ -114,7 +108,7 @@ def _to_worker(key: str, entry: Entry) -> _Registered | None:
 
 
 def _to_floor(entry: Entry | None) -> tuple[int, int]:
-    """The floor, and the revision of its record; 0 and 0 if there is none."""
+    """The epoch floor and the revision of its record; 0 and 0 if absent."""
     if entry is None:
         return 0, 0
     record = read_record(record_pb2.EpochFloorRecord, EPOCH_FLOOR, entry.value)
@@ -131,7 +125,7 @@ def _to_stored_group(key: str, entry: Entry) -> StoredGroup:
 
 
 def _to_stored_assignment(key: str, entry: Entry) -> StoredAssignment:
-    """An assignment that cannot be read counts as one to no group: it still fences."""
+    """An unreadable assignment counts as an assignment to no group: it still fences."""
     record = read_record(record_pb2.AssignmentRecord, key, entry.value)
     if record is None:
         nowhere = Assignment(key.removeprefix(ASSIGNMENTS), "", "", 0)

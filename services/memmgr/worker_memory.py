@@ -8,21 +8,17 @@ from services.core.report import EngineReport, MemoryReport
 from services.core.reporting import ReportNews, memory_news
 
 REPORT_FRESH_S = 3.0
-"""A worker that has not reported for so long may be frozen; it reports once a second at least."""
+"""A worker without a report for so long is silent and may hang; reports come every second."""
 
 
 @dataclass(frozen=True, slots=True)
-class HeardWorker:
-    """A worker's latest report, which came at `heard_s`.
-
-    The worker serves the epoch of that report since `served_s`; the change-over to it is over for
-    the worker since `settled_s`, or not yet.
-    """
+class LatestReport:
+    """A worker's latest report; times on the monotonic clock."""
 
     report: MemoryReport
-    heard_s: float
-    served_s: float
-    settled_s: float | None
+    received_s: float
+    served_s: float  # first report of this epoch
+    settled_s: float | None  # first report that its change-over has settled; None: not yet
 
     @property
     def epoch(self) -> int:
@@ -31,29 +27,27 @@ class HeardWorker:
 
 
 class MemoryView:
-    """Keeps one report per registered worker, so it is bounded by their number."""
+    """Keeps the latest report of each registered worker, which bounds its size."""
 
-    def __init__(self, news: asyncio.Event) -> None:
-        """`news` is set by reports that may decide something, and when workers come or go."""
-        self._news = news
+    def __init__(self, updated: asyncio.Event) -> None:
+        """`updated` is set by reports that may cause a decision, and by changes of membership."""
+        self._updated = updated
         self._registered: dict[str, str] = {}
-        self._heard: dict[str, HeardWorker] = {}
+        self._heard: dict[str, LatestReport] = {}
 
     def set_registered(self, incarnations: dict[str, str]) -> None:
-        """The workers that are registered now and their incarnations; others are forgotten."""
+        """Set the registered workers and their incarnations; reports of others are removed."""
         self._registered = incarnations
-        self._news.set()
+        self._updated.set()
         self._heard = {
-            worker_id: heard
-            for worker_id, heard in self._heard.items()
-            if incarnations.get(worker_id) == heard.report.incarnation
+            worker_id: latest
+            for worker_id, latest in self._heard.items()
+            if incarnations.get(worker_id) == latest.report.incarnation
         }
 
     def report(self, report: MemoryReport) -> None:
-        """Take a report; one of a worker that is not registered under it is ignored.
-
-        It reports again within a second of its registration.
-        """
+        """Record a report; reports of unregistered workers or incarnations are ignored."""
+        # Nothing is lost: the worker reports again within a second of its registration.
         if self._registered.get(report.worker_id) != report.incarnation:
             return
         now_s = monotonic_s()
@@ -63,28 +57,28 @@ class MemoryView:
             served_s, settled_s = before.served_s, before.settled_s
         if settled_s is None and not report.engine.unsettled:
             settled_s = now_s
-        self._heard[report.worker_id] = HeardWorker(report, now_s, served_s, settled_s)
-        told = before.report if before is not None else None
-        if memory_news(told, report) is ReportNews.MAJOR:
-            self._news.set()
+        self._heard[report.worker_id] = LatestReport(report, now_s, served_s, settled_s)
+        last = before.report if before is not None else None
+        if memory_news(last, report) is ReportNews.MAJOR:
+            self._updated.set()
 
     def fresh(self, now_s: float) -> dict[str, MemoryReport]:
-        """The reports of workers that are not silent, by worker."""
+        """The reports of workers that are not silent, by worker id."""
         return {
-            worker_id: heard.report
-            for worker_id, heard in self._heard.items()
-            if now_s - heard.heard_s <= REPORT_FRESH_S
+            worker_id: latest.report
+            for worker_id, latest in self._heard.items()
+            if now_s - latest.received_s <= REPORT_FRESH_S
         }
 
     def engines(self, now_s: float) -> dict[str, EngineReport]:
-        """What the engines of workers that are not silent report, by worker."""
+        """The engine reports of workers that are not silent, by worker id."""
         return {worker_id: report.engine for worker_id, report in self.fresh(now_s).items()}
 
-    def heard(self, worker_id: str, epoch: int = 0) -> HeardWorker | None:
-        """What a worker last reported; None before it has, and before it serves `epoch`."""
-        heard = self._heard.get(worker_id)
-        return heard if heard is not None and heard.epoch >= epoch else None
+    def latest(self, worker_id: str, epoch: int = 0) -> LatestReport | None:
+        """A worker's latest report; None before the first report at `epoch` or later."""
+        latest = self._heard.get(worker_id)
+        return latest if latest is not None and latest.epoch >= epoch else None
 
     def workers(self) -> list[MemoryReport]:
-        """Memory of the registered workers that have reported, ordered by id."""
+        """The latest reports of the registered workers, ordered by worker id."""
         return [self._heard[worker_id].report for worker_id in sorted(self._heard)]

@@ -229,7 +229,8 @@ async def test_a_leaving_worker_refuses_every_preparation(store: Store) -> None:
     async with pair(store) as (address, one, two):
         two.servicer.refuse_all()
         last = (await merge(address))[-1]
-        assert (last.phase, last.message) == (FAILED, "w1 refused: the worker stops; leave it out")
+        refusal = "w1 refused: the worker is stopping; leave it out"
+        assert (last.phase, last.message) == (FAILED, refusal)
         assert two.engine.preparations == [] and not two.servicer.preparing
         await eventually(lambda: not one.servicer.preparing)
 

@@ -29,7 +29,7 @@ async def test_what_cannot_be_is_one_sentence(store: Store, tmp_path: Path) -> N
     async with members(store) as (_, two), admin_port(store, tmp_path) as url:
         with pytest.raises(CommandError, match="answers 400: no groups are merged"):
             await asyncio.to_thread(restore, url, None, None)
-        with pytest.raises(CommandError, match="there is no group 'group-9' that serves"):
+        with pytest.raises(CommandError, match="no group 'group-9' is serving"):
             await asyncio.to_thread(drop, url, None, ["group-9", "group-w0"])
         two.engine.refuse = "it has no room"
         with pytest.raises(CommandError, match="w1 refused: it has no room"):

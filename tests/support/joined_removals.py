@@ -49,23 +49,23 @@ class NoLeaving(Changeover):
 class NoRenewal(GroupState):
     """Leaves stuck groups as they are."""
 
-    def _renew(self, group: Group, busy: set[str]) -> list[Command]:
+    def _rebuild(self, group: Group, busy: set[str]) -> list[Command]:
         return []
 
 
 class NoDivision(GroupState):
     """Goes on making a stuck group anew, though its members do not find together."""
 
-    def _mend(self, group_id: str, busy: set[str]) -> list[GroupCommand]:
-        self._stuck._hopeless.clear()
-        return super()._mend(group_id, busy)
+    def _repair(self, group_id: str, busy: set[str]) -> list[GroupCommand]:
+        self._stuck._unrecoverable.clear()
+        return super()._repair(group_id, busy)
 
 
 class NoSettlement(GroupState):
     """Leaves a group as it is when a member has gone."""
 
-    def _mend(self, group_id: str, busy: set[str]) -> list[GroupCommand]:
-        return super()._mend(group_id, busy) if self.records.is_sound(group_id) else []
+    def _repair(self, group_id: str, busy: set[str]) -> list[GroupCommand]:
+        return super()._repair(group_id, busy) if self.records.is_sound(group_id) else []
 
 
 def without_look(engine: Engine) -> None:

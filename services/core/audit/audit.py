@@ -1,27 +1,27 @@
-"""Checks invariants I1-I11 (docs/protocol.md) on the recorded logs of a cluster.
+"""Checks the invariants I1-I11 (docs/protocol.md) on the event logs of a cluster.
 
-Pure: the caller reads the files and hands over their entries. The logs of all engines, memory
-managers and gateways of one run are needed, on one machine: I2 and I9 compare its clock; nothing
-else does.
+Pure: the caller reads the files and passes their entries. The audit needs the logs of all engines,
+memory managers and gateways of a run on a single machine, since I2 and I9 compare its clock.
 
-I1  an engine plans and runs stages only where the committed record of its epoch puts it, and holds
-    the parameters of the layers that it runs; the layers are those that the record gives it
-I2  after each change of any engine's memory, the engines together hold every layer
-I3  a group's epochs only rise, each has one configuration, and no worker is in two groups
-I4  an engine's epochs only rise, and each was committed; a commit has the consent of every member
-    and none of them had aborted the attempt; leaderships commit in order
-I5  a token leaves one engine, in the epoch in which it was planned; others may emit it, too, if its
-    request was started again: the same one where engines are exact; clients get segments, each of
-    tokens that its worker emitted; members of a group have loaded the same parameters
-I6  used blocks have an owner at all times, and when all requests are over, none is used
-I7  parameters, KV (also of layers that come or go) and staging are within the budget
-I8  clients get token 0, 1, 2, …; nothing after the end, and all of them before it
-I9  each commit is carried out and settled by its members in time; no group stays marked or degraded
-I10 each request ends exactly once, at its gateway and in the engines; no engine keeps one
-I11 no process makes a concession while a cheaper one of its own would have done (core.concession):
-    no merge is decided while demand fits; of planners, `concession_order` tells it in their replay
+I1  an engine plans and runs only the stage that the committed record of its epoch assigns to it,
+    and holds the parameters of that stage's layers
+I2  after each change of an engine's memory, the engines together hold every layer
+I3  a group's epochs only increase, each epoch has a single configuration, and no worker is in two
+    groups
+I4  an engine's epochs only increase, and each was committed; a commit has the consent of every
+    member, none of which had aborted the attempt; leaderships commit in order
+I5  an engine emits a token in the epoch in which it was planned; another engine emits it only if
+    the request was restarted, and exact engines then emit the same token; each segment of a
+    client's stream has tokens that its worker emitted; members of a group loaded the same weights
+I6  used blocks have an owner at all times; no block is in use after all requests have ended
+I7  parameters, KV (incoming and departing layers included) and staging are within the budget
+I8  a client receives tokens 0, 1, 2, … without gaps, all before the end of the stream
+I9  members apply and settle each commit in time; no group stays marked or DEGRADED
+I10 each request ends exactly once, at its gateway and in the engines; no engine keeps a request
+I11 no process escalates while a cheaper step of its own suffices (`concession_order`): no merge is
+    decided while demand fits; planners are checked while their logs are replayed
 
-A log cannot show what a process did not note: a write past a block's end, say.
+The audit cannot detect what a log does not record, such as a write past the end of a block.
 """
 
 from collections import Counter
@@ -29,7 +29,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 
-from services.core.audit.engine_history import Emitted, EngineHistory, Key, begun
+from services.core.audit.engine_history import Emitted, EngineHistory, Key, times_started
 from services.core.audit.facts import EngineSwitched
 from services.core.audit.group_history import GroupHistory
 from services.core.audit.record import Findings, Recorded
@@ -42,16 +42,14 @@ Logs = Sequence[Iterable[Recorded]]
 
 @dataclass(slots=True)
 class Audit:
-    """The histories of one run; `findings` has what was checked and what is broken.
+    """The histories of a run, and the findings."""
 
-    `stopped_until_s`: workers whose processes stood still, and until when, by the clock of the
-    logs; they settle what was committed meanwhile within `stable_within_s` from then.
-    """
-
-    stable_within_s: float = STABLE_WITHIN_S
+    stable_within_s: float = STABLE_WITHIN_S  # time limit of I9 after a commit
+    # Workers whose processes were suspended, and the end of that, by the clock of the logs; the
+    # time limit of commits during the suspension starts at its end.
     stopped_until_s: Mapping[str, float] = field(default_factory=dict)
     findings: Findings = field(default_factory=Findings)
-    engines: list[EngineHistory] = field(default_factory=list)
+    engines: list[EngineHistory] = field(default_factory=list)  # by process
     groups: GroupHistory = field(init=False)
     streams: StreamHistory = field(init=False)
 
@@ -62,7 +60,8 @@ class Audit:
     def run(
         self, engines: Logs, memory_managers: Logs, gateways: Logs, killed_gateways: Logs = ()
     ) -> Findings:
-        """Read all logs and check everything; requests of `killed_gateways` need not have ended."""
+        """Read all logs and check; requests of `killed_gateways` need not have ended."""
+        # Groups first: the checks of engines and streams refer to committed configurations.
         for entries in memory_managers:
             self.groups.read(entries)
         self.groups.finish()
@@ -88,13 +87,13 @@ class Audit:
 
     @property
     def _end_s(self) -> float:
-        return max([self.groups.last_s, *(one.last_s for one in self.engines)])
+        return max([self.groups.last_s, *(engine.last_s for engine in self.engines)])
 
     @property
     def _living(self) -> list[EngineHistory]:
-        """The engines that are in a group at the end; engines that died need not be at rest."""
+        """Engines that are in a group at the end; engines that died need not be idle."""
         members = [member for group in self.groups.live.values() for member in group.members]
-        return [one for one in self.engines if any(map(one.is_process_of, members))]
+        return [engine for engine in self.engines if any(map(engine.is_process_of, members))]
 
     # --- configurations
 
@@ -108,13 +107,14 @@ class Audit:
                 "{} switched to {} at epoch {}, which was never committed",
                 *(engine.worker_id, *place),
             )
-            given = [(one.worker_id, one.first_layer, one.end_layer) for one in members or ()]
-            runs = [(one.worker_id, one.first_layer, one.end_layer) for one in switch.stages]
+            # I1: the engine's layer map equals that of the committed record.
+            record = [(m.worker_id, m.first_layer, m.end_layer) for m in members or ()]
+            runs = [(s.worker_id, s.first_layer, s.end_layer) for s in switch.stages]
             self.findings.check(
                 "I1",
-                members is None or given == runs,
+                members is None or record == runs,
                 "{} runs {} in epoch {} as {}, but the record says {}",
-                *(engine.worker_id, *place, runs, given),
+                *(engine.worker_id, *place, runs, record),
             )
             attempt = self.groups.attempts.get(place, "")
             self.findings.check(
@@ -125,9 +125,10 @@ class Audit:
             )
 
     def _check_in_time(self, engine: EngineHistory) -> None:
-        """Each configuration of the engine was reached, or a later one, and settled."""
+        """I9: the engine settled each of its configurations, or a later one, in time."""
         stopped_until_s = self.stopped_until_s.get(engine.worker_id, -inf)
         for place, members in self.groups.configurations.items():
+            # A configuration read from the store has no known time of commit.
             since_s = self.groups.committed_s.get(place)
             mine = any(engine.is_process_of(member) for member in members)
             if since_s is None or not mine:
@@ -152,46 +153,46 @@ class Audit:
             self.findings.check(
                 "I9",
                 unstable_s <= self.stable_within_s,
-                "{} is not stable since {:.1f} s",
+                "{} has not been stable for {:.1f} s",
                 *(group_id, unstable_s),
             )
 
     # --- parameters
 
     def _check_copies(self) -> None:
-        """A process that died counts with what it held last."""
+        """I2; a process that died counts with the layers that it held last."""
         by_model: dict[str, list[EngineHistory]] = {}
         for engine in self.engines:
             by_model.setdefault(engine.model_digest, []).append(engine)
         for engines in by_model.values():
             names = {engine.worker_id for engine in engines}
             held: dict[str, frozenset[int]] = {}
-            facts = [(fact.now_s, one.worker_id, fact) for one in engines for fact in one.memory]
-            for _, worker_id, fact in sorted(facts, key=lambda one: one[0]):
+            facts = [(fact.now_s, e.worker_id, fact) for e in engines for fact in e.memory]
+            for _, worker_id, fact in sorted(facts, key=lambda entry: entry[0]):
                 held[worker_id] = frozenset(fact.resident)
                 lost = set(range(engines[0].num_layers)).difference(*held.values())
                 self.findings.check(
                     "I2",
                     not lost or held.keys() != names,
-                    "nobody holds layers {} any more since {} changed in epoch {}",
+                    "no engine holds layers {} since {} changed in epoch {}",
                     *(sorted(lost), worker_id, fact.epoch),
                 )
 
     def _check_models(self) -> None:
         for place, members in self.groups.configurations.items():
-            found = {
+            digests = {
                 engine.model_digest
                 for engine in self.engines
                 if any(map(engine.is_process_of, members))
             }
             self.findings.check(
-                "I5", len(found) <= 1, "{} at epoch {} has members of different models", *place
+                "I5", len(digests) <= 1, "{} at epoch {} has members of different models", *place
             )
 
     # --- requests
 
     def _check_tokens(self) -> None:
-        """A token comes from one engine, unless two may go on with its request."""
+        """I5: a token has a single engine, unless its request was restarted elsewhere."""
         emitted: dict[Key, list[Emitted]] = {}
         for engine in self.engines:
             for key, tokens in engine.tokens.items():
@@ -199,7 +200,7 @@ class Audit:
                 first, other = tokens[0], others[-1] if others else None
                 self.findings.check(
                     "I5",
-                    other is None or begun(key[0], self.engines) > 1,
+                    other is None or times_started(key[0], self.engines) > 1,
                     "token {} of {} came from {} in epoch {} and from {} in epoch {}",
                     *(key[1], key[0], first.worker_id, first.epoch),
                     *((other.worker_id, other.epoch) if other else ("", 0)),
@@ -211,7 +212,7 @@ class Audit:
             self._check_stream(request_id, stream, emitted)
 
     def _check_alike(self, emitted: Mapping[Key, Sequence[Emitted]]) -> None:
-        """An index that was emitted again, since the first time was lost, has the same token."""
+        """I5 for exact engines: a token that is emitted again, after a loss, is the same."""
         for (request_id, index), tokens in emitted.items():
             if len(tokens) > 1:
                 ids = sorted({token.token_id for token in tokens})
@@ -225,13 +226,14 @@ class Audit:
     def _check_stream(
         self, request_id: str, stream: AuditedStream, emitted: Mapping[Key, Sequence[Emitted]]
     ) -> None:
-        """Each token of the client is one that the worker of its segment emitted."""
+        """I5: the worker of each segment emitted the tokens that the client received."""
         self.findings.check(
             "I5",
-            bool(stream.segments) or not (stream.told and stream.token_ids),
-            "{} got tokens of no worker",
+            bool(stream.segments) or not (stream.workers_known and stream.token_ids),
+            "{} received tokens without a worker",
             request_id,
         )
+        # A segment that moved may contain tokens of each earlier worker, so any of them will do.
         for first, end, workers in stream.sources():
             names = "the workers" if workers is None else " or ".join(sorted(workers))
             for index in range(first, end):
@@ -245,19 +247,20 @@ class Audit:
                 self.findings.check(
                     "I5",
                     token_id in own,
-                    "{} got {} as token {}, but {} emitted {}",
+                    "{} received {} as token {}, but {} emitted {}",
                     *(request_id, token_id, index, names),
                     ", ".join(map(str, own)) or "none",
                 )
 
     def _check_ends(self) -> None:
-        finished: Counter[str] = sum((one.finished for one in self.engines), Counter())
+        finished: Counter[str] = sum((engine.finished for engine in self.engines), Counter())
         for request_id, count in finished.items():
-            times = begun(request_id, self.engines)
+            # A restarted request may finish in each engine that received it.
+            times = times_started(request_id, self.engines)
             self.findings.check(
                 "I10",
                 count <= times,
-                "{} finished {} times in the engines, which got it {} times",
+                "{} finished {} times in the engines, which received it {} times",
                 *(request_id, count, times),
             )
         for request_id, stream in self.streams.streams.items():
@@ -268,14 +271,14 @@ class Audit:
                 request_id,
             )
         for engine in self._living:
-            left = sorted(engine.open)
+            left = sorted(engine.open_sequences)
             self.findings.check(
                 "I10", not left, "{} keeps {} at the end", engine.worker_id, ", ".join(left[:5])
             )
 
     def _check_rest(self) -> None:
         living = self._living
-        if any(engine.open for engine in living):
+        if any(engine.open_sequences for engine in living):
             return
         for engine in living:
             if engine.memory:
@@ -289,5 +292,5 @@ class Audit:
 
 
 def _superseded(switches: Sequence[EngineSwitched], epoch: int, until_s: float) -> bool:
-    """Whether a later configuration was entered before the settling of this one was due."""
+    """Whether the engine switched to a later configuration before the deadline."""
     return any(switch.epoch > epoch and switch.now_s <= until_s for switch in switches)

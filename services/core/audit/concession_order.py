@@ -1,7 +1,7 @@
-"""I11 on a planner that is replayed: no concession while a cheaper one would have done.
+"""I11 for planners: no step of the memory escalation while a cheaper step suffices.
 
-What a planner did shows in the state before and after a call of `plan`; nothing has to be noted in
-a log for it. Steps of other processes are in their own logs: see `GroupHistory`.
+Checked while a log is replayed: the planner's state before and after a call of `plan` shows its
+steps, so the log needs no entries for them. `GroupHistory` checks the memory managers.
 """
 
 from dataclasses import dataclass, field
@@ -13,86 +13,85 @@ from services.core.planner.state import PlannerState
 
 
 class Concession(IntEnum):
-    """What gives way when online requests need memory; the cheapest first (I11).
+    """Steps of the escalation when online requests need memory, cheapest first (I11).
 
-    The order holds within a process, which cannot see what others could still do. A worker has the
-    first three steps and `RECOMPUTE`, a memory manager `DROP`, a scheduler `HOLD_BACK` and
-    `REFUSE`. Memory managers count online demand alone, so batch work gives way before parameters.
-    Where `scheduling` is `fcfs`, no class is known: then there is no `HOLD_BACK` and no `YIELD`.
+    The order applies within a process, which does not know the options of other processes. A worker
+    takes the first three steps and `RECOMPUTE`, a memory manager `DROP`, a scheduler `HOLD_BACK`
+    and `REFUSE`. Memory managers count only online demand, so batch work yields before parameters
+    are dropped. With `scheduling` `fcfs` there are no classes, hence no `HOLD_BACK` and `YIELD`.
     """
 
     CACHED = auto()
-    """Take empty blocks, then cached ones that nobody uses (`BlockPool.allocate`)."""
+    """Allocate empty blocks, then evict unreferenced cached blocks (`BlockPool.allocate`)."""
     HOLD_BACK = auto()
-    """Start no batch request while an online one waits (`next_to_admit` of a worker, `harvest`)."""
+    """Start no batch request while an online one waits (a worker's `next_to_admit`, `harvest`)."""
     YIELD = auto()
-    """Take the KV of batch sequences (`victims.batch_first`). Its full blocks stay cached, and are
-    taken from the tail, block by block: what is left in the end does not run again."""
+    """Preempt batch sequences (`victims.batch_first`). Their full blocks stay cached, evicted from
+    the tail block by block; the remaining blocks need no recomputation."""
     DROP = auto()
-    """Merge groups, and drop parameters (`OverloadMonitor`)."""
+    """Merge groups and drop parameters (`OverloadMonitor`)."""
     RECOMPUTE = auto()
-    """Take the KV of an online sequence that runs (`victims.newest`)."""
+    """Preempt a running online sequence (`victims.newest`)."""
     REFUSE = auto()
-    """503, with a time to come back (`SchedulerState`)."""
+    """Refuse requests with 503 and Retry-After (`SchedulerState`)."""
 
 
 @dataclass(slots=True)
 class ConcessionOrder:
-    """Looks at the planner of the worker `name` around each call of `plan`."""
+    """Compares the planner of the worker `name` before and after each call of `plan`."""
 
     findings: Findings
-    name: str
-    _blocks: dict[str, int] = field(default_factory=dict)
-    _room: int = 0
-    _places: int = 0
+    name: str  # the worker's id
+    _blocks: dict[str, int] = field(default_factory=dict)  # of each sequence, before the call
+    _free: int = 0  # free blocks before the call
+    _places: int = 0  # free places in the running batch before the call
 
     def before(self, planner: PlannerState) -> None:
-        """`plan` is about to be called."""
+        """Record the state before a call of `plan`."""
         table = planner.sequence_table
-        self._blocks = {name: one.blocks for name, one in planner.sequences.items()}
-        self._room = min(table.ledger.least_room, table.ledger.free)  # growth may use more
+        self._blocks = {name: seq.blocks for name, seq in planner.sequences.items()}
+        self._free = min(table.ledger.least_room, table.ledger.free)  # growth may use more
         self._places = planner.config.max_running * planner.stages - table.running_count
 
     def after(self, planner: PlannerState) -> None:
-        """`plan` has returned."""
-        lost = [one for one in planner.waiting if self._blocks[one.request_id]]
-        started = [one for one in planner.running if not self._blocks[one.request_id]]
-        if lost or started or planner.in_flight:
-            self._check_need(planner, lost, started)
+        """Check the state after the call of `plan`."""
+        preempted = [seq for seq in planner.waiting if self._blocks[seq.request_id]]
+        started = [seq for seq in planner.running if not self._blocks[seq.request_id]]
+        if preempted or started or planner.in_flight:
+            self._check_need(planner, preempted, started)
         if planner.sequence_table.precedence.batch_yields:
-            self._check_classes(planner, lost, started)
+            self._check_classes(planner, preempted, started)
 
     def _check_need(
-        self, planner: PlannerState, lost: list[Sequence], started: list[Sequence]
+        self, planner: PlannerState, preempted: list[Sequence], started: list[Sequence]
     ) -> None:
-        """A sequence loses its blocks only if those that were free do not suffice.
-
-        What the losers took first is not known: each may have grown by a block.
-        """
+        """A sequence is preempted only if the free blocks do not suffice."""
         size = planner.config.block_size
-        wanted = sum(max(one.blocks, one.blocks_to_admit(size)) for one in started) + len(lost)
-        running = [one for one in planner.running if self._blocks[one.request_id]]
-        wanted += sum(one.blocks - self._blocks[one.request_id] for one in running)
+        # A preempted sequence may have grown by a block before, which the state no longer shows.
+        wanted = sum(max(s.blocks, s.blocks_to_admit(size)) for s in started) + len(preempted)
+        running = [seq for seq in planner.running if self._blocks[seq.request_id]]
+        wanted += sum(seq.blocks - self._blocks[seq.request_id] for seq in running)
         self.findings.check(
             "I11",
-            not lost or wanted > self._room or len(started) > self._places,
-            "{} took the KV of {} ({}), though {} blocks were free for {} (" + _CACHED + ")",
-            *(self.name, _names(lost), _step(lost), self._room, wanted),
+            not preempted or wanted > self._free or len(started) > self._places,
+            "{} preempted {} ({}), though {} blocks were free for {} (" + _CACHED + ")",
+            *(self.name, _names(preempted), _step(preempted), self._free, wanted),
         )
 
     def _check_classes(
-        self, planner: PlannerState, lost: list[Sequence], started: list[Sequence]
+        self, planner: PlannerState, preempted: list[Sequence], started: list[Sequence]
     ) -> None:
-        online = [one for one in lost if one.request.service.online]
-        left = [one for one in planner.sequence_table.batch.values() if _gives(planner, one)]
+        """Online sequences are preempted last, and started first."""
+        online = [seq for seq in preempted if seq.request.service.online]
+        victims = [seq for seq in planner.sequence_table.batch.values() if _gives(planner, seq)]
         self.findings.check(
             "I11",
-            not (online and left),
-            "{} took the KV of {} (RECOMPUTE), though batch work had some (YIELD): {}",
-            *(self.name, _names(online), _names(left)),
+            not (online and victims),
+            "{} preempted {} (RECOMPUTE), though batch work had blocks (YIELD): {}",
+            *(self.name, _names(online), _names(victims)),
         )
-        waiting = [one for one in planner.waiting if one.request.service.online]
-        batch = [one for one in started if not one.request.service.online]
+        waiting = [seq for seq in planner.waiting if seq.request.service.online]
+        batch = [seq for seq in started if not seq.request.service.online]
         self.findings.check(
             "I11",
             not (waiting and batch),
@@ -104,17 +103,17 @@ class ConcessionOrder:
 _CACHED = Concession.CACHED.name
 
 
-def _step(lost: list[Sequence]) -> str:
-    online = any(one.request.service.online for one in lost)
+def _step(preempted: list[Sequence]) -> str:
+    online = any(seq.request.service.online for seq in preempted)
     return (Concession.RECOMPUTE if online else Concession.YIELD).name
 
 
 def _names(sequences: list[Sequence]) -> str:
-    return ", ".join(one.request_id for one in sequences[:5])
+    return ", ".join(seq.request_id for seq in sequences[:5])
 
 
 def _gives(planner: PlannerState, sequence: Sequence) -> bool:
-    """Whether a batch sequence runs, and has a block that is free without it."""
+    """Whether a running batch sequence has a block that a preemption would free."""
     if sequence.phase is not Phase.RUNNING:
         return False
     users = planner.pool.users

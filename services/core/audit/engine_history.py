@@ -1,4 +1,4 @@
-"""History of one engine process, from its log, with the checks that need no other log."""
+"""History of an engine process from its log, with the checks that need no other log."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -29,67 +29,61 @@ from services.core.planner.events import (
 from services.core.planner.sequence_names import request_of
 
 Key = tuple[str, int]
-"""A request and the output index of a token of it."""
+"""A request id, and the output index of a token."""
 
 
 class Emitted(NamedTuple):
-    """A token, and in which epoch it left the engine."""
+    """A token, with the epoch in which the engine emitted it."""
 
     token_id: int
     epoch: int
     worker_id: str
 
 
-def begun(request_id: str, engines: "Row[EngineHistory]") -> int:
-    """How often these engines may have begun a request: as often as gateways sent it.
-
-    An engine that was handed it while members lost each other may go on with it beside the other.
-    """
-    arrived = sum(one.arrived[request_id] for one in engines)
-    if not any(one.has_lost for one in engines):
+def times_started(request_id: str, engines: "Row[EngineHistory]") -> int:
+    """How often these engines may have started a request: as often as gateways sent it."""
+    arrived = sum(engine.arrived[request_id] for engine in engines)
+    if not any(engine.lost_peers for engine in engines):
         return arrived
-    return arrived + sum(one.adopted[request_id] for one in engines)
+    # While members lose each other, a hand-over can leave both engines with the request.
+    return arrived + sum(engine.adopted[request_id] for engine in engines)
 
 
 @dataclass(slots=True)
 class EngineHistory:
-    """One engine, from its start to the end of its log; `epoch` 0 is before any configuration.
-
-    `open` are the sequences that it leads at the end. `arrived` counts the requests that gateways
-    sent, `adopted` those that other engines handed over. `has_lost` a member of a change: both may
-    then go on with a request, one of them for nobody.
-    """
+    """An engine process, from its start to the end of its log."""
 
     findings: Findings
     worker_id: str = "an engine"
     incarnation: str = ""
-    model_digest: str = ""
+    model_digest: str = ""  # of all loaded parameters
     num_layers: int = 0
-    epoch: int = 0
+    epoch: int = 0  # 0 before the first configuration
     switches: list[EngineSwitched] = field(default_factory=list)
     memory: list[MemoryHeld] = field(default_factory=list)
-    aborted: set[str] = field(default_factory=set)
-    exact: bool = False
+    aborted: set[str] = field(default_factory=set)  # attempts
+    exact: bool = False  # see `EngineStarted`
     tokens: dict[Key, list[Emitted]] = field(default_factory=dict)
-    arrived: Counter[str] = field(default_factory=Counter)
-    adopted: Counter[str] = field(default_factory=Counter)
-    has_lost: bool = False
-    finished: Counter[str] = field(default_factory=Counter)
-    open: set[str] = field(default_factory=set)
-    last_s: float = 0.0
+    arrived: Counter[str] = field(default_factory=Counter)  # requests that gateways sent
+    adopted: Counter[str] = field(default_factory=Counter)  # requests from other engines
+    # A member of a change was lost: both engines of a hand-over may continue the request.
+    lost_peers: bool = False
+    finished: Counter[str] = field(default_factory=Counter)  # requests
+    open_sequences: set[str] = field(default_factory=set)  # that the engine leads
+    last_s: float = 0.0  # time of the last entry
     _budget_bytes: int = 0
-    _planned_in: dict[int, int] = field(default_factory=dict)  # microbatch → epoch
-    _sampled_in: int = 0
-    _newcomer: str = ""  # a request that came with the last event
-    _unanswered: set[str] = field(default_factory=set)  # that have arrived
-    _sampled: bool = False  # the last event
+    _planned_in: dict[int, int] = field(default_factory=dict)  # microbatch -> epoch
+    _sampled_in: int = 0  # epoch in which the last sampled microbatch was planned
+    _newcomer: str = ""  # sequence that arrived with the last event
+    _unanswered: set[str] = field(default_factory=set)  # arrived, no token yet
+    _sampled: bool = False  # the last event was a sample
 
     def is_process_of(self, member: Member) -> bool:
-        """Whether the member is this very process."""
+        """Whether the member is this process."""
         return (self.worker_id, self.incarnation) == (member.worker_id, member.incarnation)
 
     def read(self, entries: Iterable[Recorded]) -> None:
-        """Take all entries of the log, in order."""
+        """Read all entries of the log, in order."""
         for entry in entries:
             value = entry.value
             self.last_s = max(self.last_s, getattr(value, "now_s", 0.0))
@@ -121,7 +115,7 @@ class EngineHistory:
         self.findings.check(
             "I4",
             fact.epoch > self.epoch,
-            "{} switched to epoch {}, though it was at {} already",
+            "{} switched to epoch {}, though it was already at {}",
             *(self.worker_id, fact.epoch, self.epoch),
         )
         self.epoch = fact.epoch
@@ -129,10 +123,11 @@ class EngineHistory:
 
     @property
     def _leads(self) -> bool:
-        """Whether the engine leads; without a configuration it serves alone."""
+        """Whether the engine leads its group; without a configuration it serves alone."""
         return not self.switches or self.switches[-1].stages[0].worker_id == self.worker_id
 
     def _take_work(self, value: object) -> None:
+        # Only a leader plans. Followers run stages of frames that the leader sends.
         match value:
             case Planned(microbatch=microbatch) if microbatch is not None:
                 self._planned_in[microbatch.number] = self.epoch
@@ -156,9 +151,9 @@ class EngineHistory:
                 self.adopted[request_of(name)] += 1
                 self._enter(name)
             case PeersLost(workers=workers):
-                self.has_lost = self.has_lost or bool(workers)
+                self.lost_peers = self.lost_peers or bool(workers)
             case NoteMoved():
-                self.open.discard(value.request_id)
+                self.open_sequences.discard(value.request_id)
 
     # --- memory
 
@@ -172,6 +167,7 @@ class EngineHistory:
             "{} runs layers {} to {} in epoch {}, but does not hold {}",
             *(self.worker_id, fact.first_layer, fact.end_layer - 1, fact.epoch, missing),
         )
+        # `kv_bytes` includes KV of incoming and departing layers, so changes are checked as well.
         used_bytes = fact.parameter_bytes + fact.kv_bytes + fact.staging_bytes
         self.findings.check(
             "I7",
@@ -197,7 +193,9 @@ class EngineHistory:
                 self._enter(request.request_id)
                 self._unanswered.add(request.request_id)
             case RequestAborted(request_id=request_id):
-                self.open = {name for name in self.open if request_of(name) != request_id}
+                self.open_sequences = {
+                    name for name in self.open_sequences if request_of(name) != request_id
+                }
             case IterationFinished(number=number):
                 self._take_samples(number or 0)
 
@@ -207,17 +205,17 @@ class EngineHistory:
         self._sampled_in = self._planned_in.pop(number, self.epoch)
 
     def _enter(self, request_id: str) -> None:
-        self._newcomer = "" if request_id in self.open else request_id
-        self.open.add(request_id)
+        self._newcomer = "" if request_id in self.open_sequences else request_id
+        self.open_sequences.add(request_id)
 
     def _take_command(self, command: EmitToken | RefuseRequest) -> None:
         name = command.request_id
         request_id = request_of(name)
         if isinstance(command, RefuseRequest):
-            # A second request of the same name is refused, and the first one goes on; a token that
-            # cannot be chosen ends its request, and so does its return to the scheduler.
+            # The refusal of a duplicate id leaves the first request open. A refusal after a sample
+            # (no valid token) or a return to the scheduler ends the request.
             if name == self._newcomer or self._sampled or command.returned:
-                self.open.discard(name)
+                self.open_sequences.discard(name)
                 self._unanswered.discard(name)
             return
         self.findings.check(
@@ -227,19 +225,23 @@ class EngineHistory:
             *(self.worker_id, command.index, request_id, self.epoch, self._sampled_in),
         )
         if command.index == 0 or name in self._unanswered:
-            # It answers the request now, whatever did before: one that goes on here after the loss
-            # of its worker takes the place of what that had handed over.
+            # This sequence answers the request from now on. A request that restarts here after the
+            # loss of its worker replaces the sequence that the worker had handed over before.
             self._unanswered.discard(name)
-            self.open = {one for one in self.open if one == name or request_of(one) != request_id}
+            self.open_sequences = {
+                other
+                for other in self.open_sequences
+                if other == name or request_of(other) != request_id
+            }
         key = (request_id, command.index)
         self.findings.check(
             "I5",
-            key not in self.tokens or begun(request_id, (self,)) > 1,
+            key not in self.tokens or times_started(request_id, (self,)) > 1,
             "{} emitted token {} of {} twice",
             *(self.worker_id, command.index, request_id),
         )
-        told = Emitted(command.token_id, self.epoch, self.worker_id)
-        self.tokens.setdefault(key, []).append(told)
+        emitted = Emitted(command.token_id, self.epoch, self.worker_id)
+        self.tokens.setdefault(key, []).append(emitted)
         if command.finish_reason is not None:
             self.finished[request_id] += 1
-            self.open.discard(name)
+            self.open_sequences.discard(name)

@@ -1,6 +1,6 @@
-"""Facts that processes note in their event logs beside decisions, for checks of invariants.
+"""Facts: entries of event logs for the audit, beside the events and commands of the state machines.
 
-`now_s` is the machine's monotonic clock, in seconds.
+`now_s` is the machine's monotonic clock in seconds.
 """
 
 from dataclasses import dataclass
@@ -12,9 +12,9 @@ from services.core.overload.events import Decision
 
 @dataclass(frozen=True, slots=True)
 class EngineStarted:
-    """An engine has loaded a model; `model_digest` covers all its parameters.
+    """An engine has loaded a model; `model_digest` covers all parameters.
 
-    `exact`: it computes so that a token depends on what was before it alone, however that came.
+    `exact`: a token depends only on the tokens before it, however those were computed.
     """
 
     now_s: float
@@ -28,7 +28,7 @@ class EngineStarted:
 
 @dataclass(frozen=True, slots=True)
 class EngineSwitched:
-    """An engine runs its stage of this configuration from now on; the first stage leads."""
+    """An engine switched to its stage of this configuration; the first stage leads."""
 
     now_s: float
     group_id: str
@@ -38,32 +38,26 @@ class EngineSwitched:
 
 @dataclass(frozen=True, slots=True)
 class MemoryHeld:
-    """What an engine's memory is used for, noted when that has changed.
-
-    The stage is `first_layer` to `end_layer` (exclusive); `resident` are all layers whose
-    parameters could run. `kv_bytes` is mapped, `blocks_taken` of `blocks` belong to `owners`
-    requests. `sequences` are those that the engine leads. `settled`: the last change of groups is
-    wholly over here.
-    """
+    """The usage of an engine's memory, logged after each change."""
 
     now_s: float
     epoch: int
-    first_layer: int
-    end_layer: int
-    resident: tuple[int, ...]
+    first_layer: int  # of the stage
+    end_layer: int  # exclusive
+    resident: tuple[int, ...]  # layers with all parameters in memory
     parameter_bytes: int
-    kv_bytes: int
+    kv_bytes: int  # mapped
     staging_bytes: int
-    blocks: int
-    blocks_taken: int
-    owners: int
-    sequences: int
-    settled: bool
+    blocks: int  # KV blocks in total
+    blocks_taken: int  # in use
+    owners: int  # requests that own them
+    sequences: int  # that the engine leads
+    settled: bool  # the last change of groups has settled on this engine
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryDecided:
-    """The monitor's verdict, with its numbers."""
+    """A decision of the monitor, with its reason."""
 
     now_s: float
     decision: Decision
@@ -71,7 +65,7 @@ class MemoryDecided:
 
 @dataclass(frozen=True, slots=True)
 class ChangePlanned:
-    """How a verdict is carried out: these groups change to `targets`."""
+    """A planned change that carries out a decision: `group_ids` become `targets`."""
 
     now_s: float
     group_ids: tuple[str, ...]
@@ -81,7 +75,7 @@ class ChangePlanned:
 
 @dataclass(frozen=True, slots=True)
 class StreamOpened:
-    """A gateway begins to serve a request of at most `tokens_max` output tokens."""
+    """A gateway admitted a request with at most `tokens_max` output tokens."""
 
     now_s: float
     request_id: str
@@ -90,7 +84,7 @@ class StreamOpened:
 
 @dataclass(frozen=True, slots=True)
 class TokensForwarded:
-    """Tokens go to a request's client; `first_index` is the output index of the first."""
+    """A gateway forwarded tokens to the client; `first_index` is the first output index."""
 
     request_id: str
     first_index: int
@@ -99,9 +93,9 @@ class TokensForwarded:
 
 @dataclass(frozen=True, slots=True)
 class SegmentRead:
-    """A gateway had a request's tokens from `first_index` on, if any came, from this worker.
+    """A gateway read a request's tokens from `first_index` on, if any, from this worker.
 
-    `moved`: the worker before it had handed the request over, with its tokens.
+    `moved`: the previous worker handed the request over, including its tokens.
     """
 
     request_id: str
@@ -112,7 +106,7 @@ class SegmentRead:
 
 @dataclass(frozen=True, slots=True)
 class StreamEnded:
-    """A request is over for its client: "stop", "length", the name of an error, or "abandoned"."""
+    """A stream ended: "stop", "length", the name of an error, or "abandoned" (by its client)."""
 
     now_s: float
     request_id: str

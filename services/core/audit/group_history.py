@@ -1,6 +1,6 @@
-"""History of all groups, from the logs of the memory managers: configurations and consent.
+"""History of all groups from the logs of the memory managers: configurations and consent.
 
-The store's revisions order the commits of several processes.
+The store's revisions order the commits of different processes.
 """
 
 from collections.abc import Iterable, Iterator
@@ -20,13 +20,13 @@ from services.core.groups.vocabulary import (
 )
 from services.core.overload.events import Action, Cause, Decision
 
-Place = tuple[str, int]
+GroupEpoch = tuple[str, int]
 """A group at an epoch."""
 
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """A transaction that the store has taken."""
+    """A committed transaction."""
 
     now_s: float
     revision: int
@@ -35,27 +35,24 @@ class Committed:
 
 @dataclass(slots=True)
 class GroupHistory:
-    """All memory managers of a cluster. `configurations`: the members of each group by epoch.
-
-    `committed_s` says when a configuration was known to be committed; one that was found in the
-    store is not in it.
-    """
+    """The groups of a cluster, from the logs of all its memory managers."""
 
     findings: Findings
     commits: list[Committed] = field(default_factory=list)
-    configurations: dict[Place, tuple[Member, ...]] = field(default_factory=dict)
-    committed_s: dict[Place, float] = field(default_factory=dict)
-    attempts: dict[Place, str] = field(default_factory=dict)
+    configurations: dict[GroupEpoch, tuple[Member, ...]] = field(default_factory=dict)
+    # When the commit was known; a configuration that was read from the store is missing.
+    committed_s: dict[GroupEpoch, float] = field(default_factory=dict)
+    attempts: dict[GroupEpoch, str] = field(default_factory=dict)  # that prepared it
     planned: list[ChangePlanned] = field(default_factory=list)
-    live: dict[str, Group] = field(default_factory=dict)
-    unstable_since_s: dict[str, float] = field(default_factory=dict)
-    last_s: float = 0.0
-    _asked: dict[str, PrepareMembers] = field(default_factory=dict)
+    live: dict[str, Group] = field(default_factory=dict)  # the last record of each group
+    unstable_since_s: dict[str, float] = field(default_factory=dict)  # marked or DEGRADED groups
+    last_s: float = 0.0  # time of the last entry
+    _prepares: dict[str, PrepareMembers] = field(default_factory=dict)  # by attempt
     _ready: set[tuple[str, str, str]] = field(default_factory=set)  # attempt, worker, incarnation
     _listed: dict[tuple[str, int], Group] = field(default_factory=dict)  # by id and revision
 
     def read(self, entries: Iterable[Recorded]) -> None:
-        """Take all entries of one memory manager's log, in order; `finish` after the last."""
+        """Read all entries of a memory manager's log, in order; `finish` follows the last log."""
         pending: dict[int, Transact] = {}
         for entry in entries:
             value = entry.value
@@ -71,7 +68,7 @@ class GroupHistory:
                     if value.revision is not None:
                         self.commits.append(Committed(value.now_s, value.revision, done))
                 case PrepareMembers():
-                    self._asked[value.attempt] = value
+                    self._prepares[value.attempt] = value
                 case MemoryDecided():
                     self._check_demand(value.decision)
                 case ChangePlanned():
@@ -80,15 +77,15 @@ class GroupHistory:
                     self._ready.add((value.attempt, value.worker_id, value.incarnation))
 
     def finish(self) -> None:
-        """Apply what was committed, in the order of the store."""
+        """Apply all commits in the order of the store's revisions."""
         token = 0
-        self.commits.sort(key=lambda one: one.revision)
+        self.commits.sort(key=lambda commit: commit.revision)
         self._begin()
         for commit in self.commits:
             self.findings.check(
                 "I4",
                 commit.transaction.token >= token,
-                "a transaction of leadership {} was committed at revision {}, after one of {}",
+                "a transaction of leadership {} was committed at revision {}, after leadership {}",
                 *(commit.transaction.token, commit.revision, token),
             )
             token = max(token, commit.transaction.token)
@@ -103,8 +100,10 @@ class GroupHistory:
             self._listed[stored.group.group_id, stored.mod_revision] = stored.group
 
     def _begin(self) -> None:
-        """The groups that were there before the first commit."""
-        for (group_id, revision), group in sorted(self._listed.items(), key=lambda one: one[0][1]):
+        """The groups that existed before the first commit."""
+        for (group_id, revision), group in sorted(
+            self._listed.items(), key=lambda entry: entry[0][1]
+        ):
             if not self.commits or revision < self.commits[0].revision:
                 self.live[group_id] = group
 
@@ -149,21 +148,21 @@ class GroupHistory:
         )
 
     def _check_consent(self, transaction: Transact) -> None:
-        """A commit of an attempt: every member of a target has said that it is ready."""
-        for asked, targets in self._attempts_in(transaction):
+        """I4: every member of a target was ready before the commit of the attempt."""
+        for prepare, targets in self._attempts_in(transaction):
             for group in targets:
-                self.attempts[group.group_id, group.epoch] = asked.attempt
+                self.attempts[group.group_id, group.epoch] = prepare.attempt
                 for member in group.members:
-                    consent = (asked.attempt, member.worker_id, member.incarnation)
+                    consent = (prepare.attempt, member.worker_id, member.incarnation)
                     self.findings.check(
                         "I4",
                         consent in self._ready,
-                        "attempt {} was to be committed without the consent of {}",
-                        *(asked.attempt, member.worker_id),
+                        "the commit of attempt {} was sent without the consent of {}",
+                        *(prepare.attempt, member.worker_id),
                     )
 
     def _check_demand(self, decision: Decision) -> None:
-        """Parameters are dropped for demand that does not fit, in which batch work has no part."""
+        """I11: a merge needs waiting online requests and demand that exceeds the capacity."""
         if decision.action is Action.MERGE and decision.why.cause is Cause.OVERLOAD:
             numbers = decision.why.numbers
             self.findings.check(
@@ -176,16 +175,16 @@ class GroupHistory:
     def _attempts_in(
         self, transaction: Transact
     ) -> Iterator[tuple[PrepareMembers, tuple[Group, ...]]]:
-        """Attempts that it commits: it writes their targets over the records that they marked."""
+        """The attempts that a transaction commits: it replaces marked records by their targets."""
         written = {_configuration(group) for group in transaction.groups}
         compared = transaction.group_revisions
-        for asked in self._asked.values():
-            places = {_configuration(group) for group in asked.targets}
-            marked = {one.group.group_id: one.mod_revision for one in asked.sources}
+        for prepare in self._prepares.values():
+            places = {_configuration(group) for group in prepare.targets}
+            marked = {source.group.group_id: source.mod_revision for source in prepare.sources}
             if places <= written and marked.items() <= compared.items():
-                yield asked, asked.targets
+                yield prepare, prepare.targets
 
 
 def _configuration(group: Group) -> tuple[str, int, GroupPhase, tuple[Member, ...]]:
-    """What tells it apart: members that divide may get the epoch that an attempt has not got."""
+    """Identity of a configuration. The epoch is not enough: survivors may get an aborted epoch."""
     return group.group_id, group.epoch, group.phase, group.members

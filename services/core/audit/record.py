@@ -1,23 +1,23 @@
-"""Entries of the event logs, and their kinds."""
+"""Entries of event logs, their kinds, and the findings of an audit."""
 
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 VIOLATIONS_MAX = 100
-"""One defect may break an invariant with every token; the first sentences tell it."""
+"""Violations that are kept: a defect can break an invariant with every token."""
 
 
 @dataclass(slots=True)
 class Findings:
-    """`checks` counts by invariant; a violation is a sentence that begins with its invariant."""
+    """The outcome of an audit; a violation is a sentence that starts with its invariant."""
 
-    checks: Counter[str] = field(default_factory=Counter)
-    violations: list[str] = field(default_factory=list)
-    broken: int = 0
+    checks: Counter[str] = field(default_factory=Counter)  # by invariant
+    violations: list[str] = field(default_factory=list)  # the first `VIOLATIONS_MAX`
+    broken: int = 0  # all violations
 
     def check(self, invariant: str, holds: bool, sentence: str, *parts: object) -> None:
-        """Count a check; `sentence` is a format of `parts` and says what is wrong otherwise."""
+        """Count a check; if it fails, record `sentence`, formatted with `parts`."""
         self.checks[invariant] += 1
         if holds:
             return
@@ -29,9 +29,9 @@ class Findings:
 EVENT = "event"
 COMMAND = "command"
 BATCH = "batch"
-"""`Planned`: a call of `plan`, with its answer."""
+"""`Planned`: a call of `plan`, with its outcome."""
 FACT = "fact"
-"""A fact, on which no decision rests: `core.audit.facts`."""
+"""A fact for the audit, without effect on decisions: `core.audit.facts`."""
 
 
 class Recorded(Protocol):
@@ -39,7 +39,7 @@ class Recorded(Protocol):
 
     @property
     def kind(self) -> str:
-        """One of the kinds above."""
+        """A kind above."""
         ...
 
     @property

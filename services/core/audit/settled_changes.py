@@ -1,31 +1,29 @@
-"""How long the changes of groups took that memory managers have planned, from the logs. Pure."""
+"""Durations of the changes of groups that memory managers planned, from the logs. Pure."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from services.core.audit.audit import Audit
 from services.core.audit.facts import ChangePlanned
-from services.core.audit.group_history import Place
+from services.core.audit.group_history import GroupEpoch
 
 
 @dataclass(frozen=True, slots=True)
 class SettledChange:
-    """A change that was committed: a merge, or a split, of so many workers.
+    """A committed change."""
 
-    Seconds from the plan on: until the commit, and until the last member had settled; None if one
-    of them has not. A member that has settled in a later configuration has in this one, too.
-    """
-
-    merge: bool
+    merge: bool  # otherwise a split
     workers: int
-    committed_s: float
+    committed_s: float  # from the plan to the commit
+    # From the plan until the last member settled, here or in a later configuration; None if a
+    # member has not settled.
     settled_s: float | None
 
 
 def settled_changes(audit: Audit) -> list[SettledChange]:
-    """The changes in the order of their plans; those that were given up are left out."""
+    """The committed changes in the order of their plans."""
     changes = []
-    for planned in sorted(audit.groups.planned, key=lambda one: one.now_s):
+    for planned in sorted(audit.groups.planned, key=lambda change: change.now_s):
         places = list(_places(audit, planned))
         if len(places) < len(planned.targets):
             continue
@@ -42,8 +40,8 @@ def settled_changes(audit: Audit) -> list[SettledChange]:
     return changes
 
 
-def _places(audit: Audit, planned: ChangePlanned) -> Iterator[Place]:
-    """Where each target was committed first after the plan."""
+def _places(audit: Audit, planned: ChangePlanned) -> Iterator[GroupEpoch]:
+    """The group and epoch at which each target was first committed after the plan."""
     later = sorted(
         (time_s, place)
         for place, time_s in audit.groups.committed_s.items()
@@ -52,18 +50,18 @@ def _places(audit: Audit, planned: ChangePlanned) -> Iterator[Place]:
     for target in planned.targets:
         names = [stage.worker_id for stage in target]
         for _, place in later:
-            if [one.worker_id for one in audit.groups.configurations[place]] == names:
+            if [m.worker_id for m in audit.groups.configurations[place]] == names:
                 yield place
                 break
 
 
-def _settled_s(audit: Audit, place: Place) -> float | None:
-    """When the last member had settled there, or in a later configuration; None if one has not."""
+def _settled_s(audit: Audit, place: GroupEpoch) -> float | None:
+    """When the last member settled, here or in a later configuration; None if not all have."""
     times_s = []
     for member in audit.groups.configurations[place]:
-        engine = next((one for one in audit.engines if one.is_process_of(member)), None)
+        engine = next((e for e in audit.engines if e.is_process_of(member)), None)
         facts = () if engine is None else engine.memory
-        settled = (one.now_s for one in facts if one.settled and one.epoch >= place[1])
+        settled = (fact.now_s for fact in facts if fact.settled and fact.epoch >= place[1])
         times_s.append(next(settled, None))
     known_s = [time_s for time_s in times_s if time_s is not None]
     return max(known_s) if len(known_s) == len(times_s) else None

@@ -1,4 +1,4 @@
-"""History of one gateway process, from its log: requests, and the tokens that clients got."""
+"""History of a gateway process from its log: requests, and the tokens sent to clients."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -7,7 +7,7 @@ from services.core.audit.facts import SegmentRead, StreamEnded, StreamOpened, To
 from services.core.audit.record import Findings, Recorded
 
 KILLED = "killed"
-"""The outcome of a request whose gateway was killed before it could note the end."""
+"""Outcome of a request whose gateway was killed before it could log the end."""
 
 
 @dataclass(slots=True)
@@ -20,21 +20,21 @@ class AuditedStream:
     outcome: str = ""
 
     @property
-    def told(self) -> bool:
-        """Whether its gateway could say of which workers its tokens are: it does so at the end."""
+    def workers_known(self) -> bool:
+        """Whether the gateway logged the workers of the tokens, which it does at the end."""
         return self.outcome != KILLED or bool(self.segments)
 
     def sources(self) -> Iterator[tuple[int, int, frozenset[str] | None]]:
-        """Each segment's first index, its end, and the workers whose tokens it may hold.
+        """Each segment's first index, end index, and the workers that may have emitted its tokens.
 
-        A worker that was handed a request also tells tokens that the one before had emitted. None:
-        it is not `told`, and any worker's will do.
+        The workers are None if they are not known; then any worker's tokens are accepted.
         """
-        if not self.told:
+        if not self.workers_known:
             yield 0, len(self.token_ids), None
         workers: frozenset[str] = frozenset()
         ends = [*(segment.first_index for segment in self.segments[1:]), len(self.token_ids)]
         for segment, end in zip(self.segments, ends, strict=False):
+            # After a hand-over, the new worker also sends tokens that the previous one emitted.
             own = frozenset({segment.worker_id})
             workers = workers | own if segment.moved else own
             yield segment.first_index, min(end, len(self.token_ids)), workers
@@ -42,13 +42,13 @@ class AuditedStream:
 
 @dataclass(slots=True)
 class StreamHistory:
-    """All streams of one gateway by request id."""
+    """The streams of a gateway, by request id."""
 
     findings: Findings
     streams: dict[str, AuditedStream] = field(default_factory=dict)
 
     def read(self, entries: Iterable[Recorded], killed: bool = False) -> None:
-        """Take all entries of the log, in order; a gateway that was `killed` ends no request."""
+        """Read all entries of the log, in order; a `killed` gateway need not end its requests."""
         for entry in entries:
             match entry.value:
                 case StreamOpened() as opened:
@@ -79,13 +79,13 @@ class StreamHistory:
         stream = self.streams.get(fact.request_id)
         if stream is None or stream.outcome:
             self.findings.check(
-                "I8", False, "{} got token {} while it was over", fact.request_id, fact.first_index
+                "I8", False, "{} received token {} after its end", fact.request_id, fact.first_index
             )
             return
         self.findings.check(
             "I8",
             fact.first_index == len(stream.token_ids),
-            "{} got token {}, but {} was next",
+            "{} received token {}, but {} was next",
             *(fact.request_id, fact.first_index, len(stream.token_ids)),
         )
         stream.token_ids += fact.token_ids
@@ -95,13 +95,13 @@ class StreamHistory:
         if stream is None:
             return
         before = stream.segments[-1].first_index if stream.segments else 0
-        # A request that moved may have had more tokens than its client has taken.
+        # The worker of a moved request may have emitted more tokens than the client received.
         sent = fact.moved or fact.first_index <= len(stream.token_ids)
         within = before <= fact.first_index and sent
         self.findings.check(
             "I5",
             within and (bool(stream.segments) or fact.first_index == 0),
-            "{} went on at {} with token {}, after a segment from {} on and {} tokens in all",
+            "{} continued at {} with token {}, after a segment from {} on and {} tokens in all",
             *(fact.request_id, fact.worker_id, fact.first_index, before, len(stream.token_ids)),
         )
         stream.segments.append(fact)

@@ -1,4 +1,4 @@
-"""One attempt to change groups: mark the sources, prepare the members, commit."""
+"""A two-phase change of groups: mark the source records, prepare the members, commit."""
 
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -16,14 +16,14 @@ from services.core.groups.vocabulary import (
 
 
 class AttemptPhase(StrEnum):
-    """What the attempt waits for."""
+    """Step of the two-phase change that is in progress."""
 
     MARKING = "marking"
-    """The sources' records get the attempt's id, so that nobody else changes them."""
+    """The attempt's id is written into the source records, which locks out other changes."""
     PREPARING = "preparing"
-    """The members get ready."""
+    """Members prepare; serving continues."""
     COMMITTING = "committing"
-    """All members are ready, and the commit is written."""
+    """All members are ready, and the commit transaction is in flight."""
     COMMITTED = "committed"
     ABORTED = "aborted"
 
@@ -36,85 +36,86 @@ TRANSITIONS = {
     (AttemptPhase.PREPARING, AttemptPhase.ABORTED),
     (AttemptPhase.COMMITTING, AttemptPhase.ABORTED),
 }
-"""No other step can happen. A coordinator that loses its leadership aborts its attempts: if
-a commit is applied all the same, the next coordinator finds it in the records."""
+"""All allowed transitions. A coordinator that loses leadership aborts its attempts, even a
+COMMITTING attempt: if its commit is applied after all, the next leader reads it from the store."""
 
 
 @dataclass(slots=True)
 class Attempt:
-    """What must stay as it is until the commit, and the members that are ready for it."""
+    """A two-phase change: the records its commit depends on, and the members that are ready."""
 
     attempt_id: str
-    token: int
-    request_id: str
-    sources: tuple[Group, ...]
-    targets: tuple[Group, ...]
-    workers: dict[str, Worker]
-    target_revisions: dict[str, int]
-    assignment_revisions: dict[str, int]
+    token: int  # fencing token of the leadership that started it
+    request_id: str  # of the `Reconfigure`; equals `attempt_id` without a request
+    sources: tuple[Group, ...]  # groups before the change, with the mark
+    targets: tuple[Group, ...]  # groups that the commit writes, tombstones included
+    workers: dict[str, Worker]  # members as registered at the start, by id
+    target_revisions: dict[str, int]  # compared by the commit, by group
+    assignment_revisions: dict[str, int]  # compared by the commit, by worker
     phase: AttemptPhase = AttemptPhase.MARKING
-    marked_revision: int = 0
-    deadline_s: float = 0.0
-    ready: set[str] = field(default_factory=set)
+    marked_revision: int = 0  # of the source records with the mark
+    deadline_s: float = 0.0  # of the preparation
+    ready: set[str] = field(default_factory=set)  # workers that finished it
 
     @property
     def source_ids(self) -> tuple[str, ...]:
-        """The groups that change."""
+        """Ids of the groups that the attempt changes."""
         return tuple(group.group_id for group in self.sources)
 
     @property
     def epoch(self) -> int:
-        """The epoch that a commit gives."""
+        """The epoch that the commit writes."""
         return self.targets[0].epoch
 
     @property
     def restores(self) -> bool:
-        """Whether it gives survivors of a lost member their layers back."""
+        """Whether it restores the layers of survivors of a lost member."""
         return all(group.phase is GroupPhase.DEGRADED for group in self.sources)
 
     def move(self, phase: AttemptPhase) -> None:
-        """Go to `phase`."""
+        """Enter `phase`."""
         assert (self.phase, phase) in TRANSITIONS, f"an attempt went from {self.phase} to {phase}"
         self.phase = phase
 
     def mark(self, transaction_id: int, revisions: dict[str, int]) -> Transact:
-        """Write the attempt's id into the sources' records, which are at `revisions`."""
+        """The transaction that marks the source records, which are at `revisions`."""
         return Transact(transaction_id, self.token, self.sources, group_revisions=revisions)
 
     def prepare(self, timeout_s: float) -> PrepareMembers:
-        """Ask the members, once the sources are marked."""
+        """The command that asks the members to prepare, once the sources are marked."""
         sources = tuple(Source(group, self.marked_revision) for group in self.sources)
         targets = tuple(group for group in self.targets if group.members)
         return PrepareMembers(self.attempt_id, self.token, sources, targets, timeout_s)
 
     def awaits(self, answer: MemberAnswered) -> bool:
-        """Whether the answer comes from the very process that was asked."""
+        """Whether the answer comes from the process that received the Prepare."""
         worker = self.workers.get(answer.worker_id)
         return worker is not None and worker.incarnation == answer.incarnation
 
     def commit(self, transaction_id: int) -> Transact:
-        """Write all targets and assignments, if nothing has changed since the attempt began."""
+        """The commit transaction: all targets and assignments, if no record has changed."""
         assert self.ready == self.workers.keys(), "committed without all members' consent"
+        # A source record may appear among the targets too; its marked revision takes precedence.
         marked = {group_id: self.marked_revision for group_id in self.source_ids}
         return Transact(
             transaction_id,
             self.token,
             self.targets,
-            tuple(assignment_of(group, one) for group in self.targets for one in group.members),
+            tuple(assignment_of(group, m) for group in self.targets for m in group.members),
             group_revisions=self.target_revisions | marked,
             assignment_revisions=self.assignment_revisions,
-            worker_revisions={one.worker_id: one.mod_revision for one in self.workers.values()},
+            worker_revisions={w.worker_id: w.mod_revision for w in self.workers.values()},
         )
 
     def change_in(self, records: Records) -> str | None:
-        """Why the attempt cannot be committed any more: what has changed; None if nothing has."""
+        """The change of a record that rules out the commit, as a sentence; None without any."""
         for worker in self.workers.values():
             if records.workers.get(worker.worker_id) != worker:
-                return f"{worker.worker_id} has left or was started anew"
+                return f"{worker.worker_id} has left or restarted"
         if self.phase is AttemptPhase.PREPARING:
             for group_id in self.source_ids:
                 if records.group_revision(group_id) != self.marked_revision:
-                    return f"the record of {group_id} was changed by somebody else"
+                    return f"the record of {group_id} was changed by another writer"
         return None
 
     def check_invariants(self) -> None:

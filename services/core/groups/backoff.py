@@ -1,4 +1,4 @@
-"""Exponential back-off for workers after attempts that were aborted."""
+"""Exponential back-off after failed changes of groups."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -6,29 +6,29 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class Backoff:
-    """The back-off of a worker doubles with every abort in a row; one entry per worker."""
+    """Back-off by worker id (or by model); doubles with each consecutive failure."""
 
-    _failures: dict[str, int] = field(default_factory=dict)
-    _until_s: dict[str, float] = field(default_factory=dict)
+    _failures: dict[str, int] = field(default_factory=dict)  # consecutive failures
+    _until_s: dict[str, float] = field(default_factory=dict)  # end of the back-off
 
     def failed(
         self, worker_ids: Iterable[str], now_s: float, first_s: float, longest_s: float
     ) -> None:
-        """An attempt with these workers was aborted."""
+        """Start the back-off of these workers, or double it."""
         for worker_id in worker_ids:
             failures = self._failures.get(worker_id, 0) + 1
             self._failures[worker_id] = failures
-            # The exponent is bounded, as a float is.
+            # Bound the exponent: 2 ** failures overflows a float.
             wait_s = min(longest_s, first_s * 2 ** min(failures - 1, 30))
             self._until_s[worker_id] = now_s + wait_s
 
     def succeeded(self, worker_ids: Iterable[str]) -> None:
-        """An attempt with these workers was committed."""
+        """End the back-off of these workers."""
         for worker_id in worker_ids:
             self._failures.pop(worker_id, None)
             self._until_s.pop(worker_id, None)
 
     def wait_s(self, worker_ids: Iterable[str], now_s: float) -> float:
-        """Seconds until none of these workers is in back-off; 0 if none is now."""
+        """Remaining seconds until all these workers have left back-off; 0 if none is in it."""
         waits_s = [self._until_s.get(worker_id, 0.0) - now_s for worker_id in worker_ids]
         return max(0.0, *waits_s) if waits_s else 0.0

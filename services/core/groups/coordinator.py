@@ -1,25 +1,29 @@
-"""The coordinator's machine: every change of groups, from the request until its members settle.
+"""The coordinator's state machine: tracks each change of groups until its members have settled.
 
-Theory of operation. `GroupState` makes one attempt at a change: it marks the records, has the
-members prepare, and commits or aborts. This machine has a `GroupState` inside and follows each
-change beyond its attempt. Feed it every event, carry out every command in order, and feed what
-comes of it as the next event: that is all that a driver does. The memory manager's driver writes
-to etcd and calls members; the simulator's writes to a table and waits.
+Theory of operation. The inner `GroupState` makes the attempt at a change: it marks the records, has
+the members prepare, and commits or aborts. `CoordinatorState` adds the queue before the attempt and
+the change-over after it. A driver passes it every event, executes every command in order, and
+returns the outcomes as events. The memory manager's driver writes to etcd and calls members; the
+simulator's driver writes to a table and schedules delays.
 
-A change is QUEUED while `running_max` changes run; one asked for by hand is urgent and begins at
-once. If another write is in its way, it is BLOCKED and asked for again every `look_s`, up to
-`blocked_max_s`. While an attempt runs it is PREPARING. An attempt that is aborted ends the change:
-it has FAILED, and its asker decides anew. So does a change that is called off before its commit. A
-committed change cannot fail any more, but its members may be late: it is COMMITTED until all of
-them report its epoch or a later one, at most `change_over_timeout_s`. Then it is STABLE: it makes
-room for the next one in the queue, and is followed until all members have settled. A change whose
-KV moves too long is LEFT to its members.
+Phases of a change:
+QUEUED     waits, since `running_max` changes run; urgent (manual) changes skip the queue.
+BLOCKED    another write to its records is in flight; retried every `look_s`, for
+           `blocked_max_s` at most.
+PREPARING  the attempt runs. If it aborts or is called off, the change has FAILED, and the requester
+           decides whether to retry.
+COMMITTED  the new groups are in force; waits until all members report the epoch or a later epoch.
+           After `change_over_timeout_s` the change counts as FAILED, although the commit stands.
+STABLE     all members serve the new groups. The change frees its place in the queue and is tracked
+           until its members have settled.
+SETTLED    all members have settled, KV exchange included.
+LEFT       tracking ended after `change_over_timeout_s`; the members still exchange KV.
 
-Survivors of a lost member get their layers back by attempts that nobody asked for. They are
-followed from the moment when their members are asked, under the id of the attempt.
+Attempts that the protocol starts itself (survivors of a lost member restore their layers) are
+tracked under the attempt's id, from the Prepare on.
 
-The machine has no clock: `LookAtMembers` says when the driver must tell what the members serve, and
-`TimePassed` lets deadlines pass.
+The machine has no clock: `LookAtMembers` schedules the driver's next report of the members' epochs,
+and `TimePassed` lets deadlines expire.
 """
 
 from collections.abc import Sequence
@@ -45,7 +49,7 @@ from services.core.groups.vocabulary import Event as GroupEvent
 
 
 class ChangePhase(StrEnum):
-    """How far a change of groups is."""
+    """Phase of a change of groups."""
 
     QUEUED = "queued"
     BLOCKED = "blocked"
@@ -70,7 +74,7 @@ TRANSITIONS = {
     (ChangePhase.STABLE, ChangePhase.SETTLED),
     (ChangePhase.STABLE, ChangePhase.LEFT),
 }
-"""No other step can happen."""
+"""All allowed transitions."""
 
 RUNNING = frozenset({ChangePhase.BLOCKED, ChangePhase.PREPARING, ChangePhase.COMMITTED})
 """Phases that count towards `running_max`."""
@@ -80,25 +84,23 @@ ENDED = frozenset({ChangePhase.SETTLED, ChangePhase.LEFT, ChangePhase.FAILED})
 
 @dataclass(frozen=True, slots=True)
 class CoordinatorConfig:
-    """Bounds of a change of groups; times in seconds.
-
-    `attempt_margin_s` beside the members' time to prepare is for the two transactions of an
-    attempt, whose answers may have to be looked up.
-    """
+    """Limits of changes of groups; times in seconds."""
 
     protocol: ProtocolConfig = field(default_factory=ProtocolConfig)
-    running_max: int = 32
-    look_s: float = 0.2
-    blocked_max_s: float = 5.0
+    running_max: int = 32  # concurrent changes, urgent changes aside
+    look_s: float = 0.2  # interval of polling members, and of retrying a blocked change
+    blocked_max_s: float = 5.0  # how long a blocked change is retried
+    # Time of an attempt beyond the preparation: its two transactions, whose outcome may have to be
+    # read back.
     attempt_margin_s: float = 30.0
-    change_over_timeout_s: float = 30.0
+    change_over_timeout_s: float = 30.0  # from commit to STABLE, and from there to SETTLED
 
 
 @dataclass(frozen=True, slots=True)
 class ChangeAsked:
-    """Somebody asks to change the groups of the workers in `targets` to `targets`.
+    """Request to regroup the workers of `targets` into the groups `targets`.
 
-    An `urgent` change is not queued. `traceparent` goes into the records of the new groups.
+    An `urgent` change skips the queue. `traceparent` is written into the new groups' records.
     """
 
     now_s: float
@@ -110,7 +112,7 @@ class ChangeAsked:
 
 @dataclass(frozen=True, slots=True)
 class ChangeCalledOff:
-    """Nobody wants the change to `targets` any more; a commit under way is not stopped."""
+    """Cancels the change to `targets`; an in-flight commit is not stopped."""
 
     now_s: float
     targets: Targets
@@ -119,7 +121,7 @@ class ChangeCalledOff:
 
 @dataclass(frozen=True, slots=True)
 class MemberSeen:
-    """The epoch that a worker reports to serve, and whether it is done with its last change."""
+    """The epoch that a worker reports, and whether its last change has settled."""
 
     worker_id: str
     epoch: int
@@ -128,7 +130,7 @@ class MemberSeen:
 
 @dataclass(frozen=True, slots=True)
 class MembersSeen:
-    """The time of a `LookAtMembers` has come; `members` that have not reported yet are missing."""
+    """Reply to `LookAtMembers`: the latest reports; workers without a report are missing."""
 
     now_s: float
     change_id: str
@@ -136,12 +138,12 @@ class MembersSeen:
 
 
 Event = GroupEvent | ChangeAsked | ChangeCalledOff | MembersSeen
-"""`ChangeAsked` takes the place of the protocol's `Reconfigure`, the next that of `CalledOff`."""
+"""Drivers send `ChangeAsked` and `ChangeCalledOff`, not `Reconfigure` and `CalledOff`."""
 
 
 @dataclass(frozen=True, slots=True)
 class LookAtMembers:
-    """Tell `MembersSeen` of these workers in `after_s`; at once if that is 0."""
+    """Send `MembersSeen` for these workers after `after_s`; immediately if that is 0."""
 
     change_id: str
     worker_ids: tuple[str, ...]
@@ -150,7 +152,7 @@ class LookAtMembers:
 
 @dataclass(frozen=True, slots=True)
 class ChangeStepped:
-    """A change has come to `phase`; `message` is a sentence for people. `epoch`: once committed."""
+    """A change entered `phase`; `message` is for people. `epoch` is set once committed."""
 
     change_id: str
     phase: ChangePhase
@@ -163,33 +165,33 @@ Command = Transact | PrepareMembers | AbortMember | LookAtMembers | ChangeSteppe
 
 @dataclass(slots=True)
 class _Change:
-    """One change; `deadline_s` is that of its phase."""
+    """A change in progress."""
 
     change_id: str
     targets: Targets
-    urgent: bool
+    urgent: bool  # skips the queue
     traceparent: str
-    blocked_until_s: float = 0.0
+    blocked_until_s: float = 0.0  # end of retries while BLOCKED
     phase: ChangePhase = ChangePhase.QUEUED
-    deadline_s: float = 0.0
-    epoch: int | None = None
+    deadline_s: float = 0.0  # of the current phase
+    epoch: int | None = None  # of the commit
 
     @property
     def worker_ids(self) -> tuple[str, ...]:
         return tuple(stage.worker_id for target in self.targets for stage in target)
 
     @property
-    def takes_turn(self) -> bool:
+    def is_counted(self) -> bool:
         """Whether it counts towards `running_max`."""
         return not self.urgent and self.phase in RUNNING
 
     def step(self, phase: ChangePhase, message: str) -> ChangeStepped:
-        """Go to `phase`."""
+        """Enter `phase`, and report it."""
         self.move(phase)
         return ChangeStepped(self.change_id, phase, message, self.epoch)
 
     def move(self, phase: ChangePhase) -> None:
-        """Go to `phase`, and tell nobody."""
+        """Enter `phase` without a report."""
         assert (self.phase, phase) in TRANSITIONS, f"a change went from {self.phase} to {phase}"
         self.phase = phase
 
@@ -199,17 +201,17 @@ class _Change:
 
 @dataclass(slots=True)
 class CoordinatorState:
-    """The group protocol, and the changes that it is asked for. It starts as a standby."""
+    """The coordinator's state machine; starts as a standby."""
 
     config: CoordinatorConfig = field(default_factory=CoordinatorConfig)
-    _groups: GroupState = field(init=False)
-    _changes: dict[str, _Change] = field(default_factory=dict)  # that have not ended, as asked
+    _groups: GroupState = field(init=False)  # the group protocol
+    _changes: dict[str, _Change] = field(default_factory=dict)  # not ended, by id, oldest first
 
     def __post_init__(self) -> None:
         self._groups = GroupState(self.config.protocol)
 
     def handle(self, event: Event) -> list[Command]:
-        """Apply one event; return what the driver must do next, in order."""
+        """Apply an event; returns the commands for the driver, in order."""
         match event:
             case ChangeAsked():
                 self._changes[event.change_id] = _Change(
@@ -222,40 +224,42 @@ class CoordinatorState:
                 commands = self._see(event)
             case _:
                 commands = self._advance(event)
+        # PREPARING depends on etcd's answers alone, so ticks enforce its deadline. Polls of the
+        # members enforce the deadlines of the phases after it.
         if isinstance(event, TimePassed):
             commands += self._fail_overdue(event.now_s)
         return commands + self._begin_queued(event.now_s)
 
     @property
     def records(self) -> Records:
-        """The newest listing, and our own commits since. To be read only."""
+        """The view of the store; read only."""
         return self._groups.records
 
     @property
     def leads(self) -> bool:
-        """Whether this coordinator decides."""
+        """Whether this coordinator is the leader."""
         return self._groups.token is not None
 
     @property
     def attempts(self) -> tuple[Attempt, ...]:
-        """The attempts that run."""
+        """The attempts in progress."""
         return self._groups.attempts
 
     def change_of(self, attempt_id: str) -> str | None:
-        """The change that a running attempt is for; None if the attempt has ended."""
-        found = (one.request_id for one in self.attempts if one.attempt_id == attempt_id)
-        return next(found, None)
+        """The change id of an attempt in progress; None if the attempt has ended."""
+        matches = (a.request_id for a in self.attempts if a.attempt_id == attempt_id)
+        return next(matches, None)
 
     def check_invariants(self) -> None:
         """Raise AssertionError if the state contradicts itself."""
         self._groups.check_invariants()
         changes = self._changes.values()
-        turns = sum(change.takes_turn for change in changes)
-        assert turns <= self.config.running_max, "too many changes run"
+        running = sum(change.is_counted for change in changes)
+        assert running <= self.config.running_max, "too many changes run"
         queued = any(change.phase is ChangePhase.QUEUED for change in changes)
-        assert not queued or turns == self.config.running_max, "a change waits for nothing"
-        preparing = {one.change_id for one in changes if one.phase is ChangePhase.PREPARING}
-        assert preparing <= {one.request_id for one in self.attempts}, "an attempt is forgotten"
+        assert not queued or running == self.config.running_max, "a change is queued needlessly"
+        preparing = {c.change_id for c in changes if c.phase is ChangePhase.PREPARING}
+        assert preparing <= {a.request_id for a in self.attempts}, "a change has lost its attempt"
         committed = (ChangePhase.COMMITTED, ChangePhase.STABLE)
         for change_id, change in self._changes.items():
             assert change.change_id == change_id and change.phase not in ENDED
@@ -265,32 +269,34 @@ class CoordinatorState:
 
     def _begin_queued(self, now_s: float) -> list[Command]:
         commands: list[Command] = []
-        for change in [one for one in self._changes.values() if one.phase is ChangePhase.QUEUED]:
-            turns = sum(one.takes_turn for one in self._changes.values())
-            if change.urgent or turns < self.config.running_max:
+        for change in [c for c in self._changes.values() if c.phase is ChangePhase.QUEUED]:
+            running = sum(change.is_counted for change in self._changes.values())
+            if change.urgent or running < self.config.running_max:
                 change.blocked_until_s = now_s + self.config.blocked_max_s
                 commands += self._begin(change, now_s)
         return commands
 
     def _call_off(self, event: ChangeCalledOff) -> list[Command]:
-        """End a change that waits or prepares; its members go on as they are."""
+        """Cancel a change before its commit; its members keep their configuration."""
         commands: list[Command] = []
         for change in list(self._changes.values()):
             if change.targets != event.targets:
                 continue
             if change.phase is ChangePhase.PREPARING:
-                commands += self._advance(CalledOff(event.now_s, change.change_id, event.reason))
+                cancel = CalledOff(event.now_s, change.change_id, event.reason)
+                commands += self._advance(cancel)
             elif change.phase in (ChangePhase.QUEUED, ChangePhase.BLOCKED):
                 commands += self._end(change, ChangePhase.FAILED, event.reason)
         return commands
 
     def _begin(self, change: _Change, now_s: float) -> list[Command]:
-        """Ask for an attempt."""
+        """Start an attempt."""
         self._prepare(change, now_s)
-        asked = Reconfigure(now_s, change.change_id, change.targets, change.traceparent)
-        commands = self._advance(asked)
+        request = Reconfigure(now_s, change.change_id, change.targets, change.traceparent)
+        commands = self._advance(request)
+        # The protocol may have refused the request already, which ends or blocks the change.
         if change.phase is ChangePhase.PREPARING:
-            text = _getting_ready(change.targets)
+            text = _preparing_text(change.targets)
             commands.append(ChangeStepped(change.change_id, change.phase, text))
         return commands
 
@@ -300,7 +306,7 @@ class CoordinatorState:
         change.deadline_s = now_s + protocol.prepare_timeout_s + self.config.attempt_margin_s
 
     def _advance(self, event: GroupEvent) -> list[Command]:
-        """Feed the group protocol; follow what it says of changes."""
+        """Pass an event to the group protocol; apply its reports of attempts to their changes."""
         commands: list[Command] = []
         for command in self._groups.handle(event):
             if isinstance(command, ReconfigurationCommitted | ReconfigurationFailed):
@@ -312,11 +318,11 @@ class CoordinatorState:
         return commands
 
     def _follow_restoration(self, command: PrepareMembers, now_s: float) -> None:
-        """Nobody has asked for this attempt: survivors of a lost member get their layers back."""
+        """Track an attempt that the protocol started itself, such as a survivor's restore."""
         if self.change_of(command.attempt) != command.attempt:
             return
         targets = tuple(
-            tuple(Stage(one.worker_id, one.first_layer, one.end_layer) for one in target.members)
+            tuple(Stage(m.worker_id, m.first_layer, m.end_layer) for m in target.members)
             for target in command.targets
         )
         change = _Change(command.attempt, targets, urgent=True, traceparent="")
@@ -328,19 +334,20 @@ class CoordinatorState:
     ) -> list[Command]:
         change = self._changes.get(ended.request_id)
         if change is None:
-            return []  # it took too long, or its records were not marked yet
+            return []  # it failed at its deadline, or a restore ended before its Prepare
         if isinstance(ended, ReconfigurationCommitted):
             change.epoch = ended.epoch
             change.deadline_s = now_s + self.config.change_over_timeout_s
             text = f"epoch {ended.epoch}; {', '.join(change.worker_ids)} change over"
             return [change.step(ChangePhase.COMMITTED, text), change.look(0.0)]
+        # Another write has locked the records: retry, since such a write ends within moments.
         if ended.busy and now_s <= change.blocked_until_s:
             change.move(ChangePhase.BLOCKED)
             return [change.look(self.config.look_s)]
         return self._end(change, ChangePhase.FAILED, ended.reason)
 
     def _fail_overdue(self, now_s: float) -> list[Command]:
-        reason = "etcd does not answer; `tideserve status` tells later"
+        reason = "etcd does not answer; see `tideserve status` later for the outcome"
         return [
             command
             for change in list(self._changes.values())
@@ -368,7 +375,7 @@ class CoordinatorState:
         return []
 
     def _await_epoch(self, change: _Change, seen: MembersSeen) -> list[Command]:
-        """Wait until the members report the epoch, or a later one."""
+        """Wait until all members report the epoch or a later epoch."""
         late = _late(change, seen.members)
         if not late:
             change.deadline_s = seen.now_s + self.config.change_over_timeout_s
@@ -383,7 +390,7 @@ class CoordinatorState:
         return self._end(change, ChangePhase.FAILED, reason)
 
     def _await_settled(self, change: _Change, seen: MembersSeen) -> list[Command]:
-        late = _late(change, [one for one in seen.members if one.settled])
+        late = _late(change, [member for member in seen.members if member.settled])
         if not late:
             return self._end(change, ChangePhase.SETTLED, "all members have settled")
         if seen.now_s <= change.deadline_s:
@@ -392,13 +399,13 @@ class CoordinatorState:
 
 
 def _late(change: _Change, members: Sequence[MemberSeen]) -> list[str]:
-    """The workers of a committed change that are not among `members` with its epoch."""
+    """The workers of a committed change that `members` lacks at the change's epoch."""
     assert change.epoch is not None
-    there = [one.worker_id for one in members if one.epoch >= change.epoch]
-    return [name for name in change.worker_ids if name not in there]
+    current = [member.worker_id for member in members if member.epoch >= change.epoch]
+    return [name for name in change.worker_ids if name not in current]
 
 
-def _getting_ready(targets: Targets) -> str:
+def _preparing_text(targets: Targets) -> str:
     if all(len(target) == 1 for target in targets):
         places = [f"{target[0].worker_id} (all layers)" for target in targets]
     else:

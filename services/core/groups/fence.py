@@ -1,9 +1,9 @@
-"""The member's side of the group protocol: which requests it accepts, and when it switches.
+"""The fence: the member's side of the group protocol.
 
-The fence. A preparation counts only if it comes from the newest coordinator, concerns this very
-process, and starts from the configuration that this worker is in; a configuration counts only if it
-is committed and newer. Revisions of the source's record order the attempts on it: once a later one
-was seen, an earlier attempt can never be committed.
+A member accepts a Prepare only from the newest coordinator (fencing token), for its own process
+(incarnation), and from its current configuration (group and epoch). It switches only to a committed
+configuration with a higher epoch. Revisions of the source record order the attempts on it: once a
+member has seen a later revision, an earlier attempt can never be committed.
 """
 
 from collections.abc import Iterable
@@ -20,21 +20,22 @@ from services.core.groups.vocabulary import (
 
 
 class Verdict(StrEnum):
-    """How a member judges a request to prepare."""
+    """The fence's verdict on a Prepare."""
 
     ACCEPTED = "accepted"
     REPLAYED = "replayed"
-    """The request was judged before: the answer is that of the first time."""
+    """A retry of the accepted Prepare; the answer stays the same."""
     STALE = "stale"
+    """From an older coordinator, epoch or attempt."""
     FUTURE = "future"
-    """The request starts from a configuration that this member has not seen yet."""
+    """The source configuration is newer than this member's; its record has yet to arrive."""
     FOREIGN = "foreign"
-    """The request is for another process, or its target has no place for this one."""
+    """For another incarnation, or this process is no member of the target."""
 
 
 @dataclass(frozen=True, slots=True)
 class PrepareAsked:
-    """A coordinator asks for a preparation; see PrepareRequest in worker.proto."""
+    """A coordinator's Prepare; see PrepareRequest in worker.proto."""
 
     token: int
     attempt: str
@@ -46,8 +47,8 @@ class PrepareAsked:
 
 
 def asked_of(command: PrepareMembers) -> dict[str, PrepareAsked]:
-    """What each member is asked, by worker id."""
-    targets = {one.worker_id: target for target in command.targets for one in target.members}
+    """The Prepare for each member, by worker id."""
+    targets = {m.worker_id: target for target in command.targets for m in target.members}
     return {
         member.worker_id: PrepareAsked(
             command.token,
@@ -65,7 +66,7 @@ def asked_of(command: PrepareMembers) -> dict[str, PrepareAsked]:
 
 @dataclass(frozen=True, slots=True)
 class AbortAsked:
-    """A coordinator says that the attempt will never be committed."""
+    """A coordinator's Abort: the attempt will never be committed."""
 
     token: int
     attempt: str
@@ -74,28 +75,27 @@ class AbortAsked:
 
 @dataclass(frozen=True, slots=True)
 class AbortPreparation:
-    """Abort the preparation for the attempt: it will never be committed."""
+    """Undo the preparation: the attempt will never be committed."""
 
     attempt: str
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The verdict on a request to prepare, with the reason of a refusal."""
+    """The verdict on a Prepare, with the reason of a refusal."""
 
     verdict: Verdict
     reason: str = ""
     aborted: AbortPreparation | None = None
-    """An earlier attempt that this one shows to be over; abort its preparation first."""
+    """The earlier attempt that this Prepare supersedes; undo its preparation first."""
 
 
 @dataclass(frozen=True, slots=True)
 class Apply:
-    """Serve the committed configuration `group`; `attempt` has prepared it, None if none has.
+    """Switch to the committed configuration `group`, which `attempt` prepared, if any.
 
-    `superseded` was being prepared for another configuration, which may have been committed without
-    this member seeing it. Of the layers that it has fetched, keep those of `group` and free the
-    others.
+    `superseded` is an attempt that prepared another configuration, which may have been committed
+    unseen. Keep the layers it fetched that `group` needs, and free the others.
     """
 
     group: Group
@@ -105,18 +105,18 @@ class Apply:
 
 @dataclass(slots=True)
 class MemberState:
-    """One worker process as a member. It starts outside of every group."""
+    """The fence of a worker process, which starts without a group."""
 
     worker_id: str
     incarnation: str
-    token: int = 0
-    group_id: str | None = None
-    epoch: int = 0
-    preparing: PrepareAsked | None = None
-    _revision: int = 0
+    token: int = 0  # highest fencing token seen
+    group_id: str | None = None  # of the current configuration
+    epoch: int = 0  # of the current configuration
+    preparing: PrepareAsked | None = None  # the accepted Prepare, until commit or abort
+    _revision: int = 0  # of the source record; attempts at or below it are over
 
     def ask(self, asked: PrepareAsked) -> Answer:
-        """Judge a request to prepare; an accepted one is now being prepared."""
+        """Judge a Prepare; if accepted, it becomes `preparing`."""
         refused = self._refusal(asked)
         if refused is not None:
             return refused
@@ -125,22 +125,23 @@ class MemberState:
             return Answer(Verdict.REPLAYED)
         if asked.mod_revision <= self._revision:
             return Answer(Verdict.STALE, f"attempt {asked.attempt} is over")
+        # A later mark on the source record proves that the earlier attempt was not committed.
         aborted = AbortPreparation(self.preparing.attempt) if self.preparing is not None else None
         self.preparing = asked
         self._revision = asked.mod_revision
         return Answer(Verdict.ACCEPTED, aborted=aborted)
 
     def abort(self, asked: AbortAsked) -> AbortPreparation | None:
-        """Take the end of an attempt from a coordinator; a stale one has no effect."""
+        """Apply a coordinator's Abort; a stale Abort is ignored."""
         if asked.incarnation != self.incarnation or asked.token < self.token:
             return None
         self.token = asked.token
         return self.abort_own(asked.attempt)
 
     def abort_own(self, attempt: str) -> AbortPreparation | None:
-        """End the attempt that is being prepared, for good: it was not acknowledged.
+        """Abort this member's own preparation, which is safe before it is acknowledged.
 
-        An attempt that is not being prepared has nothing to abort.
+        Returns None unless `attempt` is being prepared.
         """
         if self.preparing is None or self.preparing.attempt != attempt:
             return None
@@ -148,11 +149,11 @@ class MemberState:
         return AbortPreparation(attempt)
 
     def observe(self, stored: Iterable[StoredGroup]) -> list[AbortPreparation | Apply]:
-        """What this member must do, in order, given the group records, which may be old."""
-        listed = {one.group.group_id: one for one in stored}
-        newer = [one for one in listed.values() if self._is_newer(one.group)]
+        """Apply the group records, which may be outdated; returns the actions, in order."""
+        listed = {entry.group.group_id: entry for entry in stored}
+        newer = [entry for entry in listed.values() if self._is_newer(entry.group)]
         if newer:
-            newest = max(newer, key=lambda one: one.group.epoch)
+            newest = max(newer, key=lambda entry: entry.group.epoch)
             self._note_revision(newest)
             return self._apply(newest.group)
         mine = listed.get(self.group_id) if self.group_id is not None else None
@@ -160,9 +161,10 @@ class MemberState:
             return []
         preparing = self.preparing
         if mine.group.epoch > self.epoch:
-            # The group has gone on without this member. What it prepares may have been committed
-            # and superseded unseen, so it is kept until a configuration says what becomes of it.
+            # The group advanced without this member. Its preparation may have been committed and
+            # superseded unseen, so keep it until a configuration with this member decides.
             return []
+        # A write of the source record at the same epoch removed the mark: the attempt is aborted.
         if preparing is not None and mine.mod_revision > preparing.mod_revision:
             self.preparing = None
             self._note_revision(mine)
@@ -200,19 +202,14 @@ class MemberState:
         return Answer(verdict, reason)
 
     def _is_newer(self, group: Group) -> bool:
-        """Whether the record has a place for this process, in a configuration newer than its own.
-
-        A record that says DISSOLVED has places for nobody.
-        """
+        """Whether this process is a member of the group, at a higher epoch than its own."""
         if group.phase is GroupPhase.DISSOLVED or self._place_in(group) is None:
             return False
         return group.epoch > self.epoch
 
     def _note_revision(self, mine: StoredGroup) -> None:
-        """A preparation that began before the record was written is over.
-
-        The one that the record bears began with it, and its request may be on the way.
-        """
+        """Note that attempts which began before this write of the record are over."""
+        # The attempt that marks the record began with this write; its Prepare may be in flight.
         begun = mine.mod_revision - 1 if mine.group.attempt else mine.mod_revision
         self._revision = max(self._revision, begun)
 
@@ -223,7 +220,7 @@ class MemberState:
         return None
 
     def _apply(self, group: Group) -> list[AbortPreparation | Apply]:
-        """Take the configuration."""
+        """Switch to the configuration."""
         preparing, self.preparing = self.preparing, None
         self.group_id, self.epoch = group.group_id, group.epoch
         if preparing is None:

@@ -1,8 +1,8 @@
-"""Which layers each stage of a pipeline runs: contiguous runs, by memory first and then by time.
+"""The layer map of a merged group: contiguous layers per stage, by memory first, then by time.
 
-The embedding stays at the first stage, final norm and head at the last; a tied embedding is read
-at both ends, so it stays at both (it is 21 % of SmolLM2). KunServe §4.1 divides layers evenly. That
-wastes memory when the ends keep much or the members' memory differs.
+The embedding stays at the first stage, final norm and LM head at the last. A tied embedding is
+read at both ends, so both keep a copy (21 % of SmolLM2). KunServe §4.1 divides layers evenly, which
+wastes memory when the end stages keep much or members have different memory.
 """
 
 from bisect import bisect_left, bisect_right
@@ -15,17 +15,16 @@ from services.core.setting import number, option
 
 
 class SplitError(ValueError):
-    """The layers cannot be divided among these members; one sentence of cause and remedy."""
+    """The layers cannot be divided among these members; the message has cause and remedy."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """Sizes of a model as a worker holds it.
+    """Sizes and costs of a model as loaded by a worker.
 
-    Bytes are of whole chunks of the arena. `head_bytes` holds the final norm and the LM head, of
-    which a tied one has no weight of its own. `kv_bytes` is K and V of one token in one layer.
-    `layer_cost`, `embedding_cost` and `head_cost` are times of a pass in any one unit: only their
-    ratios matter.
+    Bytes are rounded up to arena chunks. `head_bytes` covers the final norm and the LM head; a
+    tied head has no weight of its own. `kv_bytes` is K and V of a token in a layer. `layer_cost`,
+    `embedding_cost` and `head_cost` are forward times in a common unit; only ratios matter.
     """
 
     num_layers: int = number(minimum=1, maximum=10**6)
@@ -39,32 +38,32 @@ class ModelShape:
     head_cost: float = number(0.0, minimum=0, maximum=2**60)
 
     def kept_bytes(self, first: bool, last: bool) -> int:
-        """Parameters that a stage holds beside its layers."""
+        """Bytes of parameters that a stage holds besides its layers."""
         embedding = first or (last and self.tied_embeddings)
         return self.embedding_bytes * embedding + self.head_bytes * last
 
     def parameter_bytes(self, stages: int) -> int:
-        """Parameters that a group of `stages` members holds, all of them together."""
+        """Bytes of parameters that a group of `stages` members holds in total."""
         copies = 2 if self.tied_embeddings and stages > 1 else 1
         kept = copies * self.embedding_bytes + self.head_bytes
         return self.num_layers * self.layer_bytes + kept
 
     def time_share(self, stage: "Stage") -> float:
-        """The stage's part in the time of a pass through the model."""
+        """The stage's share of the time of a forward pass."""
         last = stage.end_layer == self.num_layers
         own = self.layer_cost * stage.num_layers + self.head_cost * last
         own += self.embedding_cost * (stage.first_layer == 0)
         return own / (self.layer_cost * self.num_layers + self.embedding_cost + self.head_cost)
 
     def freed_bytes(self, left: int, right: int) -> int:
-        """What a merge of groups of `left` and `right` stages frees: the copy that both hold."""
+        """Bytes that a merge of groups of `left` and `right` stages frees: the duplicate copy."""
         apart = self.parameter_bytes(left) + self.parameter_bytes(right)
         return apart - self.parameter_bytes(left + right)
 
 
 @dataclass(frozen=True, slots=True)
-class StageRoom:
-    """A member and its memory for parameters and KV together."""
+class MemberMemory:
+    """A member and its arena, which holds parameters and KV."""
 
     worker_id: str
     arena_bytes: int
@@ -72,7 +71,7 @@ class StageRoom:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """A member runs layers `first_layer` to `end_layer` - 1."""
+    """A member's layers, `first_layer` to `end_layer` - 1."""
 
     worker_id: str
     first_layer: int
@@ -80,109 +79,112 @@ class Stage:
 
     @property
     def num_layers(self) -> int:
-        """How many layers the stage runs; at least one."""
+        """Number of layers, at least 1."""
         return self.end_layer - self.first_layer
 
 
 def serves(stages: Sequence[Stage], num_layers: int) -> bool:
-    """Whether the stages have all layers; a group that lost a member has not."""
+    """Whether the stages have all layers; false for a survivor of a lost member."""
     return (stages[0].first_layer, stages[-1].end_layer) == (0, num_layers)
 
 
 def split_layers(
-    model: ModelShape, rooms: Sequence[StageRoom], needed_tokens: int
+    model: ModelShape, members: Sequence[MemberMemory], needed_tokens: int
 ) -> tuple[Stage, ...]:
-    """Contiguous runs of layers for the members in `rooms`, in that order.
+    """Contiguous layers for each of `members`, in that order.
 
-    The smallest stage's capacity is made as large as possible until it reaches `needed_tokens`
-    tokens of KV; under that condition the slowest stage is made as fast as possible, and then the
-    smallest capacity as large as that time allows. Exact: only the counts of layers matter.
+    Three objectives in order: the smallest stage holds `needed_tokens` of KV, or as many as it
+    can; the slowest stage is as fast as possible; the smallest stage holds as much KV as that time
+    allows. Exact, since each objective depends only on the layer counts.
 
     Raises:
-        SplitError: if there are more members than layers, or the parameters fit in no way.
+        SplitError: if there are more members than layers, or the parameters do not fit.
     """
-    _check(model, rooms)
-    frees = _free_bytes(model, rooms)
-    slowest = [model.num_layers] * len(rooms)
-    tokens = min(max(0, needed_tokens), _most_tokens(model, frees, slowest))
-    within = _within_time(model, _most_layers(model, frees, tokens))
-    tokens = _most_tokens(model, frees, within)
-    counts = _deal(model, _smaller(_most_layers(model, frees, tokens), within))
-    return stages_of(rooms, counts)
+    _check(model, members)
+    frees = _free_bytes(model, members)
+    # Objective 1: the capacity that memory alone allows, capped at the need.
+    unlimited = [model.num_layers] * len(members)
+    tokens = min(max(0, needed_tokens), _most_tokens(model, frees, unlimited))
+    # Objective 2: the lowest pipeline period at that capacity.
+    limits = _within_time(model, _most_layers(model, frees, tokens))
+    # Objective 3: the most capacity at that period.
+    tokens = _most_tokens(model, frees, limits)
+    counts = _assign_layers(model, _minima(_most_layers(model, frees, tokens), limits))
+    return stages_of(members, counts)
 
 
-def stages_of(rooms: Sequence[StageRoom], counts: Sequence[int]) -> tuple[Stage, ...]:
-    """The stages of workers that run so many layers each, in this order."""
+def stages_of(members: Sequence[MemberMemory], counts: Sequence[int]) -> tuple[Stage, ...]:
+    """The stages of `members` with `counts` layers each, in pipeline order."""
     stages, first = [], 0
-    for room, count in zip(rooms, counts, strict=True):
-        stages.append(Stage(room.worker_id, first, first + count))
+    for member, count in zip(members, counts, strict=True):
+        stages.append(Stage(member.worker_id, first, first + count))
         first += count
     return tuple(stages)
 
 
 def capacity_tokens(
-    model: ModelShape, rooms: Sequence[StageRoom], stages: Sequence[Stage]
+    model: ModelShape, members: Sequence[MemberMemory], stages: Sequence[Stage]
 ) -> tuple[int, ...]:
-    """Tokens of KV that each stage has room for; the least of them is the group's capacity.
+    """Tokens of KV that fit at each stage; the minimum is the group's capacity.
 
-    A worker grows by whole chunks in every layer, so it may have up to a chunk a layer less.
+    KV grows by whole chunks in every layer, so a worker may have up to a chunk per layer less.
     """
     return tuple(
         max(0, free - stage.num_layers * model.layer_bytes) // (stage.num_layers * model.kv_bytes)
-        for free, stage in zip(_free_bytes(model, rooms), stages, strict=True)
+        for free, stage in zip(_free_bytes(model, members), stages, strict=True)
     )
 
 
-def _check(model: ModelShape, rooms: Sequence[StageRoom]) -> None:
-    if not rooms:
+def _check(model: ModelShape, members: Sequence[MemberMemory]) -> None:
+    if not members:
         raise SplitError("a group has no members; name at least one")
-    if len(rooms) > model.num_layers:
+    if len(members) > model.num_layers:
         raise SplitError(
-            f"{len(rooms)} members cannot share {model.num_layers} layers, as each runs at least "
+            f"{len(members)} members cannot share {model.num_layers} layers, as each runs at least "
             f"one; merge at most {model.num_layers}"
         )
 
 
-def _free_bytes(model: ModelShape, rooms: Sequence[StageRoom]) -> list[int]:
-    """The memory that each member has left for layers and their KV."""
-    last = len(rooms) - 1
+def _free_bytes(model: ModelShape, members: Sequence[MemberMemory]) -> list[int]:
+    """Bytes that each member has for layers and their KV, without embedding and head."""
+    last = len(members) - 1
     return [
-        room.arena_bytes - model.kept_bytes(index == 0, index == last)
-        for index, room in enumerate(rooms)
+        member.arena_bytes - model.kept_bytes(index == 0, index == last)
+        for index, member in enumerate(members)
     ]
 
 
 def _most_layers(model: ModelShape, frees: Sequence[int], tokens: int) -> list[int]:
-    """Most layers that each member holds with KV of `tokens` tokens in them."""
+    """Maximum number of layers per member if each layer has KV of `tokens` tokens."""
     each = model.layer_bytes + tokens * model.kv_bytes
     return [min(model.num_layers, free // each) for free in frees]
 
 
-def _smaller(ones: Sequence[int], others: Sequence[int]) -> list[int]:
-    """The smaller limit of each member."""
-    return list(map(min, ones, others))
+def _minima(left: Sequence[int], right: Sequence[int]) -> list[int]:
+    """Element-wise minimum of two limits per member."""
+    return list(map(min, left, right))
 
 
 def _suffice(model: ModelShape, counts: Sequence[int]) -> bool:
-    """Whether members that take up to `counts` layers can share all of them."""
+    """Whether members with at most `counts` layers each can run all layers, at least 1 each."""
     return min(counts) >= 1 and sum(counts) >= model.num_layers
 
 
 def _most_tokens(model: ModelShape, frees: Sequence[int], limits: Sequence[int]) -> int:
-    """Largest capacity of the smallest stage when member i takes at most `limits[i]` layers.
+    """Maximum capacity in tokens if member i runs at most `limits[i]` layers.
 
     Raises SplitError.
     """
 
     def fits(tokens: int) -> bool:
-        return _suffice(model, _smaller(_most_layers(model, frees, tokens), limits))
+        return _suffice(model, _minima(_most_layers(model, frees, tokens), limits))
 
     if not fits(0):
         raise SplitError(
             f"the parameters do not fit into the memory of {len(frees)} members; give the workers "
             "more memory"
         )
-    # The member with most room can run nothing but one layer.
+    # Binary search. Upper bound: the member with most memory runs a single layer, all KV.
     low, high = 0, max(frees) // model.kv_bytes + 1
     while high - low > 1:
         middle = (low + high) // 2
@@ -191,7 +193,7 @@ def _most_tokens(model: ModelShape, frees: Sequence[int], limits: Sequence[int])
 
 
 def _extra_costs(model: ModelShape, stages: int) -> list[float]:
-    """Time of each stage beside its layers."""
+    """Forward time of each stage besides its layers: embedding and head."""
     extra = [0.0] * stages
     extra[0] += model.embedding_cost
     extra[-1] += model.head_cost
@@ -199,12 +201,9 @@ def _extra_costs(model: ModelShape, stages: int) -> list[float]:
 
 
 def _within_time(model: ModelShape, limits: Sequence[int]) -> list[int]:
-    """The limits on layers that the smallest time of the slowest stage leaves.
-
-    `limits` suffice; so does the result.
-    """
-    # The time of 1, 2, … layers at each member. The slowest stage's time is one of all these, so
-    # floats are only compared with themselves.
+    """`limits` tightened to the minimum time of the slowest stage; both suffice for all layers."""
+    # The time of 1, 2, … layers at each member. The slowest stage's time is among these values, so
+    # a search over them is exact: floats are only compared with themselves.
     times = [
         [extra + count * model.layer_cost for count in range(1, limit + 1)]
         for extra, limit in zip(_extra_costs(model, len(limits)), limits, strict=True)
@@ -218,8 +217,8 @@ def _within_time(model: ModelShape, limits: Sequence[int]) -> list[int]:
     return counts_within(choices[best])
 
 
-def _deal(model: ModelShape, limits: Sequence[int]) -> list[int]:
-    """Layers for each member within limits that suffice; each next one goes to the least busy."""
+def _assign_layers(model: ModelShape, limits: Sequence[int]) -> list[int]:
+    """Layer counts within `limits`, which suffice: each layer goes to the fastest stage so far."""
     extra = _extra_costs(model, len(limits))
     counts = [1] * len(limits)
     heap = [(extra[index] + model.layer_cost, index) for index in range(len(limits))]
@@ -227,6 +226,7 @@ def _deal(model: ModelShape, limits: Sequence[int]) -> list[int]:
     left = model.num_layers - len(limits)
     while left:
         cost, index = heap[0]
+        # A full member leaves the competition: its key becomes infinite.
         if counts[index] == limits[index]:
             heapreplace(heap, (float("inf"), index))
             continue

@@ -1,4 +1,4 @@
-"""Which changes of groups can be asked for, and what each one writes."""
+"""Validates requested changes of groups, and builds the records that a commit writes."""
 
 from collections.abc import Iterable, Sequence
 
@@ -15,13 +15,13 @@ from services.core.groups.vocabulary import (
 from services.core.ids import group_id_of
 
 WORKERS_MAX = 40
-"""etcd takes 128 operations in a transaction; a commit compares three records of each worker."""
+"""etcd allows 128 operations in a transaction; a commit compares 3 records per worker."""
 
 
 def refusal(
     records: Records, targets: Targets, may_be_degraded: bool = False
 ) -> ChangeRefused | None:
-    """Why the groups cannot be changed to `targets`; None if they can."""
+    """The reason why `targets` is invalid now; None if the change can start."""
     stages = [stage for target in targets for stage in target]
     names = [stage.worker_id for stage in stages]
     if not targets or not all(targets):
@@ -30,12 +30,13 @@ def refusal(
         return ChangeRefused("a worker is named twice; it can be in one group only")
     if len(names) > WORKERS_MAX:
         return ChangeRefused(
-            f"{len(names)} workers are more than {WORKERS_MAX}; change fewer groups at a time"
+            f"{len(names)} workers exceed the limit of {WORKERS_MAX}; change fewer groups at a time"
         )
+    # Cheap checks of the request come first; those below need a record of every worker.
     for name in names:
         if name not in records.workers:
             return ChangeRefused(f"{name} is not registered; start it, or leave it out")
-        if records.place_of(name) is None:
+        if records.group_of(name) is None:
             return ChangeRefused(f"{name} is in no group yet; try again in a moment")
     return (
         _source_refusal(records, names, may_be_degraded)
@@ -46,16 +47,16 @@ def refusal(
 
 
 def sources_of(records: Records, targets: Targets) -> tuple[str, ...]:
-    """Ids of the groups that the workers of `targets` are in now, sorted."""
-    found = {records.place_of(stage.worker_id) for target in targets for stage in target}
-    return tuple(sorted(group_id for group_id in found if group_id is not None))
+    """Ids of the current groups of the workers in `targets`, sorted."""
+    group_ids = {records.group_of(stage.worker_id) for target in targets for stage in target}
+    return tuple(sorted(group_id for group_id in group_ids if group_id is not None))
 
 
 def target_groups(records: Records, targets: Targets, traceparent: str = "") -> tuple[Group, ...]:
-    """The records that a commit of `targets` writes: the new groups, and tombstones.
+    """The group records that a commit of `targets` writes: new groups, and tombstones.
 
-    All have the same epoch, above that of every source and of every earlier group of a target's
-    name. The new groups bear `traceparent`.
+    All get the same epoch, above the epoch of every source and of every earlier group with a
+    target's id. The new groups carry `traceparent`.
     """
     sources = sources_of(records, targets)
     group_ids = [group_id_of(target[0].worker_id) for target in targets]
@@ -73,13 +74,14 @@ def target_groups(records: Records, targets: Targets, traceparent: str = "") -> 
         )
         for group_id, target in zip(group_ids, targets, strict=True)
     ]
+    # Tombstones keep the epoch: a group that is formed under this id later must be above it.
     gone = [group_id for group_id in sources if group_id not in group_ids]
     groups += [Group(group_id, epoch, GroupPhase.DISSOLVED, (), model) for group_id in gone]
     return tuple(groups)
 
 
 def split_up(group: Group, num_layers: int) -> Targets:
-    """A group of its own, with all layers, for each member."""
+    """Targets of a split: a singleton group with all layers for each member."""
     return tuple((Stage(member.worker_id, 0, num_layers),) for member in group.members)
 
 
@@ -91,10 +93,12 @@ def _source_refusal(
     records: Records, names: Iterable[str], may_be_degraded: bool
 ) -> ChangeRefused | None:
     named = set(names)
-    for group_id in sorted({records.place_of(name) or "" for name in named}):
+    for group_id in sorted({records.group_of(name) or "" for name in named}):
         group = records.groups[group_id].group
         if group.attempt:
-            return ChangeRefused(f"{group_id} is being changed already; wait until that has ended")
+            return ChangeRefused(
+                f"{group_id} is being changed already; wait for that change to end"
+            )
         if group.phase is not GroupPhase.STABLE and not may_be_degraded:
             return ChangeRefused(
                 f"{group_id} is {group.phase}; wait until it has restored its layers"
@@ -102,7 +106,7 @@ def _source_refusal(
         missing = sorted({member.worker_id for member in group.members} - named)
         if missing:
             return ChangeRefused(
-                f"{', '.join(missing)} of {group_id} has no place in the change; name it, too"
+                f"{', '.join(missing)} of {group_id} is missing from the change; name it, too"
             )
     return None
 
@@ -119,7 +123,7 @@ def _model_refusal(workers: Sequence[Worker]) -> ChangeRefused | None:
             return ChangeRefused(
                 f"{worker.worker_id} and {first.worker_id} have loaded different weights, or"
                 f" another config.json, as {first.model}, or compute in different ways; give both"
-                " the same model folder, as many compute threads, and processors with equal vectors"
+                " the same model folder, number of compute threads, and CPU vector width"
             )
         if worker.build != first.build:
             return ChangeRefused(
@@ -151,8 +155,8 @@ def _layer_refusal(records: Records, targets: Targets) -> ChangeRefused | None:
         if empty or not covers(members, num_layers):
             names = ", ".join(member.worker_id for member in members)
             return ChangeRefused(
-                f"the layers of {names} are not layers 0 to {num_layers - 1}, each once, with at "
-                "least one for every member"
+                f"the stages of {names} must cover layers 0 to {num_layers - 1}, each once, at"
+                " least 1 per member"
             )
     present = {(g.group.members, g.group.phase) for g in records.groups.values()}
     wanted = {
@@ -160,5 +164,5 @@ def _layer_refusal(records: Records, targets: Targets) -> ChangeRefused | None:
         for target in targets
     }
     if all((members, GroupPhase.STABLE) in present for members in wanted):
-        return ChangeRefused("the groups are so already")
+        return ChangeRefused("the groups already have these members and layers")
     return None

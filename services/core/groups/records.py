@@ -1,4 +1,4 @@
-"""The group protocol's view of the store: its records, and whether they agree."""
+"""The group protocol's view of the store: records, and whether they are consistent."""
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -19,23 +19,23 @@ from services.core.ids import group_id_of
 
 @dataclass(slots=True)
 class Records:
-    """The newest listing, and our own commits since. It never goes back.
+    """The newest listing plus this coordinator's later commits. Revisions never decrease.
 
-    It remembers every epoch that it has seen, also if the store has lost the record. Epochs at or
-    below the floor need not be remembered: no such epoch is given any more.
+    Remembers the last epoch of every group, even if the store lost the record: a reused epoch
+    would defeat the fence. Epochs up to the floor can be forgotten, since none is issued again.
     """
 
-    revision: int = 0
-    workers: dict[str, Worker] = field(default_factory=dict)
-    groups: dict[str, StoredGroup] = field(default_factory=dict)
-    assignments: dict[str, StoredAssignment] = field(default_factory=dict)
-    epoch_floor: int = 0
-    floor_revision: int = 0
-    _listed: int = 0  # revision of the listing
-    _last_epoch: dict[str, int] = field(default_factory=dict)
+    revision: int = 0  # of the newest record known
+    workers: dict[str, Worker] = field(default_factory=dict)  # registered (leases), by id
+    groups: dict[str, StoredGroup] = field(default_factory=dict)  # by id, tombstones included
+    assignments: dict[str, StoredAssignment] = field(default_factory=dict)  # by worker id
+    epoch_floor: int = 0  # new epochs are above it
+    floor_revision: int = 0  # of the floor's record
+    _listed: int = 0  # revision of the newest listing
+    _last_epoch: dict[str, int] = field(default_factory=dict)  # highest epoch seen, by group
 
     def take(self, listed: ClusterListed) -> None:
-        """Replace everything by a listing; an older one has no effect."""
+        """Replace all records by a listing; an outdated listing is ignored."""
         if listed.revision < self.revision:
             return
         self.revision = self._listed = listed.revision
@@ -49,15 +49,15 @@ class Records:
         self._forget_low_epochs()
 
     def apply(self, written: Transact, revision: int) -> None:
-        """Take in what we have committed, at `revision`.
+        """Apply this coordinator's own commit at `revision`, before the watch delivers it.
 
-        Two commits may end in the other order. They have no record in common.
+        Replies to concurrent commits may arrive out of order; such commits share no record.
         """
         for group in written.groups:
             self._note_epoch(group)
         self.epoch_floor = max(self.epoch_floor, written.epoch_floor)
         if revision <= self._listed:
-            return  # the listing has it, or what came after it
+            return  # the listing already contains this commit or a later state
         self.revision = max(self.revision, revision)
         for group in written.groups:
             self.groups[group.group_id] = StoredGroup(group, revision)
@@ -72,7 +72,7 @@ class Records:
             self._forget_low_epochs()
 
     def next_epoch(self, group_ids: Iterable[str], worker_ids: Iterable[str]) -> int:
-        """One above everything that these groups and workers have ever been through."""
+        """The epoch above every earlier epoch of these groups and workers."""
         epochs = [self.epoch_floor]
         epochs += [self._last_epoch.get(group_id, 0) for group_id in group_ids]
         epochs += [
@@ -83,25 +83,25 @@ class Records:
         return 1 + max(epochs)
 
     def group_revision(self, group_id: str) -> int:
-        """Revision of a group's record, 0 if there is none."""
+        """Revision of a group's record; 0 if absent."""
         stored = self.groups.get(group_id)
         return stored.mod_revision if stored is not None else 0
 
     def assignment_revision(self, worker_id: str) -> int:
-        """Revision of a worker's assignment, 0 if there is none."""
+        """Revision of a worker's assignment; 0 if absent."""
         stored = self.assignments.get(worker_id)
         return stored.mod_revision if stored is not None else 0
 
     def is_live(self, group_id: str) -> bool:
-        """Whether there is such a group, sound or not; a tombstone is none."""
+        """Whether the group exists and is no tombstone; it need not be sound."""
         stored = self.groups.get(group_id)
         return stored is not None and stored.group.phase is not GroupPhase.DISSOLVED
 
     def is_sound(self, group_id: str, without: Collection[str] = ()) -> bool:
-        """Whether the group lives and every record that concerns it agrees with that.
+        """Whether the group is live and consistent with all records of its members.
 
-        Not so: a member has gone or was started anew, a record fell behind or was lost. Members
-        `without` a registration may have none.
+        It is not if a member's lease ended, a member restarted, or a record is stale or lost.
+        Members in `without` may lack a registration.
         """
         stored = self.groups.get(group_id)
         if stored is None or not self.is_live(group_id) or not stored.group.members:
@@ -109,31 +109,32 @@ class Records:
         group = stored.group
         if group_id != group_id_of(group.members[0].worker_id):
             return False
+        # A lower epoch than the last seen: the store lost the newer record.
         if group.epoch != self._last_epoch[group_id]:
             return False
         if not all(self._agrees(group, member, without) for member in group.members):
             return False
-        present = [one for one in group.members if one.worker_id in self.workers]
+        present = [member for member in group.members if member.worker_id in self.workers]
         if group.phase is GroupPhase.DEGRADED or not present:
             return True
         return covers(group.members, self.workers[present[0].worker_id].num_layers)
 
-    def place_of(self, worker_id: str) -> str | None:
-        """The sound group that a worker is in, None without one."""
+    def group_of(self, worker_id: str) -> str | None:
+        """Id of the worker's sound group; None without such a group."""
         stored = self.assignments.get(worker_id)
         if stored is None or not self.is_sound(stored.assignment.group_id):
             return None
         return stored.assignment.group_id
 
-    def held_by(self, worker: Worker) -> tuple[int, int]:
-        """The layers that a worker holds for certain: all, unless it was given fewer since."""
+    def held_layers(self, worker: Worker) -> tuple[int, int]:
+        """The worker's resident layers, first and end: all, unless its assignment has fewer."""
         stored = self.assignments.get(worker.worker_id)
         if stored is not None and stored.assignment.incarnation == worker.incarnation:
             return stored.assignment.first_layer, stored.assignment.end_layer
         return 0, worker.num_layers
 
     def check_invariants(self) -> None:
-        """Raise AssertionError if sound groups share a worker, or an epoch was forgotten."""
+        """Raise AssertionError if sound groups share a worker, or an epoch was lost."""
         for group_id, stored in self.groups.items():
             assert stored.group.epoch <= self._last_epoch[group_id]
         members = [
@@ -154,7 +155,7 @@ class Records:
         return (worker.incarnation, worker.model) == (member.incarnation, group.model)
 
     def _forget_low_epochs(self) -> None:
-        """Forget epochs of groups without a record that the floor covers."""
+        """Drop the remembered epochs that the floor covers, of groups without a record."""
         if len(self._last_epoch) > len(self.groups):
             self._last_epoch = {
                 group_id: epoch
@@ -168,7 +169,7 @@ class Records:
 
 
 def assignment_of(group: Group, member: Member) -> Assignment:
-    """The assignment that a commit of `group` gives to `member`."""
+    """The assignment that a commit of `group` writes for `member`."""
     return Assignment(
         member.worker_id,
         member.incarnation,
@@ -180,7 +181,7 @@ def assignment_of(group: Group, member: Member) -> Assignment:
 
 
 def covers(members: Sequence[Member], num_layers: int) -> bool:
-    """Whether the members run every layer once, in order."""
+    """Whether the members' stages cover layers 0 to `num_layers` - 1 once, in order."""
     end = 0
     for member in members:
         if member.first_layer != end or member.end_layer < end:

@@ -1,4 +1,4 @@
-"""The names of the parameter slabs of a model, and which of them a stage needs."""
+"""Names of a model's parameter slabs, and the slabs that a stage needs."""
 
 EMBEDDING = "model.embed_tokens"
 NORM = "model.norm"
@@ -6,17 +6,17 @@ HEAD = "lm_head"
 
 
 def layer_name(index: int) -> str:
-    """Name of a layer's slab, and the prefix of its tensors in a checkpoint."""
+    """Name of a layer's slab; also the prefix of its tensors in a checkpoint."""
     return f"model.layers.{index}"
 
 
 def stage_slabs(
     first_layer: int, end_layer: int, *, num_layers: int, tied_embeddings: bool
 ) -> list[str]:
-    """Slabs that run layers `first_layer .. end_layer - 1`, in the order of execution.
+    """Slabs that a stage of layers `first_layer` to `end_layer` - 1 needs, in execution order.
 
-    The first stage embeds; the last stage applies the final norm and the head. A tied head uses the
-    embedding.
+    The first stage embeds; the last stage applies the final norm and the LM head. A tied head
+    reads the embedding.
     """
     last = end_layer == num_layers
     names = [EMBEDDING] if first_layer == 0 or (last and tied_embeddings) else []

@@ -1,23 +1,23 @@
-"""Group protocol: which groups there are, and how they change safely whatever process fails.
+"""The group protocol: forms, merges, splits and repairs groups safely under any process failure.
 
-Only a committed record tells which process may act. So every decision here is a transaction that
-compares all records that it rests on. Epochs never go back; a dissolved group's record stays as a
-tombstone for that, until its worker has been gone for long (`departed`). docs/protocol.md has the
-rules and the invariants I1-I10.
+Authority comes from committed records alone, so every decision is a transaction that compares all
+records it depends on. Epochs never decrease; a dissolved group's record stays as a tombstone for
+that, until its worker is long gone (`singleton_groups`). docs/protocol.md has the rules and the
+invariants I1-I10.
 
-A registered worker forms the group `group_id_of(worker)` alone, with all layers. `Reconfigure`
-merges and splits groups in three steps: mark their records with a fresh attempt, have every member
-prepare itself, commit. A failure before the commit leaves everything as it was. A coordinator
-removes marks of other coordinators. When a member of a merged group is lost, the group is DEGRADED:
-each survivor gets a record of its own with the layers that it holds, serves nothing, and comes back
-by an attempt that gives it all layers.
+A registered worker forms the singleton group `group_id_of(worker)` with all layers. `Reconfigure`
+merges and splits groups by a two-phase change: mark the source records with a new attempt id, have
+every member prepare, commit. A failure before the commit leaves all groups unchanged. A coordinator
+removes the marks of earlier coordinators. If a member of a merged group is lost, each survivor gets
+a DEGRADED singleton group with the layers that it holds; it serves nothing until an attempt
+restores all layers.
 
-A group may be stuck although all its members are registered: a lane between two is cut, a process
-stands still, or its lease has yet to end. Its members say so (`GroupStuck`). It is made anew with
-the same members, which connect again and keep their KV. If that fails, if a member says that its
-engine stands still (`EngineHung`), or if the group is stuck again soon after it has been made anew
-twice in a row, it is treated like a group that has lost a member. Both are safe whoever lives,
-since epochs fence what the others do.
+A group can be stuck although all its members are registered: a lane between members is cut, or a
+process hangs, or it died and its lease has not ended yet. Members report that (`GroupStuck`). The
+group is rebuilt with the same members, which reconnect and keep their KV. It is treated like a
+group that lost a member if the rebuild fails, if a member reports a hung engine (`EngineHung`), or
+if the group is stuck again soon after two consecutive rebuilds. A wrong diagnosis is safe, since
+epochs fence the processes that were presumed dead.
 """
 
 from dataclasses import dataclass, field, replace
@@ -27,8 +27,8 @@ from services.core.groups.backoff import Backoff
 from services.core.groups.layer_map import Stage
 from services.core.groups.reconfiguration import refusal, sources_of, target_groups
 from services.core.groups.records import Records
-from services.core.groups.settlement import Departed, forget, settle
-from services.core.groups.stuck import Stuck
+from services.core.groups.singleton_groups import DepartedWorkers, form_singletons, remove_records
+from services.core.groups.stuck_groups import StuckGroups
 from services.core.groups.vocabulary import (
     FLOOR_KEY,
     AbortMember,
@@ -58,54 +58,51 @@ from services.core.setting import seconds
 
 @dataclass(frozen=True, slots=True)
 class ProtocolConfig:
-    """How long members may prepare, and how long they are left alone after an abort.
+    """Time limits of the group protocol, in seconds."""
 
-    Records of workers that have not been registered for `gone_after_s` are removed. Members of a
-    stuck group have `renew_timeout_s` to connect again, beyond the longest iteration of one that
-    has reported lately. A group whose members lose their leases
-    stays as it is for `absent_wait_s`, unless one of them reports it: after an outage of etcd all
-    leases have ended, and all are back in a moment.
-    """
-
-    prepare_timeout_s: float = seconds(60.0)
-    backoff_s: float = seconds(1.0)
+    prepare_timeout_s: float = seconds(60.0)  # until all members of an attempt are ready
+    backoff_s: float = seconds(1.0)  # of members after an aborted attempt; doubles
     backoff_max_s: float = seconds(30.0)
-    gone_after_s: float = seconds(3600.0)
+    gone_after_s: float = seconds(3600.0)  # absence after which a worker's records are removed
+    # Time for members of a stuck group to reconnect, plus the longest iteration they reported.
     renew_timeout_s: float = seconds(1.5)
+    # Grace period for members that lost their leases, unless a member reports the group as stuck:
+    # after an etcd outage all leases have ended, and all workers register again within moments.
     absent_wait_s: float = seconds(3.0)
 
 
 @dataclass(slots=True)
 class GroupState:
-    """Compares the groups that are with those that should be, and orders what is missing.
+    """The group protocol's state machine: reconciles actual groups with the desired groups.
 
-    Decides nothing before a listing and without leadership. A group or worker is in at most one
-    transaction and one attempt at a time; after a transaction that was not committed it is left
-    alone until the next listing.
+    It decides nothing without leadership or before the first listing. A group or worker takes part
+    in at most 1 transaction and 1 attempt at a time; after a transaction that was not committed,
+    its records are off limits until the next listing.
     """
 
     config: ProtocolConfig = field(default_factory=ProtocolConfig)
-    records: Records = field(default_factory=Records)
-    token: int | None = None
-    _now_s: float = 0.0
-    _attempts: dict[str, Attempt] = field(default_factory=dict)
-    _transactions: dict[int, Transact] = field(default_factory=dict)
-    _committing: dict[int, str] = field(default_factory=dict)  # transaction -> attempt
-    _unread: set[str] = field(default_factory=set)
-    _backoff: Backoff = field(default_factory=Backoff)
-    # A survivor waits for its own failures alone, not for those of the group that it was in.
+    records: Records = field(default_factory=Records)  # view of the store
+    token: int | None = None  # fencing token of the leadership; None for a standby
+    _now_s: float = 0.0  # of the newest event; never decreases
+    _attempts: dict[str, Attempt] = field(default_factory=dict)  # in progress, by id
+    _transactions: dict[int, Transact] = field(default_factory=dict)  # in flight, by id
+    _attempt_of: dict[int, str] = field(default_factory=dict)  # transaction -> attempt
+    _unread: set[str] = field(default_factory=set)  # keys with an unknown state until a listing
+    _backoff: Backoff = field(default_factory=Backoff)  # of workers after aborted changes
+    # Of survivors that restore layers. Separate: failures of their former group must not delay it.
     _restores: Backoff = field(default_factory=Backoff)
-    _departed: Departed = field(default_factory=Departed)
-    _stuck: Stuck = field(default_factory=Stuck)
-    _transactions_begun: int = 0
-    _attempts_begun: int = 0
+    _departed: DepartedWorkers = field(default_factory=DepartedWorkers)  # absent workers
+    _stuck: StuckGroups = field(default_factory=StuckGroups)  # reported stuck groups, hung engines
+    _transactions_begun: int = 0  # the last transaction id
+    _attempts_begun: int = 0  # counter in attempt ids
 
     def handle(self, event: Event) -> list[Command]:
-        """Apply one event; return what the driver must do next."""
+        """Apply an event; returns the commands for the driver."""
         self._now_s = max(self._now_s, event.now_s)
         commands: list[Command] = []
         match event:
             case ClusterListed():
+                # A listing that is current reveals the outcome of uncertain transactions.
                 if event.revision >= self.records.revision:
                     self._unread.clear()
                 self.records.take(event)
@@ -128,7 +125,7 @@ class GroupState:
 
     @property
     def attempts(self) -> tuple[Attempt, ...]:
-        """The attempts that run."""
+        """The attempts in progress."""
         return tuple(self._attempts.values())
 
     def check_invariants(self) -> None:
@@ -139,13 +136,13 @@ class GroupState:
             assert attempt.token == self.token
         members = [name for attempt in self._attempts.values() for name in attempt.workers]
         assert len(members) == len(set(members)), "a worker is in two attempts"
-        keys = [key for one in self._transactions.values() for key in one.touched]
+        keys = [key for pending in self._transactions.values() for key in pending.touched]
         assert len(keys) == len(set(keys)), "a record is in two transactions"
 
     # --- events
 
     def _change_leader(self, token: int | None) -> list[Command]:
-        """The next leader removes the marks of the attempts that end here."""
+        """End all attempts of the last leadership; the next leader removes their marks."""
         if token == self.token:
             return []
         self.token = token
@@ -153,8 +150,8 @@ class GroupState:
         for attempt in ended:
             attempt.move(AttemptPhase.ABORTED)
         self._attempts.clear()
-        self._committing.clear()
-        reason = "the memory manager has lost its leadership; ask the next one"
+        self._attempt_of.clear()
+        reason = "the memory manager lost leadership; retry with the new leader"
         return [ReconfigurationFailed(attempt.request_id, reason) for attempt in ended]
 
     def _reconfigure(self, event: Reconfigure) -> list[Command]:
@@ -168,7 +165,9 @@ class GroupState:
 
     def _refusal(self, targets: Targets) -> ChangeRefused | None:
         if self.token is None:
-            return ChangeRefused("this memory manager does not lead; ask the one that does")
+            return ChangeRefused(
+                "this memory manager is not the leader; send the request to the leader"
+            )
         refused = refusal(self.records, targets)
         if refused is not None:
             return refused
@@ -184,7 +183,7 @@ class GroupState:
         return bool(keys & self._busy())
 
     def _call_off(self, event: CalledOff) -> list[Command]:
-        """End an attempt before its commit; its workers have not failed, so nobody backs off."""
+        """Cancel an attempt before its commit, without back-off: its workers did not fail."""
         for attempt in self._attempts.values():
             is_open = attempt.phase in (AttemptPhase.MARKING, AttemptPhase.PREPARING)
             if is_open and attempt.request_id == event.request_id:
@@ -192,7 +191,7 @@ class GroupState:
         return []
 
     def _take_answer(self, answer: MemberAnswered) -> list[Command]:
-        """An answer to another attempt, or from another incarnation, has no effect."""
+        """Record a member's answer; answers of other attempts or incarnations are ignored."""
         attempt = self._attempts.get(answer.attempt)
         if attempt is None or attempt.phase is not AttemptPhase.PREPARING:
             return []
@@ -203,25 +202,27 @@ class GroupState:
         attempt.ready.add(answer.worker_id)
         if attempt.ready != attempt.workers.keys():
             return []
+        # All members are ready: the change takes effect if and only if this transaction commits.
         attempt.move(AttemptPhase.COMMITTING)
         transaction = self._track(attempt.commit(self._next_transaction))
-        self._committing[transaction.transaction_id] = attempt.attempt_id
+        self._attempt_of[transaction.transaction_id] = attempt.attempt_id
         return [transaction]
 
     def _finish_transaction(self, event: TransactionFinished) -> list[Command]:
         written = self._transactions.pop(event.transaction_id)
-        attempt = self._attempts.get(self._committing.pop(event.transaction_id, ""))
+        attempt = self._attempts.get(self._attempt_of.pop(event.transaction_id, ""))
         if event.revision is not None:
             lost = self._marks_removed_by(written)
             self.records.apply(written, event.revision)
             return lost if attempt is None else lost + self._advance(attempt, event.revision)
+        # Rejected or unknown: these keys must be read again before another decision uses them.
         self._unread |= written.touched
         if attempt is None:
             return []
-        return self._abort(attempt, "a record has changed meanwhile, or etcd gave no answer")
+        return self._abort(attempt, "a record has changed meanwhile, or etcd did not answer")
 
     def _advance(self, attempt: Attempt, revision: int) -> list[Command]:
-        """The attempt's transaction was committed."""
+        """Move an attempt to the next phase after its transaction was committed."""
         if attempt.phase is AttemptPhase.MARKING:
             attempt.move(AttemptPhase.PREPARING)
             attempt.marked_revision = revision
@@ -235,7 +236,7 @@ class GroupState:
         return [ReconfigurationCommitted(attempt.request_id, attempt.epoch)]
 
     def _marks_removed_by(self, written: Transact) -> list[Command]:
-        """Tell members of an attempt that their record no longer bears it."""
+        """Aborts for the members of attempts whose mark a transaction has removed."""
         commands: list[Command] = []
         for group in written.groups:
             before = self.records.groups.get(group.group_id)
@@ -253,9 +254,10 @@ class GroupState:
     # --- attempts
 
     def _begin(self, request_id: str | None, targets: Targets, traceparent: str = "") -> Transact:
-        """Without a request the attempt's outcome is told under its own id."""
+        """Start an attempt; without a request its outcome is reported under the attempt's id."""
         self._attempts_begun += 1
         attempt_id = f"{self._leadership}-{self._attempts_begun}"
+        # The commit compares all records as they are now, so a later change of any aborts it.
         records = self.records
         source_ids = sources_of(records, targets)
         groups = target_groups(records, targets, traceparent)
@@ -264,21 +266,21 @@ class GroupState:
             attempt_id,
             self._leadership,
             request_id or attempt_id,
-            tuple(replace(records.groups[one].group, attempt=attempt_id) for one in source_ids),
+            tuple(replace(records.groups[key].group, attempt=attempt_id) for key in source_ids),
             groups,
             {name: records.workers[name] for name in names},
             {group.group_id: records.group_revision(group.group_id) for group in groups},
             {name: records.assignment_revision(name) for name in names},
         )
         self._attempts[attempt_id] = attempt
-        revisions = {one: records.group_revision(one) for one in source_ids}
+        revisions = {group_id: records.group_revision(group_id) for group_id in source_ids}
         transaction = self._track(attempt.mark(self._next_transaction, revisions))
-        self._committing[transaction.transaction_id] = attempt_id
+        self._attempt_of[transaction.transaction_id] = attempt_id
         return transaction
 
     def _abort(self, attempt: Attempt, reason: str) -> list[Command]:
-        if self._stuck.renewal_failed(attempt):
-            return [self._end(attempt, reason)]  # its members are on their own now
+        if self._stuck.rebuild_failed(attempt):
+            return [self._end(attempt, reason)]  # the group is split up next, without back-off
         backoff = self._restores if attempt.restores else self._backoff
         backoff.failed(
             attempt.workers, self._now_s, self.config.backoff_s, self.config.backoff_max_s
@@ -286,17 +288,18 @@ class GroupState:
         return [self._end(attempt, reason)]
 
     def _end(self, attempt: Attempt, reason: str) -> ReconfigurationFailed:
-        """Forget the attempt; its marks are then nobody's, and are removed as such."""
+        """End the attempt; `_repair` then removes its marks from the records."""
         attempt.move(AttemptPhase.ABORTED)
         del self._attempts[attempt.attempt_id]
         return ReconfigurationFailed(attempt.request_id, reason)
 
-    def _abort_what_cannot_be(self) -> list[Command]:
+    def _abort_doomed(self) -> list[Command]:
+        """Abort attempts that can no longer commit, or whose members missed the deadline."""
         commands: list[Command] = []
         for attempt in list(self._attempts.values()):
             if attempt.phase is not AttemptPhase.PREPARING:
                 continue
-            reason = attempt.change_in(self.records) or self._stuck.reason_against(attempt)
+            reason = attempt.change_in(self.records) or self._stuck.abort_reason(attempt)
             if reason is None and self._now_s >= attempt.deadline_s:
                 silent = ", ".join(sorted(attempt.workers.keys() - attempt.ready))
                 reason = f"{silent} was not ready within {self._timeout_s(attempt):g} s"
@@ -306,36 +309,43 @@ class GroupState:
 
     def _timeout_s(self, attempt: Attempt) -> float:
         config = self.config
-        if not self._stuck.is_renewal(attempt):
+        if not self._stuck.is_rebuild(attempt):
             return config.prepare_timeout_s
         return min(
             config.prepare_timeout_s, config.renew_timeout_s + self._stuck.iteration_s(attempt)
         )
 
-    # --- groups as they should be
+    # --- reconciliation
 
     def _decide(self) -> list[Command]:
+        """Compare every group and worker with the desired state, and start what is missing."""
         if self.token is None or not self.records.revision:
             return []
-        commands = self._abort_what_cannot_be()
+        commands = self._abort_doomed()
+        # Each step below adds its keys to `busy`, so that no two steps write the same record.
         busy = self._busy()
         for group_id in sorted(self.records.groups):
             if self.records.is_live(group_id) and not group_keys([group_id]) & busy:
-                commands += self._mend(group_id, busy)
+                commands += self._repair(group_id, busy)
+        # Workers without a group: new processes, and those whose records were lost.
         for worker_id in sorted(self.records.workers):
-            if self.records.place_of(worker_id) is None and not self._is_awaited(worker_id):
-                commands += self._settle(None, {worker_id}, busy)
-        return commands + self._forget(busy)
+            if self.records.group_of(worker_id) is None and not self._is_in_waiting_group(
+                worker_id
+            ):
+                commands += self._form_singletons(None, {worker_id}, busy)
+        return commands + self._remove_departed(busy)
 
-    def _mend(self, group_id: str, busy: set[str]) -> list[Command]:
-        """What a live group without an attempt of ours needs."""
+    def _repair(self, group_id: str, busy: set[str]) -> list[Command]:
+        """Repair a live group that no attempt of this leadership changes."""
         stored = self.records.groups[group_id]
-        if self._awaits(stored.group):
+        if self._waits_for_members(stored.group):
             return []
-        hopeless = self._stuck.is_hopeless(stored.group)
-        if hopeless or not self.records.is_sound(group_id):
+        # Lost member or beyond rebuilding: split the group into singletons of its survivors.
+        unrecoverable = self._stuck.is_unrecoverable(stored.group)
+        if unrecoverable or not self.records.is_sound(group_id):
             names = {member.worker_id for member in stored.group.members}
-            return self._settle(group_id, names, busy)
+            return self._form_singletons(group_id, names, busy)
+        # A mark without an attempt: an earlier leader, or an attempt that ended. Remove it.
         if stored.group.attempt:
             plain = replace(stored.group, attempt="")
             revisions = {group_id: stored.mod_revision}
@@ -347,13 +357,14 @@ class GroupState:
         if stored.group.phase is GroupPhase.DEGRADED:
             return self._restore(stored.group, busy)
         if self._stuck.is_stuck(stored.group):
-            return self._renew(stored.group, busy)
+            return self._rebuild(stored.group, busy)
         return []
 
-    def _awaits(self, group: Group) -> bool:
-        """Whether members have lost their leases, may be back soon, and are not reported."""
+    def _waits_for_members(self, group: Group) -> bool:
+        """Whether the group waits for members without a lease that may register again soon."""
         names = {member.worker_id for member in group.members}
         absent = names - self.records.workers.keys()
+        # A stuck report is evidence of a real failure, so the grace period ends.
         if len(names) < 2 or not absent or self._stuck.is_stuck(group):
             return False
         away_s = max(self._departed.away_s(name, self._now_s) for name in absent)
@@ -361,25 +372,27 @@ class GroupState:
             group.group_id, without=absent
         )
 
-    def _is_awaited(self, worker_id: str) -> bool:
-        """Whether the worker is in a group that waits for other members."""
+    def _is_in_waiting_group(self, worker_id: str) -> bool:
+        """Whether the worker is in a group that waits for absent members."""
         stored = self.records.assignments.get(worker_id)
         group = self.records.groups.get(stored.assignment.group_id) if stored else None
-        return group is not None and self._awaits(group.group)
+        return group is not None and self._waits_for_members(group.group)
 
-    def _renew(self, group: Group, busy: set[str]) -> list[Command]:
-        """Make a stuck group anew with the same members."""
+    def _rebuild(self, group: Group, busy: set[str]) -> list[Command]:
+        """Rebuild a stuck group: an attempt with the same members and layers, at a new epoch."""
         names = {member.worker_id for member in group.members}
         if busy & worker_keys(names):
             return []
         stages = tuple(Stage(m.worker_id, m.first_layer, m.end_layer) for m in group.members)
         transaction = self._begin(None, (stages,))
-        self._stuck.renewing(group, self._attempts[self._committing[transaction.transaction_id]])
+        self._stuck.rebuild_started(
+            group, self._attempts[self._attempt_of[transaction.transaction_id]]
+        )
         busy |= transaction.touched | worker_keys(names)
         return [transaction]
 
     def _restore(self, group: Group, busy: set[str]) -> list[Command]:
-        """Give a survivor all its layers back."""
+        """Restore all layers of a survivor by an attempt."""
         worker = self.records.workers[group.members[0].worker_id]
         targets = ((Stage(worker.worker_id, 0, worker.num_layers),),)
         names = {worker.worker_id}
@@ -391,18 +404,20 @@ class GroupState:
         busy |= transaction.touched | worker_keys(names)
         return [transaction]
 
-    def _settle(self, broken_id: str | None, names: set[str], busy: set[str]) -> list[Command]:
-        """Give each registered worker among `names` a group of its own; `broken_id` goes."""
-        settlement = settle(
+    def _form_singletons(
+        self, broken_id: str | None, names: set[str], busy: set[str]
+    ) -> list[Command]:
+        """Put each registered worker of `names` into a singleton group; dissolve `broken_id`."""
+        transaction = form_singletons(
             self.records, broken_id, names, self._next_transaction, self._leadership
         )
-        if settlement is None or settlement.touched & busy:
+        if transaction is None or transaction.touched & busy:
             return []
-        busy |= settlement.touched
-        return [self._track(settlement)]
+        busy |= transaction.touched
+        return [self._track(transaction)]
 
-    def _forget(self, busy: set[str]) -> list[Command]:
-        """Remove the records of workers that have gone for good, some at a time."""
+    def _remove_departed(self, busy: set[str]) -> list[Command]:
+        """Remove the records of long-departed workers, a batch at a time."""
         if FLOOR_KEY in busy:
             return []
         names = self._departed.due(self.records, self._now_s, self.config.gone_after_s, busy)
@@ -410,19 +425,19 @@ class GroupState:
             return []
         for backoff in (self._backoff, self._restores):
             backoff.succeeded(names)
-        removal = forget(self.records, names, self._next_transaction, self._leadership)
+        removal = remove_records(self.records, names, self._next_transaction, self._leadership)
         return [self._track(removal)]
 
-    # --- what is under way
+    # --- in-flight work
 
     @property
     def _leadership(self) -> int:
-        """The token of a coordinator that decides."""
+        """The fencing token; callers must be the leader."""
         assert self.token is not None, "a standby decides nothing"
         return self.token
 
     def _busy(self) -> set[str]:
-        """Keys of groups and workers that a transaction or an attempt has, or that are unread."""
+        """Keys of groups and workers in a transaction or attempt, or in an unknown state."""
         busy = set(self._unread)
         for transaction in self._transactions.values():
             busy |= transaction.touched
@@ -433,7 +448,7 @@ class GroupState:
 
     @property
     def _next_transaction(self) -> int:
-        """It counts once it is tracked, so that time that only passes changes nothing."""
+        """The next transaction id; `_track` consumes it, so an idle tick changes no state."""
         return self._transactions_begun + 1
 
     def _track(self, transaction: Transact) -> Transact:

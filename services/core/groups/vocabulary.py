@@ -1,4 +1,4 @@
-"""Vocabulary of the group protocol: records, events, commands."""
+"""Records, events and commands of the group protocol (docs/protocol.md)."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -7,25 +7,25 @@ from enum import StrEnum
 from services.core.groups.layer_map import Stage
 
 Targets = tuple[tuple[Stage, ...], ...]
-"""The targets of a change-over, each as its stages in order."""
+"""Target groups of a change-over; each is the tuple of its stages in pipeline order."""
 
 
 class GroupPhase(StrEnum):
-    """How far a group is in its life."""
+    """Life-cycle phase of a group."""
 
     STABLE = "stable"
     DEGRADED = "degraded"
-    """Its members serve nothing and keep the layers that they hold, until they have all."""
+    """A survivor of a lost member; it serves nothing until all its layers are restored."""
     DISSOLVED = "dissolved"
 
 
 @dataclass(frozen=True, slots=True)
 class Worker:
-    """A worker that is registered now; `incarnation` belongs to its process.
+    """A registered worker; `incarnation` identifies its process.
 
-    `can_drop`: whether it can run part of the layers. `model_digest` tells models of one name
-    apart, `build` what workers run: its protocol version, a colon, and a digest of its code.
-    `settings`: the settings in which the members of a group must agree, as text for people.
+    `can_drop`: it can run a subset of the layers. `model_digest` distinguishes weights with the
+    same model name. `build` is the protocol version, a colon, and a digest of the code.
+    `settings` lists, as text for messages, the settings in which members of a group must agree.
     """
 
     worker_id: str
@@ -41,7 +41,7 @@ class Worker:
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A worker's place in a group: it runs layers `first_layer` to `end_layer` - 1."""
+    """A worker's stage in a group: layers `first_layer` to `end_layer` - 1."""
 
     worker_id: str
     incarnation: str
@@ -51,10 +51,10 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """The record of a group. A tombstone has no members.
+    """A group record. A tombstone (DISSOLVED) has no members and keeps the epoch.
 
-    `attempt` is the preparation that runs on it, if any; the configuration stays in force
-    meanwhile. `traceparent` names the trace of the change that made it, "" if that has none.
+    `attempt` marks the record while an attempt prepares to change the group; its configuration
+    stays in force. `traceparent` is the trace of the change that created the configuration, or "".
     """
 
     group_id: str
@@ -68,7 +68,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """The place of a worker by its newest committed configuration; `group_id` "": in no group."""
+    """A worker's group and layers in its newest committed configuration; "": in no group."""
 
     worker_id: str
     incarnation: str
@@ -80,7 +80,7 @@ class Assignment:
 
 @dataclass(frozen=True, slots=True)
 class StoredGroup:
-    """A group record as the store has it; `mod_revision` fences the next write."""
+    """A stored group record; the next write compares `mod_revision` (compare-and-swap)."""
 
     group: Group
     mod_revision: int
@@ -88,7 +88,7 @@ class StoredGroup:
 
 @dataclass(frozen=True, slots=True)
 class StoredAssignment:
-    """An assignment as the store has it."""
+    """A stored assignment."""
 
     assignment: Assignment
     mod_revision: int
@@ -96,9 +96,9 @@ class StoredAssignment:
 
 @dataclass(frozen=True, slots=True)
 class ClusterListed:
-    """All records as they stood at `revision`, as the store has answered.
+    """A snapshot of all records at `revision`; outdated snapshots are ignored.
 
-    A listing that is older than the known one has no effect. `epoch_floor`: see `departed`.
+    `epoch_floor`: see `singleton_groups`.
     """
 
     now_s: float
@@ -112,7 +112,7 @@ class ClusterListed:
 
 @dataclass(frozen=True, slots=True)
 class LeadershipChanged:
-    """This coordinator leads from now on under `token`, or (None) no longer does."""
+    """This coordinator became the leader under the fencing token, or (None) lost leadership."""
 
     now_s: float
     token: int | None
@@ -120,16 +120,16 @@ class LeadershipChanged:
 
 @dataclass(frozen=True, slots=True)
 class ChangeRefused:
-    """Why groups cannot be changed like that, as one sentence."""
+    """The sentence that explains why a requested change of groups is invalid."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class Reconfigure:
-    """A request to change the groups of the workers in `targets` to `targets`.
+    """Request to regroup the workers of `targets` into the groups `targets`.
 
-    `traceparent` goes into their records.
+    `traceparent` is written into the new records.
     """
 
     now_s: float
@@ -140,7 +140,7 @@ class Reconfigure:
 
 @dataclass(frozen=True, slots=True)
 class CalledOff:
-    """Nobody wants the change `request_id` any more; a commit under way is not stopped."""
+    """Cancels the request `request_id`; an in-flight commit is not stopped."""
 
     now_s: float
     request_id: str
@@ -149,7 +149,7 @@ class CalledOff:
 
 @dataclass(frozen=True, slots=True)
 class MemberAnswered:
-    """A member has prepared itself (`ready`), or will not: `reason`."""
+    """A member finished its preparation (`ready`) or refused it for `reason`."""
 
     now_s: float
     attempt: str
@@ -161,9 +161,9 @@ class MemberAnswered:
 
 @dataclass(frozen=True, slots=True)
 class TransactionFinished:
-    """A transaction has ended, at `revision` if it was committed.
+    """A transaction ended, committed at `revision`.
 
-    Without a revision it was refused, or nobody knows: it may be applied even later.
+    None: the store rejected it, or its outcome is unknown and it may still be applied.
     """
 
     now_s: float
@@ -173,9 +173,9 @@ class TransactionFinished:
 
 @dataclass(frozen=True, slots=True)
 class GroupStuck:
-    """A worker reports that its group, at `epoch`, cannot go on as it is: `reason`, for people.
+    """A worker reports that its group cannot make progress at `epoch`, for `reason`.
 
-    Its engine answers nothing for `iteration_s` at most, while an iteration runs.
+    `iteration_s`: the engine's longest recent iteration, during which it does not respond.
     """
 
     now_s: float
@@ -188,7 +188,7 @@ class GroupStuck:
 
 @dataclass(frozen=True, slots=True)
 class EngineHung:
-    """A worker reports that its engine stands still, or does so no longer (`hung`)."""
+    """A worker reports that its engine hangs, or responds again (`hung` False)."""
 
     now_s: float
     worker_id: str
@@ -198,7 +198,7 @@ class EngineHung:
 
 @dataclass(frozen=True, slots=True)
 class TimePassed:
-    """Nothing else happened; deadlines may have passed."""
+    """A clock tick, which lets deadlines expire."""
 
     now_s: float
 
@@ -218,11 +218,11 @@ Event = (
 
 @dataclass(frozen=True, slots=True)
 class Transact:
-    """Write all of it at once, if the leader is still `token` and no revision has changed.
+    """An atomic write, conditional on the leader's token and on every revision below.
 
-    Revisions are by group or worker id; 0 means that the record is absent. Of the workers in
-    `forgotten` the assignments and the groups of their own are removed, and `epoch_floor` is
-    written, if the one before it is at `floor_revision`.
+    Revisions are keyed by group or worker id; 0 requires that the record is absent. The assignments
+    and singleton groups of the workers in `forgotten` are deleted, and `epoch_floor` replaces
+    the floor that is at `floor_revision`.
     """
 
     transaction_id: int
@@ -238,7 +238,7 @@ class Transact:
 
     @property
     def touched(self) -> set[str]:
-        """Keys that it compares or writes: two transactions that share one cannot both succeed."""
+        """Keys compared or written; transactions with a common key cannot both commit."""
         names = {*self.worker_revisions, *self.assignment_revisions}
         floor = {FLOOR_KEY} if self.forgotten else set()
         return group_keys(self.group_revisions) | worker_keys(names) | floor
@@ -246,7 +246,7 @@ class Transact:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A group before the change, as its record stands at `mod_revision` with the attempt in it."""
+    """A group before the change, with the attempt's mark at `mod_revision`."""
 
     group: Group
     mod_revision: int
@@ -254,7 +254,7 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class PrepareMembers:
-    """Ask every member of `sources` to get ready for its place in `targets`."""
+    """Send Prepare to every member of `sources` for its stage in `targets`."""
 
     attempt: str
     token: int
@@ -265,7 +265,7 @@ class PrepareMembers:
 
 @dataclass(frozen=True, slots=True)
 class AbortMember:
-    """Tell a member that the attempt will never be committed. Its record says so, too."""
+    """Send Abort to a member. Best effort: the member also learns it from the group record."""
 
     attempt: str
     token: int
@@ -275,9 +275,9 @@ class AbortMember:
 
 @dataclass(frozen=True, slots=True)
 class ReconfigurationCommitted:
-    """The answer to `Reconfigure`: the groups are changed, at `epoch`.
+    """Reply to `Reconfigure`: the change is committed at `epoch`.
 
-    Attempts that nobody asked for are answered under their own id.
+    Attempts that the protocol starts itself (restore, rebuild) use their own id as `request_id`.
     """
 
     request_id: str
@@ -286,9 +286,9 @@ class ReconfigurationCommitted:
 
 @dataclass(frozen=True, slots=True)
 class ReconfigurationFailed:
-    """The answer to `Reconfigure`: it was refused, or its attempt was aborted.
+    """Reply to `Reconfigure`: it was refused, or its attempt was aborted.
 
-    `busy`: nothing was tried, since another write was under way; ask again.
+    `busy`: another write to these records was in flight, so no attempt was started; retry.
     """
 
     request_id: str
@@ -300,14 +300,14 @@ Command = Transact | PrepareMembers | AbortMember | ReconfigurationCommitted | R
 
 
 FLOOR_KEY = "floor"
-"""Key of the epoch floor, beside those of groups and workers."""
+"""Key of the epoch floor in `Transact.touched`."""
 
 
 def group_keys(group_ids: Iterable[str]) -> set[str]:
-    """Keys of groups, beside those of workers."""
+    """The keys of groups in `Transact.touched`."""
     return {f"g/{group_id}" for group_id in group_ids}
 
 
 def worker_keys(worker_ids: Iterable[str]) -> set[str]:
-    """Keys of workers, beside those of groups."""
+    """The keys of workers in `Transact.touched`."""
     return {f"w/{worker_id}" for worker_id in worker_ids}

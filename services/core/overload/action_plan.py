@@ -1,4 +1,4 @@
-"""Plans which groups merge or split to carry out a decision about memory."""
+"""Plans the merges or splits that carry out a decision of the monitor."""
 
 from collections.abc import Container, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -21,14 +21,14 @@ from services.core.report import EngineReport
 
 
 class NoPlan(Exception):
-    """Nothing can be changed now; one sentence says why."""
+    """No change is possible now; the message is a sentence that explains why."""
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One change-over: `group_ids` become `targets`; `text` describes it for people.
+    """A change-over of the groups `group_ids` into `targets`; `text` describes it for people.
 
-    `gain_tokens`: how much more KV the targets hold.
+    `gain_tokens`: KV capacity that it adds.
     """
 
     group_ids: tuple[str, ...]
@@ -39,10 +39,10 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class ActionPlan:
-    """The changes that carry out a decision. Without any, `reason` is one sentence that says why.
+    """The changes that carry out a decision; if empty, `reason` is the explanation.
 
-    `short_tokens` of KV are still missing after all merges that are possible; None where the
-    decision was not about all groups of the model.
+    `short_tokens`: KV still missing after all possible merges; None if the decision was not about
+    all groups of the model.
     """
 
     changes: tuple[Change, ...]
@@ -56,45 +56,46 @@ def merges(
     reports: Mapping[str, EngineReport],
     needed_tokens: int,
 ) -> list[Change]:
-    """Merges of groups of one model that gain `needed_tokens` of KV, or as many as can be.
+    """Merges of groups of a model that gain `needed_tokens` of KV, or as many as possible.
 
-    If they gain less, the first one's text says so.
+    If they gain less, the first merge's text says so.
 
     Raises:
-        NoPlan: if there is none that gains anything.
+        NoPlan: if no merge gains memory.
     """
     known = [group for group in groups if _can_merge(group, facts)]
     if len(known) < 2:
         raise NoPlan(
-            "a merge needs two groups of steady workers that can drop layers and are not being"
-            f" changed; {len(known)} could merge now"
+            "a merge needs two groups of steady workers that can drop layers and have no change"
+            f" in progress; {len(known)} could merge now"
         )
-    found, gained = list[Change](), 0
+    changes, gained = list[Change](), 0
     refused = f"no merge of {len(known)} groups gains memory"
+    # Most groups first: they offer the most merges. At least one merge is planned in any case.
     for alike in _by_digest(known, facts):
-        if needed_tokens <= gained and found:
+        if needed_tokens <= gained and changes:
             break
         try:
             more = _merges_alike(alike, facts, reports, needed_tokens - gained)
         except SplitError as error:
             refused = str(error)
             continue
-        found += more
+        changes += more
         gained += sum(change.gain_tokens for change in more)
-    if not found:
+    if not changes:
         raise NoPlan(refused)
     if gained < needed_tokens:
-        text = f"{found[0].text}; all that can merge gains {gained} of {needed_tokens} tokens"
-        found[0] = replace(found[0], text=text)
-    return found
+        text = f"{changes[0].text}; all possible merges gain {gained} of {needed_tokens} tokens"
+        changes[0] = replace(changes[0], text=text)
+    return changes
 
 
 def _by_digest(groups: Sequence[Group], facts: Mapping[str, WorkerFacts]) -> list[list[Group]]:
-    """Groups that serve the same weights, the most first: only these share shapes, and merge."""
-    found: dict[str, list[Group]] = {}
+    """Groups by weights, largest set first; only groups with the same weights can merge."""
+    by_digest: dict[str, list[Group]] = {}
     for group in groups:
-        found.setdefault(facts[group.members[0].worker_id].model_digest, []).append(group)
-    return sorted(found.values(), key=len, reverse=True)
+        by_digest.setdefault(facts[group.members[0].worker_id].model_digest, []).append(group)
+    return sorted(by_digest.values(), key=len, reverse=True)
 
 
 def _merges_alike(
@@ -103,15 +104,16 @@ def _merges_alike(
     reports: Mapping[str, EngineReport],
     needed_tokens: int,
 ) -> list[Change]:
-    """Merges of groups that serve the same weights. Raises SplitError."""
+    """Merges of groups with the same weights: drop plan, then layer maps. Raises SplitError."""
     shape = facts[known[0].members[0].worker_id].shape
     assert shape is not None  # _can_merge
     ids = [member.worker_id for group in known for member in group.members]
-    arena_bytes = {one: facts[one].arena_bytes for one in ids}
+    arena_bytes = {worker_id: facts[worker_id].arena_bytes for worker_id in ids}
     shapes = {known[0].model: shape}
     planned = [_plan_group(group, shape, facts, reports) for group in known]
     plan = plan_drop(planned, shapes, needed_tokens * shape.num_layers * shape.kv_bytes)
     targets = targets_of(plan, shapes, arena_bytes)
+    # Unequal memory can make a merge lose: its smallest stage limits the whole group.
     return [_merge(target) for target in targets if target.tokens_after > target.tokens_before]
 
 
@@ -121,10 +123,10 @@ def merges_of_full(
     facts: Mapping[str, WorkerFacts],
     reports: Mapping[str, EngineReport],
 ) -> list[Change]:
-    """Merges of each full group with one that has room: near ones first, then the emptiest.
+    """Merges each full group with a group with free memory: the nearest, then the least used.
 
     Raises:
-        NoPlan: if there is none that gains anything.
+        NoPlan: if no merge gains memory.
     """
     planned = {}
     for group in groups:
@@ -132,35 +134,36 @@ def merges_of_full(
             shape = facts[group.members[0].worker_id].shape
             assert shape is not None  # _can_merge
             planned[group.group_id] = group, _plan_group(group, shape, facts, reports)
-    roomy = [one for one in planned.values() if one[0].group_id not in full_ids]
-    found: list[Change] = []
-    for full, plan in [one for one in planned.values() if one[0].group_id in full_ids]:
-        alike = [one for one in roomy if one[1].key == plan.key]
+    spare = [entry for entry in planned.values() if entry[0].group_id not in full_ids]
+    changes: list[Change] = []
+    for full, plan in [entry for entry in planned.values() if entry[0].group_id in full_ids]:
+        alike = [entry for entry in spare if entry[1].key == plan.key]
         if not alike:
             continue
-        chosen = max(alike, key=lambda one: (_nearness(plan, one[1]), -one[1].running_kv_bytes))
+        # Near partners exchange KV over fast links; a partner with little KV has most free memory.
+        partner = max(alike, key=lambda p: (_nearness(plan, p[1]), -p[1].running_kv_bytes))
         with suppress(SplitError):
-            made = _merges_alike([full, chosen[0]], facts, reports, 1)
-            if made:
-                found += made
-                roomy.remove(chosen)
-    if not found:
-        raise NoPlan("no group that has room can merge with those that are full")
-    return found
+            merged = _merges_alike([full, partner[0]], facts, reports, 1)
+            if merged:
+                changes += merged
+                spare.remove(partner)
+    if not changes:
+        raise NoPlan("no group with free memory can merge with the full groups")
+    return changes
 
 
-def _nearness(one: PlanGroup, other: PlanGroup) -> int:
-    """How many parts of their locations, from the widest on, are the same."""
-    return len(shared_location([one.location, other.location]))
+def _nearness(left: PlanGroup, right: PlanGroup) -> int:
+    """Length of the common prefix of their locations."""
+    return len(shared_location([left.location, right.location]))
 
 
 def splits(groups: Iterable[Group]) -> list[Change]:
-    """Each of the groups, which have all layers, becomes groups of one.
+    """Splits of the merged groups among `groups` into single workers.
 
     Raises:
-        NoPlan: if there are none.
+        NoPlan: if none of them is merged.
     """
-    found = [
+    changes = [
         Change(
             (group.group_id,),
             split_up(group, group.members[-1].end_layer),
@@ -169,16 +172,16 @@ def splits(groups: Iterable[Group]) -> list[Change]:
         for group in groups
         if len(group.members) > 1
     ]
-    if not found:
-        raise NoPlan("the groups are being changed already, or a change of them has just failed")
-    return found
+    if not changes:
+        raise NoPlan("a change of the groups is in progress, or has just failed")
+    return changes
 
 
 def _can_merge(group: Group, facts: Mapping[str, WorkerFacts]) -> bool:
     known = [facts.get(member.worker_id) for member in group.members]
     return bool(known) and all(
-        one is not None and one.can_drop and not one.draining and one.shape is not None
-        for one in known
+        worker is not None and worker.can_drop and not worker.draining and worker.shape is not None
+        for worker in known
     )
 
 
@@ -188,7 +191,7 @@ def _plan_group(
     facts: Mapping[str, WorkerFacts],
     reports: Mapping[str, EngineReport],
 ) -> PlanGroup:
-    known = [facts[one.worker_id] for one in group.members]
+    known = [facts[member.worker_id] for member in group.members]
     token_bytes = shape.num_layers * shape.kv_bytes
     return plan_group(
         group.group_id,
@@ -199,8 +202,8 @@ def _plan_group(
             settings=known[0].settings,
         ),
         plan_members(group),
-        [one.location for one in known],
-        [used_tokens(reports.get(one.worker_id), one) * token_bytes for one in known],
+        [worker.location for worker in known],
+        [used_tokens(reports.get(w.worker_id), w) * token_bytes for w in known],
     )
 
 

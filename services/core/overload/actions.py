@@ -1,9 +1,10 @@
-"""From the monitor's decisions to changes that may begin now.
+"""Converts the monitor's decisions into changes of groups that can start now.
 
-Skips groups with a change in progress, and groups in exponential back-off after a failed change. A
-model without a plan for merges is in back-off, too, except for splits. A worker that comes and goes
-is not merged, but may be split off. Tokens that running merges will gain count towards the need.
-A silent worker has not left if this service itself stalled, or if all workers fall silent at once.
+Groups with a change in progress are skipped, and groups in exponential back-off after a failed
+change. A model without a possible merge is in back-off, too, except for splits. Flap damping: a
+worker that repeatedly leaves and returns is not merged, but may be split off. Tokens that merges
+in progress will gain count towards the need. A silent worker does not count as gone if this
+service itself stalled, or if all workers became silent at once.
 """
 
 from collections.abc import Iterable, Mapping
@@ -29,23 +30,26 @@ LOAD_IS_BACK = "called off: load has returned"
 
 @dataclass(slots=True)
 class ActionState:
-    """Actions in progress as changes, and back-off after failures."""
+    """Changes in progress that carry out decisions, and back-off after failures."""
 
-    backoff_s: float
+    backoff_s: float  # after the first failure
     backoff_max_s: float
-    _failed: Backoff = field(default_factory=Backoff)  # of workers
-    _planless: Backoff = field(default_factory=Backoff)  # of models
-    _steadiness: Steadiness = field(default_factory=Steadiness)
-    _self_watch: SelfWatch = field(default_factory=SelfWatch)
-    _present: dict[str, str] = field(default_factory=dict)  # incarnations of workers that speak
-    _changing: set[str] = field(default_factory=set)
-    _splits: list[Change] = field(default_factory=list)  # that run
-    _called_off: set[Change] = field(default_factory=set)  # of these
-    _gains: dict[tuple[str, ...], tuple[str, int]] = field(default_factory=dict)  # model, tokens
+    _failed: Backoff = field(default_factory=Backoff)  # of workers, after failed changes
+    _planless: Backoff = field(default_factory=Backoff)  # of models without a possible merge
+    _steadiness: Steadiness = field(default_factory=Steadiness)  # flap damping of workers
+    _self_watch: SelfWatch = field(default_factory=SelfWatch)  # detects stalls of this service
+    _present: dict[str, str] = field(default_factory=dict)  # reporting workers: incarnation
+    _changing: set[str] = field(default_factory=set)  # ids of groups with a change in progress
+    _splits: list[Change] = field(default_factory=list)  # splits in progress
+    _called_off: set[Change] = field(default_factory=set)  # of these, cancelled
+    # Tokens that changes in progress gain: group ids -> (model, tokens).
+    _gains: dict[tuple[str, ...], tuple[str, int]] = field(default_factory=dict)
 
     def see(self, incarnations: Mapping[str, str], now_s: float) -> None:
-        """These workers are there and speak; call it a few times a second."""
+        """Record the incarnations of the workers that report now; call a few times a second."""
         gone = self._present.keys() - incarnations.keys()
+        # All workers silent at once, or a stall of this process: the fault is on this side, so
+        # silence is no evidence of flapping. A new incarnation always is.
         blind = len(self._present) > 1 and len(gone) == len(self._present)
         silent_left = self._self_watch.look(now_s) and not blind
         for worker_id, incarnation in self._present.items():
@@ -65,15 +69,16 @@ class ActionState:
         reports: Mapping[str, EngineReport],
         now_s: float,
     ) -> ActionPlan:
-        """The changes that carry out a decision to merge or split; call `ended` for each."""
+        """Start the changes that carry out a merge or split decision; call `ended` for each."""
         model = decision.model
-        groups = [one for one in stable_groups if one.model == model and self._is_free(one, now_s)]
+        groups = [g for g in stable_groups if g.model == model and self._is_free(g, now_s)]
         coming = sum(tokens for name, tokens in self._gains.values() if name == model)
+        # Merges in progress already serve part of the need; a second set would drop too much.
         missing = decision.needed_tokens - coming
         for_all = decision.action is Action.MERGE and not decision.group_ids
         try:
             if decision.action is Action.SPLIT:
-                changes = splits([one for one in groups if one.group_id in decision.group_ids])
+                changes = splits([g for g in groups if g.group_id in decision.group_ids])
             else:
                 changes = self._merges(decision, coming, groups, facts, reports, now_s)
         except NoPlan as error:
@@ -87,15 +92,15 @@ class ActionState:
         return ActionPlan(tuple(changes), max(0, missing) if for_all else None)
 
     def to_call_off(self, decision: Decision) -> list[Change]:
-        """The splits that run and that a decision calls off; call `ended` when they have ended."""
-        found = [one for one in self._splits if one.group_ids[0] in decision.group_ids]
-        self._called_off.update(found)
-        return found
+        """The splits in progress that a decision cancels; call `ended` when they have ended."""
+        changes = [split for split in self._splits if split.group_ids[0] in decision.group_ids]
+        self._called_off.update(changes)
+        return changes
 
     def ended(self, change: Change, is_stable: bool, now_s: float) -> None:
-        """A change is over: all members serve it, or it has failed.
+        """Record the end of a change: stable, or failed.
 
-        One that was called off is no failure: nobody backs off.
+        A cancelled change is no failure, so its workers do not back off.
         """
         self._changing.difference_update(change.group_ids)
         del self._gains[change.group_ids]
@@ -118,26 +123,27 @@ class ActionState:
         reports: Mapping[str, EngineReport],
         now_s: float,
     ) -> list[Change]:
-        """Merges of free groups, for what is not `coming` from those that run. Raises NoPlan."""
+        """Merges of free groups, for the need beyond `coming`. Raises NoPlan."""
         model, needed = decision.model, decision.needed_tokens
         wait_s = self._planless.wait_s([model], now_s)
         if wait_s > 0:
-            raise NoPlan(f"there was no plan lately; looked for again in {wait_s:.1f} s")
+            raise NoPlan(f"no merge was possible lately; next try in {wait_s:.1f} s")
         if 0 < needed <= coming:
-            raise NoPlan(f"merges that run gain {coming} of {needed} tokens")
-        groups = [one for one in groups if not self._flaps(one, now_s)]
+            raise NoPlan(f"merges in progress gain {coming} of {needed} tokens")
+        # A flapping worker would break its merged group, and stall the other members, each time.
+        groups = [group for group in groups if not self._flaps(group, now_s)]
         try:
             if decision.group_ids:
                 return merges_of_full(groups, decision.group_ids, facts, reports)
-            found = merges(groups, facts, reports, needed - coming)
+            changes = merges(groups, facts, reports, needed - coming)
         except NoPlan:
             self._planless.failed([model], now_s, self.backoff_s, self.backoff_max_s)
             raise
         self._planless.succeeded([model])
-        return found
+        return changes
 
     def _flaps(self, group: Group, now_s: float) -> bool:
-        return any(self._steadiness.flaps(one.worker_id, now_s) for one in group.members)
+        return any(self._steadiness.flaps(m.worker_id, now_s) for m in group.members)
 
     def _is_free(self, group: Group, now_s: float) -> bool:
         names = [member.worker_id for member in group.members]

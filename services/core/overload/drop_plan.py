@@ -1,20 +1,20 @@
-"""Which groups merge so that enough parameters are dropped: KunServe Figure 6, greedy.
+"""The drop plan (KunServe Figure 6, greedy): merges groups until enough parameters are dropped.
 
-The two smallest groups merge, always: few members per pipeline slow serving least. Among pairs of
-equal size, groups near in the network go first, then those with least running KV to exchange:
+The two smallest groups always merge: short pipelines slow serving least. Among pairs of equal size,
+groups close in the network merge first, then groups with the least running KV to exchange:
 
     for each size, from the smallest, while bytes are missing:
-        a group that a smaller size has left over merges with the nearest, of these with least KV
+        a group left over from a smaller size merges with the nearest group, then least KV
         for each merge key, and each depth of locations, from hosts to the whole network:
             at each place of that depth, in the order of their KV, every two neighbours merge;
-            of an odd number the last, which has most KV, goes on to the next wider place
-            (if not all these pairs are needed, those with least KV in sum merge)
-        a group that finds no partner at all is left over
+            of an odd number, the last group, with the most KV, moves on to the next wider place
+            (if fewer pairs are needed, the pairs with the least KV in sum merge)
+        a group without any partner is left over
 
-A merged group is larger than both its parts, so each size is sorted once, and the plan takes
-O(N log N). `test_drop_plan.py` has this algorithm as plain code, and compares. Ten thousand
-instances are planned for in milliseconds: to that end groups are numbers here, their properties are
-lists, and merges of pairs of pairs are made in one step where that is the same.
+A merged group is larger than its parts, so each size is sorted once, and the plan takes O(N log N).
+`test_drop_plan.py` has a plain implementation and compares. To plan 10,000 instances within
+milliseconds, groups are integers here, their properties are lists indexed by them, and merges of
+pairs of pairs happen in a single step where the outcome is the same.
 """
 
 from collections import defaultdict
@@ -30,11 +30,11 @@ from services.core.groups.layer_map import ModelShape
 from services.core.groups.reconfiguration import WORKERS_MAX
 
 Location = tuple[str, ...]
-"""Where a worker is, from the widest to the narrowest, such as zone, rack, host."""
+"""A worker's location, widest part first, such as (zone, rack, host)."""
 
 
 class MergeKey(NamedTuple):
-    """Only groups that agree in all of it merge."""
+    """Groups merge only if their merge keys are equal."""
 
     model: str
     role: str = "serve"
@@ -45,7 +45,7 @@ class MergeKey(NamedTuple):
 
 
 class PlanMember(NamedTuple):
-    """A worker and the layers that it runs now, `first_layer` to `end_layer` - 1."""
+    """A worker and its current layers, `first_layer` to `end_layer` - 1."""
 
     worker_id: str
     first_layer: int
@@ -53,7 +53,7 @@ class PlanMember(NamedTuple):
 
 
 class PlanGroup(NamedTuple):
-    """A group that may merge; members in stage order. `running_kv_bytes` is what it would move."""
+    """A candidate; members in stage order. `running_kv_bytes`: KV that a merge may exchange."""
 
     group_id: str
     key: MergeKey
@@ -63,38 +63,35 @@ class PlanGroup(NamedTuple):
 
 
 class Merge(NamedTuple):
-    """Groups that become one."""
+    """Groups that merge into a single group."""
 
     groups: tuple[PlanGroup, ...]
     freed_bytes: int
 
     @property
     def key(self) -> MergeKey:
-        """What the groups agree in."""
+        """The common merge key."""
         return self.groups[0].key
 
     @property
     def group_ids(self) -> tuple[str, ...]:
-        """The groups, ordered by id."""
+        """Ids of the groups, sorted."""
         return tuple(sorted(group.group_id for group in self.groups))
 
     @property
     def members(self) -> tuple[PlanMember, ...]:
-        """All members in the order of their stages; the first leads.
-
-        It is the order of the layers that they run now, so that few parameters must move. Of
-        those that run the same layers, the members of the group with most KV come first: a
-        leader's requests stay where they are.
-        """
+        """All members in stage order; the first leads."""
+        # Order by current layers, so that few parameters move. With equal layers, members of the
+        # group with the most KV come first: the requests of the new leader need not move.
         groups = sorted(self.groups, key=_running_kv_bytes, reverse=True)
         return tuple(sorted(chain.from_iterable(map(_members, groups)), key=_middle))
 
 
 @dataclass(frozen=True, slots=True)
 class DropPlan:
-    """What merges, and whether that frees `needed_bytes`.
+    """The merges, and the bytes that they free.
 
-    Unless `sufficient`, everything that can merge does, and more instances are needed.
+    If not `sufficient`, all possible merges are planned, and more instances are needed.
     """
 
     merges: tuple[Merge, ...]
@@ -109,10 +106,9 @@ def plan_drop(
     needed_bytes: int,
     members_max: int = WORKERS_MAX,
 ) -> DropPlan:
-    """Merge until `needed_bytes` of parameters are freed, or nothing can merge any more.
+    """Merge groups until `needed_bytes` of parameters are freed, or no merge is possible.
 
-    `shapes`: of each model. A group gets no more members than its model has layers, nor than
-    `members_max`.
+    `shapes` is by model. A group has at most `members_max` members, and a layer for each.
     """
     greedy = _Greedy(tuple(groups), shapes, needed_bytes, members_max)
     greedy.run()
@@ -120,10 +116,10 @@ def plan_drop(
 
 
 _Places = dict[Location, list[int]]
-"""Groups of one size and key, by number, at the places that all members of each share."""
+"""Groups of a size and key, by the narrowest place that all members of a group share."""
 
 _Candidates = tuple[list[int], dict[Location, int]]
-"""Groups to merge, in order, and how many mergers there are at each place."""
+"""Groups to merge, in order, and the number of possible merges at each place."""
 
 _key = attrgetter("key")
 _location = attrgetter("location")
@@ -132,7 +128,7 @@ _running_kv_bytes = attrgetter("running_kv_bytes")
 
 
 class _Greedy:
-    """One run of the algorithm. Groups have numbers, those that merges make the next ones."""
+    """A run of the algorithm. Groups are numbered; merged groups get the next numbers."""
 
     def __init__(
         self,
@@ -147,23 +143,24 @@ class _Greedy:
         self._longest = {
             model: min(shape.num_layers, members_max) for model, shape in shapes.items()
         }
-        self._given = len(groups)
-        # By group: what it was made of, its KV (exact as a float, and sooner sorted), what its
-        # merges have freed.
+        self._given = len(groups)  # higher numbers are merged groups
+        # By group number: original groups in it, KV (a float: exact here, and faster to sort),
+        # bytes that its merges freed.
         self._sources: list[tuple[PlanGroup, ...]] = list(zip(groups, strict=True))
         self._kv_bytes = list(map(float, map(_running_kv_bytes, groups)))
         self._freed_bytes = [0] * len(groups)
-        self._used: list[int] = []  # what merges have used up
+        self._used: list[int] = []  # groups that are part of a merged group
         self._by_size: dict[int, dict[MergeKey, _Places]] = {}
         self._sizes: list[int] = []  # a heap of the keys of `_by_size`
         self._sort_in(groups)
 
     def run(self) -> None:
-        """Merge for as long as it is needed and possible."""
+        """Merge while bytes are missing and a merge is possible."""
         left_over: dict[MergeKey, tuple[int, int]] = {}
         while self._sizes and self.missing_bytes > 0:
             size = heappop(self._sizes)
             by_key = self._by_size.pop(size)
+            # The smallest group of all merges first: the left-over of a smaller size.
             for key, places in by_key.items():
                 if key in left_over:
                     self._merge_left_over(key, *left_over.pop(key), size, places)
@@ -174,16 +171,16 @@ class _Greedy:
                     left_over[key] = size, alone
 
     def merges(self) -> tuple[Merge, ...]:
-        """The groups that came about and still stand."""
+        """The merged groups that no later merge has absorbed."""
         made = range(self._given, len(self._sources))
-        standing = sorted(set(made).difference(self._used))
-        sources = map(self._sources.__getitem__, standing)
-        freed_bytes = map(self._freed_bytes.__getitem__, standing)
-        # As `Merge(...)`, which takes three times as long.
+        final = sorted(set(made).difference(self._used))
+        sources = map(self._sources.__getitem__, final)
+        freed_bytes = map(self._freed_bytes.__getitem__, final)
+        # Equivalent to `Merge(...)`, in a third of the time.
         return tuple(map(tuple.__new__, repeat(Merge), zip(sources, freed_bytes, strict=True)))
 
     def _sort_in(self, groups: tuple[PlanGroup, ...]) -> None:
-        """Put the groups where those of their size, key and place are."""
+        """File the groups by size, key and place."""
         sizes = map(len, map(_members, groups))
         kinds = zip(sizes, map(_key, groups), map(_location, groups), strict=True)
         numbers: defaultdict[tuple[int, MergeKey, Location], list[int]] = defaultdict(list)
@@ -193,7 +190,7 @@ class _Greedy:
             self._places(key, size)[location] = here
 
     def _places(self, key: MergeKey, size: int) -> _Places:
-        """The groups of that size and key, to add to."""
+        """The groups of a size and key, to add to."""
         by_key = self._by_size.get(size)
         if by_key is None:
             by_key = self._by_size[size] = {}
@@ -201,12 +198,10 @@ class _Greedy:
         return by_key.setdefault(key, {})
 
     def _most_at_once(self, size: int, by_key: Mapping[MergeKey, _Places]) -> int:
-        """How many groups of this size, a power of two, may become one in a single step.
-
-        More than two if all the merges of pairs that lead there are needed in any case, and no
-        groups of the sizes between take part: in the order of KV, the sums of pairs are in order,
-        so that always neighbours merge.
-        """
+        """Number of groups of this size, a power of 2, that may merge in a single step."""
+        # More than 2 is equivalent to rounds of pairs if all those rounds are needed anyway and no
+        # group of an intermediate size takes part: groups are in the order of KV, so the sums of
+        # neighbours are in order as well, and the next round merges neighbours again.
         counts = [
             (sum(map(len, places.values())), self._shapes[key.model])
             for key, places in by_key.items()
@@ -214,7 +209,7 @@ class _Greedy:
         longest = max(self._longest[key.model] for key in by_key)
         most = 2
         while not self._sizes and 2 * most * size <= longest:
-            # A group frees no more than it holds.
+            # Upper bound of the bytes that these rounds free: a group frees at most what it holds.
             freed_bytes = sum(
                 (count - count // (2 * most)) * shape.parameter_bytes(size)
                 for count, shape in counts
@@ -227,8 +222,8 @@ class _Greedy:
     def _merge_left_over(
         self, key: MergeKey, small_size: int, small: int, size: int, places: _Places
     ) -> None:
-        """Merge the group that smaller sizes left over with the nearest of `places`."""
-        # If it would be too long, it would be with any larger group, too.
+        """Merge a left-over group of a smaller size with the nearest group of `places`."""
+        # If this merge exceeds the member limit, so does a merge with any larger group.
         shape = self._shapes[key.model]
         if self.missing_bytes <= 0 or small_size + size > self._longest[key.model]:
             return
@@ -242,24 +237,25 @@ class _Greedy:
             for number in places[place]
         )
         places[place].remove(near)
-        found = {location[:depth]: 1}
+        merges_at = {location[:depth]: 1}
         freed_bytes = shape.freed_bytes(small_size, size)
-        self._merge(key, small_size + size, freed_bytes, [[small], [near]], found)
+        self._merge(key, small_size + size, freed_bytes, [[small], [near]], merges_at)
 
     def _merge_alike(self, key: MergeKey, size: int, most: int, places: _Places) -> int | None:
-        """Merge groups of one size, near ones first; returns the one that found no partner."""
+        """Merge groups of equal size, nearest first; returns the group left without a partner."""
         shape = self._shapes[key.model]
         while most * size > self._longest[key.model]:
             most //= 2
         if most < 2:
             return None
+        # From hosts to the whole network: KV exchange and activations prefer short paths.
         for depth in range(max(map(len, places)), -1, -1):
             candidates, places = self._neighbours(depth, most, places)
-            for at_once, (numbers, found) in candidates.items():
+            for at_once, (numbers, merges_at) in candidates.items():
                 columns = [numbers[column::at_once] for column in range(at_once)]
                 freed_bytes = at_once * shape.parameter_bytes(size)
                 freed_bytes -= shape.parameter_bytes(at_once * size)
-                self._merge(key, at_once * size, freed_bytes, columns, found)
+                self._merge(key, at_once * size, freed_bytes, columns, merges_at)
             if self.missing_bytes <= 0:
                 return None
         return next((here[0] for here in places.values()), None)
@@ -269,7 +265,7 @@ class _Greedy:
     ) -> tuple[dict[int, _Candidates], _Places]:
         """Groups that may merge at places of that depth: `most` at once, then half as many, …
 
-        Groups that are left over merge at the next wider places.
+        Also returns the places for the next depth, with the groups that are left over.
         """
         kv_bytes_of = self._kv_bytes.__getitem__
         candidates: dict[int, _Candidates] = {}
@@ -281,14 +277,15 @@ class _Greedy:
             if len(place) < depth:
                 wider[place] += here
                 continue
-            # Groups with least KV merge; the one left over has most. Unless all become one.
+            # Groups with the least KV merge, and the group left over has the most. The order does
+            # not matter if all groups of the place merge into one.
             if len(here) not in candidates:
                 here.sort(key=kv_bytes_of)
             left = len(here)
-            for at_once, (numbers, found) in candidates.items():
+            for at_once, (numbers, merges_at) in candidates.items():
                 if at_once <= left:
                     count, rest = divmod(left, at_once)
-                    found[place] = count
+                    merges_at[place] = count
                     numbers.extend(here[len(here) - left : len(here) - rest])
                     left = rest
             if left:
@@ -301,22 +298,23 @@ class _Greedy:
         size: int,
         each_bytes: int,
         columns: list[list[int]],
-        found: Mapping[Location, int],
+        merges_at: Mapping[Location, int],
     ) -> None:
-        """Merge as many of the candidates as are needed, those with least KV to exchange first.
+        """Apply as many of the possible merges as needed, with the least KV to exchange first.
 
-        Each takes one group of every column, gets `size` members and frees `each_bytes`. `found`:
-        how many there are at each place, in their order.
+        A merge takes a group of each column, has `size` members and frees `each_bytes`.
+        `merges_at`: the number of possible merges at each place, in their order.
         """
         kv_bytes = _sums(self._kv_bytes, columns)
-        count = max(0, -(-self.missing_bytes // each_bytes))
+        count = max(0, -(-self.missing_bytes // each_bytes))  # needed merges, rounded up
         if count < len(kv_bytes):
             least = sorted(range(len(kv_bytes)), key=kv_bytes.__getitem__)[:count]
             columns = [[column[index] for index in least] for column in columns]
         elif 0 < len(kv_bytes) < count:
-            # Otherwise these are the last, and no group remains to merge with them.
+            # More merges are needed than possible here: the merged groups become candidates of
+            # their size.
             places, number = self._places(key, size), len(self._sources)
-            for place, here in found.items():
+            for place, here in merges_at.items():
                 places.setdefault(place, []).extend(range(number, number + here))
                 number += here
             self._kv_bytes += kv_bytes
@@ -333,21 +331,21 @@ _Value = TypeVar("_Value", float, int, tuple[PlanGroup, ...])
 
 
 def _sums(values: list[_Value], columns: Sequence[Iterable[int]]) -> list[_Value]:
-    """The sums over all columns of the values at these indices."""
+    """For each row of `columns`, the sum of the `values` at its indices."""
     first, *others = (map(values.__getitem__, column) for column in columns)
     return list(reduce(partial(map, add), others, first))
 
 
 def _middle(member: PlanMember) -> int:
-    """Twice the middle of the layers that it runs."""
+    """Sort key: twice the middle of the member's layers."""
     return member.first_layer + member.end_layer
 
 
-def _common(one: Location, other: Location) -> Location:
-    """The narrowest place that has both in it."""
+def _common(left: Location, right: Location) -> Location:
+    """The narrowest place that contains both locations."""
     count = 0
-    for left, right in zip(one, other, strict=False):
-        if left != right:
+    for mine, other in zip(left, right, strict=False):
+        if mine != other:
             break
         count += 1
-    return one[:count]
+    return left[:count]

@@ -1,4 +1,4 @@
-"""Events and decisions of the overload monitor; every event carries `now_s` (seconds)."""
+"""Events and decisions of the overload monitor. `now_s` is the monotonic time in seconds."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -8,62 +8,56 @@ from services.core.setting import computed, number, seconds
 
 
 class Action(StrEnum):
-    """What a decision asks for."""
+    """The action that a decision requests."""
 
     MERGE = "merge"
     SPLIT = "split"
-    # A split that is being prepared is given up, since load has returned.
+    # Cancel a split that is still being prepared, since load has returned.
     CALL_OFF = "call_off"
-    # Demand that all merges together cannot meet: more instances are needed.
+    # All possible merges together cannot meet the demand: add instances.
     EXHAUSTED = "exhausted"
 
 
 class OverloadPolicy(StrEnum):
-    """How the memory manager answers overload."""
+    """The memory manager's response to overload: drop layers, or leave it to recomputation."""
 
     DROP = "drop"
     RECOMPUTE = "recompute"
 
 
 class Cause(StrEnum):
-    """Why a decision was made."""
+    """Trigger of a decision."""
 
     OVERLOAD = "overload"
     SUBSIDED = "subsided"
     MANUAL = "manual"
-    # A member of a group is leaving; the others go on without it.
+    # A member is leaving (draining); split the group so that the other members continue.
     DRAINING = "draining"
 
 
 @dataclass(frozen=True, slots=True)
 class OverloadConfig:
-    """Thresholds and times of the monitor.
-
-    `subsided_share` of the undropped capacity is below what a restored group holds, and far below
-    what makes it overflow. `settle_s`: how long a decision has to show in the groups before it is
-    made again; `report_s`: how long the groups' reports take to show it. A split that is followed
-    by overload within `regret_s` doubles the dwell time of the next, up to `split_dwell_max_s`.
-    `calm_s`: how long an overload has to be over before a shortfall is.
-    `manual_hold_s`: for how long a change by hand stands.
-    """
+    """Thresholds and times of the monitor; times in seconds."""
 
     policy: OverloadPolicy = computed(OverloadPolicy.DROP)
-    overload_dwell_s: float = seconds(0.2)
-    split_dwell_s: float = seconds(5.0)
-    split_dwell_max_s: float = seconds(80.0)
+    overload_dwell_s: float = seconds(0.2)  # overload must last so long before a merge
+    split_dwell_s: float = seconds(5.0)  # low demand must last so long before a split
+    split_dwell_max_s: float = seconds(80.0)  # limit of the doubling below
+    # Demand below this share of the undropped capacity has subsided. It fits into restored groups
+    # with a wide margin, so a split does not cause the next overload.
     subsided_share: float = number(0.5, minimum=0, maximum=1)
-    lookahead_s: float = seconds(1.0)
-    smoothing_s: float = seconds(2.0, minimum=0.001)
-    settle_s: float = seconds(5.0)
-    report_s: float = seconds(1.0)
-    regret_s: float = seconds(30.0)
-    calm_s: float = seconds(5.0)
-    manual_hold_s: float = seconds(30.0)
+    lookahead_s: float = seconds(1.0)  # horizon of the demand forecast
+    smoothing_s: float = seconds(2.0, minimum=0.001)  # time constant of the rates
+    settle_s: float = seconds(5.0)  # time for a decision to change the groups, before a repeat
+    report_s: float = seconds(1.0)  # time for reports to reflect changed groups
+    regret_s: float = seconds(30.0)  # overload so soon after a split doubles the next dwell time
+    calm_s: float = seconds(5.0)  # time without overload that ends a shortfall
+    manual_hold_s: float = seconds(30.0)  # how long a manual change is not reverted
 
 
 @dataclass(frozen=True, slots=True)
 class MemberUse:
-    """KV of one member in tokens; `unmerged_tokens` is what it holds with all layers resident."""
+    """KV of a member in tokens; `unmerged_tokens`: its capacity with all layers resident."""
 
     worker_id: str
     total_tokens: int
@@ -71,22 +65,22 @@ class MemberUse:
     unmerged_tokens: int
 
 
-class Reports(StrEnum):
-    """What the reports of a group's members are worth now."""
+class ReportStatus(StrEnum):
+    """Whether the reports of a group's members describe its current configuration."""
 
     CURRENT = "current"
-    # A member reports of another configuration: a change of the group is not over.
+    # A member reports another epoch: a change-over is in progress.
     CHANGING = "changing"
-    # A member has not reported lately, or never: it may be frozen.
+    # A member has not reported lately, or never: it may hang.
     SILENT = "silent"
 
 
 @dataclass(frozen=True, slots=True)
 class GroupUse:
-    """A group that serves; unless `reports` are current it has `silent_ids`, not `members`.
+    """KV usage of a serving group.
 
-    `waiting` requests need `waiting_tokens` of KV before they can run. `draining`: a member is
-    leaving.
+    `members` has their usage if `report_status` is CURRENT; otherwise `silent_ids` has their ids.
+    `waiting` requests need `waiting_tokens` of KV to start. `draining`: a member is leaving.
     """
 
     group_id: str
@@ -95,39 +89,39 @@ class GroupUse:
     waiting: int = 0
     waiting_tokens: int = 0
     draining: bool = False
-    reports: Reports = Reports.CURRENT
+    report_status: ReportStatus = ReportStatus.CURRENT
     silent_ids: tuple[str, ...] = ()
 
     @property
     def worker_ids(self) -> tuple[str, ...]:
-        """Ids of all members, whether or not they have numbers."""
+        """Ids of all members."""
         return self.silent_ids or tuple(member.worker_id for member in self.members)
 
     @property
     def capacity_tokens(self) -> int:
-        """What the smallest stage holds."""
+        """Capacity of the smallest stage, which limits the group."""
         return min(member.total_tokens for member in self.members)
 
     @property
     def used_tokens(self) -> int:
-        """What the fullest stage holds: each has all requests, in its own layers."""
+        """Usage of the fullest stage; each stage has the KV of all requests, in its layers."""
         return max(member.used_tokens for member in self.members)
 
     @property
     def stuck_tokens(self) -> int:
-        """KV that its own requests need beyond its capacity."""
+        """KV that the group's requests need beyond its capacity."""
         return max(0, self.used_tokens + self.waiting_tokens - self.capacity_tokens)
 
     @property
     def can_split(self) -> bool:
-        """Whether its KV in use fits into each member alone; requests that wait do not count."""
+        """Whether the KV in use fits into each single member; waiting requests do not count."""
         least = min(member.unmerged_tokens for member in self.members)
         return len(self.members) > 1 and self.used_tokens <= least
 
 
 @dataclass(frozen=True, slots=True)
 class GroupsSeen:
-    """All groups that serve, as far as their workers report them."""
+    """All serving groups, with their workers' latest reports."""
 
     now_s: float
     groups: tuple[GroupUse, ...]
@@ -135,15 +129,15 @@ class GroupsSeen:
 
 @dataclass(frozen=True, slots=True)
 class DemandReported:
-    """The scheduler's queue, by model; a model that is missing has no queue."""
+    """The schedulers' queues by model; a missing model has an empty queue."""
 
     now_s: float
     demands: tuple[ModelDemand, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class ChangedByHand:
-    """Somebody has merged (MERGE) or split (SPLIT) groups; that stands for a while."""
+class ManualChange:
+    """An operator merged (MERGE) or split (SPLIT) groups; not reverted for a while."""
 
     now_s: float
     model: str
@@ -153,68 +147,65 @@ class ChangedByHand:
 
 @dataclass(frozen=True, slots=True)
 class MergesPlanned:
-    """A decision to merge was planned: `short_tokens` of KV are lacking still after all merges."""
+    """Outcome of planning a merge: `short_tokens` of KV are missing after all merges."""
 
     now_s: float
     model: str
     short_tokens: int
 
 
-Event = GroupsSeen | DemandReported | ChangedByHand | MergesPlanned
+Event = GroupsSeen | DemandReported | ManualChange | MergesPlanned
 
 
 @dataclass(frozen=True, slots=True)
-class Numbers:
-    """Demand and capacity of a model, in tokens of KV.
+class ModelLoad:
+    """Demand and capacity of a model, in tokens of KV."""
 
-    `stuck_tokens` of the demand are bound to groups that have no room for them, whatever room other
-    groups have.
-    """
-
-    demand_tokens: int
-    forecast_tokens: int
-    capacity_tokens: int
-    undropped_tokens: int
-    used_tokens: int
-    waiting_tokens: int
-    queued_tokens: int
-    refused_tokens: int
-    waiting: int
-    stuck_tokens: int = 0
+    demand_tokens: int  # used + waiting + queued + refused
+    forecast_tokens: int  # net growth within the look-ahead
+    capacity_tokens: int  # of all groups as they are now
+    undropped_tokens: int  # capacity with all layers of all workers restored
+    used_tokens: int  # by running requests
+    waiting_tokens: int  # needed by requests that wait at workers
+    queued_tokens: int  # needed by the scheduler's queue
+    refused_tokens: int  # of requests refused lately, which clients retry
+    waiting: int  # requests that wait, are queued or were refused
+    stuck_tokens: int = 0  # demand bound to full groups; free memory elsewhere does not help
 
     @property
     def expected_tokens(self) -> int:
-        """Demand at the end of the look-ahead."""
+        """Demand predicted for the end of the look-ahead."""
         return self.demand_tokens + self.forecast_tokens
 
     @property
     def short_tokens(self) -> int:
-        """What is missing, over all groups or in full ones; 0 or less if nothing is."""
+        """Missing capacity, of the model or of its full groups; 0 or less if there is enough."""
         return max(self.expected_tokens - self.capacity_tokens, self.stuck_tokens)
 
 
 @dataclass(frozen=True, slots=True)
-class Why:
-    """Why a decision was made: the threshold in tokens, and how long it was exceeded."""
+class DecisionReason:
+    """Trigger of a decision: the threshold, and how long demand was beyond it."""
 
     cause: Cause
     threshold_tokens: int
     held_s: float
     dwell_s: float
-    numbers: Numbers
+    numbers: ModelLoad
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """A decision: merges have to gain `needed_tokens` of KV, or `group_ids` split, or do not.
+    """A decision of the monitor about a model.
 
-    A merge with `group_ids` is for these groups, which are full while others have room. After a
-    change by hand `group_ids` are the groups that were merged or split.
+    MERGE: gain `needed_tokens` of KV; with `group_ids`, for these full groups, while other groups
+    have free memory. SPLIT, CALL_OFF: `group_ids` split, or do not. EXHAUSTED: `needed_tokens` are
+    missing. After a manual change, `group_ids` are the groups that were merged or split.
     """
 
     now_s: float
     model: str
     action: Action
-    why: Why
+    why: DecisionReason
     needed_tokens: int = 0
     group_ids: tuple[str, ...] = ()

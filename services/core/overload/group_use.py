@@ -1,9 +1,9 @@
-"""Turns workers' reports of KV blocks into the use of groups, in tokens, for the monitor."""
+"""Converts workers' reports of KV blocks into the usage of groups, in tokens."""
 
 from collections.abc import Iterable, Mapping, Sequence
 
 from services.core.groups.vocabulary import Group
-from services.core.overload.events import GroupUse, MemberUse, Reports
+from services.core.overload.events import GroupUse, MemberUse, ReportStatus
 from services.core.overload.worker_facts import WorkerFacts
 from services.core.report import EngineReport
 
@@ -11,29 +11,31 @@ from services.core.report import EngineReport
 def group_uses(
     groups: Iterable[Group], reports: Mapping[str, EngineReport], facts: Mapping[str, WorkerFacts]
 ) -> tuple[GroupUse, ...]:
-    """The use of each group; `reports` holds fresh reports only, so silent workers have none."""
-    found = []
+    """Usage of each group. `reports` has only fresh reports, so silent workers are missing."""
+    usages = []
     for group in groups:
         ids = [member.worker_id for member in group.members]
         if not ids:
             continue
-        worth = _worth(group, reports, facts)
-        if worth is not Reports.CURRENT:
-            found.append(
-                GroupUse(group.group_id, group.model, (), reports=worth, silent_ids=tuple(ids))
+        status = _report_status(group, reports, facts)
+        if status is not ReportStatus.CURRENT:
+            usages.append(
+                GroupUse(
+                    group.group_id, group.model, (), report_status=status, silent_ids=tuple(ids)
+                )
             )
             continue
         size = facts[ids[0]].block_size
         members = _member_uses(ids, reports, facts)
-        waiting = sum(reports[one].load.waiting_demand for one in ids)
-        wanted = sum(reports[one].load.kv_blocks_wanted for one in ids) * size
-        draining = any(facts[one].draining for one in ids)
-        found.append(GroupUse(group.group_id, group.model, members, waiting, wanted, draining))
-    return tuple(found)
+        waiting = sum(reports[worker_id].load.waiting_demand for worker_id in ids)
+        wanted = sum(reports[worker_id].load.kv_blocks_wanted for worker_id in ids) * size
+        draining = any(facts[worker_id].draining for worker_id in ids)
+        usages.append(GroupUse(group.group_id, group.model, members, waiting, wanted, draining))
+    return tuple(usages)
 
 
 def used_tokens(report: EngineReport | None, facts: WorkerFacts) -> int:
-    """Tokens of KV in use by requests that do not yield it; 0 without a report."""
+    """Tokens of KV in use, without KV that batch work yields; 0 without a report."""
     if report is None:
         return 0
     load = report.load
@@ -41,32 +43,31 @@ def used_tokens(report: EngineReport | None, facts: WorkerFacts) -> int:
     return max(0, used_blocks) * facts.block_size
 
 
-def _worth(
+def _report_status(
     group: Group, reports: Mapping[str, EngineReport], facts: Mapping[str, WorkerFacts]
-) -> Reports:
+) -> ReportStatus:
     ids = [member.worker_id for member in group.members]
-    if not all(one in reports and one in facts for one in ids):
-        return Reports.SILENT
-    current = all(reports[one].epoch == group.epoch for one in ids)
-    return Reports.CURRENT if current else Reports.CHANGING
+    if not all(worker_id in reports and worker_id in facts for worker_id in ids):
+        return ReportStatus.SILENT
+    current = all(reports[worker_id].epoch == group.epoch for worker_id in ids)
+    return ReportStatus.CURRENT if current else ReportStatus.CHANGING
 
 
 def _member_uses(
     ids: Sequence[str], reports: Mapping[str, EngineReport], facts: Mapping[str, WorkerFacts]
 ) -> tuple[MemberUse, ...]:
-    """What each member holds and uses; the first one leads.
-
-    Only the leader knows which blocks are of batch work, and it counts those of all stages. Where
-    batch work yields, its count is that of each: reports of members are of different moments, and
-    batch KV that has come or gone in between would look like that of online requests.
-    """
-    counts = [reports[ids[0] if reports[ids[0]].load.batch_yields else one] for one in ids]
+    """Capacity and usage of each member; the first member leads."""
+    # Only the leader distinguishes blocks of batch work, and its count covers all stages. If batch
+    # work yields, use the leader's count for every member: members report at different times, and
+    # batch KV that was allocated or freed in between would look like KV of online requests.
+    leader = ids[0]
+    counts = [reports[leader if reports[leader].load.batch_yields else own] for own in ids]
     return tuple(
         MemberUse(
-            one,
-            reports[one].load.kv_blocks_total * facts[one].block_size,
-            used_tokens(counted, facts[one]),
-            facts[one].kv_blocks_total * facts[one].block_size,
+            worker_id,
+            reports[worker_id].load.kv_blocks_total * facts[worker_id].block_size,
+            used_tokens(counted, facts[worker_id]),
+            facts[worker_id].kv_blocks_total * facts[worker_id].block_size,
         )
-        for one, counted in zip(ids, counts, strict=True)
+        for worker_id, counted in zip(ids, counts, strict=True)
     )

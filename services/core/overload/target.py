@@ -1,13 +1,13 @@
-"""What a plan is made for, and the groups that it makes: stages, tokens of KV before and after."""
+"""Inputs of a drop plan, and its target groups: layer maps, KV capacity before and after."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
 from services.core.groups.layer_map import (
+    MemberMemory,
     ModelShape,
     Stage,
-    StageRoom,
     capacity_tokens,
     split_layers,
     stages_of,
@@ -25,7 +25,7 @@ from services.core.overload.drop_plan import (
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A target group. Capacities in tokens: of its sources together, and of itself."""
+    """A merged group; KV capacity in tokens of its sources in sum, and of itself."""
 
     merge: Merge
     stages: tuple[Stage, ...]
@@ -34,12 +34,12 @@ class Target:
 
 
 _Layers = tuple[tuple[int, ...], int]
-"""Layers of each stage, and the tokens of KV that the smallest holds."""
+"""Layers of each stage, and the KV capacity of the smallest stage in tokens."""
 
 
 def plan_members(group: Group) -> tuple[PlanMember, ...]:
-    """The members of a group with their layers."""
-    return tuple(PlanMember(one.worker_id, one.first_layer, one.end_layer) for one in group.members)
+    """The members of a group, as drop plans describe them."""
+    return tuple(PlanMember(m.worker_id, m.first_layer, m.end_layer) for m in group.members)
 
 
 def plan_group(
@@ -49,12 +49,12 @@ def plan_group(
     locations: Sequence[Location],
     used_bytes: Iterable[int],
 ) -> PlanGroup:
-    """A group where all its members are; `used_bytes` of KV, of the whole model, at each stage."""
+    """A candidate for a merge; `used_bytes`: KV in use at each stage, as if for all layers."""
     return PlanGroup(group_id, key, members, shared_location(locations), max(used_bytes))
 
 
 def shared_location(locations: Sequence[Location]) -> Location:
-    """The parts that all locations share, from the widest on."""
+    """The common prefix of all locations, widest part first."""
     parts = takewhile(lambda part: len(set(part)) == 1, zip(*locations, strict=False))
     return tuple(part[0] for part in parts)
 
@@ -62,45 +62,46 @@ def shared_location(locations: Sequence[Location]) -> Location:
 def targets_of(
     plan: DropPlan, shapes: Mapping[str, ModelShape], arena_bytes: Mapping[str, int]
 ) -> tuple[Target, ...]:
-    """Divide the layers of each merged group; `arena_bytes`: of each worker.
+    """Compute the layer map of each merged group; `arena_bytes` is by worker.
 
-    Each group shall gain its share of what the plan needs, and as much as it can if the plan is
-    not sufficient.
+    Each group aims at its share of the needed bytes; an insufficient plan asks each for more than
+    it can gain, so that it gains as much as possible.
 
     Raises:
         SplitError: if the parameters do not fit into the memory of the members.
     """
-    # In a large cluster most groups and most merges are alike.
+    # Memoize: in a large cluster most groups and most merges have equal shapes.
     divided: dict[tuple[str, tuple[int, ...], int], _Layers] = {}
     held: dict[tuple[str, tuple[tuple[int, ...], ...]], int] = {}
 
     def tokens_of(group: PlanGroup) -> int:
         model, members = group.key.model, group.members
-        kind = model, tuple([(arena_bytes[one[0]], *one[1:]) for one in members])
+        kind = model, tuple([(arena_bytes[member[0]], *member[1:]) for member in members])
         if kind not in held:
             held[kind] = group_tokens(shapes[model], members, arena_bytes)
         return held[kind]
 
-    found = []
+    targets = []
     for merge in plan.merges:
         shape = shapes[merge.key.model]
         before = sum(map(tokens_of, merge.groups))
+        # This merge's share of the need, in proportion to the bytes that it frees; rounded up.
         share_bytes = plan.needed_bytes * merge.freed_bytes // max(1, plan.freed_bytes)
         needed = before + -(-share_bytes // (shape.num_layers * shape.kv_bytes))
-        rooms = [StageRoom(one.worker_id, arena_bytes[one.worker_id]) for one in merge.members]
-        kind = merge.key.model, tuple(room.arena_bytes for room in rooms), needed
+        members = [MemberMemory(m.worker_id, arena_bytes[m.worker_id]) for m in merge.members]
+        kind = merge.key.model, tuple(member.arena_bytes for member in members), needed
         if kind not in divided:
-            stages = split_layers(shape, rooms, needed)
+            stages = split_layers(shape, members, needed)
             counts = tuple(stage.num_layers for stage in stages)
-            divided[kind] = counts, min(capacity_tokens(shape, rooms, stages))
+            divided[kind] = counts, min(capacity_tokens(shape, members, stages))
         counts, after = divided[kind]
-        found.append(Target(merge, stages_of(rooms, counts), before, after))
-    return tuple(found)
+        targets.append(Target(merge, stages_of(members, counts), before, after))
+    return tuple(targets)
 
 
 def group_tokens(
     shape: ModelShape, members: Sequence[PlanMember], arena_bytes: Mapping[str, int]
 ) -> int:
-    """Tokens of KV that a group of these members holds now."""
-    rooms = [StageRoom(one.worker_id, arena_bytes[one.worker_id]) for one in members]
-    return min(capacity_tokens(shape, rooms, [Stage(*one) for one in members]))
+    """Current KV capacity in tokens of a group of these members."""
+    memories = [MemberMemory(m.worker_id, arena_bytes[m.worker_id]) for m in members]
+    return min(capacity_tokens(shape, memories, [Stage(*member) for member in members]))

@@ -1,4 +1,4 @@
-"""What a worker's registration says about its memory."""
+"""Facts about a worker's memory, from its registration."""
 
 from dataclasses import dataclass
 
@@ -8,22 +8,17 @@ from services.core.overload.drop_plan import Location
 
 @dataclass(frozen=True, slots=True)
 class WorkerFacts:
-    """A registered worker. `kv_blocks_total` is what it has with all layers.
-
-    `shape` is None if the worker does not report it; then its groups cannot be planned for.
-    `can_drop`: whether it can run part of the layers. `draining`: it is leaving.
-    `build`: what code it runs. `settings`: the settings in which the members of a group must agree.
-    """
+    """A registered worker, as plans of merges need it."""
 
     worker_id: str
     model: str
-    block_size: int
-    kv_blocks_total: int
-    arena_bytes: int
-    shape: ModelShape | None
+    block_size: int  # tokens per KV block
+    kv_blocks_total: int  # with all layers resident
+    arena_bytes: int  # for parameters and KV
+    shape: ModelShape | None  # None: not reported, so its groups cannot merge
     location: Location
-    can_drop: bool = False
-    draining: bool = False
-    model_digest: str = ""
-    build: str = ""
-    settings: str = ""
+    can_drop: bool = False  # it can run a subset of the layers
+    draining: bool = False  # it is leaving
+    model_digest: str = ""  # of the loaded weights
+    build: str = ""  # version of the code
+    settings: str = ""  # settings in which members of a group must agree

@@ -1,4 +1,4 @@
-"""What the member's servicer asks of the engine side in a change-over."""
+"""Interface between the member's servicer and the engine side of a change-over."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -7,63 +7,60 @@ from services.core.groups.vocabulary import Group
 
 
 class PrepareRefused(Exception):
-    """This worker cannot become a member of the target; the message is one sentence."""
+    """This worker cannot serve the target; the message is a sentence with the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class SourceMember:
-    """A member of the sources of a change-over; this worker is one of them.
+    """A member of the source groups of a change-over, this worker included.
 
-    `draining`: the worker is leaving. The nonces are secrets of the attempt: a peer that
-    connects to one of the lanes must prove that it holds the lane's nonce.
+    The nonces are secrets of the attempt: a peer that connects to a lane must prove that it holds
+    the lane's nonce.
     """
 
     worker_id: str
     incarnation: str
-    address: str
-    activation_address: str
-    bulk_address: str
+    address: str  # gRPC
+    activation_address: str  # lane for activations
+    bulk_address: str  # lane for parameters and KV
     activation_nonce: bytes
     bulk_nonce: bytes
-    draining: bool = False
+    draining: bool = False  # the worker is leaving
 
 
 @dataclass(frozen=True, slots=True)
 class ProposedChange:
-    """A change-over that may be committed, from `group_id` at `epoch` to `target` with its epoch.
-
-    `others` are the other targets of the change-over; `peers` are the members of all sources.
-    """
+    """A proposed change-over of this worker, which may be committed later."""
 
     attempt: str
-    group_id: str
-    epoch: int
-    target: Group
-    peers: tuple[SourceMember, ...]
-    others: tuple[Group, ...] = ()
+    group_id: str  # source group
+    epoch: int  # of the source group
+    target: Group  # group and epoch after the commit
+    peers: tuple[SourceMember, ...]  # members of all source groups
+    others: tuple[Group, ...] = ()  # other target groups of the change-over
 
 
 class Participant(Protocol):
-    """Methods are called one after the other, except that a running `prepare` may be cancelled.
+    """Prepares and applies change-overs on the engine side.
 
-    `abort` or `commit` follows a `prepare` that was cancelled or refused.
+    Calls never overlap, but a running `prepare` may be cancelled; `abort` or `commit` follows a
+    cancelled or refused `prepare`.
     """
 
     async def prepare(self, preparation: ProposedChange) -> None:
-        """Reserve, fetch and verify what the target needs, while the worker keeps serving.
+        """Reserve memory, and fetch and verify parameters for the target; serving continues.
 
-        Every step can be taken back. After the return, this worker can serve the target whenever it
-        is committed. Raises PrepareRefused.
+        Every step is reversible. On return, this worker can serve the target as soon as it is
+        committed. Raises PrepareRefused.
         """
 
     async def abort(self, attempt: str) -> None:
-        """Abort the preparation for the attempt, which will never be committed."""
+        """Undo the preparation for the attempt, which will never be committed."""
 
     async def commit(self, group: Group, attempt: str | None, superseded: str | None) -> None:
-        """Serve the committed configuration `group`, of which this worker is a member.
+        """Switch to the committed configuration `group`, of which this worker is a member.
 
-        `attempt` has prepared it; None if no attempt has, as for a group of one. `superseded` is an
-        attempt that prepared another configuration, "" for none: keep the layers that it fetched
-        and `group` needs, free the others. A DEGRADED group serves nothing, and the worker keeps
-        its layers.
+        `attempt` prepared it; None without a preparation, as for a singleton group. `superseded`
+        prepared another configuration: keep those of its fetched layers that `group` needs, and
+        free the others. A DEGRADED group serves nothing, and the worker keeps its layers.
         """

@@ -1,7 +1,7 @@
-"""MemberService: the fence judges each request, and the participant carries out accepted ones.
+"""MemberService: the fence judges each request; the participant executes accepted requests.
 
-The worker watches the group records. Commits come only from them; aborts come from them, too, if
-the memory manager's call was lost.
+Commits come only from the group records, which the worker watches. Aborts come from the memory
+manager's call, or from the records if that call was lost.
 """
 
 import asyncio
@@ -37,20 +37,22 @@ log = logging.getLogger(__name__)
 
 
 class InvalidPrepare(ValueError):
-    """A malformed request to prepare; the message is one sentence."""
+    """A malformed Prepare; the message is a sentence."""
 
 
 def to_prepare_asked(request: pb.PrepareRequest) -> PrepareAsked:
-    """What the fence judges.
+    """The fence's part of a Prepare.
 
     Raises:
-        InvalidPrepare: if a field is missing or a layer cannot be.
+        InvalidPrepare: if a field is missing or a layer is out of range.
     """
     target = to_group(request.target)
     if not request.attempt or not request.incarnation or target is None or not target.members:
         raise InvalidPrepare("attempt, incarnation and target with its phase must be set")
-    if any(not 0 <= one.first_layer <= one.end_layer for one in target.members):
-        raise InvalidPrepare("a member's layers must begin at 0 or above and not end before that")
+    if any(not 0 <= member.first_layer <= member.end_layer for member in target.members):
+        raise InvalidPrepare(
+            "a member's first layer must be at least 0, and its end must not be below the first"
+        )
     return PrepareAsked(
         request.token,
         request.attempt,
@@ -63,8 +65,8 @@ def to_prepare_asked(request: pb.PrepareRequest) -> PrepareAsked:
 
 
 def to_preparation(asked: PrepareAsked, request: pb.PrepareRequest) -> ProposedChange:
-    """What the engine side prepares. Raises InvalidPrepare."""
-    others = tuple(one for record in request.others if (one := to_group(record)) is not None)
+    """The engine side's part of a Prepare. Raises InvalidPrepare."""
+    others = tuple(group for record in request.others if (group := to_group(record)) is not None)
     if len(others) < len(request.others):
         raise InvalidPrepare("every other group must have an id, an epoch and a phase")
     return ProposedChange(
@@ -90,13 +92,13 @@ def to_preparation(asked: PrepareAsked, request: pb.PrepareRequest) -> ProposedC
 
 
 def to_abort_asked(request: pb.AbortRequest) -> AbortAsked:
-    """What the fence judges."""
+    """An Abort, as the fence judges it."""
     return AbortAsked(request.token, request.attempt, request.incarnation)
 
 
-# How long a request of a later epoch waits for the group records of that epoch.
+# How long a Prepare from a later epoch waits for the group records of that epoch.
 FUTURE_WAIT_S = 3.0
-# The deadline of a preparation whose caller set none.
+# Time limit of a preparation if the caller set no deadline.
 PREPARE_TIMEOUT_S = 600.0
 
 PrepareContext = grpc.aio.ServicerContext[pb.PrepareRequest, pb.PrepareResponse]
@@ -104,7 +106,7 @@ AbortContext = grpc.aio.ServicerContext[pb.AbortRequest, pb.AbortResponse]
 
 
 class MemberServicer(worker_pb2_grpc.MemberServiceServicer):
-    """Answers the memory manager for this worker. Requests are served while `run` runs."""
+    """Serves the memory manager's calls to this worker, while `run` runs."""
 
     def __init__(
         self,
@@ -112,12 +114,13 @@ class MemberServicer(worker_pb2_grpc.MemberServiceServicer):
         participant: Participant,
         records: Callable[[], Iterable[StoredGroup]],
     ) -> None:
-        """`records` are the group records as last read; call `note_records` when they change."""
+        """`records` returns the latest group records; call `note_records` when they change."""
         self._state = state
         self._participant = participant
         self._records = records
-        # Held while the fence judges and its decision is carried out. Preparations run outside it.
-        self._turn = asyncio.Lock()
+        # Makes a verdict of the fence and its execution atomic. Preparations run outside the lock,
+        # since an abort or commit must be able to interrupt them.
+        self._lock = asyncio.Lock()
         self._preparing: tuple[str, asyncio.Task[PrepareRefused | None]] | None = None
         self._refuses_all = False
         self._changed = asyncio.Event()
@@ -125,31 +128,31 @@ class MemberServicer(worker_pb2_grpc.MemberServiceServicer):
         self._tasks: asyncio.TaskGroup | None = None
 
     def note_records(self) -> None:
-        """The group records have changed."""
+        """Notify that the group records have changed."""
         self._changed.set()
 
     @property
     def preparing(self) -> bool:
-        """Whether a change that this worker agreed to is neither committed nor aborted."""
+        """Whether an accepted change is neither committed nor aborted yet."""
         return self._state.preparing is not None
 
     @property
     def epoch(self) -> int:
-        """Epoch of the newest configuration that this process had a place in; 0 before any."""
+        """Epoch of the newest configuration with this process as a member; 0 before the first."""
         return self._state.epoch
 
     def refuse_all(self) -> None:
-        """Refuse every change from now on."""
+        """Refuse all further changes, since the worker stops."""
         self._refuses_all = True
 
     async def run(self) -> None:
-        """Follow the group records until cancelled."""
+        """Apply changes of the group records, until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             self._tasks = tasks
             while True:
                 await self._changed.wait()
                 self._changed.clear()
-                async with self._turn:
+                async with self._lock:
                     for action in self._state.observe(self._records()):
                         await self._carry_out(action)
                 self._observed.set()
@@ -164,10 +167,11 @@ class MemberServicer(worker_pb2_grpc.MemberServiceServicer):
         except InvalidPrepare as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         if self._tasks is None:
-            await context.abort(grpc.StatusCode.UNAVAILABLE, "the worker starts; try again")
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "the worker is starting; retry")
         timeout_s = min(context.time_remaining() or PREPARE_TIMEOUT_S, PREPARE_TIMEOUT_S)
         task = await self._judge(asked, preparation, timeout_s, context)
-        # The preparation outlives a caller that hangs up; it ends with the attempt.
+        # A cancelled call does not cancel the preparation: a retry attaches to it, and the attempt
+        # may still be committed.
         refused = await asyncio.shield(task)
         if refused is not None:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(refused))
@@ -177,9 +181,10 @@ class MemberServicer(worker_pb2_grpc.MemberServiceServicer):
         asked = to_abort_asked(request)
         if asked.incarnation != self._state.incarnation or asked.token < self._state.token:
             await context.abort(
-                grpc.StatusCode.FAILED_PRECONDITION, "stale, or meant for another process"
+                grpc.StatusCode.FAILED_PRECONDITION,
+                "a stale Abort, or an Abort for another incarnation",
             )
-        async with self._turn:
+        async with self._lock:
             action = self._state.abort(asked)
             if action is not None:
                 await self._carry_out(action)
@@ -192,14 +197,14 @@ class MemberServicer(worker_pb2_grpc.MemberServiceServicer):
         timeout_s: float,
         context: PrepareContext,
     ) -> "asyncio.Task[PrepareRefused | None]":
-        """The task of the preparation, new or running; ends the call if the fence refuses it."""
+        """The task of the preparation, new or running; aborts the call if the fence refuses."""
         deadline_s = monotonic_s() + min(FUTURE_WAIT_S, timeout_s / 2)
         while True:
             observed = self._observed
-            async with self._turn:
+            async with self._lock:
                 if self._refuses_all:
                     await context.abort(
-                        grpc.StatusCode.FAILED_PRECONDITION, "the worker stops; leave it out"
+                        grpc.StatusCode.FAILED_PRECONDITION, "the worker is stopping; leave it out"
                     )
                 answer = self._state.ask(asked)
                 if answer.aborted is not None:
@@ -208,6 +213,7 @@ class MemberServicer(worker_pb2_grpc.MemberServiceServicer):
                     return self._begin(preparation, timeout_s)
                 if answer.verdict is Verdict.REPLAYED and self._preparing is not None:
                     return self._preparing[1]
+            # FUTURE: the watch lags behind the memory manager; wait for the records, and retry.
             if answer.verdict is not Verdict.FUTURE or monotonic_s() > deadline_s:
                 break
             try:
@@ -215,8 +221,8 @@ class MemberServicer(worker_pb2_grpc.MemberServiceServicer):
                     await observed.wait()
             except TimeoutError:
                 break
-        late = answer.verdict is Verdict.FUTURE
-        code = grpc.StatusCode.ABORTED if late else grpc.StatusCode.FAILED_PRECONDITION
+        is_future = answer.verdict is Verdict.FUTURE
+        code = grpc.StatusCode.ABORTED if is_future else grpc.StatusCode.FAILED_PRECONDITION
         log.info("attempt %s refused: %s", asked.attempt, answer.reason)
         await context.abort(code, answer.reason)
 
@@ -232,17 +238,17 @@ class MemberServicer(worker_pb2_grpc.MemberServiceServicer):
     async def _prepare(
         self, preparation: ProposedChange, timeout_s: float
     ) -> PrepareRefused | None:
-        """Prepare, and abort the preparation if that fails; returns why it failed."""
+        """Prepare, and undo the preparation on failure; returns the failure, or None."""
         try:
             refused = await self._try(preparation, timeout_s)
             if refused is not None:
-                async with self._turn:
+                async with self._lock:
                     if self._state.abort_own(preparation.attempt) is not None:
                         self._preparing = None
                         await self._participant.abort(preparation.attempt)
             return refused
         except asyncio.CancelledError:
-            # The task that cancels this one aborts the preparation, too.
+            # `_carry_out` cancelled this task, and undoes or applies the preparation itself.
             return PrepareRefused("the attempt was aborted")
 
     async def _try(self, preparation: ProposedChange, timeout_s: float) -> PrepareRefused | None:
@@ -257,7 +263,7 @@ class MemberServicer(worker_pb2_grpc.MemberServiceServicer):
         return None
 
     async def _carry_out(self, action: AbortPreparation | Apply) -> None:
-        """Carry out a decision of the fence. The caller holds the turn."""
+        """Execute an action of the fence; the caller holds the lock."""
         if self._preparing is not None:
             _, task = self._preparing
             self._preparing = None
@@ -265,11 +271,11 @@ class MemberServicer(worker_pb2_grpc.MemberServiceServicer):
             await asyncio.wait([task])
         match action:
             case AbortPreparation():
-                log.info("attempt %s is aborted", action.attempt)
+                log.info("attempt %s aborted", action.attempt)
                 await self._participant.abort(action.attempt)
             case Apply():
                 group = action.group
-                log.info("is in %s at epoch %d, %s", group.group_id, group.epoch, group.phase)
+                log.info("member of %s at epoch %d, %s", group.group_id, group.epoch, group.phase)
                 failpoint.hit("worker.commit.seen")
                 await self._participant.commit(group, action.attempt, action.superseded)
                 failpoint.hit("worker.apply.sent")

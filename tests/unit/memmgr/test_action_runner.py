@@ -13,7 +13,7 @@ from services.core.groups.layer_map import ModelShape, Stage
 from services.core.groups.vocabulary import Group, GroupPhase, Member, Targets
 from services.core.overload.action_plan import ActionPlan, NoPlan, merges, merges_of_full, splits
 from services.core.overload.actions import ActionState
-from services.core.overload.events import Action, Cause, Decision, Numbers, Why
+from services.core.overload.events import Action, Cause, Decision, DecisionReason, ModelLoad
 from services.core.overload.worker_facts import WorkerFacts
 from services.core.report import EngineReport, Load
 from services.memmgr.action_runner import ActionRunner
@@ -43,7 +43,7 @@ def engine(free: int) -> EngineReport:
 
 
 def logged(action: Action, *group_ids: str, needed_tokens: int = 100) -> LoggedDecision:
-    why = Why(Cause.OVERLOAD, 0, 0.0, 0.0, Numbers(0, 0, 0, 0, 0, 0, 0, 0, 0))
+    why = DecisionReason(Cause.OVERLOAD, 0, 0.0, 0.0, ModelLoad(0, 0, 0, 0, 0, 0, 0, 0, 0))
     return LoggedDecision(0, Decision(0.0, "m", action, why, needed_tokens, group_ids))
 
 
@@ -64,7 +64,7 @@ def test_as_many_groups_merge_as_are_needed_near_ones_first() -> None:
 
 def test_it_says_if_all_merges_together_gain_too_little() -> None:
     (change,) = merges([alone("w0"), alone("w1")], FACTS, {}, needed_tokens=1000)
-    assert change.text.endswith("; all that can merge gains 200 of 1000 tokens")
+    assert change.text.endswith("; all possible merges gain 200 of 1000 tokens")
 
 
 def test_a_worker_that_comes_and_goes_is_not_merged_until_it_stays() -> None:
@@ -188,11 +188,11 @@ def test_a_full_group_merges_with_one_that_has_room() -> None:
     assert [len({"group-w0", "group-w1"} & set(one.group_ids)) for one in both] == [1, 1]
     # During a rolling update the worker is the only one of its release.
     facts = FACTS | {"w0": replace(FACTS["w0"], build="1:old")}
-    with pytest.raises(NoPlan, match="no group that has room"):
+    with pytest.raises(NoPlan, match="no group with free memory"):
         merges_of_full(groups, ("group-w0",), facts, used)
     decision = logged(Action.MERGE, "group-w0").decision
     plan = ActionState(1.0, 1.0).begin(decision, groups, facts, used, 0.0)
-    assert plan.changes == () and "no group that has room" in plan.reason
+    assert plan.changes == () and "no group with free memory" in plan.reason
 
 
 def test_tokens_that_running_merges_will_free_are_not_asked_for_again() -> None:
@@ -205,7 +205,7 @@ def test_tokens_that_running_merges_will_free_are_not_asked_for_again() -> None:
 
     (first,) = begin(150).changes
     assert first.gain_tokens == 200
-    assert begin(200) == ActionPlan((), 0, "merges that run gain 200 of 200 tokens")
+    assert begin(200) == ActionPlan((), 0, "merges in progress gain 200 of 200 tokens")
     (second,) = begin(300).changes
     assert not set(first.group_ids) & set(second.group_ids)
     assert "all that can merge" not in second.text
@@ -315,7 +315,7 @@ async def test_groups_that_are_being_changed_are_left_alone() -> None:
     async with bench(pause_s=0.0) as one:
         one.driver.go.clear()
         await one.act(Action.MERGE)
-        assert "merges that run gain 200 of 100 tokens" in await one.act(Action.MERGE)
+        assert "merges in progress gain 200 of 100 tokens" in await one.act(Action.MERGE)
         one.driver.go.set()
         await asyncio.sleep(0.01)
         await one.act(Action.MERGE)
@@ -330,7 +330,7 @@ async def test_after_a_failure_there_is_a_pause() -> None:
         one.driver.ending = ChangeStepped("c", ChangePhase.FAILED, "w1 refused: no room")
         assert (await one.act(Action.MERGE)).endswith("failed, w1 refused: no room")
         assert "; 0 could merge now" in await one.act(Action.MERGE)
-        assert "looked for again in" in await one.act(Action.MERGE)
+        assert "next try in" in await one.act(Action.MERGE)
         assert len(one.driver.asked) == 1
 
 
@@ -344,7 +344,7 @@ async def test_a_split_does_not_wait_because_there_was_no_merge() -> None:
 
 async def test_an_impossible_split_keeps_no_merge_waiting() -> None:
     async with bench() as one:
-        assert "are being changed already" in await one.act(Action.SPLIT, "group-gone")
+        assert "is in progress" in await one.act(Action.SPLIT, "group-gone")
         await one.act(Action.MERGE)
         assert len(one.driver.asked) == 1
 

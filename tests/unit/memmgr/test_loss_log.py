@@ -34,13 +34,13 @@ def test_a_loss_is_warned_of_once_and_all_else_is_told(
         losses.note_trouble(worker_id, "g0", 4, "the connection to w3 is lost")
     for name in ("1-1", "1-2"):
         losses.note_attempt(attempt(name, 4, "g0"))
-        losses.note_failed(name, "w3 refused: it cannot be reached")
+        losses.note_failed(name, "w3 refused: it is unreachable")
     assert warnings(caplog) == ["w0 at epoch 4: the connection to w3 is lost"]
     assert [one.getMessage() for one in caplog.records][1:] == [
         "w2 at epoch 4: the connection to w3 is lost",
         "w1 at epoch 4: the connection to w3 is lost",
-        "attempt 1-1 failed: w3 refused: it cannot be reached",
-        "attempt 1-2 failed: w3 refused: it cannot be reached",
+        "attempt 1-1 failed: w3 refused: it is unreachable",
+        "attempt 1-2 failed: w3 refused: it is unreachable",
     ]
 
 
@@ -57,8 +57,8 @@ def test_attempts_at_a_group_that_nobody_told_of_are_warned_of_once(
     """A worker that was alone is lost: no member is left to tell of it."""
     for name in ("1-1", "1-2", "1-3"):
         losses.note_attempt(attempt(name, 5, "g3"))
-        losses.note_failed(name, "w3 refused: it cannot be reached")
-    assert warnings(caplog) == ["attempt 1-1 failed: w3 refused: it cannot be reached"]
+        losses.note_failed(name, "w3 refused: it is unreachable")
+    assert warnings(caplog) == ["attempt 1-1 failed: w3 refused: it is unreachable"]
     losses.note_attempt(attempt("1-4", 5, "g3", "g4"))
     losses.note_failed("1-4", "w4 refused: no room")
     assert warnings(caplog)[1:] == ["attempt 1-4 failed: w4 refused: no room"]
@@ -88,7 +88,7 @@ def test_what_is_gone_is_forgotten(losses: LossLog, caplog: pytest.LogCaptureFix
         (
             grpc.StatusCode.UNAVAILABLE,
             "failed to connect to all addresses; last error: UNKNOWN: ipv4:127.0.0.1:1: refused",
-            "it cannot be reached",
+            "it is unreachable",
         ),
         (grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded", "it did not answer in time"),
         (

@@ -14,7 +14,7 @@ from services.core.overload.events import (
     GroupUse,
     MemberUse,
     OverloadConfig,
-    Reports,
+    ReportStatus,
 )
 from services.core.overload.group_use import group_uses
 from services.core.overload.monitor import OverloadMonitor
@@ -58,11 +58,11 @@ def test_groups_whose_members_do_not_report_of_them_have_no_numbers() -> None:
     reports = {"w0": engine(), "stranger": engine(), "w2": engine(epoch=2)}
     groups = [group("w0", "w1"), group("stranger"), group("w0"), group("w2")]
     found = group_uses(groups, reports, FACTS)
-    assert [use.reports for use in found] == [
-        Reports.SILENT,
-        Reports.SILENT,
-        Reports.CURRENT,
-        Reports.CHANGING,
+    assert [use.report_status for use in found] == [
+        ReportStatus.SILENT,
+        ReportStatus.SILENT,
+        ReportStatus.CURRENT,
+        ReportStatus.CHANGING,
     ]
     assert [len(use.members) for use in found] == [0, 0, 1, 0]
 
@@ -102,7 +102,7 @@ def test_decisions_are_kept_logged_and_acted_on(caplog: pytest.LogCaptureFixture
     watched = Watched()
     with watched.demand.stream() as stream:
         stream.report((ModelDemand("m", 3, 300),))
-        watched.watch.look()
+        watched.watch.evaluate()
         (logged,) = watched.acted
         decision = logged.decision
         assert decision.action is Action.MERGE
@@ -111,7 +111,7 @@ def test_decisions_are_kept_logged_and_acted_on(caplog: pytest.LogCaptureFixture
         assert [one.decision for one in watched.watch.decisions] == [decision]
         assert text_of(decision) in caplog.text and "queued 300" in caplog.text
         for _ in range(DECISIONS_MAX + 5):
-            watched.watch.look()
+            watched.watch.evaluate()
     assert len(watched.watch.decisions) == DECISIONS_MAX
 
 
@@ -119,7 +119,7 @@ def test_what_cannot_be_done_is_kept_but_not_acted_on() -> None:
     watched = Watched()
     watched.groups = watched.groups[:1]
     for _ in range(3):
-        watched.watch.look()
+        watched.watch.evaluate()
     assert [one.decision.action for one in watched.watch.decisions] == [Action.EXHAUSTED]
     assert watched.acted == []
 
@@ -128,7 +128,7 @@ def test_merges_that_gain_too_little_are_a_decision_of_their_own() -> None:
     watched = Watched()
     watched.short_tokens = 40
     for _ in range(3):
-        watched.watch.look()
+        watched.watch.evaluate()
     found = [(one.decision.action, one.decision.needed_tokens) for one in watched.watch.decisions]
     assert found[1] == (Action.EXHAUSTED, 40) and found.count(found[1]) == 1
     assert all(one.decision.action is Action.MERGE for one in watched.acted)
@@ -139,17 +139,17 @@ def test_by_hand() -> None:
     watched = Watched()
     for name in ("w0", "w1"):
         watched.view.report(memory(name, free=10))
-    watched.watch.look()
-    logged = watched.watch.changed_by_hand("m", Action.MERGE, ["group-w0", "group-w1"])
+    watched.watch.evaluate()
+    logged = watched.watch.note_manual_change("m", Action.MERGE, ["group-w0", "group-w1"])
     assert logged is not None and list(watched.watch.decisions) == [logged]
     assert "merge group-w0, group-w1 (manual)" in text_of(logged.decision)
-    assert watched.watch.changed_by_hand("other", Action.MERGE, []) is None
+    assert watched.watch.note_manual_change("other", Action.MERGE, []) is None
     assert watched.acted == []
 
 
 def test_the_outcome_of_many_changes_is_short() -> None:
     watched = Watched()
-    watched.watch.look()
+    watched.watch.evaluate()
     (logged,) = watched.acted
     assert logged.outcome == ""
     for number in range(5):
@@ -168,13 +168,13 @@ async def test_a_calm_cluster_is_looked_at_seldom_and_a_report_at_once(
     idle = EngineReport(Load(0, 0, 10, 0, kv_blocks_total=10), 1)
     for name in ("w0", "w1"):
         watched.view.report(memory_report(name, idle))
-    look = watched.watch.look
+    evaluate = watched.watch.evaluate
 
     def noted() -> None:
-        look()
+        evaluate()
         looks.append(watched.monitor.is_alert)
 
-    monkeypatch.setattr(watched.watch, "look", noted)
+    monkeypatch.setattr(watched.watch, "evaluate", noted)
     running = asyncio.create_task(watched.watch.run())
     await eventually(lambda: len(looks) == 1)
     await asyncio.sleep(0.05)

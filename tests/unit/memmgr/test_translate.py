@@ -25,7 +25,7 @@ from services.core.groups.vocabulary import (
     StoredGroup,
     Worker,
 )
-from services.core.overload.events import Action, Cause, Decision, Numbers, Why
+from services.core.overload.events import Action, Cause, Decision, DecisionReason, ModelLoad
 from services.core.overload.worker_facts import WorkerFacts
 from services.memmgr.overload_watch import LoggedDecision
 from services.memmgr.translate import (
@@ -166,8 +166,8 @@ def test_impossible_demands(demands: list[memmgr_pb2.ModelDemand]) -> None:
 
 
 def test_decisions_are_shown_with_their_numbers() -> None:
-    numbers = Numbers(2200, 100, 2000, 1900, 1800, 1, 398, 1, 7, 5)
-    why = Why(Cause.OVERLOAD, 2000, 0.25, 0.2, numbers)
+    numbers = ModelLoad(2200, 100, 2000, 1900, 1800, 1, 398, 1, 7, 5)
+    why = DecisionReason(Cause.OVERLOAD, 2000, 0.25, 0.2, numbers)
     logged = LoggedDecision(9, Decision(1.0, "m", Action.MERGE, why, 300, ("g",)))
     (shown,) = to_get_cluster([], [], [logged]).decisions
     assert shown == memmgr_pb2.Decision(

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from services.common.clock import monotonic_s
 from services.core.report import EngineReport, Load
-from services.memmgr.worker_memory import REPORT_FRESH_S, HeardWorker, MemoryView
+from services.memmgr.worker_memory import REPORT_FRESH_S, LatestReport, MemoryView
 from tests.support.reports import memory_report
 
 LOAD = Load(1, 0, 4, 0, kv_blocks_total=9)
@@ -48,21 +48,23 @@ def test_a_silent_worker_is_shown_but_not_fresh() -> None:
 def test_since_when_an_epoch_is_served_and_settled() -> None:
     view = MemoryView(asyncio.Event())
     view.set_registered({"w0": "a"})
-    assert view.heard("w0") is None
+    assert view.latest("w0") is None
 
-    def told(epoch: int, unsettled: bool) -> HeardWorker:
+    def told(epoch: int, unsettled: bool) -> LatestReport:
         engine = replace(MEMORY.engine, epoch=epoch, unsettled=unsettled)
         view.report(replace(MEMORY, engine=engine))
-        heard = view.heard("w0")
-        assert heard is not None and heard.report.engine == engine
-        return heard
+        latest = view.latest("w0")
+        assert latest is not None and latest.report.engine == engine
+        return latest
 
     first = told(3, unsettled=True)
-    assert first.settled_s is None and view.heard("w0", 3) == first and view.heard("w0", 4) is None
+    assert (
+        first.settled_s is None and view.latest("w0", 3) == first and view.latest("w0", 4) is None
+    )
     second = told(3, unsettled=False)
-    assert second.served_s == first.served_s and second.settled_s == second.heard_s
+    assert second.served_s == first.served_s and second.settled_s == second.received_s
     third = told(3, unsettled=True)
     assert (third.served_s, third.settled_s) == (first.served_s, second.settled_s)
     later = told(5, unsettled=True)
-    assert later.served_s == later.heard_s and later.settled_s is None
-    assert view.heard("w0", 4) == later
+    assert later.served_s == later.received_s and later.settled_s is None
+    assert view.latest("w0", 4) == later

@@ -418,35 +418,39 @@ BREAKS: list[tuple[str, Callable[[Run], None], str]] = [
     ("I1", ran_other_layers, "but the record says"),
     ("I1", planned_as_follower, "b planned microbatch 2 in epoch 2, which another worker leads"),
     ("I1", followed_as_leader, "a ran a stage of another leader in epoch 3"),
-    ("I2", dropped_the_last_copy, "nobody holds layers [2] any more since b changed in epoch 2"),
+    ("I2", dropped_the_last_copy, "no engine holds layers [2] since b changed in epoch 2"),
     ("I3", went_back, "group-a went back from epoch 2 to 1"),
     ("I3", two_configurations, "group-a has two configurations at epoch 2"),
     ("I3", in_two_groups, "b are in two groups at revision 15"),
     ("I4", switched_uncommitted, "b switched to group-b at epoch 4, which was never committed"),
-    ("I4", switched_back, "b switched to epoch 3, though it was at 3 already"),
-    ("I4", without_consent, "attempt 7-1 was to be committed without the consent of b"),
+    ("I4", switched_back, "b switched to epoch 3, though it was already at 3"),
+    ("I4", without_consent, "the commit of attempt 7-1 was sent without the consent of b"),
     ("I4", consent_of_another_process, "without the consent of b"),
     ("I4", committed_undone, "attempt 7-1 was committed, though b had aborted it"),
     ("I4", deposed_leader, "a transaction of leadership 6 was committed at revision 20"),
     ("I4", formed_unprepared, "group-a was formed at epoch 2 without a preparation"),
     ("I5", emitted_twice, "token 0 of r came from b in epoch 1 and from a in epoch 1"),
     ("I5", planned_in_another_epoch, "in epoch 2, which was planned in epoch 1"),
-    ("I5", forwarded_another_token, "r got 99 as token 0, but a emitted 10"),
-    ("I5", read_from_another_worker, "r got 10 as token 0, but b emitted none"),
-    ("I5", read_from_nobody, "r got tokens of no worker"),
-    ("I5", began_late, "r went on at a with token 1, after a segment from 0 on"),
-    ("I5", went_on_too_late, "t went on at a with token 2, after a segment from 0 on and 1 tokens"),
+    ("I5", forwarded_another_token, "r received 99 as token 0, but a emitted 10"),
+    ("I5", read_from_another_worker, "r received 10 as token 0, but b emitted none"),
+    ("I5", read_from_nobody, "r received tokens without a worker"),
+    ("I5", began_late, "r continued at a with token 1, after a segment from 0 on"),
+    (
+        "I5",
+        went_on_too_late,
+        "t continued at a with token 2, after a segment from 0 on and 1 tokens",
+    ),
     ("I5", went_on_differently, "token 1 of t was emitted as 31, 99"),
-    ("I5", got_what_was_not_its_segments, "t got 31 as token 1, but a emitted 32"),
+    ("I5", got_what_was_not_its_segments, "t received 31 as token 1, but a emitted 32"),
     ("I5", other_parameters, "group-a at epoch 2 has members of different models"),
     ("I6", kept_a_block, "b has 1 blocks in use, though all requests are over"),
     ("I6", lost_an_owner, "b has 1 of 8 blocks in use in epoch 2, of 0 requests"),
     ("I7", over_budget, "a uses 101 bytes in epoch 2, but its budget is 100"),
-    ("I8", left_a_gap, "r got token 2, but 1 was next"),
-    ("I8", forwarded_after_the_end, "s got token 3 while it was over"),
+    ("I8", left_a_gap, "r received token 2, but 1 was next"),
+    ("I8", forwarded_after_the_end, "s received token 3 after its end"),
     ("I9", settled_late, "a had not settled in group-a at epoch 3 30 s after the commit"),
-    ("I9", stayed_marked, "group-a is not stable since 40.0 s"),
-    ("I9", stayed_degraded, "group-a is not stable since 40.0 s"),
+    ("I9", stayed_marked, "group-a has not been stable for 40.0 s"),
+    ("I9", stayed_degraded, "group-a has not been stable for 40.0 s"),
     ("I10", never_ended, "s was admitted and never ended"),
     ("I10", ended_twice, "s ended twice"),
     ("I10", admitted_twice, "two requests were admitted as r"),
@@ -516,7 +520,7 @@ def test_a_token_that_was_adopted_counts_as_the_new_workers(run: Run) -> None:
     change(run.gateway, SegmentRead, 2, first_index=0)
     assert not run.audit().violations
     change(run.gateway, SegmentRead, 2, moved=False)
-    assert run.audit().violations == ["I5: s got 20 as token 0, but a emitted none"]
+    assert run.audit().violations == ["I5: s received 20 as token 0, but a emitted none"]
 
 
 def test_tokens_lost_on_the_way_are_noticed(run: Run) -> None:
@@ -570,7 +574,7 @@ def test_requests_of_a_gateway_that_was_killed_need_not_end(run: Run) -> None:
     assert not killed.violations and killed.checks["I8"]
     change(run.gateway, TokensForwarded, 1, token_ids=(20, 99))
     killed = Audit().run([run.a, run.b], [run.memmgr], [], [run.gateway])
-    assert killed.violations == ["I5: s got 99 as token 1, but a or b emitted 21"]
+    assert killed.violations == ["I5: s received 99 as token 1, but a or b emitted 21"]
 
 
 def test_of_a_killed_gateways_requests_nobody_knows_the_workers_but_the_tokens_were_emitted(
@@ -582,6 +586,8 @@ def test_of_a_killed_gateways_requests_nobody_knows_the_workers_but_the_tokens_w
     assert not killed.violations
     change(run.gateway, TokensForwarded, 1, token_ids=(20, 99))
     killed = Audit().run([run.a, run.b], [run.memmgr], [], [run.gateway])
-    assert killed.violations == ["I5: s got 99 as token 1, but the workers emitted 21"]
+    assert killed.violations == ["I5: s received 99 as token 1, but the workers emitted 21"]
     ended = Audit().run([run.a, run.b], [run.memmgr], [run.gateway])
-    assert "I5: s got tokens of no worker" in ended.violations, "one that lives has told them"
+    assert "I5: s received tokens without a worker" in ended.violations, (
+        "one that lives has told them"
+    )

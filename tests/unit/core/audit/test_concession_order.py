@@ -11,7 +11,7 @@ from services.core.audit.group_history import GroupHistory
 from services.core.audit.record import BATCH, COMMAND, EVENT, FACT, Findings
 from services.core.changeover.state import Changeover, MemberConfig
 from services.core.line_order import LINES, Scheduling
-from services.core.overload.events import Action, Cause, Decision, Numbers, Why
+from services.core.overload.events import Action, Cause, Decision, DecisionReason, ModelLoad
 from services.core.planner.config import IterationConfig
 from services.core.planner.events import IterationFinished, Planned, RequestArrived
 from services.core.planner.sequence_table import SequenceTable
@@ -85,7 +85,7 @@ def test_planners_take_the_cheapest_step(scheduling: Scheduling, seed: int) -> N
     [
         (
             Precedence(LINES[Scheduling.PRIORITY], newest, batch_yields=True),
-            "(RECOMPUTE), though batch work had some (YIELD)",
+            "(RECOMPUTE), though batch work had blocks (YIELD)",
         ),
         (
             Precedence(LINES[Scheduling.FCFS], batch_first, batch_yields=True),
@@ -123,8 +123,8 @@ def test_a_planner_that_takes_kv_though_blocks_are_free_is_found(
 
 
 def merge(demand: int, waiting: int = 3, cause: Cause = Cause.OVERLOAD) -> list[Line]:
-    numbers = Numbers(demand, 10, 1000, 1000, demand, 0, 0, 0, waiting)
-    decision = Decision(1.0, "m", Action.MERGE, Why(cause, 1000, 1.0, 1.0, numbers), 50)
+    numbers = ModelLoad(demand, 10, 1000, 1000, demand, 0, 0, 0, waiting)
+    decision = Decision(1.0, "m", Action.MERGE, DecisionReason(cause, 1000, 1.0, 1.0, numbers), 50)
     return [Line(FACT, MemoryDecided(1.0, decision))]
 
 

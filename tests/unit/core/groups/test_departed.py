@@ -2,7 +2,7 @@
 
 import pytest
 
-from services.core.groups.settlement import FORGOTTEN_MAX
+from services.core.groups.singleton_groups import REMOVED_MAX
 from services.core.groups.state import GroupState, ProtocolConfig
 from services.core.groups.vocabulary import (
     Assignment,
@@ -173,18 +173,18 @@ def test_the_rest_of_a_group_is_settled_first(store: Store) -> None:
 
 
 def test_many_are_forgotten_some_at_a_time(store: Store) -> None:
-    for number in range(FORGOTTEN_MAX + 3):
+    for number in range(REMOVED_MAX + 3):
         store.left_behind(f"w{number:02}", epoch=number + 1)
     store.read(0.0)
     (first,) = store.pass_time(GONE_AFTER_S)
-    assert len(first.forgotten) == FORGOTTEN_MAX
-    assert 3 * FORGOTTEN_MAX + 2 <= 128
+    assert len(first.forgotten) == REMOVED_MAX
+    assert 3 * REMOVED_MAX + 2 <= 128
     (second,) = store.commit(first, GONE_AFTER_S)
     assert len(second.forgotten) == 3
     assert second.floor_revision == store.revision
     assert store.commit(second, GONE_AFTER_S) == []
     assert store.assignments == {}
-    assert store.epoch_floor == FORGOTTEN_MAX + 3
+    assert store.epoch_floor == REMOVED_MAX + 3
 
 
 def test_a_standby_removes_nothing(store: Store) -> None:

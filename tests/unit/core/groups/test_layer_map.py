@@ -6,9 +6,9 @@ from random import Random
 import pytest
 
 from services.core.groups.layer_map import (
+    MemberMemory,
     ModelShape,
     SplitError,
-    StageRoom,
     capacity_tokens,
     split_layers,
 )
@@ -25,8 +25,8 @@ SMOL = ModelShape(
 )
 
 
-def rooms_of(*sizes: int) -> list[StageRoom]:
-    return [StageRoom(f"w{index}", size) for index, size in enumerate(sizes)]
+def rooms_of(*sizes: int) -> list[MemberMemory]:
+    return [MemberMemory(f"w{index}", size) for index, size in enumerate(sizes)]
 
 
 def times(model: ModelShape, counts: tuple[int, ...]) -> list[float]:
@@ -37,7 +37,7 @@ def times(model: ModelShape, counts: tuple[int, ...]) -> list[float]:
 
 
 def best_score(
-    model: ModelShape, rooms: list[StageRoom], needed: int
+    model: ModelShape, rooms: list[MemberMemory], needed: int
 ) -> tuple[int, float, int] | None:
     """(tokens up to the need, -time, tokens) of the best of all divisions, None if none fits."""
     best = None

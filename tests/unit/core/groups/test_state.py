@@ -316,7 +316,7 @@ class TestReconfigure:
         pair.answer("w0", attempt)
         pair.workers["w1"] = worker("w1", "b", 50)
         commands = pair.read()
-        assert commands[0] == ReconfigurationFailed("r", "w1 has left or was started anew")
+        assert commands[0] == ReconfigurationFailed("r", "w1 has left or restarted")
         # w0's record loses the mark, w1's becomes its successor's.
         written = {group.group_id: group for one in commands[1:] for group in one.groups}
         assert written == {
@@ -354,9 +354,9 @@ class TestReconfigure:
             (((Stage("w9", 0, 4),),), "w9 is not registered"),
             (((Stage("w0", 0, 2), Stage("w1", 3, 4)),), "each once"),
             (((Stage("w0", 0, 2), Stage("w1", 2, 3)),), "each once"),
-            (((Stage("w0", 0, 4), Stage("w1", 4, 4)),), "at least one"),
+            (((Stage("w0", 0, 4), Stage("w1", 4, 4)),), "at least 1"),
             (((Stage("w0", -1, 2), Stage("w1", 2, 4)),), "each once"),
-            (SPLIT, "so already"),
+            (SPLIT, "already have these"),
             (((Stage("w0", 0, 2), Stage("x0", 2, 4)),), "same model"),
             (((Stage("w0", 0, 2), Stage("y0", 2, 4)),), "y0 and w0 have loaded different weights"),
             (((Stage("w0", 0, 2), Stage("z0", 2, 4)),), "z0 and w0 run different versions"),
@@ -376,12 +376,12 @@ class TestReconfigure:
     def test_part_of_a_group_cannot_be_taken_out(self, pair: Store) -> None:
         pair.merge()
         (refused,) = pair.ask((SPLIT[0],))
-        assert refused.reason == "w1 of group-w0 has no place in the change; name it, too"
+        assert refused.reason == "w1 of group-w0 is missing from the change; name it, too"
 
     def test_a_standby_refuses(self, pair: Store) -> None:
         pair.feed(LeadershipChanged(1.0, None))
         (refused,) = pair.ask(MERGE)
-        assert "does not lead" in refused.reason
+        assert "is not the leader" in refused.reason
 
 
 class TestDegraded:
@@ -514,7 +514,7 @@ class TestAbsentMembers:
         attempt = merged.prepare(SPLIT).attempt
         gone = merged.workers.pop("w1")
         (failed,) = merged.read()
-        assert failed == ReconfigurationFailed("r", "w1 has left or was started anew")
+        assert failed == ReconfigurationFailed("r", "w1 has left or restarted")
         assert merged.group("group-w0").attempt == attempt
         merged.workers["w1"] = gone
         (removal,) = merged.read()

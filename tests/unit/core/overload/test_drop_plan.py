@@ -5,7 +5,7 @@ from random import Random
 
 import pytest
 
-from services.core.groups.layer_map import ModelShape, StageRoom, split_layers
+from services.core.groups.layer_map import MemberMemory, ModelShape, split_layers
 from services.core.overload.drop_plan import (
     DropPlan,
     MergeKey,
@@ -167,7 +167,9 @@ def check(plan: DropPlan, groups: list[PlanGroup], needed: int) -> None:
         assert sorted(merge.members) == sorted(members)
         held = sum(shape.parameter_bytes(len(one.members)) for one in sources)
         assert merge.freed_bytes == held - shape.parameter_bytes(len(members))
-        stages = split_layers(shape, [StageRoom(m.worker_id, 10**6) for m in merge.members], 10**9)
+        stages = split_layers(
+            shape, [MemberMemory(m.worker_id, 10**6) for m in merge.members], 10**9
+        )
         covered = [layer for one in stages for layer in range(one.first_layer, one.end_layer)]
         assert covered == list(range(shape.num_layers))
     assert plan.freed_bytes == sum(merge.freed_bytes for merge in plan.merges)

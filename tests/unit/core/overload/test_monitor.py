@@ -10,16 +10,16 @@ from services.core.demand import ModelDemand
 from services.core.overload.events import (
     Action,
     Cause,
-    ChangedByHand,
     Decision,
     DemandReported,
     GroupsSeen,
     GroupUse,
+    ManualChange,
     MemberUse,
     MergesPlanned,
     OverloadConfig,
     OverloadPolicy,
-    Reports,
+    ReportStatus,
 )
 from services.core.overload.monitor import OverloadMonitor
 
@@ -64,7 +64,7 @@ class World:
 
     def change(self, action: Action) -> Decision:
         """Somebody merges or splits the groups."""
-        (decision,) = self.monitor.handle(ChangedByHand(self.now_s, MODEL, action, ("g0",)))
+        (decision,) = self.monitor.handle(ManualChange(self.now_s, MODEL, action, ("g0",)))
         self._take([decision])
         return decision
 
@@ -272,7 +272,7 @@ def test_nothing_to_merge_is_said_once_per_overload(world: World) -> None:
 def test_a_shortfall_ends_though_nobody_reports() -> None:
     monitor, now_s = OverloadMonitor(), 0.0
     full = GroupUse("g0", MODEL, (MemberUse("w0", 1000, 1000, 1000),), 9, 9000)
-    silent = GroupUse("g0", MODEL, (), reports=Reports.SILENT, silent_ids=("w0",))
+    silent = GroupUse("g0", MODEL, (), report_status=ReportStatus.SILENT, silent_ids=("w0",))
 
     def tick(group: GroupUse, count: int) -> None:
         nonlocal now_s
@@ -324,9 +324,11 @@ def test_silent_groups_hold_nothing() -> None:
     )
     queue = (ModelDemand(MODEL, 4, 400),)
     assert decisions_of(groups, 40, queue) == []
-    frozen = (*groups[:2], GroupUse("g2", MODEL, (), reports=Reports.SILENT))
+    frozen = (*groups[:2], GroupUse("g2", MODEL, (), report_status=ReportStatus.SILENT))
     assert [one.action for one in decisions_of(frozen, 40, queue)] == [Action.MERGE]
-    unknown = tuple(GroupUse(f"g{n}", MODEL, (), reports=Reports.SILENT) for n in range(3))
+    unknown = tuple(
+        GroupUse(f"g{n}", MODEL, (), report_status=ReportStatus.SILENT) for n in range(3)
+    )
     assert decisions_of(unknown, 40, queue) == []
 
 
@@ -342,7 +344,7 @@ def test_a_group_that_changes_over_for_ever_holds_nobody_up_for_ever() -> None:
     full = tuple(
         GroupUse(f"g{n}", MODEL, (MemberUse(f"w{n}", 1000, 1000, 1000),), 4, 400) for n in (1, 2)
     )
-    changing = GroupUse("g0", MODEL, (), reports=Reports.CHANGING, silent_ids=("w0",))
+    changing = GroupUse("g0", MODEL, (), report_status=ReportStatus.CHANGING, silent_ids=("w0",))
     first = decisions_of((changing, *full), 400)[0]
     assert first.action is Action.MERGE and 30 < first.now_s < 35
     pair = tuple(MemberUse(f"x{n}", 1800, 100, 1000) for n in range(2))
@@ -355,7 +357,7 @@ def test_a_worker_that_falls_silent_now_and_then_does_not_restart_the_dwell_time
     merged = GroupUse("g0", MODEL, pair)
     monitor, found = OverloadMonitor(), []
     for tick in range(100):
-        silent = GroupUse("g2", MODEL, (), reports=Reports.SILENT, silent_ids=("w2",))
+        silent = GroupUse("g2", MODEL, (), report_status=ReportStatus.SILENT, silent_ids=("w2",))
         heard = GroupUse("g2", MODEL, (MemberUse("w2", 1000, 0, 1000),))
         other = silent if tick // 20 % 2 else heard
         found += monitor.handle(GroupsSeen(tick * TICK_S, (merged, other)))
@@ -366,7 +368,7 @@ def test_nothing_is_decided_while_a_group_changes_over() -> None:
     full = tuple(
         GroupUse(f"g{n}", MODEL, (MemberUse(f"w{n}", 1000, 1000, 1000),), 4, 400) for n in (1, 2)
     )
-    changing = GroupUse("g0", MODEL, (), reports=Reports.CHANGING)
+    changing = GroupUse("g0", MODEL, (), report_status=ReportStatus.CHANGING)
     assert decisions_of((changing, *full)) == []
     monitor, found = OverloadMonitor(), []
     for tick in range(60):
@@ -385,7 +387,8 @@ def test_recompute_never_merges() -> None:
 
 def test_by_hand(world: World) -> None:
     merge = world.change(Action.MERGE)
-    assert (merge.why.cause, merge.action, merge.group_ids) == (Cause.MANUAL, Action.MERGE, ("g0",))
+    assert (merge.why.cause, merge.action) == (Cause.MANUAL, Action.MERGE)
+    assert merge.group_ids == ("g0",)
     # The groups stay merged although there is no demand.
     assert world.tick(200) == [] and world.merged
     restore = world.change(Action.SPLIT)
@@ -397,7 +400,7 @@ def test_by_hand(world: World) -> None:
 
 
 def test_unknown_models_by_hand(world: World) -> None:
-    assert world.monitor.handle(ChangedByHand(0.0, "other", Action.MERGE)) == []
+    assert world.monitor.handle(ManualChange(0.0, "other", Action.MERGE)) == []
 
 
 def test_models_are_apart() -> None:

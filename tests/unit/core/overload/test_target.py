@@ -1,6 +1,6 @@
 """Stages of merged groups, and what they gain."""
 
-from services.core.groups.layer_map import ModelShape, StageRoom, capacity_tokens, split_layers
+from services.core.groups.layer_map import MemberMemory, ModelShape, capacity_tokens, split_layers
 from services.core.overload.drop_plan import MergeKey, PlanGroup, PlanMember, plan_drop
 from services.core.overload.target import targets_of
 
@@ -17,7 +17,7 @@ def test_each_merge_gets_its_share_and_matches_the_split() -> None:
     targets = targets_of(plan, {"m": SHAPE}, arenas)
     assert len(targets) == len(plan.merges) == 2
     for target, merge in zip(targets, plan.merges, strict=True):
-        rooms = [StageRoom(one.worker_id, arenas[one.worker_id]) for one in merge.members]
+        rooms = [MemberMemory(one.worker_id, arenas[one.worker_id]) for one in merge.members]
         before = (2000 - 1070) // 10 + (2500 - 1070) // 10
         assert target.tokens_before == before
         assert target.stages == split_layers(SHAPE, rooms, before + 100)

@@ -76,7 +76,10 @@ def test_a_request_is_split_between_the_fence_and_the_participant() -> None:
         (lambda r: r.ClearField("target"), "must be set"),
         (lambda r: r.target.ClearField("members"), "must be set"),
         (lambda r: setattr(r.target, "phase", 0), "must be set"),
-        (lambda r: setattr(r.target.members[0], "first_layer", 3), "layers must begin"),
+        (
+            lambda r: setattr(r.target.members[0], "first_layer", 3),
+            "first layer must be at least 0",
+        ),
     ],
 )
 def test_a_malformed_request_is_refused(

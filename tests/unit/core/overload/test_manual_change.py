@@ -7,7 +7,7 @@ import pytest
 
 from services.core.groups.layer_map import ModelShape, Stage
 from services.core.groups.vocabulary import Group, GroupPhase, Member
-from services.core.overload.by_hand import InvalidChange, merge_of, split_of
+from services.core.overload.manual_change import InvalidChange, merge_of, split_of
 from services.core.overload.worker_facts import WorkerFacts
 
 LAYERS = 12
@@ -74,7 +74,7 @@ def test_a_merged_group_merges_again() -> None:
         (
             ALONE,
             ["group-w9"],
-            "no group 'group-w9' that serves; the groups are: group-w0, group-w1",
+            "no group 'group-w9' is serving; the groups are: group-w0, group-w1",
         ),
         (ALONE[:1], [], "a merge needs two"),
         ([ALONE[0], group(("w1", 0, LAYERS), model="n")], [], "different models"),
@@ -89,10 +89,10 @@ def test_what_cannot_merge_is_one_sentence(
 
 def test_workers_that_cannot_merge_are_named() -> None:
     fixed = FACTS | {"w1": replace(FACTS["w1"], can_drop=False)}
-    with pytest.raises(InvalidChange, match="w1 cannot drop layers, for want of a transport"):
+    with pytest.raises(InvalidChange, match="w1 cannot drop layers: a transport or an engine"):
         merge_of(ALONE, [], fixed)
     silent = {name: replace(one, shape=None) for name, one in FACTS.items()}
-    with pytest.raises(InvalidChange, match="tells the sizes"):
+    with pytest.raises(InvalidChange, match="reports the sizes"):
         merge_of(ALONE, [], silent)
     small = replace(SHAPE, num_layers=2)
     few = {name: replace(one, shape=small) for name, one in FACTS.items()}
@@ -118,5 +118,5 @@ def test_what_cannot_split_is_one_sentence() -> None:
         split_of(ALONE, None)
     with pytest.raises(InvalidChange, match="group-w0 has one member"):
         split_of(ALONE, "group-w0")
-    with pytest.raises(InvalidChange, match="no group 'x' that serves"):
+    with pytest.raises(InvalidChange, match="no group 'x' is serving"):
         split_of(ALONE, "x")

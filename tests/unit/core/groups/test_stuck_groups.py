@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from services.core.groups.stuck import IN_A_ROW_S, RENEWALS_MAX
+from services.core.groups.stuck_groups import REBUILD_WINDOW_S, REBUILDS_MAX
 from services.core.groups.vocabulary import (
     Command,
     EngineHung,
@@ -90,7 +90,7 @@ def renewed(store: Store) -> None:
 
 def test_a_group_that_is_stuck_again_and_again_is_divided(store: Store) -> None:
     """Its members connect, and yet nothing of size comes through: a group of two never will."""
-    for _ in range(RENEWALS_MAX):
+    for _ in range(REBUILDS_MAX):
         store.now_s += 20
         renewed(store)
     store.now_s += 20
@@ -99,8 +99,8 @@ def test_a_group_that_is_stuck_again_and_again_is_divided(store: Store) -> None:
 
 
 def test_a_group_that_has_been_well_for_long_is_made_anew_as_often_as_needed(store: Store) -> None:
-    for _ in range(2 * RENEWALS_MAX + 1):
-        store.now_s += IN_A_ROW_S
+    for _ in range(2 * REBUILDS_MAX + 1):
+        store.now_s += REBUILD_WINDOW_S
         renewed(store)
     assert group_of(store, "w0").phase is GroupPhase.STABLE
 
@@ -145,7 +145,7 @@ def test_nobody_waits_longer_for_an_engine_that_turns_out_to_stand_still(store: 
     commands = hung(store, "w1")
     reasons = [getattr(one, "reason", "") for one in commands]
     assert divided(commands)
-    assert "the engine of w1 stands still" in reasons
+    assert "the engine of w1 hangs" in reasons
 
 
 def test_an_engine_that_goes_on_does_not_stand_in_the_way_of_its_group(store: Store) -> None:
@@ -195,7 +195,7 @@ def test_entries_go_with_the_records_of_their_groups(store: Store) -> None:
     asked = renewal(store)
     store.answer("w1", asked.attempt, ready=False)
     stuck = store.state._stuck
-    assert stuck._reasons and stuck._hopeless
+    assert stuck._reasons and stuck._unrecoverable
     records = store.state.records
     group = records.groups.pop("group-w0")
     records.groups["group-w1"] = replace(group, group=replace(group.group, group_id="group-w1"))
@@ -203,4 +203,4 @@ def test_entries_go_with_the_records_of_their_groups(store: Store) -> None:
     moved = replace(stored.assignment, group_id="group-w1")
     records.assignments["w1"] = replace(stored, assignment=moved)
     stuck.note(records, GroupStuck(0.0, "w1", "w1-a", group.group.epoch, "the lane is cut"))
-    assert stuck._reasons.keys() == {"group-w1"} and not stuck._hopeless
+    assert stuck._reasons.keys() == {"group-w1"} and not stuck._unrecoverable

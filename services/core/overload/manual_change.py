@@ -1,12 +1,12 @@
-"""Changes of groups that a person asks for by naming groups."""
+"""Changes of groups requested by an operator, who names the groups."""
 
 import sys
 from collections.abc import Mapping, Sequence
 
 from services.core.groups.layer_map import (
+    MemberMemory,
     ModelShape,
     SplitError,
-    StageRoom,
     capacity_tokens,
     split_layers,
 )
@@ -16,22 +16,22 @@ from services.core.overload.target import group_tokens, plan_members
 from services.core.overload.worker_facts import WorkerFacts
 
 AS_MANY_AS_FIT = sys.maxsize
-"""Tokens of KV that a merge by hand is to hold: people who merge want memory first, then speed."""
+"""KV capacity that a manual merge aims at: operators merge for memory first, then speed."""
 
 
 class InvalidChange(ValueError):
-    """The request names groups that cannot be changed like that; one sentence says why."""
+    """The requested change is invalid; the message is a sentence for the operator."""
 
 
 def merge_of(
     groups: Sequence[Group], group_ids: Sequence[str], facts: Mapping[str, WorkerFacts]
 ) -> Change:
-    """One group of those in `group_ids`, in that order; of all `groups` if none is named.
+    """The merge of the groups `group_ids`, in that order; of all `groups` if that is empty.
 
-    `facts`: of each registered worker. The layers are divided as those of any other merge.
+    `facts` is by worker id.
 
     Raises:
-        InvalidChange: if there is no such group, one is named twice, or they cannot merge.
+        InvalidChange: if a group is unknown or named twice, or the groups cannot merge.
     """
     chosen = [_find(groups, group_id) for group_id in group_ids] or list(groups)
     if len(chosen) != len({group.group_id for group in chosen}):
@@ -39,27 +39,28 @@ def merge_of(
     if len({group.model for group in chosen}) > 1:
         raise InvalidChange("the groups serve different models; name groups of one model")
     if len(chosen) < 2:
-        raise InvalidChange("there is one group only; a merge needs two")
+        raise InvalidChange("there is only one group; a merge needs two")
     names = [member.worker_id for group in chosen for member in group.members]
     shape = _shape(names, facts)
     arena_bytes = {name: facts[name].arena_bytes for name in names}
-    rooms = [StageRoom(name, arena_bytes[name]) for name in names]
+    members = [MemberMemory(name, arena_bytes[name]) for name in names]
+    # The order of `group_ids` is the operator's choice of stages; only the layer map is computed.
     try:
-        stages = split_layers(shape, rooms, AS_MANY_AS_FIT)
+        stages = split_layers(shape, members, AS_MANY_AS_FIT)
     except SplitError as error:
         raise InvalidChange(str(error)) from error
     before = sum(group_tokens(shape, plan_members(group), arena_bytes) for group in chosen)
-    after = min(capacity_tokens(shape, rooms, stages))
+    after = min(capacity_tokens(shape, members, stages))
     ids = tuple(group.group_id for group in chosen)
     text = f"{', '.join(ids)} merge: room for {after:,} tokens of KV instead of {before:,}"
     return Change(ids, (stages,), text)
 
 
 def split_of(groups: Sequence[Group], group_id: str | None) -> Change:
-    """A group for each member of `group_id`; without an id, of the only one with several members.
+    """The split of `group_id` into single workers; None: of the only merged group.
 
     Raises:
-        InvalidChange: if there is no such group, or it has one member only.
+        InvalidChange: if there is no such group, or it has a single member.
     """
     merged_groups = [group for group in groups if len(group.members) > 1]
     if group_id is not None:
@@ -78,23 +79,25 @@ def split_of(groups: Sequence[Group], group_id: str | None) -> Change:
 
 
 def _shape(names: Sequence[str], facts: Mapping[str, WorkerFacts]) -> ModelShape:
-    """The sizes of the model that all of these workers serve. Raises InvalidChange."""
+    """The shape of the model that these workers serve. Raises InvalidChange."""
     known = [facts.get(name) for name in names]
     fixed = [
-        name for name, one in zip(names, known, strict=True) if one is None or not one.can_drop
+        name
+        for name, worker in zip(names, known, strict=True)
+        if worker is None or not worker.can_drop
     ]
     if fixed:
         raise InvalidChange(
-            f"{', '.join(fixed)} cannot drop layers, for want of a transport or of an engine that"
-            " can; name other groups"
+            f"{', '.join(fixed)} cannot drop layers: a transport or an engine with support for it"
+            " is missing; name other groups"
         )
-    leaving = [one.worker_id for one in known if one is not None and one.draining]
+    leaving = [worker.worker_id for worker in known if worker is not None and worker.draining]
     if leaving:
         raise InvalidChange(f"{', '.join(leaving)} is leaving; name other groups")
-    for one in known:
-        if one is not None and one.shape is not None:
-            return one.shape
-    raise InvalidChange("no worker of these groups tells the sizes of its model; restart them")
+    for worker in known:
+        if worker is not None and worker.shape is not None:
+            return worker.shape
+    raise InvalidChange("no worker of these groups reports the sizes of its model; restart them")
 
 
 def _find(groups: Sequence[Group], group_id: str) -> Group:
@@ -102,4 +105,4 @@ def _find(groups: Sequence[Group], group_id: str) -> Group:
         if group.group_id == group_id:
             return group
     known = ", ".join(group.group_id for group in groups) or "none"
-    raise InvalidChange(f"there is no group '{group_id}' that serves; the groups are: {known}")
+    raise InvalidChange(f"no group '{group_id}' is serving; the groups are: {known}")

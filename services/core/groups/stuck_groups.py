@@ -1,0 +1,146 @@
+"""Failure detection by members: groups that are stuck although all members hold their leases."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from services.core.groups.attempt import Attempt
+from services.core.groups.records import Records
+from services.core.groups.vocabulary import EngineHung, Group, GroupPhase, GroupStuck
+
+REBUILDS_MAX = 2
+"""Consecutive rebuilds: a broken path may still let members connect, and then carry nothing."""
+REBUILD_WINDOW_S = 120.0
+"""A group that serves this long after a rebuild has recovered. Longer than the 20 s that a leader
+waits for an overdue microbatch the third time in a row, else that failure counts as the first."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Rebuild:
+    """The last rebuild of a group."""
+
+    epoch: int  # that the rebuild committed
+    count: int  # consecutive rebuilds
+    at_s: float  # time of the commit
+
+    def holds(self, epoch: int, now_s: float) -> bool:
+        """Whether a failure at this epoch now continues the failure before the rebuild."""
+        return epoch == self.epoch and now_s - self.at_s < REBUILD_WINDOW_S
+
+
+@dataclass(slots=True)
+class StuckGroups:
+    """Stuck groups by id, with the epoch that is stuck; a report does not apply to later epochs.
+
+    Entries are removed with their group's record, which bounds their number.
+    """
+
+    _reasons: dict[str, tuple[int, str]] = field(default_factory=dict)  # epoch, reported reason
+    _iterations_s: dict[str, float] = field(default_factory=dict)  # longest of any member
+    _unrecoverable: dict[str, int] = field(default_factory=dict)  # epoch that rebuilds cannot fix
+    _rebuilds: dict[str, _Rebuild] = field(default_factory=dict)  # the last committed rebuild
+    _rebuilding: dict[str, Group] = field(default_factory=dict)  # stuck group, by attempt
+    _hung: dict[str, str] = field(default_factory=dict)  # incarnation of a hung engine, by worker
+
+    def note(self, records: Records, event: GroupStuck | EngineHung) -> None:
+        """Record a report; reports of another incarnation or epoch are ignored."""
+        if isinstance(event, EngineHung):
+            self._note_hung(records, event)
+        else:
+            self._note_stuck(records, event)
+
+    def _note_stuck(self, records: Records, event: GroupStuck) -> None:
+        """Record a stuck group; a single worker depends on no peer, so its report is ignored."""
+        stored = records.assignments.get(event.worker_id)
+        worker = records.workers.get(event.worker_id)
+        if stored is None or worker is None or worker.incarnation != event.incarnation:
+            return
+        group = records.groups.get(stored.assignment.group_id)
+        if group is None or len(group.group.members) < 2 or group.group.epoch != event.epoch:
+            return
+        iteration_s = event.iteration_s
+        # All members must get the time of the slowest iteration before they can respond.
+        if self.is_stuck(group.group):
+            iteration_s = max(iteration_s, self._iterations_s[group.group.group_id])
+        self._iterations_s[group.group.group_id] = iteration_s
+        self._reasons[group.group.group_id] = (event.epoch, event.reason)
+        before = self._rebuilds.get(group.group.group_id)
+        # A group that is stuck again soon after rebuilds has a path that no rebuild repairs.
+        count = before.count if before and before.holds(event.epoch, event.now_s) else 0
+        if count >= REBUILDS_MAX:
+            self._unrecoverable[group.group.group_id] = event.epoch
+        for entries in (self._reasons, self._iterations_s, self._unrecoverable, self._rebuilds):
+            for group_id in entries.keys() - records.groups.keys():
+                del entries[group_id]
+
+    def _note_hung(self, records: Records, event: EngineHung) -> None:
+        worker = records.workers.get(event.worker_id)
+        if worker is not None and worker.incarnation == event.incarnation:
+            self._hung.pop(event.worker_id, None)
+            if event.hung:
+                self._hung[event.worker_id] = event.incarnation
+        for name in self._hung.keys() - records.workers.keys():
+            del self._hung[name]
+
+    def _hung_of(self, processes: Iterable[tuple[str, str]]) -> list[str]:
+        """Ids of the workers among these (id, incarnation) whose engines hang."""
+        return sorted(name for name, process in processes if self._hung.get(name) == process)
+
+    def is_stuck(self, group: Group) -> bool:
+        """Whether a member reported the group as stuck at its current epoch."""
+        epoch, _ = self._reasons.get(group.group_id, (-1, ""))
+        return epoch == group.epoch and group.phase is GroupPhase.STABLE
+
+    def is_unrecoverable(self, group: Group) -> bool:
+        """Whether the group is stuck and a rebuild has failed, did not help, or cannot succeed."""
+        if not self.is_stuck(group):
+            return False
+        failed = self._unrecoverable.get(group.group_id) == group.epoch
+        members = [(member.worker_id, member.incarnation) for member in group.members]
+        return failed or bool(self._hung_of(members))
+
+    def abort_reason(self, attempt: Attempt) -> str | None:
+        """Why an attempt cannot succeed: a source group is stuck, or an engine hangs."""
+        if self.is_rebuild(attempt):
+            members = [(name, worker.incarnation) for name, worker in attempt.workers.items()]
+            hung = self._hung_of(members)
+            return f"the engine of {', '.join(hung)} hangs" if hung else None
+        for group in attempt.sources:
+            if self.is_stuck(group):
+                return f"{group.group_id} is stuck: {self._reasons[group.group_id][1]}"
+        return None
+
+    def rebuild_started(self, group: Group, attempt: Attempt) -> None:
+        """Record that the attempt rebuilds the group."""
+        # Drop earlier attempts of this group: a loss of leadership ends them without a call here.
+        self._rebuilding = {
+            attempt_id: stuck
+            for attempt_id, stuck in self._rebuilding.items()
+            if stuck.group_id != group.group_id
+        }
+        self._rebuilding[attempt.attempt_id] = group
+
+    def iteration_s(self, attempt: Attempt) -> float:
+        """How long an iteration may delay the answer of a member of the group that is rebuilt."""
+        group = self._rebuilding.get(attempt.attempt_id)
+        return 0.0 if group is None else self._iterations_s.get(group.group_id, 0.0)
+
+    def is_rebuild(self, attempt: Attempt) -> bool:
+        """Whether the attempt rebuilds a stuck group."""
+        return attempt.attempt_id in self._rebuilding
+
+    def committed(self, attempt: Attempt, now_s: float) -> None:
+        """Count the rebuild, if the committed attempt is a rebuild."""
+        group = self._rebuilding.pop(attempt.attempt_id, None)
+        if group is None:
+            return
+        before = self._rebuilds.get(group.group_id)
+        count = before.count if before and before.holds(group.epoch, now_s) else 0
+        self._rebuilds[group.group_id] = _Rebuild(attempt.epoch, count + 1, now_s)
+
+    def rebuild_failed(self, attempt: Attempt) -> bool:
+        """Mark the group as unrecoverable; False if the aborted attempt was no rebuild."""
+        group = self._rebuilding.pop(attempt.attempt_id, None)
+        if group is None:
+            return False
+        self._unrecoverable[group.group_id] = group.epoch
+        return True
