@@ -155,7 +155,7 @@ def take_secret_files(
             continue
         own, file = shown(name), shown(name + FILE)
         if name in given:
-            raise ConfigError(f"{source} gives both {own} and {file}; remove one")
+            raise ConfigError(f"{source} gives both {own} and {file}; remove either")
         if not isinstance(pointer.value, str) or not pointer.value:
             raise ConfigError(f"{file} in {source} must be the path of a file")
         secret = _read_secret(Path(pointer.value), file)
@@ -252,7 +252,7 @@ def _read(setting: Setting, given: Given) -> Any:
     enum = next((kind for kind in setting.kinds if is_enum(kind)), None)
     accepted = tuple(map(_plain_type, setting.kinds))
     if not isinstance(value, accepted) or (isinstance(value, bool) and bool not in accepted):
-        # Never show a secret in a message, not even an invalid one.
+        # Never show a secret in a message, not even an invalid secret.
         shown = "not usable" if setting.secret else repr(value)
         wanted = " or ".join(kind.__name__ for kind in accepted)
         raise ConfigError(f"{where} is {shown}, but must be of type {wanted}")
