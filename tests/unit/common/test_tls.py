@@ -58,7 +58,9 @@ def test_the_former_stay_while_only_one_of_a_pair_is_written(
     (tmp_path / "one.pem").write_bytes(issued.cert)
     assert source.current() is first
     assert source.current() is first
-    assert len([line for line in caplog.messages if "keeping the previous certificates" in line]) == 1
+    assert (
+        len([line for line in caplog.messages if "keeping the previous certificates" in line]) == 1
+    )
     (tmp_path / "one-key.pem").write_bytes(issued.key)
     assert source.current().cert == issued.cert
 
