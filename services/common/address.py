@@ -96,6 +96,7 @@ def listen(host: str, port: int, backlog: int, stall_s: float | None = None) -> 
     except OSError as error:
         raise ConfigError(f"'{host}' is not a local address: {error.strerror}") from error
     try:
+        # A restart must not wait for connections in TIME_WAIT.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if stall_s is not None and hasattr(socket, "TCP_USER_TIMEOUT"):
             listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(stall_s * 1000))

@@ -101,6 +101,7 @@ def _local_address(family: socket.AddressFamily, name: str, port: str) -> str:
     for _, kind, protocol, _, target in targets:
         with socket.socket(family, kind, protocol) as probe:
             try:
+                # A datagram socket sends nothing here: it only selects a route.
                 probe.connect(target)
             except OSError:
                 continue

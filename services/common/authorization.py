@@ -115,5 +115,6 @@ def _guarded(handler: Any, check: Callable[[Context], Awaitable[None]]) -> Any:
         await check(context)
         return await behaviour(request, context)
 
+    # grpc.aio inspects the kind of a handler, so the wrapper must be of the same kind.
     guarded = yielding if inspect.isasyncgenfunction(behaviour) else answering
     return make(guarded, handler.request_deserializer, handler.response_serializer)

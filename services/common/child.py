@@ -87,6 +87,7 @@ class Child:
             self._popen.wait()
 
     def _reap(self) -> None:
+        # Other members of its group may outlive the leader.
         if self._leads:
             os.killpg(self.pid, signal.SIGKILL)
         self._ended.set_result(self._popen.wait())

@@ -189,6 +189,7 @@ def build(cls: type[T], given: Mapping[str, Given], missing: Callable[[str], str
     for key, setting in settings_of(cls).items():
         if key not in given and setting.required:
             raise ConfigError(f"configuration key '{key}' is {missing(key)}")
+    # Explicit values take precedence over derived defaults.
     if (defaults_for := getattr(cls, "defaults_for", None)) is not None:
         values = defaults_for(values) | values
     try:
@@ -251,6 +252,7 @@ def _read(setting: Setting, given: Given) -> Any:
         raise ConfigError(f"{where} is empty; give the secret, or leave it out")
     enum = next((kind for kind in setting.kinds if is_enum(kind)), None)
     accepted = tuple(map(_plain_type, setting.kinds))
+    # bool is a subclass of int: refuse true where a number is required.
     if not isinstance(value, accepted) or (isinstance(value, bool) and bool not in accepted):
         # Never show a secret in a message, not even an invalid secret.
         shown = "not usable" if setting.secret else repr(value)

@@ -146,6 +146,7 @@ def parse_profile(data: dict[str, Any], source: str) -> DeviceProfile:
 def store_profile(profile: DeviceProfile, path: Path) -> None:
     """Write the profile atomically: readers see the old or the new file. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
+    # In the same folder: a rename between file systems is not atomic.
     descriptor, fresh = tempfile.mkstemp(dir=path.parent, prefix=".profile-")
     try:
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:

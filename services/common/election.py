@@ -44,6 +44,7 @@ class Election:
             try:
                 while True:
                     await self._registration.registered.wait()
+                    # A new registration creates the key again, with a new token.
                     self._set(await self._read_token())
                     await self._registration.lost.wait()
                     self._set(0)

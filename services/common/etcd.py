@@ -109,6 +109,7 @@ class Store:
         deadline_s = asyncio.get_running_loop().time() + timeout_s
         while True:
             try:
+                # A read proves that this user has access, not only that etcd is reachable.
                 await self.list_prefix("")
                 return
             except StoreRefused:

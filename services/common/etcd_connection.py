@@ -148,6 +148,7 @@ class EtcdConnection:
 
     async def call_any(self, operation: Operation[T]) -> T:
         """As `call`, but tries the members until one answers; for idempotent operations."""
+        # Each failed attempt switches members; the last attempt raises.
         for _ in self._endpoints.addresses[1:]:
             try:
                 return await self._attempt(operation)
@@ -197,6 +198,7 @@ class EtcdConnection:
         except (EtcdError, grpc.RpcError) as error:
             if not _is_token_refused(error):
                 raise
+        # A call with an invalid token was not applied, so repeating it is safe.
         await self._log_in(member, token)
         return await operation(member)
 

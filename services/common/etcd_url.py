@@ -20,6 +20,7 @@ def parse_urls(urls: str) -> Endpoints:
     Raises:
         ConfigError: if a part is not such a URL, or only some are https://.
     """
+    # urlsplit would accept credentials silently.
     refuse_user(urls)
     addresses, schemes = [], set()
     for url in (part.strip() for part in urls.split(",")):

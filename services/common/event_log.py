@@ -65,6 +65,7 @@ class EventLog:
         self._encoder = msgspec.json.Encoder()
         try:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            # Never append to a file of another process, nor follow a link.
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
             self._descriptor: int | None = os.open(self.path, flags, 0o600)
         except OSError as error:

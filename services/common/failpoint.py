@@ -74,6 +74,7 @@ _armed = _process.armed
 
 def hit(name: str) -> None:
     """Pass the failpoint `name`. May kill or suspend this process if it is armed."""
+    # No more than a lookup: `hit` stands on hot paths.
     if name in _armed:
         _pass(_armed[name])
 
@@ -110,6 +111,7 @@ def arm(specs: Sequence[str], file: Path | None, parent: int = 0) -> None:
     if not specs or file is None:
         return
     _process.file, _process.parent = file, parent
+    # A process that a failpoint killed must survive its restart.
     past = {entry["name"] for entry in read_hits(file)}
     for failpoint in map(_read, specs):
         if failpoint.name not in past:
@@ -199,6 +201,7 @@ def _stop(pids: Sequence[int], seconds: float) -> None:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
+            # In a session of its own, so that signals to our group do not end it.
             start_new_session=True,
         )
     )

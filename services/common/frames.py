@@ -33,6 +33,7 @@ def packed(frames: Sequence[T]) -> Iterator[T]:
     for frame in frames:
         frame_bytes = frame.ByteSize()
         if frame_bytes >= ALONE_BYTES:
+            # Send what is before it first, to keep the order.
             if head is not None:
                 yield head
             yield frame

@@ -25,6 +25,7 @@ def parser_limits() -> LLParserLimits:
     They limit work rather than time, so that all machines accept the same grammars. Errors contain
     neither grammar nor output, since those may be confidential.
     """
+    # Fuel and state counts are deterministic, unlike time limits.
     return LLParserLimits(
         initial_lexer_fuel=1_000_000,
         step_lexer_fuel=200_000,

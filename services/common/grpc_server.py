@@ -21,12 +21,14 @@ from services.common.transport import Transport
 from tideserve.common.v1 import process_pb2, process_pb2_grpc
 
 SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
+    # Accept the keepalive pings of our channels, which the defaults treat as abuse.
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
     ("grpc.http2.max_ping_strikes", 0),
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.http2.ping_timeout_ms", 5_000),
     ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
     ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
+    # A second process on the same port must fail rather than share its calls.
     ("grpc.so_reuseport", 0),
 )
 

@@ -79,6 +79,7 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
                     yield status
                 if closed:
                     return
+                # Poll: readiness changes by the passing of time alone.
                 await asyncio.sleep(WATCH_INTERVAL_S)
         finally:
             self._watchers -= 1

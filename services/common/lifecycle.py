@@ -62,6 +62,7 @@ def main(
             print(f"# tideserve-{name}; secrets are masked", describe(settings), sep="\n", end="")
         else:
             uvloop.run(_until_signal(serve, settings.config))
+    # Task groups wrap errors into groups: report each as a sentence.
     except* ServiceError as group:
         errors = _leaves(group)
         for error in errors:

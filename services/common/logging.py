@@ -62,6 +62,7 @@ def _places(error: BaseException, chain_max: int) -> Iterator[str]:
         hidden = error.__suppress_context__
         before = error.__cause__ or (None if hidden else error.__context__)
         inner = error.exceptions if isinstance(error, BaseExceptionGroup) else ()
+        # Causes first, as in Python's own tracebacks.
         for other in (before, *inner):
             if other is not None:
                 yield from _places(other, chain_max - 1)

@@ -131,6 +131,7 @@ class Registration:
         """Return when the lease is lost: etcd reports it, or its TTL passes without an answer."""
         expires_s = monotonic_s() + self._ttl_s
         while (left_s := expires_s - monotonic_s()) > 0:
+            # Early enough for several attempts within the TTL.
             await asyncio.sleep(min(self._ttl_s / 4, left_s))
             # Count from before the call: etcd may have renewed it at any time since then.
             asked_s = monotonic_s()
@@ -180,6 +181,7 @@ class Directory(Generic[M]):
             self.entries = listing
             self.records = decoded
             self.loaded.set()
+            # A new event per change wakes all waiters, and none of them has to clear it.
             self._changed.set()
             self._changed = asyncio.Event()
             if self._on_change is not None:

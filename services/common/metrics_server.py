@@ -97,5 +97,6 @@ class _Exposition:
             "Connection: close",
         ]
         writer.write("\r\n".join([*lines, "", ""]).encode() + (b"" if method == "HEAD" else body))
+        # A scraper that has disconnected needs no answer.
         with suppress(ConnectionError):
             await writer.drain()

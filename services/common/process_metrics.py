@@ -72,6 +72,7 @@ class _Certificate:
         self.purpose = files.owner
         self._files = files
         self._source: CertificateSource | None = None
+        # Load the certificate now: later unusable files do not replace it.
         self.expiry_unix_s()
 
     def expiry_unix_s(self) -> float:

@@ -28,6 +28,7 @@ async def keep_pushing(
         record = services.newest(prefix)
         assert record is not None
         try:
+            # A new channel per attempt: it uses the current certificate and address.
             async with dial(record.address, name) as channel:
                 await _push_while_newest(services, prefix, record, push(channel))
         except grpc.RpcError as error:

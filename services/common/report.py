@@ -87,6 +87,7 @@ def _maker(report: type[Any], on_wire: frozenset[str]) -> Callable[[Message], An
         for field in fields(report)
         if field.name in on_wire and "tuple" in str(field.type)
     ]
+    # Nested reports without any field on the wire keep their defaults.
     within = [
         (field.name, _maker(cast(type[Any], field.type), on_wire))
         for field in fields(report)

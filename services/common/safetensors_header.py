@@ -22,6 +22,7 @@ def read_header(path: Path) -> SafetensorsHeader:
     """The header of a safetensors file; raises one of `DAMAGED`."""
     with path.open("rb") as file:
         (length_bytes,) = struct.unpack("<Q", file.read(8))
+        # A damaged length would make `read` allocate gigabytes.
         if length_bytes > HEADER_BYTES_MAX:
             raise ValueError("the header is too large: the file is damaged")
         header = json.loads(file.read(length_bytes))

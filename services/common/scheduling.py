@@ -10,6 +10,7 @@ SLICE_S = 0.0001
 
 log = logging.getLogger(__name__)
 
+# libc has no wrapper for sched_setattr: call it by its number.
 _SCHED_SETATTR = {"x86_64": 314, "aarch64": 274}
 _SCHED_OTHER = 0
 

@@ -57,6 +57,7 @@ def load_settings(cls: type[T], path: Path | None, environment: Mapping[str, str
         ConfigError: on invalid input; names the variable or key, the place and the remedy.
     """
     given = given_in(cls, read_yaml(path), str(path)) if path is not None else {}
+    # Merged last: the environment takes precedence.
     given |= _from_environment(cls, environment)
     place = f"add it to {path}" if path is not None else "give a file that has it with --config"
     config = build(cls, given, lambda key: f"missing; set {variable(key)}, or {place}")

@@ -62,6 +62,7 @@ class OtlpSink:
             }
         )
         self._ids = _GivenIds()
+        # The Tracer has sampled already: export every span that arrives here.
         self._provider = TracerProvider(
             sampler=ALWAYS_ON, resource=resource, id_generator=self._ids, shutdown_on_exit=False
         )

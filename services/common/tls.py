@@ -94,6 +94,7 @@ def read_certificates(files: CertificateFiles) -> Certificates:
         before = _stamp(files)
         check_certificates(files)
         read = Certificates(*(_read(files, part) for part in ("ca", "cert", "key")))
+        # Unchanged stamps around the read: all files are of the same moment.
         if _stamp(files) == before:
             return read
     raise ConfigError(

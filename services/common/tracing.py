@@ -128,6 +128,7 @@ class Tracer:
         """
         span_id = _random_hex(64)
         if caller is not None:
+            # A caller that samples everything must not flood the collector.
             sampled = caller.sampled and self._callers.take(monotonic_s())
             return TraceContext(caller.trace_id, span_id, sampled, caller.span_id)
         sampled = always or random.random() < self._ratio
@@ -153,8 +154,10 @@ def parse_traceparent(header: str) -> TraceContext | None:
     if match is None:
         return None
     version, trace_id, span_id, flags, more = match.groups()
+    # Version 00 has exactly four fields; later versions may add fields (W3C Trace Context).
     if version == "ff" or (version == "00" and more):
         return None
+    # Ids of zeros are invalid.
     if not int(trace_id, 16) or not int(span_id, 16):
         return None
     return TraceContext(trace_id, span_id, bool(int(flags, 16) & _SAMPLED))

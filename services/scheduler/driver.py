@@ -164,6 +164,7 @@ class SchedulerDriver:
         finally:
             outbox.close()
             del self._outboxes[outbox.stream_id]
+            # The gateway may reconnect and repeat its asks under the same ids.
             self._gone.append((monotonic_s() + self._gateway_grace_s, outbox.stream_id))
 
     def drain(self) -> None:

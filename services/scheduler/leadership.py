@@ -17,5 +17,6 @@ class Leadership:
         self.leads = False
 
     def _update(self) -> None:
+        # After a restart the old record may live until its lease ends: the newest instance counts.
         newest = self.services.newest(f"{SERVICES}{NAME}/")
         self.leads = newest is not None and newest.incarnation == self.incarnation

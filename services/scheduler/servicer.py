@@ -112,6 +112,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
                 heartbeat_s = monotonic_s() + HEARTBEAT_S
             commands = await outbox.take(max(0.0, heartbeat_s - monotonic_s()))
             frames = [to_frame(command) for command in commands]
+            # Older gateways read a single frame per message.
             for message in packed(frames) if many else frames:
                 await _send(context, message)
             if outbox.closed and not commands:

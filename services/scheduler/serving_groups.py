@@ -44,6 +44,7 @@ class ServingGroups:
             tasks.create_task(self._workers.run())
 
     def _refresh(self) -> None:
+        # With a partial listing, groups would seem to lack members.
         if not self.loaded:
             return
         self._check_scheduling()

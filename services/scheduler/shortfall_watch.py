@@ -62,6 +62,7 @@ class ShortfallWatch:
             await asyncio.sleep(OLDER_RETRY_S)
         finally:
             call.cancel()
+            # Without reports, no request is refused for a shortfall.
             self._report({})
 
     def _report(self, shortfalls: dict[str, int]) -> None:

@@ -104,6 +104,7 @@ def to_group(
     group = records.to_group(record)
     if group is None or group.phase is not GroupPhase.STABLE or not group.members:
         return None
+    # A stale record must not attract requests: compare with what the workers publish.
     members = []
     for member in group.members:
         worker = workers.get(member.worker_id)
