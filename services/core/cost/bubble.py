@@ -70,6 +70,7 @@ class BubbleMeter:
         self._in_flight.remove(number)
         if not self._in_flight:
             assert self._idle_since_s is not None, "it was launched"
+            # Until now the microbatch was in later stages, while this stage idled.
             self.bubble_s += now_s - self._idle_since_s
             self._vacant_since_s, self._idle_since_s = now_s, None
 

@@ -63,6 +63,7 @@ def _descend(
         if candidate is None:
             return
         negative = [(i, x) for i, x in zip(passive, candidate, strict=True) if x <= 0]
+        # Go only as far as no coefficient turns negative.
         step = min((solution[i] / (solution[i] - x) for i, x in negative), default=1.0)
         for index, wanted in zip(passive, candidate, strict=True):
             solution[index] += step * (wanted - solution[index])
@@ -195,6 +196,7 @@ class CostModel:
 
         `prefix_tokens` is the sum of their prefixes in the first iteration. O(1).
         """
+        # Each decode gains a token per iteration: an arithmetic series.
         prefix_sum = count * prefix_tokens + decodes * (count * (count - 1) // 2)
         shared = count * (decodes - 1)
         seconds = self.decodes_alone_s(count * decodes, prefix_sum)
@@ -359,6 +361,7 @@ def _solve(rows: Sequence[tuple[float, ...]], samples: Sequence[Sample]) -> list
     coefficients = solve_nonnegative(relative, [1.0] * len(relative))
     for _ in range(REWEIGHTINGS):
         errors = [abs(_dot(row, coefficients) - 1.0) for row in relative]
+        # w² · error² = |error|: weighted squares become absolute errors.
         weights = [max(error, ERROR_FLOOR) ** -0.5 for error in errors]
         weighted = [
             [weight * value for value in row] for row, weight in zip(relative, weights, strict=True)

@@ -55,6 +55,7 @@ class OwnerUse:
         """Take a concurrency slot and a request from the bucket, or nothing if that exceeds."""
         self.asked_s = now_s
         self.requests.note_demand(1, self._requests_per_minute, now_s)
+        # The request is taken last, so that other refusals cost none.
         exceeded = self._no_slot() or self._in_debt(now_s) or self._no_request(now_s)
         if exceeded is None:
             self.running += 1
@@ -98,6 +99,7 @@ class OwnerUse:
             mean = output_tokens / reserved.choices
             self._output_mean += _LATEST * (mean - self._output_mean)
         if (per_minute := self.limits.tokens_per_minute) is not None and reserved.tokens:
+            # A request that the cluster has not served costs nothing.
             used = reserved.prompt_tokens + output_tokens if served else 0
             self.tokens.give_back(reserved.tokens - used, per_minute, now_s)
 

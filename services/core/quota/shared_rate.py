@@ -132,11 +132,13 @@ class SharedRate:
         )
         if part is None:
             return 1 / self.gateways
+        # The floor admits new traffic here before the other gateways have learned of it.
         share = FLOOR / self.gateways + (1 - FLOOR) * part
         # Another gateway may have started at the same time, unknown to us: claim no more than an
         # equal share until its first report must have arrived.
         return share if self.reports_sent > 1 else min(share, 1 / self.gateways)
 
     def _size(self, per_minute: float) -> float:
+        # At least `burst_min`, or a small limit could not admit a request of usual size at once.
         whole = max(BURST * per_minute, min(self.burst_min, per_minute))
         return max(whole * self.slow_share, self.unit)

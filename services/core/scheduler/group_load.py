@@ -53,7 +53,7 @@ class GroupLoad:
     for_batch: bool | None = None
     # Highest report number seen, to ignore reports that arrive out of order.
     _newest: int = 0
-    # When the worker itself (not a gateway) last reported, at this epoch and at any.
+    # When the worker itself (not a gateway) last reported: at this epoch, and at any (inf: never).
     _reported_s: float = -math.inf
     _reported_any_epoch_s: float = math.inf
     # Id of a request that runs here exclusively, and the end of that.
