@@ -61,8 +61,8 @@ class Admission:
     ) -> NotAdmitted | None:
         """Why a request for `model` may not wait; None if it may.
 
-        `deadline_start_s`, `was_assigned`: as in Waiting. Only new requests are refused because of
-        overload. While no group serves the model, a new request waits for `REGROUP_S`, a
+        `deadline_start_s`, `was_assigned`: as in Waiting. Only new requests are refused for lack of
+        slots or time. While no group serves the model, a new request waits for `REGROUP_S`, a
         requeued request until its deadline, and a resumed request for as long as its gateway wants.
         """
         refused = None
@@ -87,7 +87,7 @@ class Admission:
         waiting = self.queue.victim_for(ask.service)
         assert waiting is not None, "a full queue refuses requests that displace none"
         alike = waiting.ask.service.service_class is ask.service.service_class
-        by = "a request of an owner with fewer" if alike else "a more urgent request"
+        by = "a request of an owner with fewer requests" if alike else "a more urgent request"
         return waiting, NotAdmitted(
             RefusalReason.QUEUE_FULL, f"{taken} are taken; {by} displaced this one; retry later"
         )
@@ -224,7 +224,7 @@ def check_fields(ask: Asked) -> NotAdmitted | None:
     elif not 1 <= ask.max_tokens <= TOKENS_MAX:
         cause = f"max_tokens is {ask.max_tokens}, but must be at least 1"
     elif not (math.isfinite(ask.waited_s) and 0 <= ask.excused_s <= ask.waited_s):
-        cause = f"need 0 <= excused_s {ask.excused_s} <= waited_s {ask.waited_s}, both finite"
+        cause = f"waited_s is {ask.waited_s}, excused_s {ask.excused_s}; need 0 <= excused_s <= waited_s"
     elif len(ask.prefix.hashes) > THIN_MAX:
         cause = f"the prefix has {len(ask.prefix.hashes)} hashes, but may have at most {THIN_MAX}"
     elif len(ask.avoided) > AVOIDED_MAX or not math.isfinite(ask.avoided_s):
