@@ -104,7 +104,7 @@ async def _run(
     )
     reporter = DemandReporter(services, driver.demands, driver.changed, transport.dial)
     shortfalls = ShortfallWatch(services, driver.apply, transport.dial)
-    log.info("listening on %s, advertised as %s", server.address, address)
+    log.info("scheduler listening on %s, advertised as %s", server.address, address)
     async with asyncio.TaskGroup() as tasks:
         coroutines = (
             *(driver.run(), view.run(), services.run()),

@@ -224,7 +224,7 @@ def check_fields(ask: Asked) -> NotAdmitted | None:
     elif not 1 <= ask.max_tokens <= TOKENS_MAX:
         cause = f"max_tokens is {ask.max_tokens}, but must be at least 1"
     elif not (math.isfinite(ask.waited_s) and 0 <= ask.excused_s <= ask.waited_s):
-        cause = f"waited_s {ask.waited_s}, excused_s {ask.excused_s}: need 0 <= excused_s <= waited_s"
+        cause = f"waited_s {ask.waited_s}, excused_s {ask.excused_s}: need 0 <= excused <= waited"
     elif len(ask.prefix.hashes) > THIN_MAX:
         cause = f"the prefix has {len(ask.prefix.hashes)} hashes, but may have at most {THIN_MAX}"
     elif len(ask.avoided) > AVOIDED_MAX or not math.isfinite(ask.avoided_s):
